@@ -66,6 +66,7 @@ class Engine:
         self.backends: list[subprocess.Popen[bytes]] = []
         self.incarnation: str | None = None
         self.witness: str | None = None
+        self.continuation = ""
         self.client = LockClient(
             os.path.join(directory, "lockserver.sock"),
             LockCallbacks(
@@ -94,7 +95,8 @@ class Engine:
             self.on_granted(lock, incarnation, token)
         self.heard.append((lock, incarnation, token))
         if incarnation == self.incarnation:
-            self.client.set_want(incarnation, self.witness, self._locks, {lock: token})
+            held = {lock: token}
+            self.client.set_want(incarnation, self.witness, self._locks, held, self.continuation)
 
     def launch(self, processes: int = 1, dirty_mib: int = 0, fate: str = "dies_with_parent") -> str:
         self.incarnation = witness.new_incarnation(self.client.engine)
@@ -104,7 +106,7 @@ class Engine:
 
     def want(self, *locks: str, tokens: dict[str, int] | None = None) -> None:
         self._locks = locks
-        self.client.set_want(self.incarnation, self.witness, locks, tokens)
+        self.client.set_want(self.incarnation, self.witness, locks, tokens, self.continuation)
 
     def reap(self) -> None:
         for backend in self.backends:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 
 import pytest
 
@@ -126,6 +127,35 @@ def test_server_answers_503_only_while_no_gateway_accepts(pod_dir, start_server,
                 client.close()
             await auntil(lambda: state() == "holding", "the server to answer again")
             assert b"HTTP/1.1 503 " in await read_all(caller(port))
+
+    asyncio.run(scenario())
+
+
+def test_engine_that_keeps_its_copy_learns_that_a_restarted_server_has_another_mode(
+    pod_dir, start_server, port
+):
+    """Goal: an engine never accepts beside a gateway, nor waits for one that is not there. Method:
+    it borrows in direct mode; the server restarts in the other mode, and again in the first."""
+    address = ("--service", f"active=127.0.0.1:{port}")
+    server = start_server("--direct", *address)
+
+    async def scenario() -> None:
+        async with Engine(pod_dir, "engine-0") as engine:
+            await engine.hold()
+            await auntil(lambda: engine.services, "the socket to be lent")
+            assert engine.client.is_to_accept("active")
+            for mode in ("--no-direct", "--direct"):
+                server.kill()
+                server.flags = (mode, *address)
+                server.start()
+                is_direct = mode == "--direct"
+                await auntil(
+                    lambda is_direct=is_direct: engine.client.is_to_accept("active") is is_direct,
+                    f"news of {mode}",
+                )
+                assert server.status()["mode"] == ("direct" if is_direct else "gateway")
+            first, *again = [os.fstat(fd.fileno()).st_ino for _, _, fd in engine.services]
+            assert again == [first, first]  # it was told twice, of the socket that it has
 
     asyncio.run(scenario())
 

@@ -1,0 +1,115 @@
+"""What a gateway is told while nobody serves: of a machine and a clock under the test's control."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+from lockserver.core import events as ev
+from lockserver.messages import BorrowMsg, GrantedMsg
+from lockserver.server.gateway_desk import TELL_MS, GatewayDesk
+from lockserver.server.settings import LockSettings
+from tests.lockserver.core.shell import A, B, Shell, restarted, want
+
+
+class Conn:
+    """A connection that keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.id, self.state = 7, None
+        self.peer = SimpleNamespace(pid=1)
+        self.sent: list[Any] = []
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+
+class Desk:
+    """A desk over `shell`'s machine, with one gateway."""
+
+    def __init__(self, shell: Shell) -> None:
+        self.shell, self.conn = shell, Conn()
+        services: Any = SimpleNamespace(
+            has_gateway=True,
+            sockets={"active": SimpleNamespace(address="h:1")},
+            lend_to_gateway=lambda name, conn: None,
+        )
+        clock: Any = SimpleNamespace(now_ms=lambda: shell.now_ms)
+        settings = LockSettings("/d", direct=False)
+        self.desk = GatewayDesk(shell.machine, services, clock, lambda event: None, settings)
+        conn: Any = self.conn
+        self.desk.borrow(conn, BorrowMsg("active", "0" * 16, True))
+
+    def news(self) -> list[str]:
+        """What it was told since the last call: the engine of each grant, the state of the lock in
+        each sentence."""
+        sent, self.conn.sent = self.conn.sent, []
+        return [
+            each.engine
+            if isinstance(each, GrantedMsg)
+            else re.findall(r"lock is (\w+)", each.reason)[0]
+            for each in sent
+        ]
+
+    def pass_ms(self, ms: float) -> list[str]:
+        for _ in range(round(ms / 100)):
+            for effect in self.shell.pass_ms(100):
+                if isinstance(effect, ev.Announce):
+                    holder = effect.holder
+                    who = (holder.engine, holder.incarnation, holder.token)
+                    self.desk.announce(GrantedMsg("active", *who, effect.era))
+            self.desk.tick(self.shell.now_ms)
+        return self.news()
+
+
+def test_gateway_is_told_a_reason_once_and_a_changed_one_at_most_once_a_second():
+    """Goal: a gateway can always say why it waits, and a lock that flaps floods nobody. Method:
+    nobody holds it; an engine takes it, releases it slowly, and frees it at once."""
+    shell = Shell()
+    desk = Desk(shell)
+    assert desk.news() == ["free"]
+    assert desk.pass_ms(3000) == []
+    shell.feed(want(1, A, "active"))
+    assert desk.pass_ms(500) == []  # its grant was announced: here by nobody
+    desk.desk.announce(GrantedMsg("active", "engine-0", A, 1))
+    assert desk.news() == ["engine-0"]
+    shell.feed(want(1, None, engine="engine-0"))
+    assert desk.pass_ms(200) == ["releasing"]
+    shell.feed(ev.WitnessFree("active", A))
+    assert desk.pass_ms(TELL_MS - 200) == []
+    assert desk.pass_ms(200) == ["free"]
+
+
+def test_gateway_goes_by_the_holder_on_file_until_its_silence_is_reported():
+    """Goal: the lock server's restart takes no engine from a gateway, and one that never returns
+    is not taken for active. Method: a gateway that connects before the holder does; the window
+    passes; the holder returns."""
+    held = Shell()
+    held.feed(want(1, A, "active"))
+    shell = restarted(held, window_ms=1000.0)
+    desk = Desk(shell)
+    assert desk.news() == ["engine-0"]
+    assert desk.pass_ms(900) == []
+    assert desk.pass_ms(500) == ["recovering"]
+    (announced,) = [
+        each for each in shell.feed(want(1, A, "active")) if isinstance(each, ev.Announce)
+    ]
+    desk.desk.announce(GrantedMsg("active", "engine-0", A, announced.holder.token))
+    assert desk.news() == ["engine-0"]
+    assert desk.pass_ms(3000) == []
+
+
+def test_takeover_within_a_tick_is_only_its_grant():
+    """Goal: no gateway parks new requests for a pause that is over. Method: between two ticks the
+    holder's end and the next grant."""
+    shell = Shell()
+    shell.feed(want(1, A, "active"))
+    shell.feed(want(2, B, "active"))
+    desk = Desk(shell)
+    assert desk.news() == ["engine-0"]
+    shell.feed(want(1, None, engine="engine-0"))
+    for effect in shell.feed(ev.WitnessFree("active", A)):
+        if isinstance(effect, ev.Announce):
+            desk.desk.announce(GrantedMsg("active", "engine-1", B, effect.holder.token))
+    assert desk.pass_ms(2000) == ["engine-1"]
