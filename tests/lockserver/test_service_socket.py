@@ -13,9 +13,10 @@ import sys
 import pytest
 
 from lockserver.server import service_socket
+from lockserver.server.service_desk import ServiceDesk
 from lockserver.server.service_socket import ServiceSocket, parse_service
 from plumbing.errors import ProtocolError
-from plumbing.wire.fds import OwnedFd
+from plumbing.wire.fds import OwnedFd, Reserve
 from tests.helpers import auntil, open_fds
 from tests.lockserver.engines import Engine
 from tests.lockserver.processes import free_port
@@ -95,6 +96,26 @@ def test_service_prepared_leaves_new_connections_to_the_engine_and_answers_accep
                 assert accepted.recv(4096) == REQUEST
                 accepted.close()
             late.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("has_gateway", [False, True], ids=["direct", "gateway"])
+def test_grant_ends_the_answers_only_where_the_engine_itself_accepts(has_gateway):
+    """Goal: a grant never leaves clients without an answer while no gateway is there. Method: a
+    desk that answers, in either mode; a grant; what a client is told is missing."""
+
+    async def scenario() -> None:
+        port = free_port()
+        address = {"active": f"127.0.0.1:{port}"}
+        desk = ServiceDesk(address, 0.0, str, Reserve(0), has_gateway=has_gateway)
+        desk.open(is_first_start=True)
+        desk.watch(lambda name: False, 0)
+        code = (b"no_active_engine", b"no_gateway")[has_gateway]
+        assert code in await read_all(caller(port))
+        desk.prepare("active")
+        assert desk.sockets["active"].state == ("lent", "holding")[has_gateway]
+        desk.close()
 
     asyncio.run(scenario())
 
