@@ -2,47 +2,155 @@
 
 The shell cuts a marked stream behind each comment of the hop and calls `group`; at `hop.END` it
 calls `end`. An answer that is not marked is held, and `hold` told of its bytes, until `SendHead`
-says to pass it on; from then on it goes through `raw`. Each
-returns what to send to the client now, often nothing: an attempt that is over says nothing, and a
-replay is not for the client. After each of them the shell looks at `Gateway.outbox`, as a cold
-thing may have happened too.
+says to pass it on; from then on it goes through `raw`. Each returns what to send to the client now,
+often nothing: an attempt that is over says nothing, and a replay is not for the client. After each
+of them the shell looks at `Gateway.outbox`, as a cold thing may have happened too.
 
     data = attempt.group(events, tokens, chunks, now_ms)
     if data:
         client.write(data)
     if gateway.outbox:
         perform(gateway.take())
+
+The surprising thing: bytes and tokens are taken in by one statement each, one behind the other,
+and are returned in the same call. What a client was sent and what the journal has cannot differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from typing import Protocol
+
+from gateway.core.events import BreakCause
+from gateway.core.replay import ReplayMismatch
+from gateway.core.request import ClientRequest
+from gateway.core.states import RequestState
+
+# An error event of chat and completions, of Responses, of Anthropic messages. No text of a model
+# can look like it: inside a JSON string the quotes would be escaped, and lines do not end there.
+_ERROR_EVENT = re.compile(
+    rb'^data: ?\{ ?"error"|^event: ?error\r?$|^data: ?\{"type": ?"error"', re.MULTILINE
+)
+
+
+class ColdPath(Protocol):
+    """What an attempt tells of, all of it rare (`desk.py`)."""
+
+    def broke(self, attempt: Attempt, cause: BreakCause, now_ms: float) -> None: ...
+    def joined(self, request: ClientRequest, now_ms: float) -> None: ...
+    def mismatched(self, request: ClientRequest, why: str) -> None: ...
+    def finished(self, request: ClientRequest) -> None: ...
+    def weigh(self, request: ClientRequest) -> None: ...
+    def progressed(self, request: ClientRequest) -> None: ...
+    def held(self, attempt: Attempt, size_bytes: int) -> None: ...
 
 
 class Attempt:
     """`number` is the one of the events; `is_over` once nothing of it may reach the client."""
 
-    __slots__ = ("is_over", "number", "request")
+    __slots__ = ("_cold", "engine", "is_over", "number", "request", "token", "was_inside")
 
-    def __init__(self, number: int, request: int) -> None:
+    def __init__(
+        self, number: int, request: ClientRequest, engine: str, token: int, cold: ColdPath
+    ) -> None:
         self.number = number
         self.request = request
+        self.engine = engine
+        self.token = token
         self.is_over = False
+        self.was_inside = request.is_inside
+        self._cold = cold
 
-    def group(
-        self, events: bytes, tokens: Sequence[int], chunks: Sequence[int], now_ms: float
-    ) -> bytes:
+    def group(self, events: bytes, tokens: list[int], chunks: list[int], now_ms: float) -> bytes:
         """One whole group of a marked stream, its comment cut off. Groups are not merged."""
-        raise NotImplementedError
+        request = self.request
+        if self.is_over:
+            return b""
+        if b'"error"' in events and self._is_error(events, now_ms):
+            return b""
+        if request.state is not RequestState.STREAMING:
+            return self._group_elsewhere(events, tokens, now_ms)
+        if request.rewriter is not None:
+            events = request.rewriter.rewrite(events)
+        try:
+            request.tokens.fromlist(tokens)  # all or nothing, unlike `extend`
+            request.chunks.fromlist(chunks)  # they add up to the tokens: `hop.read_group_end`
+        except OverflowError:  # not a token id
+            self._cold.broke(self, BreakCause.GARBAGE, now_ms)
+            return b""
+        request.transcript.pending += events
+        request.room_bytes -= len(events) + 8 * len(tokens)
+        if request.room_bytes < 0:
+            self._cold.weigh(request)
+        if request.progress_at and len(request.tokens) >= request.progress_at:
+            self._cold.progressed(request)
+        return events
 
     def end(self, events: bytes, now_ms: float) -> bytes:
         """The events in front of `hop.END`; `EndAnswer` is then in the outbox."""
-        raise NotImplementedError
+        request = self.request
+        if self.is_over or (b'"error"' in events and self._is_error(events, now_ms)):
+            return b""
+        if request.state is RequestState.REPLAYING:
+            rest = self._replay(events, [], now_ms, is_last=True)
+            if rest is None:
+                return b""
+            events = rest
+        elif request.state not in (RequestState.STREAMING, RequestState.RELAYING):
+            self._cold.broke(self, BreakCause.GARBAGE, now_ms)
+            return b""
+        elif request.rewriter is not None:
+            events = request.rewriter.rewrite(events)
+        self._cold.finished(request)
+        return events
 
     def raw(self, data: bytes) -> bytes:
         """Bytes of the body of an answer that is passed on as it comes."""
-        raise NotImplementedError
+        if self.is_over:
+            return b""
+        self.request.is_at_boundary = data.endswith(b"\n\n")
+        return data
 
     def hold(self, size_bytes: int) -> None:
         """So many more bytes of the answer are held; over the limit `SendHead` is in the outbox."""
-        raise NotImplementedError
+        if not self.is_over and self.request.state is RequestState.ANSWERING:
+            self._cold.held(self, size_bytes)
+
+    def _group_elsewhere(self, events: bytes, tokens: list[int], now_ms: float) -> bytes:
+        """A group of a stream that keeps no journal, or of a replay."""
+        if self.request.state is RequestState.REPLAYING:
+            return self._replay(events, tokens, now_ms, is_last=False) or b""
+        if self.request.state is not RequestState.RELAYING:  # before its head
+            self._cold.broke(self, BreakCause.GARBAGE, now_ms)
+            return b""
+        self.request.forgotten_tokens += len(tokens)
+        return events
+
+    def _replay(
+        self, events: bytes, tokens: list[int], now_ms: float, *, is_last: bool
+    ) -> bytes | None:
+        """What of a replay is new; None if nothing can be yet, or ever."""
+        request = self.request
+        assert request.replay is not None  # made with the state
+        try:
+            rest = request.replay.feed(events, tokens, is_last)
+        except ReplayMismatch as mismatch:
+            self._cold.mismatched(request, str(mismatch))
+            return None
+        if rest is None:
+            return None
+        self._cold.joined(request, now_ms)
+        if request.rewriter is not None:
+            rest = request.rewriter.rewrite(rest)
+        request.transcript.pending += rest
+        return rest
+
+    def _is_error(self, events: bytes, now_ms: float) -> bool:
+        """Whether the engine says in its stream that it failed: a break, not content."""
+        found = _ERROR_EVENT.search(events)
+        if found is None or self.request.state is RequestState.RELAYING:
+            return False
+        # The event alone: behind it vLLM writes the same `[DONE]` as behind a whole answer.
+        self.request.engine_error = events[found.start() :].partition(b"\n\n")[0] + b"\n\n"
+        self._cold.broke(self, BreakCause.ERROR_EVENT, now_ms)
+        return True

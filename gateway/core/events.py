@@ -183,7 +183,8 @@ class SendHead(GatewayEffect, frozen=True):
     """Send the client the head of this attempt's response, then what is held of its body.
 
     With the engine's Content-Length where there is one, else chunked. `continuation` is what the
-    gateway itself promises: `none` where it keeps no journal.
+    gateway itself promises: `none` where it keeps no journal, and then the shell may forget the
+    request's body too, as it is asked once.
     """
 
     request: int

@@ -2,42 +2,33 @@
 
 It is told the time and opens nothing. The bytes of streams go through `attempts[n]` instead
 (`attempt.py`), whose effects, rare as they are, wait in `outbox`.
+
+Here is who is active, and what a new grant means. The lock server says whom it has granted; that
+engine is greeted, and asked for nothing before it has answered: its hello says what it can continue
+and how large a body it takes. A newer grant ends every attempt of the older one at once, whatever
+these connections still have to say, and every request that the old engine had when it died is
+charged with that death (`order.py`). Tokens compare within an era only.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
-import msgspec
-
+from gateway.core import answers
+from gateway.core import events as ev
 from gateway.core.attempt import Attempt
-from gateway.core.events import GatewayEffect, GatewayEvent, GatewayRules
-from plumbing.hop import Hello
+from gateway.core.census import Census, Totals
+from gateway.core.course import Course
+from gateway.core.desk import Desk
+from gateway.core.events import BreakCause, GatewayEffect, GatewayEvent, GatewayRules
+from gateway.core.request import ClientRequest
+from gateway.core.states import RequestState
+from plumbing.hop import HOP_PATHS, Continuation, Hello
 
 TICK_MS = 20.0  # a tenth of the shortest wait here, 200 ms
-
-
-class Totals(msgspec.Struct):
-    """Counters since the start of this object; they only grow."""
-
-    requests: dict[str, int]  # by `Ending`
-    tokens: int  # delivered, each once
-    replayed_tokens: int
-    pauses: int
-    resumed: int
-    continuations_lost: int
-
-
-class Census(msgspec.Struct, frozen=True):
-    """What there is now, for beats and for status."""
-
-    by_state: dict[str, int]
-    memory_bytes: int
-    suspects: int
-    oldest_paused_ms: float
-    engine: str  # whom requests go to, "" for nobody,
-    token: int
-    waits_for: str  # and why, in words, else ""
+GREET_AGAIN_MS = 50.0  # an engine that is granted answers within milliseconds of serving
+CONTINUING = (Continuation.EXACT, Continuation.STATE)
 
 
 class Gateway:
@@ -45,27 +36,216 @@ class Gateway:
 
     def __init__(self, rules: GatewayRules) -> None:
         self.rules = rules
-        self.attempts: dict[int, Attempt] = {}  # those that are not over
-        self.outbox: list[GatewayEffect] = []
         self.hello: Hello | None = None  # of the engine that is granted now
-        self.totals = Totals({}, 0, 0, 0, 0, 0)
+        self._desk = Desk(rules, self._look)
+        self._course = Course(self._desk)
+        self._grant: ev.EngineGranted | None = None  # the newest
+        self._is_granted = False  # nobody has lost it since
+        self._reason = "the lock server has not said yet which engine is active"
+        self._greeting = 0
+        self._greet_ms: float | None = None  # when to greet again,
+        self._no_hello = ""  # and why
+        self._now_ms = 0.0
+        self._is_busy = False
+
+    @property
+    def attempts(self) -> dict[int, Attempt]:
+        """Those that are not over."""
+        return self._desk.attempts
+
+    @property
+    def outbox(self) -> list[GatewayEffect]:
+        return self._desk.outbox
+
+    @property
+    def totals(self) -> Totals:
+        return self._desk.totals
+
+    def take(self) -> Sequence[GatewayEffect]:
+        """The effects in the outbox, which is empty then."""
+        found, self._desk.outbox = self._desk.outbox, []
+        return found
 
     def handle(self, event: GatewayEvent, now_ms: float) -> Sequence[GatewayEffect]:
         """What follows from `event`, with all that was in the outbox.
 
         Events about attempts, requests and greetings that are over are ignored.
         """
-        raise NotImplementedError
-
-    def take(self) -> Sequence[GatewayEffect]:
-        """The effects in the outbox, which is empty then."""
-        found, self.outbox = self.outbox, []
-        return found
+        self._now_ms = now_ms
+        self._is_busy = True
+        match event:
+            case ev.RequestCame():
+                self._came(event, now_ms)
+            case ev.ClientLeft():
+                if (request := self._desk.requests.get(event.request)) is not None:
+                    self._desk.left(request)
+            case ev.EngineGranted():
+                self._granted(event, now_ms)
+            case ev.NobodyGranted():
+                self._is_granted, self._reason = False, event.reason
+            case ev.HelloCame() | ev.HelloFailed():
+                self._greeted(event, now_ms)
+            case ev.Tick():
+                self._pass_time(now_ms)
+            case _:
+                self._attempted(event, now_ms)
+        self._is_busy = False
+        self._look()
+        return self.take()
 
     @property
     def needs_ticks(self) -> bool:
         """Whether anything waits for time to pass."""
-        raise NotImplementedError
+        line = self._desk.line
+        return bool(line.waiting) or line.on_trial is not None or self._greet_ms is not None
 
     def census(self, now_ms: float) -> Census:
-        raise NotImplementedError
+        """What there is now."""
+        requests = self._desk.requests.values()
+        paused = [each.paused_since_ms for each in requests if each.paused_since_ms is not None]
+        return Census(
+            by_state=dict(Counter(str(each.state) for each in requests)),
+            memory_bytes=self._desk.memory_bytes,
+            suspects=sum(each.is_suspect for each in requests),
+            oldest_paused_ms=now_ms - min(paused) if paused else 0.0,
+            engine=self._grant.engine if self._grant and self._is_granted else "",
+            token=self._grant.token if self._grant and self._is_granted else 0,
+            waits_for=self._waits_for,
+        )
+
+    @property
+    def _waits_for(self) -> str:
+        """What a request waits for now, "" if only for its turn."""
+        if self._grant is None or not self._is_granted:
+            return self._reason
+        if self.hello is not None:
+            return ""
+        why = f" ({self._no_hello})" if self._no_hello else ""
+        return f"waiting for {self._grant.engine} to answer{why}"
+
+    # ---- requests
+
+    def _came(self, came: ev.RequestCame, now_ms: float) -> None:
+        request = self._desk.add(came, now_ms)
+        if came.path.startswith(HOP_PATHS):
+            self._desk.fail(request, answers.NOT_FOUND)
+        elif request.is_lean and (self._waits_for or len(self._desk.line.waiting) > 1):
+            self._desk.fail(request, answers.NO_MEMORY)
+
+    def _attempted(self, event: GatewayEvent, now_ms: float) -> None:
+        """Something about one attempt."""
+        assert isinstance(event, (ev.HeadCame, ev.AnswerCame, ev.AnswerBroke, ev.ConnectFailed))
+        attempt = self._desk.attempts.get(event.attempt)
+        if attempt is None:
+            return
+        match event:
+            case ev.HeadCame():
+                continuation_id = self.hello.continuation_id if self.hello is not None else ""
+                self._course.head(attempt, event, continuation_id, now_ms)
+            case ev.AnswerCame():
+                self._course.answered(attempt, now_ms)
+            case ev.AnswerBroke():
+                self._course.broke(attempt, event.cause, now_ms)
+            case ev.ConnectFailed():
+                self._course.refused(attempt, now_ms)
+
+    def _look(self) -> None:
+        """Ask the engine for every request whose turn it is."""
+        if self._is_busy or not self._is_granted or self._grant is None or self.hello is None:
+            return
+        self._is_busy = True
+        for request in self._desk.line.due(lambda: self._desk.resuming, self._now_ms):
+            failure = self._objection(request, self.hello)
+            if failure is not None:
+                self._desk.fail(request, failure)
+            else:
+                grant = self._grant
+                self._course.ask(request, grant.engine, grant.token, self._now_ms)
+        self._is_busy = False
+
+    def _objection(self, request: ClientRequest, hello: Hello) -> answers.Failure | None:
+        """Why this engine cannot be asked for it, ever."""
+        if request.body_bytes > hello.body_bytes_max:
+            return answers.too_large(request.body_bytes, hello.body_bytes_max)
+        if request.state is not RequestState.PARKED:
+            return None
+        if hello.continuation_id != request.continuation_id:
+            return answers.OTHER_MODEL
+        return None if hello.continuation in CONTINUING else answers.CANNOT_CONTINUE
+
+    # ---- who is active
+
+    def _granted(self, grant: ev.EngineGranted, now_ms: float) -> None:
+        old = self._grant
+        if old is not None and old.era == grant.era and grant.token < old.token:
+            return  # late
+        self._grant, self._is_granted = grant, True
+        if old is not None and (old.engine, old.token) == (grant.engine, grant.token):
+            return  # said again, or by a lock server that has lost its file and was told of it
+        self._supersede(is_death=old is not None, now_ms=now_ms)
+        self.hello = None
+        self._greet(now_ms)
+
+    def _supersede(self, *, is_death: bool, now_ms: float) -> None:
+        """No engine of an older grant says anything any more."""
+        for attempt in list(self._desk.attempts.values()):
+            self._course.broke(attempt, BreakCause.SUPERSEDED, now_ms)
+        for request in list(self._desk.line.waiting.values()):
+            request.breaks_here = request.refusals = 0
+            request.gives_up_ms, request.not_before_ms = None, now_ms
+            if request.is_inside and is_death:
+                self._died(request, now_ms)
+            request.is_inside = False
+        self._desk.line.queue_again()
+
+    def _died(self, request: ClientRequest, now_ms: float) -> None:
+        """An engine that had this request is dead."""
+        request.died(now_ms)
+        if not request.is_suspect:
+            self._desk.line.end_trial(request)
+        elif self._desk.line.on_trial is request:
+            self._desk.fail(request, answers.suspect(request.deaths))
+        else:
+            self._desk.totals.suspects += request.deaths == 2
+            self._desk.outbox.append(ev.SuspectFound(request.number, request.deaths))
+
+    def _greet(self, now_ms: float) -> None:
+        assert self._grant is not None
+        self._greeting += 1
+        self._greet_ms = None
+        self._desk.outbox.append(
+            ev.GreetEngine(self._greeting, self._grant.engine, self._grant.token)
+        )
+
+    def _greeted(self, event: ev.HelloCame | ev.HelloFailed, now_ms: float) -> None:
+        if event.greeting != self._greeting or self._grant is None:
+            return
+        if isinstance(event, ev.HelloCame):
+            hello = event.hello
+            if (hello.engine, hello.token) == (self._grant.engine, self._grant.token):
+                self.hello, self._no_hello = hello, ""
+                return
+            self._no_hello = f"{hello.engine} answered, under token {hello.token}"
+        else:
+            self._no_hello = event.reason
+        self._greet_ms = now_ms + GREET_AGAIN_MS
+
+    # ---- time
+
+    def _pass_time(self, now_ms: float) -> None:
+        """End what has waited too long; greet again; clear a held answer that lives on."""
+        if self._greet_ms is not None and now_ms >= self._greet_ms and self._is_granted:
+            self._greet(now_ms)
+        trial = self._desk.line.on_trial
+        if trial is not None and not trial.is_stream and trial.made_progress(now_ms):
+            self._course.progressed(trial)
+        for request in list(self._desk.line.waiting.values()):
+            if request.state is RequestState.WAITING:
+                if now_ms - request.waits_since_ms >= self.rules.hold_ms:
+                    self._desk.fail(request, answers.no_engine(self._waits_for))
+            elif now_ms - (request.paused_since_ms or 0.0) >= self.rules.park_timeout_ms:
+                timeout_s = self.rules.park_timeout_ms / 1000
+                self._desk.fail(request, answers.park_timeout(timeout_s, self._waits_for))
+            elif request.gives_up_ms is not None and now_ms >= request.gives_up_ms:
+                failure = answers.keeps_breaking(self._grant.engine if self._grant else "")
+                self._desk.fail(request, failure, event=request.engine_error)

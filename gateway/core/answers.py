@@ -1,0 +1,114 @@
+"""What a client is told when the gateway cannot give it an answer, and what the log calls it.
+
+Codes are stable. No text of a user is in a message. The form of an event fits the API of the path,
+since a client that does not understand the error takes a stream that ends for a whole answer.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import NamedTuple
+
+RETRY_AFTER_S = 1  # as the lock server's own 503
+
+
+class Failure(NamedTuple):
+    """Why a request ends without its answer."""
+
+    status: int
+    code: str
+    message: str
+
+    @property
+    def retry_after_s(self) -> int | None:
+        return RETRY_AFTER_S if self.status == 503 else None
+
+
+def no_engine(waits_for: str) -> Failure:
+    return Failure(503, "no_active_engine", waits_for or "the engine does not answer; retry")
+
+
+def too_large(body_bytes: int, limit_bytes: int) -> Failure:
+    what = f"the body has {body_bytes} bytes; the engine takes {limit_bytes}"
+    return Failure(413, "gateway.body_too_large", what)
+
+
+def park_timeout(park_s: float, waits_for: str) -> Failure:
+    why = f": {waits_for}" if waits_for else ""
+    message = f"the stream waited {park_s:.0f} s for an engine that can go on with it{why}; retry"
+    return Failure(503, "gateway.park_timeout", message)
+
+
+def suspect(deaths: int) -> Failure:
+    message = (
+        f"{deaths} engines died while they worked on this request, the last one on no other that"
+        " was suspected, so it is not asked again"
+    )
+    return Failure(500, "gateway.suspect", message)
+
+
+def refused_resume(engine: str, status: int) -> Failure:
+    what = f"{engine} refused to go on with the stream (status {status}); retry"
+    return Failure(502, "gateway.resume_refused", what)
+
+
+def mismatch(engine: str, why: str) -> Failure:
+    message = f"{engine}'s replay differs from what was sent ({why}), so it was not joined; retry"
+    return Failure(502, "gateway.replay_mismatch", message)
+
+
+def keeps_breaking(engine: str) -> Failure:
+    message = f"{engine} broke off this answer each time, and no other engine took over; retry"
+    return Failure(502, "gateway.keeps_breaking", message)
+
+
+NOT_FOUND = Failure(404, "gateway.not_found", "there is no such path")
+NO_MEMORY = Failure(
+    503,
+    "gateway.memory",
+    "the gateway holds as many bytes of requests as it may (memory_bytes_max); retry",
+)
+BROKEN = Failure(502, "gateway.broken", "the engine was lost in the middle of this answer; retry")
+OTHER_MODEL = Failure(
+    502,
+    "gateway.other_continuation",
+    "the next engine has other weights or settings, and two models must not share an answer; retry",
+)
+CANNOT_CONTINUE = Failure(
+    502,
+    "gateway.cannot_continue",
+    "the next engine cannot continue streams; `understudy status` says why; retry",
+)
+
+
+def error_body(failure: Failure, path: str) -> bytes:
+    """The whole answer to a request of which nothing was sent."""
+    return _json(_error(failure, path)) + b"\n"
+
+
+def error_event(failure: Failure, path: str) -> bytes:
+    """The last event of a stream that does not end as it should."""
+    if _is_anthropic(path):
+        return b"event: error\ndata: %b\n\n" % _json(_error(failure, path))
+    if path.endswith("/responses"):
+        said = {"type": "error", "code": failure.code, "message": failure.message, "param": None}
+        return b"event: error\ndata: %b\n\n" % _json(said)
+    return b"data: %b\n\n" % _json(_error(failure, path))
+
+
+def _error(failure: Failure, path: str) -> dict[str, object]:
+    if _is_anthropic(path):
+        kind = "overloaded_error" if failure.status == 503 else "api_error"
+        text = f"{failure.message} [{failure.code}]"
+        return {"type": "error", "error": {"type": kind, "message": text}}
+    kind = "service_unavailable" if failure.status == 503 else "gateway_error"
+    said = {"message": failure.message, "type": kind, "param": None, "code": failure.code}
+    return {"error": said}
+
+
+def _is_anthropic(path: str) -> bool:
+    return path.endswith("/messages")
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()

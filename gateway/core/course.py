@@ -1,0 +1,240 @@
+"""The course of an answer: its head, its replay, its breaks, and refusals.
+
+A break is no failure. Whoever has been sent something is parked, whoever has not waits again, and
+both are asked again: at the next engine as soon as there is a newer grant, or at the same one if
+there is none within `NEWER_GRANT_MS`, under a new attempt, twice at most.
+"""
+
+from __future__ import annotations
+
+from gateway.core import answers
+from gateway.core import events as ev
+from gateway.core.attempt import Attempt
+from gateway.core.desk import Desk
+from gateway.core.events import BreakCause
+from gateway.core.replay import Replay
+from gateway.core.request import PROGRESS_TOKENS, ClientRequest
+from gateway.core.states import RequestState, Turn
+from plumbing.hop import Continuation, Journal
+
+NEWER_GRANT_MS = 200.0  # a death is followed by a grant in less; a broken connection by none
+BREAKS_HERE_MAX = 3  # the first, and two more at the same engine
+# The longest that a supervisor takes to judge an engine hung (`hang_alone_ms`): if there is no
+# newer grant then, the engine is alive, and it is this request that it does not answer.
+GIVE_UP_MS = 30_000.0
+REFUSED_MS = 50.0  # doubled with each refusal in a row,
+REFUSED_MAX_MS = 1_000.0  # up to this
+NEVER_MS = float("inf")
+
+ANSWER_BYTES_MAX = 64 << 20  # an embedding of a large batch; more is passed on as it comes
+BUSY = (429, 503)
+
+
+class Course:
+    """What attempts report (`attempt.ColdPath`), and what follows for their requests."""
+
+    def __init__(self, desk: Desk) -> None:
+        self.desk = desk
+        self._last_attempt = 0
+
+    def ask(self, request: ClientRequest, engine: str, token: int, now_ms: float) -> None:
+        """Send it to this engine, from the start or with its journal."""
+        is_resume = request.state is RequestState.PARKED
+        self.desk.fire(request, Turn.ASK)
+        self._last_attempt += 1
+        attempt = Attempt(self._last_attempt, request, engine, token, self)
+        self.desk.attempts[attempt.number] = request.attempt = attempt
+        request.is_inside, request.asked_ms = True, now_ms
+        self.desk.line.remove(request)
+        journal = Journal(request.tokens, request.chunks) if is_resume else None
+        self.desk.outbox.append(
+            ev.AskEngine(request.number, attempt.number, engine, token, journal)
+        )
+
+    # ---- heads
+
+    def head(
+        self, attempt: Attempt, came: ev.HeadCame, continuation_id: str, now_ms: float
+    ) -> None:
+        """A response begins, of an engine with this continuation id."""
+        request = attempt.request
+        if (came.engine, came.token) != (attempt.engine, attempt.token):
+            self.broke(attempt, BreakCause.WRONG_TOKEN, now_ms)
+        elif came.status in BUSY and request.has_broken:
+            self.refused(attempt, now_ms)
+        elif request.state is RequestState.RESUMING:
+            if came.is_marked and came.status == 200:
+                self._replay(request, now_ms)
+            else:
+                self.desk.fail(request, answers.refused_resume(attempt.engine, came.status))
+        elif request.state is RequestState.ASKED:
+            self._begin(attempt, came, continuation_id)
+        else:
+            self.broke(attempt, BreakCause.GARBAGE, now_ms)
+
+    def _begin(self, attempt: Attempt, came: ev.HeadCame, continuation_id: str) -> None:
+        request = attempt.request
+        request.is_event_stream = came.is_event_stream
+        request.refusals = 0
+        is_whole = came.continuation is Continuation.RETRY and request.is_inference
+        if came.is_marked and continuation_id and not request.is_lean:
+            request.continuation_id = continuation_id
+            self.desk.fire(request, Turn.STREAM)
+            self.desk.outbox.append(ev.SendHead(request.number, attempt.number, came.continuation))
+            self.desk.weigh(request)
+            self._watch(request)
+        elif is_whole and not request.is_lean:
+            self.desk.fire(request, Turn.HOLD)
+        else:
+            self._pass_on(attempt)
+
+    def _pass_on(self, attempt: Attempt) -> None:
+        """From here on the answer is sent as it comes, and cannot be continued."""
+        request = attempt.request
+        self.desk.fire(request, Turn.RELAY)
+        request.is_lean, request.held_bytes = True, 0
+        self.desk.outbox.append(ev.SendHead(request.number, attempt.number, Continuation.NONE))
+        self.desk.weigh(request)
+
+    def held(self, attempt: Attempt, size_bytes: int) -> None:
+        """So many more bytes are held of an answer: within the limits, or pass it on."""
+        request = attempt.request
+        is_too_much = self.desk.memory_bytes + size_bytes > self.desk.rules.memory_bytes_max
+        if is_too_much or request.held_bytes + size_bytes > ANSWER_BYTES_MAX:
+            self._pass_on(attempt)
+            return
+        request.held_bytes += size_bytes
+        self.desk.weigh(request)
+
+    def answered(self, attempt: Attempt, now_ms: float) -> None:
+        """A response is complete, as HTTP sees it."""
+        request = attempt.request
+        if request.state in (RequestState.ANSWERING, RequestState.RELAYING):
+            self.finished(request)
+        else:  # a marked stream without `hop.END`
+            self.broke(attempt, BreakCause.CLOSED, now_ms)
+
+    def finished(self, request: ClientRequest) -> None:
+        """An answer is whole."""
+        self.desk.whole(request)
+
+    # ---- replays
+
+    def _replay(self, request: ClientRequest, now_ms: float) -> None:
+        self.desk.fire(request, Turn.STREAM)
+        request.replay = Replay(request.transcript.read(), request.tokens)
+        if request.transcript.is_empty and not request.tokens:
+            self.joined(request, now_ms)
+
+    def joined(self, request: ClientRequest, now_ms: float) -> None:
+        """The replay has reached what was delivered: the client's pause is over."""
+        attempt, replay, since_ms = request.attempt, request.replay, request.paused_since_ms
+        assert attempt is not None
+        assert replay is not None
+        assert since_ms is not None
+        self.desk.fire(request, Turn.JOIN)
+        request.rewriter = replay.rewriter()
+        tokens, pause_ms = len(request.tokens), now_ms - since_ms
+        self.desk.outbox.append(
+            ev.StreamResumed(
+                request.number,
+                attempt.engine,
+                attempt.token,
+                tokens,
+                pause_ms,
+                is_same_engine=request.paused_under == attempt.token,
+            )
+        )
+        self.desk.totals.resumed += 1
+        self.desk.totals.replayed_tokens += tokens
+        request.paused_ms += pause_ms
+        request.paused_since_ms = request.replay = None
+        request.refusals = 0
+        self.desk.weigh(request)
+        self._watch(request)
+        self.desk.look()
+
+    def mismatched(self, request: ClientRequest, why: str) -> None:
+        """The replay is not what was delivered."""
+        assert request.attempt is not None
+        self.desk.fail(request, answers.mismatch(request.attempt.engine, why))
+
+    def weigh(self, request: ClientRequest) -> None:
+        self.desk.weigh(request)
+
+    def _watch(self, request: ClientRequest) -> None:
+        """Be told when a suspect, or a request that has broken here, has made progress."""
+        is_watched = request.is_suspect or request.breaks_here > 0
+        request.progress_at = len(request.tokens) + PROGRESS_TOKENS if is_watched else 0
+
+    def progressed(self, request: ClientRequest) -> None:
+        """It has made enough new tokens to be above suspicion."""
+        request.progress_at = request.breaks_here = request.deaths = 0
+        self.desk.line.end_trial(request)
+        self.desk.look()
+
+    # ---- breaks and refusals
+
+    def broke(self, attempt: Attempt, cause: BreakCause, now_ms: float) -> None:
+        """The answer is not whole and no more of it comes: ask again, park, or end."""
+        request = attempt.request
+        request.has_broken = True
+        request.lived_ms = now_ms - request.asked_ms
+        if cause is not BreakCause.ERROR_EVENT:
+            request.engine_error = b""
+        if cause is BreakCause.HANDED_OVER:
+            request.is_inside = False
+        self.desk.drop(request)
+        if request.state is RequestState.RELAYING:
+            self.desk.fail(request, answers.BROKEN)
+            return
+        if request.state is RequestState.STREAMING:
+            self._pause(attempt, cause, now_ms)
+        elif request.state in (RequestState.ASKED, RequestState.ANSWERING):
+            request.waits_since_ms = now_ms
+            request.held_bytes = 0
+            self.desk.weigh(request)
+        self.desk.fire(request, Turn.BREAK)
+        request.replay = None
+        is_once = request.is_lean or not request.is_inference
+        if request.state is RequestState.WAITING and is_once:
+            self.desk.fail(request, answers.BROKEN)
+            return
+        self._wait_for_grant(request, cause, now_ms)
+        self.desk.line.add(request)
+        self.desk.look()
+
+    def _pause(self, attempt: Attempt, cause: BreakCause, now_ms: float) -> None:
+        request = attempt.request
+        request.paused_since_ms, request.paused_under = now_ms, attempt.token
+        request.pauses += 1
+        self.desk.totals.pauses += 1
+        tokens = len(request.tokens)
+        self.desk.outbox.append(
+            ev.StreamPaused(request.number, cause, attempt.engine, attempt.token, tokens)
+        )
+
+    def _wait_for_grant(self, request: ClientRequest, cause: BreakCause, now_ms: float) -> None:
+        """When it may be asked again if the grant stays what it is."""
+        if cause is BreakCause.SUPERSEDED:
+            request.not_before_ms = now_ms
+            return
+        request.not_before_ms = now_ms + NEWER_GRANT_MS
+        request.breaks_here += cause is not BreakCause.HANDED_OVER
+        if request.breaks_here >= BREAKS_HERE_MAX:
+            # An engine that says each time why it failed is alive: nothing is to be waited for.
+            said_why = cause is BreakCause.ERROR_EVENT and request.state is RequestState.PARKED
+            request.not_before_ms = NEVER_MS
+            request.gives_up_ms = now_ms + (0.0 if said_why else GIVE_UP_MS)
+
+    def refused(self, attempt: Attempt, now_ms: float) -> None:
+        """Not now: nothing of the request is in the engine."""
+        request = attempt.request
+        request.is_inside = attempt.was_inside
+        self.desk.drop(request)
+        self.desk.fire(request, Turn.REFUSE)
+        pause_ms = REFUSED_MS * 2.0 ** min(request.refusals, 10)
+        request.refusals += 1
+        request.not_before_ms = now_ms + min(pause_ms, REFUSED_MAX_MS)
+        self.desk.line.add(request)
+        self.desk.look()

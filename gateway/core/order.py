@@ -1,0 +1,122 @@
+"""Whose turn it is: every request that waits for an engine, in the order in which it is asked.
+
+    streams that were paused      oldest first, so many replays at once
+    requests to ask again         nothing of them was sent; oldest first
+    suspects                      last, one at a time, streams first
+    new requests                  oldest first, behind the first two but not behind suspects
+
+A *suspect* was in the engine at two deaths and has made fewer than 32 tokens between them, or was
+there for less than ten seconds where its tokens cannot be seen. One that kills engines is among
+them, and whoever was there beside it. Alone, each shows what it is: it makes progress and is
+cleared, or it is in the engine at a third death and ends.
+
+A request that must not be asked yet waits aside, `delayed`. A paused stream that the engine has
+refused keeps new requests back, since they would take the room that it waits for, but only
+`REFUSALS_THAT_HOLD` times: one that is refused for ever must not keep everybody out.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+from enum import IntEnum
+
+from gateway.core.request import ClientRequest
+from gateway.core.states import RequestState
+
+REFUSALS_THAT_HOLD = 4  # with their pauses, less than a second
+
+
+class Rank(IntEnum):
+    """The queue that a request waits in."""
+
+    PAUSED = 0
+    AGAIN = 1
+    SUSPECT = 2
+    SUSPECT_HELD = 3  # shows no progress before its end, so the others are heard first
+    NEW = 4
+
+    @classmethod
+    def of(cls, request: ClientRequest) -> Rank:
+        if request.is_suspect:
+            return cls.SUSPECT if request.is_stream else cls.SUSPECT_HELD
+        if request.state is RequestState.PARKED:
+            return cls.PAUSED
+        return cls.AGAIN if request.has_broken else cls.NEW
+
+
+class WaitingLine:
+    """All waiting and parked requests, each in one queue or delayed."""
+
+    def __init__(self, resumes_max: int) -> None:
+        self.resumes_max = resumes_max
+        self.waiting: dict[int, ClientRequest] = {}
+        self.on_trial: ClientRequest | None = None  # the suspect whose turn it is
+        self._queues: dict[Rank, list[int]] = {rank: [] for rank in Rank}  # heaps
+        self._delayed: dict[int, ClientRequest] = {}
+
+    def add(self, request: ClientRequest) -> None:
+        """It waits from now on; its `not_before_ms` is set."""
+        self.waiting[request.number] = request
+        self._delayed[request.number] = request
+
+    def remove(self, request: ClientRequest) -> None:
+        """It is asked, or over. Its number may stay in a queue, where it is passed over."""
+        self.waiting.pop(request.number, None)
+        self._delayed.pop(request.number, None)
+
+    def end_trial(self, request: ClientRequest) -> None:
+        """This request is cleared or over."""
+        if self.on_trial is request:
+            self.on_trial = None
+
+    def queue_again(self) -> None:
+        """Requests may have become suspects: find each one's queue anew."""
+        self._queues = {rank: [] for rank in Rank}
+        self._delayed = dict(self.waiting)
+
+    def due(self, resuming: Callable[[], int], now_ms: float) -> Iterator[ClientRequest]:
+        """Those whose turn it is, one after the other; the caller asks each before the next.
+
+        `resuming` says how many replays are under way.
+        """
+        self._queue_due(now_ms)
+        while (request := self._first(Rank.PAUSED)) is not None:
+            if resuming() >= self.resumes_max:
+                return
+            yield request
+        while (request := self._first(Rank.AGAIN)) is not None:
+            yield request
+        if resuming() == 0 and (request := self._next_suspect(now_ms)) is not None:
+            yield request
+        if not any(self._keeps_new_back(each) for each in self._delayed.values()):
+            while (request := self._first(Rank.NEW)) is not None:
+                yield request
+
+    def _queue_due(self, now_ms: float) -> None:
+        for request in [each for each in self._delayed.values() if each.not_before_ms <= now_ms]:
+            del self._delayed[request.number]
+            heapq.heappush(self._queues[Rank.of(request)], request.number)
+
+    def _first(self, rank: Rank) -> ClientRequest | None:
+        """The oldest of this queue; what is not waiting here any more is thrown away."""
+        queue = self._queues[rank]
+        while queue:
+            request = self.waiting.get(queue[0])
+            if request is not None and queue[0] not in self._delayed and Rank.of(request) is rank:
+                return request
+            heapq.heappop(queue)
+        return None
+
+    def _next_suspect(self, now_ms: float) -> ClientRequest | None:
+        if self.on_trial is None:
+            self.on_trial = self._first(Rank.SUSPECT) or self._first(Rank.SUSPECT_HELD)
+            return self.on_trial
+        # Its fate is open until it has made progress or has ended, also while it waits itself.
+        is_waiting = self.on_trial.number in self.waiting
+        return self.on_trial if is_waiting and self.on_trial.not_before_ms <= now_ms else None
+
+    @staticmethod
+    def _keeps_new_back(request: ClientRequest) -> bool:
+        is_paused = request.state is RequestState.PARKED and not request.is_suspect
+        return is_paused and 0 < request.refusals < REFUSALS_THAT_HOLD

@@ -1,0 +1,76 @@
+"""The check of a replay: where the client's part of it ends, and that it is what the client has.
+
+The engine plays a resumed answer from its first event, and nothing of that is sent until as many
+tokens were played as the journal has. Then the joined content must be equal to what was delivered,
+and everything behind that point is new. Events that no token caused may stand behind the last
+delivered token, delivered or not, so behind the last group with tokens the cut is made between
+events: at the last place at which both are equal.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+from gateway.core.joined import Joined, events_in
+from gateway.core.rewriting import Rewriter
+
+
+class ReplayMismatch(Exception):
+    """The replay is not what was delivered: the stream must not go on with it."""
+
+
+class Replay:
+    """One replay; `delivered` is the bytes that the client has, `journal` its tokens."""
+
+    __slots__ = ("_delivered", "_journal", "_played", "_seen", "_sequence")
+
+    def __init__(self, delivered: bytes, journal: array[int]) -> None:
+        self._delivered = Joined(delivered)
+        self._journal = journal
+        self._played = Joined()
+        self._seen = 0
+        self._sequence: int | None = None  # of the last event in front of the joint
+
+    def feed(self, events: bytes, tokens: list[int], is_last: bool) -> bytes | None:
+        """What of this group is new to the client; None while the replay has not come that far.
+
+        Raises:
+            ReplayMismatch: it never will.
+        """
+        self._check(tokens)
+        if self._seen < len(self._journal):
+            self._add(events)
+            if is_last:
+                raise ReplayMismatch(f"it ended after {self._seen} of {len(self._journal)} tokens")
+            return None
+        rest = self._cut(events)
+        if rest is None and is_last:
+            raise ReplayMismatch("it ended, and its content is not what was delivered")
+        return rest
+
+    def rewriter(self) -> Rewriter | None:
+        """For the events behind the joint."""
+        self._played.sequence = self._sequence
+        return Rewriter.between(self._delivered, self._played)
+
+    def _check(self, tokens: list[int]) -> None:
+        """These must be the journal's next tokens, and not reach beyond its end."""
+        seen = self._seen + len(tokens)
+        if self._journal[self._seen : seen].tolist() != tokens:
+            what = "beyond the delivered ones" if seen > len(self._journal) else "of another answer"
+            raise ReplayMismatch(f"tokens {what}, at {self._seen} of {len(self._journal)}")
+        self._seen = seen
+
+    def _add(self, events: bytes) -> None:
+        for data, _ in events_in(events):
+            self._played.add(data)
+
+    def _cut(self, events: bytes) -> bytes | None:
+        """The events behind the last place at which all that was played is what was delivered."""
+        joint = 0 if self._played.is_same(self._delivered) else -1
+        self._sequence = self._played.sequence
+        for data, end in events_in(events):
+            self._played.add(data)
+            if self._played.is_same(self._delivered):
+                joint, self._sequence = end, self._played.sequence
+        return None if joint < 0 else events[joint:]

@@ -1,0 +1,150 @@
+"""One client's request, from the moment it is whole to its last byte.
+
+Only facts, and `fire`, the only way to change the state. What follows from them is decided by
+`desk.py` (breaks, ends) and `order.py` (whose turn it is).
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING
+
+from gateway.core.replay import Replay
+from gateway.core.rewriting import Rewriter
+from gateway.core.states import TRANSITIONS, IllegalTurn, RequestState, Turn
+from gateway.core.transcript import BLOCK_BYTES, Transcript
+from plumbing.hop import ITEM_BYTES, Continuation
+
+if TYPE_CHECKING:
+    from gateway.core.attempt import Attempt
+
+REQUEST_BYTES = 4096  # what a request takes beside its body, in objects here and in the shell
+PROGRESS_TOKENS = 32  # so many new tokens say that a request does not kill engines
+# An answer that is held shows no tokens; any engine in use makes 32 in this time.
+PROGRESS_MS = 10_000.0
+
+
+class ClientRequest:
+    """One request. `number` is its age among all others."""
+
+    __slots__ = (
+        *("number", "path", "body_bytes", "is_inference", "is_stream", "is_lean", "state"),
+        *(
+            "attempt",
+            "has_broken",
+            "is_inside",
+            "asked_ms",
+            "lived_ms",
+            "waits_since_ms",
+            "not_before_ms",
+        ),
+        *("breaks_here", "refusals", "gives_up_ms", "engine_error"),
+        *("continuation", "continuation_id", "is_event_stream", "is_at_boundary"),
+        *("tokens", "chunks", "transcript", "room_bytes", "charged_bytes", "held_bytes"),
+        *("forgotten_tokens", "replay", "rewriter", "paused_since_ms", "paused_under"),
+        *("pauses", "paused_ms", "deaths", "tokens_at_death", "progress_at"),
+    )
+
+    def __init__(
+        self,
+        number: int,
+        path: str,
+        body_bytes: int,
+        *,
+        is_inference: bool,
+        is_stream: bool,
+        now_ms: float,
+    ) -> None:
+        self.number = number
+        self.path = path
+        self.body_bytes = body_bytes
+        self.is_inference = is_inference
+        self.is_stream = is_stream
+        self.is_lean = False  # class none: asked once, neither journalled nor held
+        self.state = RequestState.WAITING
+
+        self.attempt: Attempt | None = None  # while an upstream connection works for it
+        self.has_broken = False  # an engine began with it
+        self.is_inside = False  # an engine had it when it died, if that engine has died
+        self.asked_ms = now_ms
+        self.lived_ms = 0.0  # how long the last engine had it
+        self.waits_since_ms = now_ms
+        self.not_before_ms = now_ms
+        self.breaks_here = 0  # in a row under one grant
+        self.refusals = 0  # in a row
+        self.gives_up_ms: float | None = None
+        self.engine_error = b""  # the error event that the engine put into the stream last
+
+        self.continuation = Continuation.NONE
+        self.continuation_id = ""
+        self.is_event_stream = False
+        self.is_at_boundary = True  # a further event may be sent behind what was relayed
+        self.tokens = array("I")
+        self.chunks = array("I")
+        self.transcript = Transcript()
+        self.room_bytes = 0  # what may come before memory is counted again
+        self.charged_bytes = 0
+        self.held_bytes = 0
+        self.forgotten_tokens = 0  # delivered without a journal
+        self.replay: Replay | None = None
+        self.rewriter: Rewriter | None = None
+
+        self.paused_since_ms: float | None = None
+        self.paused_under = 0  # the token of the grant under which it broke
+        self.pauses = 0
+        self.paused_ms = 0.0
+
+        self.deaths = 0  # of engines that had it, without progress in between
+        self.tokens_at_death = 0
+        self.progress_at = 0  # tell the desk at so many tokens; 0: never
+
+    def fire(self, turn: Turn) -> None:
+        """Take one turn of the table.
+
+        Raises:
+            IllegalTurn: nothing has changed.
+        """
+        target = TRANSITIONS.get((self.state, turn))
+        if target is None:
+            raise IllegalTurn(f"request {self.number}: {turn} in state {self.state}")
+        self.state = target
+
+    @property
+    def is_suspect(self) -> bool:
+        return self.deaths >= 2
+
+    @property
+    def delivered_tokens(self) -> int:
+        return self.forgotten_tokens + len(self.tokens)
+
+    def died(self, now_ms: float) -> None:
+        """The engine that had it is dead."""
+        self.deaths = 1 if self.made_progress(now_ms) else self.deaths + 1
+        self.tokens_at_death = self.delivered_tokens
+
+    def made_progress(self, now_ms: float) -> bool:
+        """Whether it has lived long enough since the last death to be above suspicion."""
+        if self.is_stream:
+            return self.delivered_tokens - self.tokens_at_death >= PROGRESS_TOKENS
+        lived_ms = self.lived_ms if self.attempt is None else now_ms - self.asked_ms
+        return lived_ms >= PROGRESS_MS
+
+    def weigh(self) -> int:
+        """The memory that it takes from now on, with room for more; the change of it."""
+        if self.is_lean:  # nothing is kept, not even the body once it was sent
+            change, self.charged_bytes = REQUEST_BYTES - self.charged_bytes, REQUEST_BYTES
+            return change
+        self.transcript.pack()
+        journal_bytes = ITEM_BYTES * (len(self.tokens) + len(self.chunks))
+        room = BLOCK_BYTES if self.state is RequestState.STREAMING else 0
+        weight = REQUEST_BYTES + self.body_bytes + self.held_bytes + journal_bytes
+        weight += self.transcript.size_bytes + room
+        change = weight - self.charged_bytes
+        self.charged_bytes, self.room_bytes = weight, room
+        return change
+
+    def forget_answer(self) -> None:
+        """Let go of what a resume would need."""
+        self.forgotten_tokens += len(self.tokens)
+        self.tokens, self.chunks = array("I"), array("I")
+        self.transcript = Transcript()

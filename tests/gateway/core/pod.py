@@ -1,0 +1,283 @@
+"""A pod in virtual time: the gateway's core, engines that live and die, and clients.
+
+It is the shell of a simulation: it performs every effect, delivers bytes one group at a time, and
+checks with each event what must never happen.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from gateway.core import events as ev
+from gateway.core.machine import TICK_MS, Gateway
+from plumbing.hop import Continuation, Hello
+from tests.gateway.core.model import PATHS, Play, read_answer, whole_output
+
+ERA = "00112233aabbccdd"
+
+
+@dataclass
+class Client:
+    """One request and what became of it."""
+
+    number: int
+    kind: str
+    prompt: str
+    max_tokens: int
+    is_poison: bool = False
+    is_stream: bool = True
+    body_bytes: int = 100
+    sent: bytearray = field(default_factory=bytearray)
+    head: Continuation | None = None
+    outcome: str = ""  # whole, aborted, error
+    status: int = 0
+    ended_ms: float = 0.0
+    asked: list[tuple[float, str, int, int | None]] = field(default_factory=list)
+    resumed: list[ev.StreamResumed] = field(default_factory=list)
+    ending: ev.RequestEnded | None = None
+
+    @property
+    def answer(self):
+        return read_answer(bytes(self.sent))
+
+    def check_whole(self) -> None:
+        """It is what an uninterrupted run gives, and the client saw one answer."""
+        answer = self.answer
+        tokens = whole_output(self.prompt, self.max_tokens)
+        uninterrupted = Play(self.kind, self.prompt, self.max_tokens, random.Random(1))
+        groups = [events for events, _, _ in uninterrupted.groups()]
+        expected = read_answer(b"".join([*groups, uninterrupted.tail()]))
+        assert self.outcome == "whole"
+        assert answer.text == expected.text
+        assert answer.finish == expected.finish
+        assert answer.usage == expected.usage == [len(tokens)]
+        assert (answer.openings, answer.ends) == (expected.openings, 1)
+        assert len(answer.ids) == len(expected.ids)
+        assert answer.errors == []
+        if answer.sequence:
+            first = answer.sequence[0]
+            assert answer.sequence == list(range(first, first + len(answer.sequence)))
+        assert self.ending is not None
+        assert self.ending.tokens == len(tokens)
+
+
+@dataclass
+class Upstream:
+    """One attempt at an engine: a play, delivered step by step."""
+
+    attempt: int
+    client: Client
+    engine: str
+    token: int
+    is_open: bool = True
+    made: int = 0
+
+
+class Pod:
+    """Engines are named by their tokens: e1 holds token 1. One at a time is alive and granted."""
+
+    def __init__(self, seed: int, rules: ev.GatewayRules | None = None, **options: object) -> None:
+        self.rng = random.Random(seed)
+        self.gateway = Gateway(rules or ev.GatewayRules())
+        self.now_ms = 0.0
+        self.clients: dict[int, Client] = {}
+        self.upstreams: dict[int, Upstream] = {}
+        self.token = 0
+        self.is_alive = False
+        self.deaths = 0
+        self.continuation_id = "c" * 16
+        self.continuation = Continuation.EXACT
+        self.refusals = 0  # so many resumes are answered with 503 first
+        self.fixes_ids = bool(options.get("fixes_ids", False))
+        self.step_ms = float(options.get("step_ms", 5.0))
+        self.tells_breaks = True  # connections of a dead engine are seen to break
+        self.on_group: Callable[[Upstream], None] = lambda upstream: None
+        self.records: list[ev.GatewayRecord] = []
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = itertools.count()
+        self._is_ticking = False
+
+    # ---- time
+
+    def at(self, ms: float, what: Callable[[], None]) -> None:
+        heapq.heappush(self._queue, (self.now_ms + ms, next(self._count), what))
+
+    def run(self, until_ms: float = 1e9) -> None:
+        """Until nothing is left to happen."""
+        while self._queue and self._queue[0][0] <= until_ms:
+            self.now_ms, _, what = heapq.heappop(self._queue)
+            what()
+
+    # ---- what happens
+
+    def grant(self) -> None:
+        """The next engine is granted and serves."""
+        self.token += 1
+        self.is_alive = True
+        self.handle(ev.EngineGranted(f"e{self.token}", self.token, ERA))
+
+    def kill(self, fence_ms: float = 60.0) -> None:
+        """The engine dies; the next one is granted after the fence."""
+        if not self.is_alive:
+            return
+        self.is_alive = False
+        self.deaths += 1
+        if self.tells_breaks:
+            for upstream in list(self.upstreams.values()):
+                self.break_off(upstream)
+        self.at(fence_ms, self.grant)
+
+    def break_off(self, upstream: Upstream, cause: ev.BreakCause = ev.BreakCause.CLOSED) -> None:
+        upstream.is_open = False
+        self.handle(ev.AnswerBroke(upstream.attempt, cause))
+
+    def ask(self, kind: str = "chat", max_tokens: int = 24, **more: object) -> Client:
+        number = len(self.clients) + 1
+        prompt = str(more.pop("prompt", f"prompt {number}"))
+        client = Client(number, kind, prompt, max_tokens, **more)  # type: ignore[arg-type]
+        self.clients[number] = client
+        path = PATHS.get(kind, kind)
+        self.handle(
+            ev.RequestCame(
+                number, path, client.body_bytes, path in PATHS.values(), client.is_stream
+            )
+        )
+        return client
+
+    def leave(self, client: Client) -> None:
+        client.outcome = "left"
+        self.handle(ev.ClientLeft(client.number))
+
+    def handle(self, event: ev.GatewayEvent) -> None:
+        self.perform(self.gateway.handle(event, self.now_ms))
+
+    # ---- what follows
+
+    def perform(self, effects) -> None:
+        for effect in effects:
+            match effect:
+                case ev.GreetEngine():
+                    self.at(1.0, lambda effect=effect: self._greet(effect))
+                case ev.AskEngine():
+                    self._ask(effect)
+                case ev.DropAttempt():
+                    if (upstream := self.upstreams.pop(effect.attempt, None)) is not None:
+                        upstream.is_open = False
+                case ev.SendHead():
+                    client = self.clients[effect.request]
+                    assert client.head is None
+                    client.head = effect.continuation
+                case ev.EndAnswer() | ev.SendAnswer():
+                    self._end(effect.request, "whole")
+                case ev.AbortAnswer():
+                    self.clients[effect.request].sent += effect.event
+                    self._end(effect.request, "aborted")
+                case ev.AnswerError():
+                    client = self.clients[effect.request]
+                    assert client.head is None
+                    client.status = effect.status
+                    self._end(effect.request, "error")
+                case ev.GatewayRecord():
+                    self._record(effect)
+        if self.gateway.needs_ticks and not self._is_ticking:
+            self._is_ticking = True
+            self.at(TICK_MS, self._tick)
+
+    def _tick(self) -> None:
+        self._is_ticking = False
+        self.handle(ev.Tick())
+
+    def _record(self, record: ev.GatewayRecord) -> None:
+        self.records.append(record)
+        if isinstance(record, ev.StreamResumed):
+            self.clients[record.request].resumed.append(record)
+        if isinstance(record, ev.RequestEnded):
+            self.clients[record.request].ending = record
+
+    def _end(self, request: int, outcome: str) -> None:
+        client = self.clients[request]
+        assert not client.outcome, f"{client.outcome}, then {outcome}"
+        client.outcome, client.ended_ms = outcome, self.now_ms
+
+    def _greet(self, effect: ev.GreetEngine) -> None:
+        if not self.is_alive or effect.token != self.token:
+            self.handle(ev.HelloFailed(effect.greeting, "connection refused"))
+            return
+        hello = Hello(effect.engine, self.token, self.continuation_id, self.continuation, 1 << 20)
+        self.handle(ev.HelloCame(effect.greeting, hello))
+
+    # ---- engines
+
+    def _ask(self, effect: ev.AskEngine) -> None:
+        client = self.clients[effect.request]
+        others = [each for each in self.upstreams.values() if each.client is client]
+        assert not others, "a request at two engines"
+        journal = None if effect.journal is None else list(effect.journal.tokens)
+        if journal is not None:
+            assert sum(effect.journal.chunks) == len(journal)
+        size = None if journal is None else len(journal)
+        client.asked.append((self.now_ms, effect.engine, effect.token, size))
+        upstream = Upstream(effect.attempt, client, effect.engine, effect.token)
+        self.upstreams[effect.attempt] = upstream
+        self.at(1.0, lambda: self._answer(upstream, journal))
+
+    def _answer(self, upstream: Upstream, journal: list[int] | None) -> None:
+        if not upstream.is_open:
+            return
+        if not self.is_alive or upstream.token != self.token:
+            upstream.is_open = False
+            self.handle(ev.ConnectFailed(upstream.attempt))
+            return
+        if journal is not None and self.refusals:
+            self.refusals -= 1
+            self._head(upstream, 503, Continuation.RETRY, False)
+            return
+        client = upstream.client
+        if not client.is_stream:
+            self._head(upstream, 200, Continuation.RETRY, False)
+            self.at(self.step_ms * client.max_tokens, lambda: self._whole(upstream))
+            return
+        self._head(upstream, 200, self.continuation, True)
+        play = Play(client.kind, client.prompt, client.max_tokens, self.rng, journal)
+        if self.fixes_ids:
+            play.ids = {"id": "m-1", "created": 17, "tool": "call-1"}
+        groups = list(play.groups())
+        self._deliver(upstream, groups, play.tail())
+
+    def _head(
+        self, upstream: Upstream, status: int, continuation: Continuation, is_stream: bool
+    ) -> None:
+        self.handle(
+            ev.HeadCame(
+                upstream.attempt, status, upstream.engine, upstream.token, continuation, is_stream
+            )
+        )
+
+    def _whole(self, upstream: Upstream) -> None:
+        if upstream.is_open and not upstream.client.is_poison:
+            self.upstreams.pop(upstream.attempt)
+            self.handle(ev.AnswerCame(upstream.attempt))
+
+    def _deliver(self, upstream: Upstream, groups: list, tail: bytes) -> None:
+        """One group now, the next one step later."""
+        if not upstream.is_open:
+            return
+        if groups:
+            events, tokens, chunks = groups.pop(0)
+            upstream.made += len(tokens)
+            self._send(upstream, "group", events, tokens, chunks)
+            self.on_group(upstream)
+            self.at(self.step_ms, lambda: self._deliver(upstream, groups, tail))
+        else:
+            self.upstreams.pop(upstream.attempt)
+            self._send(upstream, "end", tail)
+
+    def _send(self, upstream: Upstream, method: str, *what: object) -> None:
+        attempt = self.gateway.attempts.get(upstream.attempt)
+        if attempt is not None:
+            upstream.client.sent += getattr(attempt, method)(*what, self.now_ms)
+            self.perform(self.gateway.take())

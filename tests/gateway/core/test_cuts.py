@@ -1,0 +1,131 @@
+"""Goal: a stream that is cut anywhere, however often, is the stream of an uninterrupted run.
+
+Method: a model whose every token depends on all earlier ones, events merged at random, and clients
+that read the bytes as real ones do.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from gateway.core import events as ev
+from tests.gateway.core.model import KINDS
+from tests.gateway.core.pod import Pod, Upstream
+
+TOKENS = 14
+
+
+class Cutter:
+    """Acts when the nth group of all has been delivered."""
+
+    def __init__(self, pod: Pod, cuts, act) -> None:
+        self.pod, self.cuts, self.act = pod, set(cuts), act
+        self.count = 0
+        pod.on_group = self.on_group
+
+    def on_group(self, upstream: Upstream) -> None:
+        self.count += 1
+        if self.count in self.cuts:
+            self.act(upstream)
+
+
+def cut_stream(seed: int, kind: str, cuts, act, **options) -> Pod:
+    pod = Pod(seed, **options)
+    Cutter(
+        pod, cuts, act or (lambda upstream: pod.kill()) if act is None else lambda u: act(pod, u)
+    )
+    pod.grant()
+    pod.ask(kind, TOKENS)
+    pod.run()
+    return pod
+
+
+def kill(pod: Pod, upstream: Upstream) -> None:
+    pod.kill()
+
+
+def break_only(pod: Pod, upstream: Upstream) -> None:
+    """The connection breaks, the engine lives."""
+    if upstream.attempt in pod.upstreams:
+        pod.break_off(upstream)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fixes_ids", [False, True])
+def test_stream_cut_at_every_group_is_whole(kind, fixes_ids):
+    """Goal: every cut point, of a death and of a connection. Method: each group of each run."""
+    for cut in range(1, TOKENS + 4):
+        for act in (kill, break_only):
+            pod = cut_stream(cut, kind, [cut], act, fixes_ids=fixes_ids)
+            pod.clients[1].check_whole()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stream_cut_many_times_is_whole(kind):
+    """Goal: deaths in a row, deaths during a replay, breaks and refusals among them. Method: random
+    cuts, fewer than three without progress at the same engine."""
+    for seed in range(40):
+        rng = random.Random(seed)
+        cuts = sorted(rng.sample(range(1, 30), rng.choice((2, 2, 3))))
+
+        def act(pod, upstream, rng=rng):
+            pod.refusals = rng.choice((0, 0, 1, 3))
+            pod.tells_breaks = rng.random() < 0.7
+            # Two deaths only: a third one without 32 tokens would make it the poison.
+            if pod.deaths < 2 and rng.random() < 0.7:
+                pod.kill(rng.choice((5.0, 60.0, 900.0)))
+            else:
+                break_only(pod, upstream)
+
+        pod = cut_stream(seed, kind, cuts, act)
+        pod.clients[1].check_whole()
+        assert pod.gateway.census(pod.now_ms).memory_bytes == 0
+        assert pod.gateway.attempts == {}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stream_cut_before_its_first_group_and_before_its_end_is_whole(kind):
+    """Goal: a journal of no tokens, and one of all of them. Method: break
+    at the head, and at the tail."""
+    for at_tail in (False, True):
+        for seed in range(10):
+            pod = Pod(seed)
+            pod.grant()
+            pod.ask(kind, TOKENS)
+            deliver = pod._deliver
+
+            def cut(upstream, groups, tail, pod=pod, deliver=deliver, at_tail=at_tail):
+                is_here = not groups if at_tail else True
+                if pod.deaths == 0 and is_here and upstream.is_open:
+                    pod.kill()
+                else:
+                    deliver(upstream, groups, tail)
+
+            pod._deliver = cut
+            pod.run()
+            pod.clients[1].check_whole()
+            assert pod.deaths == 1
+            sizes = [size for *_, size in pod.clients[1].asked]
+            assert sizes == [None, TOKENS if at_tail else 0]
+
+
+def test_stream_whose_client_leaves_is_cancelled_everywhere():
+    """Goal: no work for a client that is gone. Method: leave at each group, streaming or parked."""
+
+    def leave(pod, upstream):
+        if pod.rng.random() < 0.5:
+            pod.kill()
+        pod.leave(pod.clients[1])
+
+    for cut in range(1, TOKENS):
+        pod = cut_stream(cut, "chat", [cut], leave)
+        client = pod.clients[1]
+        assert pod.upstreams == {}
+        assert len(client.asked) == 1
+        assert pod.gateway.census(0.0).by_state == {}
+        if client.outcome == "left":
+            assert client.ending.ending is ev.Ending.CLIENT_GONE
+        else:
+            client.check_whole()  # merged into fewer groups than the cut
