@@ -48,22 +48,27 @@ class ColdPath(Protocol):
 class Attempt:
     """`number` is the one of the events; `is_over` once nothing of it may reach the client."""
 
-    __slots__ = ("_cold", "engine", "is_over", "number", "request", "token", "was_inside")
+    __slots__ = ("_cold", "engine", "is_over", "number", "owner", "token", "was_inside")
 
     def __init__(
         self, number: int, request: ClientRequest, engine: str, token: int, cold: ColdPath
     ) -> None:
         self.number = number
-        self.request = request
+        self.owner = request
         self.engine = engine
         self.token = token
         self.is_over = False
         self.was_inside = request.is_inside
         self._cold = cold
 
+    @property
+    def request(self) -> int:
+        """The number of the request that it works for."""
+        return self.owner.number
+
     def group(self, events: bytes, tokens: list[int], chunks: list[int], now_ms: float) -> bytes:
         """One whole group of a marked stream, its comment cut off. Groups are not merged."""
-        request = self.request
+        request = self.owner
         if self.is_over:
             return b""
         if b'"error"' in events and self._is_error(events, now_ms):
@@ -88,7 +93,7 @@ class Attempt:
 
     def end(self, events: bytes, now_ms: float) -> bytes:
         """The events in front of `hop.END`; `EndAnswer` is then in the outbox."""
-        request = self.request
+        request = self.owner
         if self.is_over or (b'"error"' in events and self._is_error(events, now_ms)):
             return b""
         if request.state is RequestState.REPLAYING:
@@ -108,29 +113,29 @@ class Attempt:
         """Bytes of the body of an answer that is passed on as it comes."""
         if self.is_over:
             return b""
-        self.request.is_at_boundary = data.endswith(b"\n\n")
+        self.owner.is_at_boundary = data.endswith(b"\n\n")
         return data
 
     def hold(self, size_bytes: int) -> None:
         """So many more bytes of the answer are held; over the limit `SendHead` is in the outbox."""
-        if not self.is_over and self.request.state is RequestState.ANSWERING:
+        if not self.is_over and self.owner.state is RequestState.ANSWERING:
             self._cold.held(self, size_bytes)
 
     def _group_elsewhere(self, events: bytes, tokens: list[int], now_ms: float) -> bytes:
         """A group of a stream that keeps no journal, or of a replay."""
-        if self.request.state is RequestState.REPLAYING:
+        if self.owner.state is RequestState.REPLAYING:
             return self._replay(events, tokens, now_ms, is_last=False) or b""
-        if self.request.state is not RequestState.RELAYING:  # before its head
+        if self.owner.state is not RequestState.RELAYING:  # before its head
             self._cold.broke(self, BreakCause.GARBAGE, now_ms)
             return b""
-        self.request.forgotten_tokens += len(tokens)
+        self.owner.forgotten_tokens += len(tokens)
         return events
 
     def _replay(
         self, events: bytes, tokens: list[int], now_ms: float, *, is_last: bool
     ) -> bytes | None:
         """What of a replay is new; None if nothing can be yet, or ever."""
-        request = self.request
+        request = self.owner
         assert request.replay is not None  # made with the state
         try:
             rest = request.replay.feed(events, tokens, is_last)
@@ -148,9 +153,9 @@ class Attempt:
     def _is_error(self, events: bytes, now_ms: float) -> bool:
         """Whether the engine says in its stream that it failed: a break, not content."""
         found = _ERROR_EVENT.search(events)
-        if found is None or self.request.state is RequestState.RELAYING:
+        if found is None or self.owner.state is RequestState.RELAYING:
             return False
         # The event alone: behind it vLLM writes the same `[DONE]` as behind a whole answer.
-        self.request.engine_error = events[found.start() :].partition(b"\n\n")[0] + b"\n\n"
+        self.owner.engine_error = events[found.start() :].partition(b"\n\n")[0] + b"\n\n"
         self._cold.broke(self, BreakCause.ERROR_EVENT, now_ms)
         return True

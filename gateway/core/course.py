@@ -57,7 +57,7 @@ class Course:
         self, attempt: Attempt, came: ev.HeadCame, continuation_id: str, now_ms: float
     ) -> None:
         """A response begins, of an engine with this continuation id."""
-        request = attempt.request
+        request = attempt.owner
         if (came.engine, came.token) != (attempt.engine, attempt.token):
             self.broke(attempt, BreakCause.WRONG_TOKEN, now_ms)
         elif came.status in BUSY and request.has_broken:
@@ -73,7 +73,7 @@ class Course:
             self.broke(attempt, BreakCause.GARBAGE, now_ms)
 
     def _begin(self, attempt: Attempt, came: ev.HeadCame, continuation_id: str) -> None:
-        request = attempt.request
+        request = attempt.owner
         request.is_event_stream = came.is_event_stream
         request.refusals = 0
         is_whole = came.continuation is Continuation.RETRY and request.is_inference
@@ -90,7 +90,7 @@ class Course:
 
     def _pass_on(self, attempt: Attempt) -> None:
         """From here on the answer is sent as it comes, and cannot be continued."""
-        request = attempt.request
+        request = attempt.owner
         self.desk.fire(request, Turn.RELAY)
         request.is_lean, request.held_bytes = True, 0
         self.desk.outbox.append(ev.SendHead(request.number, attempt.number, Continuation.NONE))
@@ -98,7 +98,7 @@ class Course:
 
     def held(self, attempt: Attempt, size_bytes: int) -> None:
         """So many more bytes are held of an answer: within the limits, or pass it on."""
-        request = attempt.request
+        request = attempt.owner
         is_too_much = self.desk.memory_bytes + size_bytes > self.desk.rules.memory_bytes_max
         if is_too_much or request.held_bytes + size_bytes > ANSWER_BYTES_MAX:
             self._pass_on(attempt)
@@ -108,7 +108,7 @@ class Course:
 
     def answered(self, attempt: Attempt, now_ms: float) -> None:
         """A response is complete, as HTTP sees it."""
-        request = attempt.request
+        request = attempt.owner
         if request.state in (RequestState.ANSWERING, RequestState.RELAYING):
             self.finished(request)
         else:  # a marked stream without `hop.END`
@@ -177,7 +177,7 @@ class Course:
 
     def broke(self, attempt: Attempt, cause: BreakCause, now_ms: float) -> None:
         """The answer is not whole and no more of it comes: ask again, park, or end."""
-        request = attempt.request
+        request = attempt.owner
         request.has_broken = True
         request.lived_ms = now_ms - request.asked_ms
         if cause is not BreakCause.ERROR_EVENT:
@@ -205,7 +205,7 @@ class Course:
         self.desk.look()
 
     def _pause(self, attempt: Attempt, cause: BreakCause, now_ms: float) -> None:
-        request = attempt.request
+        request = attempt.owner
         request.paused_since_ms, request.paused_under = now_ms, attempt.token
         request.pauses += 1
         self.desk.totals.pauses += 1
@@ -229,7 +229,7 @@ class Course:
 
     def refused(self, attempt: Attempt, now_ms: float) -> None:
         """Not now: nothing of the request is in the engine."""
-        request = attempt.request
+        request = attempt.owner
         request.is_inside = attempt.was_inside
         self.desk.drop(request)
         self.desk.fire(request, Turn.REFUSE)
