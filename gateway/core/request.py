@@ -7,7 +7,7 @@ Only facts, and `fire`, the only way to change the state. What follows from them
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from gateway.core.replay import Replay
 from gateway.core.rewriting import Rewriter
@@ -15,13 +15,19 @@ from gateway.core.states import TRANSITIONS, IllegalTurn, RequestState, Turn
 from gateway.core.transcript import BLOCK_BYTES, Transcript
 from plumbing.hop import ITEM_BYTES, Continuation
 
-if TYPE_CHECKING:
-    from gateway.core.attempt import Attempt
-
 REQUEST_BYTES = 4096  # what a request takes beside its body, in objects here and in the shell
 PROGRESS_TOKENS = 32  # so many new tokens say that a request does not kill engines
 # An answer that is held shows no tokens; any engine in use makes 32 in this time.
 PROGRESS_MS = 10_000.0
+
+
+class LiveAttempt(Protocol):
+    """What works for a request now (`attempt.Attempt`)."""
+
+    number: int
+    engine: str
+    token: int
+    is_over: bool
 
 
 class ClientRequest:
@@ -63,7 +69,7 @@ class ClientRequest:
         self.is_lean = False  # class none: asked once, neither journalled nor held
         self.state = RequestState.WAITING
 
-        self.attempt: Attempt | None = None  # while an upstream connection works for it
+        self.attempt: LiveAttempt | None = None  # while an upstream connection works for it
         self.has_broken = False  # an engine began with it
         self.is_inside = False  # an engine had it when it died, if that engine has died
         self.asked_ms = now_ms
