@@ -73,12 +73,15 @@ class HealthMsg(Message, frozen=True, tag="health"):
 
 
 class HealthyMsg(Message, frozen=True, tag="healthy"):
-    """`progress` only grows: tokens made plus steps of prefill, over all requests."""
+    """`progress` only grows: tokens made plus steps of prefill, over all requests. `replayed` are
+    the tokens of resumed requests that another engine had made; computing them again is progress
+    too."""
 
     in_flight: Count
     progress: Count
     accepting: bool
     rejected: Count = 0
+    replayed: Count = 0
 
 
 class DrainMsg(Message, frozen=True, tag="drain"):

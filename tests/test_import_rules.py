@@ -51,6 +51,7 @@ PLACES = {
     "safetensors": NUMERIC,
     "tokenizers": NUMERIC,
     "jinja2": NUMERIC,
+    "llguidance": NUMERIC,
     "cryptography": ("plumbing/wire/tcp/psk.py",),
 }
 
@@ -72,7 +73,7 @@ NOT_IN_A_CORE = (
 # Loading these at start would cost the lock server and the supervisors their memory limits.
 NOT_LOADED_AT_START = (
     *("numpy", "aiohttp", "rich", "psutil", "safetensors", "tokenizers", "jinja2"),
-    "cryptography",
+    *("cryptography", "llguidance"),
 )
 
 

@@ -333,4 +333,4 @@ class Engine:
 
     def _answered(self, healthy: HealthyMsg) -> None:
         self.history.in_flight = healthy.in_flight
-        self.metrics.healthy(healthy.in_flight, healthy.rejected)
+        self.metrics.healthy(healthy)

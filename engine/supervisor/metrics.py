@@ -1,7 +1,7 @@
 """The engine's metrics, all derived from the one record of events; zeros from the first scrape.
 
-Owns names and buckets (CONVENTIONS §2.4). Takes nothing but events, apart from two figures of the
-backend: requests in flight and requests refused.
+Owns names and buckets (CONVENTIONS §2.4). Takes nothing but events, apart from three figures of the
+backend: requests in flight, requests refused and tokens replayed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 from engine.core.events import State
 from engine.core.lifecycle import TRANSITIONS
 from engine.core.loading import Role
+from engine.messages import HealthyMsg
 from engine.supervisor.state_file import SavedState
 from plumbing.service.events import Event
 from plumbing.service.metrics import Metrics
@@ -87,6 +88,11 @@ class EngineMetrics:
             {"reason": ("backend",)},
         )
         self._rejected_known = 0
+        self._replayed = page.counter(
+            "engine_replayed_tokens_total",
+            "Tokens of resumed requests that another engine had made, computed again here.",
+        )
+        self._replayed_known = 0
         self._behind_gateway = page.gauge(
             "engine_behind_gateway",
             "1 if the engine was last woken to serve a gateway on its private socket, 0 if clients"
@@ -123,7 +129,7 @@ class EngineMetrics:
                 if target != State.ACTIVE:
                     self._in_flight.set(0)
                 if target == State.INIT:
-                    self._rejected_known = 0
+                    self._rejected_known = self._replayed_known = 0
             case "engine.canary":
                 self._canaries.labels(result="ok" if data["ok"] else "failed").inc()
             case "engine.phase":
@@ -133,8 +139,11 @@ class EngineMetrics:
             case "engine.taken_over":
                 self._successes.inc()
 
-    def healthy(self, in_flight: int, rejected: int) -> None:
-        """Take figures from the backend; `rejected` counts since its launch."""
-        self._in_flight.set(in_flight)
-        self._rejected.labels(reason="backend").inc(max(0, rejected - self._rejected_known))
-        self._rejected_known = rejected
+    def healthy(self, healthy: HealthyMsg) -> None:
+        """Take figures from the backend; those that only grow count since its launch."""
+        self._in_flight.set(healthy.in_flight)
+        rejected = max(0, healthy.rejected - self._rejected_known)
+        self._rejected.labels(reason="backend").inc(rejected)
+        self._rejected_known = healthy.rejected
+        self._replayed.inc(max(0, healthy.replayed - self._replayed_known))
+        self._replayed_known = healthy.replayed

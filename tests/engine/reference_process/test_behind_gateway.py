@@ -105,6 +105,7 @@ def test_stream_goes_on_at_another_engine_as_if_nothing_had_happened(tmp_path: P
                 more = {hop.JOURNAL: header}
                 async with gateway.post(PATH, data=data, headers=more) as response:
                     resumed = read_stream(await response.read())
+                assert (await health(second)).replayed == len(before.tokens)
             assert joined(before, resumed) == joined(Stream([], (), False), whole)
             assert resumed.is_whole
 

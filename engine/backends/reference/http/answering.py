@@ -68,9 +68,11 @@ class Answering:
         if replayed is not None and replayed.piece.finish_reason is not None:
             return nullcontext()
         made = () if replayed is None else replayed.tokens
-        return self._served.link.generate(
+        generation = self._served.link.generate(
             asked.prompt, asked.max_tokens, asked.sampling, asked.stop_token_ids, made
         )
+        self._served.replayed += len(made)
+        return generation
 
     @contextmanager
     def _may_be_left(self, request: web.Request) -> Iterator[None]:

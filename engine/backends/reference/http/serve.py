@@ -128,6 +128,7 @@ class ReferenceBackend:
             progress=self._served.link.progress,
             accepting=self._listener is not None and self._listener.is_accepting,
             rejected=self._served.rejected,
+            replayed=self._served.replayed,
         )
 
     async def drain(self, budget_s: float, *, resume: bool = False) -> None:

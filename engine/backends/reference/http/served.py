@@ -34,6 +34,7 @@ class ServedModel:
     is_draining: bool = False
     is_continued: bool = False
     rejected: int = 0
+    replayed: int = 0  # tokens of journals, of requests that went on
     ready: ReadyMsg | None = None
     grammars: Grammars | None = None
     continuation_id: str = ""
