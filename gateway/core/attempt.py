@@ -22,7 +22,7 @@ import re
 from typing import Protocol
 
 from gateway.core.events import BreakCause
-from gateway.core.replay import ReplayMismatch
+from gateway.core.replay import ReplayMismatch, Rest
 from gateway.core.request import ClientRequest
 from gateway.core.states import RequestState
 
@@ -74,7 +74,7 @@ class Attempt:
         if b'"error"' in events and self._is_error(events, now_ms):
             return b""
         if request.state is not RequestState.STREAMING:
-            return self._group_elsewhere(events, tokens, now_ms)
+            return self._group_elsewhere(events, tokens, chunks, now_ms)
         if request.rewriter is not None:
             events = request.rewriter.rewrite(events)
         try:
@@ -100,11 +100,11 @@ class Attempt:
             rest = self._replay(events, [], now_ms, is_last=True)
             if rest is None:
                 return b""
-            events = rest
+            events = rest.events
         elif request.state not in (RequestState.STREAMING, RequestState.RELAYING):
             self._cold.broke(self, BreakCause.GARBAGE, now_ms)
             return b""
-        elif request.rewriter is not None:
+        if request.rewriter is not None:
             events = request.rewriter.rewrite(events)
         self._cold.finished(request)
         return events
@@ -121,33 +121,38 @@ class Attempt:
         if not self.is_over and self.owner.state is RequestState.ANSWERING:
             self._cold.held(self, size_bytes)
 
-    def _group_elsewhere(self, events: bytes, tokens: list[int], now_ms: float) -> bytes:
+    def _group_elsewhere(
+        self, events: bytes, tokens: list[int], chunks: list[int], now_ms: float
+    ) -> bytes:
         """A group of a stream that keeps no journal, or of a replay."""
         if self.owner.state is RequestState.REPLAYING:
-            return self._replay(events, tokens, now_ms, is_last=False) or b""
+            rest = self._replay(events, tokens, now_ms, is_last=False)
+            if rest is None:
+                return b""
+            # The rest is a group of its own, without the tokens that the journal has already.
+            is_new = rest.has_new_tokens
+            return self.group(
+                rest.events, tokens if is_new else [], chunks if is_new else [], now_ms
+            )
         if self.owner.state is not RequestState.RELAYING:  # before its head
             self._cold.broke(self, BreakCause.GARBAGE, now_ms)
             return b""
         self.owner.forgotten_tokens += len(tokens)
-        return events
+        rewriter = self.owner.rewriter  # it was resumed once, when it had a journal
+        return events if rewriter is None else rewriter.rewrite(events)
 
     def _replay(
         self, events: bytes, tokens: list[int], now_ms: float, *, is_last: bool
-    ) -> bytes | None:
+    ) -> Rest | None:
         """What of a replay is new; None if nothing can be yet, or ever."""
-        request = self.owner
-        assert request.replay is not None  # made with the state
+        assert self.owner.replay is not None  # made with the state
         try:
-            rest = request.replay.feed(events, tokens, is_last)
+            rest = self.owner.replay.feed(events, tokens, is_last)
         except ReplayMismatch as mismatch:
-            self._cold.mismatched(request, str(mismatch))
+            self._cold.mismatched(self.owner, str(mismatch))
             return None
-        if rest is None:
-            return None
-        self._cold.joined(request, now_ms)
-        if request.rewriter is not None:
-            rest = request.rewriter.rewrite(rest)
-        request.transcript.pending += rest
+        if rest is not None:
+            self._cold.joined(self.owner, now_ms)
         return rest
 
     def _is_error(self, events: bytes, now_ms: float) -> bool:

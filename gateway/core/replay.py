@@ -3,13 +3,15 @@
 The engine plays a resumed answer from its first event, and nothing of that is sent until as many
 tokens were played as the journal has. Then the joined content must be equal to what was delivered,
 and everything behind that point is new. Events that no token caused may stand behind the last
-delivered token, delivered or not, so behind the last group with tokens the cut is made between
-events: at the last place at which both are equal.
+delivered token, delivered or not, alone or in front of the next token's. So from the group that
+reaches the journal's end on, the cut is made between events: at the last place at which what was
+played is what was delivered.
 """
 
 from __future__ import annotations
 
 from array import array
+from typing import NamedTuple
 
 from gateway.core.joined import Joined, events_in
 from gateway.core.rewriting import Rewriter
@@ -17,6 +19,13 @@ from gateway.core.rewriting import Rewriter
 
 class ReplayMismatch(Exception):
     """The replay is not what was delivered: the stream must not go on with it."""
+
+
+class Rest(NamedTuple):
+    """What of a group is new to the client."""
+
+    events: bytes
+    has_new_tokens: bool  # the group's tokens are behind the joint, not in front of it
 
 
 class Replay:
@@ -31,22 +40,24 @@ class Replay:
         self._seen = 0
         self._sequence: int | None = None  # of the last event in front of the joint
 
-    def feed(self, events: bytes, tokens: list[int], is_last: bool) -> bytes | None:
+    def feed(self, events: bytes, tokens: list[int], is_last: bool) -> Rest | None:
         """What of this group is new to the client; None while the replay has not come that far.
 
         Raises:
             ReplayMismatch: it never will.
         """
-        self._check(tokens)
+        is_beyond = bool(tokens) and self._seen == len(self._journal)
+        if not is_beyond:
+            self._check(tokens)
         if self._seen < len(self._journal):
             self._add(events)
             if is_last:
                 raise ReplayMismatch(f"it ended after {self._seen} of {len(self._journal)} tokens")
             return None
         rest = self._cut(events)
-        if rest is None and is_last:
-            raise ReplayMismatch("it ended, and its content is not what was delivered")
-        return rest
+        if rest is None and (is_last or is_beyond):
+            raise ReplayMismatch("its content is not what was delivered")
+        return None if rest is None else Rest(rest, is_beyond)
 
     def rewriter(self) -> Rewriter | None:
         """For the events behind the joint."""

@@ -96,6 +96,11 @@ class Pod:
         self.step_ms = float(options.get("step_ms", 5.0))
         self.tells_breaks = True  # connections of a dead engine are seen to break
         self.on_group: Callable[[Upstream], None] = lambda upstream: None
+        self.on_ask: Callable[[Upstream], None] = lambda upstream: None
+        self.refused_with = 503
+        self.asks: list[tuple[Client, int]] = []  # with the token of the engine asked
+        self.resuming: set[int] = set()
+        self.resuming_max = 0
         self.records: list[ev.GatewayRecord] = []
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
@@ -111,6 +116,7 @@ class Pod:
         while self._queue and self._queue[0][0] <= until_ms:
             self.now_ms, _, what = heapq.heappop(self._queue)
             what()
+        self.now_ms = max(self.now_ms, until_ms) if self._queue else self.now_ms
 
     # ---- what happens
 
@@ -167,6 +173,7 @@ class Pod:
                 case ev.DropAttempt():
                     if (upstream := self.upstreams.pop(effect.attempt, None)) is not None:
                         upstream.is_open = False
+                        self.resuming.discard(upstream.client.number)
                 case ev.SendHead():
                     client = self.clients[effect.request]
                     assert client.head is None
@@ -195,6 +202,7 @@ class Pod:
         self.records.append(record)
         if isinstance(record, ev.StreamResumed):
             self.clients[record.request].resumed.append(record)
+            self.resuming.discard(record.request)
         if isinstance(record, ev.RequestEnded):
             self.clients[record.request].ending = record
 
@@ -223,6 +231,11 @@ class Pod:
         client.asked.append((self.now_ms, effect.engine, effect.token, size))
         upstream = Upstream(effect.attempt, client, effect.engine, effect.token)
         self.upstreams[effect.attempt] = upstream
+        self.asks.append((client, effect.token))
+        if journal is not None:
+            self.resuming.add(client.number)
+            self.resuming_max = max(self.resuming_max, len(self.resuming))
+        self.on_ask(upstream)
         self.at(1.0, lambda: self._answer(upstream, journal))
 
     def _answer(self, upstream: Upstream, journal: list[int] | None) -> None:
@@ -234,7 +247,7 @@ class Pod:
             return
         if journal is not None and self.refusals:
             self.refusals -= 1
-            self._head(upstream, 503, Continuation.RETRY, False)
+            self._head(upstream, self.refused_with, Continuation.RETRY, False)
             return
         client = upstream.client
         if not client.is_stream:
