@@ -94,6 +94,12 @@ class Matcher:
         mask: bytes = self._matcher.compute_bitmask()
         return mask
 
+    @property
+    def has_failed(self) -> bool:
+        """The library has given up, so the answer ends before its grammar does."""
+        is_error: bool = self._matcher.is_error()
+        return is_error
+
     def take(self, token: int) -> bool:
         """Go on behind `token`; False if it is not allowed here."""
         is_taken: bool = self._matcher.consume_token(token)

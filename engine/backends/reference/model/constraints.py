@@ -48,6 +48,11 @@ class Constraints:
         for token in request.made:
             self.take(token)
 
+    @property
+    def is_cut(self) -> bool:
+        """The answer cannot go on as its grammar wants: what ends it now does so too early."""
+        return self._matcher is not None and self._matcher.has_failed
+
     def take(self, token: int) -> None:
         """`token` is the next one of the answer."""
         self._answer.append(token)

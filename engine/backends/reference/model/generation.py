@@ -70,7 +70,9 @@ class Generator:
         token = self._choose(work, logits) if work.samples else None
         reason = self._scheduler.done(work, token)
         if reason is not None:
-            self._constraints.pop(work.request.id, None)
+            constraints = self._constraints.pop(work.request.id, None)
+            if constraints is not None and constraints.is_cut:
+                reason = "length"
         return None if token is None else Produced(work.request.id, token, reason)
 
     def _choose(self, work: Work, logits: Array) -> int:
