@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import json
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +149,22 @@ def test_answer_without_a_stream_is_of_class_retry_and_says_the_same(model: Path
         status, headers, body = await engine.ask(path, document)
         assert (status, headers[hop.CONTINUATION]) == (200, "retry")
         assert (await engine.ask(path, document, whole.tokens[:5]))[2] == body
+
+    with_pod(model, test)
+
+
+def test_stream_of_a_compressed_request_says_that_it_cannot_be_continued(model: Path):
+    """Goal: a journal behind a compressed body could not be told from it. Method: a stream that is
+    asked for with gzip: class `none`, and nothing that a gateway would have to cut off."""
+
+    async def test(engine: Pod) -> None:
+        data = gzip.compress(json.dumps({**GREEDY, "stream": True}).encode())
+        headers = {hop.GATEWAY: "1", "Content-Encoding": "gzip"}
+        async with engine.client.post(COMPLETIONS, data=data, headers=headers) as answer:
+            assert (answer.status, answer.headers[hop.CONTINUATION]) == (200, "none")
+            body = await answer.read()
+        assert body.endswith(b"data: [DONE]\n\n")
+        assert hop.GROUP_MARK not in body
 
     with_pod(model, test)
 

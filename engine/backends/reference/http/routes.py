@@ -24,6 +24,7 @@ from engine.backends.reference.http.asked import INLINE_CHARS_MAX
 from engine.backends.reference.http.replies import ApiError, from_understudy
 from engine.backends.reference.http.requests import parse_chat, parse_completion, parse_json
 from engine.backends.reference.http.served import ServedModel
+from engine.backends.reference.http.stream import EVENT_STREAM
 from engine.backends.reference.link import PROMPT_TOKENS_MAX
 from plumbing import hop
 from plumbing.errors import UnderstudyError
@@ -63,12 +64,13 @@ class _Routes:
 
     async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
         """The engine and its grant: by the token a client recognises a stale engine. And for a
-        gateway, what a failover does to this answer: unless a stream says otherwise, it can be
-        asked for again."""
+        gateway, what a failover does to this answer: what is no stream can be asked for again."""
         response.headers[hop.ENGINE] = self._served.engine
         response.headers[hop.TOKEN] = str(self._served.token)
         if self._served.is_behind_gateway:
-            response.headers.setdefault(hop.CONTINUATION, hop.Continuation.RETRY)
+            is_stream = response.content_type == EVENT_STREAM
+            default = hop.Continuation.NONE if is_stream else hop.Continuation.RETRY
+            response.headers.setdefault(hop.CONTINUATION, default)
         if self._served.is_draining:
             response.headers["Connection"] = "close"  # the next request is for the next engine
             response.force_close()

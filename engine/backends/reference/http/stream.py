@@ -17,8 +17,9 @@ from engine.backends.reference.http.replies import DONE, OpenAiReply, TokenUsage
 from engine.backends.reference.http.text import AnswerText, Piece
 from plumbing import hop
 
+EVENT_STREAM = "text/event-stream"
 SSE_HEADERS = {
-    "Content-Type": "text/event-stream; charset=utf-8",
+    "Content-Type": f"{EVENT_STREAM}; charset=utf-8",
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",
 }
