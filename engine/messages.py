@@ -199,9 +199,9 @@ class LeftoverMsg(Message, frozen=True, tag="leftover"):
     path: Annotated[str, Meta(min_length=1, max_length=4096)]
 
 
-class LeaveMsg(Message, frozen=True, tag="drain"):
+class LeaveMsg(Message, frozen=True, tag="drain", omit_defaults=True):
     """As SIGTERM: leave the queue, or drain, then exit. Answered by `ok` at once. `finish`: no
-    stream is left to the next engine."""
+    stream is left to the next engine; a supervisor that does not know it never leaves any."""
 
     finish: bool = False
 

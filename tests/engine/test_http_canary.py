@@ -155,6 +155,7 @@ def test_closed_canary_ends_silently(path):
             await auntil(lambda: asked, "the request")
             found.canary.close()
             found.canary.close()
+        await auntil(lambda: len(asyncio.all_tasks()) == 1, "the end of its task")
         assert (found.verdict, found.has_no_way) == (None, False)
 
     asyncio.run(scenario())
