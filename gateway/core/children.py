@@ -146,8 +146,7 @@ class Children:
             return  # killed, or it beats again
         child.is_ready = True
         self._move(child, Place.SPARE, now_ms)
-        if not self.restarts.shortages:
-            self.problem = None
+        self.problem = None
         if not child.is_restart:
             return
         child.is_restart = False

@@ -50,7 +50,8 @@ class Nursery:
         self._dying: set[ChildLink] = set()  # reaped, with words that are not read yet
         self._grant: msg.GrantMsg | None = None
         self._nobody: msg.NobodyMsg | None = None
-        self._owed: int | None = None  # the child that was not sent the socket for lack of one
+        self._copy: OwnedFd | None = None  # of the socket, for the next child that accepts
+        self._owed: int | None = None  # a child that waits for the copy: there was no descriptor
         self._asked: list[Restarted] = []
 
     # ------------------------------------------------------------------ looking
@@ -85,8 +86,7 @@ class Nursery:
 
     def lent(self, fd: OwnedFd, address: str) -> None:
         """Take the listening socket, in place of an earlier one."""
-        if self.service is not None:
-            self.service.close()
+        self._drop_socket()
         self.service, self.address = fd, address
         self.feed(ev.SocketLent())
 
@@ -112,15 +112,20 @@ class Nursery:
                 self.feed(ev.ChildSilent(link.number, silent_ms, why))
         if self._owed is not None:
             self._lend(self._owed)
+        self._have_copy()
         self.feed(ev.TimePassed())
 
     def close(self) -> None:
         """End all that is left, without waiting."""
         for link in self.links.values():
             link.kill()
-        if self.service is not None:
-            self.service.close()
-            self.service = None
+        self._drop_socket()
+
+    def _drop_socket(self) -> None:
+        for fd in (self.service, self._copy):
+            if fd is not None:
+                fd.close()
+        self.service = self._copy = None
 
     # ------------------------------------------------------------------ what the core wants
 
@@ -159,21 +164,27 @@ class Nursery:
         self.feed(ev.ChildStarted(number, link.pid))
 
     def _lend(self, number: int) -> None:
-        """Send the socket to a child, now or as soon as there is a descriptor for its copy."""
-        if self.service is None or number not in self.links:
-            self._owed = None
+        """Send the socket to a child. There is a copy in reserve: a spare must be able to accept
+        though descriptors have run out."""
+        self._owed = number if number in self.links else None
+        if self.service is None or self._owed is None:
+            return
+        self._have_copy()
+        if self._copy is not None:
+            copy, self._copy, self._owed = self._copy, None, None
+            self.links[number].send(msg.AcceptMsg(self.address), [copy])
+
+    def _have_copy(self) -> None:
+        if self.service is None or self._copy is not None:
             return
         try:
-            copy = self.service.duplicate()
+            self._copy = self.service.duplicate()
+            self.socket_problem = None
         except OSError as error:
             if not is_shortage(error):
                 raise
-            self._owed = number
-            why = f"the socket cannot be passed to pid {self.links[number].pid}"
+            why = "the socket cannot be copied for the next process that accepts"
             self.socket_problem = f"{why}: {explain(error.errno)}"
-            return
-        self._owed, self.socket_problem = None, None
-        self.links[number].send(msg.AcceptMsg(self.address), [copy])
 
     def _restarted(self, done: ev.RestartDone) -> None:
         old = None if done.old is None else self.links.get(done.old)

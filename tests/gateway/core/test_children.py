@@ -180,6 +180,7 @@ def test_a_program_that_cannot_run_ends_the_gateway_and_a_shortage_does_not():
     (only,) = bench.core.all
     bench.feed(ev.ChildReady(only))
     assert bench.core.spare is not None
+    assert bench.core.problem is None
 
 
 def test_a_spare_that_cannot_start_never_ends_a_gateway_that_serves():
