@@ -7,6 +7,7 @@ to a request is decided in `gateway.core` and performed by `HttpExchange`.
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Protocol
 
 from gateway.core.events import EngineGranted, GatewayRules, NobodyGranted
@@ -168,7 +169,7 @@ class HttpDoors:
         return None if self._keys is None else self._keys.check(headers)
 
     def now_s(self) -> float:
-        return self._loop.time()
+        return time.monotonic()
 
     # ------------------------------------------------------------------ for the listener
 

@@ -10,6 +10,7 @@ events wait in `_inbox` while effects are performed.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
@@ -97,7 +98,7 @@ class HttpExchange:
             self._accounts.added.observe((self.now_ms() - request.came_ms) / 1000)
 
     def now_ms(self) -> float:
-        return self._loop.time() * 1000
+        return time.monotonic() * 1000
 
     @property
     def outbox(self) -> Sequence[ev.GatewayEffect]:
