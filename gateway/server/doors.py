@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Protocol
 
 from gateway.core.events import EngineGranted, GatewayRules, NobodyGranted
 from gateway.core.machine import Gateway
 from gateway.messages import (
     ConfigureGatewayMsg,
     GatewayBeatMsg,
-    GatewayEventMsg,
     GatewayLoad,
     UpstreamState,
 )
@@ -24,6 +22,7 @@ from gateway.server.client import ClientConnection
 from gateway.server.exchange import HttpExchange
 from gateway.server.files import ApiKeys, Certificate
 from gateway.server.listener import ServiceListener
+from gateway.server.main import Parent
 from gateway.server.refusals import Refused
 from gateway.server.requests import BODY_BYTES_MAX, Headers, HttpRequest
 from plumbing.errors import UsageError
@@ -35,17 +34,10 @@ WAITING = "waiting"
 PARKED = ("parked", "resuming")
 
 
-class DoorsParent(Protocol):
-    """Whom the doors tell what has happened."""
-
-    def happened(self, event: GatewayEventMsg) -> None: ...
-    def beat_now(self) -> None: ...
-
-
 class HttpDoors:
     """What `gateway.server.main` asks of doors; also the owner of all clients' connections."""
 
-    def __init__(self, settings: ConfigureGatewayMsg, parent: DoorsParent) -> None:
+    def __init__(self, settings: ConfigureGatewayMsg, parent: Parent) -> None:
         """Raises:
         UsageError: `gateway.bad_tls` or `gateway.bad_api_keys`, files that cannot be used.
         """

@@ -1,0 +1,253 @@
+"""One set of doors in this process, on a port of its own, with stub engines behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvloop
+
+from gateway.messages import ConfigureGatewayMsg, GatewayEventMsg
+from gateway.server.doors import HttpDoors
+from plumbing.part.paths import engine_http_socket
+from plumbing.wire.fds import OwnedFd
+from tests.gateway.stub_engine import StubEngine
+from tests.helpers import auntil
+
+CHAT = "/v1/chat/completions"
+ERA = "0123456789abcdef"
+
+
+@dataclass
+class Answer:
+    """One response as a client read it. `is_whole`: it ended as HTTP says."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+    is_whole: bool
+
+    def text(self) -> str:
+        """The joined content of a chat's stream."""
+        return "".join(
+            choice["delta"].get("content") or ""
+            for event in self.events()
+            for choice in event.get("choices", ())
+        )
+
+    def events(self) -> list[dict[str, Any]]:
+        lines = self.body.decode().split("\n\n")
+        return [
+            json.loads(line[6:])
+            for line in lines
+            if line.startswith("data: ") and line != "data: [DONE]"
+        ]
+
+    def error(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.body)["error"]
+        return found
+
+
+class Client:
+    """A client that reads what comes, byte for byte."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    def send(self, data: bytes) -> None:
+        self.writer.write(data)
+
+    def ask(self, path: str = CHAT, document: Any = None, **headers: str) -> None:
+        body = b"" if document is None else json.dumps(document).encode()
+        lines = [
+            f"{'GET' if document is None else 'POST'} {path} HTTP/1.1",
+            "Host: gateway",
+            *(f"{name.replace('_', '-')}: {value}" for name, value in headers.items()),
+        ]
+        if document is not None:
+            lines.append(f"Content-Length: {len(body)}")
+        self.send("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
+
+    async def head(self) -> tuple[int, dict[str, str]]:
+        lines = (await self.reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+        headers = {
+            name.lower(): value for name, _, value in (line.partition(": ") for line in lines[1:])
+        }
+        return int(lines[0].split(" ")[1]), headers
+
+    async def answer(self, *, is_to_head: bool = False) -> Answer:
+        status, headers = await self.head()
+        if is_to_head or status in (204, 304):
+            return Answer(status, headers, b"", True)
+        if "content-length" in headers:
+            body = await self.reader.readexactly(int(headers["content-length"]))
+            return Answer(status, headers, body, True)
+        if headers.get("transfer-encoding") == "chunked":
+            body, is_whole = await self._chunks()
+            return Answer(status, headers, body, is_whole)
+        return Answer(status, headers, await self.reader.read(), True)
+
+    async def chunk(self) -> bytes:
+        """The next chunk of a body, b"" at its end."""
+        size = int(await self.reader.readuntil(b"\r\n"), 16)
+        return (await self.reader.readexactly(size + 2))[:-2]
+
+    async def _chunks(self) -> tuple[bytes, bool]:
+        body = b""
+        while True:
+            try:
+                part = await self.chunk()
+            except (asyncio.IncompleteReadError, ConnectionError):
+                return body, False
+            if not part:
+                return body, True
+            body += part
+
+    async def rest(self) -> bytes:
+        """All that comes until the gateway closes."""
+        return await self.reader.read()
+
+    def close(self) -> None:
+        self.writer.transport.abort()
+
+
+@dataclass
+class Bench:
+    """The doors, and what belongs to a test."""
+
+    directory: str
+    doors: HttpDoors
+    port: int
+    happenings: list[GatewayEventMsg] = field(default_factory=list)
+    engines: list[StubEngine] = field(default_factory=list)
+    clients: list[Client] = field(default_factory=list)
+
+    async def engine(self, name: str = "engine-0", token: int = 1, **how: Any) -> StubEngine:
+        """A stub engine that runs and is not granted yet."""
+        engine = StubEngine(engine_http_socket(self.directory, name), name, token, **how)
+        self.engines.append(engine)
+        await engine.start()
+        return engine
+
+    async def grant(self, engine: StubEngine, era: str = ERA) -> None:
+        """Tell the doors, and wait until they have greeted it."""
+        self.doors.granted(engine.name, engine.token, era)
+        await auntil(self._is_greeted, "the engine's hello")
+
+    def _is_greeted(self) -> bool:
+        upstream = self.doors.beat(1).upstream
+        return upstream is not None and upstream.is_connected
+
+    async def active(self, **how: Any) -> StubEngine:
+        """A stub engine that is granted and greeted."""
+        engine = await self.engine(**how)
+        await self.grant(engine)
+        return engine
+
+    async def client(self, **how: Any) -> Client:
+        client = Client(*await asyncio.open_connection("127.0.0.1", self.port, **how))
+        self.clients.append(client)
+        return client
+
+    async def once(self, path: str = CHAT, document: Any = None, **headers: str) -> Answer:
+        """One request on a connection of its own."""
+        client = await self.client()
+        client.ask(path, document, **headers)
+        try:
+            return await client.answer()
+        finally:
+            client.close()
+
+    @property
+    def load(self) -> Any:
+        return self.doors.beat(1).load
+
+    def endings(self) -> dict[str, int]:
+        """How many requests have ended in which way."""
+        found: dict[str, int] = {}
+        for each in self.doors.beat(1).totals.requests:
+            found[each.ending] = found.get(each.ending, 0) + each.count
+        return found
+
+    # ------------------------------------------------------------------ as the doors' parent
+
+    def happened(self, event: GatewayEventMsg) -> None:
+        self.happenings.append(event)
+
+    def beat_now(self) -> None:
+        pass
+
+
+@asynccontextmanager
+async def bench(directory: str, **settings: Any) -> AsyncIterator[Bench]:
+    """Doors with these settings; afterwards no descriptor is left."""
+    values: dict[str, Any] = {
+        "directory": directory,
+        "hold_ms": 10_000,
+        "park_timeout_ms": 30_000,
+        "resumes_max": 4,
+        "memory_bytes": 1 << 30,
+        "keepalive_comments_ms": 0,
+        "access_log": False,
+    }
+    made = Bench(directory, None, 0)  # type: ignore[arg-type] # made in the next line
+    made.doors = HttpDoors(ConfigureGatewayMsg(**(values | settings)), made)
+    sock = socket.create_server(("127.0.0.1", 0), backlog=4096)
+    made.port = sock.getsockname()[1]
+    made.doors.accept(OwnedFd(sock.detach()), f"127.0.0.1:{made.port}")
+    try:
+        yield made
+    finally:
+        for client in made.clients:
+            client.close()
+        await made.doors.stop(0)
+        for engine in made.engines:
+            engine.die()
+        await auntil(lambda: made.load.connections == 0, "the connections to close")
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """`test` on a loop as the child's; its own faults fail the test, also those in callbacks."""
+    faults: list[BaseException] = []
+
+    def on_fault(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if error is not None and not isinstance(error, OSError):
+            faults.append(error)
+
+    async def whole() -> None:
+        asyncio.get_running_loop().set_exception_handler(on_fault)
+        await test()
+        for _ in range(5):  # aborted transports close in the loop's next turns
+            await asyncio.sleep(0)
+
+    before = count_fds()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(whole())
+    if faults:
+        raise faults[0]
+    assert count_fds() == before, "descriptors leaked"
+
+
+def count_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+Scenario = Callable[[Bench], Awaitable[None]]
+
+
+def with_bench(directory: Any, scenario: Scenario, **settings: Any) -> None:
+    """Run `scenario` with doors of these settings."""
+
+    async def test() -> None:
+        async with bench(str(directory), **settings) as made:
+            await scenario(made)
+
+    run(test)
