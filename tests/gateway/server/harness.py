@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -18,9 +17,10 @@ from gateway.server.doors import HttpDoors
 from plumbing.part.paths import engine_http_socket
 from plumbing.wire.fds import OwnedFd
 from tests.gateway.stub_engine import StubEngine
-from tests.helpers import auntil
+from tests.helpers import auntil, open_fds
 
 CHAT = "/v1/chat/completions"
+DEADLINE_S = 60.0  # of a scenario; what hangs is to fail
 ERA = "0123456789abcdef"
 
 
@@ -224,20 +224,19 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
     async def whole() -> None:
         asyncio.get_running_loop().set_exception_handler(on_fault)
-        await test()
+        async with asyncio.timeout(DEADLINE_S):
+            await test()
         for _ in range(5):  # aborted transports close in the loop's next turns
             await asyncio.sleep(0)
 
-    before = count_fds()
+    uvloop.new_event_loop().close()  # the first one of a process leaves libuv's own pipe
+    before = open_fds()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(whole())
     if faults:
         raise faults[0]
-    assert count_fds() == before, "descriptors leaked"
-
-
-def count_fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
+    leaked = {fd: name for fd, name in open_fds().items() if before.get(fd) != name}
+    assert not leaked, leaked
 
 
 Scenario = Callable[[Bench], Awaitable[None]]

@@ -1,0 +1,292 @@
+"""Goal: a client's stream survives whatever happens to the engine behind it.
+
+Method: real sockets on both sides, stub engines that die at a chosen byte.
+"""
+
+import asyncio
+import json
+
+import pytest
+
+from gateway.server import groups
+from plumbing import hop
+from plumbing.hop import Continuation
+from tests.gateway.server.harness import CHAT, with_bench
+from tests.gateway.stub_engine import chunk_of, group_of, last_events, text_of
+from tests.helpers import auntil
+
+TOKENS = 5
+ASKED = {"messages": [], "stream": True, "max_tokens": TOKENS}
+BODY = json.dumps(ASKED).encode()
+WANTED = text_of(BODY, TOKENS)
+
+
+def assert_whole(answer):
+    """Each event once: the same joined content and finish as of one engine."""
+    assert answer.is_whole
+    assert answer.text() == WANTED
+    assert answer.body.endswith(b"data: [DONE]\n\n")
+    assert answer.body.count(b"[DONE]") == answer.body.count(b'"stop"') == 1
+    assert answer.body.count(b'"role"') == 1
+    assert b": u=" not in answer.body
+    assert b": end" not in answer.body
+    assert len({event["id"] for event in answer.events()}) == 1
+
+
+def test_a_stream_passes_without_the_hops_comments(tmp_path):
+    async def scenario(bench):
+        engine = await bench.active()
+        answer = await bench.once(CHAT, ASKED, X_Request_Id="mine-1", Traceparent="00-1-2-01")
+        assert_whole(answer)
+        assert answer.headers["x-understudy-engine"] == engine.name
+        assert answer.headers["x-understudy-token"] == "1"
+        assert answer.headers["x-understudy-continuation"] == "exact"
+        assert answer.headers["x-request-id"] == "mine-1"
+        [request] = engine.requests
+        assert request.headers["x-request-id"] == "mine-1"
+        assert request.headers["traceparent"] == "00-1-2-01"
+        assert request.headers[hop.GATEWAY.lower()] == "1"
+        assert request.body == BODY
+        await auntil(lambda: engine.open_connections == 0, "the engine's connection to close")
+
+    with_bench(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("cut_bytes", [0, 1, 100, -1])
+def test_an_engine_dies_at_every_group(tmp_path, cut_bytes):
+    """Goal: no event is lost or doubled, wherever the stream is cut. Method: death behind every
+    group, with nothing, a byte, some bytes and all but one byte of the next group written."""
+
+    async def scenario(bench):
+        token = 0
+        for boundary in range(TOKENS + 1):
+            token += 1
+            dying = await bench.engine(token=token, cut_after_groups=boundary, cut_bytes=cut_bytes)
+            await bench.grant(dying)
+            client = await bench.client()
+            client.ask(CHAT, ASKED)
+            await dying.died.wait()
+            token += 1
+            next_one = await bench.engine("engine-1", token)
+            await bench.grant(next_one)
+            answer = await client.answer()
+            assert_whole(answer)
+            [resume] = next_one.requests
+            if boundary:
+                assert resume.journal is not None
+                assert len(resume.journal.tokens) == boundary
+                assert answer.headers["x-understudy-token"] == str(dying.token)
+            next_one.die()
+        assert bench.endings() == {"whole": TOKENS + 1}
+
+    with_bench(tmp_path, scenario)
+
+
+def test_a_connection_alone_breaks_and_the_same_engine_goes_on(tmp_path):
+    """Goal: no newer grant is needed when the engine lives. Method: only the connection ends."""
+
+    async def scenario(bench):
+        engine = await bench.active()
+        count = 0
+
+        async def route(request, reply):
+            nonlocal count
+            count += 1
+            if count == 1:
+                reply.head(content_type="text/event-stream", continuation=Continuation.EXACT)
+                reply.write(group_of(request, 0, 2))
+                await reply.writer.drain()
+                reply.abort()
+            else:
+                await engine.stream(request, reply)
+
+        engine.routes[CHAT] = route
+        assert_whole(await bench.once(CHAT, ASKED))
+        assert count == 2
+        totals = bench.doors.beat(1).totals
+        assert (totals.pauses, totals.resumes, totals.replayed_tokens) == (1, 1, 2)
+
+    with_bench(tmp_path, scenario)
+
+
+def stream_that_says(*parts, then="abort"):
+    """A route whose first answer writes `parts` behind a group; later ones are whole."""
+    asked = 0
+
+    async def route(request, reply):
+        nonlocal asked
+        asked += 1
+        if asked > 1:
+            await reply.engine.stream(request, reply)
+            return
+        reply.head(content_type="text/event-stream", continuation=Continuation.EXACT)
+        reply.write(group_of(request, 0, 1))
+        for part in parts:
+            reply.write(part)
+        await reply.writer.drain()
+        if then == "abort":
+            reply.abort()
+        elif then == "end":
+            reply.end()
+        else:
+            await asyncio.Event().wait()
+
+    return route
+
+
+ERROR = b'data: {"error": {"message": "EngineCore encountered an issue"}}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("parts", "then"),
+    [
+        ((ERROR, b"data: [DONE]\n\n"), "end"),  # vLLM's last words
+        ((ERROR,), "hang"),
+        ((ERROR + hop.group_end([], []),), "hang"),
+        ((b"data: [DONE]\n\n",), "end"),  # an end without the hop's
+        ((b"data: half\n\n", hop.HANDED_OVER), "hang"),
+        ((b"data: x\n\n: u=1,2|5\n\n",), "hang"),
+        ((b"x" * 3000,), "hang"),  # above the limit of this test
+    ],
+    ids=["error", "error-alone", "error-marked", "no-end", "handed-over", "garbage", "endless"],
+)
+def test_what_is_a_break_and_not_content(tmp_path, monkeypatch, parts, then):
+    monkeypatch.setattr(groups, "GROUP_BYTES_MAX", 2000)
+
+    async def scenario(bench):
+        engine = await bench.active()
+        engine.routes[CHAT] = stream_that_says(*parts, then=then)
+        answer = await bench.once(CHAT, ASKED)
+        assert_whole(answer)
+        assert b"EngineCore" not in answer.body
+
+    with_bench(tmp_path, scenario)
+
+
+def test_a_zombie_reaches_nobody(tmp_path):
+    """Goal: bytes under an older token go nowhere. Method: the old engine holds its stream, the
+    new one is granted, and the old one goes on; another engine answers with a token of its own."""
+
+    async def scenario(bench):
+        zombie = await bench.active(hold_after_groups=2)
+        client = await bench.client()
+        client.ask(CHAT, ASKED)
+        await client.head()
+        await client.chunk()
+        successor = await bench.engine("engine-1", 2)
+        await bench.grant(successor)
+        zombie.released.set()
+        await auntil(lambda: zombie.open_connections == 0, "the zombie's connection to close")
+        body = b""
+        while part := await client.chunk():
+            body += part
+        assert body.endswith(b"data: [DONE]\n\n")
+        assert len(successor.requests) == 1
+
+        successor.token = 3  # an impostor, from now on
+        client = await bench.client()
+        client.ask(CHAT, ASKED)
+        await auntil(lambda: len(successor.requests) == 2, "the request to be sent")
+        successor.token = 2
+        assert_whole(await client.answer())
+
+    with_bench(tmp_path, scenario)
+
+
+def test_a_stream_that_cannot_go_on_ends_with_an_error_and_no_end(tmp_path):
+    """Goal: no client takes half an answer for a whole one. Method: the successor has another
+    model; a stream of class none."""
+
+    async def scenario(bench):
+        dying = await bench.active(cut_after_groups=2)
+        client = await bench.client()
+        client.ask(CHAT, ASKED)
+        await dying.died.wait()
+        await bench.grant(await bench.engine("engine-1", 2, continuation_id="another"))
+        answer = await client.answer()
+        assert not answer.is_whole
+        assert "error" in answer.events()[-1]
+        assert b"[DONE]" not in answer.body
+
+        last = await bench.engine("engine-2", 3, continuation=Continuation.NONE)
+        await bench.grant(last)
+
+        async def route(request, reply):
+            reply.head(content_type="text/event-stream", continuation=Continuation.NONE)
+            reply.write(chunk_of(request, {"content": "a"}))
+            await reply.writer.drain()
+            reply.abort()
+
+        last.routes[CHAT] = route
+        answer = await bench.once(CHAT, ASKED)
+        assert not answer.is_whole
+        assert answer.headers["x-understudy-continuation"] == "none"
+        assert "error" in answer.events()[-1]
+        assert bench.endings() == {"broken": 2}
+
+    with_bench(tmp_path, scenario)
+
+
+def test_a_stream_of_class_none_passes_as_it_comes(tmp_path):
+    async def scenario(bench):
+        engine = await bench.active()
+        go_on = asyncio.Event()
+
+        async def route(request, reply):
+            reply.head(content_type="text/event-stream", continuation=Continuation.NONE)
+            reply.write(b"data: 1\n\n")
+            await go_on.wait()
+            reply.write(b": u=forged|1\n\ndata: 2\n\n")  # only in marked streams it means a thing
+            reply.end()
+
+        engine.routes["/v1/other"] = route
+        client = await bench.client()
+        client.ask("/v1/other", {})
+        await client.head()
+        assert await client.chunk() == b"data: 1\n\n"
+        go_on.set()
+        assert await client.chunk() == b": u=forged|1\n\ndata: 2\n\n"
+        assert await client.chunk() == b""
+
+    with_bench(tmp_path, scenario)
+
+
+def test_an_event_of_ten_megabytes_passes(tmp_path):
+    async def scenario(bench):
+        engine = await bench.active()
+        large = b"y" * (10 << 20)
+
+        async def route(request, reply):
+            reply.head(content_type="text/event-stream", continuation=Continuation.EXACT)
+            reply.write(chunk_of(request, {"content": large.decode()}) + hop.group_end([1], [1]))
+            reply.write(last_events(request) + hop.END)
+            reply.end()
+            await reply.writer.drain()
+
+        engine.routes[CHAT] = route
+        answer = await bench.once(CHAT, ASKED)
+        assert answer.is_whole
+        assert answer.text().encode() == large
+
+    with_bench(tmp_path, scenario)
+
+
+def test_comments_keep_a_paused_stream_alive(tmp_path, monkeypatch):
+    """Goal: with the option, and only while paused. Method: a pause until three comments came."""
+    monkeypatch.setattr("gateway.server.doors.SWEEP_S", 0.01)
+
+    async def scenario(bench):
+        dying = await bench.active(cut_after_groups=2)
+        client = await bench.client()
+        client.ask(CHAT, ASKED)
+        await client.head()
+        await dying.died.wait()
+        body = b""
+        while body.count(b": keepalive\n\n") < 3:
+            body += await client.chunk()
+        await bench.grant(await bench.engine("engine-1", 2))
+        while part := await client.chunk():
+            body += part
+        assert body.replace(b": keepalive\n\n", b"").count(b"data: ") == TOKENS + 3
+
+    with_bench(tmp_path, scenario, keepalive_comments_ms=1)
