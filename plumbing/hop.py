@@ -88,7 +88,7 @@ def read_group_end(comment: bytes) -> tuple[list[int], list[int]]:
     """
     tokens, bar, chunks = comment.strip().removeprefix(GROUP_MARK).partition(b"|")
     if chunks == b"1" and tokens.isdigit() and comment.startswith(GROUP_MARK):
-        return [int(tokens)], [1]  # one token, as nearly always: half a microsecond, not one and a half
+        return [int(tokens)], [1]  # nearly always, and a third of the time that follows
     if not bar or not comment.startswith(GROUP_MARK):
         raise ValueError("not the comment behind a group")
     ids = [int(each) for each in tokens.split(b",")] if tokens else []

@@ -61,7 +61,7 @@ class HttpDoors:
             self._core, settings.directory, self._accounts, self._idle.set
         )
         self._listener: ServiceListener | None = None
-        self._clients: set[ClientConnection] = set()
+        self.clients: set[ClientConnection] = set()
         self._idle_clients: dict[ClientConnection, None] = {}  # longest idle first
         self._granted = ("", 0)
         self._last_problem: str | None = None
@@ -99,7 +99,7 @@ class HttpDoors:
                     await self._idle.wait()
         except TimeoutError:
             pass
-        for client in tuple(self._clients):
+        for client in tuple(self.clients):
             client.abort()
         self._accounts.tell()
         self._sweeping.cancel()
@@ -126,10 +126,10 @@ class HttpDoors:
     # ------------------------------------------------------------------ for clients' connections
 
     def opened(self, client: ClientConnection) -> None:
-        self._clients.add(client)
+        self.clients.add(client)
 
     def closed(self, client: ClientConnection) -> None:
-        self._clients.discard(client)
+        self.clients.discard(client)
         self._idle_clients.pop(client, None)
         self._idle.set()
 
@@ -166,14 +166,14 @@ class HttpDoors:
     # ------------------------------------------------------------------ for the listener
 
     def count(self) -> int:
-        return len(self._clients)
+        return len(self.clients)
 
     def close_an_idle_one(self) -> bool:
         """Close the connection that has been idle longest, for a new one; False: none is idle."""
         for client in tuple(self._idle_clients):
             del self._idle_clients[client]
             if client.is_idle:
-                self._clients.discard(client)
+                self.clients.discard(client)
                 client.abort()
                 return True
         return False
@@ -183,12 +183,12 @@ class HttpDoors:
     @property
     def _is_busy(self) -> bool:
         is_arriving = self._listener is not None and self._listener.is_arriving
-        return bool(self._exchange.requests or self._clients or is_arriving)
+        return bool(self._exchange.requests or self.clients or is_arriving)
 
     def _sweep(self) -> None:
         self._sweeping = self._loop.call_later(SWEEP_S, self._sweep)
         now_s = self.now_s()
-        for client in [each for each in self._clients if each.deadline_s <= now_s]:
+        for client in [each for each in self.clients if each.deadline_s <= now_s]:
             client.expire()
         self._exchange.sweep(self._settings.keepalive_comments_ms)
         self._accounts.tell()
@@ -203,7 +203,7 @@ class HttpDoors:
         census = self._core.census(self._exchange.now_ms())
         by_state = census.by_state
         return GatewayLoad(
-            connections=len(self._clients),
+            connections=len(self.clients),
             in_flight=len(self._exchange.requests),
             waiting=by_state.get(WAITING, 0),
             parked=sum(by_state.get(state, 0) for state in PARKED),

@@ -95,7 +95,7 @@ class Upstream(asyncio.Protocol):
     def pause(self) -> None:
         """The client does not take its bytes as fast as they come."""
         self._is_paused = True
-        if self._transport is not None:
+        if self._transport is not None and not self._is_dropped:
             self._transport.pause_reading()
 
     def resume(self) -> None:

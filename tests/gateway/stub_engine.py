@@ -77,7 +77,13 @@ class StubReply:
         self.writer.write("\r\n".join(lines).encode() + b"\r\n\r\n")
 
     def write(self, data: bytes) -> None:
-        """A part of the body, in one write."""
+        """A part of the body, in one write.
+
+        Raises:
+            ConnectionResetError: the gateway has closed the connection.
+        """
+        if self.writer.transport.is_closing():
+            raise ConnectionResetError
         self.writer.write(b"%x\r\n%b\r\n" % (len(data), data) if self.is_chunked else data)
 
     def end(self) -> None:
