@@ -122,6 +122,7 @@ class EngineStatus:
             "cpu_pressure_file": pressure.path,
             "stretch": round(stretch(signs.pressure), 2),
             "has_standby": signs.has_standby if watch is not None else None,
+            "is_continued": engine.lock.is_continued if watch is not None else None,
             "hang_budget_ms": round(patience.budget_ms(signs)) if watch is not None else None,
             "hang_budget": patience.explain(signs) if watch is not None else None,
             "answer_late_ms": round(watch.late_ms) if watch is not None else None,

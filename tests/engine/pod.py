@@ -164,12 +164,13 @@ class Pod:
         self.engines.append(engine)
         return engine
 
-    def start_lock(self) -> None:
+    def start_lock(self, *flags: str) -> None:
         host, port = self.address
         command = [
             *program("lockserver"),
             *("serve", "--dir", str(self.directory)),
             *("--service", f"active={host}:{port}", "--http-port", str(self._lock_port)),
+            *flags,
         ]
         with open(self.directory / "lockserver.stderr", "ab") as stderr:
             self.lockserver = subprocess.Popen(command, env=environment(), stderr=stderr, cwd=ROOT)
