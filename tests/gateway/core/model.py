@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 KINDS = ("chat", "tools", "completions", "responses", "messages")
+CHUNKED = ("chat", "tools", "completions")
 PATHS = {
     "chat": "/v1/chat/completions",
     "tools": "/v1/chat/completions",
@@ -67,13 +68,16 @@ class Play:
     max_tokens: int
     rng: random.Random
     journal: Sequence[int] | None = None
+    misspells: bool = False  # an engine that says something else for the same tokens
     ids: dict[str, object] = field(init=False)
 
     def __post_init__(self) -> None:
         self.ids = {"id": f"m-{self.rng.getrandbits(40)}", "created": self.rng.randrange(1 << 31)}
         self.ids["tool"] = f"call-{self.rng.getrandbits(40)}"
         self.sequence = self.rng.choice((0, 7))
-        self.separate_finish = self.rng.random() < 0.3
+        # Whether the finish has an event of its own is the engine's way, not a matter of timing.
+        self.separate_finish = zlib.crc32(self.prompt.encode()) % 3 == 0
+        self.separate_usage = self.rng.random() < 0.3 and self.kind in CHUNKED
 
     def outputs(self) -> Iterator[list[int]]:
         """The tokens of each output of the engine."""
@@ -106,6 +110,8 @@ class Play:
         for tokens in self.outputs():
             made += len(tokens)
             text = decoder.decode(b"".join(map(text_of, tokens)))
+            if self.misspells:
+                text = text.replace("w", "v")
             is_last = made == self.max_tokens
             if text or (is_last and not self.separate_finish):
                 events += self._delta(text, made, is_last and not self.separate_finish)
@@ -113,9 +119,14 @@ class Play:
             events = b""
         if self.separate_finish:
             yield events + self._delta("", made, True), [], []
+        if self.separate_usage:
+            yield self._chunk([], usage=self._usage()), [], []
+
+    def _usage(self) -> dict[str, int]:
+        return {"prompt_tokens": 3, "completion_tokens": self.max_tokens}
 
     def tail(self) -> bytes:
-        usage = {"prompt_tokens": 3, "completion_tokens": self.max_tokens}
+        usage = self._usage()
         match self.kind:
             case "responses":
                 response = {**self._response("completed"), "usage": usage}
@@ -128,7 +139,8 @@ class Play:
                     + self._typed("message_stop")
                 )
             case _:
-                return self._chunk([], usage=usage) + b"data: [DONE]\n\n"
+                last = b"" if self.separate_usage else self._chunk([], usage=usage)
+                return last + b"data: [DONE]\n\n"
 
     # ---- events
 

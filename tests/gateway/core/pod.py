@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gateway.core import events as ev
+from gateway.core.attempt import Attempt
 from gateway.core.machine import TICK_MS, Gateway
 from plumbing.hop import Continuation, Hello
 from tests.gateway.core.model import PATHS, Play, read_answer, whole_output
@@ -73,6 +74,7 @@ class Upstream:
     client: Client
     engine: str
     token: int
+    core: Attempt
     is_open: bool = True
     made: int = 0
 
@@ -94,6 +96,8 @@ class Pod:
         self.refusals = 0  # so many resumes are answered with 503 first
         self.fixes_ids = bool(options.get("fixes_ids", False))
         self.step_ms = float(options.get("step_ms", 5.0))
+        self.has_zombies = False  # a dead engine goes on talking, and nobody closes its connections
+        self.misspells = False
         self.tells_breaks = True  # connections of a dead engine are seen to break
         self.on_group: Callable[[Upstream], None] = lambda upstream: None
         self.on_ask: Callable[[Upstream], None] = lambda upstream: None
@@ -172,7 +176,7 @@ class Pod:
                     self._ask(effect)
                 case ev.DropAttempt():
                     if (upstream := self.upstreams.pop(effect.attempt, None)) is not None:
-                        upstream.is_open = False
+                        upstream.is_open = self.has_zombies
                         self.resuming.discard(upstream.client.number)
                 case ev.SendHead():
                     client = self.clients[effect.request]
@@ -229,7 +233,13 @@ class Pod:
             assert sum(effect.journal.chunks) == len(journal)
         size = None if journal is None else len(journal)
         client.asked.append((self.now_ms, effect.engine, effect.token, size))
-        upstream = Upstream(effect.attempt, client, effect.engine, effect.token)
+        upstream = Upstream(
+            effect.attempt,
+            client,
+            effect.engine,
+            effect.token,
+            self.gateway.attempts[effect.attempt],
+        )
         self.upstreams[effect.attempt] = upstream
         self.asks.append((client, effect.token))
         if journal is not None:
@@ -256,6 +266,7 @@ class Pod:
             return
         self._head(upstream, 200, self.continuation, True)
         play = Play(client.kind, client.prompt, client.max_tokens, self.rng, journal)
+        play.misspells = self.misspells and journal is not None
         if self.fixes_ids:
             play.ids = {"id": "m-1", "created": 17, "tool": "call-1"}
         groups = list(play.groups())
@@ -286,11 +297,9 @@ class Pod:
             self.on_group(upstream)
             self.at(self.step_ms, lambda: self._deliver(upstream, groups, tail))
         else:
-            self.upstreams.pop(upstream.attempt)
+            self.upstreams.pop(upstream.attempt, None)
             self._send(upstream, "end", tail)
 
     def _send(self, upstream: Upstream, method: str, *what: object) -> None:
-        attempt = self.gateway.attempts.get(upstream.attempt)
-        if attempt is not None:
-            upstream.client.sent += getattr(attempt, method)(*what, self.now_ms)
-            self.perform(self.gateway.take())
+        upstream.client.sent += getattr(upstream.core, method)(*what, self.now_ms)
+        self.perform(self.gateway.take())

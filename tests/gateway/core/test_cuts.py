@@ -37,7 +37,7 @@ def cut_stream(seed: int, kind: str, cuts, act, **options) -> Pod:
         pod, cuts, act or (lambda upstream: pod.kill()) if act is None else lambda u: act(pod, u)
     )
     pod.grant()
-    pod.ask(kind, TOKENS)
+    pod.ask(kind, TOKENS, prompt=f"prompt {seed % 3}")
     pod.run()
     return pod
 

@@ -1,0 +1,48 @@
+"""The table of a request's life, exhaustively."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from gateway.core.desk import UNSENT
+from gateway.core.request import ClientRequest
+from gateway.core.states import TRANSITIONS, IllegalTurn, RequestState, Turn
+
+
+@pytest.mark.parametrize(("state", "turn"), list(itertools.product(RequestState, Turn)))
+def test_request_every_pair_is_in_the_table_or_raises_and_changes_nothing(state, turn):
+    """Goal: the table is the enforcer. Method: take every turn in every state."""
+    request = ClientRequest(1, "/", 0, is_inference=True, is_stream=True, now_ms=0.0)
+    request.state = state
+    target = TRANSITIONS.get((state, turn))
+    if target is None:
+        with pytest.raises(IllegalTurn):
+            request.fire(turn)
+        assert request.state is state
+    else:
+        request.fire(turn)
+        assert request.state is target
+
+
+def test_request_always_has_a_way_to_its_end_and_none_back():
+    """Goal: no request is stuck, none comes back. Method: read the table."""
+    ends = {RequestState.DONE}
+    for _ in RequestState:
+        ends |= {source for (source, _), target in TRANSITIONS.items() if target in ends}
+    assert ends == set(RequestState)
+    assert not any(source is RequestState.DONE for source, _ in TRANSITIONS)
+    reached = {RequestState.WAITING, *TRANSITIONS.values()}
+    assert reached == set(RequestState)
+
+
+def test_request_that_has_sent_something_never_begins_anew():
+    """Goal: nothing is doubled. Method: no way from a state that has sent to one that has not."""
+    for (source, _), target in TRANSITIONS.items():
+        if source not in UNSENT:
+            assert target not in UNSENT
+    back = {turn for (_, turn), target in TRANSITIONS.items() if target is RequestState.STREAMING}
+    assert back == {Turn.STREAM, Turn.JOIN}
+    joins = [source for (source, turn) in TRANSITIONS if turn is Turn.JOIN]
+    assert joins == [RequestState.REPLAYING]
