@@ -65,11 +65,11 @@ def who(port: int) -> int:
 
 
 class LockServer(ServerProcess):
-    """In gateway mode, with a service address."""
+    """With a service address, and in gateway mode unless told otherwise."""
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, mode: str = "--no-direct") -> None:
         self.port = free_port()
-        super().__init__(directory, "--no-direct", "--service", f"active=127.0.0.1:{self.port}")
+        super().__init__(directory, mode, "--service", f"active=127.0.0.1:{self.port}")
 
 
 class GatewayProcess:

@@ -1,0 +1,171 @@
+"""Goal: status, probes and metrics say what is true, and the page on their JSON is complete.
+
+Method: a real gateway whose children answer with their pid, beside a lock server and stand-ins for
+engines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e import json_page
+from tests.gateway.gateways import GatewayProcess, Stream
+from tests.helpers import until
+from tests.lockserver.engines import EngineProcess
+
+STATUS, RESTART = "gateway status, /status of the gateway", "gateway restart-child"
+UNREACHABLE = 3
+LINES_MAX = 15
+
+
+def command(directory: str, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "gateway.cli", *words, "--dir", directory],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def text_of(gateway: GatewayProcess) -> str:
+    done = command(gateway.directory, "status")
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) <= LINES_MAX
+    return done.stdout
+
+
+def reason(gateway: GatewayProcess) -> tuple[int, str]:
+    code, body = gateway.get("ready")
+    return code, body["reason"]
+
+
+def test_ready_and_status_follow_the_engine(gateway: GatewayProcess):
+    """Goal: ready means that a request would be answered. Method: no engine, one, its death with
+    another that takes over, and a fresh child, which must be told who serves."""
+    assert reason(gateway) == (503, "no_engine")
+    assert "engine   none for" in text_of(gateway)
+    assert gateway.get("startup")[0] == 200
+    first = EngineProcess(gateway.directory, "engine-0")
+    try:
+        token = first.granted()
+        until(lambda: reason(gateway) == (200, "engine_active"), "the engine")
+        expected = {"engine": "engine-0", "token": token}
+        assert expected.items() <= gateway.get("ready")[1].items()
+        assert f"engine   engine-0  token {token}" in text_of(gateway)
+        until(lambda: gateway.status()["upstream"] is not None, "the child to say so")
+        assert command(gateway.directory, "restart-child").returncode == 0
+        until(lambda: gateway.status()["upstream"] is not None, "the fresh child to say so")
+        assert expected.items() <= gateway.status()["upstream"].items()
+    finally:
+        first.close()
+    until(lambda: reason(gateway) == (200, "takeover"), "the death")
+    assert gateway.metric("understudy_gateway_ready") == 1
+    second = EngineProcess(gateway.directory, "engine-1")
+    try:
+        assert second.granted() > token
+        until(lambda: gateway.get("ready")[1].get("engine") == "engine-1", "the takeover")
+    finally:
+        second.close()
+
+
+def test_every_key_of_the_documents_is_on_the_page_and_every_one_on_the_page_is_printed(
+    gateway: GatewayProcess, tmp_path: Path
+):
+    """Goal: scripts can rely on the page. Method: status during a stream, behind a restart, from
+    the command, the port and a directory without a gateway."""
+    rows = json_page.rows_of(STATUS)
+    documents: list[dict[str, Any]] = []
+    engine = EngineProcess(gateway.directory, "engine-0")
+    stream = Stream(gateway.port, f"/stream?{tmp_path}/end")
+    try:
+        engine.granted()
+        stream.pid()
+        until(lambda: gateway.status()["load"]["in_flight"] == 1, "the stream to be counted")
+        restarted = json.loads(command(gateway.directory, "restart-child", "--json").stdout)
+        documents.append(gateway.status())
+        until(gateway.has_spare, "a spare")
+        done = command(gateway.directory, "status", "--json")
+        assert done.returncode == 0, done.stderr
+        documents += [json.loads(done.stdout), gateway.get("status")[1]]
+    finally:
+        engine.close()
+        (tmp_path / "end").touch()
+        stream.rest()
+    until(lambda: gateway.status()["idle"] is not None, "the engine to be missed")
+    documents.append(gateway.status())
+    assert gateway.ends(signal.SIGTERM) == 0
+    offline = command(gateway.directory, "status", "--json")
+    assert offline.returncode == UNREACHABLE
+    documents.append(json.loads(offline.stdout))
+    for document in documents:
+        assert json_page.undocumented(document, rows) == []
+    is_printed = {path for document in documents for path, _ in json_page.nodes(document)}
+    maybe = ("totals.limits", "last_event")  # what is below them depends
+    for row in rows:
+        if not json_page.dotted(row.path).startswith(maybe):
+            assert any(row.describes(path) for path in is_printed), json_page.dotted(row.path)
+    assert json_page.undocumented(restarted, json_page.rows_of(RESTART)) == []
+    assert json_page.never_printed([restarted], json_page.rows_of(RESTART)) == []
+
+
+def test_commands_without_a_gateway_say_what_follows(gateway: GatewayProcess, tmp_path: Path):
+    """Goal: exit code 3, and what to do. Method: one that has ended, and a directory that never had
+    one."""
+    assert gateway.ends(signal.SIGTERM) == 0
+    done = command(gateway.directory, "status")
+    assert done.returncode == UNREACHABLE
+    assert "no connection is refused: new ones wait" in done.stdout
+    assert f"start it: gateway serve --dir {gateway.directory}" in done.stderr
+    for words in (["status"], ["events"], ["restart-child"]):
+        assert command(str(tmp_path), *words).returncode == UNREACHABLE
+
+
+@pytest.mark.slow
+def test_a_stopped_gateway_is_named_while_its_child_serves(gateway: GatewayProcess):
+    """Goal: status finds the process to resume. Method: SIGSTOP of the parent; requests are
+    answered meanwhile."""
+    serving = gateway.child()
+    os.kill(gateway.pid, signal.SIGSTOP)
+    try:
+        stream = Stream(gateway.port)
+        assert stream.pid() == serving
+        stream.close()
+        done = command(gateway.directory, "status")
+        assert done.returncode == UNREACHABLE
+        assert f"pid {gateway.pid}" in done.stdout
+        assert f"resume it: kill -CONT {gateway.pid}" in done.stdout
+    finally:
+        os.kill(gateway.pid, signal.SIGCONT)
+    until(lambda: gateway.child() == serving, "the parent to go on, and to blame nobody")
+
+
+def test_events_tell_the_story(gateway: GatewayProcess):
+    """Goal: one line for each thing that happened. Method: the command, as text and as JSON."""
+    done = command(gateway.directory, "events", "--json")
+    kinds = [json.loads(line)["type"] for line in done.stdout.splitlines()]
+    assert kinds[:1] == ["gateway.started"]
+    assert {"gateway.lock_server", "gateway.socket_lent", "gateway.accepting"} <= set(kinds)
+    assert "accepts connections on 127.0.0.1" in command(gateway.directory, "events").stdout
+
+
+def test_a_gateway_beside_a_lock_server_in_direct_mode_says_which_flag_to_change(
+    make_direct: Callable[[], GatewayProcess],
+):
+    """Goal: a wrong pair is explained, once. Method: a lock server with --direct."""
+    gateway = make_direct()
+    gateway.spawn()
+    until(lambda: "gateway.refused" in gateway.events(), "the refusal")
+    until(lambda: bool(gateway.status()["spare"]), "a spare, for when it changes")
+    assert "restart it with --no-direct, or stop the gateway" in gateway.status()["problems"][0]
+    assert reason(gateway) == (503, "not_accepting")
+    assert gateway.events().count("gateway.refused") == 1
