@@ -16,6 +16,7 @@ from typing import NoReturn, Protocol
 
 from engine import messages as msg
 from plumbing.errors import ProtocolError, UnderstudyError
+from plumbing.shortage import explain
 from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import Message
@@ -145,6 +146,11 @@ class Channel(Handler):
             conn.send(await _handle(backend, message, fds), request_id)
         except UnderstudyError as error:
             conn.fault(error, request_id, close=False)
+        except Exception as error:  # a shortage, or a bug: the supervisor would wait for its budget
+            logger.exception("%s failed", message.TYPE)
+            why = explain(error.errno) if isinstance(error, OSError) else repr(error)
+            fault = UnderstudyError("engine.backend_failed", why)
+            conn.fault(fault, request_id, close=False)
         finally:
             close_all(fds)
 

@@ -1,0 +1,60 @@
+"""Goal: whatever a backend's request ends in, its supervisor hears of it at once, and never has to
+wait for the budget of the state. Method: both ends of a channel, and a backend whose wake fails."""
+
+import asyncio
+import errno
+import os
+import socket
+
+import pytest
+
+from engine import messages as msg
+from engine.backends.channel import Channel
+from engine.supervisor.channel import BackendChannel
+from plumbing.errors import UnderstudyError
+from plumbing.wire.fds import OwnedFd
+
+
+class Failing:
+    def __init__(self, error):
+        self._error = error
+
+    async def wake(self, *args, **kwargs):
+        raise self._error
+
+
+FAILURES = [
+    (UnderstudyError("kv.full", "no room"), "failed at wake: no room [kv.full]"),
+    (OSError(errno.EMFILE, "Too many open files"), "failed at wake: this process is at its limit"),
+    (RuntimeError("a bug"), "failed at wake: RuntimeError('a bug') [engine.backend_failed]"),
+]
+
+
+@pytest.mark.parametrize(("error", "sentence"), FAILURES)
+def test_supervisor_hears_of_every_failed_request(error, sentence):
+    async def faults():
+        loop = asyncio.get_running_loop()
+        fault = loop.create_future()
+        prepared = asyncio.Event()
+        ours = BackendChannel(
+            on_message=lambda message: prepared.set(),
+            on_fault=fault.set_result,
+            on_closed=lambda: None,
+        )
+        channel = Channel(ours.open())
+        channel.prepared(Failing(error), msg.PreparedMsg(1, 1, "epoch", {}))
+        await asyncio.wait_for(prepared.wait(), 30)
+        reader, writer = socket.socketpair()
+        writer.close()
+        wake = msg.WakeMsg(token=1, engine="e-0")
+        ours.ask(wake, msg.WokenMsg, print, [OwnedFd(reader.detach())])
+        try:
+            return await asyncio.wait_for(fault, 30)
+        finally:
+            channel.closed = lambda *args: None  # it would end this process
+            for each in (ours._conn, channel._conn):
+                each.close("the test is over")
+
+    before = os.listdir("/proc/self/fd")
+    assert sentence in asyncio.run(faults())
+    assert len(os.listdir("/proc/self/fd")) == len(before)
