@@ -28,7 +28,6 @@ NEVER = float("inf")
 class Clients(Protocol):
     """Who accepts connections and serves their requests."""
 
-    def opened(self, client: ClientConnection) -> None: ...
     def closed(self, client: ClientConnection) -> None: ...
     def became_idle(self, client: ClientConnection) -> None: ...
     def came(self, client: ClientConnection, request: HttpRequest) -> None: ...
@@ -39,6 +38,8 @@ class Clients(Protocol):
     def body_bytes_max(self) -> int: ...
     def check(self, headers: Headers) -> Refused | None: ...
     def now_s(self) -> float: ...
+    @property
+    def stripped(self) -> frozenset[bytes]: ...
     @property
     def is_stopping(self) -> bool: ...
 
@@ -52,7 +53,7 @@ class ClientConnection(asyncio.Protocol):
         self.peer: object = None
         self.sent_bytes = 0  # of the present answer's body
         self._owner = owner
-        self._reader = RequestReader(owner.body_bytes_max, owner.check)
+        self._reader = RequestReader(owner.body_bytes_max, owner.check, owner.stripped)
         self._transport: asyncio.Transport | None = None
         self._ahead = bytearray()
         self._is_chunked = False
@@ -152,7 +153,6 @@ class ClientConnection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
         self.peer = transport.get_extra_info("peername")
         self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
-        self._owner.opened(self)
         self.deadline_s = self._owner.now_s() + HEAD_S
         self._owner.became_idle(self)
 

@@ -45,8 +45,8 @@ class HttpDoors:
         self._settings = settings
         self._parent = parent
         self._loop = asyncio.get_running_loop()
-        self._keys = _api_keys(settings.api_keys)
-        self._certificate = _certificate(settings.tls_cert, settings.tls_key)
+        self.keys = _api_keys(settings.api_keys)
+        self.certificate = _certificate(settings.tls_cert, settings.tls_key)
         self._accounts = Accounts(parent.happened, has_access_log=settings.access_log)
         self._core = Gateway(
             GatewayRules(
@@ -73,8 +73,8 @@ class HttpDoors:
         """Take this socket and accept from now on, in place of an earlier one."""
         if self._listener is not None:
             self._listener.stop()
-        tls = self._certificate.context if self._certificate is not None else None
-        self._listener = ServiceListener(listening, lambda: ClientConnection(self), self, tls)
+        tls = self.certificate.context if self.certificate is not None else None
+        self._listener = ServiceListener(listening, self._make_client, self, tls)
 
     def granted(self, engine: str, token: int, era: str) -> None:
         self._granted = (engine, token)
@@ -117,7 +117,7 @@ class HttpDoors:
     @property
     def problem(self) -> str | None:
         """What cannot be done now."""
-        files = [each.file for each in (self._keys, self._certificate) if each is not None]
+        files = [each.file for each in (self.keys, self.certificate) if each is not None]
         found = [file.problem for file in files]
         if self._listener is not None:
             found.insert(0, self._listener.problem)
@@ -125,8 +125,10 @@ class HttpDoors:
 
     # ------------------------------------------------------------------ for clients' connections
 
-    def opened(self, client: ClientConnection) -> None:
+    def _make_client(self) -> ClientConnection:
+        client = ClientConnection(self)
         self.clients.add(client)
+        return client
 
     def closed(self, client: ClientConnection) -> None:
         self.clients.discard(client)
@@ -158,7 +160,12 @@ class HttpDoors:
         return BODY_BYTES_MAX if hello is None else hello.body_bytes_max
 
     def check(self, headers: Headers) -> Refused | None:
-        return None if self._keys is None else self._keys.check(headers)
+        return None if self.keys is None else self.keys.check(headers)
+
+    @property
+    def stripped(self) -> frozenset[bytes]:
+        """Headers that no engine gets: a key is the gateway's where it checks keys."""
+        return frozenset() if self.keys is None else frozenset({b"authorization"})
 
     def now_s(self) -> float:
         return time.monotonic()
@@ -192,7 +199,7 @@ class HttpDoors:
             client.expire()
         self._exchange.sweep(self._settings.keepalive_comments_ms)
         self._accounts.tell()
-        for watched in (self._keys, self._certificate):
+        for watched in (self.keys, self.certificate):
             if watched is not None:
                 watched.file.look()
         if self.problem != self._last_problem:

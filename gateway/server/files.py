@@ -13,7 +13,7 @@ import os
 import ssl
 from collections.abc import Callable
 
-from gateway.server.refusals import UNAUTHORIZED, Refused
+from gateway.server.refusals import Refused
 from gateway.server.requests import Headers
 
 logger = logging.getLogger(__name__)
@@ -27,6 +27,7 @@ class WatchedFiles:
     def __init__(self, paths: tuple[str, ...], load: Callable[[], None]) -> None:
         """Raises: what `load` raises."""
         self.problem: str | None = None
+        self.loads = 1
         self._paths = paths
         self._load = load
         self._seen = self._state()
@@ -45,6 +46,7 @@ class WatchedFiles:
             logger.warning("%s", self.problem)
         else:
             self.problem = None
+            self.loads += 1
             logger.info("read %s again", " and ".join(self._paths))
 
     def _state(self) -> tuple[tuple[int, int, int], ...]:
@@ -65,12 +67,12 @@ class ApiKeys:
     def check(self, headers: Headers) -> Refused | None:
         for name, value in headers:
             if name == b"authorization" and value[:7].lower() == b"bearer ":
-                if self._is_known(value[7:].strip()):
+                if self.knows(value[7:].strip()):
                     return None
-                return Refused(401, UNAUTHORIZED, "The API key is not known here.")
-        return Refused(401, UNAUTHORIZED, "An API key is required: Authorization: Bearer KEY.")
+                return Refused(401, "invalid_api_key", "The API key is not known here.")
+        return Refused(401, "invalid_api_key", "An API key is required: Authorization: Bearer KEY.")
 
-    def _is_known(self, key: bytes) -> bool:
+    def knows(self, key: bytes) -> bool:
         digest = _digest(key)
         # Every key is compared, so the time says nothing about which one was close.
         return sum(hmac.compare_digest(digest, each) for each in self._digests) > 0

@@ -12,11 +12,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+import select
 import socket
 import ssl
 from collections.abc import Callable
 from typing import Protocol
 
+from gateway.server.client import ClientConnection
 from plumbing.shortage import explain, is_shortage
 from plumbing.wire.fds import OwnedFd
 
@@ -44,6 +46,7 @@ class Places(Protocol):
 
     def count(self) -> int: ...
     def close_an_idle_one(self) -> bool: ...
+    def closed(self, client: ClientConnection) -> None: ...
 
 
 def connections_max() -> int:
@@ -60,7 +63,7 @@ class ServiceListener:
     def __init__(
         self,
         fd: OwnedFd,
-        factory: Callable[[], asyncio.Protocol],
+        factory: Callable[[], ClientConnection],
         places: Places,
         tls: ssl.SSLContext | None,
     ) -> None:
@@ -73,6 +76,7 @@ class ServiceListener:
         self._tls = tls
         self._loop = asyncio.get_running_loop()
         self._arrivals: set[asyncio.Task[None]] = set()
+        self._unmade = 0  # connections that are accepted and not counted by `places` yet
         self._retry: asyncio.TimerHandle | None = None
         self._problem: tuple[float, str] | None = None  # when it was last met
         self.limits_hit = 0
@@ -102,7 +106,9 @@ class ServiceListener:
     def _accept(self) -> None:
         for _ in range(ACCEPTS_PER_TURN):
             most = connections_max()
-            is_full = self._places.count() + len(self._arrivals) >= most
+            is_full = self._places.count() + self._unmade >= most
+            if is_full and not self._is_anybody_waiting():
+                return
             if is_full and not self._places.close_an_idle_one():
                 self._pause(
                     f"{most} clients are connected, the limit; raise the limit of open files"
@@ -119,24 +125,33 @@ class ServiceListener:
                     self._pause(f"cannot accept clients: {explain(error.errno)}")
                     return
                 continue  # the client left while it waited (man 2 accept)
+            self._unmade += 1
             arrival = self._loop.create_task(self._adopt(connection))
             self._arrivals.add(arrival)
             arrival.add_done_callback(self._arrivals.discard)
 
+    def _is_anybody_waiting(self) -> bool:
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        return bool(poll.poll(0))
+
     async def _adopt(self, connection: socket.socket) -> None:
+        protocol = self._factory()
+        self._unmade -= 1
         try:
             connection.setblocking(False)
             if self._is_tcp:
                 for level, option, value in KEEPALIVE:
                     connection.setsockopt(level, option, value)
             await self._loop.connect_accepted_socket(
-                self._factory,
+                lambda: protocol,
                 connection,
                 ssl=self._tls,
                 ssl_handshake_timeout=HANDSHAKE_S if self._tls else None,
             )
         except OSError:  # the client is gone, or did not speak TLS
             connection.close()
+            self._places.closed(protocol)
 
     def _pause(self, why: str) -> None:
         """New connections wait in the backlog meanwhile."""

@@ -7,7 +7,6 @@ from http import HTTPStatus
 
 from plumbing.text import to_json
 
-UNAUTHORIZED = "unauthorized"
 KINDS = {401: "authentication_error", 503: "service_unavailable"}
 
 

@@ -95,9 +95,13 @@ class RequestReader:
     """The requests of one connection. After `refused` is set nothing more is read."""
 
     def __init__(
-        self, body_bytes_max: Callable[[], int], check: Callable[[Headers], Refused | None]
+        self,
+        body_bytes_max: Callable[[], int],
+        check: Callable[[Headers], Refused | None],
+        stripped: frozenset[bytes] = frozenset(),
     ) -> None:
-        """`check` looks at the headers of a request before its body is read."""
+        """`check` looks at the headers of a request before its body is read; `stripped`: names of
+        headers that no engine gets."""
         self.ready: deque[HttpRequest] = deque()
         self.refused: Refused | None = None  # to be answered behind what is ready
         self.refused_id = fresh_id()
@@ -106,6 +110,7 @@ class RequestReader:
         self.rest = b""  # what came behind a request that asks for a tunnel
         self._body_bytes_max = body_bytes_max
         self._check = check
+        self._stripped = stripped | NOT_PASSED_ON
         self._open: _Open | None = None
         self._head_bytes = 0
         self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)
@@ -201,7 +206,7 @@ class RequestReader:
     def _finish(self, current: _Open) -> None:
         self._open, self.expects_continue = None, False
         self.count += 1
-        self.ready.append(_make(current))
+        self.ready.append(_make(current, self._stripped))
 
     def _refusal(self, current: _Open) -> Refused | None:
         """Why this request is not read on; looks at everything that its headers say."""
@@ -261,7 +266,7 @@ def is_hop_path(path: str) -> bool:
     return parts[:1] == [HOP_PATHS.strip("/")]
 
 
-def _make(current: _Open) -> HttpRequest:
+def _make(current: _Open, stripped: frozenset[bytes]) -> HttpRequest:
     request_id = _request_id(current.headers)
     dropped = {
         name.strip().lower()
@@ -275,7 +280,7 @@ def _make(current: _Open) -> HttpRequest:
     lines += [
         b"%b: %b" % (name, value)
         for name, value in current.headers
-        if name not in NOT_PASSED_ON and name not in dropped and not name.startswith(PRIVATE)
+        if name not in stripped and name not in dropped and not name.startswith(PRIVATE)
     ]
     lines.append(b"x-request-id: " + request_id)
     if current.is_tunnel:

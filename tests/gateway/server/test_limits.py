@@ -1,0 +1,284 @@
+"""Goal: no number of clients takes the port or the process, and who may not ask gets nothing.
+
+Method: real sockets, a real rlimit, real certificates.
+"""
+
+import asyncio
+import datetime
+import ipaddress
+import logging
+import os
+import resource
+import ssl
+
+import openai
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from gateway.server import listener
+from plumbing.errors import UsageError
+from tests.gateway.server.harness import CHAT, bench, run, with_bench
+from tests.helpers import auntil, descriptors_below, open_fds
+
+ASKED = {"messages": [], "max_tokens": 4}
+STREAM = {**ASKED, "stream": True}
+IDLE = 1_000
+STREAMS = 300
+
+
+@pytest.fixture
+def _many_descriptors():
+    """Both ends of all connections are in this process."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.usefixtures("_many_descriptors")
+def test_a_thousand_idle_connections_disturb_nobody(tmp_path):
+    async def scenario(bench):
+        await bench.active()
+        for _ in range(IDLE):
+            await bench.client()
+        await auntil(lambda: bench.load.connections == IDLE, "all of them to be accepted")
+        assert (await bench.once(CHAT, ASKED)).status == 200
+
+    with_bench(tmp_path, scenario)
+
+
+def test_a_new_client_takes_the_place_of_the_one_that_was_idle_longest(tmp_path, monkeypatch):
+    """Goal: at the limit idle connections make room, busy ones do not."""
+    monkeypatch.setattr(listener, "connections_max", lambda: 3)
+
+    async def scenario(bench):
+        engine = await bench.active(hold_after_groups=1)
+        busy, oldest, idle = [await bench.client() for _ in range(3)]
+        busy.ask(CHAT, STREAM)
+        await busy.head()
+        await auntil(lambda: bench.load.connections == 3, "all of them to be accepted")
+        newest = await bench.client()
+        assert await oldest.rest() == b""
+        newest.ask("/v1/models")
+        assert (await newest.answer()).status == 200
+        idle.ask("/v1/models")
+        assert (await idle.answer()).status == 200
+        engine.released.set()
+        while await busy.chunk():
+            pass
+
+    with_bench(tmp_path, scenario)
+
+
+def test_with_every_place_busy_new_clients_wait_in_the_backlog(tmp_path, monkeypatch):
+    monkeypatch.setattr(listener, "connections_max", lambda: 1)
+
+    async def scenario(bench):
+        engine = await bench.active(hold_after_groups=1)
+        busy = await bench.client()
+        busy.ask(CHAT, STREAM)
+        await busy.head()
+        waiting = await bench.client()
+        waiting.ask("/v1/models")
+        await auntil(lambda: bench.doors.problem, "the limit to be shown")
+        assert "the limit" in bench.doors.problem
+        engine.released.set()
+        while await busy.chunk():
+            pass
+        busy.close()
+        assert (await waiting.answer()).status == 200
+
+    with_bench(tmp_path, scenario)
+
+
+def test_a_request_without_descriptors_waits_and_goes_on(tmp_path):
+    """Goal: the shortage costs no request. Method: a client asks while this process may open
+    nothing, then the limit is lifted."""
+
+    async def scenario(bench):
+        await bench.active()
+        client = await bench.client()
+        await auntil(lambda: bench.load.connections == 1, "it to be accepted")
+        with descriptors_below(3):
+            client.ask(CHAT, ASKED)
+            await auntil(lambda: bench.load.waiting == 1, "the request to wait")
+        assert (await client.answer()).status == 200
+
+    with_bench(tmp_path, scenario)
+
+
+def test_accepting_without_descriptors_waits_and_retries(tmp_path):
+    async def scenario(bench):
+        await bench.active()
+        held = await bench.client()
+        held.ask("/v1/models")
+        await held.answer()
+        # The client's own socket takes the last descriptor, so none is left to accept it.
+        with descriptors_below(max(open_fds()) + 2):
+            filler = []
+            try:
+                while True:
+                    filler.append(os.dup(0))
+            except OSError:
+                os.close(filler.pop())
+            late = await bench.client()
+            late.ask("/v1/models")
+            await auntil(lambda: bench.doors.problem, "the shortage to be shown")
+            assert "open files" in bench.doors.problem
+            for fd in filler:
+                os.close(fd)
+        assert (await late.answer()).status == 200
+
+    with_bench(tmp_path, scenario)
+
+
+def test_api_keys(tmp_path, monkeypatch):
+    """Goal: who has no key gets a 401 in OpenAI's form before the body is read, keys can be
+    changed while it runs, and a bad file changes nothing."""
+    monkeypatch.setattr("gateway.server.doors.SWEEP_S", 0.01)
+    keys = tmp_path / "keys"
+    keys.write_text("first\n\n  second  \n")
+
+    async def scenario(bench):
+        engine = await bench.active()
+        url = f"http://127.0.0.1:{bench.port}/v1"
+
+        async def ask(key):
+            async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
+                await client.chat.completions.create(model="stub", messages=[])
+
+        for key in ("first", "second"):
+            await ask(key)
+        assert "authorization" not in engine.requests[-1].headers
+        for key in ("third", "firs", "firstsecond"):
+            with pytest.raises(openai.AuthenticationError):
+                await ask(key)
+        client = await bench.client()
+        client.send(b"POST / HTTP/1.1\r\nContent-Length: 10\r\nAuthorization: Basic x\r\n\r\n")
+        answer = await client.answer()
+        assert (answer.status, answer.error()["code"]) == (401, "invalid_api_key")
+
+        keys.write_text("third\n")
+        await auntil(lambda: bench.doors.keys.knows(b"third"), "the keys to be read")
+        await ask("third")
+        with pytest.raises(openai.AuthenticationError):
+            await ask("first")
+        keys.write_text("\n")
+        await auntil(lambda: bench.doors.problem, "the problem to be shown")
+        await ask("third")
+
+    with_bench(tmp_path, scenario, api_keys=str(keys))
+
+
+def make_certificate(folder, name):
+    """The paths of a fresh certificate for 127.0.0.1 and its key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    now = datetime.datetime.now(datetime.UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(
+            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]),
+            critical=False,
+        )
+        .sign(key, hashes.SHA256())
+    )
+    cert_path, key_path = folder / "cert.pem", folder / "key.pem"
+    pem = serialization.Encoding.PEM
+    key_path.write_bytes(
+        key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+    cert_path.write_bytes(made.public_bytes(pem))
+    return str(cert_path), str(key_path)
+
+
+def test_tls(tmp_path, monkeypatch):
+    """Goal: a stream over TLS, plain HTTP gets nothing, and a renewed certificate is used."""
+    monkeypatch.setattr("gateway.server.doors.SWEEP_S", 0.01)
+    cert, key = make_certificate(tmp_path, "first")
+
+    async def scenario(bench):
+        await bench.active()
+
+        async def ask():
+            context = ssl.create_default_context(cafile=cert)
+            client = await bench.client(ssl=context)
+            client.ask(CHAT, STREAM)
+            answer = await client.answer()
+            assert answer.is_whole
+            assert answer.body.endswith(b"data: [DONE]\n\n")
+            return dict(each[0] for each in client.writer.get_extra_info("peercert")["subject"])
+
+        assert await ask() == {"commonName": "first"}
+        plain = await bench.client()
+        plain.ask("/v1/models")
+        assert b"200" not in await plain.rest()
+        stamp = bench.doors.certificate.file.loads
+        make_certificate(tmp_path, "renewed")
+        await auntil(lambda: bench.doors.certificate.file.loads > stamp, "it to be read")
+        await auntil(lambda: bench.doors.problem is None, "both files to fit")
+        assert await ask() == {"commonName": "renewed"}
+
+    with_bench(tmp_path, scenario, tls_cert=cert, tls_key=key)
+
+
+@pytest.mark.parametrize("setting", ["api_keys", "tls_cert"])
+def test_files_that_cannot_be_used_are_refused_at_start(tmp_path, setting):
+    async def test():
+        with pytest.raises(UsageError, match="cannot use"):
+            async with bench(str(tmp_path), **{setting: str(tmp_path / "none")}):
+                pass
+
+    run(test)
+
+
+def test_the_access_log_has_no_users_text(tmp_path, caplog):
+    """Goal: one line for each request, without bodies, queries or keys."""
+    caplog.set_level(logging.INFO, logger="gateway.access")
+
+    async def scenario(bench):
+        await bench.active()
+        await bench.once(CHAT + "?secret=1", {"prompt": "secret"}, Authorization="Bearer secret")
+        await bench.once("/understudy/secret")
+
+    with_bench(tmp_path, scenario, access_log=True)
+    answered, refused = [record.getMessage() for record in caplog.records]
+    assert f'"POST {CHAT}" 200' in answered
+    assert "engine engine-0, id " in answered
+    assert refused.startswith("refused with 404")
+    assert "secret" not in caplog.text
+
+
+@pytest.mark.usefixtures("_many_descriptors")
+def test_streams_are_all_served_at_once(tmp_path):
+    """Goal: none starves. Method: all are open before the first of them may go on."""
+
+    async def scenario(bench):
+        engine = await bench.active(hold_after_groups=1)
+        clients = [await bench.client() for _ in range(STREAMS)]
+        for client in clients:
+            client.ask(CHAT, STREAM)
+        for client in clients:
+            await client.head()
+        assert bench.load.in_flight == len(clients)
+        engine.released.set()
+
+        async def finish(client):
+            body = b""
+            while part := await client.chunk():
+                body += part
+            return body
+
+        bodies = await asyncio.gather(*(finish(client) for client in clients))
+        assert {body.count(b"data: ") for body in bodies} == {7}
+
+    with_bench(tmp_path, scenario)
