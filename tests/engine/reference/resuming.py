@@ -81,6 +81,7 @@ class Stream:
     groups: list[Seen]
     rest: tuple[Any, ...]  # behind the last group: usage, "[DONE]"
     is_whole: bool
+    is_handed_over: bool = False
 
     @property
     def tokens(self) -> list[int]:
@@ -99,17 +100,19 @@ def read_stream(body: bytes) -> Stream:
     """As a gateway reads it: a group counts when its comment has come whole."""
     groups: list[Seen] = []
     events: list[Any] = []
-    is_whole = False
+    is_whole = is_handed_over = False
     for part in body.split(b"\n\n")[:-1]:  # what follows the last empty line is not whole
         if part.startswith(b"data: "):
             events.append(_event(part.removeprefix(b"data: ")))
         elif part + b"\n\n" == hop.END:
             is_whole = True
+        elif part + b"\n\n" == hop.HANDED_OVER:
+            is_handed_over = True
         else:
             tokens, _ = hop.read_group_end(part + b"\n\n")
             groups.append(Seen(tuple(tokens), tuple(events)))
             events = []
-    return Stream(groups, tuple(events), is_whole)
+    return Stream(groups, tuple(events), is_whole, is_handed_over)
 
 
 def _event(data: bytes) -> Any:

@@ -232,3 +232,18 @@ def test_load_chat_template_from_each_place(model: str, tmp_path: Any):
     with pytest.raises(UsageError, match="not valid jinja2"):
         Tokenizer.load(str(tmp_path))
     assert os.path.exists(os.path.join(model, "tokenizer_config.json"))
+
+
+def test_stop_string_counts_behind_min_tokens_only():
+    """min_tokens is a promise: a stop string before it is text, and one behind it ends the answer,
+    but not one that begins before."""
+    for text, seen in (("abXabX", "abXab"), ("aXbXcd", "aXb"), ("XXXXcX", "XXX")):
+        answer = AnswerText(BYTES, ["X"], min_tokens=3)
+        pieces = [answer.push(TokenMsg(1, ord(letter), 1)) for letter in text[:3]]
+        assert [piece.finish_reason for piece in pieces] == [None] * 3
+        rest = iter(text[3:])
+        while pieces[-1].finish_reason is None:
+            pieces.append(answer.push(TokenMsg(1, ord(next(rest)), 1)))
+        assert "".join(piece.text for piece in pieces) == seen
+    answer = AnswerText(BYTES, ["bc"], min_tokens=2)
+    assert [answer.push(TokenMsg(1, ord(letter), 1)).text for letter in "abcd"] == [*"abcd"]

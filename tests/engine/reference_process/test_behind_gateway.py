@@ -133,6 +133,7 @@ def test_drain_that_resumes_leaves_streams_and_answers_the_rest(tmp_path: Path, 
                     pass
             draining = asyncio.ensure_future(stub.ask(DrainMsg(60_000, resume=True)))
             stream = read_stream(b": u=" + await read_to_the_end(response))
+            assert stream.is_handed_over
             assert not stream.is_whole
             assert not stream.rest
             assert not draining.done()

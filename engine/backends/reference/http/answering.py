@@ -20,7 +20,7 @@ from engine.backends.reference.http.replies import OpenAiReply
 from engine.backends.reference.http.requests import ChatBody
 from engine.backends.reference.http.resume import replay
 from engine.backends.reference.http.served import ServedModel
-from engine.backends.reference.http.stream import Group, groups_of, send_stream
+from engine.backends.reference.http.stream import Group, MarkedStream, groups_of, send_stream
 from engine.backends.reference.http.text import AnswerText
 from plumbing import hop
 
@@ -51,12 +51,12 @@ class Answering:
         answer = AnswerText(served.tokenizer, asked.stops, len(asked.prompt), least)
         replayed = await self._replay(asked, answer, journal)
         with (
-            self._may_be_left(request) if is_marked and body.stream else nullcontext(),
+            self._mark(request) if is_marked and body.stream else nullcontext() as marked,
             self._generate(asked, replayed) as generation,
         ):
             groups = groups_of(replayed, generation, answer)
             if body.stream:
-                return await send_stream(request, groups, answer.usage, reply, is_marked)
+                return await send_stream(request, groups, answer.usage, reply, marked)
             whole = [group.piece async for group in groups]
         text = "".join(piece.text for piece in whole)
         return web.json_response(reply.whole(text, whole[-1].finish_reason, answer.usage))
@@ -75,18 +75,19 @@ class Answering:
         return generation
 
     @contextmanager
-    def _may_be_left(self, request: web.Request) -> Iterator[None]:
-        """A drain that leaves streams to the next engine closes this one's connection."""
-        transport = request.transport
-        if transport is None or self._served.is_continued:
-            if transport is not None:
-                transport.close()
+    def _mark(self, request: web.Request) -> Iterator[MarkedStream]:
+        """While it lasts, a drain may leave this stream to the next engine."""
+        if request.transport is None:
             raise ConnectionResetError
-        self._served.streams.add(transport)
+        marked = MarkedStream(request.transport)
+        if self._served.is_continued:
+            marked.leave()
+            raise ConnectionResetError
+        self._served.streams.add(marked)
         try:
-            yield
+            yield marked
         finally:
-            self._served.streams.discard(transport)
+            self._served.streams.discard(marked)
 
     async def _replay(
         self, asked: Asked, answer: AnswerText, journal: hop.Journal | None

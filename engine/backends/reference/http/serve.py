@@ -134,9 +134,8 @@ class ReferenceBackend:
     async def drain(self, budget_s: float, *, resume: bool = False) -> None:
         """Accept no more, answer requests on open connections, cut them when the budget is spent.
 
-        Connections in the backlog stay there for the next engine. With `resume` so do streams that
-        the gateway continues: their connections are closed at once, which is behind a whole group,
-        since each is one write.
+        Connections in the backlog stay there for the next engine. With `resume`, streams that the
+        gateway continues are left to that at once.
         """
         self._phases.step("drain")
         self._served.is_draining = True
@@ -144,8 +143,8 @@ class ReferenceBackend:
         if self._listener is not None:
             self._listener.stop()
         if resume:
-            for transport in list(self._served.streams):
-                transport.close()
+            for stream in list(self._served.streams):
+                stream.leave()
         server = self._server
         await until_done(
             lambda: [connection.transport for connection in server.connections],

@@ -12,6 +12,7 @@ from aiohttp import web
 from engine.backends.reference.grammar import Grammars
 from engine.backends.reference.http.model_link import ModelLink
 from engine.backends.reference.http.replies import ApiError
+from engine.backends.reference.http.stream import MarkedStream
 from engine.backends.reference.http.text import Tokenizer
 from engine.backends.reference.link import ReadyMsg
 from plumbing import hop
@@ -40,8 +41,7 @@ class ServedModel:
     continuation_id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
     requests_open: int = 0  # between their headers and the end of their answer
-    # Connections of the streams that another engine can continue.
-    streams: set[asyncio.Transport] = field(default_factory=set)
+    streams: set[MarkedStream] = field(default_factory=set)  # that another engine can continue
     on_request: Callable[[asyncio.BaseProtocol], None] = lambda protocol: None
 
     @property

@@ -7,6 +7,7 @@ has none: then its tokens made half a character, or what may begin a stop string
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from engine.backends.reference.http.replies import DONE, OpenAiReply, TokenUsage
 from engine.backends.reference.http.text import AnswerText, Piece
 from plumbing import hop
 
+LEAVE_S = 0.2  # most of a switchover is faster
 EVENT_STREAM = "text/event-stream"
 SSE_HEADERS = {
     "Content-Type": f"{EVENT_STREAM}; charset=utf-8",
@@ -48,17 +50,35 @@ async def groups_of(
         yield Group((token.token,), piece)
 
 
+class MarkedStream:
+    """A gateway's stream, which another engine can continue: what a drain needs to leave it."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self.has_begun = False
+        self.has_ended = False
+
+    def leave(self) -> None:
+        """Close the connection behind a whole group, since each is one write, and say so. What the
+        gateway does not read in time, because its client does not, is lost to it."""
+        if self.has_ended:
+            return
+        if self.has_begun:
+            self._transport.write(b"%x\r\n%b\r\n" % (len(hop.HANDED_OVER), hop.HANDED_OVER))
+        self._transport.close()
+        asyncio.get_running_loop().call_later(LEAVE_S, self._transport.abort)
+
+
 async def send_stream(
     request: web.Request,
     groups: AsyncIterator[Group],
     usage: TokenUsage,
     reply: OpenAiReply,
-    is_marked: bool,
+    marked: MarkedStream | None,
 ) -> web.StreamResponse:
-    """`usage` is that of the newest group. `is_marked`: for a gateway, which continues the stream
-    if this engine dies."""
+    """`usage` is that of the newest group. `marked`: it is for a gateway."""
     response = web.StreamResponse(headers=SSE_HEADERS)
-    if is_marked:
+    if marked is not None:
         response.headers[hop.CONTINUATION] = hop.Continuation.EXACT
     async for group in groups:
         events = b""
@@ -66,7 +86,9 @@ async def send_stream(
             await response.prepare(request)
             if opening := reply.opening():
                 events += sse(opening)
-        events += _events(group, usage, reply, is_marked)
+        events += _events(group, usage, reply, marked is not None)
+        if marked is not None:
+            marked.has_begun, marked.has_ended = True, group.piece.finish_reason is not None
         if events:
             await response.write(events)
     await response.write_eof()
