@@ -164,13 +164,14 @@ class Pod:
         self.engines.append(engine)
         return engine
 
-    def start_lock(self, *flags: str) -> None:
+    def start_lock(self, mode: str = "--direct") -> None:
+        """`mode`: who accepts connections; most backends here speak no HTTP."""
         host, port = self.address
         command = [
             *program("lockserver"),
             *("serve", "--dir", str(self.directory)),
             *("--service", f"active={host}:{port}", "--http-port", str(self._lock_port)),
-            *flags,
+            mode,
         ]
         with open(self.directory / "lockserver.stderr", "ab") as stderr:
             self.lockserver = subprocess.Popen(command, env=environment(), stderr=stderr, cwd=ROOT)

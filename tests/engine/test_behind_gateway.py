@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import stat
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from engine.backends.registry import objection_behind_gateway
 from engine.messages import LeaveMsg
 from lockserver.messages import HandOverMsg
 from plumbing.part.paths import engine_http_socket
-from tests.engine.pod import ROOT, Engine, LoopThread, Pod, stub_lock
+from plumbing.wire.limits import SOCKET_PATH_BYTES_MAX
+from tests.engine.pod import ROOT, Engine, LoopThread, Pod, environment, program, stub_lock
 from tests.engine.stub_lock import StubLock
 from tests.helpers import until
 
@@ -218,6 +220,25 @@ def test_engine_follows_a_lock_server_that_changes_its_mode(
         private = engine_http_socket(str(directory), "e-0")
         assert document["backend"]["serves_on"] == (private if has_gateway else "127.0.0.1:0")
         assert os.path.exists(private) is has_gateway
+
+
+def test_path_of_the_private_socket_may_be_too_long(directory: Path):
+    """Goal: a path that cannot be bound is refused at the start, not at a takeover. Method: one
+    that only the private socket's name makes too long."""
+    where = f"{directory}/".ljust(81, "d")
+    name = "e-23456789"
+    assert len(os.path.join(where, f"engine_{name}.sock")) <= SOCKET_PATH_BYTES_MAX
+    command = [*program("engine"), "run", "--dir", where, "--engine-id", name]
+    found = subprocess.run(
+        [*command, "--backend", "command", "--", "true"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 2
+    assert "service.path_too_long" in found.stderr
+    assert f"engine_{name}.http.sock" in found.stderr
 
 
 def test_backend_with_tls_is_refused_behind_a_gateway(pod: Pod, lock: Lock, directory: Path):
