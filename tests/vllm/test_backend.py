@@ -73,7 +73,7 @@ class Front:
     async def warm_up(self):
         pass
 
-    async def drain(self, budget_s):
+    async def drain(self, budget_s, *, resume=False):
         pass
 
 

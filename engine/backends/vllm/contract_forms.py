@@ -64,6 +64,11 @@ def contains(*texts: str) -> Check:
     return check
 
 
+def every(*checks: Check) -> Check:
+    """All of these."""
+    return lambda node: all(check(node) for check in checks)
+
+
 def abstract_only(*names: str) -> Check:
     """A class whose abstract methods are these: a subclass that has them can be made."""
 

@@ -110,19 +110,23 @@ class BrokenContract(Struct, frozen=True):
         return f"{self.name} [{self.where}; {self.user} needs it]"
 
 
-def broken(sources: Sources) -> list[BrokenContract]:
-    """Every contract that `sources` break."""
+def broken(sources: Sources, users: str | tuple[str, ...] = "") -> list[BrokenContract]:
+    """Every contract that `sources` break; of our files, only those whose names begin with
+    `users`."""
     found = [
         BrokenContract(f"{module}.{name} can be imported", user, module)
         for user, module, name in sorted(imported())
-        if not sources.has_name(module, name)
+        if user.startswith(users) and not sources.has_name(module, name)
     ]
     for name, user, places in PLACES:
-        if not any(sources.has_name(module, each) for module, each in places):
+        if user.startswith(users) and not any(
+            sources.has_name(module, each) for module, each in places
+        ):
             found.append(BrokenContract(name, user, " or ".join(module for module, _ in places)))
     found += [
         BrokenContract(contract.name, user, f"{contract.file}: {contract.qualname}")
         for user, contracts in CONTRACTS.items()
+        if user.startswith(users)
         for contract in contracts
         if not sources.keep(contract)
     ]

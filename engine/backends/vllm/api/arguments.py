@@ -66,11 +66,14 @@ PLUGINS_ENV = "VLLM_PLUGINS"  # an allow-list of entry points, ours among them
 
 UNSHAREABLE_FLAG = "--unshareable"
 BODY_FLAG = "--body-bytes-max"
+UNTESTED_FLAG = "--resume-untested"
 OURS: Mapping[str, str] = {
     UNSHAREABLE_FLAG: "what to do if the model's quantisation cannot be shared: "
     f"`{REFUSE}` to start (the default), or load a `{PRIVATE}` copy into every engine",
     BODY_FLAG: "the largest request body, such as 64MiB; larger ones are refused with 413, because"
     " parsing one blocks all others (the default depends on the model's length)",
+    UNTESTED_FLAG: "let another engine continue streams also with vLLM's model runner V2, the"
+    " default on GPUs, with which that was never tried",
     versions.OVERRIDE_FLAG: f"run a vLLM outside {versions.supported_range()}, which is untested",
 }
 
@@ -81,6 +84,7 @@ class ServeArguments:
 
     vllm: argparse.Namespace
     body_bytes_max: int | None
+    resume_untested: bool = False
 
 
 def help_text(argv: Sequence[str] = ()) -> str:
@@ -114,14 +118,15 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Serve
         args.model = args.model_tag
     _refuse(parser, args, environ)
     unshareable, body_max = args.unshareable, args.body_bytes_max
-    del args.unshareable, args.allow_any_vllm, args.body_bytes_max
+    untested = args.resume_untested
+    del args.unshareable, args.allow_any_vllm, args.body_bytes_max, args.resume_untested
     args.api_server_count = None
     try:
         versions.validate_parsed_serve_args(args)
     except (TypeError, ValueError) as error:
         raise UsageError("vllm.arguments", f"vLLM refuses its arguments: {error}") from error
     _own(args, unshareable)
-    return ServeArguments(args, body_max)
+    return ServeArguments(args, body_max, untested)
 
 
 def _refuse(
@@ -194,6 +199,7 @@ def _parser() -> Any:
         UNSHAREABLE_FLAG, choices=(REFUSE, PRIVATE), default=REFUSE, help=OURS[UNSHAREABLE_FLAG]
     )
     ours.add_argument(BODY_FLAG, type=size_bytes, help=OURS[BODY_FLAG])
+    ours.add_argument(UNTESTED_FLAG, action="store_true", help=OURS[UNTESTED_FLAG])
     ours.add_argument(
         versions.OVERRIDE_FLAG, action="store_true", help=OURS[versions.OVERRIDE_FLAG]
     )

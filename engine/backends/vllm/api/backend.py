@@ -22,10 +22,13 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from engine.backends.channel import Phases
+from engine.backends.vllm.api.continuation import Continuing
+from engine.backends.vllm.api.door import Door
 from engine.backends.vllm.api.http import TRIAL_PROMPT, Front
 from engine.messages import CanaryMsg, HealthyMsg, PreparedMsg
 from engine.progress_page import ProgressPage
 from plumbing.errors import UnderstudyError
+from plumbing.hop import Continuation, Hello
 from plumbing.wire.fds import OwnedFd
 
 logger = logging.getLogger(__name__)
@@ -80,11 +83,22 @@ class StepCounter(StatLoggerBase):
 class VllmBackend:
     """One incarnation's engine, behind its HTTP front."""
 
-    def __init__(self, engine: AsyncLLM, front: Front, steps: StepCounter) -> None:
+    def __init__(
+        self,
+        engine: AsyncLLM,
+        front: Front,
+        steps: StepCounter,
+        find_continuing: Callable[[Sequence[dict[str, Any]]], Continuing] = lambda ranks: (
+            Continuing()
+        ),
+    ) -> None:
+        """`find_continuing` tells from the status of all ranks who may continue its streams."""
         self.phases = Phases()
         self._engine = engine
         self._front = front
         self._steps = steps
+        self._find_continuing = find_continuing
+        self._continuing = Continuing()
         self._listening: OwnedFd | None = None
         self._canaries = 0
         self._turned_s = time.monotonic()
@@ -103,6 +117,8 @@ class VllmBackend:
             raise UnderstudyError("vllm.trial_failed", f"the trial canary failed: {found}")
         await self._engine.sleep(level=1)
         statuses = await self._ask_ranks("understudy_status", STATUS_WAIT_S)
+        if self._find_continuing is not None:
+            self._continuing = self._find_continuing(statuses)
         self.phases.step("ready")
         first = statuses[0]
         return PreparedMsg(
@@ -110,6 +126,8 @@ class VllmBackend:
             kv_bytes=sum(status["kv_bytes"] for status in statuses),
             epoch=first["epoch"],
             identity=first["identity"],
+            continuation=self._continuing.id,
+            warnings=self._warnings(),
         )
 
     async def wake(
@@ -117,6 +135,9 @@ class VllmBackend:
     ) -> int:
         """Take KV memory, in bytes over all ranks. Keeps a copy of `listening`."""
         self.phases.step("wake")
+        if is_behind_gateway:
+            self._front.check_no_tls()
+            self._front.traffic.door = self._make_door()
         self._listening = listening.duplicate()
         self._front.traffic.engine, self._front.traffic.token = engine, token
         await self._ask_ranks("understudy_status", WAKE_ASK_S)
@@ -128,6 +149,9 @@ class VllmBackend:
         """One real inference, judged by its numbers: damaged weights or memory yield NaN or a token
         outside the vocabulary."""
         self.phases.step("run_canary")
+        return await self._canary()
+
+    async def _canary(self) -> CanaryMsg:
         self._canaries += 1
         found = await self._generate(f"understudy-canary-{self._canaries}")
         if found is None:
@@ -158,7 +182,35 @@ class VllmBackend:
         self.phases.step("drain")
         if self._listening is not None:
             self._listening.close()
-        await self._front.drain(budget_s)
+        await self._front.drain(budget_s, resume=resume)
+
+    # ------------------------------------------------------------------ behind a gateway
+
+    def _make_door(self) -> Door:
+        front, is_none = self._front, self._continuing.best is Continuation.NONE
+        return Door(
+            self._hello,
+            self._canary,
+            has_parsers=front.has_parsers,
+            keeps_responses=front.keeps_responses,
+            responses=Continuation.NONE if front.keeps_responses or is_none else Continuation.STATE,
+        )
+
+    def _warnings(self) -> tuple[str, ...]:
+        problem = self._continuing.problem
+        return (f"streams end with this engine: {problem}",) if problem else ()
+
+    def _hello(self) -> Hello:
+        front, can = self._front, self._continuing
+        return Hello(
+            engine=front.traffic.engine,
+            token=front.traffic.token,
+            continuation_id=can.id,
+            continuation=can.best,
+            body_bytes_max=front.body_max,
+            models=front.models,
+            problem=can.problem or None,
+        )
 
     async def watch(self, on_dead: Callable[[UnderstudyError], None]) -> None:
         """Note that the loop turns, and call `on_dead` once vLLM has failed."""

@@ -13,15 +13,22 @@ a whole answer.
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from collections.abc import Callable
+from typing import Protocol
 
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
+from engine.backends.vllm.api.asgi import (
+    App,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    error_document,
+    send_json,
+)
+from engine.backends.vllm.api.door import GATEWAY, Door, take_journal
+from engine.backends.vllm.api.marks import Stream
+from engine.backends.vllm.resume.answer import CURRENT
+from plumbing import hop
 
 TRY_AGAIN_LATER = 1013  # RFC 6455's registry of WebSocket close codes
 
@@ -40,11 +47,31 @@ def body_bytes_max(max_model_len: int, *, is_multimodal: bool) -> int:
     return max(text, BODY_BYTES_MULTIMODAL) if is_multimodal else text
 
 
+class Connection(Protocol):
+    """A connection of uvicorn's."""
+
+    transport: asyncio.Transport
+
+
+# Nobody waits longer for a gateway that takes nothing of a stream.
+HAND_OVER_S = 1.0
+
+# Where a request's connection is in the state of its scope: `Front` puts it there.
+CONNECTION = "understudy_connection"
+
+
 class Traffic:
     """The requests to this process, and the engine that serves them: `is_dead` tells whether it has
-    failed, and `on_dead` is called when a request finds it dead."""
+    failed, and `on_dead` is called when a request finds it dead.
+
+    `door` is there behind a gateway only. `is_handing_over`: the gateway continues streams at the
+    next engine, so they are left to it.
+    """
 
     def __init__(self) -> None:
+        self.door: Door | None = None
+        self.is_handing_over = False
+        self._continuable: dict[Stream, Connection] = {}
         self.is_dead: Callable[[], bool] = lambda: False
         self.on_dead: Callable[[], None] = lambda: None
         self.engine = ""
@@ -69,6 +96,30 @@ class Traffic:
         clients see the connection end, as in every other death. They would take a 500 as final."""
         self.on_dead()
         await asyncio.Event().wait()
+
+    async def began(self, scope: Scope, stream: Stream) -> None:
+        self._continuable[stream] = scope["state"][CONNECTION]
+        if self.is_handing_over:
+            await self._hand_over(stream, self._continuable[stream])
+
+    def ended(self, stream: Stream) -> None:
+        self._continuable.pop(stream, None)
+
+    async def hand_over(self) -> None:
+        """Leave all streams that can be continued to the next engine, and those that still come."""
+        self.is_handing_over = True
+        await asyncio.gather(*(self._hand_over(*each) for each in self._continuable.items()))
+
+    async def _hand_over(self, stream: Stream, connection: Connection) -> None:
+        """Each group of events is one write, and what was written is still sent after a close: so
+        every stream ends behind a whole group."""
+        try:
+            async with asyncio.timeout(HAND_OVER_S):
+                await stream.hand_over()
+        except TimeoutError:
+            pass  # the gateway takes nothing more; to it this is a break
+        finally:
+            connection.transport.close()
 
     def begin(self) -> None:
         self.in_flight += 1
@@ -104,10 +155,30 @@ class Gate:
                 await self._traffic.stay_silent()
             if scope["type"] == "websocket":
                 await self._app(scope, receive, answer.send)
-            else:
+            elif self._traffic.door is None:
                 await self._limited(scope, receive, answer)
+            else:
+                await self._behind_gateway(self._traffic.door, scope, receive, answer)
         finally:
             self._traffic.end()
+
+    async def _behind_gateway(
+        self, door: Door, scope: Scope, receive: Receive, answer: _Answer
+    ) -> None:
+        """Only what the gateway itself sends is marked."""
+        if scope["path"].startswith(hop.HOP_PATHS):
+            await door.answer_hop(scope, answer.send)
+            return
+        is_gateways = GATEWAY in dict(scope["headers"])
+        try:
+            receive, journal = await take_journal(scope, receive, self._body_max)
+        except ValueError as error:
+            what = f"This request's journal is damaged: {error}."
+            await send_json(answer.send, 400, error_document(what, "vllm.bad_journal"))
+            return
+        if is_gateways:
+            CURRENT.set(door.answer_to(scope["path"], journal))  # in this request's own task
+        await self._limited(scope, receive, answer)
 
     async def _limited(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
         body = _Body(receive, self._body_max)
@@ -179,13 +250,5 @@ def _content_length(scope: Scope) -> int:
 
 async def _refuse_size(answer: _Answer, bytes_max: int) -> None:
     what = f"This request is larger than the limit of {bytes_max} bytes."
-    kind, code = "invalid_request_error", "request_too_large"
-    document = {"error": {"message": what, "type": kind, "param": None, "code": code}}
-    body = json.dumps(document).encode()
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-        (b"connection", b"close"),
-    ]
-    await answer.send({"type": "http.response.start", "status": 413, "headers": headers})
-    await answer.send({"type": "http.response.body", "body": body})
+    document = error_document(what, "request_too_large")
+    await send_json(answer.send, 413, document, (b"connection", b"close"))

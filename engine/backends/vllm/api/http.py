@@ -26,7 +26,8 @@ from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from engine.backends.drain import until_done
-from engine.backends.vllm.api.gate import Gate, Traffic, body_bytes_max
+from engine.backends.vllm.api.gate import CONNECTION, Gate, Traffic, body_bytes_max
+from engine.backends.vllm.api.marks import Marks
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.wire.fds import OwnedFd
 
@@ -62,6 +63,7 @@ class Front:
 
     def __init__(self, args: argparse.Namespace, model_config: Any) -> None:
         self.traffic = Traffic()
+        self.body_max = 0
         self._args = args
         self._model_config = model_config
         self._app: Any = None
@@ -94,16 +96,57 @@ class Front:
         level = logging.getLogger().level
         front._app = build_app(args, tasks, model)
         logging.getLogger().setLevel(level)  # one of its libraries silences all but errors
+        front._mark_inside()
         await init_app_state(engine, front._app.state, args, tasks)
         await front._listen_privately(sock)
         config = front._app.state.server.config
         if body_max is None:
             body_max = body_bytes_max(model.max_model_len, is_multimodal=model.is_multimodal_model)
+        front.body_max = body_max
         front.traffic.is_dead = lambda: engine.errored
         front.traffic.on_dead = front.close
         # uvicorn uses it for every connection from now on.
         config.loaded_app = Gate(config.loaded_app, front.traffic, body_max)
         return front
+
+    def _mark_inside(self) -> None:
+        """Put `Marks` around the routes, inside of all middleware."""
+        router = self._app.router
+        router.middleware_stack = Marks(router.middleware_stack, self.traffic)
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The names by which clients may ask for it, adapters included."""
+        names = self._args.served_model_name or [self._args.model]
+        return (*names, *(each.name for each in self._args.lora_modules or ()))
+
+    @property
+    def has_parsers(self) -> bool:
+        """Whether its chats go through a parser of reasoning or tools."""
+        chat = getattr(self._app.state, "openai_serving_chat", None)
+        return getattr(chat, "parser_cls", Any) is not None
+
+    @property
+    def keeps_responses(self) -> bool:
+        """Whether an answer of the Responses API is more than what one question to the engine says:
+        stored, made with tools, or by an adapter that may be loaded meanwhile."""
+        return bool(
+            envs.VLLM_ENABLE_RESPONSES_API_STORE
+            or envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING
+            or self._args.tool_server
+        )
+
+    def check_no_tls(self) -> None:
+        """Raises:
+        UsageError: `vllm.tls_behind_gateway`.
+        """
+        if self._args.ssl_keyfile or self._args.ssl_certfile:
+            raise UsageError(
+                "vllm.tls_behind_gateway",
+                "--ssl-keyfile and --ssl-certfile are set, but clients' connections end at the"
+                " gateway; give the certificate to `gateway serve` (--tls-cert, --tls-key), or"
+                " start the lock server with --direct",
+            )
 
     async def _listen_privately(self, sock: socket.socket) -> None:
         self._task = asyncio.create_task(self._serve(sock))
@@ -198,9 +241,11 @@ class Front:
         loop = asyncio.get_running_loop()
 
         def protocol() -> asyncio.Protocol:
+            state = dict(server.lifespan.state)
             made: asyncio.Protocol = config.http_protocol_class(
-                config=config, server_state=server.server_state, app_state=server.lifespan.state
+                config=config, server_state=server.server_state, app_state=state
             )
+            state[CONNECTION] = made  # in the scope of each of its requests
             return made
 
         sock = socket.socket(fileno=listening.detach())
@@ -212,10 +257,13 @@ class Front:
         if self._lent is not None:
             self._lent.close()
 
-    async def drain(self, budget_s: float) -> None:
-        """Stop accepting, finish requests on open connections, and flush their responses."""
+    async def drain(self, budget_s: float, *, resume: bool = False) -> None:
+        """Stop accepting, finish requests on open connections, and flush their responses. `resume`:
+        leave the streams that can be continued to the next engine."""
         self.traffic.is_draining = True
         self.close()
+        if resume:
+            await self.traffic.hand_over()
         connections = self._app.state.server.server_state.connections
         await until_done(
             lambda: [connection.transport for connection in connections],

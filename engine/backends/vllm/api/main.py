@@ -12,14 +12,13 @@ another name. So its top level imports nothing slow, and does nothing but count 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from msgspec import structs
 
@@ -33,6 +32,7 @@ from plumbing.service.log import configure
 from plumbing.service.process import raise_fd_limit
 
 if TYPE_CHECKING:
+    from engine.backends.vllm.api.arguments import ServeArguments
     from engine.backends.vllm.api.channel_thread import ChannelThread
 
 logger = logging.getLogger(__name__)
@@ -89,40 +89,46 @@ def _serve(channel: ChannelThread, page: ProgressPage) -> NoReturn:
     parsed = arguments.parse(sys.argv[1:])
     _fit_cpu(parsed.vllm.tensor_parallel_size)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_run(parsed.vllm, parsed.body_bytes_max, channel, page))
+        runner.run(_run(parsed, channel, page))
     raise AssertionError("the backend returned while the process lives")
 
 
-async def _run(
-    args: argparse.Namespace, body_max: int | None, channel: ChannelThread, page: ProgressPage
-) -> None:
+async def _run(parsed: ServeArguments, channel: ChannelThread, page: ProgressPage) -> None:
     from engine.backends.vllm.api.backend import StepCounter, VllmBackend
     from engine.backends.vllm.api.http import Front, bind
 
-    steps = StepCounter(page)
+    args, steps = parsed.vllm, StepCounter(page)
     sock = bind(args, _private_path())
-    engine, warnings = _make_engine(args, steps)
-    front = await Front.start(engine, args, sock, body_max)
-    backend = VllmBackend(engine, front, steps)
+    made = make_engine(parsed, steps)
+    front = await Front.start(made.engine, args, sock, parsed.body_bytes_max)
+    backend = VllmBackend(made.engine, front, steps, made.find_continuing)
     prepared = await backend.prepare()
+    warnings = (*made.warnings, *prepared.warnings)
     channel.prepared(backend, structs.replace(prepared, warnings=warnings))
     await backend.watch(lambda error: channel.end(process.fault_report(error)))
 
 
-def _make_engine(args: argparse.Namespace, steps: Any) -> tuple[Any, tuple[str, ...]]:
-    """Start the engine core and its workers; blocks until they have their weights. Returns the
-    engine and warnings for the operator.
+class _Made(NamedTuple):
+    """The engine, warnings for the operator, and how to find out who may continue its streams."""
+
+    engine: Any
+    warnings: tuple[str, ...]
+    find_continuing: Callable[[Sequence[dict[str, Any]]], Any]
+
+
+def make_engine(parsed: ServeArguments, steps: Any) -> _Made:
+    """Start the engine core and its workers; blocks until they have their weights.
 
     Raises:
         UsageError: `vllm.configuration`, `vllm.no_kv_size`.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
-    from vllm.v1.engine.async_llm import AsyncLLM
 
     from engine.backends.vllm import kv_size
+    from engine.backends.vllm.api import continuation
 
-    usage = UsageContext.OPENAI_API_SERVER
+    args, usage = parsed.vllm, UsageContext.OPENAI_API_SERVER
     engine_args = AsyncEngineArgs.from_cli_args(args)
     try:
         config = engine_args.create_engine_config(usage_context=usage)
@@ -135,14 +141,16 @@ def _make_engine(args: argparse.Namespace, steps: Any) -> tuple[Any, tuple[str, 
     warnings = tuple(kv_size.warnings(config))
     for warning in warnings:
         logger.warning("%s", warning)
-    engine = AsyncLLM.from_vllm_config(
+    hooks = continuation.Hooks.install(config, may_be_untested=parsed.resume_untested)
+    engine = hooks.engine_class().from_vllm_config(
         config,
         usage_context=usage,
         stat_loggers=[steps.factory],
         enable_log_requests=engine_args.enable_log_requests,
         aggregate_engine_logging=engine_args.aggregate_engine_logging,
     )
-    return engine, warnings
+    engine.progressed = steps.record
+    return _Made(engine, warnings, lambda ranks: hooks.find(engine, args, ranks))
 
 
 def _private_path() -> str:

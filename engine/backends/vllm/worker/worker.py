@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -23,6 +24,7 @@ from vllm.v1.worker.gpu_worker import Worker as StockGPUWorker
 
 from engine.backends.free_memory import Room, check_can_ever_fit
 from engine.backends.vllm.kv_size import check_holds_a_sequence
+from engine.backends.vllm.resume import INSTALL_ENV
 from engine.backends.vllm.worker import membership, weights
 from engine.backends.vllm.worker.kv_arena import AddressRange, Backing, KVArena
 from engine.backends.vllm.worker.kv_cuda import CudaRange
@@ -72,6 +74,7 @@ class ParkingWorker(StockGPUWorker):
 
     arena: KVArena | None = None
     _expected_bytes = 0
+    _cannot_resume = ""  # what is in the way
 
     # ------------------------------------------------------------------ what differs
 
@@ -89,11 +92,21 @@ class ParkingWorker(StockGPUWorker):
     def reserve(self, kv_bytes: int) -> AddressRange:
         raise NotImplementedError
 
+    def _install_resume(self) -> str:
+        """Let the model runner take up requests; returns what is in the way, or nothing."""
+        if getattr(self, "use_v2_model_runner", False):
+            return ""  # the scheduler tells it all tokens
+        from engine.backends.vllm.resume import batch
+
+        return batch.install(self.model_runner)
+
     # ------------------------------------------------------------------ the start
 
     def init_device(self) -> None:
         with reporting():
             super().init_device()
+            if os.environ.get(INSTALL_ENV):
+                self._cannot_resume = self._install_resume()
             self._report_meeting_file()
             kv_bytes = self._kv_bytes_asked()
             check_can_ever_fit(self.kv_bytes_of_all(kv_bytes), self.room(), FIX)
@@ -189,6 +202,7 @@ class ParkingWorker(StockGPUWorker):
             "kv_hold": str(arena.backing) if arena else "",
             "epoch": ours.epoch,
             "identity": weights.same_on_every_rank(ours.identity),
+            "cannot_resume": self._cannot_resume,
         }
 
     @answering

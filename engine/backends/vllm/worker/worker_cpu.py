@@ -33,6 +33,13 @@ class CPUWorker(ParkingWorker, StockCPUWorker):
     def reserve(self, kv_bytes: int) -> AddressRange:
         return HostRange(kv_bytes, int(self.parallel_config.world_size))
 
+    def _install_resume(self) -> str:
+        if self.use_v2_model_runner:
+            return ""
+        from engine.backends.vllm.resume import batch_cpu
+
+        return batch_cpu.install(self.model_runner)
+
     def determine_available_memory(self) -> int:
         """As vLLM does, but without requiring free memory: the active engine has it."""
         with reporting():
