@@ -150,7 +150,7 @@ class Run:
         result = await self._drill(model) if await self._ask_stock(model) else None
         if result is None:
             return None
-        about = machine()
+        about, resumed = machine(), self._resume()
         return {
             "schema": SCHEMA,
             "date": time.strftime("%Y-%m-%d"),
@@ -166,8 +166,9 @@ class Run:
             "drill": result.report.to_dict("vllm", about),
             "failovers_ms": result.report.failovers,
             **self.found,
-            "passed": result.report.passed,
-            "problems": result.report.problems,
+            "resumed": resumed,
+            "passed": result.report.passed and resumed["passed"],
+            "problems": [*result.report.problems, *resumed["problems"]],
             "seconds": round(time.monotonic() - began, 1),
         }
 
@@ -233,6 +234,21 @@ class Run:
 
         runner = PodRunner(pod.containers(), directory / "log")
         return await run_drill(Drill(directory, plan, _say), runner, plan, _say, look)
+
+    def _resume(self) -> dict[str, Any]:
+        """Kinds of requests that are cut and resumed, with the model runner that vLLM chooses."""
+        command = [sys.executable, "-m", "hack.resume_matrix", "--json", "-"]
+        command += ["--", "--resume-untested", f"--kv-cache-memory-bytes={REHEARSED_KV_BYTES}"]
+        done = subprocess.run(
+            command, cwd=ROOT, env={**os.environ, **self.env}, stdout=subprocess.PIPE, check=False
+        )
+        try:
+            report: dict[str, Any] = json.loads(done.stdout)
+        except ValueError:
+            return {"passed": False, "problems": [f"no resume was tried: exit {done.returncode}"]}
+        wrong = [name for name, row in report["rows"].items() if row["wrong"]]
+        problems = [f"resumed and wrong: {', '.join(wrong)}"] if wrong else []
+        return {**report, "problems": problems}
 
     # ------------------------------------------------------------------ figures
 

@@ -1,0 +1,104 @@
+"""One vLLM engine as a gateway finds it, without supervisor, lock and memory service.
+
+    python -m hack.resume_matrix.engine MODEL SOCKET [vLLM's flags]
+
+The backend's own parts, in the order in which a supervisor would ask for them. If there is no
+MODEL, a random one is written. Prints `ready`; a line `drain` on its input hands its streams over
+and the end of the input ends it all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from engine.backends.vllm.api.main import ENVIRONMENT, make_engine
+from hack.resume_matrix.model import write_thinking_model
+from plumbing.wire.fds import OwnedFd
+
+WORKERS = "hack.resume_matrix"
+FLAGS = (
+    "--dtype=float32",
+    "--enforce-eager",
+    "--max-model-len=1024",
+    f"--kv-cache-memory-bytes={64 << 20}",
+    "--block-size=32",
+    "--reasoning-parser=deepseek_r1",
+    "--enable-auto-tool-choice",
+    "--tool-call-parser=hermes",
+    "--served-model-name=m",
+    "--uvicorn-log-level=warning",
+)
+VARIABLES = {
+    **ENVIRONMENT,
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+DRAIN_S = 5.0
+TOKEN = 1
+
+
+async def serve(model: str, path: str, flags: list[str]) -> None:
+    from vllm.platforms import current_platform
+
+    from engine.backends.vllm.api import arguments
+    from engine.backends.vllm.api.backend import StepCounter, VllmBackend
+    from engine.backends.vllm.api.http import Front, bind
+
+    parsed = arguments.parse([model, *FLAGS, *flags])
+    args, steps = parsed.vllm, StepCounter()
+    worker = "worker" if current_platform.is_cpu() else "worker_gpu"
+    args.worker_cls = f"{WORKERS}.{worker}.Worker"
+    args.load_format, args.model_loader_extra_config = "auto", {}
+    private = bind(args, f"{path}.trial")
+    made = make_engine(parsed, steps)
+    front = await Front.start(made.engine, args, private)
+    backend = VllmBackend(made.engine, front, steps, made.find_continuing)
+    prepared = await backend.prepare()
+    if not prepared.continuation:
+        raise SystemExit("; ".join(prepared.warnings))
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(path)
+        listening.listen()
+        fd = OwnedFd(listening.detach())
+    with fd:
+        await backend.wake("engine-0", TOKEN, fd, is_behind_gateway=True)
+    canary = await backend.run_canary()
+    assert canary.ok, canary.detail
+    await backend.serve()
+    say("ready")
+    loop = asyncio.get_running_loop()
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        if line.strip() == "drain":
+            await backend.drain(DRAIN_S, resume=True)
+            say("drained")
+
+
+def say(word: str) -> None:
+    print(word, flush=True)
+
+
+def main() -> None:
+    import uvloop
+
+    model, path, *flags = sys.argv[1:]
+    if not os.path.exists(model):
+        write_thinking_model(Path(model))
+    os.environ.update(VARIABLES)
+    os.setpgid(0, 0)  # vLLM's processes outlive their parent; they are all of this group
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(model, path, flags))
+    finally:
+        os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()
