@@ -52,7 +52,7 @@ def test_two_groups_of_the_largest_size_and_the_longest_names_fit_a_slot(directo
     with ids of 63 characters and the largest numbers, in both locks."""
     assert MEMBERS_MAX == MEMBERS_SPOKEN_MAX
     holders = {name: leased("e" * 63, MEMBERS_MAX, TOKEN_CLAIMED_MAX) for name in LOCKS}
-    record = LockRecord(TOKEN_CLAIMED_MAX, holders, frozenset())
+    record = LockRecord(TOKEN_CLAIMED_MAX, holders, frozenset(), "f" * 16)
     state = LockStateFile(directory, LOCKS)
     state.write(record)
     state.close()
