@@ -10,16 +10,15 @@ from gateway.messages import ConfigureGatewayMsg
 from plumbing.errors import UsageError
 from plumbing.part.paths import DIRECTORY, runtime_dir
 from plumbing.service.browsers import ALLOWED_HOST
-from plumbing.service.config import Option, Resolved, duration_ms, size_bytes
+from plumbing.service.config import Option, Resolved, duration_s, size_bytes
 
-DAY_MS = 24 * 3_600_000
+DAY_S = 24 * 3600
 # One answer without a stream is held whole, up to 64 MiB; with less nothing could be asked again.
 MEMORY_BYTES_MIN = 64 << 20
 MEMORY_BYTES = 1 << 30  # a few thousand streams of long contexts, or a dozen of the largest answers
 RESUMES_MAX = 32  # at once: more prefills than that delay each other and every new request
-HOLD_MS = 10_000
-PARK_MS = 300_000  # a relaunch of a large model; clients give up after ten minutes or so
-DRAIN_MS = 30_000  # as an engine's
+PARK_S = 300  # a relaunch of a large model; clients give up after ten minutes or so
+DRAIN_S = 30  # as an engine's
 
 DIR = Option("dir", str, DIRECTORY, "The directory that the pod's processes share.")
 OPTIONS = (
@@ -37,26 +36,26 @@ OPTIONS = (
     Option(
         "hold_ms",
         float,
-        float(HOLD_MS),
+        10_000.0,
         "How long new requests wait for an active engine before they get a 503.",
         minimum=0,
-        maximum=DAY_MS,
+        maximum=DAY_S * 1000,
     ),
     Option(
         "park_timeout",
-        duration_ms,
-        PARK_MS,
-        "How long a stream waits to be resumed before it ends with an error, such as 300s.",
-        minimum=1,
-        maximum=DAY_MS,
+        duration_s,
+        PARK_S,
+        "How long a stream waits to be resumed before it ends with an error, in seconds or as 5m.",
+        minimum=0.001,
+        maximum=DAY_S,
     ),
     Option(
         "drain_timeout",
-        duration_ms,
-        DRAIN_MS,
-        "How long streams may take to end at SIGTERM, such as 30s.",
+        duration_s,
+        DRAIN_S,
+        "How long streams may take to end at SIGTERM, in seconds or as 30s.",
         minimum=0,
-        maximum=DAY_MS,
+        maximum=DAY_S,
     ),
     Option(
         "resumes_max",
@@ -75,12 +74,12 @@ OPTIONS = (
     ),
     Option(
         "keepalive_comments",
-        duration_ms,
+        duration_s,
         0,
-        "Send a comment this often into a paused stream, such as 5s; 0 is off, since some clients"
-        " fail at comments.",
+        "Send a comment this often into a paused stream, such as 5s; off by default, since some"
+        " clients fail at comments.",
         minimum=0,
-        maximum=DAY_MS,
+        maximum=DAY_S,
     ),
     Option("access_log", bool, False, "Log one line for each request, without its body."),
     Option("tls_cert", str, None, "Serve HTTPS with this certificate, a PEM file."),
@@ -122,14 +121,14 @@ def settle(config: Resolved) -> GatewaySettings:
         http_host=config["http_host"],
         http_port=config["http_port"],
         allowed_hosts=config["http_allowed_host"],
-        drain_ms=config["drain_timeout"],
+        drain_ms=round(config["drain_timeout"] * 1000),
         child=ConfigureGatewayMsg(
             directory=directory,
             hold_ms=round(config["hold_ms"]),
-            park_timeout_ms=config["park_timeout"],
+            park_timeout_ms=round(config["park_timeout"] * 1000),
             resumes_max=config["resumes_max"],
             memory_bytes=config["memory_bytes"],
-            keepalive_comments_ms=config["keepalive_comments"],
+            keepalive_comments_ms=round(config["keepalive_comments"] * 1000),
             access_log=config["access_log"],
             tls_cert=cert,
             tls_key=key,

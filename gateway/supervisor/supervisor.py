@@ -28,6 +28,7 @@ from plumbing.service.http import HttpServer
 from plumbing.service.signals import SignalInbox
 
 TICK_S = 0.1  # silence is measured in seconds
+CLOSED_MS = 500.0  # a spare accepts within milliseconds; what lasts longer is told
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -69,6 +70,7 @@ class GatewaySupervisor:
         self.control = Control(gateway_socket(settings.directory), parts)
         parts.troubles = [lambda: self.http.problem, lambda: self.control.server.problem]
         self._was_accepting = False
+        self._closed_ms: float | None = None  # since when nobody accepts, until that is told
         self._exit_code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> int:
@@ -111,6 +113,7 @@ class GatewaySupervisor:
         while True:
             self.nursery.look()
             self.control.server.reserve.refill()
+            self._tell_closed()
             await asyncio.sleep(TICK_S)
 
     async def _obey(self, inbox: SignalInbox) -> None:
@@ -130,13 +133,18 @@ class GatewaySupervisor:
             return
         self._was_accepting = is_accepting
         self.lock.set_accepting(is_accepting)
+        self._closed_ms = None if is_accepting else self.clock.now_ms()
         serving = self.nursery.serving
         if is_accepting and serving is not None:
             message = f"pid {serving.pid} accepts connections on {self.nursery.address}"
             self.log.record("gateway.accepting", message, data={"child_pid": serving.pid})
-        else:
-            severity = "info" if self.parts.is_stopping else "warning"
-            self.log.record("gateway.not_accepting", "no process accepts connections", severity)
+
+    def _tell_closed(self) -> None:
+        if self._closed_ms is None or self.clock.now_ms() - self._closed_ms < CLOSED_MS:
+            return
+        self._closed_ms = None
+        severity = "info" if self.parts.is_stopping else "warning"
+        self.log.record("gateway.not_accepting", "no process accepts connections", severity)
 
     def _end(self, exit_code: int) -> None:
         if not self._exit_code.done():

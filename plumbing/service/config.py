@@ -17,7 +17,7 @@ from plumbing.errors import UsageError
 
 TRUE = frozenset({"1", "true", "yes", "on"})
 FALSE = frozenset({"0", "false", "no", "off"})
-MS_UNITS = {"": 1000.0, "MS": 1.0, "S": 1000.0, "M": 60_000.0, "H": 3_600_000.0}
+S_UNITS = {"": 1.0, "MS": 0.001, "S": 1.0, "M": 60.0, "H": 3600.0}
 SIZE_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
@@ -25,7 +25,7 @@ SIZE_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2*
 class Option:
     """One setting.
 
-    `type` is bool or turns a string into the value (int, float, str, `size_bytes`, `duration_ms`,
+    `type` is bool or turns a string into the value (int, float, str, `size_bytes`, `duration_s`,
     …), raising ValueError with a reason. `many` makes it a tuple: a repeatable flag, a list in the
     file, a comma-separated environment variable. A default of None means "not set". `short`:
     another name of the flag, such as `-f`.
@@ -137,13 +137,13 @@ def size_bytes(text: str) -> int:
     return int(float(match.group(1)) * SIZE_UNITS[unit])
 
 
-def duration_ms(text: str) -> int:
-    """`5s` → 5000; the units are ms, s, m and h, and a plain number is seconds."""
+def duration_s(text: str) -> float:
+    """`5m` → 300.0; the units are ms, s, m and h, and a plain number is seconds."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     unit = match.group(2).upper() if match else None
-    if match is None or unit not in MS_UNITS:
+    if match is None or unit not in S_UNITS:
         raise ValueError("a time is a number and one of the units ms, s, m, h, such as 5s")
-    return round(float(match.group(1)) * MS_UNITS[unit])
+    return float(match.group(1)) * S_UNITS[unit]
 
 
 def _read_table(file: str, command: str) -> dict[str, Any]:
