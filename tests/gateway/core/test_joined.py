@@ -1,0 +1,164 @@
+"""What events amount to, the check of a replay, and the exchange of ids in bytes."""
+
+from __future__ import annotations
+
+import json
+import random
+from array import array
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.core.joined import Joined, events_in
+from gateway.core.replay import Replay, ReplayMismatch
+from gateway.core.rewriting import Rewriter
+from gateway.core.transcript import BLOCK_BYTES, Transcript
+from tests.gateway.core.model import KINDS, Play
+
+OLD = {"id": "m-old", "created": 11, "tool": "call-old"}
+
+
+def run_of(kind: str, seed: int, prompt: str = "p", **options) -> bytes:
+    play = Play(kind, prompt, 20, random.Random(seed), **options)
+    return b"".join([*(events for events, _, _ in play.groups()), play.tail()])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_joined_runs_of_one_request_are_the_same_and_others_are_not(kind):
+    """Goal: neither the cut of events nor ids matter, and a word does. Method: twenty runs."""
+    first = Joined(run_of(kind, 0))
+    for seed in range(1, 20):
+        assert Joined(run_of(kind, seed)).is_same(first)
+        assert not Joined(run_of(kind, seed, "q")).is_same(first)
+        assert not Joined(run_of(kind, seed, misspells=True)).is_same(first)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_joined_notices_every_event_that_is_lost_or_doubled(kind):
+    """Goal: nothing goes missing unseen. Method: leave each event out, and say each twice."""
+    raw = run_of(kind, 3)
+    whole = Joined(raw)
+    events = [event + b"\n\n" for event in raw.split(b"\n\n")[:-1]]
+    for place, event in enumerate(events):
+        if b'"content": ""' in event or b'"arguments": ""' in event:
+            continue  # the opening of a chat, which says nothing twice
+        for changed in ([], [event, event]):
+            other = Joined(b"".join([*events[:place], *changed, *events[place + 1 :]]))
+            if changed and b'"finish_reason": "length"' in event and b'": ""' in event:
+                continue  # an end said twice is the same end
+            is_opening = kind == "tools" and b"role" in event
+            assert other.is_same(whole) == (is_opening and bool(changed)), event
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"data: [1,2]\n\n",
+        b"data: {\n\n",
+        b"data: \xff\n\n",
+        b"data: %b\n\n" % (b"[" * 5000),
+        b'data: {"choices":[{"index":{"a":1},"delta":{"content":"x"}}]}\n\n',
+        b'data: {"choices":[[[]],3,"x"]}\n\n',
+        b'data: {"type":"a.delta","index":[1],"delta":"x"}\n\n',
+        b'data: {"a":"b"}\n\n',
+        b"data: half an event",
+    ],
+)
+def test_joined_takes_whatever_an_engine_sends(raw):
+    """Goal: an engine's nonsense costs no other stream. Method: nonsense; once is not twice."""
+    assert Joined(raw).is_same(Joined(raw))
+    assert not Joined(raw).is_same(Joined())
+
+
+def test_events_are_found_with_either_end_of_line():
+    """Goal: servers that write CRLF. Method: both, with a comment and two lines of data."""
+    for end in (b"\n", b"\r\n"):
+        raw = end.join([b": hm", b"", b"event: x", b"data: 1", b"data:2", b"", b""])
+        assert [data for data, _ in events_in(raw)] == [b"", b"1\n2"]
+        assert [after for _, after in events_in(raw)][-1] == len(raw)
+
+
+def test_replay_must_have_the_journals_tokens_and_its_content():
+    """Goal: nothing is glued. Method: each way to differ; then the right one."""
+    events = b'data: {"choices":[{"index":0,"delta":{"content":"a b"}}]}\n\n'
+    other = events.replace(b"a b", b"a c")
+
+    def replay():
+        return Replay(events, array("I", [1, 2]))
+
+    for groups, why in [
+        ([(events, [1, 3], False)], "another answer"),
+        ([(events, [1, 2, 3], False)], "beyond"),
+        ([(b"", [1], False), (b"", [2, 3], False)], "beyond"),
+        ([(events, [1, -2], False)], "another answer"),
+        ([(other, [1, 2], False), (b"", [], True)], "content"),
+        ([(other, [1, 2], False), (events, [3], False)], "content"),
+        ([(events, [1], False), (b"", [], True)], "ended after 1 of 2"),
+    ]:
+        playing = replay()
+        for group in groups[:-1]:
+            assert playing.feed(*group) is None
+        with pytest.raises(ReplayMismatch, match=why):
+            playing.feed(*groups[-1])
+    playing = replay()
+    assert playing.feed(events[:0], [1], False) is None
+    rest = playing.feed(events + b"data: [DONE]\n\n", [2], False)
+    assert rest is not None
+    assert (rest.events, rest.has_new_tokens) == (b"data: [DONE]\n\n", False)
+
+
+TEXT = st.one_of(
+    st.text(max_size=30),
+    st.sampled_from(
+        ['"id":"m-new"', '"created":22,', 'm-new","id": "m-new', '\\"id":"m-new"', "22"]
+    ),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(TEXT, TEXT, st.booleans(), st.booleans())
+def test_rewriter_changes_ids_and_nothing_that_was_written(text, key, is_spaced, is_ascii):
+    """Goal: a user's or model's text is never touched. Method: any text, with what looks like an id
+    in it, as a value and as a key; decode and compare."""
+    old = Joined(b'data: {"id":"m-old","created":11,"choices":[]}\n\n')
+    new = Joined(b'data: {"id":"m-new","created":22,"choices":[]}\n\n')
+    rewriter = Rewriter.between(old, new)
+    assert rewriter is not None
+    event = {"id": "m-new", "created": 22, "choices": [{"delta": {"content": text}, "x": [key]}]}
+    event["nested"] = {"item_id": "m-new", "created_at": 220, "text": "m-new", "k" + key: 22}
+    separators = (", ", ": ") if is_spaced else (",", ":")
+    raw = json.dumps(event, separators=separators, ensure_ascii=is_ascii)
+    raw_bytes = raw.encode("utf-8", "surrogatepass")
+    found = json.loads(rewriter.rewrite(raw_bytes).decode("utf-8", "surrogatepass"))
+    event |= {"id": "m-old", "created": 11}
+    event["nested"]["item_id"] = "m-old"
+    assert found == json.loads(json.dumps(event))
+
+
+def test_rewriter_exchanges_values_in_one_pass_and_goes_on_counting_events():
+    """Goal: ids that are another engine's ids too are not exchanged twice. Method: a swap."""
+
+    def delta(first, second, number):
+        said = {"type": "x", "a": {"id": first}, "b": {"id": second}, "sequence_number": number}
+        return b"data: %b\n\n" % json.dumps(said).encode()
+
+    rewriter = Rewriter.between(Joined(delta("p", "q", 9)), Joined(delta("q", "p", 4)))
+    assert rewriter is not None
+    assert rewriter.rewrite(delta("p", "q", 5)) == delta("q", "p", 10)
+    same = Joined(delta("p", "q", 4))
+    assert Rewriter.between(same, same) is None
+
+
+def test_transcript_gives_back_what_it_took_and_stays_small():
+    """Goal: nothing is lost in blocks. Method: many events; their size beside the memory."""
+    transcript, sent = Transcript(), b""
+    assert transcript.is_empty
+    for number in range(2000):
+        event = b'data: {"id":"chatcmpl-1","choices":[{"delta":{"content":"%d"}}]}\n\n' % number
+        transcript.pending += event
+        sent += event
+        if len(transcript.pending) > BLOCK_BYTES:
+            transcript.pack()
+    assert transcript.read() == sent
+    assert transcript.size_bytes < len(sent) / 4
