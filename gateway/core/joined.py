@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -57,16 +57,56 @@ class _Unknown(Exception):
     """An event of no form that is known here."""
 
 
+class _Form(NamedTuple):
+    """An event that adds one piece of one string and nothing else: the bytes around the piece.
+
+    Most events of a stream differ from the one before in nothing but this piece, which is then
+    found at a tenth of the cost of parsing, with the same result.
+    """
+
+    before: bytes
+    behind: bytes
+    path: Path
+
+    @classmethod
+    def of(cls, data: bytes, added: list[tuple[Path, str] | None]) -> _Form | None:
+        if len(added) != 1 or added[0] is None:
+            return None
+        path, piece = added[0]
+        quoted = b'"%b"' % piece.encode("utf-8", "surrogatepass")
+        start = data.find(quoted)
+        end = start + len(quoted)
+        # In any doubt, whether it is escaped, another value too, or a key, every event is parsed.
+        is_certain = start >= 0 and b"\\" not in data and data.count(quoted) == 1
+        if not is_certain or data[end : end + 1] not in (b",", b"}"):
+            return None
+        return cls(data[: start + 1], data[end - 1 :], path)
+
+    def piece_of(self, data: bytes) -> str | None:
+        """The piece, if `data` has this form and the piece needs no parsing."""
+        before, behind, _ = self
+        size = len(data) - len(before) - len(behind)
+        if size <= 0 or not data.startswith(before) or not data.endswith(behind):
+            return None
+        piece = data[len(before) : len(before) + size]
+        if b'"' in piece or b"\\" in piece or not piece.isascii():
+            return None
+        text = piece.decode()
+        return text if text.isprintable() else None
+
+
 class Joined:
     """The sum of the events added so far."""
 
-    __slots__ = ("ids", "pieces", "sequence", "values")
+    __slots__ = ("_added", "_form", "ids", "pieces", "sequence", "values")
 
     def __init__(self, raw: bytes = b"") -> None:
         self.pieces: dict[Path, list[str]] = {}
         self.values: dict[Path, Any] = {}
         self.ids: dict[Path, Any] = {}
         self.sequence: int | None = None  # the last one
+        self._form: _Form | None = None  # of the last event
+        self._added: list[tuple[Path, str] | None] = []  # by the last event; None: no piece
         for data, _ in events_in(raw):
             self.add(data)
 
@@ -74,10 +114,15 @@ class Joined:
         """One more event."""
         if not data:
             return
+        if self._form is not None and (piece := self._form.piece_of(data)) is not None:
+            self.pieces[self._form.path].append(piece)
+            return
+        self._added.clear()
         try:
             self._add_event(_decode(data))
         except (msgspec.DecodeError, RecursionError, _Unknown):
             self._count(("raw", data))  # `[DONE]`, or what we know nothing of
+        self._form = _Form.of(data, self._added)
 
     def is_same(self, other: Joined) -> bool:
         """Whether a client that joins events would have the same from both."""
@@ -101,6 +146,7 @@ class Joined:
         return {path: pieces[0] for path, pieces in self.pieces.items()}
 
     def _count(self, path: Path) -> None:
+        self._added.append(None)
         self.values[path] = self.values.get(path, 0) + 1
 
     def _add_choices(self, event: dict[str, Any]) -> None:
@@ -136,6 +182,7 @@ class Joined:
                     self.ids[(*path, key)] = inner
                 elif isinstance(inner, str) and is_delta and key not in WHOLE:
                     if inner:
+                        self._added.append(((*path, key), inner))
                         self.pieces.setdefault((*path, key), []).append(inner)
                 else:
                     self._take(inner, (*path, key), is_delta)
@@ -151,6 +198,7 @@ class Joined:
             if isinstance(item, dict):
                 self._take(item, (*path, _index(item.get("index"), position)), is_delta)
             elif is_delta:  # such as token ids: pieces of a list
+                self._added.append(None)
                 self.values.setdefault(path, []).append(item)
             else:
                 self._take(item, (*path, position), is_delta)
