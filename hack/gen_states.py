@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 
 from engine.core import lifecycle, probes
 from engine.core.events import State
+from gateway.core import states as gateway_states
 from gms.core import state as gms_state
 from lockserver.core import lock
 
@@ -81,6 +82,11 @@ def epoch_edges() -> list[Edge]:
     return [(str(source), verb, str(target)) for (source, verb), target in found]
 
 
+def request_edges() -> list[Edge]:
+    found = gateway_states.TRANSITIONS.items()
+    return [(str(source), str(turn), str(target)) for (source, turn), target in found]
+
+
 def probe_table() -> list[str]:
     states = list(State)
     lines = ["| | " + " | ".join(states) + " |", "|---" * (len(states) + 1) + "|"]
@@ -109,6 +115,14 @@ def page() -> str:
     lines += ["## A session with the GPU memory service", ""]
     lines += diagram(session_edges()) + table(session_edges())
     lines += ["## An epoch of weights", "", *diagram(epoch_edges()), *table(epoch_edges())]
+    lines += ["## A request at the gateway", "", *diagram(request_edges())]
+    lines += table(request_edges())
+    lines += [
+        "Something was sent to the client in `streaming`, `relaying`, `parked`, `resuming` and",
+        "`replaying`. `waiting`, `asked` and `answering` never follow these, so nothing is sent",
+        "twice.",
+        "",
+    ]
     return "\n".join(lines).rstrip() + "\n"
 
 
