@@ -6,7 +6,7 @@ connection. Such an event is a group of its own here: the core knows what it mea
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TypeAlias
 
 from gateway.core.events import BreakCause
 from plumbing.hop import END, GROUP_MARK, HANDED_OVER, read_group_end
@@ -17,15 +17,11 @@ GROUP_BYTES_MAX = 16 << 20
 _MARK_IN_LINE = b"\n" + GROUP_MARK
 # How engines report their own end within a stream: OpenAI's form and Anthropic's.
 _ERRORS = (b'data: {"error"', b"event: error")
-_NEWLINE = ord("\n")
+_NEWLINE, _COLON = b"\n:"
 
 
-class MarkedGroup(NamedTuple):
-    """Whole events, and the tokens that they were made of."""
-
-    events: bytes
-    tokens: list[int]
-    chunks: list[int]
+# Whole events, and the tokens and chunks that they were made of.
+MarkedGroup: TypeAlias = "tuple[bytes, list[int], list[int]]"
 
 
 class GroupCutter:
@@ -45,6 +41,11 @@ class GroupCutter:
 
     def feed(self, data: bytes) -> list[MarkedGroup]:
         """The groups that are whole now."""
+        # Nearly always: one whole group, and nothing else.
+        if not self._rest and self.broken is None and data and data[0] != _COLON:
+            mark = data.find(_MARK_IN_LINE) + 1
+            if mark and data.find(b"\n\n", mark) == len(data) - 2:
+                return self._one(data, mark)
         if self.broken is not None or self.last is not None:
             return []
         if self._rest:
@@ -55,6 +56,14 @@ class GroupCutter:
                 return []
             data = bytes(self._rest)
         return self._cut(data)
+
+    def _one(self, data: bytes, mark: int) -> list[MarkedGroup]:
+        try:
+            tokens, chunks = read_group_end(data[mark:])
+        except ValueError:
+            self.broken = BreakCause.GARBAGE
+            return []
+        return [(data[:mark], tokens, chunks)]
 
     def _cut(self, data: bytes) -> list[MarkedGroup]:
         groups: list[MarkedGroup] = []
@@ -74,12 +83,12 @@ class GroupCutter:
             except ValueError:
                 self.broken = BreakCause.GARBAGE
                 return groups
-            groups.append(MarkedGroup(events, tokens, chunks))
+            groups.append((events, tokens, chunks))
             start = stop + 2
             self._seen = 0
         self._keep(data, start)
         if self._rest.startswith(_ERRORS) and b"\n\n" in self._rest:
-            groups.append(MarkedGroup(bytes(self._rest), [], []))
+            groups.append((bytes(self._rest), [], []))
             self._rest.clear()
             self._seen = 0
         return groups

@@ -201,8 +201,8 @@ class Upstream(asyncio.Protocol):
         groups = cutter.feed(data)
         now_ms = owner.now_ms()
         out: list[bytes] = []
-        for group in groups:
-            found = attempt.group(group.events, group.tokens, group.chunks, now_ms)
+        for events, tokens, chunks in groups:
+            found = attempt.group(events, tokens, chunks, now_ms)
             if found:
                 out.append(found)
             if owner.outbox:
@@ -218,7 +218,8 @@ class Upstream(asyncio.Protocol):
             self.drop()
             owner.perform_outbox()
             return
-        self._flush(out)
+        if out:
+            self._flush(out)
         if cutter.broken is not None:
             self._break(cutter.broken)
 
