@@ -11,7 +11,8 @@ import asyncio
 from typing import Protocol, cast
 
 from gateway.server.refusals import Refused, error_response
-from gateway.server.requests import Headers, HttpRequest, RequestReader
+from gateway.server.request_reader import BodyMemory, RequestReader
+from gateway.server.requests import Headers, HttpRequest
 
 IDLE_S = 75.0  # between two requests, as nginx
 HEAD_S = 10.0  # from a connection or the first byte of a request to the end of its head
@@ -22,11 +23,14 @@ STALLED_S = 300.0  # an answer waits so long for a client that takes nothing: th
 LINGER_S = 2.0  # to read what a refused client still sends, else a reset would destroy the answer
 AHEAD_BYTES_MAX = 64 * 1024  # sent while another request is served
 WRITE_BUFFER_BYTES = 64 * 1024  # then the engine's connection is not read on
+RETRY_AFTER_S = 1
 NEVER = float("inf")
 
 
 class Clients(Protocol):
     """Who accepts connections and serves their requests."""
+
+    body_memory: BodyMemory
 
     def closed(self, client: ClientConnection) -> None: ...
     def became_idle(self, client: ClientConnection) -> None: ...
@@ -53,7 +57,9 @@ class ClientConnection(asyncio.Protocol):
         self.peer: object = None
         self.sent_bytes = 0  # of the present answer's body
         self._owner = owner
-        self._reader = RequestReader(owner.body_bytes_max, owner.check, owner.stripped)
+        self._reader = RequestReader(
+            owner.body_bytes_max, owner.check, owner.body_memory, owner.stripped
+        )
         self._transport: asyncio.Transport | None = None
         self._ahead = bytearray()
         self._is_chunked = False
@@ -238,7 +244,11 @@ class ClientConnection(asyncio.Protocol):
         self._owner.refused(refused, self._reader.refused_id)
         self._write(
             error_response(
-                refused.status, refused.body(), self._reader.refused_id, keeps_alive=False
+                refused.status,
+                refused.body(),
+                self._reader.refused_id,
+                keeps_alive=False,
+                retry_after_s=RETRY_AFTER_S if refused.status == 503 else None,
             )
         )
         self._linger()

@@ -24,6 +24,7 @@ from gateway.server.files import ApiKeys, Certificate
 from gateway.server.listener import ServiceListener
 from gateway.server.main import Parent
 from gateway.server.refusals import Refused
+from gateway.server.request_reader import BodyMemory
 from gateway.server.requests import BODY_BYTES_MAX, Headers, HttpRequest
 from plumbing.errors import UsageError
 from plumbing.wire.fds import OwnedFd
@@ -42,6 +43,7 @@ class HttpDoors:
         UsageError: `gateway.bad_tls` or `gateway.bad_api_keys`, files that cannot be used.
         """
         self.is_stopping = False
+        self.body_memory = BodyMemory(settings.memory_bytes)
         self._settings = settings
         self._parent = parent
         self._loop = asyncio.get_running_loop()

@@ -265,9 +265,10 @@ class HttpExchange:
         now_ms = self.now_ms()
         if keepalive_ms:
             for number, sent_ms in self._paused.items():
-                if now_ms - sent_ms >= keepalive_ms:
+                client = self.requests[number].client
+                if now_ms - sent_ms >= keepalive_ms and not client.is_full:
                     self._paused[number] = now_ms
-                    self.requests[number].client.send_body(KEEPALIVE_COMMENT)
+                    client.send_body(KEEPALIVE_COMMENT)
         for upstream in tuple(self._upstreams.values()):
             since_ms = upstream.head_since_ms
             if since_ms is not None and now_ms - since_ms > HEAD_MS:

@@ -8,11 +8,13 @@ from hypothesis import strategies as st
 
 from gateway.server import requests
 from gateway.server.refusals import Refused
-from gateway.server.requests import HEAD_BYTES_MAX, PIPELINED_MAX, RequestReader, is_hop_path
+from gateway.server.request_reader import HEAD_BYTES_MAX, PIPELINED_MAX, BodyMemory, RequestReader
+from gateway.server.requests import is_hop_path
 
 
-def reader(body_bytes_max=1000, refused=None):
-    return RequestReader(lambda: body_bytes_max, lambda headers: refused)
+def reader(body_bytes_max=1000, refused=None, memory=None):
+    memory = memory or BodyMemory(1 << 20)
+    return RequestReader(lambda: body_bytes_max, lambda headers: refused, memory)
 
 
 def read(*parts: bytes, **options) -> RequestReader:
@@ -120,6 +122,24 @@ def test_a_chunked_body_over_the_limit_is_refused():
     assert found.refused is not None
     assert found.refused.status == 413
     assert not found.ready
+
+
+def test_all_bodies_together_have_a_limit():
+    """Goal: many large bodies at once are refused before they take the process's memory, and what
+    they took is free again, however their requests end."""
+    memory = BodyMemory(500)
+    head = POST.replace(b"Length: 3", b"Length: 300")[:-3]
+    first, second, third = [reader(memory=memory) for _ in range(3)]
+    first.feed(head + b"x" * 200)
+    second.feed(head + b"x" * 200)
+    third.feed(head + b"x" * 200)
+    assert third.refused is not None
+    assert third.refused.status == 503
+    assert memory.bytes == 400
+    first.feed(b"x" * 100)
+    assert len(first.ready) == 1
+    second.close()
+    assert memory.bytes == 0
 
 
 def test_a_check_refuses_before_the_body_is_read():

@@ -1,0 +1,265 @@
+"""Reads clients' requests out of the bytes of one connection, each whole, within limits. Opens and
+waits for nothing.
+
+Parsed by llhttp (`httptools`), which is strict: it refuses Content-Length together with
+Transfer-Encoding, repeated lengths, folded headers and bare line feeds.
+
+The surprising thing: `Upgrade: h2c`, which Java's client sends with every first request, makes
+llhttp skip the body. Such a request is read once more, without that header.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import httptools
+
+from gateway.server.refusals import Refused
+from gateway.server.requests import (
+    NOT_PASSED_ON,
+    Headers,
+    HttpRequest,
+    fresh_id,
+    is_hop_path,
+    make_request,
+    path_of,
+    sane_id,
+)
+
+HEAD_BYTES_MAX = 64 * 1024  # as many proxies; a browser's cookies are some KiB
+PIPELINED_MAX = 32  # requests read ahead on one connection; later ones are not read
+
+
+@dataclass(slots=True)
+class _Open:
+    """The request that is being read."""
+
+    method: bytes = b""
+    version: str = ""
+    url: bytes = b""
+    headers: Headers = field(default_factory=list)
+    body: list[bytes] = field(default_factory=list)
+    body_bytes: int = 0
+    has_head: bool = False
+    keeps_alive: bool = True
+    is_tunnel: bool = False
+
+
+class BodyMemory:
+    """The bodies that all connections are reading; whole ones are counted by the core."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self.bytes_max = bytes_max
+        self.bytes = 0
+
+    @property
+    def is_spent(self) -> bool:
+        return self.bytes > self.bytes_max
+
+
+class RequestReader:
+    """The requests of one connection. After `refused` is set nothing more is read."""
+
+    def __init__(
+        self,
+        body_bytes_max: Callable[[], int],
+        check: Callable[[Headers], Refused | None],
+        memory: BodyMemory,
+        stripped: frozenset[bytes] = frozenset(),
+    ) -> None:
+        """`check` looks at the headers of a request before its body is read; `stripped`: names of
+        headers that no engine gets."""
+        self.ready: deque[HttpRequest] = deque()
+        self.refused: Refused | None = None  # to be answered behind what is ready
+        self.refused_id = fresh_id()
+        self.count = 0  # requests read whole
+        self.expects_continue = False  # the client waits for "100 Continue"
+        self.rest = b""  # what came behind a request that asks for a tunnel
+        self._body_bytes_max = body_bytes_max
+        self._check = check
+        self._memory = memory
+        self._stripped = stripped | NOT_PASSED_ON
+        self._open: _Open | None = None
+        self._head_bytes = 0
+        self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)
+
+    def close(self) -> None:
+        """Nothing more is read. The parser and this object would keep each other alive."""
+        self._parser = None
+        self._let_go()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether not even a byte of a further request has come."""
+        return self._open is None
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the body of a request is being read."""
+        return self._open is not None and self._open.has_head
+
+    @property
+    def body_bytes(self) -> int:
+        """How much of a body has come that is not whole yet."""
+        return self._open.body_bytes if self._open is not None else 0
+
+    def feed(self, data: bytes) -> None:
+        if self.refused is not None or self._parser is None:
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._upgraded(data[upgrade.args[0] :])
+        except httptools.HttpParserInvalidMethodError:
+            self._refuse(Refused(501, "method_unknown", "This method is not known."))
+        except httptools.HttpParserError as error:
+            if self.refused is None:
+                self._refuse(_malformed(error))
+        else:
+            if self._open is not None and not self._open.has_head:
+                self._head_bytes += len(data)
+                if self._head_bytes > HEAD_BYTES_MAX:
+                    self._refuse(_head_too_large())
+
+    # ------------------------------------------------------------------ llhttp's callbacks
+
+    def on_message_begin(self) -> None:
+        if len(self.ready) >= PIPELINED_MAX:
+            self.ready[-1].keeps_alive = False  # the client sends the others again
+            self._refuse(Refused(400, "too_many_pipelined", "Too many requests were pipelined."))
+            return
+        self._open = _Open()
+
+    def on_url(self, url: bytes) -> None:
+        if self._open is not None:
+            self._open.url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._open is not None and not self._open.has_head:  # else a trailer
+            self._open.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        current = self._open
+        if current is None or self.refused is not None:
+            return
+        current.has_head, self._head_bytes = True, 0
+        assert self._parser is not None  # it is calling
+        current.method = self._parser.get_method()
+        current.version = self._parser.get_http_version()
+        current.keeps_alive = self._parser.should_keep_alive()
+        refused = self._refusal(current)
+        if refused is not None:
+            self.refused_id = sane_id(current.headers)
+            self._refuse(refused)
+
+    def on_body(self, body: bytes) -> None:
+        current = self._open
+        if current is None or self.refused is not None:
+            return
+        current.body.append(body)
+        current.body_bytes += len(body)
+        self._memory.bytes += len(body)
+        if current.body_bytes > self._body_bytes_max():
+            self.refused_id = sane_id(current.headers)
+            self._refuse(_body_too_large(self._body_bytes_max()))
+        elif self._memory.is_spent:
+            self.refused_id = sane_id(current.headers)
+            self._refuse(Refused(503, "overloaded", "Too many requests are being sent at once."))
+
+    def on_message_complete(self) -> None:
+        current = self._open
+        if current is None or self.refused is not None:
+            return
+        assert self._parser is not None  # it is calling
+        if not self._parser.should_upgrade():
+            self._finish(current)
+
+    # ------------------------------------------------------------------ inside
+
+    def _finish(self, current: _Open) -> None:
+        self._let_go()
+        self.count += 1
+        self.ready.append(
+            make_request(
+                current.method,
+                current.url,
+                current.headers,
+                current.body,
+                version=current.version,
+                keeps_alive=current.keeps_alive,
+                is_tunnel=current.is_tunnel,
+                stripped=self._stripped,
+            )
+        )
+
+    def _refusal(self, current: _Open) -> Refused | None:
+        """Why this request is not read on; looks at everything that its headers say."""
+        size = sum(len(name) + len(value) + 4 for name, value in current.headers)
+        if size + len(current.url) > HEAD_BYTES_MAX:
+            return _head_too_large()
+        if current.method == b"CONNECT":
+            return Refused(405, "method_not_allowed", "CONNECT is not served here.")
+        if current.version not in ("1.0", "1.1"):
+            return Refused(505, "http_version", "Only HTTP/1.0 and HTTP/1.1 are spoken here.")
+        named = dict(current.headers)
+        if named.get(b"transfer-encoding", b"chunked").strip().lower() != b"chunked":
+            return Refused(501, "transfer_encoding", "Only chunked transfer encoding is known.")
+        if is_hop_path(path_of(current.url)):
+            return Refused(404, "not_found", "There is nothing at this path.")
+        refused = self._check(current.headers)
+        if refused is not None:
+            return refused
+        declared = int(named.get(b"content-length", b"0"))  # llhttp has checked it
+        if declared > self._body_bytes_max():
+            return _body_too_large(self._body_bytes_max())
+        is_expecting = named.get(b"expect", b"").lower() == b"100-continue"
+        self.expects_continue = is_expecting and current.version == "1.1"
+        return None
+
+    def _refuse(self, refused: Refused) -> None:
+        self.refused = refused
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Of the request that was being read."""
+        self._memory.bytes -= self.body_bytes
+        self._open, self.expects_continue = None, False
+
+    def _upgraded(self, rest: bytes) -> None:
+        current = self._open
+        if current is None or self.refused is not None:
+            return
+        if dict(current.headers).get(b"upgrade", b"").lower() == b"websocket":
+            current.is_tunnel, self.rest = True, rest
+            self._finish(current)
+            return
+        lines = [b"%b %b HTTP/1.1" % (current.method, current.url)]
+        lines += [
+            b"%b: %b" % each
+            for each in current.headers
+            if each[0] not in (b"upgrade", b"http2-settings", b"connection")
+        ]
+        self._parser = httptools.HttpRequestParser(self)
+        self.feed(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
+
+
+def _head_too_large() -> Refused:
+    return Refused(
+        431,
+        "headers_too_large",
+        f"The headers of this request exceed the limit of {HEAD_BYTES_MAX} bytes.",
+    )
+
+
+def _body_too_large(bytes_max: int) -> Refused:
+    return Refused(
+        413,
+        "request_too_large",
+        f"This request is larger than the limit of {bytes_max} bytes.",
+    )
+
+
+def _malformed(error: Exception) -> Refused:
+    return Refused(400, "bad_request", f"This is not a valid HTTP request: {error}.")
