@@ -66,7 +66,7 @@ NOT_FOUND = Failure(404, "gateway.not_found", "there is no such path")
 NO_MEMORY = Failure(
     503,
     "gateway.memory",
-    "the gateway holds as many bytes of requests as it may (memory_bytes_max); retry",
+    "the gateway holds as many bytes of requests as it may (`--memory-bytes`); retry",
 )
 BROKEN = Failure(502, "gateway.broken", "the engine was lost in the middle of this answer; retry")
 OTHER_MODEL = Failure(
