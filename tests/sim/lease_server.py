@@ -65,8 +65,9 @@ class Server:
         self.down_until_ms = self.world.true_ms + self.world.random.choice(LASTS_MS)
         self.closed.clear()
         for line in self.world.network.lines.values():
-            if line.server_open and line.is_known:
+            if line.server_open:  # also what waited to be accepted: the next server is not asked
                 self.world.network.close_by_server(line)
+                line.up.clear()
 
     def restart_if_due(self) -> None:
         if self.machine is None and self.world.true_ms >= self.down_until_ms:
