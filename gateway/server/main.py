@@ -77,7 +77,7 @@ class ParentLink(Handler):
         self._loop = asyncio.get_running_loop()
         self._make_doors = make_doors
         self._doors: Doors | None = None
-        self._conn: Connection | None = None
+        self._conn: UnixConnection | None = None
         self._stopping: set[asyncio.Task[None]] = set()
         self._progress = 0
         self._is_beat_due = False
@@ -96,6 +96,7 @@ class ParentLink(Handler):
     # ------------------------------------------------------------------ as the wire's handler
 
     def opened(self, conn: Connection) -> None:
+        assert isinstance(conn, UnixConnection)
         self._conn = conn
 
     def received(
@@ -151,8 +152,10 @@ class ParentLink(Handler):
 
     def _beat(self) -> None:
         self._is_beat_due = False
-        if self._conn is not None and self._doors is not None:
-            self._progress += 1
+        if self._conn is None or self._doors is None:
+            return
+        self._progress += 1
+        if not self._conn.is_backed_up:  # else the parent is stopped, and has enough to read
             self._conn.send(self._doors.beat(self._progress))
 
     async def _stop(self, doors: Doors, budget_ms: float) -> None:
