@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from plumbing.wire.tcp.address import TcpAddress
     from plumbing.wire.tcp.security import Security
 
-# The one switch between the two modes: False once a gateway serves by default.
-DIRECT = True
 SWITCHED, ALREADY_ACTIVE = "switched", "already_active"
 
 # With less, one late heartbeat on a busy machine would cost the holder its lock.
@@ -84,7 +82,7 @@ SERVE = (
     Option(
         "direct",
         bool,
-        DIRECT,
+        False,
         "Lend the service sockets to engines, which accept connections themselves, instead of to a"
         " gateway. Implied by --listen.",
     ),

@@ -26,7 +26,7 @@ class LockSettings:
     security: Security | None = None  # of `listen`; None only on loopback
     lease_ms: float = LEASE_MS
     lease_margin_ms: float = MARGIN_MS
-    direct: bool = True  # engines accept from the lent socket themselves; else a gateway does
+    direct: bool = False  # engines accept from the lent socket themselves; else a gateway does
 
     @property
     def has_gateway(self) -> bool:

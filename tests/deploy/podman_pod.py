@@ -54,7 +54,7 @@ async def podman(*arguments: str) -> str:
 
 
 class PodmanPod:
-    """The four containers of a pod and their volumes."""
+    """The five containers of a pod and their volumes."""
 
     def __init__(self, image: str, model: Path) -> None:
         self._image = image
@@ -65,7 +65,7 @@ class PodmanPod:
         self._specs = {each["name"]: each for each in containers(OVERLAY)}
         ports = pod_ports()
         self.service_port = ports.service
-        self._ports = {"lockserver": ports.lockserver, "gms": ports.gms}
+        self._ports = {"lockserver": ports.lockserver, "gms": ports.gms, "gateway": ports.gateway}
         self._ports |= {f"engine-{n}": port for n, port in enumerate(ports.engines)}
 
     @property

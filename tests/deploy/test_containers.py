@@ -105,7 +105,7 @@ def test_image_says_what_the_manifests_rely_on(image: str):
 
 def test_every_command_of_the_manifests_is_on_the_path(image: str):
     programs = {each["command"][0] for name in OVERLAYS for each in containers(name)}
-    assert programs == {"lockserver", "gms", "engine", "understudy"}
+    assert programs == {"lockserver", "gms", "gateway", "engine", "understudy"}
 
     async def ask(program: str) -> str:
         flags = ("--rm", "--network=none", "--read-only", *LIMITS)
@@ -229,6 +229,24 @@ def test_killed_sidecar_costs_nothing(home: Home, sidecar: str):
         found = await committed(pod)
         assert found["epoch"] == epoch
         assert found["commits_total"] == (0 if sidecar == "gms" else 1)
+
+    home.run(scenario)
+
+
+def test_killed_gateway_refuses_nobody(home: Home):
+    """Goal: its port is the lock server's, and new requests wait for its successor. Method: SIGKILL
+    to its PID 1 under load; only what was in it is lost."""
+
+    async def scenario(home: Home) -> None:
+        pod, before = home.pod, await home.whole()
+        async with home.load() as load:
+            await load.answers()
+            kill(await pod.pid("gateway"))
+            await pod.restart("gateway")
+            await load.answers()
+            assert await home.whole() == before
+            assert not load.refused()
+            assert len(load.lost()) <= CLIENTS
 
     home.run(scenario)
 

@@ -138,7 +138,7 @@ def test_memory_is_what_the_overlay_says(overlay: str):
     is_cpu = overlay in ON_HOST_MEMORY
     flag = "--memory=host" if is_cpu else "--memory=cuda"
     (found,) = (
-        words(overlay, each) for each in containers(overlay) if "--memory" in json.dumps(each)
+        words(overlay, each) for each in containers(overlay) if "--memory=" in json.dumps(each)
     )
     assert flag in found
     ranks = one(overlay, "ConfigMap")["data"]["TENSOR_PARALLEL"]

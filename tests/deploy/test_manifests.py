@@ -10,21 +10,25 @@ import json
 import re
 import shutil
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import click
 import kubernetes_validate
 import pytest
+import yaml
 
 import engine.cli
+import gateway.cli
 import gms.cli
 import lockserver.cli
 import understudy.cli.main
 from engine.core import probes
 from engine.core.events import State
 from engine.supervisor import settings as engine_settings
+from gateway.supervisor.settings import OPTIONS as GATEWAY_OPTIONS
 from plumbing.errors import UsageError
-from plumbing.service.config import resolve
+from plumbing.service.config import resolve, size_bytes
 from tests.deploy.manifests import (
     DEPLOY,
     IN_MANY_CONTAINERS,
@@ -49,15 +53,18 @@ KUBECTL_MIN = (1, 28)
 PROGRAMS: dict[str, click.Group] = {
     "lockserver": lockserver.cli.main,
     "gms": gms.cli.main,
+    "gateway": gateway.cli.main,
     "engine": engine.cli.main,
     "understudy": understudy.cli.main.main,
 }
 PROBES = {
     "lockserver": {"live", "ready"},
     "gms": {"startup", "live", "ready"},
+    "gateway": {"startup", "live", "ready"},
     "engine": set(probes.TABLE),
 }
-PORTS = {8000: "http", 9400: "lockserver", 9401: "gms", 9402: "lock"}
+PORTS = {8000: "http", 9400: "lockserver", 9401: "gms", 9402: "lock", 9403: "gateway"}
+GATEWAY_IDLE_BYTES = 192 << 20  # a parent, the child that serves and its spare
 HANG_FOUND_S = 6.0  # its backend serves meanwhile; a busy machine's supervisor answers late
 HOLD_S = 10.0
 # Of Kubernetes' and of the system, not ours.
@@ -199,12 +206,12 @@ def test_each_engine_has_its_own_name_port_and_files(overlay: str):
 
 @pytest.mark.parametrize("overlay", WITH_CLAIM)
 def test_whoever_opens_a_device_is_in_the_claim(overlay: str):
-    """All but the lock server; one claim, so that all see the same devices."""
+    """All but the lock server and the gateway; one claim, so that all see the same devices."""
     spec = pod_spec(overlay)
     assert [each["name"] for each in spec["resourceClaims"]] == ["gpus"]
     for container in containers(overlay):
         claims = [each["name"] for each in container["resources"].get("claims", [])]
-        assert claims == ([] if container["name"] == "lockserver" else ["gpus"])
+        assert claims == ([] if container["name"] in ("lockserver", "gateway") else ["gpus"])
     request = one(overlay, "ResourceClaimTemplate")["spec"]["spec"]["devices"]["requests"][0]
     count = request["exactly"]["count"]
     assert one(overlay, "ConfigMap")["data"]["TENSOR_PARALLEL"] == str(count)
@@ -220,14 +227,52 @@ def test_without_a_claim_nobody_asks_for_one(overlay: str):
 
 @pytest.mark.parametrize("overlay", IN_ONE_POD)
 def test_nothing_takes_a_serving_pod_out_of_its_service(overlay: str):
-    """Readiness is the lock server's word alone, and it is patient for as long as requests wait."""
-    with_readiness = [each for each in containers(overlay) if "readinessProbe" in each]
-    (container,) = with_readiness
-    probe = container["readinessProbe"]
-    assert probe["httpGet"] == {"path": "/ready", "port": "lockserver"}
-    assert probe["periodSeconds"] * probe["failureThreshold"] >= HOLD_S
-    defaults = resolve(lockserver.cli.SERVE, {}, {})
-    assert defaults["hold_ms"] == 1000 * HOLD_S
+    """Readiness is the word of the lock server and of the gateway, never of an engine, and both are
+    asked with the patience that requests have. Of one container, the gateway's is enough: it is not
+    ready without an engine."""
+    probes = [each["readinessProbe"] for each in containers(overlay) if "readinessProbe" in each]
+    asked = [probe["httpGet"] for probe in probes]
+    words = [{"path": "/ready", "port": name} for name in ("lockserver", "gateway")]
+    assert asked == (words[1:] if overlay == "no-dra" else words)
+    for probe in probes:
+        assert probe["periodSeconds"] * probe["failureThreshold"] >= HOLD_S
+    for options in (lockserver.cli.SERVE, GATEWAY_OPTIONS):
+        assert resolve(options, {}, {})["hold_ms"] == 1000 * HOLD_S
+
+
+@pytest.mark.parametrize("overlay", [each for each in IN_ONE_POD if each != "no-dra"])
+def test_gateway_has_the_memory_that_it_may_hold(overlay: str):
+    """Goal: the kernel never kills it for what its own limit allows. Method: the flag against the
+    container's limit, with what its processes need when idle."""
+    (container,) = of_program(overlay, "gateway")
+    (word,) = container["args"]
+    held = size_bytes(word.removeprefix("--memory-bytes="))
+    limit, request = (container["resources"][each]["memory"] for each in ("limits", "requests"))
+    assert held + GATEWAY_IDLE_BYTES <= size_bytes(f"{limit}B")
+    assert size_bytes(f"{request}B") >= GATEWAY_IDLE_BYTES
+    assert container["command"] == ["gateway", "serve"]
+
+
+@pytest.mark.skipif(kubectl() is None, reason="needs kubectl 1.28 or newer, to render")
+@pytest.mark.parametrize("overlay", ["cpu", "single-gpu"])
+def test_component_without_a_gateway_leaves_the_rest_as_it_is(overlay: str, tmp_path: Path):
+    """Goal: today's direct mode for whoever needs it. Method: render an overlay with the component
+    and without it."""
+    shutil.copytree(DEPLOY, tmp_path / "deploy")
+    own = tmp_path / "own"
+    own.mkdir()
+    base = f"resources: [../deploy/overlays/{overlay}]\n"
+    (own / "kustomization.yaml").write_text(f"{base}components: [../deploy/components/direct]\n")
+    path = kubectl()
+    assert path is not None
+    said = subprocess.run([path, "kustomize", str(own)], capture_output=True, check=True).stdout
+    found = list(yaml.safe_load_all(said))
+    expected = documents(overlay)
+    (made,) = (each for each in expected if each["kind"] == "Deployment")
+    lock, gms_server, _ = made["spec"]["template"]["spec"]["initContainers"]
+    lock["env"].insert(0, {"name": "UNDERSTUDY_DIRECT", "value": "yes"})
+    made["spec"]["template"]["spec"]["initContainers"] = [lock, gms_server]
+    assert found == expected
 
 
 @pytest.mark.parametrize("overlay", IN_MANY_CONTAINERS)
@@ -281,7 +326,8 @@ def test_order_of_the_pod(overlay: str):
     """Sidecars start before the engines and stop after them."""
     sidecars = pod_spec(overlay).get("initContainers", [])
     names = [each["name"] for each in sidecars]
-    assert names == {"no-dra": [], NODES: ["gms"]}.get(overlay, ["lockserver", "gms"])
+    usual = ["lockserver", "gms", "gateway"]
+    assert names == {"no-dra": [], NODES: ["gms"]}.get(overlay, usual)
     for container in sidecars:
         assert container["restartPolicy"] == "Always"
         assert "startupProbe" in container

@@ -15,21 +15,24 @@ import click
 import pytest
 
 import engine.cli
+import gateway.cli
 import gms.cli
 import lockserver.cli
 from engine.backends.registry import REGISTRY
 from engine.core.relaunch import BACKOFF_FIRST_MS, BACKOFF_MAX_MS
 from engine.supervisor import settings as engine_settings
+from gateway.supervisor.settings import DRAIN_MS
 from plumbing.service.process import FDS_ADVISED
 from tests.deploy.manifests import DEPLOY
 from understudy.cli.settings import DIRECTORY
 
 SYSTEMD = DEPLOY / "systemd"
-SERVICES = ("lockserver.service", "gms.service", "engine@.service")
-WITH_DEVICES = SERVICES[1:]
+SERVICES = ("lockserver.service", "gateway.service", "gms.service", "engine@.service")
+WITH_DEVICES = SERVICES[2:]
 PROGRAMS: dict[str, click.Group] = {
     "lockserver": lockserver.cli.main,
     "gms": gms.cli.main,
+    "gateway": gateway.cli.main,
     "engine": engine.cli.main,
 }
 EXPOSURE_MAX = 2.5  # of 10, as systemd-analyze counts; 4.9 and less is its "OK"
@@ -161,7 +164,8 @@ def test_all_share_one_directory_that_outlives_each():
 def test_engines_are_called_as_everywhere():
     assert "ENGINE_ID=engine-%i" in values("engine@.service", "Environment")
     wanted = value("understudy.target", "Wants").split()
-    assert wanted == ["lockserver.service", "gms.service", "engine@0.service", "engine@1.service"]
+    servers = ["lockserver.service", "gms.service", "gateway.service"]
+    assert wanted == [*servers, "engine@0.service", "engine@1.service"]
 
 
 # ------------------------------------------------------------------ the pod's promises
@@ -189,7 +193,15 @@ def test_stopped_engine_drains_before_its_neighbours_go():
     needed_s = (engine_settings.DRAIN_MS + engine_settings.REAP_MS) / 1000
     assert value(unit, "KillMode") == "mixed"
     assert seconds(value(unit, "TimeoutStopSec")) > needed_s
-    assert {"lockserver.service", "gms.service"} <= set(value(unit, "After").split())
+    servers = {"lockserver.service", "gms.service", "gateway.service"}
+    assert servers <= set(value(unit, "After").split())
+
+
+def test_stopped_gateway_has_the_time_that_its_streams_may_take():
+    unit = "gateway.service"
+    assert seconds(value(unit, "TimeoutStopSec")) * 1000 > DRAIN_MS
+    assert value(unit, "KillMode") == "mixed"  # its parent says when a child ends
+    assert value(unit, "OOMPolicy") == "continue"
 
 
 @pytest.mark.parametrize("unit", SERVICES)

@@ -22,7 +22,7 @@ from tests.helpers import until
 from understudy.drill.killer import Whole, wait_whole
 from understudy.status.gather import gather
 
-UNITS = ("lockserver", "gms", "engine@0", "engine@1")
+UNITS = ("lockserver", "gms", "gateway", "engine@0", "engine@1")
 WHOLE_DEADLINE_S = 90.0
 STOPPED_DEADLINE_S = 60.0
 ENVIRONMENT = """
@@ -131,15 +131,15 @@ def test_restarted_engine_drains_and_is_the_spare_one(host: Host):
     assert "draining → dead: drained" in host.journal()
 
 
-@pytest.mark.parametrize("server", ["lockserver", "gms"])
+@pytest.mark.parametrize("server", ["lockserver", "gms", "gateway"])
 def test_killed_server_comes_back_and_takes_nobody_along(host: Host, server: str):
     before = host.whole()
-    engines = [host.shown(unit, "MainPID") for unit in UNITS[2:]]
+    engines = [host.shown(unit, "MainPID") for unit in UNITS[3:]]
     old = host.shown(server, "MainPID")
     host.kill(server)
     until(lambda: host.shown(server, "MainPID") not in ("0", old), f"the restart of {server}")
     assert host.whole() == before
-    assert [host.shown(unit, "MainPID") for unit in UNITS[2:]] == engines
+    assert [host.shown(unit, "MainPID") for unit in UNITS[3:]] == engines
 
 
 def test_stop_of_the_target_stops_all_and_keeps_the_directory(host: Host):

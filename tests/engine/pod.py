@@ -169,7 +169,7 @@ class Pod:
         host, port = self.address
         command = [
             *program("lockserver"),
-            *("serve", "--dir", str(self.directory)),
+            *("serve", "--direct", "--dir", str(self.directory)),
             *("--service", f"active={host}:{port}", "--http-port", str(self._lock_port)),
             mode,
         ]

@@ -190,7 +190,7 @@ def test_service_is_lent_and_handed_back_after_a_server_restart(pod_dir, start_s
     engine borrows the socket; kill the server while a client waits; the restarted one gets the
     socket back and lends it to a new engine, and the client is still in the backlog."""
     port = free_port()
-    server = start_server("--service", f"active=127.0.0.1:{port}")
+    server = start_server("--direct", "--service", f"active=127.0.0.1:{port}")
 
     async def scenario() -> None:
         async with Engine(pod_dir, "engine-0") as holder, Engine(pod_dir, "engine-1") as standby:
@@ -225,7 +225,7 @@ def test_service_address_in_use_at_the_first_start_is_one_clear_error(pod_dir):
         ran = subprocess.run(
             [
                 *(sys.executable, "-m", "lockserver.cli", "serve", "--dir", pod_dir),
-                *("--http-port", "0", "--service", f"active=127.0.0.1:{port}"),
+                *("--direct", "--http-port", "0", "--service", f"active=127.0.0.1:{port}"),
             ],
             capture_output=True,
             text=True,
@@ -249,7 +249,7 @@ def test_service_address_taken_while_down_is_waited_for_and_reported(
     server.kill()
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         port = stranger.getsockname()[1]
-        server.flags = ("--service", f"active=127.0.0.1:{port}", "--window-ms", "50")
+        server.flags = ("--direct", "--service", f"active=127.0.0.1:{port}", "--window-ms", "50")
         server.start()
         service = server.status()["service"]["active"]
         assert service["state"] == "waiting_for_hand_back"

@@ -68,8 +68,8 @@ def undone(client: BlockingClient) -> list[str]:
     return [wait["message"] for wait in waits if wait["reason"] == "no_descriptors"]
 
 
-def with_service() -> tuple[str, str]:
-    return "--service", f"active=127.0.0.1:{free_port()}"
+def with_service() -> tuple[str, ...]:
+    return "--direct", "--service", f"active=127.0.0.1:{free_port()}"
 
 
 @pytest.mark.parametrize("died_meanwhile", [False, True], ids=["holder lives", "holder dies"])

@@ -25,6 +25,7 @@ def test_standard_pod_starts_what_engines_need_before_them():
     assert [[c.name for c in group] for group in starts(containers)] == [
         ["lockserver"],
         ["gms"],
+        ["gateway"],
         ["engine-0"],
         ["engine-1"],
     ]
@@ -36,6 +37,7 @@ def test_standard_pod_stops_its_engines_together_and_then_what_they_need():
     containers = LocalPod(Path("/run/understudy"), Path("/models/m")).containers()
     assert [[c.name for c in group] for group in stops(containers)] == [
         ["engine-0", "engine-1"],
+        ["gateway"],
         ["gms"],
         ["lockserver"],
     ]
@@ -43,29 +45,55 @@ def test_standard_pod_stops_its_engines_together_and_then_what_they_need():
 
 def test_standard_pod_uses_the_ports_and_directory_of_the_design():
     """Goal: DESIGN §9's surface. Method: read the command lines and environments."""
-    lock, gms, one, two = LocalPod(Path("/run/understudy"), Path("/models/m")).containers()
+    pod = LocalPod(Path("/run/understudy"), Path("/models/m")).containers()
+    lock, gms, gateway, one, two = pod
     assert "--service=active=127.0.0.1:8000" in lock.command
     assert lock.env["UNDERSTUDY_HTTP_PORT"] == "9400"
     assert gms.env["UNDERSTUDY_HTTP_PORT"] == "9401"
+    assert gateway.env["UNDERSTUDY_HTTP_PORT"] == "9403"
     assert [c.env["ENGINE_ID"] for c in (one, two)] == ["engine-0", "engine-1"]
     assert one.env["UNDERSTUDY_HTTP_PORT"] == "9410"
     assert two.env["UNDERSTUDY_HTTP_PORT"] == "9411"
-    assert {c.env["UNDERSTUDY_DIR"] for c in (lock, gms, one, two)} == {"/run/understudy"}
+    assert {c.env["UNDERSTUDY_DIR"] for c in pod} == {"/run/understudy"}
     assert one.env["LOCKSERVER_SOCKET"] == "/run/understudy/lockserver.sock"
     assert one.command[one.command.index("--") + 1 :] == ("--model", "/models/m")
-    urls = [c.startup.url for c in (lock, gms, one) if c.startup is not None]
-    assert [url.rsplit("/", 1)[1] for url in urls] == ["live", "startup", "startup"]
+    urls = [c.startup.url for c in pod if c.startup is not None]
+    names = [url.rsplit("/", 1)[1] for url in urls]
+    assert names == ["live", "startup", "startup", "startup", "startup"]
+
+
+def test_direct_pod_has_no_gateway_and_everybody_knows():
+    """Goal: a pod as before there was a gateway. Method: the containers, and what they are told."""
+    gateway_pod = LocalPod(Path("/run/understudy"), Path("/models/m"))
+    pod = replace(gateway_pod, is_direct=True)
+    names = [each.name for each in gateway_pod.containers()]
+    assert [each.name for each in pod.containers()] == [n for n in names if n != "gateway"]
+    assert {each.env["UNDERSTUDY_DIRECT"] for each in pod.containers()} == {"yes"}
+    assert {each.env["UNDERSTUDY_DIRECT"] for each in gateway_pod.containers()} == {"no"}
+    flags = {"direct": True, "model": "/tmp"}
+    assert _local_pod(resolve(UP_OPTIONS, flags, {}), UP_OPTIONS, ()).is_direct
+
+
+def test_gateways_port_is_not_looked_at_in_direct_mode():
+    """Goal: a direct pod starts beside another pod's gateway. Method: a listener on that port."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        ports = replace(free_pod_ports(), gateway=taken.getsockname()[1])
+        check_ports(ports, is_direct=True)
+        with pytest.raises(UnderstudyError, match="--gateway-port"):
+            check_ports(ports)
 
 
 def test_pod_of_two_ranks_has_two_devices_and_engines_that_know():
     """Goal: a device per rank. Method: read the command lines; one rank is said to nobody."""
     pod = LocalPod(Path("/run/understudy"), Path("/models/m"), tensor_parallel=2)
-    _, gms, *engines = pod.containers()
+    _, gms, _, *engines = pod.containers()
     assert "--devices=2" in gms.command
     for engine in engines:
         backend = engine.command[engine.command.index("--") + 1 :]
         assert backend == ("--model", "/models/m", "--tensor-parallel", "2")
-    _, gms, *engines = LocalPod(Path("/run/understudy"), Path("/models/m")).containers()
+    _, gms, _, *engines = LocalPod(Path("/run/understudy"), Path("/models/m")).containers()
     assert "--devices=1" in gms.command
     assert not any("--tensor-parallel" in engine.command for engine in engines)
 
@@ -74,10 +102,10 @@ def test_pod_on_gpus_takes_those_that_are_there_and_all_of_their_memory():
     """Goal: `--memory cuda`. Method: the memory service's command line, with and without a limit;
     and where probes listen, of all parts."""
     pod = LocalPod(Path("/run/understudy"), Path("/m"), memory="cuda", http_host="0.0.0.0")
-    lock, gms, *engines = pod.containers()
+    lock, gms, gateway, *engines = pod.containers()
     assert "--memory=cuda" in gms.command
     assert not [word for word in gms.command if word.startswith("--device")]
-    for container in (lock, gms, *engines):
+    for container in (lock, gms, gateway, *engines):
         assert container.env["UNDERSTUDY_HTTP_HOST"] == "0.0.0.0"
         assert container.startup is not None
         assert container.startup.url.startswith("http://127.0.0.1:")
@@ -120,7 +148,7 @@ def test_vllm_is_told_of_its_model_in_its_own_words():
         tensor_parallel=2,
         backend_args=("--enforce-eager",),
     )
-    for engine in pod.containers()[2:]:
+    for engine in pod.containers()[3:]:
         assert "--backend=vllm" in engine.command
         backend = engine.command[engine.command.index("--") + 1 :]
         assert backend == ("/models/m", "--tensor-parallel-size", "2", "--enforce-eager")

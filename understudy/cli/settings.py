@@ -54,7 +54,7 @@ POD_OPTIONS = (
     Option(
         "direct",
         bool,
-        True,
+        False,
         "Without a gateway: engines accept connections themselves, and their deaths cut streams.",
     ),
 )

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from engine import messages as engine_messages
+from gateway import messages as gateway_messages
 from gms.client import messages as gms_messages
 from lockserver.client import messages as lock_messages
 from plumbing.errors import UnderstudyError, UnreachableError
 from plumbing.part.absence import absences
-from plumbing.part.observe import EventMsg, StatusMsg, StatusReplyMsg, WatchMsg
+from plumbing.part.observe import StatusMsg, StatusReplyMsg
 from plumbing.part.paths import (
     LOCKSERVER_SOCKET,
     engine_sockets,
@@ -34,8 +35,6 @@ from plumbing.service.files import read_json
 from plumbing.wire.messages import Catalogue
 from understudy.status.gateway_view import has_gateway
 from understudy.status.view import is_reachable, pod_view
-
-GATEWAY = Catalogue(StatusMsg, StatusReplyMsg, WatchMsg, EventMsg)  # observers say no more to it
 
 
 def start_hint(directory: Path) -> str:
@@ -91,7 +90,7 @@ def lockserver_part(directory: Path) -> PodPart:
 
 def gateway_part(directory: Path) -> PodPart:
     """The gateway, whether or not it has a socket: a pod in direct mode has none."""
-    return PodPart("gateway", gateway_socket(str(directory)), GATEWAY)
+    return PodPart("gateway", gateway_socket(str(directory)), gateway_messages.CONTROL)
 
 
 def memory_parts(directory: Path) -> list[PodPart]:

@@ -51,7 +51,7 @@ class LocalPod:
     env: Mapping[str, str] = field(default_factory=dict)
     http_host: str = "127.0.0.1"  # where probes and metrics listen
     pace: Pace = QUICK
-    is_direct: bool = True
+    is_direct: bool = False
 
     def containers(self) -> list[Container]:
         """The pod, in the order in which it starts."""

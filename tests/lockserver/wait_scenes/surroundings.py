@@ -105,7 +105,7 @@ async def address_of_a_stranger(scene: Scene) -> AsyncIterator[Told]:
     server.kill()
     port = free_port()
     with socket.create_server(("127.0.0.1", port)):
-        server.flags = ("--service", f"active=127.0.0.1:{port}")
+        server.flags = ("--direct", "--service", f"active=127.0.0.1:{port}")
         await asyncio.to_thread(server.start)
         assert server.status()["service"]["active"]["state"] == "waiting_for_hand_back"
         evidence = (f"127.0.0.1:{port} is in use by pid {os.getpid()}",)

@@ -155,21 +155,23 @@ def test_ports_are_replaced_where_they_are_ports():
 def test_cpu_overlay_in_another_place_is_told_of_its_directories_and_ports():
     """Goal: two pods on one machine. Method: the overlay with a model and ports of its own."""
     manifest = read_manifest(documents("cpu"))
-    lock, gms, one, two = place(manifest, "volume.model=/srv/m", first=15_000)
+    pod = place(manifest, "volume.model=/srv/m", first=15_000)
+    lock, _, gateway, one, two = pod
     assert "--service=active=0.0.0.0:15000" in lock.command
     assert lock.command[0] == "/bin/lockserver"
-    ports = [each.env["UNDERSTUDY_HTTP_PORT"] for each in (lock, gms, one, two)]
-    assert ports == ["15001", "15002", "15003", "15004"]
+    ports = [each.env["UNDERSTUDY_HTTP_PORT"] for each in pod]
+    assert ports == ["15001", "15002", "15003", "15004", "15005"]
+    assert gateway.command[0] == "/bin/gateway"
     assert one.startup is not None
-    assert one.startup.url == "http://127.0.0.1:15003/startup"
+    assert one.startup.url == "http://127.0.0.1:15004/startup"
     assert one.liveness is not None
     assert (one.liveness.period_s, one.liveness.grace_s, one.grace_s) == (1, 1, 45)
     assert "--model=/srv/m" in one.command
     assert one.env["MODEL"] == "/srv/m"
     assert two.env["TMPDIR"] == two.env["HOME"] == "/run/pod/vol/tmp-engine-1"
     assert runtime_directory([lock]) == HOME / "vol/shared/understudy"
-    assert {each.pace for each in (lock, gms, one, two)} == {KUBELET}
-    assert all(each.is_private for each in (lock, gms, one, two))
+    assert {each.pace for each in pod} == {KUBELET}
+    assert all(each.is_private for each in pod)
 
 
 def test_no_dra_overlay_is_told_of_its_ports_in_the_words_of_up():
@@ -186,7 +188,8 @@ def test_no_dra_overlay_is_told_of_its_ports_in_the_words_of_up():
         "UNDERSTUDY_SERVICE_PORT": "20000",
         "UNDERSTUDY_LOCKSERVER_PORT": "20001",
         "UNDERSTUDY_GMS_PORT": "20002",
-        "UNDERSTUDY_ENGINE_PORT": "20003",
+        "UNDERSTUDY_GATEWAY_PORT": "20003",
+        "UNDERSTUDY_ENGINE_PORT": "20004",
     }
     assert container.liveness is not None
     assert container.liveness.url == "http://127.0.0.1:20001/live"
@@ -198,8 +201,9 @@ def test_set_changes_what_it_names():
     """Goal: env, config, port and volume. Method: the overlay, and what becomes of it."""
     manifest = read_manifest(documents("cpu"))
     chosen = ("env.LOG_LEVEL=debug", "config.TENSOR_PARALLEL=2", "port.http=8001")
-    lock, gms, one, _ = place(manifest, "volume.model=/m", "volume.shared=/dev/shm/x", *chosen)
-    assert {each.env["LOG_LEVEL"] for each in (lock, gms, one)} == {"debug"}
+    pod = place(manifest, "volume.model=/m", "volume.shared=/dev/shm/x", *chosen)
+    lock, gms, gateway, one, _ = pod
+    assert {each.env["LOG_LEVEL"] for each in (lock, gms, gateway, one)} == {"debug"}
     assert "--devices=2" in gms.command
     assert "--tensor-parallel=2" in one.command
     assert "--service=active=0.0.0.0:8001" in lock.command

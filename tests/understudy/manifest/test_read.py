@@ -274,8 +274,9 @@ def test_our_own_overlays_are_understood(overlay: str):
     """Goal: every manifest that is shipped. Method: order, probes and ports against the file."""
     manifest = read_manifest(documents(overlay))
     sidecars = [each.name for each in manifest.specs if each.kind is Kind.SIDECAR]
-    assert sidecars == ([] if overlay == "no-dra" else ["lockserver", "gms"])
-    assert list(manifest.ports())[:4] == ["http", "lockserver", "gms", "engine-0"]
+    assert sidecars == ([] if overlay == "no-dra" else ["lockserver", "gms", "gateway"])
+    names = ["http", "lockserver", "gms", "gateway", "engine-0"]
+    assert list(manifest.ports())[:5] == names
     assert manifest.grace_s == 45
     for spec in manifest.specs:
         assert spec.startup is not None
