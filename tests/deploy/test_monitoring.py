@@ -73,7 +73,7 @@ def test_every_alert_has_a_runbook_that_is_there():
 def test_every_port_of_the_pod_is_scraped():
     monitor = yaml.safe_load((MONITORING / "podmonitor.yaml").read_text())
     ports = {each["port"] for each in monitor["spec"]["podMetricsEndpoints"]}
-    assert ports == {"http", "lockserver", "gms", "engine-0", "engine-1", "engine-2"}
+    assert ports == {"http", "lockserver", "gms", "gateway", "engine-0", "engine-1", "engine-2"}
 
 
 @pytest.mark.parametrize("pod", PODS)
@@ -94,7 +94,7 @@ def test_names_of_metrics_are_those_of_a_pod(home: PodHome):
     async def scenario(pod: Pod) -> None:
         pages = ""
         ports = pod.local.ports
-        for port in (ports.lockserver, ports.gms, *ports.engines):
+        for port in (ports.lockserver, ports.gms, ports.gateway, *ports.engines):
             answer = await get(f"http://127.0.0.1:{port}/metrics", 10)
             pages += answer.body.decode()
         there = set(re.findall(r"^(\w+)", pages, re.MULTILINE))
@@ -132,7 +132,7 @@ class Prometheus:
     def __init__(self, base: Path, pod: Pod) -> None:
         (self._port,) = free_ports(1)
         ports = pod.local.ports
-        parts = (ports.lockserver, ports.gms, *ports.engines)
+        parts = (ports.lockserver, ports.gms, ports.gateway, *ports.engines)
         found = rules()
         for rule in found["groups"][0]["rules"]:
             if "for" in rule:
@@ -223,7 +223,7 @@ def test_alert_for_a_missing_standby_fires_and_clears(home: PodHome, tmp_path: P
             await load.answers()
 
             async def is_scraped() -> bool:
-                return await prometheus.healthy_targets() == 4
+                return await prometheus.healthy_targets() == 5
 
             async def is_fired() -> bool:
                 return "UnderstudyNoStandby" in await prometheus.firing()
@@ -231,7 +231,7 @@ def test_alert_for_a_missing_standby_fires_and_clears(home: PodHome, tmp_path: P
             async def is_clear() -> bool:
                 return not await prometheus.firing()
 
-            await seen(is_scraped, "four targets that are up")
+            await seen(is_scraped, "five targets that are up")
             assert not await is_fired()
             process = pod.pid(standby)
             os.kill(process, signal.SIGSTOP)
