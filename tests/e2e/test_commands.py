@@ -42,6 +42,9 @@ REPORT_KEYS = {
     "machine",
 }
 SPREAD_KEYS = {"p50", "p99", "max"}
+# Below `up`: a lock server; a memory service and a device's server; a gateway, its child and the
+# spare; two engines of three processes.
+PROCESSES = 1 + 2 + 3 + 2 * 3
 
 
 def check_report(report: dict, kills: int) -> None:
@@ -194,19 +197,21 @@ def test_up_killed_leaves_no_process_and_the_next_one_stops_in_reverse_order(
         (page,) = re.findall(r"http://\S+/ui", output.read_text())
         with urlopen(page) as shown:
             assert b"<title>" in shown.read()
+        until(lambda: len(descendants(up.pid)) == PROCESSES, "the gateway's spare process")
         with Processes([up.pid, *descendants(up.pid)]) as processes:
-            assert len(processes.alive()) == 10
+            assert len(processes.alive()) == 1 + PROCESSES
             up.kill()
             until(lambda: not processes.alive(), "every process to end with `up`")
     with running_pod(directory, output, flags) as up:
         assert check_status(directory) > token
         by_name = {name_of(pid): pid for pid in children(up.pid)}
-        assert set(by_name) == {"lockserver", "gms", "engine-0", "engine-1"}
+        assert set(by_name) == {"lockserver", "gms", "gateway", "engine-0", "engine-1"}
         engines = [by_name["engine-0"], by_name["engine-1"]]
         with Processes([up.pid, *descendants(up.pid)]) as processes:
             up.send_signal(signal.SIGTERM)
-            until(lambda: by_name["gms"] not in processes.alive(), "the end of gms")
+            until(lambda: by_name["gateway"] not in processes.alive(), "the end of the gateway")
             assert not processes.alive().intersection(engines)
+            until(lambda: by_name["gms"] not in processes.alive(), "the end of gms")
             until(lambda: by_name["lockserver"] not in processes.alive(), "the lock server's end")
             assert processes.alive() <= {up.pid}
             assert up.wait(60) == 0

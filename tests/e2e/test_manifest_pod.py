@@ -92,8 +92,8 @@ def test_running_pod_is_drilled_from_inside_a_container_and_stops_in_order(home:
     server's namespace, where no other process is visible; then SIGTERM, and a check for
     leftovers."""
     directory, output = home / "pod", home / "up.txt"
-    first = fresh_ports(5)
-    names = ("http", "lockserver", "gms", "engine-0", "engine-1")
+    first = fresh_ports(6)
+    names = ("http", "lockserver", "gms", "gateway", "engine-0", "engine-1")
     ports = [f"--set=port.{name}={first + number}" for number, name in enumerate(names)]
     with running_pod(directory, output, ["-f", str(RENDERED / "cpu.yaml"), *ports]) as up:
         shared = directory / "vol/shared/understudy"

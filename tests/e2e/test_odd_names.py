@@ -42,7 +42,7 @@ def test_pod_in_a_directory_that_is_not_utf8_works_and_names_it(odd_home: PodHom
         ports = pod.local.ports
         pages = [
             await asyncio.to_thread(page, port)
-            for port in (ports.lockserver, ports.gms, ports.engines[0])
+            for port in (ports.lockserver, ports.gms, ports.gateway, ports.engines[0])
         ]
         assert SHOWN in json.loads(pages[0])["server"]["dir"]
         for words in (("status",), ("status", "--json"), ("events",), ("doctor",)):
@@ -50,7 +50,7 @@ def test_pod_in_a_directory_that_is_not_utf8_works_and_names_it(odd_home: PodHom
             assert out
         _, checks = await checked(pod)
         assert checks["directory"]["status"] == "pass"
-        for part in ("lockserver", "gms", "engine"):
+        for part in ("lockserver", "gms", "gateway", "engine"):
             for flags in ((), ("--json",)):
                 process = await asyncio.create_subprocess_exec(
                     *(str(BIN / part), "status", f"--dir={pod.directory}"),

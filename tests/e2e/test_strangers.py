@@ -43,7 +43,7 @@ def test_every_part_answers_probes_and_names_the_problem(home: PodHome):
     async def scenario(pod: Pod) -> None:
         before = await pod.whole()
         ports = pod.local.ports
-        for port in (ports.lockserver, ports.gms, *ports.engines):
+        for port in (ports.lockserver, ports.gms, ports.gateway, *ports.engines):
             found = await asyncio.to_thread(problems_with_strangers, port)
             assert "HTTP connections are open" in found
         assert (await pod.whole()).token == before.token

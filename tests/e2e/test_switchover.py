@@ -126,11 +126,13 @@ async def stopped_model(pod: Pod, engine: str) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def draining(pod: Pod, load: Load, *flags: str) -> AsyncIterator[tuple[Whole, Command]]:
-    """A switchover in its middle: the active engine drains, and cannot finish before this ends."""
+    """A switchover in its middle: the active engine drains, and cannot finish before this ends.
+
+    Behind a gateway it would leave its streams to the next engine, and not drain (`--drain`)."""
     before = await pod.whole()
     await load.answers()
     async with stopped_model(pod, before.engine):
-        command = await Command.start(pod, *flags)
+        command = await Command.start(pod, "--drain", *flags)
         await until_state(pod, before.engine, "draining")
         yield before, command
 
