@@ -107,7 +107,7 @@ class Engine:
             )
             self.log.record("engine.members", text, "warning")
         self.leftovers.start()
-        self.lock.stop_listening()  # a socket file that a killed predecessor has left
+        self.lock.private.remove_leftover()  # of a predecessor that was killed
         self._tick()
         self._launch_first()
 

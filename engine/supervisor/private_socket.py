@@ -23,22 +23,29 @@ class PrivateSocket:
     def __init__(self, path: str) -> None:
         self.path = path
         self.problem: str | None = None
+        self._is_ours = False
 
     def listen(self) -> OwnedFd | None:
         """A fresh listening socket at `path`, in place of any other; None if there cannot be one
         for now: ask again."""
-        self.remove()
+        self.remove_leftover()
         try:
             listening = _listen(self.path)
         except OSError as error:
             self.problem = self._why(error)
             return None
-        self.problem = None
+        self._is_ours = True
         return listening
 
     def remove(self) -> None:
-        """Let nobody connect any more. Harmless to repeat."""
-        self.problem = None
+        """Let nobody connect any more. Harmless to repeat. What we have not bound stays: a second
+        supervisor of this engine, which is refused, must not take the first one's away."""
+        if self._is_ours:
+            self.remove_leftover()
+
+    def remove_leftover(self) -> None:
+        """Unlink what is at `path`, whoever bound it: only for the engine's one supervisor."""
+        self.problem, self._is_ours = None, False
         with contextlib.suppress(OSError):  # then `listen` fails, with the reason
             os.unlink(self.path)
 

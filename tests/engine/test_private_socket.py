@@ -53,6 +53,17 @@ def test_stale_socket_is_replaced(private):
         assert not old.is_closed
 
 
+def test_what_another_supervisor_has_bound_stays(private):
+    """Goal: a second supervisor of the same engine, which is refused, takes nothing away. Method:
+    its end, while the first one listens; then a start, which removes what a dead one left."""
+    second = PrivateSocket(private.path)
+    with private.listen():
+        second.remove()
+        connect(private.path).close()
+        second.remove_leftover()
+        assert not Path(private.path).exists()
+
+
 def test_what_cannot_be_bound_is_a_problem_until_it_can(private):
     """Goal: no shortage is fatal, and the reason is told. Method: no descriptor, then something
     else in the socket's place, then neither."""
