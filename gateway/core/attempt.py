@@ -158,7 +158,7 @@ class Attempt:
     def _is_error(self, events: bytes, now_ms: float) -> bool:
         """Whether the engine says in its stream that it failed: a break, not content."""
         found = _ERROR_EVENT.search(events)
-        if found is None or self.owner.state is RequestState.RELAYING:
+        if found is None:
             return False
         # The event alone: behind it vLLM writes the same `[DONE]` as behind a whole answer.
         self.owner.engine_error = events[found.start() :].partition(b"\n\n")[0] + b"\n\n"

@@ -186,7 +186,7 @@ class Course:
             request.is_inside = False
         self.desk.drop(request)
         if request.state is RequestState.RELAYING:
-            self.desk.fail(request, answers.BROKEN)
+            self.desk.fail(request, answers.BROKEN, event=request.engine_error)
             return
         if request.state is RequestState.STREAMING:
             self._pause(attempt, cause, now_ms)
@@ -219,8 +219,11 @@ class Course:
         if cause is BreakCause.SUPERSEDED:
             request.not_before_ms = now_ms
             return
+        if cause is BreakCause.HANDED_OVER:  # nothing more to be had there
+            request.not_before_ms = now_ms + GIVE_UP_MS
+            return
         request.not_before_ms = now_ms + NEWER_GRANT_MS
-        request.breaks_here += cause is not BreakCause.HANDED_OVER
+        request.breaks_here += 1
         if request.breaks_here >= BREAKS_HERE_MAX:
             # An engine that says each time why it failed is alive: nothing is to be waited for.
             said_why = cause is BreakCause.ERROR_EVENT and request.state is RequestState.PARKED

@@ -237,15 +237,17 @@ class Gateway:
         if self._greet_ms is not None and now_ms >= self._greet_ms and self._is_granted:
             self._greet(now_ms)
         trial = self._desk.line.on_trial
-        if trial is not None and not trial.is_stream and trial.made_progress(now_ms):
+        if trial is not None and trial.made_progress(now_ms):
             self._course.progressed(trial)
+        keeps_breaking = answers.keeps_breaking(self._grant.engine if self._grant else "")
         for request in list(self._desk.line.waiting.values()):
+            is_given_up = request.gives_up_ms is not None
             if request.state is RequestState.WAITING:
                 if now_ms - request.waits_since_ms >= self.rules.hold_ms:
-                    self._desk.fail(request, answers.no_engine(self._waits_for))
+                    no_engine = answers.no_engine(self._waits_for)
+                    self._desk.fail(request, keeps_breaking if is_given_up else no_engine)
             elif now_ms - (request.paused_since_ms or 0.0) >= self.rules.park_timeout_ms:
                 timeout_s = self.rules.park_timeout_ms / 1000
                 self._desk.fail(request, answers.park_timeout(timeout_s, self._waits_for))
             elif request.gives_up_ms is not None and now_ms >= request.gives_up_ms:
-                failure = answers.keeps_breaking(self._grant.engine if self._grant else "")
-                self._desk.fail(request, failure, event=request.engine_error)
+                self._desk.fail(request, keeps_breaking, event=request.engine_error)

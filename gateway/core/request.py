@@ -17,7 +17,7 @@ from plumbing.hop import ITEM_BYTES, Continuation
 
 REQUEST_BYTES = 4096  # what a request takes beside its body, in objects here and in the shell
 PROGRESS_TOKENS = 32  # so many new tokens say that a request does not kill engines
-# An answer that is held shows no tokens; any engine in use makes 32 in this time.
+# An answer without a journal shows no tokens; any engine in use makes 32 in this time.
 PROGRESS_MS = 10_000.0
 
 
@@ -130,7 +130,7 @@ class ClientRequest:
 
     def made_progress(self, now_ms: float) -> bool:
         """Whether it has lived long enough since the last death to be above suspicion."""
-        if self.is_stream:
+        if self.is_stream and self.state is not RequestState.RELAYING:
             return self.delivered_tokens - self.tokens_at_death >= PROGRESS_TOKENS
         lived_ms = self.lived_ms if self.attempt is None else now_ms - self.asked_ms
         return lived_ms >= PROGRESS_MS

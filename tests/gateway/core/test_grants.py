@@ -123,6 +123,12 @@ def test_error_event_of_the_engine_is_a_break_and_its_end_is_not_sent(kind):
         assert sent == b""
         assert names(gateway.take()) == ["DropAttempt", "StreamPaused"]
     assert gateway.census(3.0).by_state == {"parked": 2}
+    lean = gateway_with(memory_bytes_max=1)
+    (asked,) = ask(lean, 1)
+    lean.handle(ev.HeadCame(asked.attempt, 200, "e1", 5, Continuation.EXACT, True), 1.0)
+    assert lean.attempts[asked.attempt].group(said, [], [], 2.0) == b""
+    (_, abort, _) = lean.take()
+    assert (b"dead" in abort.event.lower(), b"[DONE]" in abort.event) == (True, False)
 
 
 def test_engine_that_says_each_time_why_is_believed():

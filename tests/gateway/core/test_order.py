@@ -164,13 +164,14 @@ def test_handover_is_no_death():
     pod.grant()
     client = pod.ask("chat", 60)
     for _ in range(5):
-        pod.at(50.0, lambda: None)
         pod.run(pod.now_ms + 9.0)
         for upstream in list(pod.upstreams.values()):
             pod.break_off(upstream, ev.BreakCause.HANDED_OVER)
+        pod.run(pod.now_ms + 900.0)  # the rest of the old engine's requests takes its time
         pod.grant()
     pod.run()
     client.check_whole()
+    assert len(client.asked) == 6
     assert not any(isinstance(each, ev.SuspectFound) for each in pod.records)
 
 
@@ -214,6 +215,10 @@ def test_connection_that_breaks_again_and_again_is_given_up():
     assert all(200 <= later - earlier <= 230 for earlier, later in itertools.pairwise(times))
     assert client.ending.code == "gateway.keeps_breaking"
     assert 30_000 <= client.ended_ms - times[-1] <= 30_100
+    pod.on_ask = lambda upstream: pod.at(0.5, lambda: pod.break_off(upstream))
+    held = pod.ask("chat", 30, is_stream=False)
+    pod.run()
+    assert (held.outcome, held.status, len(held.asked)) == ("error", 502, 3)
 
 
 def test_refused_resume_is_asked_again_and_another_refusal_is_final():
