@@ -75,6 +75,11 @@ class ClientConnection(asyncio.Protocol):
         """Whether it may be closed for another one: no request is read or served."""
         return self.request is None and self._reader.is_idle and not self._is_lingering
 
+    @property
+    def unsent_bytes(self) -> int:
+        """What waits in this process for the client to take it."""
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+
     # ------------------------------------------------------------------ answers
 
     def answer(self, response: bytes) -> None:

@@ -59,9 +59,7 @@ class HttpDoors:
             )
         )
         self._idle = asyncio.Event()
-        self._exchange = HttpExchange(
-            self._core, settings.directory, self._accounts, self._idle.set
-        )
+        self.exchange = HttpExchange(self._core, settings.directory, self._accounts, self._idle.set)
         self._listener: ServiceListener | None = None
         self.clients: set[ClientConnection] = set()
         self._idle_clients: dict[ClientConnection, None] = {}  # longest idle first
@@ -80,11 +78,11 @@ class HttpDoors:
 
     def granted(self, engine: str, token: int, era: str) -> None:
         self._granted = (engine, token)
-        self._exchange.handle(EngineGranted(engine, token, era))
+        self.exchange.handle(EngineGranted(engine, token, era))
 
     def nobody(self, reason: str) -> None:
         self._granted = ("", 0)
-        self._exchange.handle(NobodyGranted(reason))
+        self.exchange.handle(NobodyGranted(reason))
 
     async def stop(self, budget_ms: float) -> None:
         """Accept no more, close idle connections, and return once every request has ended; after
@@ -143,19 +141,19 @@ class HttpDoors:
 
     def came(self, client: ClientConnection, request: HttpRequest) -> None:
         self._idle_clients.pop(client, None)
-        self._exchange.came(client, request)
+        self.exchange.came(client, request)
 
     def refused(self, refused: Refused, request_id: bytes) -> None:
         self._accounts.refused(refused.code, refused.status, request_id)
 
     def left(self, client: ClientConnection) -> None:
-        self._exchange.left(client)
+        self.exchange.left(client)
 
     def tunnelled(self, client: ClientConnection, data: bytes) -> None:
-        self._exchange.tunnelled(client, data)
+        self.exchange.tunnelled(client, data)
 
     def throttled(self, client: ClientConnection) -> None:
-        self._exchange.throttled(client)
+        self.exchange.throttled(client)
 
     def body_bytes_max(self) -> int:
         hello = self._core.hello
@@ -192,14 +190,14 @@ class HttpDoors:
     @property
     def _is_busy(self) -> bool:
         is_arriving = self._listener is not None and self._listener.is_arriving
-        return bool(self._exchange.requests or self.clients or is_arriving)
+        return bool(self.exchange.requests or self.clients or is_arriving)
 
     def _sweep(self) -> None:
         self._sweeping = self._loop.call_later(SWEEP_S, self._sweep)
         now_s = self.now_s()
         for client in [each for each in self.clients if each.deadline_s <= now_s]:
             client.expire()
-        self._exchange.sweep(self._settings.keepalive_comments_ms)
+        self.exchange.sweep(self._settings.keepalive_comments_ms)
         self._accounts.tell()
         for watched in (self.keys, self.certificate):
             if watched is not None:
@@ -209,11 +207,11 @@ class HttpDoors:
             self._parent.beat_now()
 
     def _load(self) -> GatewayLoad:
-        census = self._core.census(self._exchange.now_ms())
+        census = self._core.census(self.exchange.now_ms())
         by_state = census.by_state
         return GatewayLoad(
             connections=len(self.clients),
-            in_flight=len(self._exchange.requests),
+            in_flight=len(self.exchange.requests),
             waiting=by_state.get(WAITING, 0),
             parked=sum(by_state.get(state, 0) for state in PARKED),
             parked_oldest_ms=census.oldest_paused_ms,
@@ -226,7 +224,7 @@ class HttpDoors:
         engine, token = self._granted
         if not engine:
             return None
-        hello, census = self._core.hello, self._core.census(self._exchange.now_ms())
+        hello, census = self._core.hello, self._core.census(self.exchange.now_ms())
         if hello is None:
             return UpstreamState(engine, token, False, problem=census.waits_for or None)
         return UpstreamState(

@@ -42,7 +42,7 @@ class HttpExchange:
         self._directory = directory
         self._accounts = accounts
         self._idle = idle
-        self._upstreams: dict[int, Upstream] = {}  # by the number of their attempt
+        self.upstreams: dict[int, Upstream] = {}  # by the number of their attempt
         self._by_client: dict[ClientConnection, OpenRequest] = {}
         self._paused: dict[int, float] = {}  # request → when it was sent something last, in ms
         self._inbox: deque[ev.GatewayEvent] = deque()
@@ -161,7 +161,7 @@ class HttpExchange:
             request.for_engine(effect.journal),
             is_to_head=request.http.is_to_head,
         )
-        request.upstream = self._upstreams[effect.attempt] = upstream
+        request.upstream = self.upstreams[effect.attempt] = upstream
         request.engine = effect.engine
         if request.client.is_full:
             upstream.pause()
@@ -184,12 +184,12 @@ class HttpExchange:
             self.handle(ev.HelloCame(effect.greeting, hello))
 
     def _drop(self, attempt: int) -> None:
-        upstream = self._upstreams.pop(attempt, None)
+        upstream = self.upstreams.pop(attempt, None)
         if upstream is not None:
             upstream.drop()
 
     def _send_head(self, effect: ev.SendHead) -> None:
-        request, upstream = self.requests[effect.request], self._upstreams[effect.attempt]
+        request, upstream = self.requests[effect.request], self.upstreams[effect.attempt]
         client, response = request.client, upstream.response
         request.continuation = effect.continuation
         if response.status == 101:
@@ -207,14 +207,13 @@ class HttpExchange:
         upstream.pass_on()
 
     def _send_answer(self, effect: ev.SendAnswer) -> None:
-        request, upstream = self.requests[effect.request], self._upstreams[effect.attempt]
+        request, upstream = self.requests[effect.request], self.upstreams[effect.attempt]
         response, body = upstream.response, b"".join(upstream.held)
         request.continuation = response.continuation
         length = b"%d" % len(body) if response.has_body else response.declared_length
         framing = b"" if length is None else b"content-length: " + length
         head = request.head_for_client(upstream, framing)
         self._forget(request, len(body))
-        self._drop(effect.attempt)
         request.client.answer(head + body if response.has_body else head)
 
     def _finish(self, effect: ev.EndAnswer | ev.AbortAnswer | ev.AnswerError) -> None:
@@ -242,6 +241,8 @@ class HttpExchange:
     def _forget(self, request: OpenRequest, sent_bytes: int) -> None:
         """Its client is free for the next one; the core's last record of it is still to come."""
         request.sent_bytes = sent_bytes
+        if request.upstream is not None:
+            self._drop(request.upstream.attempt.number)
         self._by_client.pop(request.client, None)
         self._paused.pop(request.number, None)
 
@@ -269,7 +270,7 @@ class HttpExchange:
                 if now_ms - sent_ms >= keepalive_ms and not client.is_full:
                     self._paused[number] = now_ms
                     client.send_body(KEEPALIVE_COMMENT)
-        for upstream in tuple(self._upstreams.values()):
+        for upstream in tuple(self.upstreams.values()):
             since_ms = upstream.head_since_ms
             if since_ms is not None and now_ms - since_ms > HEAD_MS:
                 upstream.drop()

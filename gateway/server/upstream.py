@@ -95,8 +95,7 @@ class Upstream(asyncio.Protocol):
     def pause(self) -> None:
         """The client does not take its bytes as fast as they come."""
         self._is_paused = True
-        if self._transport is not None and not self._is_dropped:
-            self._transport.pause_reading()
+        self._pause_reading()
 
     def resume(self) -> None:
         self._is_paused = False
@@ -113,8 +112,8 @@ class Upstream(asyncio.Protocol):
         self._owner.connected(self)
         self._transport.writelines(self._request)
         self._request = ()
-        if self._is_paused:
-            self._transport.pause_reading()
+        if self._is_paused:  # uvloop starts to read when this has returned
+            asyncio.get_running_loop().call_soon(self._pause_reading)
 
     def data_received(self, data: bytes) -> None:
         if self._is_dropped:
@@ -158,6 +157,10 @@ class Upstream(asyncio.Protocol):
 
     # ------------------------------------------------------------------ inside
 
+    def _pause_reading(self) -> None:
+        if self._is_paused and self._transport is not None and not self._is_dropped:
+            self._transport.pause_reading()
+
     def _tell_head(self) -> None:
         response = self.response
         if not response.has_head:
@@ -187,10 +190,7 @@ class Upstream(asyncio.Protocol):
             self._owner.perform_outbox()
 
     def _end(self) -> None:
-        """The response is over, as HTTP sees it."""
-        if self._cutter is not None:
-            self._break(BreakCause.CLOSED)  # without `END`
-            return
+        """The response is over, as HTTP sees it; a stream without `END` is none to the core."""
         self._is_dropped = True  # but its answer is kept
         self._owner.handle(AnswerCame(self.attempt.number))
         if self._transport is not None:

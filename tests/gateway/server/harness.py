@@ -211,6 +211,9 @@ async def bench(directory: str, **settings: Any) -> AsyncIterator[Bench]:
         for engine in made.engines:
             engine.die()
         await auntil(lambda: made.load.connections == 0, "the connections to close")
+        assert not made.doors.exchange.requests
+        assert not made.doors.exchange.upstreams
+        assert made.doors.body_memory.bytes == 0
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -4,6 +4,7 @@ Method: real sockets; the stock client, and one that sends and reads byte for by
 """
 
 import asyncio
+import itertools
 import json
 
 import openai
@@ -11,9 +12,10 @@ import pytest
 
 from gateway.server import client as client_module
 from gateway.server.requests import BODY_BYTES_MAX
+from plumbing import hop
 from plumbing.hop import Continuation
 from tests.gateway.server.harness import CHAT, with_bench
-from tests.gateway.stub_engine import text_of
+from tests.gateway.stub_engine import chunk_of, text_of
 from tests.helpers import auntil
 
 ASKED = {"messages": [], "max_tokens": 4}
@@ -304,31 +306,60 @@ def test_a_client_that_leaves_ends_its_request(tmp_path, is_parked):
     with_bench(tmp_path, scenario)
 
 
-def test_a_slow_client_holds_up_its_own_engine_connection_only(tmp_path):
-    """Method: one client reads nothing of an endless stream, until the stub's writes wait."""
+async def endless(request, reply):
+    """A marked stream of large events; the same from its start for everybody."""
+    reply.head(content_type="text/event-stream", continuation=Continuation.EXACT)
+    for index in itertools.count():
+        events = chunk_of(request, {"content": f"{index} " + "x" * 50_000})
+        reply.write(events + hop.group_end([index], [1]))
+        await reply.writer.drain()
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_a_slow_client_holds_up_its_own_engine_connection_only(tmp_path, is_resumed):
+    """Goal: what waits for it is bounded, also when its stream is resumed meanwhile, and others
+    are served. Method: one client reads nothing of an endless stream."""
 
     async def scenario(bench):
-        engine = await bench.active()
-        written = 0
-
-        async def route(request, reply):
-            nonlocal written
-            reply.head(content_type="text/event-stream", continuation=Continuation.NONE)
-            while True:
-                reply.write(b"data: " + b"x" * 50_000 + b"\n\n")
-                written += 1
-                await reply.writer.drain()
-
-        engine.routes["/endless"] = route
+        engine = await bench.active(routes={"/v1/completions": endless})
         slow = await bench.client(limit=1024)
-        slow.ask("/endless", {})
+        slow.ask("/v1/completions", STREAM)
         await slow.head()
-        await auntil(lambda: any(each.is_full for each in bench.doors.clients), "a full client")
-        assert content(await bench.once(CHAT, ASKED)) == wanted(ASKED)
-        assert bench.load.memory_bytes < 1 << 20
-        before = written
-        while written == before:
+        [connection] = bench.doors.clients
+        await auntil(lambda: connection.is_full, "the client to be full")
+        if is_resumed:
+            engine.die()
+            await bench.grant(await bench.engine("e1", 2, routes={"/v1/completions": endless}))
+        for _ in range(50):
+            assert content(await bench.once(CHAT, ASKED)) == wanted(ASKED)
+        assert connection.unsent_bytes < 1 << 20
+        for _ in range(50):
             await slow.chunk()
+
+    with_bench(tmp_path, scenario)
+
+
+def test_what_is_sent_while_a_request_is_served_waits(tmp_path):
+    """Goal: requests that come in pieces behind one that is being served are not lost."""
+
+    async def scenario(bench):
+        engine = await bench.active(hold_after_groups=1)
+        client = await bench.client()
+        client.ask(CHAT, STREAM)
+        await client.head()
+        for part in (
+            b"GET /v1/mod",
+            b"els HTTP/1.1\r\nHost: h\r\n\r",
+            b"\nGET /v1/models HTTP/1.1",
+        ):
+            client.send(part)
+            await bench.once("/v1/models")
+        engine.released.set()
+        while await client.chunk():
+            pass
+        assert (await client.answer()).status == 200
+        client.send(b"\r\nHost: h\r\n\r\n")
+        assert (await client.answer()).status == 200
 
     with_bench(tmp_path, scenario)
 

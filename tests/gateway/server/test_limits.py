@@ -169,6 +169,9 @@ def test_api_keys(tmp_path, monkeypatch):
         keys.write_text("\n")
         await auntil(lambda: bench.doors.problem, "the problem to be shown")
         await ask("third")
+        keys.write_text("fourth\n")
+        await auntil(lambda: bench.doors.problem is None, "the problem to end")
+        await ask("fourth")
 
     with_bench(tmp_path, scenario, api_keys=str(keys))
 

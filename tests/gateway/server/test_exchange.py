@@ -1,0 +1,50 @@
+"""Goal: effects are performed in the order of their events, never one inside another.
+
+Method: a core that refuses every request, and that looks whether it is asked while the effects of
+an earlier event are still performed: an answer that is out brings the client's next request.
+"""
+
+import pytest
+
+from gateway.core.events import AnswerError, Ending, RequestCame, RequestEnded
+from gateway.core.machine import Gateway
+from gateway.server.responses import HEAD_BYTES_MAX, ResponseReader
+from tests.gateway.server.harness import with_bench
+
+
+class Refusing(Gateway):
+    is_performing = False
+
+    def handle(self, event, now_ms):
+        assert not self.is_performing
+        if isinstance(event, RequestCame):
+            return self.refuse(event.request)
+        return super().handle(event, now_ms)
+
+    def refuse(self, request):
+        self.is_performing = True
+        yield AnswerError(request, 503, b"{}", 1)
+        yield RequestEnded(request, Ending.REFUSED, "no", 0, 0, 0.0)
+        self.is_performing = False
+
+
+def test_the_next_request_waits_until_all_effects_are_performed(tmp_path, monkeypatch):
+    monkeypatch.setattr("gateway.server.doors.Gateway", Refusing)
+
+    async def scenario(bench):
+        client = await bench.client()
+        client.send(b"GET / HTTP/1.1\r\nHost: h\r\n\r\n" * 5)
+        for _ in range(5):
+            assert (await client.answer()).status == 503
+        assert bench.endings() == {"refused": 5}
+
+    with_bench(tmp_path, scenario)
+
+
+def test_a_response_whose_head_never_ends_is_none():
+    reader = ResponseReader(is_to_head=False)
+    reader.feed(b"HTTP/1.1 200 OK\r\n")
+    for _ in range(HEAD_BYTES_MAX // 1010):
+        reader.feed(b"X: " + b"x" * 1000 + b"\r\n")
+    with pytest.raises(ValueError, match="exceeds"):
+        reader.feed(b"X: " + b"x" * 10_000 + b"\r\n")
