@@ -18,6 +18,7 @@ from plumbing.part.paths import gateway_socket
 from plumbing.wire.blocking import BlockingClient
 from tests.gateway.gateways import READ_S, GatewayProcess, LockServer, Stream, ended, who
 from tests.helpers import descriptors_below, until
+from tests.lockserver.processes import settled_fds
 
 LOST = "understudy_gateway_lost_requests_total"
 RESTARTS = "understudy_gateway_child_restarts_total"
@@ -27,8 +28,9 @@ PAUSES = "understudy_gateway_pause_seconds_count"
 
 def test_a_killed_child_is_replaced_by_the_spare_and_counters_do_not_fall(gateway: GatewayProcess):
     """Goal: a death costs its own streams alone. Method: SIGKILL, twice, with a stream in each
-    victim and a request at once behind it."""
+    victim and a request at once behind it. No descriptor is left of them."""
     before = {name: gateway.metric(name) for name in (LOST, RESTARTS, WHOLE, PAUSES)}
+    open_before = settled_fds(gateway.pid)
     for count in (1, 2):
         until(gateway.has_spare, "a spare")
         victim, spare = gateway.child(), gateway.spare()
@@ -44,6 +46,8 @@ def test_a_killed_child_is_replaced_by_the_spare_and_counters_do_not_fall(gatewa
         until(functools.partial(gateway.counts, WHOLE, whole), "the answer to be counted")
     for name, value in before.items():
         assert gateway.metric(name) == value + 2
+    until(gateway.has_spare, "a spare")
+    assert settled_fds(gateway.pid) == open_before
     assert gateway.metric('understudy_gateway_pause_seconds_bucket{le="0.02"}') == 0
     assert gateway.metric('understudy_gateway_pause_seconds_bucket{le="0.05"}') > 0
 
