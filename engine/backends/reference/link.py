@@ -132,7 +132,7 @@ class TokenMsg(Message, frozen=True, tag="token"):
 
 
 class ProgressedMsg(Message, frozen=True, tag="progressed"):
-    """A prefill step was done, which makes no token."""
+    """Steps were done that make no token: of a prompt, or of tokens that were made before."""
 
     progress: Count
 

@@ -20,6 +20,7 @@ import select
 import signal
 import socket
 import sys
+import time
 from typing import NoReturn
 
 from engine.backends.reference.grammar import Grammars
@@ -49,6 +50,7 @@ from plumbing.wire.messages import Message
 
 logger = logging.getLogger(__name__)
 
+PROGRESS_EVERY_S = 0.05  # far below the seconds after which generation counts as hung
 CONFIGURE_TIMEOUT_S = 30.0  # it was sent before this process was started
 
 # Errors that the next launch would meet again, besides every UsageError.
@@ -88,6 +90,7 @@ class ModelLoop:
         self._directory = directory
         self._generator: Generator | None = None
         self._canary_tokens: tuple[int, ...] = ()
+        self._next_progress_s = 0.0
 
     def run(self) -> NoReturn:
         """Try the decoder and serve. Ends with the UnderstudyError that says why."""
@@ -177,7 +180,10 @@ class ModelLoop:
     def _step(self, generator: Generator) -> None:
         made = generator.step()
         if made is None:
-            self._link.notify(ProgressedMsg(generator.progress))
+            # Not every time: a request that is resumed takes thousands of small steps.
+            if time.monotonic() >= self._next_progress_s:
+                self._next_progress_s = time.monotonic() + PROGRESS_EVERY_S
+                self._link.notify(ProgressedMsg(generator.progress))
         else:
             self._link.notify(
                 TokenMsg(made.request_id, made.token, generator.progress, made.finish_reason)
