@@ -45,7 +45,7 @@ class ConfigureGatewayMsg(Message, frozen=True, tag="configure"):
     """All settings, first on the channel. Files are read now: certificates and keys of users that
     were renewed on disk reach a child that is started after that."""
 
-    directory: Path
+    directory: Annotated[bytes, Meta(max_length=4096)]  # `os.fsencode`: it need not be UTF-8
     hold_ms: Count  # a request of which nothing was sent waits this long for an engine
     park_timeout_ms: Count  # a stream waits this long to be resumed
     resumes_max: Count  # at once

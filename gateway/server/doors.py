@@ -7,6 +7,7 @@ to a request is decided in `gateway.core` and performed by `HttpExchange`.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 
 from gateway.core.events import EngineGranted, GatewayRules, NobodyGranted
@@ -59,7 +60,8 @@ class HttpDoors:
             )
         )
         self._idle = asyncio.Event()
-        self.exchange = HttpExchange(self._core, settings.directory, self._accounts, self._idle.set)
+        directory = os.fsdecode(settings.directory)
+        self.exchange = HttpExchange(self._core, directory, self._accounts, self._idle.set)
         self._listener: ServiceListener | None = None
         self.clients: set[ClientConnection] = set()
         self._idle_clients: dict[ClientConnection, None] = {}  # longest idle first

@@ -123,7 +123,7 @@ def settle(config: Resolved) -> GatewaySettings:
         allowed_hosts=config["http_allowed_host"],
         drain_ms=round(config["drain_timeout"] * 1000),
         child=ConfigureGatewayMsg(
-            directory=directory,
+            directory=os.fsencode(directory),
             hold_ms=round(config["hold_ms"]),
             park_timeout_ms=round(config["park_timeout"] * 1000),
             resumes_max=config["resumes_max"],

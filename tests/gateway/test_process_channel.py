@@ -22,7 +22,7 @@ from plumbing.wire.unix_connection import UnixConnection
 from tests.helpers import auntil
 
 SETTINGS = msg.ConfigureGatewayMsg(
-    directory="/nowhere",
+    directory=b"/nowhere",
     hold_ms=1,
     park_timeout_ms=1,
     resumes_max=1,

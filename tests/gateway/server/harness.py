@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -189,7 +190,7 @@ class Bench:
 async def bench(directory: str, **settings: Any) -> AsyncIterator[Bench]:
     """Doors with these settings; afterwards no descriptor is left."""
     values: dict[str, Any] = {
-        "directory": directory,
+        "directory": os.fsencode(directory),
         "hold_ms": 10_000,
         "park_timeout_ms": 30_000,
         "resumes_max": 4,
