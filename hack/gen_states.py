@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 
 from engine.core import lifecycle, probes
 from engine.core.events import State
+from gateway.core import children
 from gateway.core import states as gateway_states
 from gms.core import state as gms_state
 from lockserver.core import lock
@@ -87,6 +88,11 @@ def request_edges() -> list[Edge]:
     return [(str(source), str(turn), str(target)) for (source, turn), target in found]
 
 
+def child_edges() -> list[Edge]:
+    found = children.TURNS.items()
+    return [(str(source), turn, str(target)) for (source, turn), target in found]
+
+
 def probe_table() -> list[str]:
     states = list(State)
     lines = ["| | " + " | ".join(states) + " |", "|---" * (len(states) + 1) + "|"]
@@ -121,6 +127,14 @@ def page() -> str:
         "Something was sent to the client in `streaming`, `relaying`, `parked`, `resuming` and",
         "`replaying`. `waiting`, `asked` and `answering` never follow these, so nothing is sent",
         "twice.",
+        "",
+        "## A process of the gateway",
+        "",
+    ]
+    lines += diagram(child_edges()) + table(child_edges())
+    lines += [
+        "It may end in each of them. At most one is `serving`: it accepts connections. A `spare`",
+        "takes its place at once. A `retiring` one finishes its requests.",
         "",
     ]
     return "\n".join(lines).rstrip() + "\n"

@@ -47,12 +47,14 @@ class Place(StrEnum):
     KILLED = "killed"
 
 
-MOVES: Mapping[Place, frozenset[Place]] = {
-    Place.STARTING: frozenset({Place.SPARE, Place.KILLED}),
-    Place.SPARE: frozenset({Place.SERVING, Place.KILLED}),
-    Place.SERVING: frozenset({Place.RETIRING, Place.KILLED}),
-    Place.RETIRING: frozenset({Place.KILLED}),
-    Place.KILLED: frozenset(),  # until it has ended
+TURNS: Mapping[tuple[Place, str], Place] = {
+    (Place.STARTING, "ready"): Place.SPARE,
+    (Place.SPARE, "accept"): Place.SERVING,
+    (Place.SERVING, "finish"): Place.RETIRING,
+    (Place.STARTING, "kill"): Place.KILLED,
+    (Place.SPARE, "kill"): Place.KILLED,
+    (Place.SERVING, "kill"): Place.KILLED,
+    (Place.RETIRING, "kill"): Place.KILLED,
 }
 AVAILABLE = (Place.STARTING, Place.SPARE, Place.SERVING)
 CHILDREN_WANTED = 2  # one that serves and a spare
@@ -145,7 +147,7 @@ class Children:
         if child.place is not Place.STARTING:
             return  # killed, or it beats again
         child.is_ready = True
-        self._move(child, Place.SPARE, now_ms)
+        self._turn(child, "ready", now_ms)
         self.problem = None
         if not child.is_restart:
             return
@@ -155,7 +157,7 @@ class Children:
                 self._kill(each, "", now_ms)
         old = self.serving
         if old is not None:
-            self._move(old, Place.RETIRING, now_ms)
+            self._turn(old, "finish", now_ms)
         self._promote(now_ms)
         if old is not None:
             self._retire(old, RETIRE_MS, now_ms)
@@ -225,7 +227,7 @@ class Children:
         spare = self.spare
         if spare is None or self.serving is not None or not self.has_socket:
             return
-        self._move(spare, Place.SERVING, now_ms)
+        self._turn(spare, "accept", now_ms)
         self._out.append(ev.LetAccept(spare.id))
 
     def _fill(self, now_ms: float) -> None:
@@ -294,21 +296,22 @@ class Children:
 
     def _retire(self, child: Process, budget_ms: float, now_ms: float) -> None:
         if child.place is not Place.RETIRING:
-            self._move(child, Place.RETIRING, now_ms)
+            self._turn(child, "finish", now_ms)
         child.deadline_ms = now_ms + budget_ms + STOP_MARGIN_MS
         self._out.append(ev.LetFinish(child.id, budget_ms))
 
     def _kill(self, child: Process, why: str, now_ms: float) -> None:
         child.lost_why = why
         since_ms = child.since_ms
-        self._move(child, Place.KILLED, now_ms)
+        self._turn(child, "kill", now_ms)
         child.since_ms = since_ms  # how long it lived in its last place
         self._out.append(ev.KillChild(child.id))
 
-    def _move(self, child: Process, place: Place, now_ms: float) -> None:
-        if place not in MOVES[child.place]:
-            raise InvariantError(f"child {child.id} cannot go from {child.place} to {place}")
-        child.place, child.since_ms = place, now_ms
+    def _turn(self, child: Process, turn: str, now_ms: float) -> None:
+        target = TURNS.get((child.place, turn))
+        if target is None:
+            raise InvariantError(f"child {child.id} is {child.place}: {turn} is impossible")
+        child.place, child.since_ms = target, now_ms
 
     def _tell(
         self, kind: str, message: str, severity: str = "info", child: Process | None = None

@@ -5,6 +5,7 @@ Method: scenes by hand, and random ones in virtual time whose invariants are che
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -13,13 +14,13 @@ from gateway.core import child_events as ev
 from gateway.core.children import (
     AVAILABLE,
     CHILDREN_WANTED,
-    MOVES,
     REAP_MS,
     RETIRE_MS,
     RETIRING_MAX,
     SILENT_MS,
     START_MS,
     STOP_MARGIN_MS,
+    TURNS,
     Children,
     Place,
 )
@@ -307,14 +308,15 @@ def test_what_is_said_of_a_child_that_has_ended_is_ignored():
 
 def test_no_other_move_is_possible_and_no_other_event_known():
     """Goal: the table is the enforcer; method: every pair that it lacks."""
-    for place in Place:
-        for target in set(Place) - MOVES[place]:
-            bench = Bench().served()
-            child = bench.core.all[1]
-            child.place = place
-            with pytest.raises(InvariantError):
-                bench.core._move(child, target, 0.0)
-            assert child.place is place
+    turns = {turn for _, turn in TURNS}
+    for place, turn in itertools.product(Place, turns):
+        if (place, turn) in TURNS:
+            continue
+        child = Bench().served().core.all[1]
+        child.place = place
+        with pytest.raises(InvariantError):
+            Children()._turn(child, turn, 0.0)
+        assert child.place is place
     with pytest.raises(InvariantError):
         Bench().feed(ev.ParentEvent())
 
