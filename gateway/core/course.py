@@ -44,7 +44,8 @@ class Course:
         self._last_attempt += 1
         attempt = Attempt(self._last_attempt, request, engine, token, self)
         self.desk.attempts[attempt.number] = request.attempt = attempt
-        request.is_inside, request.asked_ms = True, now_ms
+        # An engine that has handed it over does not work on it again, though it may be asked.
+        request.is_inside, request.asked_ms = not request.is_handed_over, now_ms
         self.desk.line.remove(request)
         journal = Journal(request.tokens, request.chunks) if is_resume else None
         self.desk.outbox.append(
@@ -58,6 +59,7 @@ class Course:
     ) -> None:
         """A response begins, of an engine with this continuation id."""
         request = attempt.owner
+        request.is_inside = True
         if (came.engine, came.token) != (attempt.engine, attempt.token):
             self.broke(attempt, BreakCause.WRONG_TOKEN, now_ms)
         elif came.status in BUSY and request.has_broken:
@@ -183,7 +185,7 @@ class Course:
         if cause is not BreakCause.ERROR_EVENT:
             request.engine_error = b""
         if cause is BreakCause.HANDED_OVER:
-            request.is_inside = False
+            request.is_inside, request.is_handed_over = False, True
         self.desk.drop(request)
         if request.state is RequestState.RELAYING:
             self.desk.fail(request, answers.BROKEN, event=request.engine_error)
@@ -219,11 +221,8 @@ class Course:
         if cause is BreakCause.SUPERSEDED:
             request.not_before_ms = now_ms
             return
-        if cause is BreakCause.HANDED_OVER:  # nothing more to be had there
-            request.not_before_ms = now_ms + GIVE_UP_MS
-            return
         request.not_before_ms = now_ms + NEWER_GRANT_MS
-        request.breaks_here += 1
+        request.breaks_here += cause is not BreakCause.HANDED_OVER
         if request.breaks_here >= BREAKS_HERE_MAX:
             # An engine that says each time why it failed is alive: nothing is to be waited for.
             said_why = cause is BreakCause.ERROR_EVENT and request.state is RequestState.PARKED

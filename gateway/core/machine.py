@@ -195,7 +195,7 @@ class Gateway:
             request.gives_up_ms, request.not_before_ms = None, now_ms
             if request.is_inside and is_death:
                 self._died(request, now_ms)
-            request.is_inside = False
+            request.is_inside = request.is_handed_over = False
         self._desk.line.queue_again()
 
     def _died(self, request: ClientRequest, now_ms: float) -> None:

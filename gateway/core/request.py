@@ -35,15 +35,8 @@ class ClientRequest:
 
     __slots__ = (
         *("number", "path", "body_bytes", "is_inference", "is_stream", "is_lean", "state"),
-        *(
-            "attempt",
-            "has_broken",
-            "is_inside",
-            "asked_ms",
-            "lived_ms",
-            "waits_since_ms",
-            "not_before_ms",
-        ),
+        *("attempt", "has_broken", "is_handed_over", "is_inside", "asked_ms", "lived_ms"),
+        *("waits_since_ms", "not_before_ms"),
         *("breaks_here", "refusals", "gives_up_ms", "engine_error"),
         *("continuation", "continuation_id", "is_event_stream", "is_at_boundary"),
         *("tokens", "chunks", "transcript", "room_bytes", "charged_bytes", "held_bytes"),
@@ -71,6 +64,7 @@ class ClientRequest:
 
         self.attempt: LiveAttempt | None = None  # while an upstream connection works for it
         self.has_broken = False  # an engine began with it
+        self.is_handed_over = False  # by the engine that is granted now
         self.is_inside = False  # an engine had it when it died, if that engine has died
         self.asked_ms = now_ms
         self.lived_ms = 0.0  # how long the last engine had it
