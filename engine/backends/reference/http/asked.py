@@ -60,7 +60,9 @@ class Asking:
         sampling = body.constrain(body.sampling, self._encode_word, limits.vocab_size)
         if body.seed is None and request_id is not None:
             # So that it is the same at every engine that this request is sent to.
-            digest = hashlib.blake2b(request_id.encode(), digest_size=7).digest()
+            digest = hashlib.blake2b(
+                request_id.encode(errors="surrogateescape"), digest_size=7
+            ).digest()
             sampling = structs.replace(sampling, seed=int.from_bytes(digest))
         matcher = await self._matcher(sampling.grammar)
         ends = () if body.ignore_eos and matcher is None else limits.stop_token_ids

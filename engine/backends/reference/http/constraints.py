@@ -7,6 +7,7 @@ Owns their names, limits and translation to token ids. What they do to an answer
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
@@ -22,6 +23,8 @@ GRAMMAR_CHARS_MAX = 64 << 10  # the schema of a large tool is a few thousand
 BIASES_MAX = 1024
 BAD_WORDS_MAX = 128
 STOP_TOKENS_MAX = 128
+
+DECIMAL = re.compile("[0-9]{1,10}")
 
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -58,15 +61,11 @@ class ConstraintFields(Struct, kw_only=True):
     frequency_penalty: Penalty = 0.0
     repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
     min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=STOP_TOKENS_MAX)] = msgspec.field(
-        default_factory=list
-    )
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=STOP_TOKENS_MAX)] = []
     logit_bias: Annotated[
         dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=BIASES_MAX)
     ] = {}
-    bad_words: Annotated[list[Word], Meta(max_length=BAD_WORDS_MAX)] = msgspec.field(
-        default_factory=list
-    )
+    bad_words: Annotated[list[Word], Meta(max_length=BAD_WORDS_MAX)] = []
     guided_choice: Choices | None = None
     guided_regex: str | None = None
     guided_json: Schema | None = None
@@ -110,25 +109,26 @@ class ConstraintFields(Struct, kw_only=True):
             frequency_penalty=self.frequency_penalty,
             min_tokens=self.min_tokens,
             logit_bias=self._biases(vocab_size),
-            bad_words=tuple(_forms(self.bad_words, encode)),
+            bad_words=tuple(
+                word for word in _forms(self.bad_words, encode) if max(word) < vocab_size
+            ),
             grammar=self.grammar,
         )
 
     def _biases(self, vocab_size: int) -> tuple[tuple[int, float], ...]:
         for token in self.logit_bias:
-            if not (token.isascii() and token.isdigit() and int(token) < vocab_size):
+            if not (DECIMAL.fullmatch(token) and int(token) < vocab_size):
                 what = f"logit_bias: {token!r:.20} is not a token id below {vocab_size}."
                 raise bad_value("logit_bias", what)
         return tuple((int(token), bias) for token, bias in self.logit_bias.items())
 
 
 def _schema(schema: Schema) -> str:
-    if isinstance(schema, str):
-        try:
-            schema = json.loads(schema)
-        except (ValueError, RecursionError) as error:
-            raise bad_value("guided_json", f"The JSON schema is not JSON: {error}.") from None
-    return grammar.of_json_schema(json.dumps(schema))
+    try:
+        document = json.loads(schema) if isinstance(schema, str) else schema
+        return grammar.of_json_schema(json.dumps(document))
+    except (ValueError, RecursionError) as error:
+        raise bad_value("guided_json", f"The JSON schema is not JSON: {error}.") from None
 
 
 def _forms(words: Sequence[str], encode: Callable[[str], Sequence[int]]) -> list[tuple[int, ...]]:
