@@ -19,7 +19,7 @@ HEAD_S = 10.0  # from a connection or the first byte of a request to the end of 
 # A body may take this long and a second more for each KiB: as slow as a bad modem.
 BODY_GRACE_S = 30.0
 BODY_BYTES_PER_S = 1024
-STALLED_S = 300.0  # an answer waits so long for a client that takes nothing: the engine waits, too
+STALLED_S = 300.0  # an answer, and the engine, waits this long for a client that takes nothing
 LINGER_S = 2.0  # to read what a refused client still sends, else a reset would destroy the answer
 AHEAD_BYTES_MAX = 64 * 1024  # sent while another request is served
 WRITE_BUFFER_BYTES = 64 * 1024  # then the engine's connection is not read on
@@ -38,7 +38,7 @@ class Clients(Protocol):
     def refused(self, refused: Refused, request_id: bytes) -> None: ...
     def left(self, client: ClientConnection) -> None: ...
     def tunnelled(self, client: ClientConnection, data: bytes) -> None: ...
-    def throttled(self, client: ClientConnection) -> None: ...
+    def drained(self, client: ClientConnection) -> None: ...
     def body_bytes_max(self) -> int: ...
     def check(self, headers: Headers) -> Refused | None: ...
     def now_s(self) -> float: ...
@@ -69,11 +69,13 @@ class ClientConnection(asyncio.Protocol):
         self._is_tunnel_open = False
         self.is_full = False  # the client takes its answer slower than the engine makes it
         self._body_since_s = 0.0
+        self._unsent_seen_bytes = 0  # when a deadline passed last
 
     @property
     def is_idle(self) -> bool:
         """Whether it may be closed for another one: no request is read or served."""
-        return self.request is None and self._reader.is_idle and not self._is_lingering
+        is_waiting = self.request is None and self._reader.is_idle and not self._is_lingering
+        return is_waiting and not self.unsent_bytes
 
     @property
     def unsent_bytes(self) -> int:
@@ -151,7 +153,12 @@ class ClientConnection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def expire(self) -> None:
-        """The deadline has passed."""
+        """The deadline has passed. A client that takes its answer slowly may go on doing so."""
+        unsent_bytes = self.unsent_bytes
+        if unsent_bytes and unsent_bytes != self._unsent_seen_bytes:
+            self._unsent_seen_bytes = unsent_bytes
+            self.deadline_s = self._owner.now_s() + STALLED_S
+            return
         if self.request is not None or self._is_lingering or self._reader.is_idle:
             self.abort()
             return
@@ -190,11 +197,12 @@ class ClientConnection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self.is_full, self.deadline_s = True, self._owner.now_s() + STALLED_S
-        self._owner.throttled(self)
 
     def resume_writing(self) -> None:
-        self.is_full, self.deadline_s = False, NEVER
-        self._owner.throttled(self)
+        self.is_full = False
+        idle_s = LINGER_S if self._is_lingering else IDLE_S
+        self.deadline_s = NEVER if self.request is not None else self._owner.now_s() + idle_s
+        self._owner.drained(self)
 
     # ------------------------------------------------------------------ inside
 

@@ -154,8 +154,8 @@ class HttpDoors:
     def tunnelled(self, client: ClientConnection, data: bytes) -> None:
         self.exchange.tunnelled(client, data)
 
-    def throttled(self, client: ClientConnection) -> None:
-        self.exchange.throttled(client)
+    def drained(self, client: ClientConnection) -> None:
+        self.exchange.drained(client)
 
     def body_bytes_max(self) -> int:
         hello = self._core.hello

@@ -75,14 +75,11 @@ class HttpExchange:
             request.sent_bytes = client.sent_bytes
             self.handle(ev.ClientLeft(request.number))
 
-    def throttled(self, client: ClientConnection) -> None:
-        """The client takes its answer slower than it comes, or no longer so."""
+    def drained(self, client: ClientConnection) -> None:
+        """A client that was full has room again."""
         request = self._by_client.get(client)
         if request is not None and request.upstream is not None:
-            if client.is_full:
-                request.upstream.pause()
-            else:
-                request.upstream.resume()
+            request.upstream.resume()
 
     def tunnelled(self, client: ClientConnection, data: bytes) -> None:
         request = self._by_client.get(client)
@@ -163,8 +160,6 @@ class HttpExchange:
         )
         request.upstream = self.upstreams[effect.attempt] = upstream
         request.engine = effect.engine
-        if request.client.is_full:
-            upstream.pause()
         self._start(self._connect(upstream, effect.engine))
 
     async def _connect(self, upstream: Upstream, engine: str) -> None:

@@ -28,7 +28,9 @@ from plumbing.hop import Continuation
 
 
 class BodySink(Protocol):
-    """The client that an answer is for."""
+    """The client that an answer is for. While `is_full` it takes bytes slower than they come."""
+
+    is_full: bool
 
     def send_body(self, data: bytes) -> None: ...
 
@@ -85,19 +87,15 @@ class Upstream(asyncio.Protocol):
         held, self.held = self.held, []
         self._is_passed_on = True
         if self._cutter is None and held:
-            self._sink.send_body(self.attempt.raw(b"".join(held)))
+            self._send(self.attempt.raw(b"".join(held)))
 
     def send(self, data: bytes) -> None:
         """Bytes of a tunnel."""
         if self._transport is not None and not self._is_dropped:
             self._transport.write(data)
 
-    def pause(self) -> None:
-        """The client does not take its bytes as fast as they come."""
-        self._is_paused = True
-        self._pause_reading()
-
     def resume(self) -> None:
+        """The client has room again."""
         self._is_paused = False
         if self._transport is not None and not self._is_dropped:
             self._transport.resume_reading()
@@ -112,8 +110,6 @@ class Upstream(asyncio.Protocol):
         self._owner.connected(self)
         self._transport.writelines(self._request)
         self._request = ()
-        if self._is_paused:  # uvloop starts to read when this has returned
-            asyncio.get_running_loop().call_soon(self._pause_reading)
 
     def data_received(self, data: bytes) -> None:
         if self._is_dropped:
@@ -157,9 +153,14 @@ class Upstream(asyncio.Protocol):
 
     # ------------------------------------------------------------------ inside
 
-    def _pause_reading(self) -> None:
-        if self._is_paused and self._transport is not None and not self._is_dropped:
-            self._transport.pause_reading()
+    def _send(self, data: bytes) -> None:
+        """To the client; if it is full, nothing more is read for it. A replay, of which it gets
+        nothing, is read all the same: others may wait for its turn to end."""
+        self._sink.send_body(data)
+        if self._sink.is_full and not self._is_paused:
+            self._is_paused = True
+            if self._transport is not None and not self._is_dropped:
+                self._transport.pause_reading()
 
     def _tell_head(self) -> None:
         response = self.response
@@ -182,7 +183,7 @@ class Upstream(asyncio.Protocol):
 
     def _receive_unmarked(self, data: bytes) -> None:
         if self._is_passed_on:
-            self._sink.send_body(self.attempt.raw(data))
+            self._send(self.attempt.raw(data))
             return
         self.held.append(data)
         self.attempt.hold(len(data))
@@ -225,7 +226,7 @@ class Upstream(asyncio.Protocol):
 
     def _flush(self, out: list[bytes]) -> None:
         if out:
-            self._sink.send_body(out[0] if len(out) == 1 else b"".join(out))
+            self._send(out[0] if len(out) == 1 else b"".join(out))
             out.clear()
 
     def _break(self, cause: BreakCause) -> None:

@@ -6,6 +6,7 @@ Method: real sockets; the stock client, and one that sends and reads byte for by
 import asyncio
 import itertools
 import json
+import time
 
 import openai
 import pytest
@@ -330,6 +331,7 @@ def test_a_slow_client_holds_up_its_own_engine_connection_only(tmp_path, is_resu
         if is_resumed:
             engine.die()
             await bench.grant(await bench.engine("e1", 2, routes={"/v1/completions": endless}))
+            await auntil(lambda: bench.doors.beat(1).totals.resumes, "the replay to end")
         for _ in range(50):
             assert content(await bench.once(CHAT, ASKED)) == wanted(ASKED)
         assert connection.unsent_bytes < 1 << 20
@@ -436,5 +438,39 @@ def test_deadlines(tmp_path, monkeypatch):
         idle.ask("/v1/models")
         await idle.answer()
         assert await idle.rest() == b""
+
+    with_bench(tmp_path, scenario)
+
+
+def test_a_large_answer_outlives_deadlines_while_it_is_taken(tmp_path, monkeypatch):
+    """Goal: a slow reader gets all of an answer that is complete here, and one that takes nothing
+    does not stay. Method: all other times are zero, and the sweep comes at once."""
+    monkeypatch.setattr("gateway.server.doors.SWEEP_S", 0.001)
+    monkeypatch.setattr(client_module, "IDLE_S", 0.0)
+    monkeypatch.setattr(client_module, "LINGER_S", 0.0)
+    size = 8 << 20
+
+    async def scenario(bench):
+        engine = await bench.active()
+
+        async def route(request, reply):
+            reply.head(length=size)
+            reply.write(b"x" * size)
+            await reply.writer.drain()
+
+        engine.routes[CHAT] = route
+        slow = await bench.client(limit=65536)
+        slow.ask(CHAT, ASKED, Connection="close")
+        await slow.head()
+        [connection] = bench.doors.clients
+        await auntil(lambda: connection.unsent_bytes, "an answer that waits")
+        await auntil(lambda: connection.deadline_s > time.monotonic() + 60, "a sweep")
+        assert len(await slow.reader.readexactly(size)) == size
+
+        monkeypatch.setattr(client_module, "STALLED_S", 0.0)
+        stalled = await bench.client(limit=1024)
+        stalled.ask(CHAT, ASKED)
+        await auntil(lambda: len(engine.requests) == 2, "the request to be sent")
+        await auntil(lambda: bench.load.connections == 0, "the connection to be cut")
 
     with_bench(tmp_path, scenario)

@@ -144,11 +144,10 @@ ERROR = b'data: {"error": {"message": "EngineCore encountered an issue"}}\n\n'
         ((ERROR,), "hang"),
         ((ERROR + hop.group_end([], []),), "hang"),
         ((b"data: [DONE]\n\n",), "end"),  # an end without the hop's
-        ((b"data: half\n\n", hop.HANDED_OVER), "hang"),
         ((b"data: x\n\n: u=1,2|5\n\n",), "hang"),
         ((b"x" * 3000,), "hang"),  # above the limit of this test
     ],
-    ids=["error", "error-alone", "error-marked", "no-end", "handed-over", "garbage", "endless"],
+    ids=["error", "error-alone", "error-marked", "no-end", "garbage", "endless"],
 )
 def test_what_is_a_break_and_not_content(tmp_path, monkeypatch, parts, then):
     monkeypatch.setattr(groups, "GROUP_BYTES_MAX", 2000)
@@ -159,6 +158,22 @@ def test_what_is_a_break_and_not_content(tmp_path, monkeypatch, parts, then):
         answer = await bench.once(CHAT, ASKED)
         assert_whole(answer)
         assert b"EngineCore" not in answer.body
+
+    with_bench(tmp_path, scenario)
+
+
+def test_a_stream_that_is_handed_over_goes_on_at_the_next_engine(tmp_path):
+    """Goal: half a group in front of the handover is thrown away, and the engine is asked once."""
+
+    async def scenario(bench):
+        leaving = await bench.active()
+        leaving.routes[CHAT] = stream_that_says(b"data: half\n\n", hop.HANDED_OVER, then="hang")
+        client = await bench.client()
+        client.ask(CHAT, ASKED)
+        await auntil(lambda: bench.load.parked, "the stream to be parked")
+        await bench.grant(await bench.engine("engine-1", 2))
+        assert_whole(await client.answer())
+        assert len(leaving.requests) == 1
 
     with_bench(tmp_path, scenario)
 
