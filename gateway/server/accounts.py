@@ -34,6 +34,11 @@ from plumbing.hop import Continuation
 access_logger = logging.getLogger("gateway.access")
 
 PATH_CHARS_MAX = 256  # of a path in the access log
+# The refusals that a larger limit would have spared; the others are the client's own.
+LIMITS = (
+    *("headers_too_large", "request_too_large", "request_timeout", "too_many_pipelined"),
+    "overloaded",
+)
 
 
 class Accounts:
@@ -102,7 +107,8 @@ class Accounts:
 
     def refused(self, code: str, status: int, request_id: bytes) -> None:
         """A request was refused before it was read whole."""
-        self.limits[code] += 1
+        if code in LIMITS:
+            self.limits[code] += 1
         self._requests[Ending.REFUSED.value, Continuation.NONE] += 1
         if self._has_access_log:
             access_logger.info("refused with %d %s, id %s", status, code, request_id.decode())

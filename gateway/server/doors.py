@@ -187,6 +187,9 @@ class HttpDoors:
                 return True
         return False
 
+    def limit_hit(self, name: str) -> None:
+        self._accounts.limits[name] += 1
+
     # ------------------------------------------------------------------ inside
 
     @property

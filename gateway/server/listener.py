@@ -47,6 +47,7 @@ class Places(Protocol):
     def count(self) -> int: ...
     def close_an_idle_one(self) -> bool: ...
     def closed(self, client: ClientConnection) -> None: ...
+    def limit_hit(self, name: str) -> None: ...
 
 
 def connections_max() -> int:
@@ -79,7 +80,6 @@ class ServiceListener:
         self._unmade = 0  # connections that are accepted and not counted by `places` yet
         self._retry: asyncio.TimerHandle | None = None
         self._problem: tuple[float, str] | None = None  # when it was last met
-        self.limits_hit = 0
         self.is_accepting = True
         self._loop.add_reader(self._sock.fileno(), self._accept)
 
@@ -110,6 +110,7 @@ class ServiceListener:
             if is_full and not self._is_anybody_waiting():
                 return
             if is_full and not self._places.close_an_idle_one():
+                self._places.limit_hit("connections")
                 self._pause(
                     f"{most} clients are connected, the limit; raise the limit of open files"
                     " (ulimit -n), or restrict who can reach this port"
@@ -121,6 +122,7 @@ class ServiceListener:
                 return
             except OSError as error:
                 if is_shortage(error):
+                    self._places.limit_hit("descriptors")
                     self._places.close_an_idle_one()
                     self._pause(f"cannot accept clients: {explain(error.errno)}")
                     return
@@ -158,7 +160,6 @@ class ServiceListener:
         if self.problem is None:
             logger.warning("%s", why)
         self._problem = (self._loop.time(), why)
-        self.limits_hit += 1
         self._loop.remove_reader(self._sock.fileno())
         self._retry = self._loop.call_later(RETRY_S, self._resume)
 

@@ -128,6 +128,7 @@ def test_accepting_without_descriptors_waits_and_retries(tmp_path):
             late.ask("/v1/models")
             await auntil(lambda: bench.doors.problem, "the shortage to be shown")
             assert "open files" in bench.doors.problem
+            assert bench.doors.beat(1).totals.limits["descriptors"]
             for fd in filler:
                 os.close(fd)
         assert (await late.answer()).status == 200
