@@ -14,6 +14,7 @@ import asyncio
 import gc
 import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -183,5 +184,8 @@ async def serve(make_doors: MakeDoors) -> int:
 def run(make_doors: MakeDoors) -> None:
     """The whole life of a child process."""
     arm_from_environment()
-    log.configure("gateway")
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        # A terminal or an init system may send it to the whole group; the parent decides.
+        signal.signal(signum, signal.SIG_IGN)
+    log.configure("gateway", pid=os.getpid())
     sys.exit(run_async(lambda: serve(make_doors)))

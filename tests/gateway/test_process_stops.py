@@ -6,6 +6,7 @@ Method: real processes, and streams that end when the test says so.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -72,6 +73,21 @@ def test_sighup_replaces_the_child_and_loses_no_stream(gateway: GatewayProcess, 
     until(lambda: ended(old), "the old child to exit")
     until(lambda: gateway.status()["retiring"] == [], "its end to be seen")
     assert gateway.status()["restarts_total"] == 0
+
+
+def test_children_leave_signals_to_their_parent(gateway: GatewayProcess, end: Path):
+    """Goal: Ctrl-C in a terminal, or an init system that signals the group, drains. Method: each
+    signal to the child, then SIGTERM to the parent, during a stream."""
+    stream = Stream(gateway.port, f"/stream?{end}")
+    child = stream.pid()
+    for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        os.kill(child, signum)
+    assert gateway.process is not None
+    gateway.process.send_signal(signal.SIGTERM)
+    until(lambda: gateway.status()["stopping"], "the stop to begin")
+    end.touch()
+    assert stream.rest() == b"end\n"
+    assert gateway.wait() == 0
 
 
 def command(gateway: GatewayProcess, *words: str) -> subprocess.CompletedProcess[str]:
