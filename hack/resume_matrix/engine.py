@@ -26,7 +26,9 @@ FLAGS = (
     "--enforce-eager",
     "--max-model-len=1024",
     f"--kv-cache-memory-bytes={64 << 20}",
-    "--block-size=32",
+    "--block-size=32",  # smaller than most answers: what is cached reaches into them
+    "--max-num-seqs=32",
+    "--max-num-batched-tokens=48",  # prompts are computed in parts
     "--reasoning-parser=deepseek_r1",
     "--enable-auto-tool-choice",
     "--tool-call-parser=hermes",

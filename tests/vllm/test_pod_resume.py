@@ -1,0 +1,149 @@
+"""A stream whose engine dies goes on at the other engine of a pod: two engines of two ranks behind
+the sockets from which a gateway asks them, and a test in the gateway's place."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from typing import Any
+
+from plumbing import hop
+from plumbing.hop import Journal
+from plumbing.part.paths import engine_http_socket
+from tests.e2e.processes import pod_ports
+from tests.helpers import auntil
+from tests.vllm.conftest import WHOLE_DEADLINE_S
+from understudy.drill.killer import wait_whole
+from understudy.kubelet.runner import PodRunner
+from understudy.status.gather import gather
+from understudy.up.local_pod import GATEWAY, LocalPod
+from understudy.up.random_model import VLLM_RANDOM_MODEL
+
+ANSWER_S = 60.0
+KILL_AFTER = 20  # groups
+BODY = {
+    "prompt": [72, 101, 108, 108, 111],
+    "max_tokens": 300,
+    "ignore_eos": True,
+    "stream": True,
+    "temperature": 1.0,
+    "seed": 4,
+    "frequency_penalty": 0.4,
+}
+
+
+class Connection(HTTPConnection):
+    def __init__(self, path: str) -> None:
+        super().__init__("engine", timeout=ANSWER_S)
+        self.path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(ANSWER_S)
+        self.sock.connect(self.path)
+
+
+class Engine:
+    """One engine as the gateway finds it while it is active."""
+
+    def __init__(self, directory: Path, name: str) -> None:
+        self.path = engine_http_socket(str(directory), name)
+
+    def hello(self) -> Any:
+        with contextlib.closing(Connection(self.path)) as connection:
+            connection.request("GET", hop.HELLO_PATH, headers={hop.GATEWAY: "1"})
+            with connection.getresponse() as response:
+                return json.load(response)
+
+    def stream(self, journal: Journal | None = None, kill: int | None = None) -> bytes:
+        """The answer, as far as it comes; after some groups the process `kill` dies."""
+        body, headers = json.dumps(BODY).encode(), {hop.GATEWAY: "1"}
+        headers["Content-Type"] = "application/json"
+        if journal is not None:
+            body, headers[hop.JOURNAL] = hop.with_journal(body, journal)
+        text = b""
+        with contextlib.closing(Connection(self.path)) as connection:
+            connection.request("POST", "/v1/completions", body, headers)
+            with connection.getresponse() as response:
+                assert response.getheader(hop.CONTINUATION) == "state"
+                with contextlib.suppress(HTTPException, ConnectionError):
+                    while part := response.read1():
+                        text += part
+                        if kill is not None and text.count(hop.GROUP_MARK) >= KILL_AFTER:
+                            os.kill(kill, signal.SIGKILL)
+                            kill = None
+        return text
+
+
+def made_by(text: bytes) -> tuple[Journal, str]:
+    """Tokens and text of the whole groups."""
+    tokens: list[int] = []
+    chunks: list[int] = []
+    said = pending = ""
+    for part in text.split(b"\n\n"):
+        if part.startswith(hop.GROUP_MARK):
+            ids, sizes = hop.read_group_end(part)
+            tokens, chunks = tokens + ids, chunks + sizes
+            said, pending = said + pending, ""
+        elif part.startswith(b"data: {"):
+            pending += "".join(each["text"] for each in json.loads(part[6:])["choices"])
+    return Journal(tokens, chunks), said
+
+
+def test_a_stream_of_a_dead_engine_goes_on_at_the_other(tmp_path: Path, model: Path):
+    """SIGKILL the engine core in the middle of a stream that is seeded and penalised. What came is
+    cut behind a whole group and says nothing of an end; the other engine has the same continuation
+    id, takes up the journal, and the whole is the answer that was not interrupted."""
+
+    async def scenario() -> None:
+        pod = LocalPod(
+            tmp_path,
+            model,
+            pod_ports(),
+            backend="vllm",
+            backend_args=VLLM_RANDOM_MODEL.arguments,
+            tensor_parallel=2,
+            env=VLLM_RANDOM_MODEL.env,
+            is_direct=False,
+        )
+        containers = [each for each in pod.containers() if each.name != GATEWAY]
+        runner = PodRunner(containers, tmp_path / "log")
+        try:
+            await runner.start()
+            whole = await wait_whole(tmp_path, deadline_s=WHOLE_DEADLINE_S)
+            first = Engine(tmp_path, whole.engine)
+            before = await asyncio.to_thread(first.hello)
+            expected = await asyncio.to_thread(first.stream)
+            assert expected.endswith(hop.END)
+            view = await gather(tmp_path)
+            (core,) = (
+                part["backend"]["pids"]["core"]
+                for part in view["engines"]
+                if part["engine"]["id"] == whole.engine
+            )
+            cut = await asyncio.to_thread(first.stream, None, core)
+            assert not cut.endswith(hop.END)
+            journal, begun = made_by(cut)
+            assert KILL_AFTER <= len(journal.tokens) < 300
+
+            second = Engine(tmp_path, whole.standbys[0])
+            await auntil(lambda: os.path.exists(second.path), "the other engine's socket")
+            after = await asyncio.to_thread(second.hello)
+            assert after["token"] > before["token"]
+            assert after["continuation_id"] == before["continuation_id"] != ""
+            assert (after["continuation"], after["problem"]) == ("state", None)
+            resumed = await asyncio.to_thread(second.stream, journal)
+            assert resumed.endswith(hop.END)
+            assert made_by(resumed)[1] == made_by(expected)[1]
+            assert made_by(resumed)[0].tokens == made_by(expected)[0].tokens
+            assert made_by(expected)[1].startswith(begun)
+        finally:
+            await runner.stop()
+
+    asyncio.run(scenario())
