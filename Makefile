@@ -16,7 +16,7 @@ WORKERS ?= auto
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm style types test test-all coverage test-core test-system test-vllm fuzz sim drill drill-vllm bench bench-lock soak-lock sweep device-check docs manifests image clean
+.PHONY: help setup setup-vllm style types test test-all coverage test-core test-system test-vllm fuzz sim drill drill-vllm bench bench-gateway bench-lock soak-lock sweep device-check docs manifests image clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -86,6 +86,9 @@ drill-vllm: setup-vllm ## the drill with vLLM on the CPU, its tokens compared wi
 
 bench: setup ## measure, and print each budget beside its figure; ARGS=--json
 	@$(PY) -m hack.bench $(ARGS)
+
+bench-gateway: setup ## what the gateway costs, through it and past it in turns (2 minutes; ARGS=--json)
+	$(PY) -m hack.bench_gateway $(ARGS)
 
 bench-lock: setup ## the lock server beside flock, Redis and etcd; ARGS=--quick, ARGS=--json
 	@$(PY) -m hack.bench_lock $(ARGS)

@@ -1,0 +1,180 @@
+"""What the gateway costs: time, CPU and memory, through it and past it in turns, in one run.
+
+    python -m hack.bench_gateway [--json] [--streams 1,64,256,1000] [--events-per-s 5000]
+
+The stub upstream sends one token and one write for each event, at a rate that keeps the gateway at
+half a core or less; `events_per_s` is what passes through when nothing paces the stub. *Added* is
+the difference between the percentiles through the gateway and past it. The reference backend is a
+whole pod of each kind, asked in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from hack.bench_gateway.load import DEADLINE_S, Seen, one_by_one, request, stream
+from hack.bench_gateway.rig import GatewayChild, gateway_before_stub, idle_rss_mib, pod
+from hack.report import commit, machine, spread
+from plumbing.service.process import raise_fd_limit
+
+ROUNDS = 3  # of each way, in turns
+WARM_UP = 20
+ASKED_ALONE = 300  # requests, one after the other
+REFERENCE_ASKED = 150
+UNPACED_EVENTS = 40_000  # of all streams together
+MEMORY_TOKENS = 100  # that a stream has delivered when its memory is looked at
+HELD_EVENTS_PER_S = 5000  # while memory is looked at
+LOOK_S = 0.05
+PAUSE_S = 0.005  # between two requests that are timed
+
+
+async def measure(directory: str, counts: list[int], rate: float, seconds: float) -> dict[str, Any]:
+    async with gateway_before_stub(directory) as (child, direct_port):
+        warm = Seen()
+        for port in (child.port, direct_port):
+            await one_by_one(port, WARM_UP, request(8, 0), warm)
+        idle_kib = child.rss_kib()
+        alone = await _alone(child, direct_port)
+        paced = {
+            str(count): await _paced(child, direct_port, count, rate, seconds) for count in counts
+        }
+        unpaced = {str(count): await _unpaced(child, count) for count in counts}
+        memory = await _memory(child, max(counts))
+    return {
+        "idle_rss_mib": round(idle_kib / 1024, 1),
+        "alone": alone,
+        "streams": paced,
+        "events_per_s": unpaced,
+        "kib_per_stream": memory,
+    }
+
+
+async def _alone(child: GatewayChild, direct_port: int) -> dict[str, Any]:
+    """One request at a time."""
+    through, past, cpu_ms = Seen(), Seen(), 0.0
+    for _ in range(ROUNDS):
+        before = child.cpu_ms()
+        await one_by_one(child.port, ASKED_ALONE // ROUNDS, request(1, 0), through)
+        cpu_ms += child.cpu_ms() - before
+        await one_by_one(direct_port, ASKED_ALONE // ROUNDS, request(1, 0), past)
+    return {**_added(through, past), "cpu_us_per_request": round(cpu_ms * 1000 / ASKED_ALONE, 1)}
+
+
+async def _paced(
+    child: GatewayChild, direct_port: int, count: int, rate: float, seconds: float
+) -> dict[str, Any]:
+    """`count` streams with `rate` events per second in all: first alone, for the CPU that an event
+    takes, then, through the gateway and past it in turns, while single requests are timed."""
+    interval_ms = max(1.0, count / rate * 1000)
+    what = request(max(2, int(seconds * 1000 / interval_ms)), interval_ms)
+    through, past, load, cpu_ms = Seen(), Seen(), Seen(), 0.0
+    for _ in range(ROUNDS):
+        before = child.cpu_ms()
+        await stream(child.port, count, what, load)
+        cpu_ms += child.cpu_ms() - before
+        await _beside(child.port, count, what, through)
+        await _beside(direct_port, count, what, past)
+    return {
+        **_added(through, past),
+        "events": load.events,
+        "errors": load.errors + through.errors,
+        "cpu_us_per_event": round(cpu_ms * 1000 / load.events, 2),
+    }
+
+
+async def _beside(port: int, count: int, what: bytes, timed: Seen) -> None:
+    """Time single requests for as long as the streams last."""
+    begun, load = asyncio.Event(), Seen()
+    streams = asyncio.create_task(stream(port, count, what, load, begun.set))
+    waiting = asyncio.create_task(begun.wait())
+    await asyncio.wait((waiting, streams), return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    while not streams.done():
+        await one_by_one(port, 1, request(1, 0), timed)
+        await asyncio.sleep(PAUSE_S)
+    await streams
+    timed.errors += load.errors
+
+
+async def _unpaced(child: GatewayChild, count: int) -> dict[str, float]:
+    seen = Seen()
+    before = child.cpu_ms()
+    await stream(child.port, count, request(UNPACED_EVENTS // count, 0), seen)
+    took_s = seen.last_s - seen.first_s
+    return {
+        "events_per_s": round(seen.events / took_s),
+        "cpu_us_per_event": round((child.cpu_ms() - before) * 1000 / seen.events, 2),
+        "errors": seen.errors,
+    }
+
+
+async def _memory(child: GatewayChild, count: int) -> float:
+    """What one more stream takes, in KiB, once it has delivered `MEMORY_TOKENS` tokens."""
+    seen, before = Seen(), child.rss_kib()
+    what = request(2 * MEMORY_TOKENS, count / HELD_EVENTS_PER_S * 1000)
+    held = asyncio.create_task(stream(child.port, count, what, seen))
+    for _ in range(int(DEADLINE_S / LOOK_S)):
+        if seen.events >= MEMORY_TOKENS * count or held.done():
+            break
+        await asyncio.sleep(LOOK_S)
+    grown = child.rss_kib() - before
+    await held
+    return round(grown / count, 1)
+
+
+def _added(through: Seen, past: Seen) -> dict[str, Any]:
+    ours, theirs = spread(through.ttft_ms, 3), spread(past.ttft_ms, 3)
+    added = {name: round(ours[name] - theirs[name], 3) for name in ("p50", "p99")}
+    return {"added_ttft_ms": added, "ttft_ms": {"gateway": ours, "direct": theirs}}
+
+
+async def reference(gateway_port: int, direct_port: int) -> dict[str, Any]:
+    """Two pods of the reference backend, asked in turns."""
+    through, past, what = Seen(), Seen(), request(2, 0)
+    for port in (gateway_port, direct_port):
+        await one_by_one(port, WARM_UP, what, Seen())
+    for _ in range(REFERENCE_ASKED):
+        await one_by_one(gateway_port, 1, what, through)
+        await one_by_one(direct_port, 1, what, past)
+    return {**_added(through, past), "errors": through.errors + past.errors}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m hack.bench_gateway", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="the report on stdout, as JSON")
+    parser.add_argument("--streams", default="1,64,256,1000", help="how many at the same time")
+    parser.add_argument("--events-per-s", type=float, default=5000, help="of all streams together")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each round")
+    options = parser.parse_args()
+    raise_fd_limit()
+    counts = [int(each) for each in options.streams.split(",")]
+    with tempfile.TemporaryDirectory(prefix="gw-") as directory:
+        idle = idle_rss_mib(directory)
+    with tempfile.TemporaryDirectory(prefix="gw-") as directory:
+        found = uvloop.run(measure(directory, counts, options.events_per_s, options.seconds))
+    with tempfile.TemporaryDirectory(prefix="gw-") as directory:
+        one, two = Path(directory, "a"), Path(directory, "b")
+        with pod(one) as gateway_port, pod(two, "--direct") as direct_port:
+            with_model = uvloop.run(reference(gateway_port, direct_port))
+    report = {
+        "commit": commit(),
+        "machine": machine(),
+        "events_per_s_asked": options.events_per_s,
+        **found,
+        "processes_rss_mib": idle,
+        "reference": with_model,
+    }
+    print(json.dumps(report, indent=None if options.json else 2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

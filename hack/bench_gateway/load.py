@@ -1,0 +1,112 @@
+"""Clients that stream: the time to each first byte of an answer, and the number of events.
+
+Sans any HTTP library, so that the clients cost less than what they measure. The end of an answer is
+its last chunk; an answer that ends otherwise is an error, and is counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import cast
+
+DEADLINE_S = 120.0
+END = b"0\r\n\r\n"
+
+
+@dataclass
+class Seen:
+    """What a number of clients saw."""
+
+    ttft_ms: list[float] = field(default_factory=list)
+    events: int = 0
+    errors: int = 0
+    first_s: float = 0.0
+    last_s: float = 0.0
+
+
+class Reader(asyncio.Protocol):
+    """One request on one connection."""
+
+    def __init__(self, seen: Seen, request: bytes) -> None:
+        self.done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self.begun: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._seen, self._request = seen, request
+        self._tail = b""
+        self._has_status = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast("asyncio.Transport", transport)
+        self._sent_s = time.perf_counter()
+        self.transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        seen = self._seen
+        events = data.count(b"data: {")
+        if events and not self.begun.done():
+            seen.last_s = time.perf_counter()
+            seen.ttft_ms.append((seen.last_s - self._sent_s) * 1000)
+            self.begun.set_result(True)
+        seen.events += events
+        self._tail = (self._tail + data)[-len(END) :]
+        if self._tail == END:
+            seen.last_s = time.perf_counter()
+            self._end(is_whole=self.begun.done())
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end(is_whole=False)
+
+    def _end(self, *, is_whole: bool) -> None:
+        if self.done.done():
+            return
+        self._seen.errors += not is_whole
+        self.done.set_result(is_whole)
+        if not self.begun.done():
+            self.begun.set_result(False)
+        self.transport.abort()
+
+
+def request(tokens: int, interval_ms: float, path: str = "/v1/chat/completions") -> bytes:
+    """A request for a stream, for the stub; the other backends ignore `interval_ms`."""
+    message = {"role": "user", "content": "hello"}
+    body = {"messages": [message], "stream": True, "max_tokens": tokens, "temperature": 0}
+    data = json.dumps({**body, "interval_ms": interval_ms}).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
+
+
+async def stream(
+    port: int, count: int, what: bytes, seen: Seen, whole: Callable[[], None] | None = None
+) -> None:
+    """`count` streams at the same time, until all have ended. `whole` is called once each has sent
+    its first event.
+
+    Raises:
+        TimeoutError: they have not ended by `DEADLINE_S`.
+    """
+    loop = asyncio.get_running_loop()
+    seen.first_s = time.perf_counter()
+    async with asyncio.timeout(DEADLINE_S):
+        readers = [
+            (await loop.create_connection(lambda: Reader(seen, what), "127.0.0.1", port))[1]
+            for _ in range(count)
+        ]
+        try:
+            for reader in readers:
+                await reader.begun
+            if whole is not None:
+                whole()
+            for reader in readers:
+                await reader.done
+        finally:
+            for reader in readers:
+                reader.transport.abort()
+
+
+async def one_by_one(port: int, count: int, what: bytes, seen: Seen) -> None:
+    """`count` requests, one after the other, each on its own connection."""
+    for _ in range(count):
+        await stream(port, 1, what, seen)

@@ -1,0 +1,185 @@
+"""What is measured: the gateway's child in front of the stub, and whole pods with and without one.
+
+The child is the real one, `python -m gateway.server`, and this process plays its parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+from gateway import messages as msg
+from gateway.supervisor.child import COMMAND, ChildLink
+from hack.bench_gateway import ENGINE, TOKEN
+from hack.processes import LockServer, ServerProcess, until
+from plumbing.part.paths import engine_http_socket
+from plumbing.service import procfs
+from plumbing.service.clock import SystemClock
+from plumbing.service.process import parent_environment
+from plumbing.wire.fds import OwnedFd
+from understudy.up.ports import free_ports
+
+BACKLOG = 4096
+START_S = 60.0
+IDLE_S = 0.1  # less than the half second between two beats
+
+
+class GatewayChild:
+    """The serving child; `port` is its door."""
+
+    def __init__(self, directory: str) -> None:
+        self._settings = msg.ConfigureGatewayMsg(
+            directory=os.fsencode(directory),
+            hold_ms=10_000,
+            park_timeout_ms=300_000,
+            resumes_max=8,
+            memory_bytes=1 << 30,
+            keepalive_comments_ms=0,
+            access_log=False,
+        )
+        self._link = ChildLink(1, self, SystemClock())
+        self._beat = asyncio.Event()
+        (self.port,) = free_ports(1)
+
+    @property
+    def pid(self) -> int:
+        return self._link.pid
+
+    async def start(self) -> None:
+        """Let it accept, and grant the lock to the stub."""
+        self._link.start(COMMAND, self._settings)
+        await self._next_beat()
+        with socket.socket() as door:
+            door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            door.bind(("127.0.0.1", self.port))
+            door.listen(BACKLOG)
+            door.setblocking(False)
+            self._link.send(msg.AcceptMsg("bench"), [OwnedFd(os.dup(door.fileno()))])
+        self._link.send(msg.GrantMsg(ENGINE, TOKEN, "0" * 16))
+        while not (self._link.beat and self._link.beat.upstream and self._link.beat.is_accepting):
+            await self._next_beat()
+
+    def cpu_ms(self) -> float:
+        """The CPU time of its loop so far, to the nanosecond."""
+        found = procfs.cpu_times(self.pid)
+        assert found is not None
+        return found[1]
+
+    def rss_kib(self) -> float:
+        return (procfs.rss_bytes(self.pid) or 0) / 1024
+
+    async def close(self) -> None:
+        self._link.kill()
+        assert self._link.process is not None
+        await self._link.process.wait()
+
+    async def _next_beat(self) -> None:
+        self._beat.clear()
+        async with asyncio.timeout(START_S):
+            await self._beat.wait()
+
+    # What `ChildOwner` asks for.
+
+    def beaten(self, link: ChildLink) -> None:
+        self._beat.set()
+
+    def happened(self, link: ChildLink, event: msg.GatewayEventMsg) -> None:
+        pass
+
+    def ended(self, link: ChildLink) -> None:
+        self._beat.set()
+
+    def read_out(self, link: ChildLink) -> None:
+        pass
+
+
+@contextlib.asynccontextmanager
+async def gateway_before_stub(directory: str) -> AsyncIterator[tuple[GatewayChild, int]]:
+    """A child whose engine is the stub, and the stub's own port."""
+    path = engine_http_socket(directory, ENGINE)
+    (port,) = free_ports(1)
+    command = [sys.executable, "-m", "hack.bench_gateway.stub", path, str(port)]
+    stub = ServerProcess(command, lambda: os.path.exists(path) and _is_open(port))
+    stub.start()
+    child = GatewayChild(directory)
+    try:
+        await child.start()
+        yield child, port
+    finally:
+        await child.close()
+        stub.kill()
+
+
+def _is_open(port: int) -> bool:
+    with socket.socket() as sock:
+        return sock.connect_ex(("127.0.0.1", port)) == 0
+
+
+@contextlib.contextmanager
+def pod(directory: Path, *flags: str) -> Iterator[int]:
+    """`understudy up` with the reference backend; the port of its service."""
+    service, lock, gms, gate, *engines = free_ports(6)
+    ports = {"service": service, "lockserver": lock, "gms": gms, "gateway": gate}
+    command = [sys.executable, "-m", "understudy.cli.main", "up", "--dir", str(directory), *flags]
+    command += [word for name, port in ports.items() for word in (f"--{name}-port", str(port))]
+    command += [word for port in engines for word in ("--engine-port", str(port))]
+    with open(directory.with_suffix(".log"), "wb") as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, env={**os.environ, **parent_environment()}
+        )
+    try:
+        until(lambda: _is_ready(lock), f"pod in {directory}", START_S)
+        yield service
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+
+
+def _is_ready(port: int) -> bool:
+    """Whether an engine is active: the lock server's probe says so."""
+    with socket.socket() as sock:
+        if sock.connect_ex(("127.0.0.1", port)) != 0:
+            return False
+        sock.settimeout(START_S)
+        sock.sendall(b"GET /ready HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        return b" 200 " in sock.recv(64)
+
+
+def idle_rss_mib(directory: str) -> dict[str, float]:
+    """Resident memory of an idle `gateway serve`: parent, serving child, spare."""
+    (service, http) = free_ports(2)
+    lock = LockServer(directory, "--service", f"active=127.0.0.1:{service}", "--no-direct")
+    lock.start()
+    command = [sys.executable, "-m", "gateway.cli", "serve", "--dir", directory]
+    gateway = ServerProcess(
+        [*command, "--http-port", str(http)], lambda: len(procfs.children(gateway.pid)) == 2
+    )
+    try:
+        gateway.start()
+        # The spare's import is over once neither of them works any more.
+        until(lambda: _are_idle(procfs.children(gateway.pid)), "two idle children")
+        sizes = [procfs.rss_bytes(pid) or 0 for pid in (gateway.pid, *procfs.children(gateway.pid))]
+    finally:
+        gateway.close()
+        lock.close()
+    parent, *children = (round(size / 2**20, 1) for size in sizes)
+    return {"parent": parent, "serving": max(children), "spare": min(children)}
+
+
+def _are_idle(pids: list[int]) -> bool:
+    """Whether there are two, and none has taken CPU for a moment."""
+    before = _cpu_ms(pids)
+    time.sleep(IDLE_S)
+    return len(pids) == 2 and _cpu_ms(pids) == before
+
+
+def _cpu_ms(pids: list[int]) -> list[float]:
+    return [found[1] for pid in pids if (found := procfs.cpu_times(pid))]
