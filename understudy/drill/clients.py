@@ -1,4 +1,4 @@
-"""Clients that stream completions continuously and timestamp what they receive.
+"""Clients that send requests continuously and timestamp the text that they receive.
 
 One connection per request: a kept-alive connection would hide a refusal. Timestamps are taken in
 the callback that receives the bytes. The end of an exchange is recorded as the socket saw it; the
@@ -83,6 +83,8 @@ class _Stream(asyncio.Protocol):
         self._note_head()
         for delta in deltas:
             self._exchange.finish_reason = delta.finish_reason or self._exchange.finish_reason
+            if delta.tokens is not None:
+                self._exchange.tokens = delta.tokens
             if delta.text:
                 self._note_text(delta.text)
         if self._answer.is_done:
@@ -107,6 +109,8 @@ class _Stream(asyncio.Protocol):
         exchange.last_token_ms = self.heard_ms
         exchange.last_turn = turn
         exchange.text += text
+        exchange.text_ms.append(self.heard_ms)
+        exchange.piece_ends.append(len(exchange.text))
         exchange.chunks += 1
 
     def _end(self, end: End, detail: str) -> None:

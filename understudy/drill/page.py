@@ -20,11 +20,12 @@ from typing import Any
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.service.files import write_atomic
 from understudy.drill.records import LOCK, PHASES, EngineKill, Exchange, Moment, Outcome, Records
+from understudy.drill.streams import pause_at
 from understudy.drill.verdict import (
     DrillReport,
-    classify,
     first_answers,
     moments_of,
+    outcome_of,
     phases_of,
     spread,
 )
@@ -54,6 +55,7 @@ class SeenKill:
     kill: EngineKill
     first: Exchange | None
     until_ms: float
+    is_direct: bool = True
 
     @property
     def served_ms(self) -> float | None:
@@ -80,13 +82,16 @@ def page_data(
 ) -> dict[str, Any]:
     """The whole document."""
     ordered = sorted(records.exchanges, key=lambda each: each.sent_ms)
-    outcomes = {id(each): classify(each, records.expected) for each in ordered}
+    outcomes = {id(each): outcome_of(each, records) for each in ordered}
     began_ms = _began_ms(records, ordered)
     firsts = first_answers(records.kills, ordered)
     parts = _part_kills(records, began_ms)
     moments = sorted(records.moments, key=lambda each: each.at_ms)
     ends_ms = [*(kill.killed_ms for kill in records.kills[1:]), math.inf]
-    seen_kills = list(map(SeenKill, records.kills, firsts, ends_ms))[:KILLS_MAX]
+    seen_kills = [
+        SeenKill(kill, first, end_ms, records.is_direct)
+        for kill, first, end_ms in zip(records.kills, firsts, ends_ms, strict=False)
+    ][:KILLS_MAX]
     return {
         "schema": SCHEMA,
         "made_at": made_at,
@@ -173,7 +178,8 @@ def _kill(
 
 
 def _around(seen: SeenKill, ordered: Sequence[Exchange], outcomes: Outcomes) -> list[list[Any]]:
-    """The requests of a timeline, `[sent, first token, end, outcome, engine]`.
+    """The requests of a timeline, `[sent, first token, end, outcome, engine, pause]`. `pause`: from
+    when to when a stream paused that went on at another engine, or null.
 
     If there are too many, failed ones and those nearest to the kill are kept.
     """
@@ -191,9 +197,17 @@ def _around(seen: SeenKill, ordered: Sequence[Exchange], outcomes: Outcomes) -> 
             _since(kill, each.ended_ms),
             outcomes[id(each)],
             each.engine,
+            _pause(seen, each),
         ]
         for each in kept
     ]
+
+
+def _pause(seen: SeenKill, exchange: Exchange) -> list[float | None] | None:
+    pause = None if seen.is_direct else pause_at(seen.kill, seen.until_ms, exchange)
+    if pause is None:
+        return None
+    return [_since(seen.kill, pause.from_ms), _since(seen.kill, pause.to_ms)]
 
 
 def _dots(ordered: Sequence[Exchange], outcomes: Outcomes, began_ms: float) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Kills parts that are not engines: the lock server, the memory service, a device's server.
+"""Kills parts that are not engines: the lock server, the memory service, a device's server, the
+gateway or its child.
 
 A crash without loss means that the part is replaced and has what it had before (a memory server:
 the same epoch with the same readers), the same engines run, and the same one is active under the
@@ -22,11 +23,18 @@ from plumbing.errors import UnderstudyError, WaitTimeoutError
 from plumbing.part.format import duration
 from plumbing.part.paths import gms_socket
 from plumbing.service.clock import SystemClock
-from plumbing.service.procfs import descendants, parent
+from plumbing.service.procfs import children, descendants, inner_pid, parent
 from plumbing.wire.peer import is_gone
-from understudy.drill.records import LOCKSERVER, MemoryKill, PartKill
+from understudy.drill.records import (
+    GATEWAY_CHILD,
+    GATEWAYS,
+    GMS_SUPERVISOR,
+    LOCKSERVER,
+    MemoryKill,
+    PartKill,
+)
 from understudy.host import physical_bytes
-from understudy.status.gather import Pids, PodPart, gather, pids_of, status_of
+from understudy.status.gather import Pids, PodPart, gateway_part, gather, pids_of, status_of
 from understudy.status.memory_view import Document, devices
 
 POLL_S = 0.01
@@ -188,13 +196,17 @@ async def kill_part(directory: Path, target: str) -> tuple[PartKill, Standing, l
     """
     view, pids = await gather(directory), await pids_of(directory)
     first = _first_process(target, pids)
+    child = _child_of(view["gateway"])
+    if target == GATEWAY_CHILD:
+        first = next((pid for pid in children(first or 0) if inner_pid(pid) == child), None)
     with ExitStack() as stack:
         first_fd = stack.enter_context(hold(first, target))
         held = [stack.enter_context(hold(pid, target)) for pid in descendants(first or 0)]
-        kill = PartKill(target, clock.now_ms())
+        kill = PartKill(target, clock.now_ms(), child=child)
         signal.pidfd_send_signal(first_fd, signal.SIGKILL)
         await _until_gone(target, [first_fd, *held])
-    found = {} if target == LOCKSERVER else committed_devices(view)
+    kill.gone_ms = clock.now_ms()
+    found = committed_devices(view) if target == GMS_SUPERVISOR else {}
     # In a new container, pids may be the same as before.
     memory = [memory_of(name, device, kill.killed_ms, pid=0) for name, device in found.items()]
     return kill, Standing.of(view), memory
@@ -206,7 +218,7 @@ async def wait_back(directory: Path, kill: PartKill, memory: list[MemoryKill]) -
     Raises:
         WaitTimeoutError: `drill.no_part`, `drill.no_recovery`.
     """
-    while _first_process(kill.target, await pids_of(directory)) is None:
+    while not await _is_back(directory, kill):
         if clock.now_ms() > kill.killed_ms + BACK_DEADLINE_S * 1000:
             raise WaitTimeoutError(
                 "drill.no_part",
@@ -219,10 +231,26 @@ async def wait_back(directory: Path, kill: PartKill, memory: list[MemoryKill]) -
     kill.back_ms = clock.now_ms()
 
 
+async def _is_back(directory: Path, kill: PartKill) -> bool:
+    """Whether the part answers again; a gateway must also accept, with another child."""
+    if kill.target not in GATEWAYS:
+        return _first_process(kill.target, await pids_of(directory)) is not None
+    gateway = await status_of(gateway_part(directory))
+    is_same = kill.target == GATEWAY_CHILD and _child_of(gateway) == kill.child
+    return bool(gateway.get("accepting")) and not is_same
+
+
+def _child_of(gateway: Document | None) -> int | None:
+    """The gateway's serving child, by the pid that the gateway knows."""
+    return ((gateway or {}).get("child") or {}).get("pid")
+
+
 def _first_process(target: str, pids: Pids) -> int | None:
-    """The part's main process, if it answers and is visible."""
+    """The part's main process, if it answers and is visible; a gateway's child is not known yet."""
     if target == LOCKSERVER:
         return pids.lockserver
+    if target in GATEWAYS:
+        return pids.gateway
     servers = list(pids.gms.values())
     return parent(servers[0]) if servers else None
 

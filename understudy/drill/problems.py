@@ -78,10 +78,15 @@ def problems_of(
         problems.append(f"{hung} requests got neither an answer nor an error")
     if not any(outcome is Outcome.OK for _, outcome in outcomes):
         problems.append("no request was answered in full")
+    lost = [each for each, outcome in outcomes if outcome in (Outcome.LOST, Outcome.BROKEN)]
+    if lost and not records.is_direct:
+        problems.append(
+            f"{len(lost)} requests were lost, which the gateway had to continue ({lost[0].detail})"
+        )
     stray = [
         exchange
-        for exchange, outcome in outcomes
-        if outcome is Outcome.LOST and not any(_explains(kill, exchange) for kill in records.kills)
+        for exchange in lost
+        if not any(_explains(kill, exchange) for kill in records.kills)
     ]
     if stray:
         problems.append(

@@ -1,7 +1,9 @@
 """The drill's prompts and their expected answers.
 
-With greedy sampling an answer depends on the model alone, so every engine must give the same one.
-Answers are learnt before the first kill; prompts with too short an answer are not used. They can
+With greedy sampling an answer depends on the model alone, so every engine must give the same one;
+where the backend computes every request alike whatever runs beside it, that holds for sampling with
+a seed, too. Answers are learnt before the first kill; prompts of a kind that the server refuses, or
+with too short an answer, are not used. They can
 also come from a file, written by a server without failover that serves the same model: that detects
 errors that both engines share. Its prompts must have a clear best token at each step.
 """
@@ -29,6 +31,23 @@ COMPLETIONS = (
     "A B C D E F G",
     "The weights were loaded once, and",
 )
+LONG_TOKENS = 96  # so that a kill meets a stream that has much behind it
+SCHEMA = {"type": "object", "properties": {"a": {"enum": ["left", "right"]}}, "required": ["a"]}
+# What is added to a plain body. A backend that does not know a kind answers 400.
+KINDS: Mapping[str, Mapping[str, Any]] = {
+    "usage": {"stream_options": {"include_usage": True}},
+    "long": {"max_tokens": LONG_TOKENS, "ignore_eos": True},
+    "whole": {"stream": False},
+    "seed": {"temperature": 1.0, "top_p": 0.9, "seed": 7, "max_tokens": 32},
+    "penalties": {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.5},
+    "min-tokens": {"min_tokens": ANSWER_TOKENS_MAX - 2},
+    "stop": {"stop": ["e", "qu"], "max_tokens": 32},
+    "choice": {"structured_outputs": {"choice": ["to the left", "to the right"]}},
+    "regex": {"structured_outputs": {"regex": "[a-f]{6,12}"}, "max_tokens": 24},
+    "schema": {"structured_outputs": {"json": SCHEMA}, "max_tokens": 48},
+    "whole-long": {"stream": False, "max_tokens": LONG_TOKENS},
+    "whole-seed": {"stream": False, "temperature": 1.0, "seed": 11, "max_tokens": 32},
+}
 CHATS = ("Name three colours.", "What is a phone call?", "Count to seven.")
 
 
@@ -59,10 +78,25 @@ def all_prompts(model: str) -> list[Prompt]:
     return mixed
 
 
+def varied_prompts(model: str) -> list[Prompt]:
+    """A few plain prompts, and one of every kind that an engine must continue in its own way."""
+    plain = all_prompts(model)[:3]
+    varied: list[Prompt] = []
+    for number, (name, change) in enumerate(KINDS.items()):
+        base = plain[number % len(plain)]
+        body = {**base.body, **change}
+        varied.append(Prompt(f"{name}-{base.key}", base.path, body))
+    return [*plain, *varied]
+
+
 async def learn_answers(
-    target: Target, prompts: Sequence[Prompt], *, needs_token: bool = True
+    target: Target,
+    prompts: Sequence[Prompt],
+    count: int = PROMPTS_USED,
+    *,
+    needs_token: bool = True,
 ) -> tuple[list[Prompt], dict[str, Exchange]]:
-    """Send each prompt once; returns those to use, and their answers by key.
+    """Send each prompt once; returns the first `count` that can be used, and their answers by key.
 
     Without `needs_token`, any server will do, not only our engines.
 
@@ -79,19 +113,26 @@ async def learn_answers(
             raise UnderstudyError(
                 "drill.no_token", "the answers carry no X-Understudy-Token; is this an engine?"
             )
-        if is_whole and answer.chunks >= CHUNKS_MIN:
+        if is_whole and answer.chunks >= _chunks_min(prompt):
             used.append(prompt)
             answers[prompt.key] = answer
         else:
             last = f"{prompt.path}: {answer.status} {answer.end}, {answer.chunks} pieces of text"
             last += f", {answer.detail}" if answer.detail else ""
-        if len(used) == PROMPTS_USED:
+        if len(used) == count:
             break
     if not used:
         raise UnderstudyError(
             "drill.no_answers", f"the model gave no usable answer; the last one: {last}"
         )
     return used, answers
+
+
+def _chunks_min(prompt: Prompt) -> int:
+    """The least pieces of text of a usable answer: of a stream enough to be cut in between, where
+    nothing but the end of a grammar or a stop string makes it short."""
+    is_free = not {"structured_outputs", "stop"} & prompt.body.keys()
+    return CHUNKS_MIN if is_free and prompt.body.get("stream") else 1
 
 
 def write_expected(

@@ -21,7 +21,10 @@ SUPERVISOR = "supervisor"
 LOCKSERVER = "lockserver"
 GMS = "gms"  # a device's memory server
 GMS_SUPERVISOR = "gms-supervisor"  # its servers die with it
-PARTS = (LOCKSERVER, GMS, GMS_SUPERVISOR)
+GATEWAY = "gateway"  # its children die with it
+GATEWAY_CHILD = "gateway-child"  # the one that has the clients' connections
+GATEWAYS = (GATEWAY, GATEWAY_CHILD)  # streams in them are lost with them
+PARTS = (LOCKSERVER, GMS, GMS_SUPERVISOR, *GATEWAYS)
 PHASES = ("detect", "fence", "grant", "wake", "serve")  # DESIGN §8, in the order they happen
 
 LOCK = "lock active"  # the part whose states are those of the lock
@@ -98,14 +101,16 @@ class Outcome(StrEnum):
     """How an exchange is counted."""
 
     OK = "ok"
-    LOST = "lost_in_flight"
+    LOST = "lost_in_flight"  # without an answer
+    BROKEN = "broken"  # a stream that began, and ended without its end marker or with an error
+    LOST_IN_GATEWAY = "lost_in_gateway"  # either, with the gateway's own process
     REFUSED = "refused"
     WRONG = "wrong"
     HUNG = "hung"
 
 
 class Prompt(Struct, frozen=True):
-    """One request of the drill: its path and body (greedy, streamed)."""
+    """One request of the drill: its path and body. The same engine always answers it the same."""
 
     key: str
     path: str
@@ -118,6 +123,8 @@ class Exchange(Struct):
     `first_turn` and `last_turn`: the iterations of the event loop that received the first and last
     text. All clients share the loop and read whatever is readable in each iteration, so text of a
     later iteration really came later; timestamps of a busy process cannot prove that.
+    `text_ms`: when each piece of the text came; `piece_ends`: how long the text was after it.
+    `tokens`: of the answer, as its usage says.
     """
 
     prompt: str
@@ -135,6 +142,9 @@ class Exchange(Struct):
     finish_reason: str | None = None
     chunks: int = 0
     detail: str = ""
+    text_ms: list[float] = []
+    piece_ends: list[int] = []
+    tokens: int | None = None
 
 
 class EngineKill(Struct):
@@ -179,11 +189,14 @@ class MemoryKill(Struct):
 
 
 class PartKill(Struct):
-    """The kill of a part that is not an engine, and when it was back."""
+    """The kill of a part that is not an engine, when its processes were gone, and when it was
+    back. `child`: the gateway's serving child, by the pid that the gateway knows."""
 
     target: str
     killed_ms: float
     back_ms: float | None = None
+    gone_ms: float | None = None
+    child: int | None = None
 
 
 class Upgrade(Struct):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from plumbing.part.format import duration, size
-from understudy.drill.records import PHASES, BurnUse, Upgrade
+from understudy.drill.records import GATEWAYS, PHASES, BurnUse, Upgrade
 from understudy.drill.verdict import DrillReport, Spread
 from understudy.host import ResourceUsage, machine
 
@@ -30,19 +30,20 @@ def print_report(
     what = _measured(report, backend, has_failovers=has_failovers)
     console.print(f"{what} on {about['cpus']} CPUs ({about['cpu']})")
     if report.upgrade is not None:
-        _print_upgrade(report.upgrade, report.pause_ms, console)
+        _print_upgrade(report.upgrade, report.upgrade_pause_ms, console)
     else:
         _print_times(report, Table(), console, has_failovers=has_failovers)
     counts = [f"{target} {count}" for target, count in report.killed.items() if count]
     killed = f" ({', '.join(counts)})" if counts else ""
     console.print(f"kills            {report.kills}{killed}")
-    console.print(f"requests         {report.requests}, lost in flight {report.lost_in_flight}")
-    for name, count in (
-        ("refused", report.refused),
-        ("wrong tokens", report.wrong_tokens),
-        ("double active", report.double_active),
-        ("false deaths", report.false_deaths),
-    ):
+    console.print(f"requests         {report.requests}, {_interrupted(report)}")
+    faults = [("refused", report.refused), ("wrong tokens", report.wrong_tokens)]
+    if not report.is_direct:
+        lost = report.lost_in_flight - report.broken_streams
+        faults = [("lost", lost), ("broken streams", report.broken_streams), *faults]
+        faults.append(("doubled tokens", report.doubled_tokens))
+    faults += [("double active", report.double_active), ("false deaths", report.false_deaths)]
+    for name, count in faults:
         console.print(f"{name:<16} {count}", style="red" if count else "green")
     if report.burn is not None:
         console.print(f"burn             {describe_burn(report.burn)}")
@@ -64,6 +65,15 @@ def print_report(
     for problem in report.problems:
         console.print(f"problem          {problem}", style="red", markup=False)
     console.print("passed" if report.passed else "FAILED", style="bold", markup=False)
+
+
+def _interrupted(report: DrillReport) -> str:
+    """What became of the requests that ran when something was killed."""
+    if report.is_direct:
+        return f"lost in flight {report.lost_in_flight}"
+    in_gateway = any(report.killed.get(target) for target in GATEWAYS)
+    lost = f", lost with the gateway {report.lost_in_gateway}" if in_gateway else ""
+    return f"streams resumed {report.resumed}{lost}"
 
 
 def describe_burn(burn: BurnUse) -> str:
@@ -94,6 +104,8 @@ def _print_times(
             table.add_row(f"  {phase}", *_cells(report.phases_ms[phase]))
         table.add_section()
         table.add_row("failover", *_cells(report.failover_ms), style="bold")
+        if not report.is_direct:
+            table.add_row("pause of a stream", *_cells(report.pause_ms), style="bold")
     if report.recovery_ms is not None:
         table.add_row("memory recovery", *_cells(report.recovery_ms), style="bold")
     console.print(table)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from plumbing.errors import UnderstudyError, WaitTimeoutError
+from plumbing.errors import UnderstudyError, UsageError, WaitTimeoutError
 from plumbing.part.format import duration
 from plumbing.part.paths import engine_sockets
 from plumbing.service.clock import SystemClock
@@ -23,8 +23,9 @@ from understudy.drill.clients import Target, send, stream_without_pause
 from understudy.drill.killer import WHOLE_DEADLINE_S, Whole, kill_active, wait_whole
 from understudy.drill.observer import Observer
 from understudy.drill.part_killer import PhysicalMemory, Standing
-from understudy.drill.prompts import all_prompts, learn_answers, read_expected
+from understudy.drill.prompts import all_prompts, learn_answers, read_expected, varied_prompts
 from understudy.drill.records import (
+    GATEWAYS,
     GMS,
     PARTS,
     EngineKill,
@@ -113,7 +114,10 @@ class Drill:
         self.records.targets = base_targets(self.backend)
         self.records.is_direct = whole.is_direct
         processes = targets_of(self.backend, backend.get("pids") or ())
-        self._targets = self._targets or (*processes, *self._plan.also)
+        gateways = GATEWAYS if whole.is_direct else ()
+        self._refuse_targets(gateways)
+        also = [part for part in self._plan.also if part not in gateways]
+        self._targets = self._targets or (*processes, *also)
         host, _, port = whole.service.rpartition(":")
         host = host.strip("[]")
         target = Target("127.0.0.1" if host in ("", "0.0.0.0", "::") else host, int(port))
@@ -121,13 +125,23 @@ class Drill:
         if self._plan.expected is not None:
             self.prompts, self.records.expected = read_expected(self._plan.expected, model)
         else:
-            self.prompts, self.records.expected = await learn_answers(target, all_prompts(model))
+            bank = all_prompts(model) if self.backend == "vllm" else varied_prompts(model)
+            self.prompts, self.records.expected = await learn_answers(target, bank, len(bank))
         self._say(
             f"{whole.engine} serves {model} at {target.host}:{target.port}, "
             f"standby: {', '.join(whole.standbys)}; "
             f"{len(self.prompts)} prompts, {self._plan.clients} clients"
         )
         return target
+
+    def _refuse_targets(self, absent: Sequence[str]) -> None:
+        named = [target for target in self._targets if target in absent]
+        if named:
+            raise UsageError(
+                "drill.no_gateway",
+                f"--target {named[0]}: this pod has no gateway, because it is in direct mode; "
+                "choose another target, or start the pod without --direct",
+            )
 
     async def run(self, target: Target) -> None:
         """All kills under load. Raises what ended the drill early; `records` is valid anyway."""
@@ -292,7 +306,9 @@ class Drill:
 
     async def _probe(self, kill: EngineKill, target: Target) -> float:
         """Send requests until the new active engine answers; milliseconds since the kill."""
-        prompts = itertools.cycle(self.prompts)
+        # Only a stream shows its first token when it is there.
+        streams = [each for each in self.prompts if each.body.get("stream")]
+        prompts = itertools.cycle(streams or self.prompts)
         deadline_s = self._plan.stretched_s(TAKEOVER_DEADLINE_S)
         end_ms = kill.killed_ms + deadline_s * 1000
         while True:

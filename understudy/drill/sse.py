@@ -15,6 +15,7 @@ from plumbing.errors import ProtocolError
 
 PENDING_MAX_BYTES = 1024 * 1024  # of headers or one event
 DIGITS_MAX = 19  # of a number with 64 bits
+OK = 200
 
 
 def whole_number(text: str) -> int | None:
@@ -25,20 +26,22 @@ def whole_number(text: str) -> int | None:
 
 @dataclass(slots=True)
 class Delta:
-    """One event of the stream: its new text, and why generation ended if it did."""
+    """One event of the stream: its new text, why generation ended if it did, and the number of
+    tokens of the answer if the event has the usage."""
 
     text: str
     finish_reason: str | None = None
+    tokens: int | None = None
 
 
 @dataclass
 class StreamedAnswer:
-    """Feed it received bytes; `is_done` once the stream's end marker has come."""
+    """Feed it received bytes; `is_done` once the answer is whole: a stream with its end marker."""
 
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
     is_done: bool = False
-    body: bytes = b""  # of an answer that is not a stream, such as a JSON error
+    body: bytes = b""  # of an answer that is not a stream
     _raw: bytes = b""
     _chunk_left: int = 0
     _length_left: int | None = None
@@ -59,7 +62,7 @@ class StreamedAnswer:
         if self._is_stream:
             return self._read_events(body)
         self.body = (self.body + body)[:PENDING_MAX_BYTES]
-        return []
+        return [_delta(self.body)] if self.is_done and self.status == OK else []
 
     def _read_head(self) -> bool:
         head, separator, rest = self._raw.partition(b"\r\n\r\n")
@@ -142,14 +145,16 @@ class StreamedAnswer:
 
 
 def _delta(payload: bytes) -> Delta:
-    """The text of one OpenAI event, of a completion or of a chat."""
+    """The text of one OpenAI event or whole answer, of a completion or of a chat."""
     try:
         event = json.loads(payload)
         if "error" in event:
             raise ProtocolError("drill.error_event", f"error event {payload[:200]!r}")
         choices = event.get("choices") or [{}]
         choice = choices[0]
-        text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
-        return Delta(text, choice.get("finish_reason"))
+        said = choice.get("delta") or choice.get("message") or {}
+        tokens = (event.get("usage") or {}).get("completion_tokens")
+        text = choice.get("text") or said.get("content") or ""
+        return Delta(text, choice.get("finish_reason"), tokens)
     except (ValueError, AttributeError, TypeError, KeyError, IndexError) as error:
         raise ProtocolError("drill.bad_event", f"invalid event: {payload[:80]!r}") from error

@@ -1,9 +1,11 @@
 """The verdict of a drill: records in, report out. Pure; nothing here measures or waits.
 
-A stream that was cut is lost; if its text before the cut is not a prefix of the expected answer, it
-is wrong. In direct mode, text of an older grant that arrives after text of a newer one means that
-two engines served. A drill that measured nothing must not look like one that found nothing:
-whatever could not be checked is a problem, and a drill with problems has failed.
+A stream that was cut is broken; if its text before the cut is not a prefix of the expected answer,
+it is wrong. Broken and lost requests are expected in direct mode, and behind a gateway only where
+the gateway's own process was killed. In direct mode, text of an older grant that arrives after text
+of a newer one means that two engines served. A drill that measured nothing must not look like one
+that found nothing: whatever could not be checked is a problem, and a drill with problems has
+failed.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from understudy.drill.records import (
     Records,
     Upgrade,
 )
+from understudy.drill.streams import blamed, doubled_pieces, pauses_of
 
 ENGINES_MIN = 2  # an active engine and a standby
 UNAVAILABLE = frozenset({429, 503})  # the server refused for now
@@ -39,6 +42,7 @@ UNAVAILABLE = frozenset({429, 503})  # the server refused for now
 IN_DOCUMENT = (
     *("passed", "problems", "requests", "kills", "killed"),
     *("refused", "wrong_tokens", "double_active", "false_deaths", "lost_in_flight", "lasted_s"),
+    *("mode", "broken_streams", "doubled_tokens", "resumed", "lost_in_gateway"),
 )
 
 
@@ -56,7 +60,10 @@ class Spread:
 
 @dataclass(slots=True)
 class DrillReport:
-    """What a drill found. `problems`: why it did not pass, as sentences."""
+    """What a drill found. `problems`: why it did not pass, as sentences.
+
+    `lost_in_flight` includes `broken_streams`, and `wrong_tokens` the answers with doubled ones.
+    """
 
     kills: int
     killed: dict[str, int]
@@ -74,12 +81,23 @@ class DrillReport:
     recovery_ms: Spread | None = None
     memory: MemoryUse | None = None
     upgrade: Upgrade | None = None
-    pause_ms: float | None = None
+    upgrade_pause_ms: float | None = None
     burn: BurnUse | None = None
+    is_direct: bool = True
+    broken_streams: int = 0
+    doubled_tokens: int = 0
+    resumed: int = 0
+    lost_in_gateway: int = 0
+    pause_ms: Spread = Spread(None, None, None)
+
+    @property
+    def mode(self) -> str:
+        return "direct" if self.is_direct else "gateway"
 
     @property
     def passed(self) -> bool:
         faults = self.refused + self.wrong_tokens + self.double_active + self.false_deaths
+        faults += 0 if self.is_direct else self.lost_in_flight
         return not faults and not self.problems
 
     def to_dict(self, backend: str, machine: dict[str, Any]) -> dict[str, Any]:
@@ -87,6 +105,7 @@ class DrillReport:
         document = {name: getattr(self, name) for name in IN_DOCUMENT} | {
             "failover_ms": self.failover_ms.to_dict(),
             "phases_ms": {name: spread.to_dict() for name, spread in self.phases_ms.items()},
+            "pause_ms": self.pause_ms.to_dict(),
             "backend": backend,
             "machine": machine,
         }
@@ -105,14 +124,15 @@ class DrillReport:
                 "from": self.upgrade.source,
                 "to": self.upgrade.target,
                 "switchover_ms": self.upgrade.switchover_ms,
-                "pause_ms": self.pause_ms,
+                "pause_ms": self.upgrade_pause_ms,
             }
         return document
 
 
 def judge(records: Records, kills_wanted: int) -> DrillReport:
     """The report of a whole drill."""
-    outcomes = [(exchange, classify(exchange, records.expected)) for exchange in records.exchanges]
+    outcomes = [(exchange, outcome_of(exchange, records)) for exchange in records.exchanges]
+    pauses = pauses_of(records)
     counts = dict.fromkeys(Outcome, 0)
     for _, outcome in outcomes:
         counts[outcome] += 1
@@ -137,7 +157,7 @@ def judge(records: Records, kills_wanted: int) -> DrillReport:
         + (len(served_out_of_order(records.exchanges)) if records.is_direct else 0),
         false_deaths=len(false_deaths(records)),
         lasted_s=round(records.lasted_s, 3),
-        lost_in_flight=counts[Outcome.LOST],
+        lost_in_flight=counts[Outcome.LOST] + counts[Outcome.BROKEN],
         failover_ms=spread(failovers),
         phases_ms={
             name: spread(phase[name] for phase in phases if name in phase) for name in PHASES
@@ -153,8 +173,16 @@ def judge(records: Records, kills_wanted: int) -> DrillReport:
         recovery_ms=spread(recoveries) if records.memory is not None else None,
         memory=records.memory,
         upgrade=records.upgrade,
-        pause_ms=pause_of(records.upgrade, records.exchanges),
+        upgrade_pause_ms=pause_of(records.upgrade, records.exchanges),
         burn=records.burn,
+        is_direct=records.is_direct,
+        broken_streams=counts[Outcome.BROKEN],
+        doubled_tokens=sum(
+            doubled_pieces(each, records.expected.get(each.prompt)) for each in records.exchanges
+        ),
+        resumed=len(pauses),
+        lost_in_gateway=counts[Outcome.LOST_IN_GATEWAY],
+        pause_ms=spread(pause.length_ms for pause in pauses),
     )
 
 
@@ -168,6 +196,11 @@ def pause_of(upgrade: Upgrade | None, exchanges: Sequence[Exchange]) -> float | 
     # Behind a gateway, answers that began under the old grant go on under the new one.
     before = max((ms for ms in last_ms if ms and ms < after), default=-math.inf)
     return round(after - before, 3) if math.isfinite(after - before) else None
+
+
+def outcome_of(exchange: Exchange, records: Records) -> Outcome:
+    """The outcome of one exchange of these records."""
+    return blamed(exchange, classify(exchange, records.expected), records.part_kills)
 
 
 def classify(exchange: Exchange, expected: dict[str, Exchange]) -> Outcome:
@@ -186,9 +219,10 @@ def classify(exchange: Exchange, expected: dict[str, Exchange]) -> Outcome:
     if not answer.text.startswith(exchange.text):
         return Outcome.WRONG
     if exchange.end is End.CUT:
-        return Outcome.LOST
-    same = (exchange.text, exchange.finish_reason) == (answer.text, answer.finish_reason)
-    return Outcome.OK if same else Outcome.WRONG
+        return Outcome.BROKEN
+    is_same = (exchange.text, exchange.finish_reason) == (answer.text, answer.finish_reason)
+    is_counted = answer.tokens is None or exchange.tokens == answer.tokens
+    return Outcome.OK if is_same and is_counted else Outcome.WRONG
 
 
 def first_answer(kill: EngineKill, exchanges: Iterable[Exchange]) -> Exchange | None:

@@ -99,7 +99,7 @@ def test_send_records_a_whole_answer_with_its_times_and_headers():
     ("mood", "outcome"),
     [
         ("good", Outcome.OK),
-        ("cut", Outcome.LOST),
+        ("cut", Outcome.BROKEN),
         ("reset", Outcome.LOST),
         ("busy", Outcome.REFUSED),
         ("lie", Outcome.WRONG),

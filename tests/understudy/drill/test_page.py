@@ -102,8 +102,8 @@ def test_a_kill_has_its_phases_moments_deaths_and_requests():
     assert kill["moments_ms"]["first token"] == 20
     assert kill["deaths_ms"] == {"pid 7 (python)": 8, "pid 8 (python)": None}
     lost, served = kill["requests"]
-    assert lost == [-2, 2, 7, Outcome.LOST, "engine-0"]
-    assert served == [16, 20, 25, Outcome.OK, "engine-1"]
+    assert lost == [-2, 2, 7, Outcome.BROKEN, "engine-0", None]
+    assert served == [16, 20, 25, Outcome.OK, "engine-1", None]
 
 
 def test_lanes_say_what_each_part_was_from_edge_to_edge_of_the_timeline():
@@ -175,7 +175,7 @@ def test_of_too_many_requests_every_fault_and_an_even_choice_are_shown(total: in
     assert len(dots) <= page.DOTS_MAX
     assert len(dots) + found["left_out"] == found["total"] == total
     assert found["left_out"] == 0 or total > page.DOTS_MAX
-    assert {dot[2] for dot in dots} == {Outcome.OK, Outcome.LOST, Outcome.HUNG}
+    assert {dot[2] for dot in dots} == {Outcome.OK, Outcome.BROKEN, Outcome.HUNG}
     assert [dot[0] for dot in dots] == sorted(dot[0] for dot in dots)
     assert dots[-1][0] > 0.99 * (total - 3)
 
@@ -190,7 +190,7 @@ def test_of_too_many_kills_and_requests_of_a_kill_the_rest_is_counted_and_left_o
     found = page_of(records)
     assert found["kills_left_out"] == 1
     (kill,) = found["kills"]
-    assert [each[3] for each in kill["requests"]] == [Outcome.LOST, Outcome.OK]
+    assert [each[3] for each in kill["requests"]] == [Outcome.BROKEN, Outcome.OK]
 
 
 @pytest.mark.parametrize("nasty", ["</script><script>alert(1)</script>", "<!--", "\u2028", '"\\'])
@@ -293,7 +293,7 @@ def test_a_browser_draws_it_and_keys_walk_through_it(tmp_path: Path):
             await shown.evaluate("document.querySelector('#requests svg[tabindex]').focus()")
             await shown.press("Home")
             caption = "document.querySelector('#requests figcaption').textContent"
-            assert "lost in flight, first token after 4.0 ms" in await shown.evaluate(caption)
+            assert "broken stream, first token after 4.0 ms" in await shown.evaluate(caption)
 
             paper = "getComputedStyle(document.body).backgroundColor"
             light = await shown.evaluate(paper)
