@@ -133,7 +133,7 @@ def test_engine_killed_between_two_commits_leaves_the_first_one(
     pod = LocalPod(directory, model, pod_ports(), env=AS_USERS_RUN_IT, tensor_parallel=2)
 
     async def main() -> None:
-        async with running(pod, "lockserver|gms"):
+        async with running(pod, "lockserver|gms|gateway"):
             with Processes([(await device(pod, "HOST-1"))["pid"]]) as second:
                 second.signal(signal.SIGSTOP)
                 try:

@@ -193,6 +193,9 @@ def test_busy_machine_is_shown_with_what_it_does_to_the_budget():
     assert not any("busy" in line for line in lines(pod_view("/d", {}, [], [ACTIVE]), NOW))
 
 
+BEHIND = {"mode": "gateway", "service": {"active": {}}}
+
+
 def gateway(**differences: object) -> dict:
     load = {"in_flight": 12, "parked": 2, "parked_oldest_ms": 1200.0, "replaying": 1}
     return {"schema": 1, "accepting": True, "load": load, "pid": 77, **differences}
@@ -243,7 +246,8 @@ def test_gateway_beside_direct_mode_is_a_fault():
 @pytest.mark.parametrize(
     ("lock", "document", "has_socket", "is_one"),
     [
-        ({"mode": "gateway"}, {"error": "gone"}, False, True),  # it is missed
+        (BEHIND, {"error": "gone"}, False, True),  # it is missed
+        ({**BEHIND, "service": {}}, {"error": "gone"}, True, False),  # for what?
         ({"mode": "direct"}, {"error": "gone"}, True, False),  # a stale socket means nothing
         ({}, {"error": "gone"}, True, False),  # an older server knows no gateway
         (NO_LOCKSERVER, {"error": "gone"}, True, True),

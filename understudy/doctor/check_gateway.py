@@ -9,7 +9,7 @@ from __future__ import annotations
 from plumbing.part.paths import GATEWAY_SOCKET, HTTP_SUFFIX
 from understudy.doctor.facts import PodFacts
 from understudy.doctor.findings import Finding, HealthCheck, failed, passed, skipped, warned
-from understudy.status.gateway_view import is_direct, is_open
+from understudy.status.gateway_view import is_direct, is_open, needs_gateway
 
 NO_POD = "no lock server answers, so the mode is not known"
 DIRECT = "the lock server is in direct mode: engines accept connections themselves"
@@ -22,6 +22,8 @@ def gateway(facts: PodFacts) -> Finding:
     mode = is_direct(facts.view["lockserver"])
     if mode is None and found is None:
         return skipped(NO_POD)
+    if found is None and not mode and not needs_gateway(facts.view["lockserver"]):
+        return skipped("the lock server has no service address, so there are no requests")
     if mode:
         if found is not None and "error" not in found:
             return failed(

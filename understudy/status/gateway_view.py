@@ -17,8 +17,14 @@ PARKED_LONG_MS = 10_000  # the time for which new requests wait; a failover take
 
 def has_gateway(lockserver: Document, gateway: Document, *, has_socket: bool) -> bool:
     """Whether the pod has one, or should: what the lock server says counts, then what is there."""
-    mode = is_direct(lockserver)
-    return "error" not in gateway or (has_socket if mode is None else not mode)
+    is_missed = has_socket if "error" in lockserver else needs_gateway(lockserver)
+    return "error" not in gateway or is_missed
+
+
+def needs_gateway(lockserver: Document) -> bool:
+    """Whether requests can come in through a gateway only. Without a service address there are
+    none."""
+    return is_direct(lockserver) is False and bool(lockserver.get("service"))
 
 
 def is_direct(lockserver: Document) -> bool | None:

@@ -35,7 +35,7 @@ LOCKSERVER, GMS, ENGINE, GATEWAY = (
 STRANGER = Process(99, "jupyter")
 
 VIEW: dict[str, Any] = {
-    "lockserver": {"locks": {}, "service": {}, "supervisors": [], "mode": "gateway"},
+    "lockserver": {"locks": {}, "service": {"active": {}}, "supervisors": [], "mode": "gateway"},
     "gateway": {"load": {}, "accepting": True, "problems": []},
     "gms": [{"device_uuid": "HOST-0", "capacity_bytes": 4 << 30, "epoch": "e"}],
     "engines": [{"engine": {"id": "engine-0"}, "lock": {"connected": True}}],

@@ -54,6 +54,7 @@ DIRECT_LOCK = {"lockserver": {**VIEW["lockserver"], "mode": "direct"}}
 DIRECT = {**VIEW, **DIRECT_LOCK, "gateway": None}
 BORROWERS = [{"gateway": "a", "pid": 40}, {"gateway": "b", "pid": 60}]
 TWO_BORROW = {**VIEW, "lockserver": {**VIEW["lockserver"], "gateways": BORROWERS}}
+NO_SERVICE = {**VIEW, "lockserver": {**VIEW["lockserver"], "service": {}}, "gateway": None}
 CLOSED = {**VIEW, "gateway": {"accepting": False, "problems": ["no descriptors"]}}
 DEAF = {**VIEW, "engines": [{"engine": {"id": "engine-1"}, "lock": {"connected": False}}]}
 AWAY = {**VIEW, "lockserver": {"locks": {}, "service": {"active": {"problem": "pid 9 has it"}}}}
@@ -148,6 +149,7 @@ def port(owner: Process | None, part: str = "engine-1", *, is_taken: bool = True
         ("gateway", NO_POD, SKIP, "not known"),
         ("gateway", spoilt(view=DIRECT), SKIP, "direct mode"),
         ("gateway", spoilt(view={**VIEW, **DIRECT_LOCK}), FAIL, "beside a lock server in direct"),
+        ("gateway", spoilt(view=NO_SERVICE), SKIP, "no service address"),
         ("gateway", spoilt(view={**VIEW, "gateway": None}), FAIL, "requests get a 503"),
         ("gateway", spoilt(view={**VIEW, "gateway": {"error": "gone"}}), FAIL, "503: gone"),
         ("gateway", spoilt(view=CLOSED), FAIL, "does not accept connections: no descriptors"),
