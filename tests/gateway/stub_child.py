@@ -25,7 +25,7 @@ FAULT_ENV = "STUB"
 
 class StubDoors:
     def __init__(self, settings: msg.ConfigureGatewayMsg, parent: Parent) -> None:
-        if os.path.exists(os.path.join(settings.directory, "refuse")):
+        if os.path.exists(os.path.join(os.fsdecode(settings.directory), "refuse")):
             raise UsageError("gateway.bad_tls", "the stub refuses its settings")
         self._listening: OwnedFd | None = None
         self._streams: set[asyncio.Task[None]] = set()
