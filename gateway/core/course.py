@@ -62,6 +62,8 @@ class Course:
         request.is_inside = True
         if (came.engine, came.token) != (attempt.engine, attempt.token):
             self.broke(attempt, BreakCause.WRONG_TOKEN, now_ms)
+        elif request.state not in (RequestState.ASKED, RequestState.RESUMING):
+            self.broke(attempt, BreakCause.GARBAGE, now_ms)
         elif came.status in BUSY and request.has_broken:
             self.refused(attempt, now_ms)
         elif request.state is RequestState.RESUMING:
@@ -69,10 +71,8 @@ class Course:
                 self._replay(request, now_ms)
             else:
                 self.desk.fail(request, answers.refused_resume(attempt.engine, came.status))
-        elif request.state is RequestState.ASKED:
-            self._begin(attempt, came, continuation_id)
         else:
-            self.broke(attempt, BreakCause.GARBAGE, now_ms)
+            self._begin(attempt, came, continuation_id)
 
     def _begin(self, attempt: Attempt, came: ev.HeadCame, continuation_id: str) -> None:
         request = attempt.owner

@@ -27,7 +27,10 @@ VOLATILE = frozenset(
 )
 # Replayed log probabilities are not computed again; the others tell of an engine, not an answer.
 INCOMPARABLE = frozenset(
-    ("logprobs", "usage", "system_fingerprint", "metrics", "kv_transfer_params", "obfuscation")
+    (
+        *("logprobs", "usage", "system_fingerprint", "metrics", "kv_transfer_params"),
+        *("obfuscation", "signature"),
+    )
 )
 # Strings that are said whole, however often; all others in a delta are pieces.
 WHOLE = frozenset(
