@@ -101,6 +101,9 @@ def test_page_follows_a_failover_without_a_reload(home: PodHome, tmp_path: Path)
             await page.go(address(pod))
             await page.evaluate("window.wasHere = true")
             await page.wait("document.getElementById('soundness').textContent === 'healthy'")
+            await page.wait(
+                "document.getElementById('cards').textContent.includes('streams: exact')"
+            )
             found = await cards(page)
             assert found[whole.engine][0] == "active"
             assert found[other][0] == "standby"
@@ -112,6 +115,9 @@ def test_page_follows_a_failover_without_a_reload(home: PodHome, tmp_path: Path)
             )
             assert lock["waiters"] == other
             assert found[whole.engine][1]["device"] == "HOST-0"
+            state, gateway = found["gateway"]
+            assert (state, gateway["in flight"], gateway["parked"]) == ("accepting", "0", "0")
+            assert gateway["engine"] == f"{whole.engine}, streams: exact"
             memory = found[whole.engine][1]["memory"]
             assert re.fullmatch(r"weights [\d.]+ [KM]iB, KV [\d.]+ [KM]iB", memory)
             assert found[other][1]["memory"] == f"{memory} once it serves"
