@@ -230,7 +230,7 @@ class Load:
         return [each for each in self.exchanges if each.end is End.REFUSED]
 
     def lost(self) -> list[Exchange]:
-        return [each for each in self.exchanges if self._is(each, Outcome.LOST)]
+        return [each for each in self.exchanges if self._is(each, Outcome.LOST, Outcome.BROKEN)]
 
     def check(self) -> None:
         """What no fault may ever cause."""
