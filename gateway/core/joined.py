@@ -133,7 +133,7 @@ class Joined:
         self._added.clear()
         try:
             self._add_event(_decode(data))
-        except (msgspec.DecodeError, RecursionError, _Unknown):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, _Unknown):
             self._count(("raw", data))  # `[DONE]`, or what we know nothing of
         self._form = _Form.of(data, self._added)
 

@@ -57,6 +57,7 @@ def test_joined_notices_every_event_that_is_lost_or_doubled(kind):
         b"data: [1,2]\n\n",
         b"data: {\n\n",
         b"data: \xff\n\n",
+        b'data: {"a":"\xff"}\n\n',  # JSON, but for its text
         b"data: %b\n\n" % (b"[" * 5000),
         b'data: {"choices":[{"index":{"a":1},"delta":{"content":"x"}}]}\n\n',
         b'data: {"choices":[[[]],3,"x"]}\n\n',

@@ -220,13 +220,17 @@ async def bench(directory: str, **settings: Any) -> AsyncIterator[Bench]:
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """`test` on a loop as the child's; its own faults fail the test, also those in callbacks."""
     faults: list[BaseException] = []
+    task: Any = None
 
     def on_fault(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
         if error is not None and not isinstance(error, OSError):
             faults.append(error)
+            task.cancel()  # nothing that follows means anything
 
     async def whole() -> None:
+        nonlocal task
+        task = asyncio.current_task()
         asyncio.get_running_loop().set_exception_handler(on_fault)
         async with asyncio.timeout(DEADLINE_S):
             await test()
@@ -236,9 +240,11 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
     uvloop.new_event_loop().close()  # the first one of a process leaves libuv's own pipe
     before = open_fds()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(whole())
-    if faults:
-        raise faults[0]
+        try:
+            runner.run(whole())
+        finally:
+            if faults:
+                raise faults[0]
     leaked = {fd: name for fd, name in open_fds().items() if before.get(fd) != name}
     assert not leaked, leaked
 
