@@ -17,6 +17,9 @@ REQUEST = (
 ANSWER_BYTES_MAX = 1 << 20
 # An engine says hello before it serves. One that does not is asked again: the core says when.
 DEADLINE_S = 2.0
+# It makes its socket a few milliseconds after its grant, which is when it is first greeted. Between
+# two greetings lie 50 ms and a tick, which every stream would wait.
+SOCKET_WAITS_S = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032)
 
 
 async def greet(path: str) -> Hello:
@@ -27,12 +30,21 @@ async def greet(path: str) -> Hello:
         ValueError: it said something else.
     """
     async with asyncio.timeout(DEADLINE_S):
-        reader, writer = await asyncio.open_unix_connection(path)
+        reader, writer = await _connect(path)
         try:
             writer.write(REQUEST)
             return await _read(reader)
         finally:
             writer.transport.abort()
+
+
+async def _connect(path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    for wait_s in SOCKET_WAITS_S:
+        try:
+            return await asyncio.open_unix_connection(path)
+        except (FileNotFoundError, ConnectionRefusedError):
+            await asyncio.sleep(wait_s)
+    return await asyncio.open_unix_connection(path)
 
 
 async def _read(reader: asyncio.StreamReader) -> Hello:
