@@ -1,5 +1,5 @@
-"""A stream whose engine dies goes on at the other engine of a pod: two engines of two ranks behind
-the sockets from which a gateway asks them, and a test in the gateway's place."""
+"""A stream whose engine dies goes on at the other engine of a pod: two engines behind the sockets
+at which a gateway asks them, and a test in the gateway's place."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.helpers import auntil
 from tests.vllm.conftest import WHOLE_DEADLINE_S
 from understudy.kubelet.runner import PodRunner
 from understudy.status.gather import gather
-from understudy.up.local_pod import GATEWAY, LocalPod
+from understudy.up.local_pod import LocalPod
 from understudy.up.random_model import VLLM_RANDOM_MODEL
 
 ANSWER_S = 60.0
@@ -122,14 +122,12 @@ def test_a_stream_of_a_dead_engine_goes_on_at_the_other(tmp_path: Path, model: P
             pod_ports(),
             backend="vllm",
             backend_args=VLLM_RANDOM_MODEL.arguments,
-            tensor_parallel=2,
-            env=VLLM_RANDOM_MODEL.env,
-            is_direct=False,
+            # A pod without a gateway, whose lock server nevertheless lends to gateways only.
+            is_direct=True,
+            env={**VLLM_RANDOM_MODEL.env, "UNDERSTUDY_DIRECT": "no"},
         )
         containers = [
-            replace(each, liveness=None, starts_in_order=False)
-            for each in pod.containers()
-            if each.name != GATEWAY
+            replace(each, liveness=None, starts_in_order=False) for each in pod.containers()
         ]
         runner = PodRunner(containers, tmp_path / "log")
         try:

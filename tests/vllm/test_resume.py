@@ -88,6 +88,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     base = tmp_path_factory.mktemp("r")
     path = f"{base}/engine.sock"
     command = [sys.executable, "-m", "hack.resume_matrix.engine", f"{base}/model", path]
+    command += ["--tensor-parallel-size", "2"]  # every rank takes the tokens up
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
