@@ -77,7 +77,7 @@ class Client:
         self.send("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
 
     async def head(self) -> tuple[int, dict[str, str]]:
-        lines = (await self.reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+        lines = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         headers = {
             name.lower(): value for name, _, value in (line.partition(": ") for line in lines[1:])
         }
