@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import sys
+import tempfile
 import urllib.request
 from pathlib import Path
 
@@ -19,13 +20,15 @@ SHOWN = "odd-\\xff"
 
 
 @pytest.fixture
-def odd_home(tmp_path: Path, model: Path):
-    os.mkdir(os.fsencode(tmp_path) + b"/odd-\xff", 0o700)
-    found = PodHome(tmp_path / os.fsdecode(b"odd-\xff"), model)
-    try:
-        yield found
-    finally:
-        found.close()
+def odd_home(model: Path):
+    # Not pytest's directory, below which the path of an engine's socket would be too long.
+    with tempfile.TemporaryDirectory(prefix="us-") as directory:
+        os.mkdir(os.fsencode(directory) + b"/odd-\xff", 0o700)
+        found = PodHome(Path(directory, os.fsdecode(b"odd-\xff")), model)
+        try:
+            yield found
+        finally:
+            found.close()
 
 
 def page(port: int) -> str:
