@@ -126,6 +126,13 @@ def test_page_of_the_pod_has_what_people_look_for():
     assert lines[-1] == KEYS
 
 
+def test_page_leaves_out_empty_lines_where_not_all_would_fit():
+    """Goal: failovers are seen in a terminal of 24 lines. Method: one line less than is needed."""
+    whole = texts(TopPage.POD, shown(height=1000))
+    tight = texts(TopPage.POD, shown(height=len(whole) - 1))
+    assert tight == [*(line for line in whole[:-2] if line), "", KEYS]
+
+
 def test_page_of_the_pod_shows_requests_behind_a_gateway():
     """Goal: a failover as clients live it. Method: a gateway's document; one that is silent."""
     load = {"connections": 9, "in_flight": 4, "parked": 2, "memory_bytes": 3 << 20}

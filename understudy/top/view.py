@@ -76,7 +76,10 @@ def page(which: TopPage, shown: Shown) -> list[Line]:
     title = pod.lines(shown.view, shown.now)[0]
     head = [(title, STYLES.get(state, ""))]
     room = max(0, shown.height - len(head) - 2)
-    return [*head, *_body(which, shown, room)[:room], ("", ""), (KEYS, "dim")]
+    body = _body(which, shown, room)
+    if len(body) > room:  # a terminal of 24 lines
+        body = [line for line in body if line[0]]
+    return [*head, *body[:room], ("", ""), (KEYS, "dim")]
 
 
 def _body(which: TopPage, shown: Shown, room: int) -> list[Line]:
