@@ -92,6 +92,7 @@ def test_what_is_known_of_a_living_process(tree):
     until(lambda: procfs.name(child) == "cat", "exec of cat")
     assert procfs.is_alive(child)
     assert 2**20 < procfs.rss_bytes(os.getpid()) < 2**34
+    assert procfs.inner_pid(os.getpid()) == os.getpid()
 
 
 def test_a_name_with_brackets_and_spaces_is_parsed():
@@ -129,6 +130,7 @@ def test_nothing_is_known_of_a_process_that_is_gone():
     assert procfs.descendants(GONE) == []
     assert procfs.rss_bytes(GONE) is None
     assert procfs.parent(GONE) is None
+    assert procfs.inner_pid(GONE) is None
     assert not procfs.flock_held(GONE, 0)
 
 
