@@ -41,8 +41,8 @@ def park_timeout(park_s: float, waits_for: str) -> Failure:
 
 def suspect(deaths: int) -> Failure:
     message = (
-        f"{deaths} engines died while they worked on this request, the last one on no other that"
-        " was suspected, so it is not asked again"
+        f"{deaths} engines died while they worked on this request, the last one when it was the"
+        " only suspect there, so no other engine gets it"
     )
     return Failure(500, "gateway.suspect", message)
 
