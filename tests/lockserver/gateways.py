@@ -35,7 +35,9 @@ class Gateway:
         self._task: asyncio.Task[None] | None = None
 
     def _lent(self, fd: OwnedFd, address: str) -> None:
-        self.listeners.append(socket.socket(fileno=fd.detach()))
+        listener = socket.socket(fileno=fd.detach())
+        listener.setblocking(False)  # asyncio's debug mode asks for it
+        self.listeners.append(listener)
 
     def _connected(self) -> None:
         self.connects += 1

@@ -44,6 +44,7 @@ def test_gateway_is_lent_the_socket_before_any_engine_exists_and_told_of_each_gr
             assert await asyncio.get_running_loop().sock_recv(accepted, 4096) == REQUEST
             accepted.close()
             client.close()
+            await auntil(lambda: first.reasons, "the reason why nobody serves")
             assert "free" in first.reasons[0]
             async with Engine(pod_dir, "engine-0") as holder, Engine(pod_dir, "engine-1") as other:
                 token = await holder.hold()
