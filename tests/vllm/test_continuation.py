@@ -30,7 +30,8 @@ FINE = [{"rank": 0, "cannot_resume": "", "identity": IDENTITY}]
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(INSTALL_ENV, raising=False)
+    monkeypatch.setenv(INSTALL_ENV, "")  # so that it is removed afterwards, whoever sets it
+    monkeypatch.delenv(INSTALL_ENV)
     monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
 
 
