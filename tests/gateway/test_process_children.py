@@ -70,7 +70,8 @@ def test_a_killed_spare_is_replaced_and_nobody_notices(gateway: GatewayProcess):
     """Goal: the next death finds a spare. Method: SIGKILL of the one that waits."""
     serving, spare = gateway.child(), gateway.spare()
     os.kill(spare, signal.SIGKILL)
-    until(lambda: gateway.has_spare() and gateway.spare() != spare, "another spare")
+    until(lambda: (gateway.status()["spare"] or {}).get("pid", spare) != spare, "another spare")
+    until(gateway.has_spare, "it to be ready")
     assert gateway.child() == serving
 
 

@@ -423,11 +423,12 @@ def test_deadlines(tmp_path, monkeypatch):
 
     async def scenario(bench):
         await bench.active()
+        monkeypatch.setattr(client_module, "IDLE_S", 0.0)
         idle = await bench.client()
         idle.ask("/v1/models")
         await idle.answer()
+        assert await idle.rest() == b""
         monkeypatch.setattr(client_module, "HEAD_S", 0.0)
-        monkeypatch.setattr(client_module, "IDLE_S", 0.0)
         monkeypatch.setattr(client_module, "BODY_GRACE_S", 0.0)
         silent, half, slow = [await bench.client() for _ in range(3)]
         half.send(b"GET / HTTP/1.1\r\n")
@@ -435,7 +436,6 @@ def test_deadlines(tmp_path, monkeypatch):
         assert (await half.answer()).status == 408
         assert (await slow.answer()).status == 408
         assert await silent.rest() == b""
-        assert await idle.rest() == b""
 
     with_bench(tmp_path, scenario)
 
