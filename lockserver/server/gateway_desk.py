@@ -31,7 +31,7 @@ TELL_MS = 1000.0  # a sentence that changes is sent no more often
 
 
 @dataclass(slots=True)
-class Gateway:
+class ConnectedGateway:
     """One borrower, as long as its connection lasts."""
 
     id: str
@@ -58,7 +58,7 @@ class GatewayDesk:
         record: Callable[[ev.Happened], None],
         settings: LockSettings,
     ) -> None:
-        self.gateways: dict[int, Gateway] = {}
+        self.gateways: dict[int, ConnectedGateway] = {}
         self.missing: dict[str, MissingGateway] = {}  # by lock: where no gateway accepts
         self._machine, self._services, self._clock = machine, services, clock
         self._record, self._settings = record, settings
@@ -86,14 +86,17 @@ class GatewayDesk:
             found.accepting_ms = now_ms if message.is_accepting else None
             does = "accepts" if message.is_accepting else "no longer accepts"
             self._happened("lock.gateway_accepting", found, f"{does} connections")
+        self._look_for_missing(now_ms)  # status names those that are here now
 
-    def _enter(self, conn: Connection, message: BorrowMsg, now_ms: float) -> Gateway:
+    def _enter(self, conn: Connection, message: BorrowMsg, now_ms: float) -> ConnectedGateway:
         self._check(conn, message)
         for other in tuple(self.gateways.values()):
             if other.id == message.gateway:  # its newest connection counts
                 del self.gateways[other.conn.id]
                 other.conn.close("a newer connection replaces this one")
-        found = self.gateways[conn.id] = Gateway(message.gateway, message.lock, conn, now_ms)
+        found = self.gateways[conn.id] = ConnectedGateway(
+            message.gateway, message.lock, conn, now_ms
+        )
         self._happened("lock.gateway_connected", found, "has connected")
         return found
 
@@ -128,6 +131,7 @@ class GatewayDesk:
         found = self.gateways.pop(conn.id, None)
         if found is not None:
             self._happened("lock.gateway_lost", found, f"has left: {reason}", "warning")
+            self._look_for_missing(self._clock.now_ms())
 
     # ------------------------------------------------------------------ who accepts
 
@@ -173,7 +177,7 @@ class GatewayDesk:
         if self._services.has_gateway:
             self._look_for_missing(now_ms)
 
-    def _tell(self, gateway: Gateway, now_ms: float) -> None:
+    def _tell(self, gateway: ConnectedGateway, now_ms: float) -> None:
         """What a new borrower must know first."""
         lock = self._machine.locks[gateway.lock]
         holder = lock.holder
@@ -183,7 +187,7 @@ class GatewayDesk:
             gateway.conn.send(grant)
         self._tell_idle(gateway, now_ms)
 
-    def _tell_idle(self, gateway: Gateway, now_ms: float) -> None:
+    def _tell_idle(self, gateway: ConnectedGateway, now_ms: float) -> None:
         if _may_be_served(self._machine.locks[gateway.lock]):
             return
         reason = why_idle(self._machine, gateway.lock)[:REASON_CHARS_MAX]
@@ -209,7 +213,9 @@ class GatewayDesk:
             for each in self.gateways.values()
         ]
 
-    def _happened(self, kind: str, gateway: Gateway, what: str, severity: str = "info") -> None:
+    def _happened(
+        self, kind: str, gateway: ConnectedGateway, what: str, severity: str = "info"
+    ) -> None:
         data = {
             "gateway": gateway.id,
             "lock": gateway.lock,

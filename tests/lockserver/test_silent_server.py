@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from lockserver.status.silent import silent_server
@@ -64,6 +65,8 @@ def test_silent_server_is_whoever_has_the_guard_open(tmp_path):
     assert silent_server(directory, REFUSED) is None
     with open(path) as guard, subprocess.Popen(["sleep", "600"], stdin=guard) as holder:
         try:
+            # The name changes a moment after the exec that Popen waits for.
+            until(lambda: psutil.Process(holder.pid).name() == "sleep", "its name to change")
             for said in (f"pid {holder.pid}", "pid 1", "nonsense"):
                 with open(path, "w") as file:
                     file.write(said.ljust(32))
