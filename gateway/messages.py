@@ -95,7 +95,7 @@ class Distribution(Struct, frozen=True):
     sum_s: float = 0.0
 
 
-class Tally:
+class HistogramTally:
     """A `Distribution` that grows: the child's side of a histogram."""
 
     def __init__(self, bounds_s: tuple[float, ...]) -> None:

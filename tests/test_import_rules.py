@@ -342,3 +342,13 @@ def test_long_lived_processes_load_nothing_heavy_at_start():
     ]
     heavy = run_importing(lean, f"print(*sorted(set({NOT_LOADED_AT_START}) & set(sys.modules)))")
     assert heavy.split() == []
+
+
+def test_no_public_class_name_stands_in_two_files():
+    """Goal: one name, one meaning; method: every class at the top of a module."""
+    places: dict[str, list[str]] = {}
+    for path, source in sources().items():
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(path)
+    assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}

@@ -63,7 +63,7 @@ class StopAsked(ParentEvent, frozen=True):
     budget_ms: float
 
 
-class TimePassed(ParentEvent, frozen=True):
+class ParentTick(ParentEvent, frozen=True):
     pass
 
 

@@ -60,7 +60,7 @@ AVAILABLE = (Place.STARTING, Place.SPARE, Place.SERVING)
 CHILDREN_WANTED = 2  # one that serves and a spare
 
 
-class Process(Struct):
+class GatewayChild(Struct):
     """One child."""
 
     id: int
@@ -77,7 +77,7 @@ class Children:
     """All children of one gateway."""
 
     def __init__(self) -> None:
-        self.all: dict[int, Process] = {}
+        self.all: dict[int, GatewayChild] = {}
         self.restarts = Restarts()
         self.has_socket = False
         self.is_stopping = False
@@ -90,15 +90,15 @@ class Children:
 
     # ------------------------------------------------------------------ looking
 
-    def at(self, place: Place) -> list[Process]:
+    def at(self, place: Place) -> list[GatewayChild]:
         return [each for each in self.all.values() if each.place is place]
 
     @property
-    def serving(self) -> Process | None:
+    def serving(self) -> GatewayChild | None:
         return next(iter(self.at(Place.SERVING)), None)
 
     @property
-    def spare(self) -> Process | None:
+    def spare(self) -> GatewayChild | None:
         return next(iter(self.at(Place.SPARE)), None)
 
     # ------------------------------------------------------------------ what happens
@@ -136,14 +136,14 @@ class Children:
                 self._restart(now_ms)
             case ev.StopAsked():
                 self._begin_stop(event, now_ms)
-            case ev.TimePassed():
+            case ev.ParentTick():
                 for each in self.at(Place.RETIRING):
                     if now_ms > each.deadline_ms:
                         self._kill(each, "it did not finish in time", now_ms)
             case _:
                 raise InvariantError(f"{event} is not known here")
 
-    def _ready(self, child: Process, now_ms: float) -> None:
+    def _ready(self, child: GatewayChild, now_ms: float) -> None:
         if child.place is not Place.STARTING:
             return  # killed, or it beats again
         child.is_ready = True
@@ -163,7 +163,7 @@ class Children:
             self._retire(old, RETIRE_MS, now_ms)
         self._out.append(ev.RestartDone(old.id if old else None, child.id))
 
-    def _silent(self, child: Process, event: ev.ChildSilent, now_ms: float) -> None:
+    def _silent(self, child: GatewayChild, event: ev.ChildSilent, now_ms: float) -> None:
         limit_ms = SILENT_MS if child.is_ready else START_MS
         if child.place is Place.KILLED or event.ms <= limit_ms:
             return
@@ -179,7 +179,7 @@ class Children:
         verdict = self.restarts.not_started(event.errno)
         self._follow(verdict, "cannot_start", what, {"errno": event.errno}, now_ms)
 
-    def _ended(self, child: Process, event: ev.ChildEnded, now_ms: float) -> None:
+    def _ended(self, child: GatewayChild, event: ev.ChildEnded, now_ms: float) -> None:
         how = f"pid {child.pid}, {_role(child)}, ended {_how(event.returncode)}"
         if child.lost_why:
             how += f", killed because {child.lost_why}"
@@ -239,7 +239,7 @@ class Children:
             self._start(now_ms)
 
     def _start(self, now_ms: float, *, is_restart: bool = False) -> None:
-        child = Process(self._next_id, Place.STARTING, now_ms, is_restart=is_restart)
+        child = GatewayChild(self._next_id, Place.STARTING, now_ms, is_restart=is_restart)
         self._next_id += 1
         self.all[child.id] = child
         self._out.append(ev.StartChild(child.id))
@@ -263,7 +263,7 @@ class Children:
             self._kill(each, "", now_ms)
         self._start(now_ms, is_restart=True)  # the spare stays until this one is ready
 
-    def _refuse_restart(self, child: Process, why: str) -> None:
+    def _refuse_restart(self, child: GatewayChild, why: str) -> None:
         if child.is_restart:
             serving = self.serving
             goes_on = f"; pid {serving.pid} serves on" if serving else ""
@@ -294,33 +294,33 @@ class Children:
 
     # ------------------------------------------------------------------ one child
 
-    def _retire(self, child: Process, budget_ms: float, now_ms: float) -> None:
+    def _retire(self, child: GatewayChild, budget_ms: float, now_ms: float) -> None:
         if child.place is not Place.RETIRING:
             self._turn(child, "finish", now_ms)
         child.deadline_ms = now_ms + budget_ms + STOP_MARGIN_MS
         self._out.append(ev.LetFinish(child.id, budget_ms))
 
-    def _kill(self, child: Process, why: str, now_ms: float) -> None:
+    def _kill(self, child: GatewayChild, why: str, now_ms: float) -> None:
         child.lost_why = why
         since_ms = child.since_ms
         self._turn(child, "kill", now_ms)
         child.since_ms = since_ms  # how long it lived in its last place
         self._out.append(ev.KillChild(child.id))
 
-    def _turn(self, child: Process, turn: str, now_ms: float) -> None:
+    def _turn(self, child: GatewayChild, turn: str, now_ms: float) -> None:
         target = TURNS.get((child.place, turn))
         if target is None:
             raise InvariantError(f"child {child.id} is {child.place}: {turn} is impossible")
         child.place, child.since_ms = target, now_ms
 
     def _tell(
-        self, kind: str, message: str, severity: str = "info", child: Process | None = None
+        self, kind: str, message: str, severity: str = "info", child: GatewayChild | None = None
     ) -> None:
         data = {"child_pid": child.pid} if child else {}
         self._out.append(ev.Told(f"gateway.{kind}", message, severity, data))
 
 
-def _role(child: Process) -> str:
+def _role(child: GatewayChild) -> str:
     match child.place:
         case Place.STARTING:
             return "which was starting"

@@ -27,7 +27,7 @@ from gateway.core.states import RequestState
 REFUSALS_THAT_HOLD = 4  # with their pauses, less than a second
 
 
-class Rank(IntEnum):
+class Precedence(IntEnum):
     """The queue that a request waits in."""
 
     PAUSED = 0
@@ -37,7 +37,7 @@ class Rank(IntEnum):
     NEW = 4
 
     @classmethod
-    def of(cls, request: ClientRequest) -> Rank:
+    def of(cls, request: ClientRequest) -> Precedence:
         if request.is_suspect:
             return cls.SUSPECT if request.is_stream else cls.SUSPECT_HELD
         if request.state is RequestState.PARKED:
@@ -52,7 +52,7 @@ class WaitingLine:
         self.resumes_max = resumes_max
         self.waiting: dict[int, ClientRequest] = {}
         self.on_trial: ClientRequest | None = None  # the suspect whose turn it is
-        self._queues: dict[Rank, list[int]] = {rank: [] for rank in Rank}  # heaps
+        self._queues: dict[Precedence, list[int]] = {rank: [] for rank in Precedence}  # heaps
         self._delayed: dict[int, ClientRequest] = {}
 
     def add(self, request: ClientRequest) -> None:
@@ -72,7 +72,7 @@ class WaitingLine:
 
     def queue_again(self) -> None:
         """Requests may have become suspects: find each one's queue anew."""
-        self._queues = {rank: [] for rank in Rank}
+        self._queues = {rank: [] for rank in Precedence}
         self._delayed = dict(self.waiting)
 
     def due(self, resuming: Callable[[], int], now_ms: float) -> Iterator[ClientRequest]:
@@ -81,36 +81,40 @@ class WaitingLine:
         `resuming` says how many replays are under way.
         """
         self._queue_due(now_ms)
-        while (request := self._first(Rank.PAUSED)) is not None:
+        while (request := self._first(Precedence.PAUSED)) is not None:
             if resuming() >= self.resumes_max:
                 return
             yield request
-        while (request := self._first(Rank.AGAIN)) is not None:
+        while (request := self._first(Precedence.AGAIN)) is not None:
             yield request
         if resuming() == 0 and (request := self._next_suspect(now_ms)) is not None:
             yield request
         if not any(self._keeps_new_back(each) for each in self._delayed.values()):
-            while (request := self._first(Rank.NEW)) is not None:
+            while (request := self._first(Precedence.NEW)) is not None:
                 yield request
 
     def _queue_due(self, now_ms: float) -> None:
         for request in [each for each in self._delayed.values() if each.not_before_ms <= now_ms]:
             del self._delayed[request.number]
-            heapq.heappush(self._queues[Rank.of(request)], request.number)
+            heapq.heappush(self._queues[Precedence.of(request)], request.number)
 
-    def _first(self, rank: Rank) -> ClientRequest | None:
+    def _first(self, rank: Precedence) -> ClientRequest | None:
         """The oldest of this queue; what is not waiting here any more is thrown away."""
         queue = self._queues[rank]
         while queue:
             request = self.waiting.get(queue[0])
-            if request is not None and queue[0] not in self._delayed and Rank.of(request) is rank:
+            if (
+                request is not None
+                and queue[0] not in self._delayed
+                and Precedence.of(request) is rank
+            ):
                 return request
             heapq.heappop(queue)
         return None
 
     def _next_suspect(self, now_ms: float) -> ClientRequest | None:
         if self.on_trial is None:
-            self.on_trial = self._first(Rank.SUSPECT) or self._first(Rank.SUSPECT_HELD)
+            self.on_trial = self._first(Precedence.SUSPECT) or self._first(Precedence.SUSPECT_HELD)
             return self.on_trial
         # Its fate is open until it has made progress or has ended, also while it waits itself.
         is_waiting = self.on_trial.number in self.waiting

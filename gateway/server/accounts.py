@@ -25,8 +25,8 @@ from gateway.messages import (
     PAUSE_BUCKETS_S,
     GatewayEventMsg,
     GatewayTotals,
+    HistogramTally,
     RequestTotal,
-    Tally,
 )
 from gateway.server.open_request import OpenRequest
 from plumbing.hop import Continuation
@@ -47,11 +47,11 @@ class Accounts:
     def __init__(
         self, happened: Callable[[GatewayEventMsg], None], *, has_access_log: bool
     ) -> None:
-        self.added = Tally(ADDED_BUCKETS_S)
+        self.added = HistogramTally(ADDED_BUCKETS_S)
         self.limits: Counter[str] = Counter()
         self._happened = happened
         self._has_access_log = has_access_log
-        self._pauses = Tally(PAUSE_BUCKETS_S)
+        self._pauses = HistogramTally(PAUSE_BUCKETS_S)
         self._requests: Counter[tuple[str, Continuation]] = Counter()
         self._paused: list[StreamPaused] = []
         self._resumed: list[StreamResumed] = []

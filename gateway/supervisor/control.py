@@ -15,7 +15,7 @@ from plumbing.wire.server import Server
 SPARE_FDS = 4  # so that at the limit two more may connect, and ask what is wrong
 
 
-class Control(Handler):
+class GatewayControl(Handler):
     """Serves the control socket at `path`."""
 
     def __init__(self, path: str, gateway: GatewayParts) -> None:

@@ -26,7 +26,7 @@ class Grant:
     since_ms: float
 
 
-class LockSide:
+class GatewayLockSide:
     """One gateway's connection to the lock server."""
 
     def __init__(self, path: str, lock: str, nursery: Nursery, clock: Clock, log: EventLog) -> None:

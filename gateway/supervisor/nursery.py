@@ -113,7 +113,7 @@ class Nursery:
         if self._owed is not None:
             self._lend(self._owed)
         self._have_copy()
-        self.feed(ev.TimePassed())
+        self.feed(ev.ParentTick())
 
     def close(self) -> None:
         """End all that is left, without waiting."""

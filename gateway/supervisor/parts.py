@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from gateway.supervisor.lock_side import LockSide
+from gateway.supervisor.lock_side import GatewayLockSide
 from gateway.supervisor.nursery import Nursery
 from gateway.supervisor.settings import GatewaySettings
 from plumbing.service.clock import Clock
@@ -20,7 +20,7 @@ class GatewayParts:
     clock: Clock
     log: EventLog
     nursery: Nursery
-    lock: LockSide
+    lock: GatewayLockSide
     started_ms: float
     is_stopping: bool = False
     troubles: list[Callable[[], str | None]] = field(default_factory=list)

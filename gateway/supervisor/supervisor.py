@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from gateway.core.child_events import StopAsked
 from gateway.supervisor import report
 from gateway.supervisor.child import COMMAND
-from gateway.supervisor.control import Control
-from gateway.supervisor.lock_side import LockSide
+from gateway.supervisor.control import GatewayControl
+from gateway.supervisor.lock_side import GatewayLockSide
 from gateway.supervisor.metrics import GatewayMetrics
 from gateway.supervisor.nursery import Nursery
 from gateway.supervisor.parts import GatewayParts
@@ -54,7 +54,7 @@ class GatewaySupervisor:
             command=command,
         )
         lock_path = lockserver_socket(settings.directory)
-        self.lock = LockSide(lock_path, settings.lock, self.nursery, self.clock, self.log)
+        self.lock = GatewayLockSide(lock_path, settings.lock, self.nursery, self.clock, self.log)
         self.parts = parts = GatewayParts(
             settings, self.clock, self.log, self.nursery, self.lock, self.clock.now_ms()
         )
@@ -67,7 +67,7 @@ class GatewaySupervisor:
             events=self.log,
             allowed_hosts=settings.allowed_hosts,
         )
-        self.control = Control(gateway_socket(settings.directory), parts)
+        self.control = GatewayControl(gateway_socket(settings.directory), parts)
         parts.troubles = [lambda: self.http.problem, lambda: self.control.server.problem]
         self._was_accepting = False
         self._closed_ms: float | None = None  # since when nobody accepts, until that is told

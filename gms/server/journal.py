@@ -38,7 +38,7 @@ class LoadedJournal(msgspec.Struct, frozen=True, rename={"record": "committed"})
 LOST = LoadedJournal(is_lost=True)
 
 
-class Journal:
+class CommitJournal:
     """The open file of one device. `write` is durable when it returns; used by one thread."""
 
     def __init__(self, path: str, *, has_epochs: bool = False) -> None:

@@ -17,7 +17,7 @@ from gms.core import effects as fx
 from gms.core import events as ev
 from gms.core.device import Device
 from gms.server.driver_thread import DriverThread
-from gms.server.journal import Journal
+from gms.server.journal import CommitJournal
 from gms.server.vault import Vault
 from gms.server.watch import EpochWatch
 from gms.vmm.interface import Allocation, release_all
@@ -55,7 +55,7 @@ class DevicePerformer:
         threads: Threads,
         vault: Vault,
         watch: EpochWatch,
-        journal: Journal,
+        journal: CommitJournal,
     ) -> None:
         self.protocol_errors_total = 0
         self._device, self._name = device, device_name

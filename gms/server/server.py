@@ -20,7 +20,7 @@ from gms.core import events as ev
 from gms.core.machine import DeviceMachine
 from gms.core.snapshot import epochs_in_full, snapshot
 from gms.server.driver_thread import DriverThread
-from gms.server.journal import Journal, left_behind
+from gms.server.journal import CommitJournal, left_behind
 from gms.server.performer import DevicePerformer, Threads, check_held, is_held
 from gms.server.vault import Vault
 from gms.server.watch import EpochWatch
@@ -79,7 +79,7 @@ class DeviceServer:
         """
         await self._server.start()
         # The path is ours; no client is read before this function yields to the loop.
-        self._journal = Journal(
+        self._journal = CommitJournal(
             names.journal_path(self.directory, self.device),
             has_epochs=bool(names.epochs_on_disk(self.directory, self.device)),
         )

@@ -21,7 +21,7 @@ from typing import Any
 import uvloop
 
 from hack.bench_gateway.load import DEADLINE_S, Seen, one_by_one, request, stream
-from hack.bench_gateway.rig import GatewayChild, gateway_before_stub, idle_rss_mib, pod
+from hack.bench_gateway.rig import BenchChild, gateway_before_stub, idle_rss_mib, pod
 from hack.report import commit, machine, spread
 from plumbing.service.process import raise_fd_limit
 
@@ -63,7 +63,7 @@ async def measure(directory: str, counts: list[int], rate: float, seconds: float
     }
 
 
-async def _alone(child: GatewayChild, direct_port: int) -> Report:
+async def _alone(child: BenchChild, direct_port: int) -> Report:
     """One request at a time."""
     through, past, cpu_ms = Seen(), Seen(), 0.0
     for _ in range(ROUNDS):
@@ -75,7 +75,7 @@ async def _alone(child: GatewayChild, direct_port: int) -> Report:
 
 
 async def _paced(
-    child: GatewayChild, direct_port: int, count: int, rate: float, seconds: float
+    child: BenchChild, direct_port: int, count: int, rate: float, seconds: float
 ) -> Report:
     """`count` streams with `rate` events per second in all: first alone, for the CPU that an event
     takes, then, through the gateway and past it in turns, while single requests are timed."""
@@ -112,7 +112,7 @@ async def _beside(port: int, count: int, what: bytes, timed: Seen) -> None:
     timed.errors += load.errors
 
 
-async def _unpaced(child: GatewayChild, count: int) -> Report:
+async def _unpaced(child: BenchChild, count: int) -> Report:
     """The most that passes through: events are merged in each read, so they cost less."""
     seen = Seen()
     await stream(child.port, count, request(UNPACED_EVENTS // count, 0), seen)
@@ -122,7 +122,7 @@ async def _unpaced(child: GatewayChild, count: int) -> Report:
     }
 
 
-async def _memory(child: GatewayChild, count: int) -> float:
+async def _memory(child: BenchChild, count: int) -> float:
     """What one more stream takes, in KiB, once it has delivered `MEMORY_TOKENS` tokens."""
     seen, before = Seen(), child.rss_kib()
     what = request(2 * MEMORY_TOKENS, count / HELD_EVENTS_PER_S * 1000)

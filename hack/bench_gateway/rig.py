@@ -32,7 +32,7 @@ START_S = 60.0
 IDLE_S = 0.1  # less than the half second between two beats
 
 
-class GatewayChild:
+class BenchChild:
     """The serving child; `port` is its door."""
 
     def __init__(self, directory: str) -> None:
@@ -102,14 +102,14 @@ class GatewayChild:
 
 
 @contextlib.asynccontextmanager
-async def gateway_before_stub(directory: str) -> AsyncIterator[tuple[GatewayChild, int]]:
+async def gateway_before_stub(directory: str) -> AsyncIterator[tuple[BenchChild, int]]:
     """A child whose engine is the stub, and the stub's own port."""
     path = engine_http_socket(directory, ENGINE)
     (port,) = free_ports(1)
     command = [sys.executable, "-m", "hack.bench_gateway.stub", path, str(port)]
     stub = ServerProcess(command, lambda: os.path.exists(path) and _is_open(port))
     stub.start()
-    child = GatewayChild(directory)
+    child = BenchChild(directory)
     try:
         await child.start()
         yield child, port

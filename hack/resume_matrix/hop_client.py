@@ -28,7 +28,7 @@ class UnixConnection(HTTPConnection):
 
 
 @dataclass
-class Group:
+class SeenGroup:
     """Events, and the tokens that they were made of."""
 
     events: list[Any]
@@ -40,7 +40,7 @@ class Group:
 class Answer:
     status: int
     continuation: str
-    groups: list[Group]
+    groups: list[SeenGroup]
     is_whole: bool
     body: bytes = b""
 
@@ -98,13 +98,13 @@ def ask(
     return Answer(response.status, continuation, groups, is_whole, text)
 
 
-def read_groups(parts: Sequence[bytes]) -> list[Group]:
-    groups: list[Group] = []
+def read_groups(parts: Sequence[bytes]) -> list[SeenGroup]:
+    groups: list[SeenGroup] = []
     events: list[Any] = []
     for part in parts:
         if part.startswith(hop.GROUP_MARK):
-            groups.append(Group(events, *hop.read_group_end(part)))
+            groups.append(SeenGroup(events, *hop.read_group_end(part)))
             events = []
         elif (found := part.partition(b"data: ")[2]) and found != DONE:
             events.append(json.loads(found))
-    return [*groups, Group(events)]
+    return [*groups, SeenGroup(events)]

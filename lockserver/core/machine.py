@@ -56,16 +56,13 @@ class LockMachine:
         resumes: bool = False,
     ) -> None:
         """Start from the record on disk: its holders are `recovering` until they reconnect.
-
-        `resumes`: there is a gateway, so that one engine may continue another's streams.
-        """
+        `resumes`: behind a gateway, where one engine may continue another's streams."""
         self.ledger = Ledger(record)
         self.silent_ms, self.window_ms = silent_ms, window_ms
         self.started_ms = self._ticked_ms = now_ms
         self.locks = {name: Lock(name, is_fenced) for name, is_fenced in kinds.items()}
         self.supervisors: dict[str, SupervisorRecord] = {}
         self._by_conn: dict[int, SupervisorRecord] = {}  # heartbeats must not scan
-        self.resumes = resumes
         self.switchovers = Switchovers(resumes=resumes)
         for name, lock in self.locks.items():
             holder = record.holders.get(name)
@@ -81,7 +78,7 @@ class LockMachine:
             raise InvariantError(f"{type(event).__name__} while a grant is being written")
         effects = list(self._on(event, now_ms))
         effects += self.switchovers.observe(self.locks, now_ms)
-        effects += tell_standbys(self.locks, self.supervisors, resumes=self.resumes)
+        effects += tell_standbys(self.locks, self.supervisors, resumes=self.switchovers.resumes)
         return effects + self.ledger.next_write(self.locks, self.supervisors, now_ms)
 
     def begin(self, leftovers: Iterable[WitnessFile] = ()) -> list[LockEffect]:

@@ -63,7 +63,7 @@ class Switchovers:
 
     def __init__(self, *, resumes: bool = False) -> None:
         """`resumes`: there is a gateway, so that one engine may continue another's streams."""
-        self._resumes = resumes
+        self.resumes = resumes
         self.under_way: dict[str, Switchover] = {}
 
     def begin(
@@ -104,7 +104,7 @@ class Switchovers:
     def _may_resume(
         self, asked: SwitchOverAsked, holder: SupervisorRecord, target: SupervisorRecord
     ) -> bool:
-        return self._resumes and not asked.drain and can_continue(holder, target)
+        return self.resumes and not asked.drain and can_continue(holder, target)
 
     def _check_holder(
         self, asked: SwitchOverAsked, locks: Locks, supervisors: Supervisors

@@ -9,7 +9,7 @@ from prometheus_client import Counter
 from lockserver.core.lock import LockState
 from lockserver.core.machine import LockMachine
 from lockserver.members.members import Members
-from lockserver.server.gateway_desk import Gateway
+from lockserver.server.gateway_desk import ConnectedGateway
 from lockserver.server.service_socket import STATES
 from lockserver.status.document import longest_left_ms, missing_of
 from plumbing.service.events import Event
@@ -92,7 +92,11 @@ class LockMetrics:
         self._services.set(state, lock=lock)
 
     def update(
-        self, machine: LockMachine, members: Members, gateways: Sequence[Gateway], now_ms: float
+        self,
+        machine: LockMachine,
+        members: Members,
+        gateways: Sequence[ConnectedGateway],
+        now_ms: float,
     ) -> None:
         for lock in machine.locks.values():
             holder = lock.holder

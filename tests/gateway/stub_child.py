@@ -30,8 +30,8 @@ class StubDoors:
         self._listening: OwnedFd | None = None
         self._streams: set[asyncio.Task[None]] = set()
         self._answered = 0
-        self._pauses = msg.Tally(msg.PAUSE_BUCKETS_S)
-        self._added = msg.Tally(msg.ADDED_BUCKETS_S)
+        self._pauses = msg.HistogramTally(msg.PAUSE_BUCKETS_S)
+        self._added = msg.HistogramTally(msg.ADDED_BUCKETS_S)
         self._upstream: msg.UpstreamState | None = None
         self._parent = parent
         self._loop = asyncio.get_running_loop()

@@ -154,16 +154,16 @@ def test_journal_returns_what_was_written(directory: str):
     path = names.journal_path(directory, DEVICE)
     assert journal.peek(path) is None
     record = JournalRecord("a" * 32, 8192, LayoutHash("h"), "i", "d" * 64)
-    with contextlib.closing(journal.Journal(path)) as written:
+    with contextlib.closing(journal.CommitJournal(path)) as written:
         assert written.loaded == journal.LoadedJournal()
         written.write(record)
-    with contextlib.closing(journal.Journal(path)) as again:
+    with contextlib.closing(journal.CommitJournal(path)) as again:
         assert again.loaded == journal.LoadedJournal(record)
         again.write(None)
         assert journal.peek(path) is None
     with open(path, "r+b") as stream:
         stream.write(b"torn")
-    with contextlib.closing(journal.Journal(path)) as broken:
+    with contextlib.closing(journal.CommitJournal(path)) as broken:
         assert broken.loaded == journal.LoadedJournal(is_lost=True)
     assert os.path.exists(f"{path}.unreadable-1")
 
@@ -171,8 +171,11 @@ def test_journal_returns_what_was_written(directory: str):
 def test_journal_of_another_server_is_not_shared(directory: str):
     """Two servers cannot write one journal."""
     path = names.journal_path(directory, DEVICE)
-    with contextlib.closing(journal.Journal(path)), pytest.raises(UnderstudyError, match="in_use"):
-        journal.Journal(path)
+    with (
+        contextlib.closing(journal.CommitJournal(path)),
+        pytest.raises(UnderstudyError, match="in_use"),
+    ):
+        journal.CommitJournal(path)
 
 
 def test_no_server_is_one_sentence(directory: str):

@@ -12,8 +12,8 @@ from gms.server import journal
 RECORD = JournalRecord("a" * 32, 8192, LayoutHash("h"), "i", "d" * 64)
 
 
-def opened(path: Path) -> contextlib.closing[journal.Journal]:
-    return contextlib.closing(journal.Journal(str(path)))
+def opened(path: Path) -> contextlib.closing[journal.CommitJournal]:
+    return contextlib.closing(journal.CommitJournal(str(path)))
 
 
 def test_a_lost_journal_is_lost_until_something_is_written(tmp_path: Path):

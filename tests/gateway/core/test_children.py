@@ -56,7 +56,7 @@ class Bench:
 
     def wait(self, ms: float) -> None:
         self.now_ms += ms
-        self.feed(ev.TimePassed())
+        self.feed(ev.ParentTick())
 
     def places(self) -> dict[int, str]:
         return {each.id: each.place.value for each in self.core.all.values()}
@@ -338,7 +338,7 @@ def test_whatever_happens_one_serves_wherever_one_can(seed: int):
             rng.choice(
                 [
                     *[ev.ChildReady(child)] * 4,
-                    *[ev.TimePassed()] * 2,
+                    *[ev.ParentTick()] * 2,
                     ev.SocketLent(),
                     ev.ChildSilent(child, rng.choice([100.0, SILENT_MS + 1, START_MS + 1])),
                     ev.ChildEnded(child, rng.choice([0, 7, KILL, KILL])),

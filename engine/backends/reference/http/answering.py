@@ -20,7 +20,7 @@ from engine.backends.reference.http.replies import OpenAiReply
 from engine.backends.reference.http.requests import ChatBody
 from engine.backends.reference.http.resume import replay
 from engine.backends.reference.http.served import ServedModel
-from engine.backends.reference.http.stream import Group, MarkedStream, groups_of, send_stream
+from engine.backends.reference.http.stream import MarkedStream, TokenGroup, groups_of, send_stream
 from engine.backends.reference.http.text import AnswerText
 from plumbing import hop
 
@@ -62,7 +62,7 @@ class Answering:
         return web.json_response(reply.whole(text, whole[-1].finish_reason, answer.usage))
 
     def _generate(
-        self, asked: Asked, replayed: Group | None
+        self, asked: Asked, replayed: TokenGroup | None
     ) -> AbstractContextManager[Generation | None]:
         """Ask the model, unless what was replayed is the whole answer."""
         if replayed is not None and replayed.piece.finish_reason is not None:
@@ -91,7 +91,7 @@ class Answering:
 
     async def _replay(
         self, asked: Asked, answer: AnswerText, journal: hop.Journal | None
-    ) -> Group | None:
+    ) -> TokenGroup | None:
         if journal is None or not journal.tokens:
             return None
         arguments = (journal.tokens, asked, answer, self._served.limits.vocab_size)
@@ -100,7 +100,7 @@ class Answering:
         else:
             async with self._large:
                 piece = await asyncio.to_thread(replay, *arguments)
-        return Group(journal.tokens, piece)
+        return TokenGroup(journal.tokens, piece)
 
     def _reply(self, body: Body, request_id: str) -> OpenAiReply:
         is_chat, options = isinstance(body, ChatBody), body.stream_options

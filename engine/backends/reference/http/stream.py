@@ -28,14 +28,14 @@ SSE_HEADERS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class TokenGroup:
     tokens: Sequence[int]
     piece: Piece
 
 
 async def groups_of(
-    replayed: Group | None, generation: Generation | None, answer: AnswerText
-) -> AsyncIterator[Group]:
+    replayed: TokenGroup | None, generation: Generation | None, answer: AnswerText
+) -> AsyncIterator[TokenGroup]:
     """The whole answer: what existed before, then what the model makes, up to and including the
     group with the finish reason. `generation` may be None if `replayed` has that."""
     reason = None
@@ -47,7 +47,7 @@ async def groups_of(
         token = await generation.next()
         piece = answer.push(token)
         reason = piece.finish_reason
-        yield Group((token.token,), piece)
+        yield TokenGroup((token.token,), piece)
 
 
 class MarkedStream:
@@ -71,7 +71,7 @@ class MarkedStream:
 
 async def send_stream(
     request: web.Request,
-    groups: AsyncIterator[Group],
+    groups: AsyncIterator[TokenGroup],
     usage: TokenUsage,
     reply: OpenAiReply,
     marked: MarkedStream | None,
@@ -95,7 +95,7 @@ async def send_stream(
     return response
 
 
-def _events(group: Group, usage: TokenUsage, reply: OpenAiReply, is_marked: bool) -> bytes:
+def _events(group: TokenGroup, usage: TokenUsage, reply: OpenAiReply, is_marked: bool) -> bytes:
     piece = group.piece
     events = sse(reply.chunk(piece.text, usage)) if piece.text else b""
     if piece.finish_reason is not None:

@@ -47,7 +47,7 @@ def body_bytes_max(max_model_len: int, *, is_multimodal: bool) -> int:
     return max(text, BODY_BYTES_MULTIMODAL) if is_multimodal else text
 
 
-class Connection(Protocol):
+class UvicornConnection(Protocol):
     """A connection of uvicorn's."""
 
     transport: asyncio.Transport
@@ -71,7 +71,7 @@ class Traffic:
     def __init__(self) -> None:
         self.door: Door | None = None
         self.is_handing_over = False
-        self._continuable: dict[Stream, Connection] = {}
+        self._continuable: dict[Stream, UvicornConnection] = {}
         self.is_dead: Callable[[], bool] = lambda: False
         self.on_dead: Callable[[], None] = lambda: None
         self.engine = ""
@@ -110,7 +110,7 @@ class Traffic:
         self.is_handing_over = True
         await asyncio.gather(*(self._hand_over(*each) for each in self._continuable.items()))
 
-    async def _hand_over(self, stream: Stream, connection: Connection) -> None:
+    async def _hand_over(self, stream: Stream, connection: UvicornConnection) -> None:
         """Each group of events is one write, and what was written is still sent after a close: so
         every stream ends behind a whole group."""
         try:

@@ -17,7 +17,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from engine.backends.vllm.resume.answer import CURRENT
 from engine.backends.vllm.resume.made import made_by, with_made
-from engine.backends.vllm.resume.replay import Replay, ReplayCollector
+from engine.backends.vllm.resume.replay import EngineReplay, ReplayCollector
 from plumbing.hop import Continuation
 
 
@@ -68,7 +68,7 @@ class ContinuingLLM(AsyncLLM):
         async def go_on() -> None:
             await self.engine_core.add_request_async(request)
 
-        replay = Replay(
+        replay = EngineReplay(
             self.output_processor,
             request,
             made,

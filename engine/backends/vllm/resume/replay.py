@@ -29,7 +29,7 @@ TOKENS_AT_ONCE = 4096
 CHUNKS_AT_ONCE = 128
 
 
-class Replay:
+class EngineReplay:
     """One request's replay.
 
     Args:
@@ -106,10 +106,10 @@ class Replay:
 class ReplayCollector(RequestOutputCollector):
     """Hands out a replay, and then what the engine makes."""
 
-    replay: Replay | None = None
+    replay: EngineReplay | None = None
 
     @classmethod
-    def of(cls, collector: RequestOutputCollector, replay: Replay) -> None:
+    def of(cls, collector: RequestOutputCollector, replay: EngineReplay) -> None:
         """Let `collector`, which vLLM has made and keeps, play `replay` first."""
         collector.__class__ = cls
         collector.replay = replay
@@ -132,7 +132,7 @@ class ReplayCollector(RequestOutputCollector):
                 self._play(replay)
         return await super().get()
 
-    def _play(self, replay: Replay) -> None:
+    def _play(self, replay: EngineReplay) -> None:
         if replay.play():
             self.replay = None
 
