@@ -19,6 +19,7 @@ from plumbing.part.observe import WatchMsg as WatchMsg
 from plumbing.wire.messages import Catalogue, Message
 
 INT64_MAX = 2**63 - 1
+NO_ERA = "0" * 16  # of a lock server that knows no eras; its tokens compare with none
 RANKS_MAX = 64  # one engine's tensor-parallel cohort in one pod; a node has 8 or 16 devices
 PID_MAX = 2**22  # PID_MAX_LIMIT, include/linux/threads.h
 
@@ -27,6 +28,7 @@ Id = Annotated[str, Meta(min_length=1, max_length=96)]
 Name = Annotated[str, Meta(min_length=1, max_length=32)]
 Sentence = Annotated[str, Meta(max_length=4096)]
 ContinuationId = Annotated[str, Meta(max_length=128)]
+Era = Annotated[str, Meta(min_length=1, max_length=32)]
 Rank = Annotated[int, Meta(ge=0, le=RANKS_MAX - 1)]
 Pid = Annotated[int, Meta(ge=1, le=PID_MAX)]
 
@@ -45,6 +47,7 @@ class WakeMsg(Message, frozen=True, tag="wake"):
     token: Count
     engine: Id
     is_behind_gateway: bool = False
+    era: Era = NO_ERA  # of the token: it compares with tokens of the same era only
 
 
 class WokenMsg(Message, frozen=True, tag="woken"):

@@ -79,10 +79,16 @@ class BackendHandler(Protocol):
     """The requests to a prepared backend. Each may raise UnderstudyError."""
 
     async def wake(
-        self, engine: str, token: int, listening: OwnedFd, *, is_behind_gateway: bool = False
+        self,
+        engine: str,
+        token: int,
+        listening: OwnedFd,
+        *,
+        is_behind_gateway: bool = False,
+        era: str = msg.NO_ERA,
     ) -> int:
-        """Take KV memory, in bytes; keep a copy of the listening socket for `serve`. Both flags are
-        those of the messages."""
+        """Take KV memory, in bytes; keep a copy of the listening socket for `serve`. The other
+        arguments are the message's."""
         ...
 
     async def run_canary(self) -> msg.CanaryMsg: ...
@@ -164,6 +170,7 @@ async def _handle(backend: BackendHandler, message: Message, fds: list[OwnedFd])
                     message.token,
                     fds[0],
                     is_behind_gateway=message.is_behind_gateway,
+                    era=message.era,
                 )
             )
         case msg.RunCanaryMsg():

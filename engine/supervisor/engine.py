@@ -316,7 +316,8 @@ class Engine:
             listener = self.lock.borrow_listener()
             if listener is not None:
                 is_behind = self.lock.is_behind_gateway
-                waking.wake(now.token, listener, self.lock.private.path if is_behind else None)
+                path = self.lock.private.path if is_behind else None
+                waking.wake(now.token, self.lock.era_of(now.token), listener, path)
                 self.metrics.woken(is_behind_gateway=is_behind)
             else:
                 self._timers.after("listener", LISTENER_RETRY_MS, self._wake)

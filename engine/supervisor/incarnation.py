@@ -259,12 +259,12 @@ class Incarnation:
 
     # ------------------------------------------------------------------ what it is asked
 
-    def wake(self, token: int, listener: OwnedFd, private_path: str | None) -> None:
+    def wake(self, token: int, era: str, listener: OwnedFd, private_path: str | None) -> None:
         """Takes `listener`, the socket that the backend will accept from; behind a gateway it is
-        the private one, at `private_path`."""
+        the private one, at `private_path`. `era` is that of `token`."""
         self.is_wake_asked = True
         self.canaries.private_path = private_path
-        wake = messages.WakeMsg(token, self._settings.engine, private_path is not None)
+        wake = messages.WakeMsg(token, self._settings.engine, private_path is not None, era)
         self.channel.ask(wake, messages.WokenMsg, lambda reply: self._post(ev.Woken()), [listener])
 
     @property

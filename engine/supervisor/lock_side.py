@@ -110,6 +110,10 @@ class LockSide:
         """Whether a drain may leave streams to the next engine."""
         return self._continues and self.is_behind_gateway
 
+    def era_of(self, token: int) -> str:
+        """The era of a token under which `active` was granted."""
+        return self.client.era_of(ACTIVE, token)
+
     # ------------------------------------------------------------------ what is wanted
 
     def tell(self, incarnation: Incarnation | None, *, wants_active: bool) -> None:

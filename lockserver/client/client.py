@@ -24,6 +24,7 @@ from lockserver.client.lease import LeaseWatch
 from lockserver.client.reconnect import NewestGrants, keep_connected
 from lockserver.messages import (
     CATALOGUE,
+    NO_ERA,
     BeatMsg,
     GrantedMsg,
     HandOverMsg,
@@ -198,6 +199,11 @@ class LockClient:
         self._want = want
         if self._conn is not None:
             self._conn.send(self._message())
+
+    def era_of(self, lock: str, token: int) -> str:
+        """The era of the newest grant of `lock` that was heard, if `token` is its token."""
+        grant = self._grants.newest(lock)
+        return grant.era if grant is not None and grant.token == token else NO_ERA
 
     async def run(self) -> None:
         """Stay connected until cancelled."""

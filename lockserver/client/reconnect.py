@@ -46,6 +46,10 @@ class NewestGrants:
     def __init__(self) -> None:
         self._newest: dict[str, GrantedMsg] = {}
 
+    def newest(self, lock: str) -> GrantedMsg | None:
+        """The newest grant of `lock` that was believed."""
+        return self._newest.get(lock)
+
     def check(self, grant: GrantedMsg) -> UnderstudyError | None:
         """Remember `grant`, or why it must not be believed."""
         known = self._newest.get(grant.lock)

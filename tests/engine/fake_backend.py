@@ -48,6 +48,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--accept-none-if", default="", help="while this file exists")
     parser.add_argument("--continuation", default="")
     parser.add_argument("--note-drain", default="", help="write here whether the drain resumes")
+    parser.add_argument("--note-wake", default="", help="write here its token and era")
     parser.add_argument("--serve-early", action="store_true", help="answer run_canary wrongly")
     parser.add_argument("--load", action="store_true", help="ask for leave to load")
     parser.add_argument("--load-until", default="", help="hold the loader lock until this exists")
@@ -108,7 +109,10 @@ class Backend:
     def reply_to(self, asked: Reply) -> m.Message:
         switches = self.switches
         match asked.message:
-            case m.WakeMsg(token=token):
+            case m.WakeMsg(token=token, era=era):
+                if switches.note_wake:
+                    with open(switches.note_wake, "w", encoding="ascii") as note:
+                        note.write(f"{token} {era}")
                 self.listener = socket.socket(fileno=asked.fds[0].detach())
                 self.token, self.is_behind_gateway = token, asked.message.is_behind_gateway
                 return m.WokenMsg(kv_bytes=switches.kv_bytes)

@@ -183,11 +183,15 @@ class Pod:
 
     def lock(self) -> dict[str, Any]:
         """What the lock server says of `active`."""
+        lock: dict[str, Any] = self.lock_status()["locks"]["active"]
+        return lock
+
+    def lock_status(self) -> dict[str, Any]:
+        """All that the lock server says."""
         with BlockingClient(str(self.directory / "lockserver.sock"), LOCK_CATALOGUE) as client:
             reply = client.request(LockStatus()).message
         assert isinstance(reply, LockStatusReply)
-        lock: dict[str, Any] = reply.document["locks"]["active"]
-        return lock
+        return reply.document
 
     def ask(self) -> tuple[str, int]:
         """Who serves, and under which token: one request to the service's address."""

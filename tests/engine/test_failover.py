@@ -50,6 +50,15 @@ def test_any_death_hands_over_and_comes_back(pair, target):
     assert back["deaths"][0]["cause"] == "child_exit"
 
 
+def test_backend_is_woken_with_the_token_of_its_grant_and_its_era(pod: Pod):
+    """Goal: what a backend shows to the owner of the KV memory. Method: a backend that writes down
+    what its wake carried."""
+    pod.start_lock()
+    note = pod.directory / "note"
+    status = pod.engine("engine-0", "--note-wake", str(note)).until("active")
+    assert note.read_text() == f"{status['lock']['token']} {pod.lock_status()['era']}"
+
+
 @pytest.mark.slow
 def test_sigterm_drains_reaps_releases_exits(pair):
     """SIGTERM to the active engine: exit 0, the other one serves, nothing is relaunched."""

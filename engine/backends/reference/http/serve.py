@@ -24,7 +24,7 @@ from engine.backends.reference.http.routes import make_app
 from engine.backends.reference.http.served import ServedModel
 from engine.backends.reference.http.text import Tokenizer
 from engine.backends.reference.link import ConfigureMsg, FailedMsg, ReadyMsg
-from engine.messages import CanaryMsg, FaultReportMsg, HealthyMsg, PreparedMsg
+from engine.messages import NO_ERA, CanaryMsg, FaultReportMsg, HealthyMsg, PreparedMsg
 from engine.progress_page import ProgressPage
 from plumbing.errors import UnderstudyError
 from plumbing.wire.fds import OwnedFd
@@ -98,7 +98,13 @@ class ReferenceBackend:
         return self._served.continuation_id
 
     async def wake(
-        self, engine: str, token: int, listening: OwnedFd, *, is_behind_gateway: bool = False
+        self,
+        engine: str,
+        token: int,
+        listening: OwnedFd,
+        *,
+        is_behind_gateway: bool = False,
+        era: str = NO_ERA,
     ) -> int:
         """Take KV memory and keep `listening` for `serve`; the bytes taken. Takes the fd."""
         with listening:

@@ -25,7 +25,7 @@ from engine.backends.channel import Phases
 from engine.backends.vllm.api.continuation import Continuing
 from engine.backends.vllm.api.door import Door
 from engine.backends.vllm.api.http import TRIAL_PROMPT, Front
-from engine.messages import CanaryMsg, HealthyMsg, PreparedMsg
+from engine.messages import NO_ERA, CanaryMsg, HealthyMsg, PreparedMsg
 from engine.progress_page import ProgressPage
 from plumbing.errors import UnderstudyError
 from plumbing.hop import Continuation, Hello
@@ -131,7 +131,13 @@ class VllmBackend:
         )
 
     async def wake(
-        self, engine: str, token: int, listening: OwnedFd, *, is_behind_gateway: bool = False
+        self,
+        engine: str,
+        token: int,
+        listening: OwnedFd,
+        *,
+        is_behind_gateway: bool = False,
+        era: str = NO_ERA,
     ) -> int:
         """Take KV memory, in bytes over all ranks. Keeps a copy of `listening`."""
         self.phases.step("wake")

@@ -13,7 +13,7 @@ from collections.abc import Coroutine
 from typing import Any, NoReturn, TypeVar
 
 from engine.backends.channel import BackendHandler, Channel
-from engine.messages import CanaryMsg, FaultReportMsg, HealthyMsg, PreparedMsg
+from engine.messages import NO_ERA, CanaryMsg, FaultReportMsg, HealthyMsg, PreparedMsg
 from plumbing.wire.fds import OwnedFd
 
 T = TypeVar("T")
@@ -57,10 +57,18 @@ class _Bridge:
         self._loop = loop
 
     async def wake(
-        self, engine: str, token: int, listening: OwnedFd, *, is_behind_gateway: bool = False
+        self,
+        engine: str,
+        token: int,
+        listening: OwnedFd,
+        *,
+        is_behind_gateway: bool = False,
+        era: str = NO_ERA,
     ) -> int:
         return await self._on_its_loop(
-            self._backend.wake(engine, token, listening, is_behind_gateway=is_behind_gateway)
+            self._backend.wake(
+                engine, token, listening, is_behind_gateway=is_behind_gateway, era=era
+            )
         )
 
     async def run_canary(self) -> CanaryMsg:
