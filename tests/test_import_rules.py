@@ -57,7 +57,14 @@ PLACES = {
 
 # A core is told the time and tells what should happen: it opens, logs and waits for nothing. So of
 # ours it imports only what is pure, and of the standard library nothing that acts.
-CORES = ("lockserver.core", "lockserver.members", "gms.core", "engine.core", "gateway.core")
+CORES = (
+    "lockserver.core",
+    "lockserver.members",
+    "gms.core",
+    "engine.core",
+    "engine.kv",
+    "gateway.core",
+)
 PURE = (
     *CORES,
     *("lockserver.messages", "gms.messages", "gms.manifest", "gms.names", "engine.messages"),

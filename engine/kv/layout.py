@@ -1,0 +1,265 @@
+"""The memory of a pool's index: one page of header, then one record of 64 bytes per block.
+
+Owns every offset, checksum and the order of stores. Knows no rules about when to publish or adopt.
+
+A writer may be killed between any two stores, and its successor then reads what is there. Stores of
+one thread reach the mapping in program order, whatever ends it, so the order below is all that
+matters; a store of one aligned word is whole or not there, a longer one may be cut anywhere.
+
+- A record is valid only by its first word, the *commit word*: the content generation and a checksum
+  over the rest, the block's number, the generation and the header. It is zeroed before the rest is
+  touched and stored after it. So a record of another slot, generation or header is never valid.
+- The header is valid only by its own commit word, a checksum over its facts, in the same order.
+- A clear is one store, of the content generation: every record of an older one ceases to exist.
+
+The surprising thing: the words after the header's commit word are not under its checksum. Each is
+one word that means something on its own, and changes while the facts stay.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator
+from hashlib import blake2b
+from typing import NamedTuple
+
+import msgspec
+
+HEADER_BYTES = 4096  # one page: the facts are about 700 bytes
+RECORD_BYTES = 64
+HASH_BYTES = 32  # SHA-256
+BLOCKS_MAX = 1 << 22  # 256 MiB of index; 2 TiB of KV in blocks of 512 KiB
+GENERATION_MAX = (1 << 32) - 1  # half of a commit word; a clear per second lasts 136 years
+
+WORD = 8
+# Words of the header, by number.
+COMMIT, GENERATION, ADOPTER, UNPROVEN = range(4)
+FACTS_OFFSET = 64
+FACTS_BYTES_MAX = HEADER_BYTES - FACTS_OFFSET
+FORMAT = 1  # part of every header's checksum: another layout is never valid
+
+_LENGTH = struct.Struct("=I")
+_BODY = struct.Struct("=QIHHQ32s")  # of a record: sequence, tokens, group, flags, audit, hash
+_RECORD = struct.Struct("=Q" + _BODY.format[1:])
+_KEY = struct.Struct("=QII")  # header's commit word, generation, block
+HAS_AUDIT = 1
+assert _RECORD.size == RECORD_BYTES
+
+
+class IndexHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a block's bytes depend on besides its hash: an adopter's must be equal.
+
+    Block hashes cover tokens, adapters' names and salt, but not weights, so the header does.
+    """
+
+    pool: str
+    weights_epoch: str
+    identity_digest: str
+    """Digest of the identity of the weights, of this rank."""
+    blocks: int
+    block_tokens: int
+    layout_digest: str
+    """Digest of the KV groups: kinds, layers, shapes, strides, bytes per block."""
+    dtype: str
+    """KV dtype, and where its scales come from, such as `fp8_e4m3, scales of the checkpoint`."""
+    attention_backend: str
+    rank: int
+    ranks: int
+    hash_algorithm: str
+    engine_version: str
+    adapters_digest: str = ""
+    """Digest of the adapters that were loaded at start, with their content."""
+
+
+class IndexRecord(NamedTuple):
+    """A published block. `tokens`: how many its hash covers, from the first of the sequence."""
+
+    block: int
+    block_hash: bytes
+    group: int
+    tokens: int
+    sequence: int
+    """Grows with every publication to the pool: the order of age."""
+    audit: int | None = None
+    """Checksum of the block's bytes when it was published, where `--kv-audit` asks for it."""
+
+
+class _Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    header: IndexHeader
+    cohort: str
+
+
+def index_bytes(blocks: int) -> int:
+    """The size of an index; of the ranks above 0, whose index is only a header, with 0 blocks."""
+    return HEADER_BYTES + blocks * RECORD_BYTES
+
+
+class IndexCells:
+    """Loads and stores over the mapping of an index. Every change of an index is one of its stores.
+
+    Borrows `view`; `release` before the mapping is closed.
+    """
+
+    def __init__(self, view: memoryview) -> None:
+        self._bytes = view.cast("B")
+        self._words = self._bytes.cast("Q")
+
+    @property
+    def size(self) -> int:
+        return len(self._bytes)
+
+    def load_word(self, number: int) -> int:
+        return self._words[number]
+
+    def load(self, offset: int, size: int) -> memoryview:
+        return self._bytes[offset : offset + size]
+
+    def store_word(self, number: int, value: int) -> None:
+        """One aligned store of the machine: whole, or not there."""
+        self._words[number] = value
+
+    def store(self, offset: int, content: bytes) -> None:
+        """May be cut anywhere by the end of the process."""
+        self._bytes[offset : offset + len(content)] = content
+
+    def release(self) -> None:
+        self._words.release()
+        self._bytes.release()
+
+
+class IndexPage:
+    """One pool's index: typed reads, and the stores in their order."""
+
+    def __init__(self, cells: IndexCells) -> None:
+        self._cells = cells
+
+    @classmethod
+    def over(cls, view: memoryview) -> IndexPage:
+        return cls(IndexCells(view))
+
+    def release(self) -> None:
+        """Let go of the view, so that its mapping can be closed."""
+        self._cells.release()
+
+    # ------------------------------------------------------------------ header
+
+    @property
+    def capacity(self) -> int:
+        """Blocks that this memory has records for."""
+        return max(0, (self._cells.size - HEADER_BYTES) // RECORD_BYTES)
+
+    @property
+    def generation(self) -> int:
+        return self._cells.load_word(GENERATION)
+
+    @property
+    def adopter(self) -> int:
+        """The last engine that adopted this content, as `incarnation_word`; 0: none has."""
+        return self._cells.load_word(ADOPTER)
+
+    @property
+    def unproven(self) -> int:
+        """How many engines have adopted this content since one proved that it works."""
+        return self._cells.load_word(UNPROVEN)
+
+    def read_header(self) -> tuple[IndexHeader, str] | None:
+        """The header and its cohort, or None: it was never written, or not to its end."""
+        commit = self._cells.load_word(COMMIT)
+        (length,) = _LENGTH.unpack(self._cells.load(FACTS_OFFSET, _LENGTH.size))
+        if not commit or length > FACTS_BYTES_MAX - _LENGTH.size:
+            return None
+        facts = bytes(self._cells.load(FACTS_OFFSET, _LENGTH.size + length))
+        if _header_commit(facts) != commit:
+            return None
+        try:
+            found = msgspec.msgpack.decode(facts[_LENGTH.size :], type=_Facts)
+        except msgspec.DecodeError:  # of another version
+            return None
+        return found.header, found.cohort
+
+    def write_header(self, header: IndexHeader, cohort: str) -> None:
+        """Replace the facts. Records of the old ones cease to exist with the first store."""
+        body = msgspec.msgpack.encode(_Facts(header, cohort))
+        facts = _LENGTH.pack(len(body)) + body
+        if len(facts) > FACTS_BYTES_MAX:
+            raise ValueError(f"the facts of a KV index take {len(facts)} bytes")
+        self.invalidate_header()
+        self._cells.store(FACTS_OFFSET, facts)
+        self._cells.store_word(COMMIT, _header_commit(facts))
+
+    def invalidate_header(self) -> None:
+        self._cells.store_word(COMMIT, 0)
+
+    def raise_generation(self) -> None:
+        """Every record ceases to exist, by one store; how it was adopted is then forgotten."""
+        raised = (self.generation & GENERATION_MAX) + 1
+        if raised > GENERATION_MAX:
+            raise OverflowError("the content generation of this KV pool is used up")
+        self._cells.store_word(GENERATION, raised)
+        self.prove()
+
+    def count_adopter(self, incarnation: int) -> None:
+        """Another engine relies on this content. Counted first: a death between counts once more,
+        never less."""
+        self._cells.store_word(UNPROVEN, self.unproven + 1)
+        self._cells.store_word(ADOPTER, incarnation)
+
+    def prove(self) -> None:
+        """The content works for the engine that has it, or there is none."""
+        self._cells.store_word(UNPROVEN, 0)
+        self._cells.store_word(ADOPTER, 0)
+
+    # ------------------------------------------------------------------ records
+
+    def erase(self, block: int) -> None:
+        self._cells.store_word(_first_word(block), 0)
+
+    def write_record(self, record: IndexRecord) -> None:
+        has_audit = record.audit is not None
+        body = _BODY.pack(
+            record.sequence,
+            record.tokens,
+            record.group,
+            HAS_AUDIT if has_audit else 0,
+            record.audit or 0,
+            record.block_hash,
+        )
+        first = _first_word(record.block)
+        self._cells.store_word(first, 0)
+        self._cells.store(first * WORD + WORD, body)
+        commit = _record_commit(self._cells.load_word(COMMIT), self.generation, record.block, body)
+        self._cells.store_word(first, commit)
+
+    def records(self, blocks: int) -> Iterator[IndexRecord]:
+        """The valid records of the first `blocks` blocks, by number."""
+        header, generation = self._cells.load_word(COMMIT), self.generation
+        memory = self._cells.load(HEADER_BYTES, min(blocks, self.capacity) * RECORD_BYTES)
+        for block, (commit, *fields) in enumerate(_RECORD.iter_unpack(memory)):
+            if commit and commit & GENERATION_MAX == generation:
+                start = block * RECORD_BYTES
+                body = memory[start + WORD : start + RECORD_BYTES]
+                if commit == _record_commit(header, generation, block, body):
+                    sequence, tokens, group, flags, audit, block_hash = fields
+                    proof = audit if flags & HAS_AUDIT else None
+                    yield IndexRecord(block, block_hash, group, tokens, sequence, proof)
+
+
+def incarnation_word(incarnation: str) -> int:
+    """An incarnation's name as one word that is not 0."""
+    digest = blake2b(incarnation.encode(), digest_size=WORD).digest()
+    return int.from_bytes(digest, "little") or 1
+
+
+def _first_word(block: int) -> int:
+    return (HEADER_BYTES + block * RECORD_BYTES) // WORD
+
+
+def _header_commit(facts: bytes) -> int:
+    digest = blake2b(facts, digest_size=WORD, salt=FORMAT.to_bytes(4, "little")).digest()
+    return int.from_bytes(digest, "little") or 1
+
+
+def _record_commit(header: int, generation: int, block: int, body: bytes | memoryview) -> int:
+    checksum = zlib.crc32(body, zlib.crc32(_KEY.pack(header, generation, block)))
+    return checksum << 32 | generation

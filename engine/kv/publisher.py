@@ -1,0 +1,51 @@
+"""Which step proves which block: publications wait here until the output of their step arrives.
+
+A scheduler knows a block's hash when it schedules the step that fills the block; the device writes
+it later, and with asynchronous scheduling the next step is scheduled before. So what is prepared
+belongs to the step that is being scheduled, and is published when that step's output has been
+processed. Steps are processed in the order in which they were sent.
+
+In between, a block may have been handed out again: then its publication is void (`IndexWriter.use`)
+even where the new use has prepared the same hash.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from engine.kv.writer import IndexWriter
+from plumbing.errors import InvariantError
+
+
+class _Prepared(NamedTuple):
+    block: int
+    use: int
+    block_hash: bytes
+    group: int
+    tokens: int
+
+
+class LatePublisher:
+    """Publishes through `writer` what was prepared for the steps that have been processed."""
+
+    def __init__(self, writer: IndexWriter) -> None:
+        self._writer = writer
+        self._scheduling: list[_Prepared] = []
+        self._in_flight: deque[list[_Prepared]] = deque()
+
+    def prepare(self, block: int, block_hash: bytes, group: int, tokens: int) -> None:
+        """The step that is being scheduled completes the present use of `block`."""
+        use = self._writer.use(block)
+        self._scheduling.append(_Prepared(block, use, block_hash, group, tokens))
+
+    def step_sent(self) -> None:
+        """The step is complete, and goes to the device."""
+        self._in_flight.append(self._scheduling)
+        self._scheduling = []
+
+    def step_processed(self) -> int:
+        """The output of the oldest step in flight was processed; how many blocks it published."""
+        if not self._in_flight:
+            raise InvariantError("a step was processed that was never sent")
+        return sum(self._writer.publish(*each) for each in self._in_flight.popleft())

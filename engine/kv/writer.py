@@ -1,0 +1,115 @@
+"""The index as the engine that holds the pool keeps it: the rules of the writer.
+
+Owns when a record may exist. Knows no scheduler: `publisher` decides when a block is proven. One
+writer per pool at a time, in the process of the scheduler, which is what the lease of the pool
+means.
+
+1. *Invalidate first*: before a block is handed out, re-hashed or reset, and before the step that
+   may write into it is sent.
+2. *Publish late*: only when the output of the step that filled the block has been processed.
+3. *Uses*: `invalidate` begins a new use of a block; a publication names the use that it was
+   prepared for, and is void in any other.
+
+The surprising thing: `close` and then `clear` keeps the content. At a hand-over the index is closed
+first and the engine's own cache reset after it, and the successor must find it whole. A closed
+index is no longer kept, so handing out a block then is a bug, and raises before the block is
+written to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.kv.adopter import Adoption
+from engine.kv.layout import HASH_BYTES, IndexHeader, IndexPage, IndexRecord, incarnation_word
+from plumbing.errors import InvariantError
+
+
+class IndexWriter:
+    """Keeps the index of rank 0's pool; the other ranks' pools have only a header.
+
+    Made before the first step of an engine: it goes on with `adoption`, or begins empty.
+    """
+
+    def __init__(
+        self,
+        pages: Sequence[IndexPage],
+        headers: Sequence[IndexHeader],
+        incarnation: str,
+        cohort: str,
+        adoption: Adoption | None = None,
+    ) -> None:
+        """`cohort` names new content: random, and never used before. `adoption` as `adoptable`
+        gave it for the same pages and headers, after every rank has agreed."""
+        if not 0 < headers[0].blocks <= pages[0].capacity:
+            raise InvariantError(f"{headers[0].blocks} blocks in an index of {pages[0].capacity}")
+        self._page = pages[0]
+        self._uses = [0] * headers[0].blocks
+        self._clears = 0
+        self._is_closed = False
+        self._sequence = 0
+        self.published = 0
+        """Publications of this writer, for `status`."""
+        if adoption is None or not adoption.records:
+            _begin_empty(pages, headers, cohort)
+        else:
+            self._sequence = adoption.records[-1].sequence
+            if self._page.adopter != incarnation_word(incarnation):
+                self._page.count_adopter(incarnation_word(incarnation))
+
+    def use(self, block: int) -> int:
+        """The number of the present use of a block, for a later `publish`."""
+        return self._clears << 32 | self._uses[block]
+
+    def invalidate(self, block: int) -> None:
+        """The block's content ends, and with it every publication prepared for it."""
+        if self._is_closed:
+            raise InvariantError(f"block {block} is handed out after its index was closed")
+        self._uses[block] += 1
+        self._page.erase(block)
+
+    def publish(
+        self,
+        block: int,
+        use: int,
+        block_hash: bytes,
+        group: int,
+        tokens: int,
+        audit: int | None = None,
+    ) -> bool:
+        """State that the block's bytes are complete; False: that use of it has ended."""
+        if self._is_closed or use != self.use(block):
+            return False
+        if len(block_hash) != HASH_BYTES:
+            raise InvariantError(f"a block hash of {len(block_hash)} bytes")
+        self._sequence += 1
+        self.published += 1
+        record = IndexRecord(block, block_hash, group, tokens, self._sequence, audit)
+        self._page.write_record(record)
+        return True
+
+    def clear(self) -> None:
+        """Nothing is believed any more: the engine's cache was reset, or its content is doubted.
+
+        After `close` it does nothing, so that a hand-over keeps the content.
+        """
+        if not self._is_closed:
+            self._page.raise_generation()
+            self._clears += 1
+
+    def prove(self) -> None:
+        """Steps over the adopted blocks have succeeded: its next death is not blamed on them."""
+        if not self._is_closed and self._page.unproven:
+            self._page.prove()
+
+    def close(self) -> None:
+        """Leave the content to the next engine. No step may be sent after this."""
+        self._is_closed = True
+
+
+def _begin_empty(pages: Sequence[IndexPage], headers: Sequence[IndexHeader], cohort: str) -> None:
+    """Rank 0's header goes first and comes last: until it is complete nobody adopts anything."""
+    pages[0].invalidate_header()
+    pages[0].raise_generation()
+    for page, header in list(zip(pages, headers, strict=True))[::-1]:
+        page.write_header(header, cohort)

@@ -1,0 +1,232 @@
+"""Goal: an index says exactly which blocks may be believed, whoever reads it. Method: writer and
+adopter over plain memory, each rule by one short history."""
+
+from __future__ import annotations
+
+import mmap
+
+import pytest
+from msgspec import structs
+
+from engine.kv.adopter import adoptable
+from engine.kv.layout import (
+    HEADER_BYTES,
+    RECORD_BYTES,
+    IndexHeader,
+    IndexPage,
+    IndexRecord,
+    index_bytes,
+)
+from engine.kv.publisher import LatePublisher
+from engine.kv.writer import IndexWriter
+from plumbing.errors import InvariantError
+from tests.engine.kv.indexes import (
+    BLOCKS,
+    HEADER,
+    adopted_from,
+    block_hash,
+    blocks_of,
+    memory,
+    page_over,
+    writer_over,
+)
+
+
+def publish(writer: IndexWriter, block: int, number: int | None = None) -> bool:
+    number = block if number is None else number
+    return writer.publish(block, writer.use(block), block_hash(number), 0, 16)
+
+
+def test_published_blocks_are_adopted_oldest_first():
+    content = memory()
+    writer = writer_over(content)
+    for block in (5, 2, 7):
+        assert publish(writer, block)
+    adoption = adopted_from(content)
+    assert adoption.why_empty == ""
+    assert adoption.records == tuple(
+        IndexRecord(block, block_hash(block), 0, 16, sequence)
+        for sequence, block in enumerate((5, 2, 7), 1)
+    )
+
+
+def test_index_in_a_mapping_is_released_before_the_mapping_is_closed():
+    with mmap.mmap(-1, index_bytes(BLOCKS)) as mapping:
+        page = IndexPage.over(memoryview(mapping))
+        writer = IndexWriter([page], [HEADER], "e", "c")
+        assert publish(writer, 1)
+        assert blocks_of(adoptable([page], [HEADER], "f")) == [1]
+        page.release()
+
+
+def test_audit_travels_with_its_block():
+    content = memory()
+    writer = writer_over(content)
+    writer.publish(1, writer.use(1), block_hash(1), 0, 16, audit=0)
+    assert adopted_from(content).records[0].audit == 0
+
+
+def test_invalidated_and_cleared_blocks_do_not_exist():
+    content = memory()
+    writer = writer_over(content)
+    for block in range(4):
+        publish(writer, block)
+    writer.invalidate(2)
+    assert blocks_of(adopted_from(content)) == [0, 1, 3]
+    writer.clear()
+    assert adopted_from(content).why_empty == "no block is published"
+    publish(writer, 3)
+    assert blocks_of(adopted_from(content)) == [3]
+
+
+@pytest.mark.parametrize("end", ["invalidate", "clear"])
+def test_publication_prepared_for_an_earlier_use_is_void(end):
+    """Even though the new use has the same hash."""
+    content = memory()
+    writer = writer_over(content)
+    use = writer.use(3)
+    writer.invalidate(3) if end == "invalidate" else writer.clear()
+    assert not writer.publish(3, use, block_hash(3), 0, 16)
+    assert blocks_of(adopted_from(content)) == []
+
+
+def test_closed_index_is_kept_through_the_reset_of_the_cache_and_hands_out_nothing():
+    content = memory()
+    writer = writer_over(content)
+    publish(writer, 1)
+    writer.close()
+    writer.clear()
+    assert not publish(writer, 2)
+    with pytest.raises(InvariantError):
+        writer.invalidate(1)
+    assert blocks_of(adopted_from(content)) == [1]
+
+
+@pytest.mark.parametrize("name", [*structs.asdict(HEADER)])
+def test_any_other_fact_means_empty_and_is_named(name):
+    content = memory(2 * BLOCKS)
+    publish(writer_over(content), 1)
+    old = getattr(HEADER, name)
+    adoption = adopted_from(content, **{name: old + 1 if isinstance(old, int) else "other"})
+    assert adoption.records == ()
+    assert name.replace("_", " ") in adoption.why_empty
+
+
+def test_new_pool_and_an_index_too_small_say_so():
+    assert adopted_from(memory()).why_empty == "the pool is new"
+    content = memory()
+    writer_over(content)
+    assert "room for 2 blocks" in adopted_from(content[: index_bytes(2)]).why_empty
+
+
+def test_successor_goes_on_where_the_first_engine_stopped():
+    content = memory()
+    writer = writer_over(content)
+    publish(writer, 1)
+    publish(writer, 2)
+    writer = writer_over(content, "c2", adopted_from(content))
+    writer.invalidate(1)
+    publish(writer, 1, 9)
+    adoption = adopted_from(content)
+    assert [record[:2] for record in adoption.records] == [(2, block_hash(2)), (1, block_hash(9))]
+
+
+def test_engine_that_adopts_nothing_clears():
+    content = memory()
+    publish(writer_over(content), 1)
+    writer_over(content, "c2")
+    assert adopted_from(content).why_empty == "no block is published"
+
+
+def test_record_in_another_slot_or_under_another_header_is_not_valid():
+    content = memory()
+    publish(writer_over(content), 1)
+    first, second = HEADER_BYTES, HEADER_BYTES + RECORD_BYTES
+    record = bytes(content[second : second + RECORD_BYTES])
+    content[first:second] = record
+    assert blocks_of(adopted_from(content)) == [1]
+    page_over(content).write_header(HEADER, "c2")
+    assert blocks_of(adopted_from(content)) == []
+
+
+def test_record_with_any_bit_turned_is_not_adopted():
+    content = memory()
+    publish(writer_over(content), 1)
+    for bit in range(RECORD_BYTES * 8):
+        byte = HEADER_BYTES + RECORD_BYTES + bit // 8
+        content[byte] ^= 1 << bit % 8
+        assert blocks_of(adopted_from(content)) == [], bit
+        content[byte] ^= 1 << bit % 8
+
+
+def test_third_engine_discards_what_two_died_with():
+    content = memory()
+    publish(writer_over(content), 1)
+    for number in (2, 3):
+        adoption = adopted_from(content, f"engine-{number}")
+        IndexWriter([page_over(content)], [HEADER], f"engine-{number}", "c", adoption)
+    assert (
+        adopted_from(content, "engine-4").why_empty == "2 engines in a row died with these blocks"
+    )
+    assert blocks_of(adopted_from(content, "engine-3")) == [1]  # it is still alive
+
+
+def test_content_that_was_proven_is_not_blamed():
+    content = memory()
+    publish(writer_over(content), 1)
+    for number in range(2, 9):
+        adoption = adopted_from(content, f"engine-{number}")
+        writer = IndexWriter([page_over(content)], [HEADER], f"engine-{number}", "c", adoption)
+        assert blocks_of(adoption) == [1]
+        writer.prove()
+
+
+def ranks_of(*contents: bytearray) -> tuple[list[IndexPage], list[IndexHeader]]:
+    pages = [page_over(content) for content in contents]
+    ranks = len(contents)
+    return pages, [structs.replace(HEADER, rank=rank, ranks=ranks) for rank in range(ranks)]
+
+
+def test_ranks_agree_or_start_empty():
+    """Goal: blocks count only while every rank's pool is the one that was written to."""
+    contents = memory(), memory(0)
+    pages, headers = ranks_of(*contents)
+    publish(IndexWriter(pages, headers, "engine-1", "c1"), 4)
+    assert blocks_of(adoptable(pages, headers, "engine-2")) == [4]
+
+    fresh_pages, _ = ranks_of(contents[0], memory(0))
+    assert adoptable(fresh_pages, headers, "engine-2").why_empty == "rank 1: the pool is new"
+
+    others = memory(), memory(0)
+    IndexWriter(ranks_of(*others)[0], headers, "engine-1", "c2")
+    mixed_pages, _ = ranks_of(contents[0], others[1])
+    assert "same content" in adoptable(mixed_pages, headers, "engine-2").why_empty
+
+
+def test_block_is_published_with_its_step_and_not_before():
+    content = memory()
+    publisher = LatePublisher(writer_over(content))
+    publisher.prepare(1, block_hash(1), 0, 16)
+    publisher.step_sent()
+    publisher.prepare(2, block_hash(2), 0, 16)
+    publisher.step_sent()
+    assert blocks_of(adopted_from(content)) == []
+    assert publisher.step_processed() == 1
+    assert blocks_of(adopted_from(content)) == [1]
+    assert publisher.step_processed() == 1
+    assert blocks_of(adopted_from(content)) == [1, 2]
+
+
+def test_block_handed_out_again_is_published_by_its_new_step_only():
+    content = memory()
+    writer = writer_over(content)
+    publisher = LatePublisher(writer)
+    publisher.prepare(1, block_hash(1), 0, 16)
+    publisher.step_sent()
+    writer.invalidate(1)
+    publisher.prepare(1, block_hash(2), 0, 16)
+    publisher.step_sent()
+    assert publisher.step_processed() == 0
+    assert blocks_of(adopted_from(content)) == []
+    assert publisher.step_processed() == 1
+    assert [record.block_hash for record in adopted_from(content).records] == [block_hash(2)]
