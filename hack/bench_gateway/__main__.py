@@ -1,11 +1,13 @@
 """What the gateway costs: time, CPU and memory, through it and past it in turns, in one run.
 
-    python -m hack.bench_gateway [--json] [--streams 1,64,256,1000] [--events-per-s 5000]
+    python -m hack.bench_gateway [--json] [--streams 1,64,256,1000] [--events-per-s 20000]
 
 The stub upstream sends one token and one write for each event, at a rate that takes the gateway
-about half a core (`cores`); `events_per_s` is what passes through when nothing paces the stub.
-*Added* is the difference between the percentiles through the gateway and past it. The reference
-backend is a whole pod of each kind, asked in turns.
+so many `cores`; `events_per_s` is what passes through when nothing paces the stub. The CPU of an
+event is counted while all streams are under way, that of a request by itself; `copying` is a proxy
+that only copies (`copier.py`), and `cores_lacked` is how long the gateway waited for a CPU that
+others had. *Added* is the difference between the percentiles through the gateway and past it. The
+reference backend is a whole pod of each kind, asked in turns.
 """
 
 from __future__ import annotations
@@ -21,7 +23,15 @@ from typing import Any
 import uvloop
 
 from hack.bench_gateway.load import DEADLINE_S, Seen, one_by_one, request, stream
-from hack.bench_gateway.rig import BenchChild, gateway_before_stub, idle_rss_mib, pod
+from hack.bench_gateway.rig import (
+    BenchChild,
+    Door,
+    Doors,
+    Usage,
+    doors_of_stub,
+    idle_rss_mib,
+    pod,
+)
 from hack.report import commit, machine, spread
 from plumbing.service.process import raise_fd_limit
 
@@ -40,22 +50,20 @@ PAUSE_S = 0.005  # between two requests that are timed
 
 
 async def measure(directory: str, counts: list[int], rate: float, seconds: float) -> Report:
-    async with gateway_before_stub(directory) as (child, direct_port):
-        warm = Seen()
-        for port in (child.port, direct_port):
-            await one_by_one(port, WARM_UP, request(8, 0), warm)
-        idle_kib = child.rss_kib()
-        alone = await _alone(child, direct_port)
-        memory = await _memory(child, max(counts))  # early: freed memory is used again
-        found = {
-            str(count): await _paced(child, direct_port, count, rate, seconds) for count in counts
-        }
+    async with doors_of_stub(directory) as doors:
+        for door in doors:
+            await one_by_one(door.port, WARM_UP, request(8, 0), Seen())
+        idle_kib = doors.child.rss_kib()
+        alone = await _alone(doors)
+        memory = await _memory(doors.child, max(counts))  # early: freed memory is used again
+        found = {str(count): await _paced(doors, count, rate, seconds) for count in counts}
         for count in counts:
-            found[str(count)] |= await _unpaced(child, count)
+            found[str(count)] |= await _unpaced(doors.child, count)
     shown = found[str(SHOWN if SHOWN in counts else counts[0])]
+    keys = ("added_ttft_ms", "cpu_us_per_event", "copying_us_per_event", "events_per_s")
     return {
         "streams_shown": SHOWN if SHOWN in counts else counts[0],
-        **{key: shown[key] for key in ("added_ttft_ms", "cpu_us_per_event", "events_per_s")},
+        **{key: shown[key] for key in keys},
         "idle_rss_mib": round(idle_kib / 1024, 1),
         "kib_per_stream": memory,
         "alone": alone,
@@ -63,39 +71,52 @@ async def measure(directory: str, counts: list[int], rate: float, seconds: float
     }
 
 
-async def _alone(child: BenchChild, direct_port: int) -> Report:
+async def _alone(doors: Doors) -> Report:
     """One request at a time."""
-    through, past, cpu_ms = Seen(), Seen(), 0.0
+    through, past, usage = Seen(), Seen(), Usage()
     for _ in range(ROUNDS):
-        before = child.cpu_ms()
-        await one_by_one(child.port, ASKED_ALONE // ROUNDS, request(1, 0), through)
-        cpu_ms += child.cpu_ms() - before
-        await one_by_one(direct_port, ASKED_ALONE // ROUNDS, request(1, 0), past)
-    return {**_added(through, past), "cpu_us_per_request": round(cpu_ms * 1000 / ASKED_ALONE, 1)}
+        usage.begin(doors.child)
+        await one_by_one(doors.child.port, ASKED_ALONE // ROUNDS, request(1, 0), through)
+        usage.end(doors.child)
+        await one_by_one(doors.stub.port, ASKED_ALONE // ROUNDS, request(1, 0), past)
+    cpu_us = usage.cpu_ms * 1000 / ASKED_ALONE
+    return {**_added(through, past), "cpu_us_per_request": round(cpu_us, 1)}
 
 
-async def _paced(
-    child: BenchChild, direct_port: int, count: int, rate: float, seconds: float
-) -> Report:
+async def _paced(doors: Doors, count: int, rate: float, seconds: float) -> Report:
     """`count` streams with `rate` events per second in all: first alone, for the CPU that an event
     takes, then, through the gateway and past it in turns, while single requests are timed."""
     interval_ms = max(1.0, count / rate * 1000)
     what = request(max(2, int(seconds * 1000 / interval_ms)), interval_ms)
-    through, past, load, cpu_ms, took_s = Seen(), Seen(), Seen(), 0.0, 0.0
+    through, past, load = Seen(), Seen(), Seen()
+    ours, copying = Usage(), Usage()
     for _ in range(ROUNDS):
-        before = child.cpu_ms()
-        await stream(child.port, count, what, load)
-        cpu_ms += child.cpu_ms() - before
-        took_s += load.last_s - load.first_s
-        await _beside(child.port, count, what, through)
-        await _beside(direct_port, count, what, past)
+        await _steady(doors.child, count, what, load, ours)
+        await _steady(doors.copier, count, what, load, copying)
+        await _beside(doors.child.port, count, what, through)
+        await _beside(doors.stub.port, count, what, past)
     return {
         **_added(through, past),
-        "events": load.events,
+        "events": ours.events,
         "errors": load.errors + through.errors,
-        "cpu_us_per_event": round(cpu_ms * 1000 / load.events, 2),
-        "cores": round(cpu_ms / 1000 / took_s, 2),
+        "cpu_us_per_event": ours.cpu_us_per_event,
+        "copying_us_per_event": copying.cpu_us_per_event,
+        "cores": round(ours.cpu_ms / ours.wall_ms, 2),
+        "cores_lacked": round(ours.waited_ms / ours.wall_ms, 2),
     }
+
+
+async def _steady(door: Door, count: int, what: bytes, seen: Seen, usage: Usage) -> None:
+    """`count` streams; `usage` is counted while all of them are under way, so that what a request
+    takes at its beginning and at its end is not in it."""
+    await stream(
+        door.port,
+        count,
+        what,
+        seen,
+        all_begun=lambda: usage.begin(door, seen.events),
+        one_ended=lambda: usage.end(door, seen.events),
+    )
 
 
 async def _beside(port: int, count: int, what: bytes, timed: Seen) -> None:

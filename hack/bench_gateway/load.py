@@ -79,10 +79,15 @@ def request(tokens: int, interval_ms: float, path: str = "/v1/chat/completions")
 
 
 async def stream(
-    port: int, count: int, what: bytes, seen: Seen, whole: Callable[[], None] | None = None
+    port: int,
+    count: int,
+    what: bytes,
+    seen: Seen,
+    all_begun: Callable[[], None] | None = None,
+    one_ended: Callable[[], None] | None = None,
 ) -> None:
-    """`count` streams at the same time, until all have ended. `whole` is called once each has sent
-    its first event.
+    """`count` streams at the same time, until all have ended. `all_begun` is called once each has
+    sent its first event, `one_ended` when the first of them is over.
 
     Raises:
         TimeoutError: they have not ended by `DEADLINE_S`.
@@ -97,8 +102,12 @@ async def stream(
         try:
             for reader in readers:
                 await reader.begun
-            if whole is not None:
-                whole()
+            if all_begun is not None:
+                all_begun()
+            if one_ended is not None:
+                ends = [reader.done for reader in readers]
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                one_ended()
             for reader in readers:
                 await reader.done
         finally:

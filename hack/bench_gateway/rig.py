@@ -14,7 +14,9 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 from gateway import messages as msg
 from gateway.supervisor.child import COMMAND, ChildLink
@@ -30,6 +32,43 @@ from understudy.up.ports import free_ports
 BACKLOG = 4096
 START_S = 60.0
 IDLE_S = 0.1  # less than the half second between two beats
+
+
+class Door(Protocol):
+    """A process that clients connect to."""
+
+    port: int
+
+    @property
+    def pid(self) -> int: ...
+
+
+@dataclass
+class Usage:
+    """What a process took while it passed events on: the sum of the times between begin and end."""
+
+    events: int = 0
+    wall_ms: float = 0.0
+    cpu_ms: float = 0.0  # of the thread that has the loop, to the nanosecond
+    waited_ms: float = 0.0  # for a CPU, which others had
+
+    def begin(self, door: Door, events: int = 0) -> None:
+        self._add(door, events, -1)
+
+    def end(self, door: Door, events: int = 0) -> None:
+        self._add(door, events, 1)
+
+    @property
+    def cpu_us_per_event(self) -> float:
+        return round(self.cpu_ms * 1000 / self.events, 2)
+
+    def _add(self, door: Door, events: int, sign: int) -> None:
+        found = procfs.cpu_times(door.pid)
+        assert found is not None
+        self.events += sign * events
+        self.wall_ms += sign * time.monotonic() * 1000
+        self.cpu_ms += sign * found[1]
+        self.waited_ms += sign * found[2]
 
 
 class BenchChild:
@@ -67,12 +106,6 @@ class BenchChild:
         while not (self._link.beat and self._link.beat.upstream and self._link.beat.is_accepting):
             await self._next_beat()
 
-    def cpu_ms(self) -> float:
-        """The CPU time of its loop so far, to the nanosecond."""
-        found = procfs.cpu_times(self.pid)
-        assert found is not None
-        return found[1]
-
     def rss_kib(self) -> float:
         return (procfs.rss_bytes(self.pid) or 0) / 1024
 
@@ -101,21 +134,36 @@ class BenchChild:
         pass
 
 
+class Beside(ServerProcess):
+    """A program of this bench, `hack.bench_gateway.NAME`, with a port of its own."""
+
+    def __init__(self, name: str, path: str) -> None:
+        (self.port,) = free_ports(1)
+        command = [sys.executable, "-m", f"hack.bench_gateway.{name}", path, str(self.port)]
+        super().__init__(command, lambda: os.path.exists(path) and _is_open(self.port))
+
+
+class Doors(NamedTuple):
+    """The ways to the stub: through the gateway, through the proxy that only copies, past both."""
+
+    child: BenchChild
+    copier: Beside
+    stub: Beside
+
+
 @contextlib.asynccontextmanager
-async def gateway_before_stub(directory: str) -> AsyncIterator[tuple[BenchChild, int]]:
-    """A child whose engine is the stub, and the stub's own port."""
+async def doors_of_stub(directory: str) -> AsyncIterator[Doors]:
     path = engine_http_socket(directory, ENGINE)
-    (port,) = free_ports(1)
-    command = [sys.executable, "-m", "hack.bench_gateway.stub", path, str(port)]
-    stub = ServerProcess(command, lambda: os.path.exists(path) and _is_open(port))
-    stub.start()
-    child = BenchChild(directory)
+    doors = Doors(BenchChild(directory), Beside("copier", path), Beside("stub", path))
     try:
-        await child.start()
-        yield child, port
+        doors.stub.start()
+        doors.copier.start()
+        await doors.child.start()
+        yield doors
     finally:
-        await child.close()
-        stub.kill()
+        await doors.child.close()
+        doors.copier.kill()
+        doors.stub.kill()
 
 
 def _is_open(port: int) -> bool:
