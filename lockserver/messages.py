@@ -92,7 +92,7 @@ class StandbyMsg(Message, frozen=True, tag="standby"):
 
 
 class BeatMsg(Message, frozen=True, tag="beat"):
-    """Supervisor → server, every heartbeat: a counter that grows while the supervisor works."""
+    """Supervisor or gateway → server, every heartbeat: a counter that grows while it works."""
 
     progress: Annotated[int, Meta(ge=0, le=2**63 - 1)]
 

@@ -2,7 +2,8 @@
 
 from lockserver import messages, witness
 from lockserver.client.borrower import Borrower, BorrowerCallbacks
-from lockserver.client.client import HEARTBEAT_MS, LockCallbacks, LockClient
+from lockserver.client.client import LockCallbacks, LockClient
+from lockserver.client.reconnect import HEARTBEAT_MS
 
 __all__ = [
     "HEARTBEAT_MS",

@@ -2,7 +2,8 @@
 
 A borrower asks for no lock and has no token. It keeps a copy of the socket, tells the server
 whether it accepts from it, and hands it back when a restarted server has none: while any copy
-lives, connections wait in its backlog and none is refused.
+lives, connections wait in its backlog and none is refused. It sends heartbeats, because a process
+that is stopped keeps its connection and goes on accepting, as far as the server knows.
 
 The surprising things: a lost connection says nothing about the engines, so what was heard before
 counts until something newer is; and a grant with an older token of the same era is never reported.
@@ -15,8 +16,8 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lockserver.client.reconnect import NewestGrants, keep_connected
-from lockserver.messages import CATALOGUE, BorrowMsg, GrantedMsg, IdleMsg, ServiceMsg
+from lockserver.client.reconnect import HEARTBEAT_MS, NewestGrants, keep_connected
+from lockserver.messages import CATALOGUE, BeatMsg, BorrowMsg, GrantedMsg, IdleMsg, ServiceMsg
 from plumbing.errors import RemoteError, UnderstudyError
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd
@@ -83,6 +84,7 @@ class Borrower:
         self._grants = NewestGrants()
         self._conn: Connection | None = None
         self._ended = asyncio.Event()
+        self._progress = 0
 
     @property
     def is_connected(self) -> bool:
@@ -98,7 +100,9 @@ class Borrower:
     async def run(self) -> None:
         """Stay connected until cancelled."""
         try:
-            await keep_connected(self._connect, self._ended, self._failed)
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._beat())
+                await keep_connected(self._connect, self._ended, self._failed)
         finally:
             if self._conn is not None:
                 self._conn.close("the gateway is ending")
@@ -106,6 +110,13 @@ class Borrower:
             if self._service is not None:
                 self._service.close()
                 self._service = None
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_MS / 1000)
+            if self._conn is not None:
+                self._progress += 1
+                self._conn.send(BeatMsg(self._progress))
 
     async def _connect(self) -> None:
         await connect(self.path, CATALOGUE, self, CONNECT_DEADLINE_S)

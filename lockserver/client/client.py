@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from lockserver.client.dead_man import DeadMan
 from lockserver.client.lease import LeaseWatch
-from lockserver.client.reconnect import NewestGrants, keep_connected
+from lockserver.client.reconnect import HEARTBEAT_MS, NewestGrants, keep_connected
 from lockserver.messages import (
     CATALOGUE,
     NO_ERA,
@@ -44,7 +44,6 @@ from plumbing.wire.unix_connection import connect
 if TYPE_CHECKING:
     from plumbing.wire.tcp.security import Security
 
-HEARTBEAT_MS = 500  # six of them fit into the server's silent_ms of 3 s
 CONNECT_DEADLINE_S = 5.0
 # Over TCP a lost packet may make one attempt hang: there must be time for another within a lease.
 TCP_CONNECT_DEADLINE_S = 1.5

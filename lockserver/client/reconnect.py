@@ -9,6 +9,7 @@ from lockserver.messages import NO_ERA, GrantedMsg
 from plumbing.errors import UnderstudyError
 from plumbing.wire import sockets
 
+HEARTBEAT_MS = 500  # six of them fit into the server's silent_ms of 3 s
 RETRY_MS_MIN = 10.0  # a restarted server is found again after a few of these
 RETRY_MS_MAX = 500.0
 

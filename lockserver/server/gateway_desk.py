@@ -4,6 +4,11 @@ A gateway holds nothing, waits for nothing and proves nothing: it is an observer
 listening socket and tells whether it accepts from it. While none does, the server itself answers
 what waits in the backlog with 503. Owns the borrowers; must not know why a lock is granted.
 
+A gateway that sends no heartbeats is *silent*: its parent process is stopped or hangs. Its child
+may serve all the same, and answering in its place would turn served requests into refused ones. So
+a silent gateway counts as accepting until connections have waited in the backlog for `hold_ms`, and
+then not again before it is heard. It is reported at once, since no takeover reaches it.
+
 What a borrower is told of a lock is its newest grant, as long as that holder may be serving, and
 else a sentence. It is looked at with every tick, so a takeover within a tick is only its grant.
 """
@@ -15,13 +20,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockserver.core import events as ev
+from lockserver.core.evidence import STALL_MS
 from lockserver.core.lock import Lock, LockState
 from lockserver.core.machine import LockMachine
 from lockserver.messages import REASON_CHARS_MAX, BorrowMsg, GrantedMsg, IdleMsg
 from lockserver.server.service_desk import ServiceDesk
 from lockserver.server.settings import LockSettings
 from lockserver.status.document import moment
-from lockserver.status.waits import MissingGateway, no_gateway_wait
+from lockserver.status.gateway_waits import MissingGateway, SilentGateway, no_gateway_wait
 from plumbing.errors import ProtocolError
 from plumbing.service.clock import Clock
 from plumbing.wire.connection import Connection
@@ -38,9 +44,19 @@ class ConnectedGateway:
     lock: str
     conn: Connection
     since_ms: float
-    accepting_ms: float | None = None  # since when; None: it does not
+    heard_ms: float
+    accepting_ms: float | None = None  # since when, by its own words; None: it does not
+    progress: int = -1
+    is_silent: bool = False
+    is_late: bool = False  # silent, and a connection waits
+    is_given_up: bool = False  # it was late for `hold_ms`, and the server answers in its place
     told: str | None = None  # the last sentence, None after a grant
     told_ms: float = 0.0
+
+    @property
+    def is_accepting(self) -> bool:
+        """As far as the server can tell."""
+        return self.accepting_ms is not None and not self.is_late
 
     def __str__(self) -> str:
         pid = self.conn.peer.pid
@@ -62,6 +78,7 @@ class GatewayDesk:
         self.missing: dict[str, MissingGateway] = {}  # by lock: where no gateway accepts
         self._machine, self._services, self._clock = machine, services, clock
         self._record, self._settings = record, settings
+        self._ticked_ms = clock.now_ms()
 
     def borrow(self, conn: Connection, message: BorrowMsg) -> None:
         """Take in what a gateway says; lend and tell it what it lacks.
@@ -82,6 +99,7 @@ class GatewayDesk:
                 f"this connection belongs to gateway {found.id}, which borrows the socket of the"
                 f" {found.lock} lock, and cannot be used for another one",
             )
+        self._heard(found, now_ms)
         if message.is_accepting != (found.accepting_ms is not None):
             found.accepting_ms = now_ms if message.is_accepting else None
             does = "accepts" if message.is_accepting else "no longer accepts"
@@ -95,10 +113,24 @@ class GatewayDesk:
                 del self.gateways[other.conn.id]
                 other.conn.close("a newer connection replaces this one")
         found = self.gateways[conn.id] = ConnectedGateway(
-            message.gateway, message.lock, conn, now_ms
+            message.gateway, message.lock, conn, now_ms, now_ms
         )
         self._happened("lock.gateway_connected", found, "has connected")
         return found
+
+    def beaten(self, conn: Connection, progress: int) -> None:
+        """A heartbeat. The same count again is no sign of life, as with supervisors."""
+        found = self.gateways[conn.id]
+        if progress != found.progress:
+            found.progress = progress
+            self._heard(found, self._clock.now_ms())
+
+    def _heard(self, gateway: ConnectedGateway, now_ms: float) -> None:
+        gateway.heard_ms = now_ms
+        if gateway.is_silent:
+            gateway.is_silent = gateway.is_late = gateway.is_given_up = False
+            self._happened("lock.gateway_heard", gateway, "is heard again")
+            self._look_for_missing(now_ms)
 
     def _check(self, conn: Connection, message: BorrowMsg) -> None:
         if not self._services.has_gateway:
@@ -137,16 +169,36 @@ class GatewayDesk:
 
     def is_accepting(self, lock: str) -> bool:
         """Whether any gateway accepts on the socket of `lock`."""
-        return any(
-            each.lock == lock and each.accepting_ms is not None for each in self.gateways.values()
-        )
+        return any(each.lock == lock and each.is_accepting for each in self.gateways.values())
 
     @property
     def problem(self) -> str | None:
-        """That no gateway has accepted for too long, for operators; or None."""
+        """That no gateway has accepted for too long, or that one is silent, for operators."""
         directory = self._settings.directory
         waits = [no_gateway_wait(each, directory) for each in self.missing.values()]
+        waits += [each.wait() for each in self.silent()]
         return next((f"{each.message}; {each.fix}" for each in waits if each.is_fault), None)
+
+    def silent(self) -> list[SilentGateway]:
+        """Those that send no heartbeats."""
+        return [
+            SilentGateway(str(each), each.lock, each.conn.peer.pid, each.heard_ms, each.is_late)
+            for each in self.gateways.values()
+            if each.is_silent
+        ]
+
+    def _look_for_silence(self, now_ms: float) -> None:
+        gap_ms, self._ticked_ms = now_ms - self._ticked_ms, now_ms
+        for each in self.gateways.values():
+            if gap_ms > STALL_MS:  # this server was stopped, not the gateways
+                each.heard_ms = now_ms
+            if now_ms - each.heard_ms <= self._settings.silent_ms:
+                continue
+            if not each.is_silent:
+                each.is_silent = True
+                what = "is silent: a takeover does not reach it"
+                self._happened("lock.gateway_silent", each, what, "warning")
+            each.is_late = each.is_given_up or self._services.has_waiting(each.lock)
 
     def _look_for_missing(self, now_ms: float) -> None:
         for name, service in self._services.sockets.items():
@@ -156,8 +208,11 @@ class GatewayDesk:
             before = self.missing.get(name)
             since_ms = before.since_ms if before is not None else now_ms
             is_overdue = now_ms - since_ms >= self._settings.hold_ms
-            who = [str(each) for each in self.gateways.values() if each.lock == name]
-            found = MissingGateway(service.address, since_ms, who, is_overdue)
+            connected = [each for each in self.gateways.values() if each.lock == name]
+            for each in connected:
+                each.is_given_up = each.is_late and is_overdue
+            why = [f"{each} {_why_not(each)}" for each in connected]
+            found = MissingGateway(service.address, since_ms, why, is_overdue)
             self.missing[name] = found
             if is_overdue and before is not None and not before.is_overdue:
                 message = no_gateway_wait(found, self._settings.directory).message
@@ -174,6 +229,7 @@ class GatewayDesk:
     def tick(self, now_ms: float) -> None:
         for each in self.gateways.values():
             self._tell_idle(each, now_ms)
+        self._look_for_silence(now_ms)
         if self._services.has_gateway:
             self._look_for_missing(now_ms)
 
@@ -208,7 +264,8 @@ class GatewayDesk:
                 "lock": each.lock,
                 "pid": each.conn.peer.pid,
                 **moment(each.since_ms, self._clock),
-                "accepting": _moment(each.accepting_ms, self._clock),
+                "accepting": _moment(each.accepting_ms if each.is_accepting else None, self._clock),
+                "silent": each.is_silent,
             }
             for each in self.gateways.values()
         ]
@@ -220,9 +277,15 @@ class GatewayDesk:
             "gateway": gateway.id,
             "lock": gateway.lock,
             "pid": gateway.conn.peer.pid,
-            "accepting": gateway.accepting_ms is not None,
+            "accepting": gateway.is_accepting,
         }
         self._record(ev.Happened(kind, f"{gateway} {what}", severity, data))
+
+
+def _why_not(gateway: ConnectedGateway) -> str:
+    if gateway.is_late:
+        return "is silent, and connections wait"
+    return "is connected and does not accept"
 
 
 def _moment(mono_ms: float | None, clock: Clock) -> dict[str, Any] | None:

@@ -30,6 +30,7 @@ GAUGES = {
     "lock_members_missing": "Over TCP: members of the holder that are not connected.",
     "lock_gateways": "Gateways that have borrowed the lock's service socket.",
     "lock_gateways_accepting": "Those of them that accept connections.",
+    "lock_gateways_silent": "Those of them that send no heartbeats.",
 }
 # The events that end a switchover, or report it overdue, and how they are counted.
 SWITCHOVER_RESULTS = {
@@ -112,7 +113,10 @@ class LockMetrics:
                 "lock_members_missing": missing_of(holder, members),
                 "lock_gateways": sum(each.lock == lock.name for each in gateways),
                 "lock_gateways_accepting": sum(
-                    each.lock == lock.name and each.accepting_ms is not None for each in gateways
+                    each.lock == lock.name and each.is_accepting for each in gateways
+                ),
+                "lock_gateways_silent": sum(
+                    each.lock == lock.name and each.is_silent for each in gateways
                 ),
             }
             for name, value in values.items():

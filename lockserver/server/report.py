@@ -45,6 +45,7 @@ class LockReport:
             unreachable=directory.unreachable,
             undone=parts.shortage.undone(),
             no_gateway=parts.gateways.missing,
+            silent_gateways=parts.gateways.silent(),
         )
         sources = (machine.ledger, directory, parts.remote, parts.shortage, parts.gateways)
         problems = (*(each.problem for each in sources), http_problem)

@@ -132,6 +132,8 @@ class LockServer:
             case BorrowMsg():
                 self._take_back(conn, f"gateway {message.gateway}", message.services, fds)
                 self.parts.gateways.borrow(conn, message)
+            case BeatMsg() if conn.id in self.parts.gateways.gateways:
+                self.parts.gateways.beaten(conn, message.progress)
             case BeatMsg():
                 self.feed(ev.Beaten(conn.id, message.progress))
             case SwitchOverMsg():

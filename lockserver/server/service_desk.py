@@ -114,6 +114,10 @@ class ServiceDesk:
         if copy is not None:
             conn.send(self._message(name, is_gateway=is_gateway), fds=[copy])
 
+    def has_waiting(self, name: str) -> bool:
+        """Whether a connection waits in the backlog of this socket now."""
+        return self.sockets[name].has_waiting()
+
     def unlent(self, name: str) -> list[int]:
         """The connections that wait for a copy of this socket."""
         return [conn for each, conn in self._unlent if each == name]

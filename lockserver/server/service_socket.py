@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import select
 import socket
 from collections.abc import Callable
 
@@ -158,6 +159,14 @@ class ServiceSocket:
     def copy(self) -> OwnedFd | None:
         """A copy to lend, unless the socket is away; OSError: no descriptor for one."""
         return None if self._sock is None else OwnedFd(self._sock.dup().detach())
+
+    def has_waiting(self) -> bool:
+        """Whether a connection that nobody has accepted waits in the backlog now."""
+        if self._sock is None:
+            return False
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        return bool(poll.poll(0))
 
     def prepare(self, *, is_acceptor_ready: bool = True) -> None:
         """A grant is about to be sent: undo any `shutdown`, and stop accepting if others will."""

@@ -7,7 +7,7 @@ or when an event needs it, never in the path of a grant.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import islice
@@ -20,12 +20,11 @@ from lockserver.core.machine import LockMachine
 from lockserver.core.names import WitnessFile, WitnessState
 from lockserver.members.group import Group
 from lockserver.members.members import Members
+from lockserver.status.gateway_waits import MissingGateway, SilentGateway, no_gateway_wait
 from lockserver.status.wait import NAMED_MAX, LockWait, Seen, since_ms
 from lockserver.status.waits import (
-    MissingGateway,
     Undone,
     address_away_wait,
-    no_gateway_wait,
     see_members,
     undone_waits,
     unreachable_wait,
@@ -63,6 +62,7 @@ class Here:
     unreachable: tuple[str, float, bool] | None  # why no engine can connect, since when; no fds?
     undone: Undone | None
     no_gateway: Mapping[str, MissingGateway]  # by lock
+    silent_gateways: Sequence[SilentGateway]
 
 
 def lock_documents(here: Here) -> dict[str, Any]:
@@ -82,6 +82,7 @@ def _lock_document(lock: Lock, here: Here) -> dict[str, Any]:
         found.append(address_away_wait(*here.away[lock.name], machine))
     if lock.name in here.no_gateway:
         found.append(no_gateway_wait(here.no_gateway[lock.name], here.directory))
+    found += [each.wait() for each in here.silent_gateways if each.lock == lock.name]
     if here.unreachable is not None and lock.is_fenced:  # reported once, for the whole document
         found.append(unreachable_wait(*here.unreachable, here.directory))
     window_ms = max(0.0, machine.started_ms + machine.window_ms - now_ms)

@@ -75,7 +75,8 @@ def _gateway(gateway: Document) -> str:
     pid = f"pid {gateway['pid']}  " if gateway["pid"] else ""
     accepting = gateway["accepting"]
     does = "does not accept" if accepting is None else f"accepts  {_since(accepting)}"
-    return f"{gateway['gateway']}  {pid}{does}"
+    mark = "  silent" if gateway["silent"] else ""
+    return f"{gateway['gateway']}  {pid}{does}{mark}"
 
 
 def _tcp(tcp: Document) -> Iterator[tuple[str, str]]:

@@ -46,17 +46,6 @@ class Undone:
     unseen: Sequence[Who]  # those whose witness could not be looked at
 
 
-@dataclass(frozen=True, slots=True)
-class MissingGateway:
-    """No gateway accepts on a service address. `connected`: those that could; `is_overdue`: clients
-    are answered with 503."""
-
-    address: str
-    since_ms: float
-    connected: Sequence[str]
-    is_overdue: bool
-
-
 def write_failed_wait(lock: Lock, machine: LockMachine, directory: str) -> LockWait:
     assert machine.ledger.problem is not None
     waiter = _next(lock, machine)
@@ -146,22 +135,6 @@ def address_away_wait(address: str, problem: str | None, machine: LockMachine) -
         machine.started_ms,
         (problem or "it is in use",),
         "nothing if an engine has it; otherwise stop that process, or choose another --service",
-    )
-
-
-def no_gateway_wait(missing: MissingGateway, directory: str) -> LockWait:
-    """In gateway mode: engines are granted the lock all the same, and no request reaches them."""
-    evidence = tuple(f"{each} is connected and does not accept" for each in missing.connected)
-    fix = f"start one: gateway serve --dir {directory}; without gateways: lockserver serve --direct"
-    if evidence:
-        fix = f"see why: gateway status --dir {directory}"
-    return LockWait(
-        "no_gateway",
-        f"no gateway accepts connections on {missing.address}",
-        missing.since_ms,
-        evidence or ("no gateway is connected",),
-        fix,
-        is_fault=missing.is_overdue,
     )
 
 

@@ -55,7 +55,7 @@ def make_direct() -> Iterator[Callable[[], GatewayProcess]]:
 
         def make() -> GatewayProcess:
             directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="gw-"))
-            server = LockServer(directory, "--direct")
+            server = LockServer(directory, mode="--direct")
             server.start()
             stack.callback(server.close)
             gateway = GatewayProcess(server)

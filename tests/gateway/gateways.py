@@ -67,9 +67,10 @@ def who(port: int) -> int:
 class LockServer(ServerProcess):
     """With a service address, and in gateway mode unless told otherwise."""
 
-    def __init__(self, directory: str, mode: str = "--no-direct") -> None:
+    def __init__(self, directory: str, *flags: str, mode: str = "--no-direct") -> None:
         self.port = free_port()
-        super().__init__(directory, mode, "--service", f"active=127.0.0.1:{self.port}")
+        service = ("--service", f"active=127.0.0.1:{self.port}")
+        super().__init__(directory, mode, *service, *flags)
 
 
 class GatewayProcess:

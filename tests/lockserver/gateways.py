@@ -1,4 +1,8 @@
-"""A stand-in for the gateway: a real borrower, and the sockets that it is lent."""
+"""A stand-in for the gateway: a real borrower, and the sockets that it is lent.
+
+As a process (`python -m tests.lockserver.gateways DIRECTORY`) it says that it accepts, and accepts
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import sys
 
 from lockserver.client import Borrower, BorrowerCallbacks
 from plumbing.errors import UnderstudyError
@@ -74,3 +79,13 @@ class Gateway:
             await self._task
         for listener in self.listeners:
             listener.close()
+
+
+async def borrow_for_ever(directory: str) -> None:
+    async with Gateway(directory) as gateway:
+        gateway.borrower.set_accepting(True)
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(borrow_for_ever(sys.argv[1]))

@@ -30,14 +30,19 @@ class Desk:
 
     def __init__(self, shell: Shell) -> None:
         self.shell, self.conn = shell, Conn()
+        self.is_waited_for = False
+        self.happened: list[str] = []
         services: Any = SimpleNamespace(
             has_gateway=True,
             sockets={"active": SimpleNamespace(address="h:1")},
             lend_to_gateway=lambda name, conn: None,
+            has_waiting=lambda name: self.is_waited_for,
         )
         clock: Any = SimpleNamespace(now_ms=lambda: shell.now_ms)
         settings = LockSettings("/d", direct=False)
-        self.desk = GatewayDesk(shell.machine, services, clock, lambda event: None, settings)
+        self.desk = GatewayDesk(
+            shell.machine, services, clock, lambda event: self.happened.append(event.type), settings
+        )
         conn: Any = self.conn
         self.desk.borrow(conn, BorrowMsg("active", "0" * 16, True))
 
@@ -113,3 +118,53 @@ def test_takeover_within_a_tick_is_only_its_grant():
         if isinstance(effect, ev.Announce):
             desk.desk.announce(GrantedMsg("active", "engine-1", B, effect.holder.token))
     assert desk.pass_ms(2000) == ["engine-1"]
+
+
+def test_silent_gateway_accepts_until_connections_have_waited_for_hold_ms():
+    """Goal: a stopped parent whose child serves loses no request, and one whose child is stopped,
+    too, leaves nobody without an answer. Method: let it fall silent; connections wait, are taken,
+    and wait for `hold_ms`; then it is heard."""
+    shell = Shell()
+    desk = Desk(shell)
+    gateways, conn = desk.desk, desk.conn
+    hold_ms = LockSettings("/d").hold_ms
+
+    def is_accepting() -> bool:
+        return gateways.is_accepting("active")
+
+    for progress in range(10):  # it is heard: longer than the limit of silence
+        desk.pass_ms(500)
+        gateways.beaten(conn, progress)
+    desk.is_waited_for = True  # a busy child may have a backlog
+    desk.pass_ms(2900)
+    gateways.beaten(conn, 9)  # the same count again
+    assert is_accepting()
+    assert gateways.problem is None
+    desk.pass_ms(200)
+    assert desk.happened.count("lock.gateway_silent") == 1
+    assert not is_accepting()
+    desk.is_waited_for = False
+    desk.pass_ms(100)
+    assert is_accepting()
+    assert "is silent" in (gateways.problem or "")
+    desk.is_waited_for = True
+    desk.pass_ms(hold_ms)
+    assert "lock.gateway_missing" not in desk.happened
+    desk.pass_ms(100)
+    assert desk.happened[-1] == "lock.gateway_missing"
+    desk.is_waited_for = False  # the server has answered
+    desk.pass_ms(1000)
+    assert not is_accepting()
+    gateways.beaten(conn, 10)
+    assert is_accepting()
+    assert gateways.problem is None
+    assert desk.happened[-1] == "lock.gateway_heard"
+
+
+def test_gateways_are_not_silent_because_the_server_was_stopped():
+    """Goal: no false alarm after a pause of the machine. Method: a tick 5 s after the last one."""
+    shell = Shell()
+    desk = Desk(shell)
+    shell.now_ms += 5000
+    desk.desk.tick(shell.now_ms)
+    assert desk.desk.silent() == []

@@ -35,7 +35,8 @@ SCENES = Path(__file__).resolve().parent / "wait_scenes"
 COLUMNS = 80
 TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z")
 UNREACHABLE = 3
-ELSEWHERE = {"address_away", "unreachable", "no_gateway"}  # no lock's problems: shown beside them
+# No lock's problems: shown beside them.
+ELSEWHERE = {"address_away", "unreachable", "no_gateway", "gateway_silent"}
 
 STATES = (
     holder.silent_holder,
@@ -62,6 +63,7 @@ STATES = (
     surroundings.socket_of_a_stranger,
     surroundings.gateway_that_does_not_accept,
     surroundings.gateway_that_is_gone,
+    surroundings.gateway_that_is_stopped,
     over_tcp.member_missing,
     over_tcp.member_that_does_not_end,
     over_tcp.leases_on_file,

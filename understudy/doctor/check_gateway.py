@@ -9,7 +9,7 @@ from __future__ import annotations
 from plumbing.part.paths import GATEWAY_SOCKET, HTTP_SUFFIX
 from understudy.doctor.facts import PodFacts
 from understudy.doctor.findings import Finding, HealthCheck, failed, passed, skipped, warned
-from understudy.status.gateway_view import is_direct, is_open, needs_gateway
+from understudy.status.gateway_view import is_direct, is_open, needs_gateway, served_in_silence
 
 NO_POD = "no lock server answers, so the mode is not known"
 DIRECT = "the lock server is in direct mode: engines accept connections themselves"
@@ -33,6 +33,11 @@ def gateway(facts: PodFacts) -> Finding:
         return skipped(DIRECT)
     if found is None or "error" in found:
         why = f": {found['error']}" if found else ""
+        if served_in_silence(facts.view["lockserver"]):
+            return failed(
+                f"the gateway is silent, so no takeover reaches it; its child serves{why}",
+                "resume or kill it: `lockserver status` has the command",
+            )
         return failed(f"no gateway answers, so requests get a 503{why}", START)
     if not is_open(found):
         why = "; ".join(found.get("problems") or ()) or "it does not say why"

@@ -37,6 +37,13 @@ def is_open(gateway: Document | None) -> bool:
     return gateway is None or bool(gateway.get("accepting"))
 
 
+def served_in_silence(lockserver: Document) -> bool:
+    """Whether a gateway that is stopped has a child that accepts, as far as the lock server can
+    tell: then requests are answered, and only a takeover would not reach it."""
+    borrowers = lockserver.get("gateways") or ()
+    return any(each.get("silent") and each.get("accepting") for each in borrowers)
+
+
 def gateway_lines(gateway: Document | None) -> list[str]:
     """One line, or none in direct mode."""
     if gateway is None:
@@ -60,7 +67,10 @@ def gateway_faults(gateway: Document | None, lockserver: Document) -> list[str]:
     if gateway is None:
         return []
     if "error" in gateway:
-        return [f"gateway: {gateway['error']}; requests wait, and get a 503 after 10 s"]
+        then = "requests wait, and get a 503 after 10 s"
+        if served_in_silence(lockserver):
+            then = "its child serves, and no takeover reaches it: see `lockserver status`"
+        return [f"gateway: {gateway['error']}; {then}"]
     faults = [str(each) for each in gateway.get("problems") or ()]
     if is_direct(lockserver):
         faults.append("a gateway runs, but the lock server is in direct mode: stop one of the two")

@@ -8,9 +8,11 @@ import os
 import resource
 import signal
 import socket
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from lockserver.messages import StatusMsg
 from tests.helpers import auntil
@@ -19,6 +21,8 @@ from tests.lockserver.engines import Engine
 from tests.lockserver.gateways import Gateway
 from tests.lockserver.processes import ServerProcess, free_port
 from tests.lockserver.wait_scenes.scene import Scene, Told, lives
+
+SILENT_MS = 1200  # a borrower beats every 500 ms
 
 
 @asynccontextmanager
@@ -135,3 +139,29 @@ def gateway_that_does_not_accept(scene: Scene) -> AbstractAsyncContextManager[To
 
 def gateway_that_is_gone(scene: Scene) -> AbstractAsyncContextManager[Told]:
     return without_gateway(scene, is_connected=False)
+
+
+@asynccontextmanager
+async def gateway_that_is_stopped(scene: Scene) -> AsyncIterator[Told]:
+    """It has said that it accepts."""
+    address = f"127.0.0.1:{free_port()}"
+    server = scene.server(
+        "--no-direct", "--service", f"active={address}", "--silent-ms", str(SILENT_MS)
+    )
+    command = (sys.executable, "-m", "tests.lockserver.gateways", scene.directory)
+    gateway = await asyncio.create_subprocess_exec(*command)
+    try:
+        await auntil(lambda: any(each["accepting"] for each in gateways(server)), "it to accept")
+        gateway.send_signal(signal.SIGSTOP)
+        await auntil(lambda: any(each["silent"] for each in gateways(server)), "its silence")
+        assert gateways(server)[0]["accepting"]  # as long as no connection waits
+        assert f"kill -CONT {gateway.pid}" in server.status()["problem"]
+        evidence = ("its process is stopped", "no connection waits")
+        yield Told("gateway_silent", None, evidence, (f"kill -CONT {gateway.pid}",))
+    finally:
+        gateway.kill()
+        await gateway.wait()
+
+
+def gateways(server: ServerProcess) -> list[dict[str, Any]]:
+    return list(server.status()["gateways"])

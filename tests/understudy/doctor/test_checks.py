@@ -53,6 +53,12 @@ OPENED = SocketFile("engine_engine-0.http.sock", True, 30, 0o666)
 DIRECT_LOCK = {"lockserver": {**VIEW["lockserver"], "mode": "direct"}}
 DIRECT = {**VIEW, **DIRECT_LOCK, "gateway": None}
 BORROWERS = [{"gateway": "a", "pid": 40}, {"gateway": "b", "pid": 60}]
+SILENT = [{"gateway": "a", "pid": 40, "silent": True, "accepting": {"for_ms": 9}}]
+IN_SILENCE = {
+    **VIEW,
+    "lockserver": {**VIEW["lockserver"], "gateways": SILENT},
+    "gateway": {"error": "no answer"},
+}
 TWO_BORROW = {**VIEW, "lockserver": {**VIEW["lockserver"], "gateways": BORROWERS}}
 NO_SERVICE = {**VIEW, "lockserver": {**VIEW["lockserver"], "service": {}}, "gateway": None}
 CLOSED = {**VIEW, "gateway": {"accepting": False, "problems": ["no descriptors"]}}
@@ -152,6 +158,7 @@ def port(owner: Process | None, part: str = "engine-1", *, is_taken: bool = True
         ("gateway", spoilt(view=NO_SERVICE), SKIP, "no service address"),
         ("gateway", spoilt(view={**VIEW, "gateway": None}), FAIL, "requests get a 503"),
         ("gateway", spoilt(view={**VIEW, "gateway": {"error": "gone"}}), FAIL, "503: gone"),
+        ("gateway", spoilt(view=IN_SILENCE), FAIL, "its child serves: no answer"),
         ("gateway", spoilt(view=CLOSED), FAIL, "does not accept connections: no descriptors"),
         ("one_gateway", WELL, PASS, "pid 40 (gateway)"),
         ("one_gateway", NO_POD, SKIP, "no gateway is running"),
