@@ -7,9 +7,11 @@ import re
 
 from plumbing.errors import UsageError
 from plumbing.part import paths
+from plumbing.part.paths import KV as KV
 from plumbing.part.paths import WEIGHTS as WEIGHTS
 
 _DEVICE = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,63}")  # HOST-0, GPU-<uuid>, MIG-<uuid>
+_POOL_FILE = re.compile(r"gms_[A-Za-z0-9-]+_kv_[0-9a-f]{32}\.pool")
 _EPOCH_FILE = re.compile(r"gms_[A-Za-z0-9-]+_[a-z]+_[0-9a-f]{32}\.epoch")
 
 
@@ -60,3 +62,33 @@ def is_epoch_file(name: str) -> bool:
 def is_epoch_id(value: object) -> bool:
     """Whether `value` is an epoch's id: 32 hex digits, so it is safe in a file name."""
     return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{32}", value) is not None
+
+
+def kv_socket_path(directory: str, device: str) -> str:
+    """The socket of the server that owns one device's KV memory."""
+    return paths.gms_socket(directory, check_device(device), KV)
+
+
+def kv_token_path(directory: str, device: str) -> str:
+    """The newest token under which one device's KV memory was lent, for a restarted server."""
+    return paths.gms_journal(directory, check_device(device), KV)
+
+
+def pool_file(device: str, pool: str) -> str:
+    """The file name on which every process that maps the KV pool holds a shared flock."""
+    return f"gms_{device}_{KV}_{pool}.pool"
+
+
+def pools_on_disk(directory: str, device: str) -> list[str]:
+    """The ids of the KV pools of this device that have a file."""
+    prefix = f"gms_{device}_{KV}_"
+    return [
+        name[len(prefix) : -len(".pool")]
+        for name in sorted(os.listdir(directory))
+        if name.startswith(prefix) and is_pool_file(name)
+    ]
+
+
+def is_pool_file(name: str) -> bool:
+    """Whether `name`, which a server sent, is the plain name of a KV pool's file."""
+    return _POOL_FILE.fullmatch(name) is not None

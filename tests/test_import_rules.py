@@ -61,13 +61,21 @@ CORES = (
     "lockserver.core",
     "lockserver.members",
     "gms.core",
+    "gms.kv.core",
     "engine.core",
     "engine.kv",
     "gateway.core",
 )
 PURE = (
     *CORES,
-    *("lockserver.messages", "gms.messages", "gms.manifest", "gms.names", "engine.messages"),
+    *(
+        "lockserver.messages",
+        "gms.messages",
+        "gms.kv_messages",
+        "gms.manifest",
+        "gms.names",
+        "engine.messages",
+    ),
     *("plumbing.errors", "plumbing.hop", "plumbing.part.format"),
     *("plumbing.part.restarts", "plumbing.part.silence"),
     *("plumbing.wire.messages", "plumbing.wire.limits"),

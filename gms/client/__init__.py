@@ -27,20 +27,36 @@ from typing import Any
 
 from gms import messages
 from gms.client.attachment import Attachment
+from gms.client.device_memory import memory_for
 from gms.client.keeper import Keeper
+from gms.client.pool import (
+    ADOPTED,
+    ADOPTING,
+    BEGUN,
+    KvClaim,
+    KvLease,
+    borrow_pool,
+    has_pool_service,
+)
 from gms.client.reader import Reader
 from gms.client.sessions import OnWait, Opening
 from gms.client.writer import Writer
 from gms.manifest import TensorRecord
-from gms.vmm.host import HostMemory
 from gms.vmm.interface import Allocation, DeviceMemory
 
 __all__ = [
+    "ADOPTED",
+    "ADOPTING",
+    "BEGUN",
     "Allocation",
     "Keeper",
+    "KvClaim",
+    "KvLease",
     "Reader",
     "TensorRecord",
     "Writer",
+    "borrow_pool",
+    "has_pool_service",
     "memory_for",
     "messages",
     "open_session",
@@ -99,17 +115,3 @@ def open_session(
             session = Reader(opening, client, attachment, request, grant)
         stack.pop_all()
         return session
-
-
-def memory_for(device: str) -> DeviceMemory:
-    """The memory of `device`: a GPU's for `GPU-…` and `MIG-…`, the host's for `HOST-…`.
-
-    Raises:
-        UsageError: `gms.no_cuda`, `gms.device_not_visible`, …: never a fallback to the other kind.
-        UnderstudyError: `gms.driver_failed`.
-    """
-    if not device.startswith(("GPU-", "MIG-")):
-        return HostMemory()
-    from gms.vmm.cuda import CudaMemory  # which loads cuda-python
-
-    return CudaMemory(device)

@@ -17,7 +17,8 @@ DIRECTORY = "/run/understudy"  # the default of every --dir
 LOCKSERVER_SOCKET = "lockserver.sock"
 GATEWAY_SOCKET = "gateway.sock"
 HTTP_SUFFIX = ".http.sock"  # of an engine's private socket; an engine's id has no dot
-WEIGHTS = "weights"  # a memory server's first tag; `kv` comes later
+WEIGHTS = "weights"  # the tags of a device's two memory servers
+KV = "kv"
 
 # The longest name that every pod needs. An engine or a device with a longer one is caught by
 # `socket_path`.
@@ -83,9 +84,11 @@ def engine_states(directory: Path) -> list[Path]:
 
 
 def gms_sockets(directory: Path) -> dict[str, str]:
-    """Path of each memory socket that exists, by device: `HOST-0` of `gms_HOST-0_weights.sock`."""
+    """Path of each weights' server's socket that exists, by device: `HOST-0` of
+    `gms_HOST-0_weights.sock`."""
+    pattern = f"gms_*_{WEIGHTS}.sock"
     # HOST-2 before HOST-10.
-    found = sorted(directory.glob("gms_*.sock"), key=lambda path: (len(path.name), path.name))
+    found = sorted(directory.glob(pattern), key=lambda path: (len(path.name), path.name))
     return {path.stem.removeprefix("gms_").removesuffix(f"_{WEIGHTS}"): str(path) for path in found}
 
 
