@@ -1,0 +1,88 @@
+"""Goal: an adopted block's bytes are those of its hash, whenever its engine died, and no proven
+block is lost. Method: random histories of `world`, and the same with one rule left out, which must
+be caught."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from random import Random
+
+import pytest
+
+from engine.kv.layout import IndexPage
+from engine.kv.writer import IndexWriter
+from tests.engine.kv.dying import (
+    DyingCells,
+    Fuse,
+    Killed,
+    LostBlocksError,
+    Mutation,
+    WrongBytesError,
+)
+from tests.engine.kv.indexes import HEADER, adopted_from, memory
+from tests.engine.kv.scheduler import HASHES, NUMBERS
+from tests.engine.kv.world import World
+
+SCHEDULES = 10_000
+
+
+def failure_of(seed: int, mutation: Mutation) -> type[AssertionError] | None:
+    try:
+        World(seed, mutation).run()
+    except (LostBlocksError, WrongBytesError) as error:
+        return type(error)
+    return None
+
+
+def test_ten_thousand_histories_adopt_only_what_is_true():
+    adopted = 0
+    for seed in range(SCHEDULES):
+        world = World(seed)
+        try:
+            world.run()
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}") from error
+        adopted += world.adopted
+    assert adopted > SCHEDULES  # else nothing was tried
+
+
+@pytest.mark.parametrize("mutation", [each for each in Mutation if each is not Mutation.NONE])
+def test_each_rule_that_is_left_out_is_caught(mutation):
+    expected = LostBlocksError if mutation is Mutation.KEEP_OPEN else WrongBytesError
+    assert any(failure_of(seed, mutation) is expected for seed in range(SCHEDULES))
+
+
+def write(content: bytearray, fuse: Fuse, past: list[dict[int, int]]) -> None:
+    """A writer with a use for every kind of store; `past`: what was true, after each call."""
+    writer = IndexWriter([IndexPage(DyingCells(content, fuse))], [HEADER], "engine-1", "c1")
+    for block, number in ((0, 0), (1, 1), (0, 2), (2, 3), (2, 4)):
+        past.append({key: value for key, value in past[-1].items() if key != block})
+        if block != 2:  # else it is replaced as it is
+            writer.invalidate(block)
+        past.append({**past[-1], block: number})
+        writer.publish(block, writer.use(block), HASHES[number], 0, 16)
+        if number == 2:
+            past.append({})
+            writer.clear()
+
+
+def test_death_at_each_store_leaves_what_was_true_before_or_after():
+    """Goal: no half-written record, header or clear is believed. Method: the same writer killed at
+    each of its stores, ten times where a store can be cut anywhere; over fresh memory, and over the
+    index of another engine."""
+    used = memory()
+    write(used, Fuse(), [{}])
+    for start, seed in itertools.product((memory(), used), range(10)):
+        for stores in itertools.count():
+            content, past = bytearray(start), [{}]
+            fuse = Fuse(stores, Random(seed))
+            with contextlib.suppress(Killed):
+                write(content, fuse, past)
+            adoption = adopted_from(content)
+            found = {each.block: NUMBERS[each.block_hash] for each in adoption.records}
+            is_untouched = bytes(content) == bytes(start)
+            assert found in past[-2:] or (is_untouched and stores == 0), (stores, seed)
+            if fuse.stores >= 0:
+                break
+        assert stores > 20
