@@ -78,7 +78,7 @@ def main() -> None:
 @options(SERVE, command="gms")
 def serve(config: Resolved) -> None:
     """Run the memory service until SIGTERM."""
-    from gms.server.supervisor import GmsSupervisor  # aiohttp comes with it
+    from gms.server.supervisor import GmsSupervisor  # heavy, and only needed here
 
     configure("gms")
     arm_from_environment()

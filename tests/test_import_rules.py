@@ -47,6 +47,7 @@ PLACES = {
     "cuda": ("gms/vmm/cuda",),
     "torch": ("gms/torch/", "engine/backends/vllm/"),
     "vllm": ("engine/backends/vllm/",),
+    "aiohttp": ("engine/backends/",),
     "numpy": NUMERIC,
     "safetensors": NUMERIC,
     "tokenizers": NUMERIC,

@@ -18,12 +18,8 @@ import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from plumbing.service.config import Option
-
-if TYPE_CHECKING:
-    from aiohttp import web
 
 _INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 _AUTHORITY = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?")
@@ -112,10 +108,11 @@ def host_of(authority: str) -> str | None:
     return found[1].lower() if found else None
 
 
-async def allow_own_pages(request: web.Request, response: web.StreamResponse) -> None:
-    """Allow pages from this host, whatever their port, to read this answer."""
-    origin = request.headers.get("Origin", "")
+def allow_own_pages(headers: Mapping[str, str]) -> dict[str, str]:
+    """Headers of an answer to a request with `headers`: pages from this host, whatever their port,
+    may read it."""
+    origin = headers.get("origin", "")
     host = host_of(origin.removeprefix("http://"))
-    if host is not None and host == host_of(request.headers.get("Host", "")):
-        response.headers["Access-Control-Allow-Origin"] = origin
-        response.headers["Vary"] = "Origin"
+    if host is None or host != host_of(headers.get("host", "")):
+        return {}
+    return {"Access-Control-Allow-Origin": origin, "Vary": "Origin"}

@@ -6,28 +6,21 @@ the loop is alive; they must not block.
 
 from __future__ import annotations
 
-import asyncio
 import errno
-import functools
-import logging
 import os
 import socket
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.service import procfs, sse
 from plumbing.service.browsers import KnownHosts, Page, allow_own_pages
 from plumbing.service.events import EventLog
+from plumbing.service.http_connection import GetAnswer, GetProtocol, GetRequest, text_answer
 from plumbing.service.http_listener import HttpListener, bind
 from plumbing.service.metrics import CONTENT_TYPE, Metrics
 from plumbing.text import to_json
-
-if TYPE_CHECKING:
-    from aiohttp import web
-
-logger = logging.getLogger(__name__)
 
 PORT_MAX = 65535
 STOP_GRACE_S = 0.5  # for answers in progress, which take milliseconds
@@ -70,8 +63,7 @@ class HttpServer:
         self._events = events
         self._pages = dict(pages or {})
         self._hosts = KnownHosts(allowed_hosts)
-        self._streams: set[asyncio.Task[Any]] = set()
-        self._runner: web.AppRunner | None = None
+        self._streams: set[GetProtocol] = set()
         self._listener: HttpListener | None = None
 
     @property
@@ -80,125 +72,106 @@ class HttpServer:
         return None if self._listener is None else self._listener.problem
 
     async def start(self) -> None:
-        """Bind and serve. Loads aiohttp, which holds the loop for 0.1 s: start this early.
+        """Bind and serve.
 
         Raises:
             UnderstudyError: `service.port_in_use`, with the port and the process that has it.
             UsageError: `service.cannot_bind`, not an address of this machine, or no permission.
         """
-        from aiohttp import web
-
         if not self.host or not 0 <= self.port <= PORT_MAX:  # "" would bind every interface
             raise self._cannot_bind("this is not an address and port")
-        app = web.Application(middlewares=[web.middleware(functools.partial(self._admit))])
-        for name in self._probes:
-            app.router.add_get(f"/{name}", self._answer_probe)
-        app.router.add_get("/status", self._answer_status)
-        app.router.add_get("/metrics", self._answer_metrics)
-        if self._events is not None:
-            app.router.add_get("/events", self._answer_events)
-        for name in self._pages:
-            app.router.add_get(f"/{name}", self._answer_page)
-        app.router.add_get("/", self._answer_index)
-        app.on_response_prepare.extend((allow_own_pages, _close_afterwards))
-        app.on_shutdown.append(self._cut_streams)
-        runner = web.AppRunner(
-            app,
-            access_log=None,
-            logger=logger,
-            handle_signals=False,
-            handler_cancellation=True,  # a closed connection is noticed at once, not at a heartbeat
-            shutdown_timeout=STOP_GRACE_S,
-        )
         try:
             socks = bind(self.host, self.port)
         except OSError as error:
             raise self._refused(error) from error
-        await runner.setup()
-        assert runner.server is not None
         limit_hit = self._metrics.limit_hits.labels(limit="http_connections").inc
-        self._runner, self._listener = runner, HttpListener(socks, runner.server, limit_hit)
+        self._listener = HttpListener(socks, lambda: GetProtocol(self._answer), limit_hit)
         self.port = self._listener.port
 
     async def stop(self) -> None:
         """Stop listening and close all connections; idempotent."""
-        runner, self._runner = self._runner, None
-        if runner is not None and self._listener is not None:
-            await self._listener.stop()
-            await runner.cleanup()
-            self._listener.abort()
+        listener = self._listener
+        if listener is None:
+            return
+        self._listener = None
+        await listener.stop()
+        for stream in tuple(self._streams):  # they never end by themselves
+            stream.end_stream()
+        await listener.flush(STOP_GRACE_S)
+        listener.abort()
 
-    async def _admit(
-        self,
-        request: web.Request,
-        handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
-    ) -> web.StreamResponse:
+    def _answer(self, connection: GetProtocol) -> GetAnswer | None:
         """Answer, unless the client uses a name that may be an attacker's."""
-        assert self._listener is not None
-        self._listener.requested(request.transport)
+        request = connection.request
+        name = request.path.strip("/")
+        if self._listener is None:  # it has arrived while the server stops
+            return text_answer(503)
+        self._listener.requested(connection.transport)
+        readable = allow_own_pages(request.headers)
         # Probes are answered in any case: they say little, and a refusal would restart a container.
-        host = request.headers.get("Host")
-        if request.path.strip("/") not in self._probes and not self._hosts.has(host):
+        host = request.headers.get("host")
+        if name not in self._probes and not self._hosts.has(host):
             message = (
                 f"{host!r} is not known to be a name of this server; use its address, or start it"
                 " with --http-allowed-host NAME"
             )
-            unknown = UnderstudyError("service.unknown_host", message)
-            return _json({"error": unknown.to_dict()}, status=421)
-        return await handler(request)
+            return _error(UnderstudyError("service.unknown_host", message), 421, readable)
+        if request.path != f"/{name}" or name not in self._routes:
+            return text_answer(404, readable)
+        if name == "events" and request.method == "GET":
+            return self._follow(connection, readable)
+        if name == "events" or request.method not in ("GET", "HEAD"):
+            allow = "GET" if name == "events" else "GET, HEAD"
+            return text_answer(405, {"Allow": allow, **readable})
+        answer = self._page(name, request)
+        answer.headers |= readable
+        return answer
 
-    async def _answer_probe(self, request: web.Request) -> web.Response:
-        name = request.path.strip("/")
+    @property
+    def _routes(self) -> tuple[str, ...]:
+        """The names of all that is served; the index itself is "" and first."""
+        events = ("events",) if self._events is not None else ()
+        return ("", *self._probes, "status", "metrics", *events, *self._pages)
+
+    def _page(self, name: str, request: GetRequest) -> GetAnswer:
+        if name in self._probes:
+            return self._probe_answer(name, request)
+        if name in self._pages:
+            page = self._pages[name]
+            return GetAnswer(200, page.body, page.headers(request.headers.get("host", "")))
+        if name == "status":
+            return _json(self._status())
+        if name == "metrics":
+            return GetAnswer(200, self._metrics.render(), {"Content-Type": CONTENT_TYPE})
+        return _json({"paths": [f"/{route}" for route in self._routes[1:]]})
+
+    def _probe_answer(self, name: str, request: GetRequest) -> GetAnswer:
         probe = self._probes[name]()
         body = probe.to_dict()
         if "verbose" in request.query:
             body["checks"] = {each: ask().to_dict() for each, ask in self._probes.items()}
-        return _json(body, status=200 if probe.ok else 503)
+        return _json(body, 200 if probe.ok else 503)
 
-    async def _answer_status(self, request: web.Request) -> web.Response:
-        return _json(self._status())
-
-    async def _answer_metrics(self, request: web.Request) -> web.Response:
-        from aiohttp import web
-
-        return web.Response(body=self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})
-
-    async def _answer_index(self, request: web.Request) -> web.Response:
-        routes = [*self._probes, "status", "metrics", *(["events"] if self._events else [])]
-        routes += self._pages
-        return _json({"paths": [f"/{route}" for route in routes]})
-
-    async def _answer_page(self, request: web.Request) -> web.Response:
-        from aiohttp import web
-
-        page = self._pages[request.path.strip("/")]
-        return web.Response(body=page.body, headers=page.headers(request.headers.get("Host", "")))
-
-    async def _answer_events(self, request: web.Request) -> web.StreamResponse:
+    def _follow(self, connection: GetProtocol, headers: dict[str, str]) -> GetAnswer | None:
         assert self._events is not None  # the route exists only then
-        assert self._listener is not None
+        assert self._listener is not None  # it has accepted this
         # Half of the connections at most: these stay open, and others must get their turn.
         readers_max = min(sse.READERS_MAX, self._listener.connections_max // 2)
         if len(self._streams) >= readers_max:
             self._metrics.limit_hits.labels(limit="event_readers").inc()
             message = f"{readers_max} readers already follow the events, which is the maximum"
-            busy = UnderstudyError("service.too_many_readers", message)
-            return _json({"error": busy.to_dict()}, status=503)
-        task = asyncio.current_task()
-        assert task is not None  # aiohttp runs every handler in a task
-        self._streams.add(task)
-        self._listener.keep(request.transport)
+            return _error(UnderstudyError("service.too_many_readers", message), 503, headers)
         try:
-            return await sse.stream(request, self._events, self._status)
+            wanted = sse.StreamRequest.of(connection.request)
         except UsageError as error:
-            return _json({"error": error.to_dict()}, status=400)
-        finally:
-            self._streams.discard(task)
-
-    async def _cut_streams(self, app: web.Application) -> None:
-        # Event streams never end by themselves; every stop would wait for the grace period.
-        for task in tuple(self._streams):
-            task.cancel()
+            return _error(error, 400, headers)
+        self._listener.keep(connection.transport)
+        self._streams.add(connection)
+        task = connection.start_stream(
+            sse.stream(connection, wanted, headers, self._events, self._status)
+        )
+        task.add_done_callback(lambda _: self._streams.discard(connection))
+        return None
 
     def _refused(self, error: OSError) -> UnderstudyError:
         if isinstance(error, socket.gaierror):  # its numbers are not those of errno
@@ -226,27 +199,12 @@ class HttpServer:
         )
 
 
-async def _close_afterwards(request: web.Request, response: web.StreamResponse) -> None:
-    """One request per connection, whose bytes and time are therefore bounded together."""
-    response.force_close()
-    response.headers["Connection"] = "close"  # aiohttp decided on it before
+def _json(document: dict[str, Any], status: int = 200) -> GetAnswer:
+    body = f"{to_json(document)}\n".encode()
+    return GetAnswer(status, body, {"Content-Type": "application/json; charset=utf-8"})
 
 
-class _NoPeerFaults(logging.Filter):
-    """Malformed HTTP is the sender's fault: it gets 400, and no stack trace is logged."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        from aiohttp.http_exceptions import HttpProcessingError
-
-        return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
-
-
-logger.addFilter(_NoPeerFaults())
-
-
-def _json(document: dict[str, Any], status: int = 200) -> web.Response:
-    from aiohttp import web
-
-    return web.Response(
-        text=f"{to_json(document)}\n", status=status, content_type="application/json"
-    )
+def _error(error: UnderstudyError, status: int, headers: dict[str, str]) -> GetAnswer:
+    answer = _json({"error": error.to_dict()}, status)
+    answer.headers |= headers
+    return answer

@@ -11,6 +11,7 @@ descriptors uvloop's closes every connection that waits, probes included.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import socket
@@ -46,6 +47,7 @@ class HttpListener:
         self._loop = asyncio.get_running_loop()
         self._open: dict[asyncio.BaseTransport, _Guard] = {}  # oldest first
         self._arrivals: set[asyncio.Task[object]] = set()
+        self._has_closed = asyncio.Event()
         self._problem: tuple[float, str] | None = None  # when it was last met
         for sock in socks:
             self._loop.add_reader(sock.fileno(), self._accept, sock)
@@ -75,6 +77,14 @@ class HttpListener:
         self._socks = []
         await asyncio.gather(*self._arrivals, return_exceptions=True)
 
+    async def flush(self, grace_s: float) -> None:
+        """Wait for what has been answered to be sent; who has sent no request is not waited for."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                while any(each.has_request for each in self._open.values()):
+                    self._has_closed.clear()
+                    await self._has_closed.wait()
+
     def abort(self) -> None:
         """Close every connection that is left, answered or not."""
         for guard in tuple(self._open.values()):
@@ -85,6 +95,7 @@ class HttpListener:
 
     def closed(self, guard: _Guard) -> None:
         self._open.pop(guard.transport, None)
+        self._has_closed.set()
 
     def _accept(self, sock: socket.socket) -> None:
         # One for each turn of the loop, so that requests that have arrived are answered in between.

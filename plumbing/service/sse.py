@@ -11,17 +11,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from plumbing.errors import UsageError
 from plumbing.service.events import SEVERITIES, Event, EventLog
+from plumbing.service.http_connection import GetProtocol, GetRequest
 from plumbing.text import to_json
-
-if TYPE_CHECKING:
-    from aiohttp import web
 
 HEARTBEAT_S = 15.0  # below the 30–60 s after which proxies cut a silent connection
 QUEUE_MAX = 256  # events kept for a slow reader; about 80 KiB
@@ -97,42 +95,53 @@ def event_frame(event: Event) -> bytes:
     return frame(event.type, event.to_dict(), event.id)
 
 
-async def stream(
-    request: web.Request, events: EventLog, status: Callable[[], dict[str, Any]]
-) -> web.StreamResponse:
-    """Answer one reader until it disconnects.
+@dataclass(frozen=True, slots=True)
+class StreamRequest:
+    """What a reader asked for: which events, and the id of the last one that it has."""
 
-    Raises:
+    filter: Filter
+    position: int | None
+
+    @classmethod
+    def of(cls, request: GetRequest) -> StreamRequest:
+        """Raises:
         UsageError: an invalid query.
-    """
-    from aiohttp import web
+        """
+        query = request.query
+        wanted = Filter.parse(query.get("types", ""), query.get("min_severity", ""))
+        return cls(wanted, _position(query.get("since") or request.headers.get("last-event-id")))
 
-    query = request.query
-    wanted = Filter.parse(query.get("types", ""), query.get("min_severity", ""))
-    position = _position(query.get("since") or request.headers.get("Last-Event-ID"))
-    response = web.StreamResponse(
-        headers={
+
+async def stream(
+    reader: GetProtocol,
+    wanted: StreamRequest,
+    headers: Mapping[str, str],
+    events: EventLog,
+    status: Callable[[], dict[str, Any]],
+) -> None:
+    """Answer one reader until this is cancelled, because it has disconnected or the server ends."""
+    reader.send_head(
+        {
             "Content-Type": "text/event-stream; charset=utf-8",
             "Cache-Control": "no-cache",
             "X-Accel-Buffering": "no",  # nginx would keep the events until its buffer is full
+            **headers,
         }
     )
-    await response.prepare(request)
     # From here to the subscription nothing awaits: no event falls between snapshot and stream.
+    position = wanted.position
     missed = events.since(position) if position is not None else None
     snapshot = {**status(), "as_of_event_id": events.last_id}
-    queue = EventQueue(wanted)
+    queue = EventQueue(wanted.filter)
     unsubscribe = events.subscribe(queue.put)
     stands_at = events.last_id if position is None or missed is None else position
     try:
-        await response.write(frame("snapshot", snapshot, stands_at))
+        await reader.write(frame("snapshot", snapshot, stands_at))
         for event in missed or ():
-            if wanted.wants(event):
-                await response.write(event_frame(event))
+            if wanted.filter.wants(event):
+                await reader.write(event_frame(event))
         while True:
-            await response.write(await queue.frames())
-    except ConnectionError:
-        return response  # it disconnected
+            await reader.write(await queue.frames())
     finally:
         unsubscribe()
 
