@@ -13,7 +13,6 @@ address.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import ctypes
 import errno
@@ -109,7 +108,9 @@ class LifelineWatch:
             ProtocolError: `lifeline.bad`, its size is not fixed, or no process holds it.
             OSError, RuntimeError: there is no memory or no thread for it.
         """
-        self._loop = asyncio.get_running_loop()
+        from asyncio import get_running_loop  # a holder of a lifeline has no loop
+
+        self._loop = get_running_loop()
         self._on_dying = on_dying
         self._is_closed = False
         _check(lifeline)

@@ -1,9 +1,20 @@
-"""What engines and gateways import from the lock server."""
+"""What engines and gateways import from the lock server.
+
+Every process of a backend runs `witness` before anything else. So the clients, which need asyncio,
+are loaded when they are first asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from lockserver import messages, witness
-from lockserver.client.borrower import Borrower, BorrowerCallbacks
-from lockserver.client.client import LockCallbacks, LockClient
-from lockserver.client.reconnect import HEARTBEAT_MS
+
+if TYPE_CHECKING:
+    from lockserver.client.borrower import Borrower, BorrowerCallbacks
+    from lockserver.client.client import LockCallbacks, LockClient
+    from lockserver.client.reconnect import HEARTBEAT_MS
 
 __all__ = [
     "HEARTBEAT_MS",
@@ -14,3 +25,17 @@ __all__ = [
     "messages",
     "witness",
 ]
+
+_MODULES = {
+    "Borrower": "borrower",
+    "BorrowerCallbacks": "borrower",
+    "HEARTBEAT_MS": "reconnect",
+    "LockCallbacks": "client",
+    "LockClient": "client",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

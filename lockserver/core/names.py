@@ -5,8 +5,8 @@ Pure values, so that the core and every backend process can import them before a
 
 from __future__ import annotations
 
+import os
 import re
-import secrets
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -45,7 +45,7 @@ def new_incarnation(engine: str) -> str:
             " starting with a letter or digit",
             engine=engine,
         )
-    return f"{engine}-{secrets.token_hex(8)}"
+    return f"{engine}-{os.urandom(8).hex()}"
 
 
 def name_of(incarnation: str) -> str:

@@ -16,7 +16,6 @@ import json
 import logging
 import os
 import re
-import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -56,7 +55,7 @@ def write_atomic(
     payload = encoded(content) if isinstance(content, str) else content
     directory, name = os.path.split(os.path.abspath(path))
     _remove_stale(directory, name)
-    temporary = os.path.join(directory, f".{name}.{secrets.token_hex(8)}.tmp")
+    temporary = os.path.join(directory, f".{name}.{os.urandom(8).hex()}.tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = os.open(temporary, flags, mode)
     try:

@@ -148,7 +148,9 @@ def test_answer_without_a_stream_is_of_class_retry_and_says_the_same(model: Path
         whole, _ = await engine.stream(path, document)
         status, headers, body = await engine.ask(path, document)
         assert (status, headers[hop.CONTINUATION]) == (200, "retry")
-        assert (await engine.ask(path, document, whole.tokens[:5]))[2] == body
+        again = json.loads((await engine.ask(path, document, whole.tokens[:5]))[2])
+        # A second may have passed.
+        assert again | {"created": 0} == json.loads(body) | {"created": 0}
 
     with_pod(model, test)
 
