@@ -10,6 +10,7 @@ from msgspec import structs
 
 from engine.kv.adopter import adoptable
 from engine.kv.layout import (
+    FACTS_OFFSET,
     HEADER_BYTES,
     RECORD_BYTES,
     IndexHeader,
@@ -157,6 +158,16 @@ def test_record_with_any_bit_turned_is_not_adopted():
         content[byte] ^= 1 << bit % 8
         assert blocks_of(adopted_from(content)) == [], bit
         content[byte] ^= 1 << bit % 8
+
+
+def test_header_with_any_fact_turned_is_not_believed():
+    content = memory()
+    publish(writer_over(content), 1)
+    for byte in range(FACTS_OFFSET, HEADER_BYTES):
+        if content[byte]:
+            content[byte] ^= 1
+            assert blocks_of(adopted_from(content)) == [], byte
+            content[byte] ^= 1
 
 
 def test_third_engine_discards_what_two_died_with():
