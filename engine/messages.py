@@ -8,7 +8,7 @@ not know what a message leads to: that is `engine/core`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
@@ -51,7 +51,13 @@ class WakeMsg(Message, frozen=True, tag="wake"):
 
 
 class WokenMsg(Message, frozen=True, tag="woken"):
+    """`kv_memory`: whose memory the KV cache is in. `adopted_blocks`: those of an earlier engine
+    that it begins with. `kv_note`: why there are none, or why none are published."""
+
     kv_bytes: Count
+    kv_memory: Literal["gms", "private"] = "private"
+    adopted_blocks: Count = 0
+    kv_note: Sentence = ""
 
 
 class RunCanaryMsg(Message, frozen=True, tag="run_canary"):

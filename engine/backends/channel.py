@@ -86,8 +86,8 @@ class BackendHandler(Protocol):
         *,
         is_behind_gateway: bool = False,
         era: str = msg.NO_ERA,
-    ) -> int:
-        """Take KV memory, in bytes; keep a copy of the listening socket for `serve`. The other
+    ) -> msg.WokenMsg:
+        """Take KV memory; keep a copy of the listening socket for `serve`. The other
         arguments are the message's."""
         ...
 
@@ -164,14 +164,12 @@ class Channel(Handler):
 async def _handle(backend: BackendHandler, message: Message, fds: list[OwnedFd]) -> Message:
     match message:
         case msg.WakeMsg():
-            return msg.WokenMsg(
-                await backend.wake(
-                    message.engine,
-                    message.token,
-                    fds[0],
-                    is_behind_gateway=message.is_behind_gateway,
-                    era=message.era,
-                )
+            return await backend.wake(
+                message.engine,
+                message.token,
+                fds[0],
+                is_behind_gateway=message.is_behind_gateway,
+                era=message.era,
             )
         case msg.RunCanaryMsg():
             return await backend.run_canary()

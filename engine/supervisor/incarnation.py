@@ -82,6 +82,7 @@ class Incarnation:
         self.witness_path: str | None = None
         self.loading = Loading(settings.role)
         self.prepared: messages.PreparedMsg | None = None
+        self.woken: messages.WokenMsg | None = None
         self.fault: messages.FaultReportMsg | None = None
         self.rehearsed_ms: float | None = None
         self.exit: str | None = None
@@ -265,7 +266,11 @@ class Incarnation:
         self.is_wake_asked = True
         self.canaries.private_path = private_path
         wake = messages.WakeMsg(token, self._settings.engine, private_path is not None, era)
-        self.channel.ask(wake, messages.WokenMsg, lambda reply: self._post(ev.Woken()), [listener])
+        self.channel.ask(wake, messages.WokenMsg, self._woken, [listener])
+
+    def _woken(self, woken: messages.WokenMsg) -> None:
+        self.woken = woken
+        self._post(ev.Woken())
 
     @property
     def private_path(self) -> str | None:

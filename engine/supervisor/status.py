@@ -101,9 +101,21 @@ class EngineStatus:
             "exit": incarnation.exit if incarnation else None,
             "weights_bytes": prepared.weights_bytes if prepared else None,
             "kv_bytes": prepared.kv_bytes if prepared else None,
+            "kv": self._kv(),
             "epoch": prepared.epoch if prepared else None,
             "serves_on": self._serves_on(),
             "last_canary": incarnation.canaries.last if incarnation else None,
+        }
+
+    def _kv(self) -> dict[str, Any] | None:
+        """Since the wake: whose memory the KV cache is in, and what it began with."""
+        woken = self._engine.incarnation.woken if self._engine.incarnation else None
+        if woken is None:
+            return None
+        return {
+            "memory": woken.kv_memory,
+            "adopted_blocks": woken.adopted_blocks,
+            "note": woken.kv_note or None,
         }
 
     def _serves_on(self) -> str | None:

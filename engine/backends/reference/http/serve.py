@@ -24,7 +24,14 @@ from engine.backends.reference.http.routes import make_app
 from engine.backends.reference.http.served import ServedModel
 from engine.backends.reference.http.text import Tokenizer
 from engine.backends.reference.link import ConfigureMsg, FailedMsg, ReadyMsg
-from engine.messages import NO_ERA, CanaryMsg, FaultReportMsg, HealthyMsg, PreparedMsg
+from engine.messages import (
+    NO_ERA,
+    CanaryMsg,
+    FaultReportMsg,
+    HealthyMsg,
+    PreparedMsg,
+    WokenMsg,
+)
 from engine.progress_page import ProgressPage
 from plumbing.errors import UnderstudyError
 from plumbing.wire.fds import OwnedFd
@@ -105,8 +112,8 @@ class ReferenceBackend:
         *,
         is_behind_gateway: bool = False,
         era: str = NO_ERA,
-    ) -> int:
-        """Take KV memory and keep `listening` for `serve`; the bytes taken. Takes the fd."""
+    ) -> WokenMsg:
+        """Take KV memory and keep `listening` for `serve`. Takes the fd."""
         with listening:
             self._phases.step("wake")
             server = self._server
@@ -116,7 +123,7 @@ class ReferenceBackend:
                 listening.duplicate(), server, lambda: len(server.connections)
             )
             self._served.on_request = self._listener.request_received
-        return (await self._served.link.take_memory()).kv_bytes
+        return WokenMsg((await self._served.link.take_memory()).kv_bytes)
 
     async def run_canary(self) -> CanaryMsg:
         self._phases.step("run_canary")

@@ -25,7 +25,7 @@ from engine.backends.channel import Phases
 from engine.backends.vllm.api.continuation import Continuing
 from engine.backends.vllm.api.door import Door
 from engine.backends.vllm.api.http import TRIAL_PROMPT, Front
-from engine.messages import NO_ERA, CanaryMsg, HealthyMsg, PreparedMsg
+from engine.messages import NO_ERA, CanaryMsg, HealthyMsg, PreparedMsg, WokenMsg
 from engine.progress_page import ProgressPage
 from plumbing.errors import UnderstudyError
 from plumbing.hop import Continuation, Hello
@@ -138,8 +138,8 @@ class VllmBackend:
         *,
         is_behind_gateway: bool = False,
         era: str = NO_ERA,
-    ) -> int:
-        """Take KV memory, in bytes over all ranks. Keeps a copy of `listening`."""
+    ) -> WokenMsg:
+        """Take KV memory on all ranks. Keeps a copy of `listening`."""
         self.phases.step("wake")
         if is_behind_gateway:
             self._front.check_no_tls()
@@ -149,7 +149,7 @@ class VllmBackend:
         await self._ask_ranks("understudy_status", WAKE_ASK_S)
         taken = await self._ask_ranks("understudy_take_kv", KV_WAIT_S + PULSE_S, KV_WAIT_S)
         await self._engine.wake_up()
-        return sum(rank["kv_bytes"] for rank in taken)
+        return WokenMsg(sum(rank["kv_bytes"] for rank in taken))
 
     async def run_canary(self) -> CanaryMsg:
         """One real inference, judged by its numbers: damaged weights or memory yield NaN or a token

@@ -13,7 +13,14 @@ from collections.abc import Coroutine
 from typing import Any, NoReturn, TypeVar
 
 from engine.backends.channel import BackendHandler, Channel
-from engine.messages import NO_ERA, CanaryMsg, FaultReportMsg, HealthyMsg, PreparedMsg
+from engine.messages import (
+    NO_ERA,
+    CanaryMsg,
+    FaultReportMsg,
+    HealthyMsg,
+    PreparedMsg,
+    WokenMsg,
+)
 from plumbing.wire.fds import OwnedFd
 
 T = TypeVar("T")
@@ -64,7 +71,7 @@ class _Bridge:
         *,
         is_behind_gateway: bool = False,
         era: str = NO_ERA,
-    ) -> int:
+    ) -> WokenMsg:
         return await self._on_its_loop(
             self._backend.wake(
                 engine, token, listening, is_behind_gateway=is_behind_gateway, era=era
