@@ -25,7 +25,9 @@ from gateway.core.events import BreakCause
 from gateway.core.replay import ReplayMismatch, Rest
 from gateway.core.request import ClientRequest
 from gateway.core.states import RequestState
+from gateway.core.transcript import EVENT_BYTES
 
+STREAMING = RequestState.STREAMING  # compared for each event; in an enum it is looked up slowly
 # An error event of chat and completions, of Responses, of Anthropic messages. No text of a model
 # can look like it: inside a JSON string the quotes would be escaped, and lines do not end there.
 _ERROR_EVENT = re.compile(
@@ -73,7 +75,7 @@ class Attempt:
             return b""
         if b'"error"' in events and self._is_error(events, now_ms):
             return b""
-        if request.state is not RequestState.STREAMING:
+        if request.state is not STREAMING:
             return self._group_elsewhere(events, tokens, chunks, now_ms)
         if request.rewriter is not None:
             events = request.rewriter.rewrite(events)
@@ -83,8 +85,8 @@ class Attempt:
         except OverflowError:  # not a token id
             self._cold.broke(self, BreakCause.GARBAGE, now_ms)
             return b""
-        request.transcript.pending += events
-        request.room_bytes -= len(events) + 8 * len(tokens)
+        request.transcript.pending.append(events)
+        request.room_bytes -= len(events) + 8 * len(tokens) + EVENT_BYTES
         if request.room_bytes < 0:
             self._cold.weigh(request)
         if request.progress_at and len(request.tokens) >= request.progress_at:

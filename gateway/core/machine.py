@@ -54,7 +54,8 @@ class Gateway:
         return self._desk.attempts
 
     @property
-    def outbox(self) -> list[GatewayEffect]:
+    def outbox(self) -> Sequence[GatewayEffect]:
+        """What is to be performed; the same object at all times."""
         return self._desk.outbox
 
     @property
@@ -63,7 +64,8 @@ class Gateway:
 
     def take(self) -> Sequence[GatewayEffect]:
         """The effects in the outbox, which is empty then."""
-        found, self._desk.outbox = self._desk.outbox, []
+        found = self._desk.outbox.copy()
+        self._desk.outbox.clear()
         return found
 
     def handle(self, event: GatewayEvent, now_ms: float) -> Sequence[GatewayEffect]:

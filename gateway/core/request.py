@@ -138,7 +138,7 @@ class ClientRequest:
         journal_bytes = ITEM_BYTES * (len(self.tokens) + len(self.chunks))
         room = BLOCK_BYTES if self.state is RequestState.STREAMING else 0
         weight = REQUEST_BYTES + self.body_bytes + self.held_bytes + journal_bytes
-        weight += self.transcript.size_bytes + room
+        weight += self.transcript.packed_bytes + room
         change = weight - self.charged_bytes
         self.charged_bytes, self.room_bytes = weight, room
         return change

@@ -18,6 +18,9 @@ _MARK_IN_LINE = b"\n" + GROUP_MARK
 # How engines report their own end within a stream: OpenAI's form and Anthropic's.
 _ERRORS = (b'data: {"error"', b"event: error")
 _NEWLINE, _COLON = b"\n:"
+_EVENT_AND_MARK, _ONE_TOKEN = b"\n\n" + GROUP_MARK, b"|1\n\n"
+_MARK_BYTES, _BEFORE_ONE = len(_EVENT_AND_MARK), -len(_ONE_TOKEN)
+TOKEN_DIGITS_MAX = 10  # of an unsigned 32-bit number
 
 
 # Whole events, and the tokens and chunks that they were made of.
@@ -41,29 +44,22 @@ class GroupCutter:
 
     def feed(self, data: bytes) -> list[MarkedGroup]:
         """The groups that are whole now."""
-        # Nearly always: one whole group, and nothing else.
-        if not self._rest and self.broken is None and data and data[0] != _COLON:
-            mark = data.find(_MARK_IN_LINE) + 1
-            if mark and data.find(b"\n\n", mark) == len(data) - 2:
-                return self._one(data, mark)
+        if not self._rest and self.broken is None and self.last is None:
+            # Nearly always: one event of one line, made of one token, and nothing else.
+            end = data.find(b"\n")
+            if data.startswith(_EVENT_AND_MARK, end) and data.endswith(_ONE_TOKEN):
+                token = data[end + _MARK_BYTES : _BEFORE_ONE]
+                if token.isdigit() and data[0] != _COLON and len(token) <= TOKEN_DIGITS_MAX:
+                    return [(data[: end + 2], [int(token)], [1])]
+            return self._cut(data)
         if self.broken is not None or self.last is not None:
             return []
-        if self._rest:
-            self._rest += data
-            has_mark = self._rest.find(_MARK_IN_LINE, self._seen) >= 0
-            if not (has_mark or self._rest.startswith(b":") or self._rest.endswith(b"\n\n")):
-                self._look_at_rest()
-                return []
-            data = bytes(self._rest)
-        return self._cut(data)
-
-    def _one(self, data: bytes, mark: int) -> list[MarkedGroup]:
-        try:
-            tokens, chunks = read_group_end(data[mark:])
-        except ValueError:
-            self.broken = BreakCause.GARBAGE
+        self._rest += data
+        has_mark = self._rest.find(_MARK_IN_LINE, self._seen) >= 0
+        if not (has_mark or self._rest.startswith(b":") or self._rest.endswith(b"\n\n")):
+            self._look_at_rest()
             return []
-        return [(data[:mark], tokens, chunks)]
+        return self._cut(bytes(self._rest))
 
     def _cut(self, data: bytes) -> list[MarkedGroup]:
         groups: list[MarkedGroup] = []

@@ -42,7 +42,9 @@ class Upstreams(Protocol):
     def handle(self, event: GatewayEvent) -> None: ...
     def perform_outbox(self) -> None: ...
     @property
-    def outbox(self) -> Sequence[GatewayEffect]: ...
+    def outbox(self) -> Sequence[GatewayEffect]:
+        """Always the same one."""
+
     def now_ms(self) -> float: ...
 
 
@@ -64,6 +66,7 @@ class Upstream(asyncio.Protocol):
         self.held: list[bytes] = []
         self.head_since_ms: float | None = None  # a head has begun then, and is not whole
         self._owner = owner
+        self._outbox = owner.outbox
         self._sink = sink
         self._request = request
         self._transport: asyncio.Transport | None = None
@@ -187,7 +190,7 @@ class Upstream(asyncio.Protocol):
             return
         self.held.append(data)
         self.attempt.hold(len(data))
-        if self._owner.outbox:
+        if self._outbox:
             self._owner.perform_outbox()
 
     def _end(self) -> None:
@@ -198,17 +201,16 @@ class Upstream(asyncio.Protocol):
             self._transport.abort()
 
     def _cut(self, cutter: GroupCutter, data: bytes) -> None:
-        owner, attempt = self._owner, self.attempt
-        groups = cutter.feed(data)
-        now_ms = owner.now_ms()
+        attempt, outbox = self.attempt, self._outbox
+        now_ms = self._owner.now_ms()
         out: list[bytes] = []
-        for events, tokens, chunks in groups:
+        for events, tokens, chunks in cutter.feed(data):
             found = attempt.group(events, tokens, chunks, now_ms)
             if found:
                 out.append(found)
-            if owner.outbox:
+            if outbox:
                 self._flush(out)
-                owner.perform_outbox()
+                self._owner.perform_outbox()
                 if self._is_dropped:
                     return
         if cutter.last is not None:
@@ -217,7 +219,7 @@ class Upstream(asyncio.Protocol):
                 out.append(found)
             self._flush(out)
             self.drop()
-            owner.perform_outbox()
+            self._owner.perform_outbox()
             return
         if out:
             self._flush(out)

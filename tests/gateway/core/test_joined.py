@@ -157,9 +157,11 @@ def test_transcript_gives_back_what_it_took_and_stays_small():
     assert transcript.is_empty
     for number in range(2000):
         event = b'data: {"id":"chatcmpl-1","choices":[{"delta":{"content":"%d"}}]}\n\n' % number
-        transcript.pending += event
+        transcript.pending.append(event)
         sent += event
-        if len(transcript.pending) > BLOCK_BYTES:
+        if sum(map(len, transcript.pending)) > BLOCK_BYTES:
             transcript.pack()
-    assert transcript.read() == sent
-    assert transcript.size_bytes < len(sent) / 4
+    transcript.pack()
+    transcript.pending.append(b"data: [DONE]\n\n")
+    assert transcript.read() == sent + b"data: [DONE]\n\n"
+    assert transcript.packed_bytes < len(sent) / 4
