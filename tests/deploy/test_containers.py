@@ -121,7 +121,7 @@ def test_containers_share_their_volumes_and_no_processes(home: Home):
     async def scenario(home: Home) -> None:
         pids = [await home.pod.pid(name) for name in home.pod.names]
         namespaces = {pid_namespace(pid) for pid in pids}
-        assert len(namespaces) == len(home.pod.names) == 4
+        assert len(namespaces) == len(home.pod.names) == 5
         assert pid_namespace(1) not in namespaces
         for pid in pids:
             status = Path(f"/proc/{pid}/status").read_text()
