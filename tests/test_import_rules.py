@@ -48,6 +48,7 @@ PLACES = {
     "torch": ("gms/torch/", "engine/backends/vllm/"),
     "vllm": ("engine/backends/vllm/",),
     "aiohttp": ("engine/backends/",),
+    "prometheus_client": (),
     "numpy": NUMERIC,
     "safetensors": NUMERIC,
     "tokenizers": NUMERIC,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.metadata
 import os
 import platform
 from asyncio.subprocess import DEVNULL, PIPE
@@ -35,10 +34,12 @@ def machine() -> dict[str, Any]:
 
 def installed(packages: Iterable[str]) -> dict[str, str]:
     """The versions of those of `packages` that are installed; none of them is imported."""
+    from importlib import metadata  # heavy, and seldom needed
+
     found = {}
     for name in packages:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
     return found
 
 

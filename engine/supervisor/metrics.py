@@ -112,7 +112,7 @@ class EngineMetrics:
             "engine_lease_valid_seconds",
             "How long the engine's lease is valid unless it is renewed; only with a lock server"
             " over TCP.",
-        ).set_function(seconds)
+        ).read_by(seconds)
 
     def observe(self, event: Event) -> None:
         """Count `event`."""
