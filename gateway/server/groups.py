@@ -55,11 +55,17 @@ class GroupCutter:
         if self.broken is not None or self.last is not None:
             return []
         self._rest += data
-        has_mark = self._rest.find(_MARK_IN_LINE, self._seen) >= 0
-        if not (has_mark or self._rest.startswith(b":") or self._rest.endswith(b"\n\n")):
+        if self._rest.find(_MARK_IN_LINE, self._seen) < 0 and not self._is_over():
             self._look_at_rest()
             return []
         return self._cut(bytes(self._rest))
+
+    def _is_over(self) -> bool:
+        """Whether `_rest`, without a comment behind others, is to be looked at as a whole,
+        which is not done for each of many events: it is copied then."""
+        rest = self._rest
+        is_begun = rest.startswith((GROUP_MARK, *_ERRORS))
+        return is_begun or rest.endswith((END, HANDED_OVER))
 
     def _cut(self, data: bytes) -> list[MarkedGroup]:
         groups: list[MarkedGroup] = []

@@ -2,7 +2,8 @@
 waits for nothing.
 
 Parsed by llhttp (`httptools`), which is strict: it refuses Content-Length together with
-Transfer-Encoding, repeated lengths, folded headers and bare line feeds.
+Transfer-Encoding, repeated lengths, folded headers and bare line feeds. What it does not limit is
+limited here: the length of trailers and of chunks' extensions, which it would collect for ever.
 
 The surprising thing: `Upgrade: h2c`, which Java's client sends with every first request, makes
 llhttp skip the body. Such a request is read once more, without that header.
@@ -29,6 +30,8 @@ from gateway.server.requests import (
 )
 
 HEAD_BYTES_MAX = 64 * 1024  # as many proxies; a browser's cookies are some KiB
+# What a body may have beside its bytes, for each of them: a chunk of one byte has five.
+FRAMING_PER_BYTE = 8
 PIPELINED_MAX = 32  # requests read ahead on one connection; later ones are not read
 
 
@@ -40,8 +43,9 @@ class _Open:
     version: str = ""
     url: bytes = b""
     headers: Headers = field(default_factory=list)
-    body: list[bytes] = field(default_factory=list)
+    body: bytes | bytearray = b""  # one object: parts of two bytes would take twenty times more
     body_bytes: int = 0
+    framing_bytes: int = 0  # of the body, beside its own; only what comes with later reads
     has_head: bool = False
     keeps_alive: bool = True
     is_tunnel: bool = False
@@ -108,19 +112,23 @@ class RequestReader:
     def feed(self, data: bytes) -> None:
         if self.refused is not None or self._parser is None:
             return
+        current = self._open if self.has_head else None
+        before_bytes = self.body_bytes
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
             self._upgraded(data[upgrade.args[0] :])
-        except httptools.HttpParserInvalidMethodError:
-            self._refuse(Refused(501, "method_unknown", "This method is not known."))
         except httptools.HttpParserError as error:
-            if self.refused is None:
+            if self.refused is None:  # else it is about what came behind that
                 self._refuse(_malformed(error))
         else:
             if self._open is not None and not self._open.has_head:
                 self._head_bytes += len(data)
                 if self._head_bytes > HEAD_BYTES_MAX:
+                    self._refuse(_head_too_large())
+            elif current is not None and current is self._open:
+                current.framing_bytes += len(data) - (current.body_bytes - before_bytes)
+                if current.framing_bytes > HEAD_BYTES_MAX + FRAMING_PER_BYTE * current.body_bytes:
                     self._refuse(_head_too_large())
 
     # ------------------------------------------------------------------ llhttp's callbacks
@@ -158,7 +166,12 @@ class RequestReader:
         current = self._open
         if current is None or self.refused is not None:
             return
-        current.body.append(body)
+        if not current.body:
+            current.body = body
+        else:
+            if isinstance(current.body, bytes):
+                current.body = bytearray(current.body)
+            current.body += body
         current.body_bytes += len(body)
         self._memory.bytes += len(body)
         if current.body_bytes > self._body_bytes_max():
@@ -186,7 +199,7 @@ class RequestReader:
                 current.method,
                 current.url,
                 current.headers,
-                current.body,
+                bytes(current.body),
                 version=current.version,
                 keeps_alive=current.keeps_alive,
                 is_tunnel=current.is_tunnel,
@@ -204,8 +217,14 @@ class RequestReader:
         if current.version not in ("1.0", "1.1"):
             return Refused(505, "http_version", "Only HTTP/1.0 and HTTP/1.1 are spoken here.")
         named = dict(current.headers)
-        if named.get(b"transfer-encoding", b"chunked").strip().lower() != b"chunked":
+        codings = [value for name, value in current.headers if name == b"transfer-encoding"]
+        if codings and (len(codings) > 1 or codings[0].strip().lower() != b"chunked"):
             return Refused(501, "transfer_encoding", "Only chunked transfer encoding is known.")
+        # RFC 9112 §6.1 and §3.2: others in front of this one may have read them differently.
+        if codings and current.version == "1.0":
+            return Refused(400, "bad_request", "HTTP/1.0 has no transfer encodings.")
+        if sum(name == b"host" for name, _ in current.headers) > 1:
+            return Refused(400, "bad_request", "There is more than one Host header.")
         if is_hop_path(path_of(current.url)):
             return Refused(404, "not_found", "There is nothing at this path.")
         refused = self._check(current.headers)
@@ -231,7 +250,8 @@ class RequestReader:
         current = self._open
         if current is None or self.refused is not None:
             return
-        if dict(current.headers).get(b"upgrade", b"").lower() == b"websocket":
+        named = dict(current.headers)
+        if current.method == b"GET" and named.get(b"upgrade", b"").lower() == b"websocket":
             current.is_tunnel, self.rest = True, rest
             self._finish(current)
             return
@@ -262,4 +282,6 @@ def _body_too_large(bytes_max: int) -> Refused:
 
 
 def _malformed(error: Exception) -> Refused:
+    if isinstance(error, httptools.HttpParserInvalidMethodError):
+        return Refused(501, "method_unknown", "This method is not known.")
     return Refused(400, "bad_request", f"This is not a valid HTTP request: {error}.")

@@ -30,7 +30,8 @@ class ResponseReader:
     """The response to one request. `pieces` of its body wait to be taken."""
 
     __slots__ = (
-        *("_head_bytes", "_is_interim", "_is_to_head", "_named", "_parser", "has_head"),
+        *("_bare_bytes", "_head_bytes", "_is_interim", "_is_to_head", "_named", "_parser"),
+        "has_head",
         *("headers", "is_switched", "is_whole", "on_body", "pieces", "status"),
     )
 
@@ -47,6 +48,7 @@ class ResponseReader:
         self._is_to_head = is_to_head
         self._is_interim = False
         self._head_bytes = 0
+        self._bare_bytes = 0  # in a row without a byte of the body: trailers, chunks' extensions
         self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
 
     def close(self) -> None:
@@ -72,6 +74,12 @@ class ResponseReader:
                 raise ValueError(f"not an HTTP response: {error}") from error
         if not self.has_head:
             self._head_bytes += len(data)
+        elif self.pieces:
+            self._bare_bytes = 0
+        else:
+            self._bare_bytes += len(data)
+            if self._bare_bytes > HEAD_BYTES_MAX:
+                raise ValueError(f"trailers of a response exceed {HEAD_BYTES_MAX} bytes")
         if self._head_bytes > HEAD_BYTES_MAX:
             raise ValueError(f"the head of a response exceeds {HEAD_BYTES_MAX} bytes")
 

@@ -48,3 +48,20 @@ def test_a_response_whose_head_never_ends_is_none():
         reader.feed(b"X: " + b"x" * 1000 + b"\r\n")
     with pytest.raises(ValueError, match="exceeds"):
         reader.feed(b"X: " + b"x" * 10_000 + b"\r\n")
+
+
+@pytest.mark.parametrize("begun", [b"0\r\nX: ", b"1;x="], ids=["trailer", "extension"])
+def test_a_response_whose_frame_never_ends_is_none(begun):
+    """Goal: no engine fills this process, which has everybody's streams. Method: each piece of the
+    body before is taken, as connections do."""
+    reader = ResponseReader(is_to_head=False)
+    reader.feed(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+    for _ in range(100):
+        reader.feed(b"1\r\nx\r\n")
+        assert len(reader.pieces) == 1
+        reader.pieces.clear()
+    reader.feed(begun)
+    for _ in range(HEAD_BYTES_MAX // 10_000):
+        reader.feed(b"x" * 10_000)
+    with pytest.raises(ValueError, match="exceed"):
+        reader.feed(b"x" * 10_000)

@@ -86,6 +86,21 @@ def test_a_request_id_that_is_not_sane_is_replaced(sent):
         (CHUNKED.replace(b"2;x=y", b"zz"), 400),
         (CHUNKED.replace(b"chunked", b"gzip, chunked"), 501),
         (GET.replace(b"\r\n", b"\n"), 400),
+        (GET[:-2] + b"X: a\r\n b\r\n\r\n", 400),  # folded
+        (GET[:-2] + b"X: a\nX-Understudy-Journal: 1\r\n\r\n", 400),
+        (GET[:-2] + b"X: a\rX: b\r\n\r\n", 400),
+        (GET[:-2] + b"X-Understudy-Journal : 1\r\n\r\n", 400),
+        (GET[:-2] + b"Host: other\r\n\r\n", 400),
+        (POST.replace(b"Length: 3", b"Length: 3\r\nContent-Length: 3"), 400),
+        (POST.replace(b"Length: 3", b"Length: 3, 3"), 400),
+        (POST.replace(b"Length: 3", b"Length: +3"), 400),
+        (POST.replace(b"Length: 3", b"Length: %d" % (2**64 + 3)), 400),
+        (CHUNKED.replace(b"1.1", b"1.0"), 400),
+        (CHUNKED.replace(b"2;x=y\r\n", b"2\n"), 400),
+        (CHUNKED.replace(b"2;x=y", b"fffffffffffffffff"), 400),
+        (CHUNKED.replace(b"ab\r\n", b"abcd"), 400),
+        (CHUNKED.replace(b": chunked", b": identity\r\nTransfer-Encoding: chunked"), 501),
+        (CHUNKED.replace(b": chunked", b": chunked, chunked"), 400),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01", 501),  # TLS to a port without it
         (b"FETCH / HTTP/1.1\r\n\r\n", 501),
         (b"CONNECT a:1 HTTP/1.1\r\n\r\n", 405),
@@ -172,6 +187,15 @@ def test_a_websocket_is_a_tunnel():
     assert request.is_tunnel
     assert found.rest == b"rest"
     assert b"connection: upgrade\r\nupgrade: websocket\r\n" in request.head
+
+
+def test_a_post_that_asks_for_a_websocket_is_read_with_its_body():
+    """Goal: no body passes as a tunnel's bytes, unread."""
+    wants = b"Host: h\r\nConnection: Upgrade\r\nUpgrade: websocket"
+    for sent in (POST, CHUNKED):
+        [request] = read(sent.replace(b"Host: h", wants)).ready
+        assert not request.is_tunnel
+        assert request.body == b"abc"
 
 
 @pytest.mark.parametrize(
