@@ -43,12 +43,14 @@ TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
 class ConfigureMsg(Message, frozen=True, tag="configure"):
-    """The first frame: the command line's settings. `max_context` None: what fits."""
+    """The first frame: the command line's settings. `max_context` None: what fits;
+    `cache_tokens` None: as many as the slots hold."""
 
     directory: str
     slots: Annotated[int, Meta(ge=1, le=1024)]
     max_context: Annotated[int, Meta(ge=2, le=PROMPT_TOKENS_MAX)] | None
     kv_bytes: Count | None
+    cache_tokens: Count | None = None
     rank: Rank = 0
     ranks: Annotated[int, Meta(ge=1, le=RANKS_MAX)] = 1
 

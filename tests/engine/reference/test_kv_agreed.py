@@ -9,7 +9,7 @@ from engine.backends import free_memory
 from engine.backends.free_memory import RESERVE_BYTES, Room
 from engine.backends.reference.config import read_config
 from engine.backends.reference.link import ConfigureMsg
-from engine.backends.reference.model.rank import size_kv
+from engine.backends.reference.model.kv_size import size_kv
 from plumbing.errors import UnderstudyError
 from tests.engine.reference.support import golden
 
@@ -21,7 +21,7 @@ def prepared_kv_bytes(monkeypatch: pytest.MonkeyPatch, room: Room, **more: int) 
     monkeypatch.setattr(free_memory, "read_room", lambda *_: room)
     fields = {"slots": 4, "max_context": None, "kv_bytes": None, **more}
     directory = golden("untied-gqa-bf16")
-    return size_kv(read_config(directory), ConfigureMsg(directory=directory, **fields))[1]
+    return size_kv(read_config(directory), ConfigureMsg(directory=directory, **fields)).kv_bytes
 
 
 def test_row_10_kv_size_follows_from_settings_and_model_alone(monkeypatch: pytest.MonkeyPatch):

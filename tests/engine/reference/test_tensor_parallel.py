@@ -14,14 +14,16 @@ import pytest
 
 from engine.backends.reference.config import head_span, read_config
 from engine.backends.reference.model.batch import Request
+from engine.backends.reference.model.block_memory import BlockMemory, BlockStore
 from engine.backends.reference.model.checkpoint import (
     identity,
     open_checkpoint,
     same_on_every_rank,
 )
 from engine.backends.reference.model.decoder import Array, Decoder, KVCache, weights_from
-from engine.backends.reference.model.exchange import Follower, Leader
+from engine.backends.reference.model.exchange import BlockStep, Follower, Leader
 from engine.backends.reference.model.generation import Generator, canary
+from engine.backends.reference.model.prefix_cache import PrefixCache
 from engine.backends.reference.random_model import write_random_model
 from plumbing.errors import UnderstudyError, UsageError
 from tests.engine.reference.support import (
@@ -36,6 +38,7 @@ from tests.engine.reference.support import (
 
 # Those with an even number of key heads; tied and not, in one file and in three.
 CUT = [name for name in sorted(os.listdir(golden(""))) if read_config(golden(name)).kv_heads > 1]
+BLOCKS = 6
 
 
 def rank_of(directory: str, peers: Leader | Follower, rank: int, ranks: int) -> Decoder:
@@ -46,13 +49,22 @@ def rank_of(directory: str, peers: Leader | Follower, rank: int, ranks: int) -> 
 
 
 def follow(decoder: Decoder, peers: Follower, cache: KVCache) -> None:
+    blocks = blocks_for(decoder, cache)
     while True:
         try:
             step = peers.next_step()
         except UnderstudyError:
             return
         assert step is not None
-        decoder.forward(cache, step.slot, step.tokens, step.start)
+        if isinstance(step, BlockStep):
+            peers.confirm(blocks.run(step))
+        else:
+            decoder.forward(cache, step.slot, step.tokens, step.start)
+
+
+def blocks_for(decoder: Decoder, cache: KVCache) -> BlockMemory:
+    size_bytes = BlockMemory.bytes_needed(decoder.config, BLOCKS)
+    return BlockMemory(decoder.config, bytearray(size_bytes), BLOCKS, cache)
 
 
 @contextmanager
@@ -99,6 +111,26 @@ def test_two_ranks_give_the_logits_and_tokens_of_one(name: str):
             )
             request = Request(number, tuple(case["prompt"]), len(case["tokens"]), GREEDY)
             assert tokens_of(run(generator, [request])[number]) == case["tokens"]
+
+
+def test_every_rank_has_its_part_of_a_block():
+    """Goal: what one rank copies all do. Method: two ranks, a prompt repeated with the cache and
+    without, and the checksum of a block, which is over both parts."""
+    prompt = tuple(range(3, 75))
+    first, again = Request(1, prompt, 30, GREEDY), Request(2, prompt, 30, GREEDY)
+    with parallel(golden(CUT[0]), 2) as cut:
+        expected = tokens_of(run(Generator(cut, cache_for(cut)), [first])[1])
+    with parallel(golden(CUT[0]), 2) as cut:
+        cache, leader = cache_for(cut), cut._peers
+        assert isinstance(leader, Leader)
+        store = BlockStore(blocks_for(cut, cache), leader)
+        prefixes = PrefixCache(store, BLOCKS)
+        generator = Generator(cut, cache, prefixes=prefixes)
+        empty = store.checksum(0)
+        assert tokens_of(run(generator, [first])[1]) == expected
+        assert tokens_of(run(generator, [again])[2]) == expected
+        assert prefixes.reused == 64
+        assert store.checksum(0) != empty == store.checksum(BLOCKS - 1)
 
 
 def test_four_ranks_give_the_same_bits_every_time(tmp_path):

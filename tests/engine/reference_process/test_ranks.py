@@ -75,7 +75,7 @@ def test_two_ranks_share_their_devices_with_a_second_engine(tmp_path: Path, mode
                 assert attached[0].identity == attached[1].identity
                 assert attached[0].identity["tp_size"] == 2
                 assert prepared.epoch == f"{attached[0].epoch},{attached[1].epoch}"
-                assert prepared.kv_bytes == 4 * 2 * 2 * 2 * 2048 * 16 * 4  # as with one rank
+                assert prepared.kv_bytes == 2 * 4 * 2 * 2 * 2 * 2048 * 16 * 4  # as with one rank
                 assert await complete(url) == expected
                 reader = supervisor(tmp_path, *arguments, engine="engine-1", load_mode="ro")
                 async with reader as second:

@@ -12,7 +12,7 @@ from engine.backends.reference.config import read_config
 from engine.backends.reference.http.main import parse
 from engine.backends.reference.link import ConfigureMsg
 from engine.backends.reference.model.decoder import KVCache
-from engine.backends.reference.model.rank import DEFAULT_CONTEXT, size_kv
+from engine.backends.reference.model.kv_size import DEFAULT_CONTEXT, size_kv
 from plumbing.errors import UsageError
 from tests.engine.reference_process.rig import COMMAND, DEADLINE_S
 
@@ -45,23 +45,36 @@ def test_help_of_the_backend_is_printed_and_nothing_is_started(tmp_path: Path, f
 
 
 def test_context_is_what_was_asked_or_what_fits(model: Path):
-    """Goal: the context's length never surprises. Method: a model of 2048 positions."""
+    """Goal: the context's length never surprises, and the cache is as large as the slots. Method:
+    a model of 2048 positions."""
     config = read_config(str(model))
-    position_bytes = KVCache.bytes_needed(config, 4, 1)
+    position_bytes = 2 * KVCache.bytes_needed(config, 4, 1)
+    block_bytes = KVCache.bytes_needed(config, 1, 32)
 
     def context(max_context: int | None = None, kv_bytes: int | None = None) -> int:
-        found, size_bytes = size_kv(config, ConfigureMsg("dir", 4, max_context, kv_bytes))
-        assert size_bytes == found * position_bytes
-        return found
+        found = size_kv(config, ConfigureMsg("dir", 4, max_context, kv_bytes))
+        assert 0 <= found.context * position_bytes - found.kv_bytes < block_bytes
+        assert kv_bytes is None or found.kv_bytes <= kv_bytes
+        return found.context
 
     assert config.max_position == 2048 < DEFAULT_CONTEXT
     assert context() == 2048
     assert context(max_context=100) == 100
-    assert context(kv_bytes=50 * position_bytes) == 50
+    assert context(kv_bytes=56 * position_bytes) == 56
+    assert context(kv_bytes=56 * position_bytes - 1) == 55
     assert context(kv_bytes=1 << 40) == 2048
-    for wrong in ((4096, None), (100, 50 * position_bytes), (None, position_bytes)):
+    for wrong in ((4096, None), (100, 50 * position_bytes), (None, position_bytes // 2)):
         with pytest.raises(UsageError):
             context(*wrong)
+    for tokens, blocks in ((0, 0), (31, 0), (320, 10)):
+        asked = ConfigureMsg("dir", 4, 100, None, tokens)
+        slots_bytes = 100 * position_bytes // 2
+        assert size_kv(config, asked) == (
+            100,
+            blocks,
+            slots_bytes,
+            slots_bytes + blocks * block_bytes,
+        )
 
 
 def test_start_by_hand_names_the_command_to_use():

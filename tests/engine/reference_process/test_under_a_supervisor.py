@@ -75,7 +75,7 @@ def test_whole_life_from_prepared_to_drained(tmp_path: Path, model: Path):
                     where = (pid, 0, witness_file.st_dev, witness_file.st_ino)
                     assert procfs.flock_held(*where)
                 assert [a.epoch for a in stub.attached] == [prepared.epoch]
-                assert prepared.kv_bytes == 4 * 2 * 2 * 2 * 2048 * 16 * 4
+                assert prepared.kv_bytes == 2 * 4 * 2 * 2 * 2 * 2048 * 16 * 4
                 assert not (await health(stub)).accepting
                 early = asyncio.ensure_future(complete(client, url))
 
@@ -118,7 +118,7 @@ def test_kv_memory_is_taken_on_wake_and_not_before(tmp_path: Path, model: Path):
                 supervisor(tmp_path, "--model", str(model), "--slots", str(slots)) as stub,
             ):
                 prepared = await stub.prepared()
-                assert prepared.kv_bytes == slots * 2 * 2 * 2 * context * 16 * 4
+                assert prepared.kv_bytes == 2 * slots * 2 * 2 * 2 * context * 16 * 4
                 pid = stub.registered["model"]
                 before = anonymous_bytes(pid, prepared.kv_bytes)
                 await stub.ask(WakeMsg(1, "engine-0"), lend(sock))

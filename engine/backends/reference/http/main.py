@@ -1,7 +1,7 @@
 """The backend's main process: HTTP in front, the model process behind, the supervisor above.
 
     python -m engine.backends.reference.http.main --model DIR [--max-context N] [--slots N]
-        [--kv-bytes SIZE] [--tensor-parallel N] [--served-model-name NAME]
+        [--kv-bytes SIZE] [--cache-tokens N] [--tensor-parallel N] [--served-model-name NAME]
 
 Started by `engine run --backend reference -- …`. Owns the start: the witness first, then the model
 processes, one per tensor-parallel rank, and only then the slow imports, which so run while the
@@ -47,6 +47,7 @@ from plumbing.wire.frames import encode_frame
 logger = logging.getLogger(__name__)
 
 DEFAULT_SLOTS = 4
+CACHE_TOKENS_MAX = 1 << 27  # the index of the blocks is then 256 MiB
 MODEL_MODULE = "engine.backends.reference.model.main"
 # Sums of floats depend on how many threads share them, and one thread starts faster than many.
 # Set here because numpy reads them when it is imported.
@@ -77,6 +78,12 @@ def parse(argv: list[str]) -> tuple[ConfigureMsg, str]:
     )
     parser.add_argument("--kv-bytes", type=size_bytes, help="most KV memory per rank, such as 2GiB")
     parser.add_argument(
+        "--cache-tokens",
+        type=_whole(0, CACHE_TOKENS_MAX),
+        help="tokens of prompts and answers that are kept, so that they need not be computed again "
+        "(default: as many as the slots hold; 0: none)",
+    )
+    parser.add_argument(
         "--tensor-parallel",
         type=_whole(1, RANKS_MAX),
         default=1,
@@ -92,6 +99,7 @@ def parse(argv: list[str]) -> tuple[ConfigureMsg, str]:
         slots=found.slots,
         max_context=found.max_context,
         kv_bytes=found.kv_bytes,
+        cache_tokens=found.cache_tokens,
         ranks=found.tensor_parallel,
     )
     return settings, found.served_model_name or os.path.basename(os.path.realpath(found.model))

@@ -109,6 +109,16 @@ class Scheduler:
         self._handed_out = _work(sequence)
         return self._handed_out
 
+    def skip(self, work: Work, position: int) -> Work:
+        """The unit at `position` instead of `work`, a request's first: what is before it is in the
+        KV cache already."""
+        if work is not self._handed_out or work.start:
+            raise InvariantError(f"not the work that was handed out, or not the first: {work}")
+        sequence = self._running[work.request.id]
+        sequence.position = position
+        self._handed_out = _work(sequence)
+        return self._handed_out
+
     def done(self, work: Work, token: int | None) -> FinishReason | None:
         """`work` is in the KV cache and gave `token`, if it samples; why that ends the request."""
         if work is not self._handed_out or (token is None) == work.samples:

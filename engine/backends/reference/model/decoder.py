@@ -72,6 +72,11 @@ class KVCache:
         keys, values = self._memory[slot, layer]
         return keys, values
 
+    def chunk(self, slot: int, start: int, count: int) -> Array:
+        """A view of `count` positions: (layers, 2, kv_heads, count, head_dim)."""
+        found: Array = self._memory[slot, :, :, :, start : start + count]
+        return found
+
 
 class _Layer:
     """The weights of one decoder layer, each projection as (in, out)."""

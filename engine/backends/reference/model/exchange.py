@@ -15,7 +15,7 @@ from __future__ import annotations
 import socket
 import struct
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -26,7 +26,14 @@ from plumbing.errors import UnderstudyError
 
 HEADER = struct.Struct("<IIII")  # cache, slot, start, number of tokens
 DISTRUST = 0xFFFF_FFFF  # in place of a cache: the canary failed
-DONE = b"\0"
+# In place of a cache: a step over a block, whose number is in place of that of the tokens.
+BlockKind = Literal["save", "load", "checksum"]
+BLOCK_KINDS: dict[BlockKind, int] = {
+    "save": 0xFFFF_FFFE,
+    "load": 0xFFFF_FFFD,
+    "checksum": 0xFFFF_FFFC,
+}
+DONE = struct.Struct("<I")  # with a checksum, or 0
 
 
 class ForwardStep(NamedTuple):
@@ -36,6 +43,15 @@ class ForwardStep(NamedTuple):
     slot: int
     tokens: tuple[int, ...]
     start: int
+
+
+class BlockStep(NamedTuple):
+    """A copy between the chunk at `start` of a slot and a block, or the block's checksum."""
+
+    kind: BlockKind
+    slot: int
+    start: int
+    block: int
 
 
 class Leader:
@@ -69,8 +85,20 @@ class Leader:
     def distrust(self) -> None:
         """Have every rank report that a canary failed; returns when they have."""
         self._send(HEADER.pack(DISTRUST, 0, 0, 0))
+        self.confirmed()
+
+    def begin_block(self, step: BlockStep) -> None:
+        """The step that every rank runs now; then wait until all have `confirmed` it."""
+        self._send(HEADER.pack(BLOCK_KINDS[step.kind], step.slot, step.start, step.block))
+
+    def confirmed(self) -> list[int]:
+        """Every other rank's answer, in order."""
+        answers: list[int] = []
         for number, peer in enumerate(self._peers, 1):
-            receive(peer, memoryview(bytearray(len(DONE))), number)
+            answer = bytearray(DONE.size)
+            receive(peer, memoryview(answer), number)
+            answers += DONE.unpack(answer)
+        return answers
 
     def _send(self, data: bytes | memoryview) -> None:
         for number, peer in enumerate(self._peers, 1):
@@ -87,19 +115,23 @@ class Follower:
         """Lend the socket's descriptor: readable means a step, or the end of rank 0."""
         return self._leader.fileno()
 
-    def next_step(self) -> ForwardStep | None:
-        """The step that rank 0 begins; None: it distrusts the weights, `confirm_distrust`."""
+    def next_step(self) -> ForwardStep | BlockStep | None:
+        """The step that rank 0 begins; None: it distrusts the weights. `confirm` that, and a step
+        over a block."""
         header = bytearray(HEADER.size)
         receive(self._leader, memoryview(header), 0)
         cache, slot, start, count = HEADER.unpack(header)
         if cache == DISTRUST:
             return None
+        for kind, number in BLOCK_KINDS.items():
+            if cache == number:
+                return BlockStep(kind, slot, start, count)
         tokens = np.empty(count, "<u4")
         receive(self._leader, tokens.data, 0)
         return ForwardStep(cache, slot, tuple(tokens.tolist()), start)
 
-    def confirm_distrust(self) -> None:
-        send(self._leader, DONE, 0)
+    def confirm(self, answer: int = 0) -> None:
+        send(self._leader, DONE.pack(answer), 0)
 
     def begin(self, cache: int, slot: int, tokens: Sequence[int], start: int) -> None:
         """Rank 0 began it."""

@@ -16,6 +16,7 @@ from engine.backends.reference.link import FinishReason
 from engine.backends.reference.model.batch import Request, Scheduler, Work
 from engine.backends.reference.model.constraints import Constraints, is_constrained
 from engine.backends.reference.model.decoder import Array, Decoder, KVCache
+from engine.backends.reference.model.prefix_cache import PrefixCache
 from engine.backends.reference.model.sampling import check_finite, choose
 from plumbing.errors import UnderstudyError
 
@@ -36,11 +37,19 @@ class Produced:
 class Generator:
     """Serves requests over one decoder and one KV cache; not thread-safe, never blocks."""
 
-    def __init__(self, decoder: Decoder, cache: KVCache, grammars: Grammars | None = None) -> None:
-        """Without `grammars`, no request may have a grammar."""
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: KVCache,
+        grammars: Grammars | None = None,
+        prefixes: PrefixCache | None = None,
+    ) -> None:
+        """Without `grammars`, no request may have a grammar; without `prefixes`, every token of
+        every request is computed."""
         self._decoder = decoder
         self._cache = cache
         self._grammars = grammars
+        self._prefixes = prefixes
         self._scheduler = Scheduler(cache.slots, cache.max_context)
         self._constraints: dict[int, Constraints] = {}  # of those that have made their first token
         self.progress = 0
@@ -57,7 +66,7 @@ class Generator:
 
     def cancel(self, request_id: int) -> bool:
         """Drop a request; its slot is free when this returns. False if unknown or finished."""
-        self._constraints.pop(request_id, None)
+        self._forget(request_id)
         return self._scheduler.cancel(request_id)
 
     def step(self) -> Produced | None:
@@ -65,15 +74,26 @@ class Generator:
         work = self._scheduler.next_work()
         if work is None:
             return None
+        request, prefixes = work.request, self._prefixes
+        if prefixes is not None and not work.start:
+            known = prefixes.begin(request, work.slot)
+            work = self._scheduler.skip(work, known) if known else work
         logits = self._decoder.forward(self._cache, work.slot, work.tokens, work.start)
         self.progress += 1
+        if prefixes is not None:
+            prefixes.computed(request.id, work.tokens)
         token = self._choose(work, logits) if work.samples else None
         reason = self._scheduler.done(work, token)
         if reason is not None:
-            constraints = self._constraints.pop(work.request.id, None)
+            constraints = self._forget(request.id)
             if constraints is not None and constraints.is_cut:
                 reason = "length"
-        return None if token is None else Produced(work.request.id, token, reason)
+        return None if token is None else Produced(request.id, token, reason)
+
+    def _forget(self, request_id: int) -> Constraints | None:
+        if self._prefixes is not None:
+            self._prefixes.end(request_id)
+        return self._constraints.pop(request_id, None)
 
     def _choose(self, work: Work, logits: Array) -> int:
         request = work.request

@@ -148,7 +148,8 @@ class ModelLoop:
             ready = self._rank.ready
             grammars = Grammars(self._directory, ready.vocab_size, ready.stop_token_ids)
             cache = self._rank.cache(SERVING)
-            self._generator = Generator(self._rank.decoder, cache, grammars)
+            prefixes = self._rank.prefixes()
+            self._generator = Generator(self._rank.decoder, cache, grammars, prefixes)
         self._link.notify(TakenMsg(self._rank.kv_bytes))
 
     def _check(self) -> None:

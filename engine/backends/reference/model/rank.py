@@ -15,60 +15,25 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from engine.backends import free_memory, process
-from engine.backends.reference.config import LlamaConfig
 from engine.backends.reference.link import ConfigureMsg, ReadyMsg, TakeMemoryMsg, TakenMsg
+from engine.backends.reference.model.block_memory import BlockMemory, BlockStore
 from engine.backends.reference.model.checkpoint import open_checkpoint
 from engine.backends.reference.model.decoder import Decoder, KVCache, weights_from
-from engine.backends.reference.model.exchange import Follower, Leader
+from engine.backends.reference.model.exchange import BlockStep, Follower, Leader
+from engine.backends.reference.model.kv_size import size_kv
+from engine.backends.reference.model.prefix_cache import PrefixCache
 from engine.backends.reference.model.weights import map_weights
 from gms.client import Keeper
-from plumbing.errors import InvariantError, UnderstudyError, UsageError
+from plumbing.errors import InvariantError, UnderstudyError
 from plumbing.wire.blocking import BlockingClient
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_CONTEXT = 4096  # 1 GiB of KV for a Llama 3.2 1B with four slots
 SCRATCH_CONTEXT = 64  # for canaries while the real cache is busy or not allocated
 SCRATCH, SERVING = 0, 1  # the numbers of the two caches
 # A process that distrusts its weights is about to exit, and its report with it: a memory service
 # that has just died is back within a second, and no engine serves meanwhile.
 REPORT_WAIT_S = 2.0
-
-
-def size_kv(config: LlamaConfig, settings: ConfigureMsg) -> tuple[int, int]:
-    """Positions per slot, and bytes of KV memory, of one rank: from settings and model alone.
-
-    The context is the number asked for, or as many positions as the model and --kv-bytes allow.
-
-    Raises:
-        UsageError: `engine.context_too_long`, `engine.kv_too_small`, `engine.kv_too_large`.
-    """
-    asked = settings.max_context
-    if asked is not None and asked > config.max_position:
-        raise UsageError(
-            "engine.context_too_long",
-            f"--max-context {asked} is beyond the {config.max_position} positions that this model"
-            " was trained for; lower it",
-        )
-    context = asked or min(config.max_position, DEFAULT_CONTEXT)
-    position_bytes = KVCache.bytes_needed(config, settings.slots, 1)
-    if settings.kv_bytes is not None:
-        fits = settings.kv_bytes // position_bytes
-        if asked is None and fits >= 2:
-            context = min(context, fits)
-        if context > fits:
-            raise UsageError(
-                "engine.kv_too_small",
-                f"{settings.slots} slots of {context} positions need {context * position_bytes}"
-                f" bytes, and --kv-bytes is {settings.kv_bytes}; raise it, or lower --slots or"
-                " --max-context",
-            )
-    kv_bytes = context * position_bytes
-    # Simulated devices share the machine's memory, so there must be room for every rank's.
-    free_memory.check_can_ever_fit(
-        kv_bytes * settings.ranks, free_memory.read_room(), "lower --max-context or --slots"
-    )
-    return context, kv_bytes
 
 
 class Rank:
@@ -84,7 +49,9 @@ class Rank:
         checkpoint = open_checkpoint(settings.directory, settings.rank, settings.ranks)
         config = checkpoint.config
         self._settings = settings
-        self._context, self.kv_bytes = size_kv(config, settings)
+        self._size = size_kv(config, settings)
+        self.kv_bytes = self._size.kv_bytes
+        self._blocks: BlockMemory | None = None
         reader, identity = map_weights(checkpoint, member)
         is_leader = settings.rank == 0
         self.peers = Leader(peers, config.vocab_size) if is_leader else Follower(peers[0])
@@ -100,7 +67,7 @@ class Rank:
         self.ready = ReadyMsg(
             weights_bytes=checkpoint.weights_bytes,
             kv_bytes=self.kv_bytes,
-            max_context=self._context,
+            max_context=self._size.context,
             vocab_size=config.vocab_size,
             stop_token_ids=config.eos_token_ids,
             epoch=reader.epoch,
@@ -137,9 +104,24 @@ class Rank:
         """Allocate KV memory once it is really free; repeated calls do nothing."""
         if not self.has_memory:
             free_memory.wait_for_room(self.kv_bytes * self._settings.ranks)
-            memory = free_memory.allocate(self.kv_bytes)
-            slots, context = self._settings.slots, self._context
-            self._caches[SERVING] = KVCache(self.decoder.config, memory, slots, context, SERVING)
+            memory = memoryview(free_memory.allocate(self.kv_bytes))
+            config, slots, size = self.decoder.config, self._settings.slots, self._size
+            cache = KVCache(config, memory, slots, size.context, SERVING)
+            if size.blocks:
+                self._blocks = BlockMemory(config, memory[size.slots_bytes :], size.blocks, cache)
+            self._caches[SERVING] = cache
+
+    def prefixes(self) -> PrefixCache | None:
+        """Rank 0's prefix cache, over the blocks of all ranks; None where there are no blocks."""
+        if self._blocks is None or not isinstance(self.peers, Leader):
+            return None
+        return PrefixCache(BlockStore(self._blocks, self.peers), self._size.blocks)
+
+    def run_block(self, step: BlockStep) -> int:
+        """On a rank above 0: what rank 0 does with a block; the answer to it."""
+        if self._blocks is None:
+            raise InvariantError(f"rank {self._settings.rank} has no blocks")
+        return self._blocks.run(step)
 
 
 def follow(link: BlockingClient, rank: Rank) -> NoReturn:
@@ -172,9 +154,11 @@ def _receive(link: BlockingClient, rank: Rank) -> None:
 
 
 def _follow_step(leader: Follower, rank: Rank) -> None:
-    step = leader.next_step()
-    if step is None:
-        rank.distrust()
-        leader.confirm_distrust()
-    else:
-        rank.decoder.forward(rank.cache(step.cache), step.slot, step.tokens, step.start)
+    match leader.next_step():
+        case None:
+            rank.distrust()
+            leader.confirm()
+        case BlockStep() as step:
+            leader.confirm(rank.run_block(step))
+        case step:
+            rank.decoder.forward(rank.cache(step.cache), step.slot, step.tokens, step.start)

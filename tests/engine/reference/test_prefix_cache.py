@@ -1,0 +1,195 @@
+"""Goal: a sequence that begins with known blocks is computed from behind them, and its tokens are
+the same to the last bit. Method: a real decoder with the cache and without, over random requests;
+an index that the next generator adopts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+from msgspec import structs
+
+from engine.backends.reference.link import SamplingParams
+from engine.backends.reference.model.batch import PREFILL_CHUNK, Request
+from engine.backends.reference.model.block_memory import BlockMemory, BlockStore
+from engine.backends.reference.model.decoder import Array, Decoder, KVCache
+from engine.backends.reference.model.exchange import Leader
+from engine.backends.reference.model.generation import Generator
+from engine.backends.reference.model.prefix_cache import PrefixCache, block_hash
+from engine.kv.adopter import adoptable
+from engine.kv.layout import IndexPage, IndexRecord, index_bytes
+from engine.kv.writer import IndexWriter
+from tests.engine.kv.indexes import HEADER
+from tests.engine.reference.support import cache_for, decoder_of, golden, run, tokens_of
+
+BLOCKS, CONTEXT, SLOTS = 8, 160, 3
+SEEDED = SamplingParams(temperature=0.9, top_p=0.9, seed=7)
+FACTS = structs.replace(HEADER, blocks=BLOCKS, block_tokens=PREFILL_CHUNK)
+
+
+@pytest.fixture(scope="module", name="decoder")
+def decoder_fixture() -> Decoder:
+    return decoder_of(golden("untied-gqa-bf16"))
+
+
+class Pool:
+    """Blocks and their index, which outlive generators."""
+
+    def __init__(self, decoder: Decoder, blocks: int = BLOCKS) -> None:
+        self.decoder, self.blocks = decoder, blocks
+        size_bytes = BlockMemory.bytes_needed(decoder.config, blocks)
+        self.memory = bytearray(b"\xff" * size_bytes)
+        self.index = bytearray(index_bytes(blocks))
+        self.facts = structs.replace(FACTS, blocks=blocks)
+
+    def records(self, name: str = "next") -> tuple[IndexRecord, ...]:
+        return adoptable([IndexPage.over(memoryview(self.index))], [self.facts], name).records
+
+    def store(self, cache: KVCache) -> BlockStore:
+        memory = BlockMemory(self.decoder.config, self.memory, self.blocks, cache)
+        return BlockStore(memory, Leader([], 1))
+
+    def generator(self, decoder: Decoder, name: str = "e") -> tuple[Generator, PrefixCache]:
+        page = IndexPage.over(memoryview(self.index))
+        adoption = adoptable([page], [self.facts], name)
+        writer = IndexWriter([page], [self.facts], name, f"of {name}", adoption)
+        cache = cache_for(decoder, SLOTS, CONTEXT)
+        store = self.store(cache)
+        prefixes = PrefixCache(store, self.blocks, writer, adoption.records, has_audit=True)
+        return Generator(decoder, cache, prefixes=prefixes), prefixes
+
+
+class Spy(Decoder):
+    """Notes the logits of each position, by what was run before it."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.__dict__ = dict(decoder.__dict__)
+        self.seen: list[tuple[int, bytes]] = []
+
+    def forward(self, cache: KVCache, slot: int, tokens: Iterable[int], start: int) -> Array:
+        tokens = tuple(tokens)
+        logits = super().forward(cache, slot, tokens, start)
+        self.seen.append((start + len(tokens), logits.tobytes()))
+        return logits
+
+
+def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
+    source = random.Random(seed)
+    return tuple(source.randrange(3, 128) for _ in range(length))
+
+
+def fresh(decoder: Decoder) -> Generator:
+    return Generator(decoder, cache_for(decoder, SLOTS, CONTEXT))
+
+
+def test_repeated_prompt_is_not_computed_again(decoder: Decoder):
+    """All but the last of its units are copied, since its logits choose a token."""
+    generator, prefixes = Pool(decoder).generator(decoder)
+    request = Request(1, prompt(64), 3, SEEDED)
+    first = run(generator, [request])[1]
+    assert (generator.progress, prefixes.reused) == (2 + 2, 0)
+    again = run(generator, [replace(request, id=2)])[2]
+    assert (generator.progress, prefixes.reused) == (2 + 2 + 1 + 2, 32)
+    assert tokens_of(again) == tokens_of(first)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_logits_are_the_same_bits_with_the_cache_and_without(decoder: Decoder, seed: int):
+    """Method: requests with common prefixes, resumed ones among them, through few blocks, so that
+    these are evicted all the time; every logit is compared with that of a generator without."""
+    source = random.Random(seed)
+    generator, prefixes = Pool(decoder, blocks=5).generator(spy := Spy(decoder))
+    for number in range(12):
+        base = prompt(source.choice((20, 40, 64, 97)), source.randrange(2))
+        request = Request(number, base, 24, SEEDED)
+        plain = run(fresh(alone := Spy(decoder)), [request])[number]
+        made = tuple(tokens_of(plain))[: source.choice((0, 0, 5, 20))]
+        spy.seen.clear()
+        resumed = run(generator, [replace(request, made=made)])[number]
+        assert tokens_of(resumed) == tokens_of(plain)[len(made) :]
+        assert set(spy.seen) <= set(alone.seen)
+    assert prefixes.reused > 0
+
+
+def test_answer_is_not_taken_for_the_same_tokens_in_a_prompt(decoder: Decoder):
+    """They were run one by one, and the last bits differ."""
+    generator, prefixes = Pool(decoder).generator(decoder)
+    base = prompt(32)
+    answer = tokens_of(run(generator, [Request(1, base, 70, SEEDED)])[1])
+    longer = Request(2, (*base, *answer[:68]), 4, SEEDED)
+    assert tokens_of(run(generator, [longer])[2]) == tokens_of(run(fresh(decoder), [longer])[2])
+    assert prefixes.reused == 32
+    assert block_hash(b"", base, 32) != block_hash(b"", base, 31)
+
+
+def test_block_behind_another_beginning_is_not_taken(decoder: Decoder):
+    generator, prefixes = Pool(decoder).generator(decoder)
+    end = prompt(33, 5)
+    for number in range(2):
+        request = Request(number, (*prompt(32, number), *end), 4, SEEDED)
+        made = run(generator, [request])[number]
+        assert tokens_of(made) == tokens_of(run(fresh(decoder), [request])[number])
+    assert prefixes.reused == 0
+
+
+def test_next_engine_goes_on_where_the_first_was_killed(decoder: Decoder):
+    """Goal: every full block of a request in flight is adopted. Method: a generator is dropped in
+    the middle of three answers; the next one resumes them over what is in the pool."""
+    pool = Pool(decoder, blocks=12)
+    generator, _ = pool.generator(decoder, "first")
+    requests = [
+        Request(number, prompt(length, 9), 60, SEEDED) for number, length in enumerate((40, 64, 75))
+    ]
+    plain = {each.id: tokens_of(run(fresh(decoder), [each])[each.id]) for each in requests}
+    for request in requests:
+        generator.submit(request)
+    made: dict[int, list[int]] = {request.id: [] for request in requests}
+    for _ in range(120):
+        produced = generator.step()
+        if produced is not None:
+            made[produced.request_id].append(produced.token)
+    written = [len(each.prompt) + len(made[each.id]) - 1 for each in requests]
+    full = {position // PREFILL_CHUNK for position in written}
+    assert full == {2, 3}
+
+    successor, prefixes = pool.generator(decoder, "second")
+    resumed = [replace(each, made=tuple(made[each.id])) for each in requests]
+    rest = run(successor, resumed)
+    for each in requests:
+        assert made[each.id] + tokens_of(rest[each.id]) == plain[each.id]
+    assert prefixes.reused == sum(position // PREFILL_CHUNK * PREFILL_CHUNK for position in written)
+
+
+def test_published_block_has_the_checksum_of_its_bytes_at_every_copy(decoder: Decoder):
+    """Goal: at each instant the index is true of the bytes. Method: a look at every copy, while few
+    blocks are written again and again."""
+    pool = Pool(decoder, blocks=2)
+    looks = 0
+
+    class Looking(BlockStore):
+        def save(self, slot: int, start: int, block: int) -> None:
+            nonlocal looks
+            assert block not in [record.block for record in pool.records()]
+            super().save(slot, start, block)
+            for record in pool.records():
+                looks += 1
+                assert record.audit == super().checksum(record.block)
+
+    pool.store = lambda cache: Looking(  # type: ignore[method-assign]
+        BlockMemory(decoder.config, pool.memory, pool.blocks, cache), Leader([], 1)
+    )
+    generator, _ = pool.generator(decoder)
+    run(generator, [Request(number, prompt(70, number), 40, SEEDED) for number in range(4)])
+    assert looks > 4
+
+
+def test_last_block_of_a_sequence_is_evicted_first(decoder: Decoder):
+    """Else the rest of it, which is useless alone, would stay."""
+    generator, prefixes = Pool(decoder, blocks=4).generator(decoder)
+    long, short = prompt(97, 1), prompt(65, 2)
+    run(generator, [Request(1, long, 1, SEEDED)])
+    run(generator, [Request(2, short, 1, SEEDED)])  # two blocks, of which one was free
+    run(generator, [Request(3, long, 1, SEEDED)])
+    assert prefixes.reused == 64
