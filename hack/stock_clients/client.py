@@ -38,7 +38,8 @@ class ChoiceSeen:
     reason: str | None = None
     calls: dict[int, ToolCall] = field(default_factory=dict)
     tokens: list[str] = field(default_factory=list)  # with their log probabilities
-    logprobs: list[float] = field(default_factory=list)
+    logprobs: list[float | None] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
 
     def add(self, choice: Mapping[str, Any]) -> None:
         """Take up one event's choice, or that of a whole answer."""
@@ -56,10 +57,11 @@ class ChoiceSeen:
             self.logprobs.append(step["logprob"])
         self.tokens += found.get("tokens") or ()
         self.logprobs += found.get("token_logprobs") or ()
+        self.offsets += found.get("text_offset") or ()
 
     def exact(self) -> tuple[Any, ...]:
         calls = [(call.name, call.arguments, len(call.ids)) for call in self.calls.values()]
-        return self.text, self.reason, calls, self.tokens
+        return self.text, self.reason, calls, self.tokens, self.offsets
 
 
 @dataclass(slots=True)
