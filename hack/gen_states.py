@@ -15,6 +15,7 @@ from engine.core.events import State
 from gateway.core import children
 from gateway.core import states as gateway_states
 from gms.core import state as gms_state
+from gms.kv.core import state as kv_state
 from lockserver.core import lock
 
 PAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "docs/states.md")
@@ -83,6 +84,19 @@ def epoch_edges() -> list[Edge]:
     return [(str(source), verb, str(target)) for (source, verb), target in found]
 
 
+def borrower_edges() -> list[Edge]:
+    found = kv_state.BORROWER_TRANSITIONS.items()
+    return [
+        (str(source), event.__name__.removesuffix("Msg"), str(target))
+        for (source, event), target in found
+    ]
+
+
+def pool_edges() -> list[Edge]:
+    found = kv_state.POOL_TURNS.items()
+    return [(str(source), verb, str(target)) for (source, verb), target in found]
+
+
 def request_edges() -> list[Edge]:
     found = gateway_states.TRANSITIONS.items()
     return [(str(source), str(turn), str(target)) for (source, turn), target in found]
@@ -121,6 +135,9 @@ def page() -> str:
     lines += ["## A session with the GPU memory service", ""]
     lines += diagram(session_edges()) + table(session_edges())
     lines += ["## An epoch of weights", "", *diagram(epoch_edges()), *table(epoch_edges())]
+    lines += ["## A process that borrows KV memory", ""]
+    lines += diagram(borrower_edges()) + table(borrower_edges())
+    lines += ["## A pool of KV memory", "", *diagram(pool_edges()), *table(pool_edges())]
     lines += ["## A request at the gateway", "", *diagram(request_edges())]
     lines += table(request_edges())
     lines += [

@@ -1,0 +1,308 @@
+"""What the owner of KV memory grants, refuses, keeps and discards, scenario by scenario."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from gms import kv_messages as msg
+from gms.core import effects as fx
+from gms.core.events import Closed, DeadlinePassed, Received
+from gms.kv.core import events as ev
+from gms.kv.core.events import Claimant
+from gms.kv.core.machine import FULL_RETRY_MS, KvMachine
+from gms.kv.core.snapshot import kv_snapshot
+from plumbing.errors import UnderstudyError
+
+SIZE, INDEX, WAIT_MS = 4096, 64, 1000
+
+
+class Desk:
+    """A machine whose driver and kernel answer when they are told to."""
+
+    def __init__(self, **arguments):
+        ids = itertools.count(1)
+        self.machine = KvMachine(new_pool_id=lambda: f"{next(ids):032x}", **arguments)
+        self.now_ms = 0.0
+        self.effects: list[fx.DeviceEffect] = []
+        self.tell(DeadlinePassed())
+
+    def tell(self, event):
+        found = self.machine.handle(event, self.now_ms)
+        self.effects += found
+        return found
+
+    def borrow(self, session, token=1, *, era="e", size=SIZE, incarnation=""):
+        claim = msg.BorrowPoolMsg(
+            f"engine-{token}", incarnation or f"i-{token}", token, era, size, INDEX, WAIT_MS
+        )
+        return self.tell(Received(session, 1, claim, 100 + session))
+
+    def make(self, error=None):
+        """Complete the making of a pool."""
+        (effect,) = [e for e in self.effects if isinstance(e, ev.MakePool)][-1:]
+        done = ev.PoolNotMade(effect.pool, error) if error else ev.PoolMade(effect.pool, (SIZE,))
+        self.tell(done)
+        return effect.pool
+
+    def take(self, session):
+        """The descriptors' message."""
+        return of(self.tell(Received(session, 2, msg.TakeMsg())), ev.SendPool)
+
+    def hold(self, session, token=1):
+        """A pool, made for and taken by `session`."""
+        self.borrow(session, token)
+        pool = self.make()
+        self.take(session)
+        return pool
+
+    def mark(self, session, *marks):
+        for mark in marks:
+            self.tell(Received(session, 0, msg.MarkMsg(mark)))
+
+    def last_to(self, session):
+        """The last answer to a session: a message, an error or an effect that sends one."""
+        answers = [e for e in self.effects if isinstance(e, fx.Respond) and e.session == session]
+        last = answers[-1]
+        if isinstance(last, fx.RefuseRequest):
+            return last.error
+        return last.message if isinstance(last, fx.SendMessage) else last
+
+
+def of(effects, kind):
+    (found,) = [each for each in effects if isinstance(each, kind)]
+    return found
+
+
+def hand_back(pool, token=1, *, mark="", discarded="", size=SIZE):
+    return msg.HandBackMsg(
+        f"engine-{token}", f"i-{token}", token, "e", size, INDEX, pool, (size,), mark, discarded
+    )
+
+
+def refused(desk, event):
+    before = desk.machine.borrowers.waiting, desk.machine.borrowers.holders
+    with pytest.raises(UnderstudyError) as caught:
+        desk.tell(event)
+    assert (desk.machine.borrowers.waiting, desk.machine.borrowers.holders) == before
+    return caught.value
+
+
+def test_processes_of_one_engine_share_one_pool_that_is_made_at_the_first_claim():
+    """Goal: memory at the first claim only, one for all of an incarnation. Method: two sessions
+    before it is made, one after."""
+    desk = Desk()
+    assert desk.effects == []
+    desk.borrow(1)
+    desk.borrow(2)
+    pool = desk.make()
+    for session in (1, 2):
+        assert desk.last_to(session).pool == pool
+        assert desk.take(session) == ev.SendPool(session, 2, pool, is_fresh=True)
+    desk.mark(1, msg.BEGUN)
+    desk.borrow(3)
+    assert desk.take(3).is_fresh is False
+    assert [each.TYPE for each in (desk.machine.borrowers.holders[0].claim,)] == ["borrow_pool"]
+
+
+def test_next_engine_waits_for_session_and_kernel_and_finds_what_was_written():
+    """Goal: one incarnation at a time. Method: the holder's session ends before its process."""
+    desk = Desk()
+    pool = desk.hold(1)
+    desk.mark(1, msg.BEGUN)
+    desk.borrow(2, token=2)
+    assert desk.last_to(2).reason == "gms.kv_busy"
+    assert "engine-1 (token 1, pid 101)" in desk.last_to(2).message
+    assert of(desk.tell(Closed(1)), ev.WatchPool).pool == pool
+    desk.tell(ev.PoolHoldersSeen(pool, (101,)))
+    assert "is still mapped by pid 101" in desk.last_to(2).message
+    desk.tell(ev.PoolFree(pool))
+    assert desk.last_to(2) == ev.GrantPool(2, 1, pool)
+    assert desk.take(2).is_fresh is False
+
+
+def test_wait_ends_at_its_deadline_and_names_the_holder():
+    desk = Desk()
+    desk.hold(1)
+    desk.borrow(2, token=2)
+    assert desk.machine.next_deadline_ms() == WAIT_MS
+    desk.now_ms = WAIT_MS
+    desk.tell(DeadlinePassed())
+    error = desk.last_to(2)
+    assert error.code == "gms.kv_busy"
+    assert "engine-1 (token 1, pid 101)" in error.message
+    assert desk.machine.next_deadline_ms() is None
+
+
+@pytest.mark.parametrize(
+    ("known", "token", "incarnation", "is_stale"),
+    [
+        (5, 4, "i-4", True),
+        (5, 5, "i-5", False),  # the same again
+        (5, 5, "another", True),  # no two grants have one token
+        (5, 6, "i-6", False),
+    ],
+)
+def test_older_token_of_an_era_is_refused(known, token, incarnation, is_stale):
+    """Goal: an engine that lost the lock gets no memory, also not from a restarted server."""
+    newest = [Claimant(f"engine-{known}", f"i-{known}", known, "e")]
+    desk = Desk(newest=newest)
+    claim = msg.BorrowPoolMsg("e", incarnation, token, "e", SIZE, INDEX, WAIT_MS)
+    if token == known and not is_stale:
+        claim = msg.BorrowPoolMsg(f"engine-{known}", incarnation, token, "e", SIZE, INDEX, WAIT_MS)
+    if is_stale:
+        assert refused(desk, Received(1, 1, claim)).code == "gms.kv_stale_token"
+        assert desk.machine.borrowers.stale_refusals_total == 1
+    else:
+        of(desk.tell(Received(1, 1, claim)), ev.MakePool)
+
+
+def test_tokens_of_another_era_do_not_compare_and_each_era_is_remembered():
+    desk = Desk()
+    desk.borrow(1, token=9, era="old")
+    desk.borrow(2, token=1, era="new")
+    assert desk.last_to(2).TYPE == "waiting"
+    stale = msg.BorrowPoolMsg("e", "i", 8, "old", SIZE, INDEX, WAIT_MS)
+    assert refused(desk, Received(3, 1, stale)).code == "gms.kv_stale_token"
+
+
+def test_newer_claim_ends_the_wait_of_an_older_one():
+    desk = Desk()
+    desk.hold(1)
+    desk.borrow(2, token=2)
+    desk.borrow(3, token=3)
+    assert desk.last_to(2).code == "gms.kv_stale_token"
+    assert desk.last_to(3).TYPE == "waiting"
+
+
+def test_another_size_discards_the_pool_once_nobody_maps_it():
+    """Goal: never two pools. Method: the new one is made when the old one's memory is gone."""
+    desk = Desk()
+    pool = desk.hold(1)
+    other = msg.BorrowPoolMsg("engine-1", "i-1", 1, "e", 2 * SIZE, INDEX, WAIT_MS)
+    desk.tell(Received(9, 1, other))
+    assert desk.last_to(9).code == "gms.kv_size_differs"
+    desk.borrow(2, token=2, size=2 * SIZE)
+    desk.tell(Closed(1))
+    assert "was discarded" in desk.last_to(2).message
+    assert of(desk.tell(ev.PoolFree(pool)), ev.ReleasePool).pool == pool
+    assert of(desk.tell(ev.PoolReleased(pool)), ev.MakePool).size_bytes == 2 * SIZE
+
+
+def test_discarded_pool_is_freed_without_being_asked_for():
+    desk = Desk()
+    pool = desk.hold(1)
+    desk.tell(Received(1, 0, msg.DiscardMsg("device error")))
+    assert ev.MarkDiscarded(pool) in desk.effects
+    assert kv_snapshot(desk.machine, str)["discarded"].endswith("device error")
+    of(desk.tell(Closed(1)), ev.WatchPool)
+    of(desk.tell(ev.PoolFree(pool)), ev.ReleasePool)
+    desk.tell(ev.PoolReleased(pool))
+    assert kv_snapshot(desk.machine, str)["state"] == "empty"
+
+
+def test_content_that_two_engines_died_of_is_discarded():
+    """Goal: a poisoned cache must not kill every successor; an adoption that succeeded counts as
+    a new beginning. Method: deaths between `adopting` and `adopted`."""
+    desk = Desk()
+    pool = desk.hold(1)
+    desk.mark(1, msg.BEGUN)
+    desk.tell(Closed(1))
+    for token, marks in ((2, ()), (3, (msg.ADOPTED,)), (4, ()), (5, ())):
+        assert desk.machine.pools.discards_total == 0
+        desk.borrow(token, token)
+        desk.tell(ev.PoolFree(pool))
+        desk.take(token)
+        desk.mark(token, msg.ADOPTING, *marks)
+        desk.tell(Closed(token))
+    assert "2 engines in a row" in desk.machine.pools.by_id[pool].discarded
+
+
+def test_full_device_is_tried_again_until_the_deadline():
+    desk = Desk()
+    full = UnderstudyError("gms.device_full", "4096 bytes are needed and 0 are free", free_bytes=0)
+    desk.borrow(1)
+    desk.make(full)
+    assert desk.last_to(1).reason == "gms.device_full"
+    desk.now_ms = FULL_RETRY_MS
+    assert desk.machine.next_deadline_ms() == FULL_RETRY_MS
+    of(desk.tell(DeadlinePassed()), ev.MakePool)
+    desk.make(full)
+    desk.now_ms = WAIT_MS
+    desk.tell(DeadlinePassed())
+    assert desk.last_to(1).code == "gms.device_full"
+    assert desk.machine.full_waits_total == 1
+
+
+def test_driver_that_fails_costs_those_who_wait_and_nothing_else():
+    desk = Desk()
+    desk.borrow(1)
+    desk.make(UnderstudyError("gms.driver_failed", "no"))
+    assert desk.last_to(1).code == "gms.driver_failed"
+    desk.borrow(2, token=2)
+    desk.make()
+    assert isinstance(desk.last_to(2), ev.GrantPool)
+
+
+def test_survivor_hands_the_pool_back_and_the_next_engine_gets_it_with_its_content():
+    """Goal: memory outlives its server. Method: a survivor and a newcomer at a restarted one; then
+    the survivor dies."""
+    desk = Desk(orphans={"p": False})
+    desk.borrow(2, token=2)
+    assert desk.last_to(2).reason == "gms.kv_recovering"
+    of(desk.tell(Received(1, 1, hand_back("p", mark=msg.BEGUN), 101)), ev.TakePoolBack)
+    desk.tell(ev.PoolTakenBack("p"))
+    assert desk.last_to(1) == msg.PoolKeptMsg("p")
+    assert "engine-1" in desk.last_to(2).message
+    desk.tell(Closed(1))
+    desk.tell(ev.PoolFree("p"))
+    assert desk.take(2) == ev.SendPool(2, 2, "p", is_fresh=False)
+
+
+def test_orphan_without_survivors_is_removed_and_a_pool_made():
+    desk = Desk(orphans={"p": False})
+    desk.borrow(2, token=2)
+    of(desk.tell(ev.PoolFree("p")), ev.ReleasePool)
+    of(desk.tell(ev.PoolReleased("p")), ev.MakePool)
+
+
+def test_bad_survivor_costs_itself_and_the_next_one_is_asked():
+    desk = Desk(orphans={"p": False})
+    desk.tell(Received(1, 1, hand_back("p", mark=msg.BEGUN)))
+    desk.tell(Received(2, 1, hand_back("p", mark=msg.BEGUN)))
+    bad = UnderstudyError("gms.bad_slab", "no")
+    assert of(desk.tell(ev.PoolNotTakenBack("p", 1, bad)), ev.TakePoolBack).session == 2
+    assert desk.last_to(1) is bad
+    desk.tell(ev.PoolTakenBack("p"))
+    assert desk.last_to(2) == msg.PoolKeptMsg("p")
+
+
+@pytest.mark.parametrize("is_marked", [False, True])
+def test_discard_outlives_the_server(is_marked):
+    """Goal: a restart brings no bad content back. Method: the survivor repeats it, or the file
+    says so."""
+    desk = Desk(orphans={"p": is_marked})
+    why = "" if is_marked else "canary"
+    desk.tell(Received(1, 1, hand_back("p", mark=msg.BEGUN, discarded=why)))
+    desk.tell(Closed(1))  # before the driver has checked it
+    desk.tell(ev.PoolTakenBack("p"))
+    of(desk.tell(ev.PoolFree("p")), ev.ReleasePool)
+
+
+def test_survivor_of_an_unknown_pool_or_of_other_sizes_is_refused():
+    desk = Desk(orphans={"p": False})
+    assert refused(desk, Received(1, 1, hand_back("q"))).code == "gms.kv_pool_gone"
+    odd = hand_back("p", size=SIZE)
+    odd = msg.HandBackMsg(*[getattr(odd, f) for f in odd.__struct_fields__[:7]], (SIZE // 2,))
+    assert refused(desk, Received(1, 1, odd)).code == "gms.bad_offer"
+
+
+def test_nobody_takes_before_a_grant_and_no_other_mark_is_known():
+    desk = Desk()
+    assert refused(desk, Received(1, 1, msg.TakeMsg())).code == "gms.not_attached"
+    desk.borrow(1)
+    assert refused(desk, Received(1, 1, msg.TakeMsg())).code == "gms.unexpected_message"
+    desk.make()
+    desk.take(1)
+    assert refused(desk, Received(1, 1, msg.MarkMsg("other"))).code == "gms.bad_mark"

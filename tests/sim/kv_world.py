@@ -1,0 +1,404 @@
+"""A device's KV memory, its servers one after the other, and the processes of engines that come
+and die: the real machine under random schedules.
+
+The model around it is small on purpose. A process locks the pool's file before it asks for memory,
+and keeps lock and memory until it is reaped, some time after its connection has ended. The driver
+completes calls when it likes. The lock server's fence is left out: an engine may claim while
+another is alive, stopped or dying, and the machine alone must keep them apart.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from gms import kv_messages as msg
+from gms.core import effects as fx
+from gms.core import events as device_events
+from gms.core.effects import Effects
+from gms.kv.core import events as ev
+from gms.kv.core.events import Claimant, PoolPhase
+from gms.kv.core.machine import KvMachine
+from plumbing.errors import UnderstudyError
+
+SIZES = (64, 64, 64, 128)
+INDEX = 8
+WAIT_MS = 50_000
+
+
+@dataclass
+class Memory:
+    """A pool's physical memory; `written` lists who wrote to it since it was zero."""
+
+    pool: str
+    size: int
+    written: list[Claimant] = field(default_factory=list)
+    is_bad: bool = False  # its holder said so, and the server has heard it
+
+
+@dataclass
+class Process:
+    claimant: Claimant
+    size: int
+    conn: int | None = None
+    inbox: deque[fx.DeviceEffect | tuple[ev.SendPool, Memory]] = field(default_factory=deque)
+    has_asked: bool = False  # on this connection
+    flock: str | None = None
+    memory: Memory | None = None
+    slabs: int = 0
+    mark: str = ""
+    discarded: str = ""
+    is_stopped: bool = False
+    is_dying: bool = False  # killed; what it holds goes later
+
+
+class KvWorld:
+    """One schedule, drawn from `seed`."""
+
+    is_marking = True  # whether the mark of a discarded pool reaches its file
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.trace: list[str] = []
+        self.now_ms = 0.0
+        self.pool_ids, self.conn_ids = itertools.count(1), itertools.count(1)
+        self.processes: list[Process] = []
+        self.token, self.era, self.incarnations = 0, "e0", 0
+        self.claims: list[Claimant] = []  # that a server has accepted, with its disk
+        self.disk: tuple[Claimant, ...] = ()
+        self.files: dict[str, bool] = {}  # by pool: whether it is marked as discarded
+        self.machine: KvMachine | None = None
+        self.vault: dict[str, Memory] = {}  # what the server holds
+        self.offered: dict[int, Memory] = {}
+        self.watched: set[str] = set()
+        self.calls: deque[Callable[[], None]] = deque()  # of the driver, of this server
+        self.is_full = False
+        self.takeovers = self.lent = 0
+        self.boot()
+
+    # ------------------------------------------------------------------ the schedule
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step()
+            self.check()
+        self.settle()
+
+    def step(self) -> None:
+        rng = self.rng
+        self.now_ms += rng.choice((0, 1, 5, 200))
+        choice = rng.random()
+        alive = [p for p in self.processes if not p.is_dying]
+        if choice < 0.04:
+            self.launch()
+        elif choice < 0.06:
+            self.crash_server()
+        elif choice < 0.10 and alive:
+            self.kill(rng.choice(alive))
+        elif choice < 0.13 and alive:
+            process = rng.choice(alive)
+            process.is_stopped = not process.is_stopped
+            self.note(f"{'stop' if process.is_stopped else 'continue'} {process.claimant}")
+        elif choice < 0.15:
+            self.is_full = not self.is_full
+        elif choice < 0.25:
+            self.reap()
+        elif choice < 0.40:
+            self.look()
+        elif choice < 0.55 and self.calls:
+            self.calls.popleft()()
+        elif choice < 0.60:
+            self.tell(device_events.DeadlinePassed())
+        elif self.machine is None:
+            self.boot()
+        elif alive:
+            self.advance(rng.choice(alive))
+
+    def launch(self) -> None:
+        """A process: of a new grant, of the newest incarnation, or of one that lost the lock."""
+        kind = self.rng.choice(("new", "new", "mate", "mate", "stale"))
+        known = [p.claimant for p in self.processes]
+        if kind == "mate" and known:
+            mate = self.rng.choice(self.processes)
+            self.processes.append(Process(mate.claimant, mate.size))
+            return
+        if kind == "stale" and self.token > 1:
+            stale = Claimant("old", f"old-{len(self.processes)}", self.token - 1, self.era)
+            self.processes.append(Process(stale, self.rng.choice(SIZES)))
+            return
+        if self.rng.random() < 0.1:
+            self.era, self.token = f"e{int(self.era[1:]) + 1}", 0
+        self.token += 1
+        self.incarnations += 1
+        claimant = Claimant("new", f"new-{self.incarnations}", self.token, self.era)
+        self.processes.append(Process(claimant, self.rng.choice(SIZES)))
+
+    def kill(self, process: Process) -> None:
+        self.note(f"kill {process.claimant}")
+        process.is_dying = True
+
+    def reap(self) -> None:
+        """One step of a death: the connection, and what it held last."""
+        for process in [p for p in self.processes if p.is_dying]:
+            if process.conn is not None and self.rng.random() < 0.7:
+                self.disconnect(process)
+            elif self.rng.random() < 0.5:
+                self.disconnect(process)
+                process.flock = process.memory = None
+                self.processes.remove(process)
+                self.note(f"gone {process.claimant}")
+            return
+
+    def look(self) -> None:
+        """The server's watch tries a file."""
+        for pool in sorted(self.watched):
+            if not any(p.flock == pool for p in self.processes):
+                self.watched.discard(pool)
+                self.tell(ev.PoolFree(pool))
+                return
+
+    # ------------------------------------------------------------------ one process
+
+    def advance(self, process: Process) -> None:
+        if process.is_stopped:
+            return
+        if process.conn is None:
+            self.connect(process)
+        elif process.inbox:
+            self.read(process)
+        elif process.memory is not None:
+            self.use(process, process.memory)
+
+    def connect(self, process: Process) -> None:
+        if self.machine is None:
+            return
+        if process.memory is None:
+            process.inbox.clear()
+            process.flock = None
+        process.conn = next(self.conn_ids)
+        c = process.claimant
+        if process.memory is not None:
+            self.offered[process.conn] = process.memory
+            message: msg.BorrowPoolMsg | msg.HandBackMsg = msg.HandBackMsg(
+                c.engine,
+                c.incarnation,
+                c.token,
+                c.era,
+                process.size,
+                INDEX,
+                process.memory.pool,
+                (process.memory.size,),
+                process.mark,
+                process.discarded,
+            )
+        else:
+            message = msg.BorrowPoolMsg(
+                c.engine, c.incarnation, c.token, c.era, process.size, INDEX, WAIT_MS
+            )
+        self.send(process, message)
+
+    def send(self, process: Process, message: msg.Message) -> bool:
+        """What the shell does with a message: refusals answer and close. Whether it was heard."""
+        if process.conn is None:
+            return False
+        self.note(f"{process.claimant} {message.TYPE}")
+        try:
+            self.tell(device_events.Received(process.conn, 1, message, 7))
+        except UnderstudyError as error:
+            self.note(f"refused: {error.code}")
+            process.inbox.append(fx.RefuseRequest(process.conn, 1, error))
+            return False
+        if isinstance(message, msg.BorrowPoolMsg):
+            self.claims.append(process.claimant)
+        return True
+
+    def read(self, process: Process) -> None:
+        got = process.inbox.popleft()
+        match got:
+            case ev.GrantPool():
+                if got.pool not in self.files:
+                    self.disconnect(process)
+                    return
+                process.flock = got.pool
+                self.send(process, msg.TakeMsg())
+            case (ev.SendPool(), Memory() as memory):
+                process.memory = memory
+                self.takeovers += bool(memory.written) and memory.written[-1] != process.claimant
+            case fx.RefuseRequest():
+                self.disconnect(process)
+                is_gone = got.error.code == "gms.kv_pool_gone"
+                if process.memory is None or is_gone:  # an engine that cannot wake ends
+                    self.kill(process)
+
+    def use(self, process: Process, memory: Memory) -> None:
+        do = self.rng.random()
+        if do < 0.5:
+            for mark in ("begun", self.rng.choice(("begun", "adopting", "adopted"))):
+                process.mark = mark
+                self.send(process, msg.MarkMsg(mark))
+            memory.written.append(process.claimant)
+        elif do < 0.65:
+            process.discarded = "bad"
+            memory.is_bad |= self.send(process, msg.DiscardMsg("bad"))
+        elif do < 0.7:
+            process.memory = process.flock = None
+            self.disconnect(process)
+            self.kill(process)
+        elif process.mark:
+            memory.written.append(process.claimant)
+
+    def disconnect(self, process: Process) -> None:
+        conn, process.conn = process.conn, None
+        process.inbox = deque(each for each in process.inbox if isinstance(each, tuple))
+        if conn is not None and self.machine is not None:
+            self.offered.pop(conn, None)
+            self.tell(device_events.Closed(conn))
+
+    # ------------------------------------------------------------------ the server
+
+    def boot(self) -> None:
+        held = {p.flock for p in self.processes}
+        self.files = {pool: marked for pool, marked in self.files.items() if pool in held}
+        self.watched.clear()
+        self.machine = KvMachine(
+            new_pool_id=lambda: f"pool{next(self.pool_ids)}",
+            orphans=self.files,
+            newest=self.disk,
+        )
+        self.note(f"boot, orphans {sorted(self.files)}")
+        self.tell(device_events.DeadlinePassed())
+
+    def crash_server(self) -> None:
+        self.note("server crashes")
+        self.machine = None
+        self.vault, self.offered = {}, {}
+        self.calls.clear()
+        for process in self.processes:
+            process.conn = None
+            process.inbox = deque(each for each in process.inbox if isinstance(each, tuple))
+            if process.inbox and not process.is_dying:
+                self.read(process)  # what the dead server had sent is still in its socket
+
+    def tell(self, event: device_events.DeviceEvent) -> None:
+        if self.machine is not None:
+            for effect in self.machine.handle(event, self.now_ms):
+                self.perform(effect)
+
+    def perform(self, effect: fx.DeviceEffect) -> None:
+        match effect:
+            case ev.GrantPool(session, _, pool):
+                self.granted(session, pool)
+                self.answer(session, effect)
+            case ev.SendPool(session, _, pool, is_fresh):
+                memory = self.vault[pool]
+                assert not (is_fresh and memory.written), "fresh memory was written before"
+                self.answer(session, (effect, memory))
+            case fx.SendMessage(session) | fx.RefuseRequest(session):
+                self.answer(session, effect)
+            case ev.MakePool(pool, size):
+                self.calls.append(lambda: self.make(pool, size))
+            case ev.ReleasePool(pool):
+                self.calls.append(lambda: self.release(pool))
+            case ev.TakePoolBack(pool, session):
+                memory = self.offered.get(session)
+                self.calls.append(lambda: self.take_back(pool, session, memory))
+            case ev.WatchPool(pool):
+                self.watched.add(pool)
+            case ev.UnwatchPool(pool):
+                self.watched.discard(pool)
+            case ev.MarkDiscarded(pool):
+                self.files[pool] = self.is_marking
+            case ev.KeepTokens(newest):
+                self.disk = newest
+
+    def answer(self, conn: int, what: fx.DeviceEffect | tuple[ev.SendPool, Memory]) -> None:
+        for process in self.processes:
+            if process.conn == conn:
+                process.inbox.append(what)
+
+    def make(self, pool: str, size: int) -> None:
+        if self.is_full:
+            full = UnderstudyError("gms.device_full", "the device is full")
+            self.tell(ev.PoolNotMade(pool, full))
+            return
+        alive = {id(m) for m in self.memories()}
+        assert not alive, "a second pool was made beside one that lives"
+        self.files[pool] = False
+        self.vault[pool] = Memory(pool, size)
+        self.tell(ev.PoolMade(pool, (size,)))
+
+    def release(self, pool: str) -> None:
+        assert not any(p.flock == pool for p in self.processes), "a mapped pool was released"
+        self.files.pop(pool, None)
+        self.vault.pop(pool, None)
+        self.tell(ev.PoolReleased(pool))
+
+    def take_back(self, pool: str, session: int, memory: Memory | None) -> None:
+        if memory is None or self.rng.random() < 0.1:
+            error = UnderstudyError("gms.bad_slab", "the driver refuses it")
+            self.tell(ev.PoolNotTakenBack(pool, session, error))
+            return
+        self.vault[pool] = memory
+        self.tell(ev.PoolTakenBack(pool))
+
+    # ------------------------------------------------------------------ what must hold
+
+    def memories(self) -> list[Memory]:
+        sent = [e[1] for p in self.processes for e in p.inbox if isinstance(e, tuple)]
+        held = [p.memory for p in self.processes if p.memory is not None]
+        return [*self.vault.values(), *held, *sent]
+
+    def granted(self, conn: int, pool: str) -> None:
+        self.lent += 1
+        process = next(p for p in self.processes if p.conn == conn)
+        mine = process.claimant
+        for other in self.processes:
+            is_other = other.claimant != mine
+            assert not (is_other and other.memory is not None), f"{mine} beside {other.claimant}"
+            assert not (is_other and other.flock == pool), f"{mine} beside {other.claimant}"
+        for claim in self.claims:
+            is_newer = claim.era == mine.era and claim.token > mine.token
+            assert not is_newer, f"{mine} was granted after {claim} had claimed"
+        memory = self.vault[pool]
+        assert not memory.is_bad, "a discarded pool was lent"
+        assert memory.size == process.size, "a pool of another size was lent"
+
+    def check(self) -> None:
+        users = {p.claimant for p in self.processes if p.memory is not None}
+        assert len(users) <= 1, f"{users} have KV memory at the same time"
+        assert len({id(m) for m in self.memories()}) <= 1, "two pools at the same time"
+
+    def settle(self) -> None:
+        """Everybody dies; then a new engine gets the memory, whatever happened before."""
+        self.is_full = False
+        for process in self.processes:
+            process.is_dying = True
+        while self.processes:
+            self.reap()
+        if self.machine is None:
+            self.boot()
+        self.token += 1
+        last = Process(Claimant("last", "last-1", self.token, self.era), 64)
+        self.processes.append(last)
+        for _ in range(60):
+            self.now_ms += 200
+            if last.memory is None:
+                self.advance(last)
+            self.look()
+            while self.calls:
+                self.calls.popleft()()
+            self.tell(device_events.DeadlinePassed())
+            self.check()
+        assert last.memory is not None, "the last engine was never lent the memory"
+        assert self.machine is not None
+        phases = {pool.phase for pool in self.machine.pools.by_id.values()}
+        assert phases == {PoolPhase.KEPT}
+
+    def note(self, text: str) -> None:
+        self.trace.append(text)
+
+
+__all__ = ["Effects", "KvWorld"]
