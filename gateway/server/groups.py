@@ -18,8 +18,8 @@ _MARK_IN_LINE = b"\n" + GROUP_MARK
 # How engines report their own end within a stream: OpenAI's form and Anthropic's.
 _ERRORS = (b'data: {"error"', b"event: error")
 _NEWLINE, _COLON = b"\n:"
-_EVENT_AND_MARK, _ONE_TOKEN = b"\n\n" + GROUP_MARK, b"|1\n\n"
-_MARK_BYTES, _BEFORE_ONE = len(_EVENT_AND_MARK), -len(_ONE_TOKEN)
+_BLANK_AND_MARK, _ONE_TOKEN = b"\n\n" + GROUP_MARK, b"|1\n\n"
+_MARK_BYTES, _BEFORE_ONE = len(_BLANK_AND_MARK), -len(_ONE_TOKEN)
 TOKEN_DIGITS_MAX = 10  # of an unsigned 32-bit number
 
 
@@ -45,11 +45,13 @@ class GroupCutter:
     def feed(self, data: bytes) -> list[MarkedGroup]:
         """The groups that are whole now."""
         if not self._rest and self.broken is None and self.last is None:
-            # Nearly always: one event of one line, made of one token, and nothing else.
+            # Nearly always: events that one token made and nothing else, the event of one line.
             end = data.find(b"\n")
-            if data.startswith(_EVENT_AND_MARK, end) and data.endswith(_ONE_TOKEN):
+            if not data.startswith(_BLANK_AND_MARK, end):
+                end = data.find(_MARK_IN_LINE) - 1
+            if end > 0 and data.endswith(_ONE_TOKEN) and data[0] != _COLON:
                 token = data[end + _MARK_BYTES : _BEFORE_ONE]
-                if token.isdigit() and data[0] != _COLON and len(token) <= TOKEN_DIGITS_MAX:
+                if token.isdigit() and len(token) <= TOKEN_DIGITS_MAX:
                     return [(data[: end + 2], [int(token)], [1])]
             return self._cut(data)
         if self.broken is not None or self.last is not None:
@@ -70,24 +72,22 @@ class GroupCutter:
     def _cut(self, data: bytes) -> list[MarkedGroup]:
         groups: list[MarkedGroup] = []
         start = 0
-        while True:
+        while start < len(data):
             mark = start
             if not data.startswith(GROUP_MARK, start):
                 mark = data.find(_MARK_IN_LINE, max(start, self._seen)) + 1
                 if mark == 0:
                     break
-            stop = data.find(b"\n\n", mark)
-            if stop < 0:
+            stop = data.find(b"\n\n", mark) + 2
+            if stop == 1:
                 break
-            events = data[start:mark]
             try:
-                tokens, chunks = read_group_end(data[mark : stop + 2])
+                tokens, chunks = read_group_end(data[mark:stop])
             except ValueError:
                 self.broken = BreakCause.GARBAGE
                 return groups
-            groups.append((events, tokens, chunks))
-            start = stop + 2
-            self._seen = 0
+            groups.append((data[start:mark], tokens, chunks))
+            start, self._seen = stop, 0
         self._keep(data, start)
         if self._rest.startswith(_ERRORS) and b"\n\n" in self._rest:
             groups.append((bytes(self._rest), [], []))
