@@ -10,6 +10,7 @@ events wait in `_inbox` while effects are performed.
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
@@ -67,7 +68,7 @@ class HttpExchange:
                 bool(http.body) and http.asks_for_stream,
             )
         )
-        request.is_fresh = request.upstream is not None  # an engine was free to take it
+        request.is_fresh = False  # what has waited for an engine is not the gateway's own time
 
     def left(self, client: ClientConnection) -> None:
         request = self._by_client.pop(client, None)
@@ -88,10 +89,9 @@ class HttpExchange:
 
     # ------------------------------------------------------------------ for connections to engines
 
-    def connected(self, upstream: Upstream) -> None:
-        request = self.requests.get(upstream.attempt.request)
-        if request is not None and request.is_fresh:
-            request.is_fresh = False
+    def sent(self, upstream: Upstream) -> None:
+        request = self.requests[upstream.attempt.request]
+        if request.is_fresh:
             self._accounts.added.observe((self.now_ms() - request.came_ms) / 1000)
 
     def now_ms(self) -> float:
@@ -160,14 +160,23 @@ class HttpExchange:
         )
         request.upstream = self.upstreams[effect.attempt] = upstream
         request.engine = effect.engine
-        self._start(self._connect(upstream, effect.engine))
-
-    async def _connect(self, upstream: Upstream, engine: str) -> None:
-        path = engine_http_socket(self._directory, engine)
         try:
-            await self._loop.create_unix_connection(lambda: upstream, path)
-        except OSError:  # no socket, nobody listens, or descriptors have run out
-            self.handle(ev.ConnectFailed(upstream.attempt.number))
+            connection = upstream.connect(engine_http_socket(self._directory, effect.engine))
+        except OSError:
+            self.handle(ev.ConnectFailed(effect.attempt))
+        else:
+            self._start(self._take_over(upstream, connection))
+
+    async def _take_over(self, upstream: Upstream, connection: socket.socket) -> None:
+        try:
+            transport, _ = await self._loop.create_unix_connection(
+                lambda: upstream, sock=connection
+            )
+        except OSError as error:  # the loop cannot watch one more
+            upstream.connection_lost(error)
+        else:
+            if upstream.is_dropped:  # not earlier: uvloop would close the socket twice
+                transport.abort()
 
     async def _greet(self, effect: ev.GreetEngine) -> None:
         try:

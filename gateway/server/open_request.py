@@ -40,7 +40,7 @@ class OpenRequest:
         self.http = http
         self.came_ms = came_ms
         self.upstream: Upstream | None = None
-        self.is_fresh = False  # an engine was free to take it, and has not got it yet
+        self.is_fresh = True  # it comes just now, and no engine has got it yet
         self.status = 0
         self.engine = ""
         self.continuation = Continuation.NONE

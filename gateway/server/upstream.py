@@ -10,8 +10,9 @@ bad response. So the reader only collects, and everything happens after it.
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import Protocol, TypeAlias, cast
 
 from gateway.core.attempt import Attempt
 from gateway.core.events import (
@@ -26,6 +27,8 @@ from gateway.server.groups import GroupCutter
 from gateway.server.responses import ResponseReader
 from plumbing.hop import Continuation
 
+Buffer: TypeAlias = "bytes | memoryview"
+
 
 class BodySink(Protocol):
     """The client that an answer is for. While `is_full` it takes bytes slower than they come."""
@@ -38,7 +41,7 @@ class BodySink(Protocol):
 class Upstreams(Protocol):
     """Who opens these connections: the shell around the core."""
 
-    def connected(self, upstream: Upstream) -> None: ...
+    def sent(self, upstream: Upstream) -> None: ...
     def handle(self, event: GatewayEvent) -> None: ...
     def perform_outbox(self) -> None: ...
     @property
@@ -56,11 +59,10 @@ class Upstream(asyncio.Protocol):
         owner: Upstreams,
         attempt: Attempt,
         sink: BodySink,
-        request: Sequence[bytes],
+        request: Sequence[Buffer],
         *,
         is_to_head: bool,
     ) -> None:
-        """`request` is sent once the connection is made."""
         self.attempt = attempt
         self.response: ResponseReader = ResponseReader(is_to_head=is_to_head)
         self.held: list[bytes] = []
@@ -73,14 +75,35 @@ class Upstream(asyncio.Protocol):
         self._cutter: GroupCutter | None = None
         self._is_head_told = False
         self._is_passed_on = False
-        self._is_dropped = False
+        self.is_dropped = False
         self._is_paused = False
 
     # ------------------------------------------------------------------ for the owner
 
+    def connect(self, path: str) -> socket.socket:
+        """Connect and send the request at once: the engine works while the loop takes the socket
+        over, which the caller lets it do. A Unix socket connects without waiting.
+
+        Raises:
+            OSError: no socket, nobody listens, its backlog is full, or descriptors have run out.
+        """
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            connection.connect(path)
+        except OSError:
+            connection.close()
+            raise
+        try:
+            sent_bytes = connection.sendmsg(self._request)
+        except OSError:  # it has closed already, as reading will tell
+            sent_bytes = 0
+        self._request = _behind(self._request, sent_bytes)
+        self._owner.sent(self)
+        return connection
+
     def drop(self) -> None:
-        """Close; also before it is connected."""
-        self._is_dropped = True
+        """Close, at the latest when the loop has taken the socket over."""
+        self.is_dropped = True
         self.held = []
         if self._transport is not None:
             self._transport.abort()
@@ -94,28 +117,25 @@ class Upstream(asyncio.Protocol):
 
     def send(self, data: bytes) -> None:
         """Bytes of a tunnel."""
-        if self._transport is not None and not self._is_dropped:
+        if self._transport is not None and not self.is_dropped:
             self._transport.write(data)
 
     def resume(self) -> None:
         """The client has room again."""
         self._is_paused = False
-        if self._transport is not None and not self._is_dropped:
+        if self._transport is not None and not self.is_dropped:
             self._transport.resume_reading()
 
     # ------------------------------------------------------------------ asyncio's callbacks
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
-        if self._is_dropped:
-            self._transport.abort()
-            return
-        self._owner.connected(self)
-        self._transport.writelines(self._request)
+        if self._request and not self.is_dropped:
+            self._transport.writelines(self._request)
         self._request = ()
 
     def data_received(self, data: bytes) -> None:
-        if self._is_dropped:
+        if self.is_dropped:
             return
         response = self.response
         try:
@@ -125,7 +145,7 @@ class Upstream(asyncio.Protocol):
             return
         if not self._is_head_told:
             self._tell_head()
-            if not self._is_head_told or self._is_dropped:
+            if not self._is_head_told or self.is_dropped:
                 return
         data = b""
         if response.pieces:
@@ -135,12 +155,12 @@ class Upstream(asyncio.Protocol):
             self._cut(self._cutter, data)
         elif data:
             self._receive_unmarked(data)
-        if response.is_whole and not self._is_dropped:
+        if response.is_whole and not self.is_dropped:
             self._end()
 
     def connection_lost(self, error: Exception | None) -> None:
         self.response.close()
-        if self._is_dropped:
+        if self.is_dropped:
             return
         response = self.response
         is_complete = response.is_switched or (
@@ -162,7 +182,7 @@ class Upstream(asyncio.Protocol):
         self._sink.send_body(data)
         if self._sink.is_full and not self._is_paused:
             self._is_paused = True
-            if self._transport is not None and not self._is_dropped:
+            if self._transport is not None and not self.is_dropped:
                 self._transport.pause_reading()
 
     def _tell_head(self) -> None:
@@ -195,7 +215,7 @@ class Upstream(asyncio.Protocol):
 
     def _end(self) -> None:
         """The response is over, as HTTP sees it; a stream without `END` is none to the core."""
-        self._is_dropped = True  # but its answer is kept
+        self.is_dropped = True  # but its answer is kept
         self._owner.handle(AnswerCame(self.attempt.number))
         if self._transport is not None:
             self._transport.abort()
@@ -211,7 +231,7 @@ class Upstream(asyncio.Protocol):
             if outbox:
                 self._flush(out)
                 self._owner.perform_outbox()
-                if self._is_dropped:
+                if self.is_dropped:
                     return
         if cutter.last is not None:
             found = attempt.end(cutter.last, now_ms)
@@ -234,3 +254,13 @@ class Upstream(asyncio.Protocol):
     def _break(self, cause: BreakCause) -> None:
         self.drop()
         self._owner.handle(AnswerBroke(self.attempt.number, cause))
+
+
+def _behind(parts: Sequence[Buffer], sent_bytes: int) -> list[Buffer]:
+    """What is left of them once so many bytes were sent."""
+    left: list[Buffer] = []
+    for part in parts:
+        if sent_bytes < len(part):
+            left.append(memoryview(part)[sent_bytes:])
+        sent_bytes = max(0, sent_bytes - len(part))
+    return left

@@ -9,9 +9,10 @@ import json
 import pytest
 
 from gateway.server import groups
+from gateway.server.upstream import Upstream
 from plumbing import hop
 from plumbing.hop import Continuation
-from tests.gateway.server.harness import CHAT, with_bench
+from tests.gateway.server.harness import CHAT, ERA, with_bench
 from tests.gateway.stub_engine import chunk_of, group_of, last_events, text_of
 from tests.helpers import auntil
 
@@ -204,6 +205,47 @@ def test_a_zombie_reaches_nobody(tmp_path):
         await auntil(lambda: len(successor.requests) == 2, "the request to be sent")
         successor.token = 2
         assert_whole(await client.answer())
+
+    with_bench(tmp_path, scenario)
+
+
+def test_a_grant_comes_while_a_request_is_being_sent(tmp_path, monkeypatch):
+    """Goal: a connection that the loop has not taken over yet is dropped too. Method: the next
+    grant comes in the same turn as the request goes out, to an engine that would answer it."""
+    connect = Upstream.connect
+
+    async def scenario(bench):
+        old = await bench.active(hold_after_groups=1)
+        successor = await bench.engine("engine-1", 2)
+
+        def grant_then_connect(upstream, path):
+            if upstream.attempt.token == 1:
+                asyncio.get_running_loop().call_soon(bench.doors.granted, "engine-1", 2, ERA)
+            return connect(upstream, path)
+
+        monkeypatch.setattr(Upstream, "connect", grant_then_connect)
+        answer = await bench.once(CHAT, ASKED)
+        assert_whole(answer)
+        assert answer.headers["x-understudy-token"] == "2"
+        assert len(successor.requests) == 1
+        await auntil(lambda: old.open_connections == 0, "the old engine's connection to close")
+
+    with_bench(tmp_path, scenario)
+
+
+def test_a_body_larger_than_a_sockets_buffer(tmp_path):
+    """Goal: what is not sent at once follows. Method: some megabytes, to two engines in turn."""
+    asked = {**ASKED, "padding": "x" * (4 << 20)}
+
+    async def scenario(bench):
+        dying = await bench.active(cut_after_groups=2)
+        client = await bench.client()
+        client.ask(CHAT, asked)
+        await dying.died.wait()
+        await bench.grant(await bench.engine("engine-1", 2))
+        answer = await client.answer()
+        assert answer.is_whole
+        assert answer.text() == text_of(json.dumps(asked).encode(), TOKENS)
 
     with_bench(tmp_path, scenario)
 
