@@ -55,6 +55,7 @@ class ConfigureGatewayMsg(Message, frozen=True, tag="configure"):
     tls_cert: Path = ""
     tls_key: Path = ""
     api_keys: Path = ""
+    tracing: Annotated[str, Meta(max_length=16)] = "off"  # of `gateway.server.tracing.MODES`
 
 
 class AcceptMsg(Message, frozen=True, tag="accept"):

@@ -55,6 +55,7 @@ PLACES = {
     "jinja2": NUMERIC,
     "llguidance": NUMERIC,
     "cryptography": ("plumbing/wire/tcp/psk.py",),
+    "opentelemetry": ("gateway/server/tracing.py",),
 }
 
 # A core is told the time and tells what should happen: it opens, logs and waits for nothing. So of
@@ -328,7 +329,7 @@ def run_importing(modules, then) -> str:
     program = textwrap.dedent(
         """
         import importlib, sys
-        for name in ("torch", "vllm", "cuda", "pynvml"):
+        for name in ("torch", "vllm", "cuda", "pynvml", "opentelemetry"):
             sys.modules[name] = None  # importing it now raises ImportError
         for name in sys.argv[1].split():
             importlib.import_module(name)

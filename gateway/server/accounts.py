@@ -29,6 +29,7 @@ from gateway.messages import (
     RequestTotal,
 )
 from gateway.server.open_request import OpenRequest
+from gateway.server.tracing import RequestSpans
 from plumbing.hop import Continuation
 
 access_logger = logging.getLogger("gateway.access")
@@ -45,12 +46,17 @@ class Accounts:
     """`note` is told of every record of the core, `refused` of what never came there."""
 
     def __init__(
-        self, happened: Callable[[GatewayEventMsg], None], *, has_access_log: bool
+        self,
+        happened: Callable[[GatewayEventMsg], None],
+        *,
+        has_access_log: bool,
+        spans: RequestSpans | None = None,
     ) -> None:
         self.added = HistogramTally(ADDED_BUCKETS_S)
         self.limits: Counter[str] = Counter()
         self._happened = happened
         self._has_access_log = has_access_log
+        self._spans = spans
         self._pauses = HistogramTally(PAUSE_BUCKETS_S)
         self._requests: Counter[tuple[str, Continuation]] = Counter()
         self._paused: list[StreamPaused] = []
@@ -60,6 +66,8 @@ class Accounts:
         self._tokens = self._replayed = self._all_paused = self._all_resumed = self._all_lost = 0
 
     def note(self, record: GatewayRecord) -> None:
+        if self._spans is not None and isinstance(record, StreamPaused | StreamResumed):
+            self._spans.note(record)
         match record:
             case StreamPaused():
                 self._all_paused += 1
@@ -89,6 +97,8 @@ class Accounts:
     def ended(self, request: OpenRequest, record: RequestEnded, now_ms: float) -> None:
         """`request` is over; the record was noted."""
         self._requests[record.ending.value, request.continuation] += 1
+        if self._spans is not None:
+            self._spans.ended(request, record, now_ms - request.came_ms)
         if not self._has_access_log:
             return
         http = request.http

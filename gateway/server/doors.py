@@ -27,6 +27,7 @@ from gateway.server.main import Parent
 from gateway.server.refusals import Refused
 from gateway.server.request_reader import BodyMemory
 from gateway.server.requests import BODY_BYTES_MAX, Headers, HttpRequest
+from gateway.server.tracing import open_spans
 from plumbing.errors import UsageError
 from plumbing.wire.fds import OwnedFd
 
@@ -41,7 +42,8 @@ class HttpDoors:
 
     def __init__(self, settings: ConfigureGatewayMsg, parent: Parent) -> None:
         """Raises:
-        UsageError: `gateway.bad_tls` or `gateway.bad_api_keys`, files that cannot be used.
+        UsageError: `gateway.bad_tls` or `gateway.bad_api_keys`, files that cannot be used;
+            `gateway.no_tracing`.
         """
         self.is_stopping = False
         self.body_memory = BodyMemory(settings.memory_bytes)
@@ -50,7 +52,11 @@ class HttpDoors:
         self._loop = asyncio.get_running_loop()
         self.keys = _api_keys(settings.api_keys)
         self.certificate = _certificate(settings.tls_cert, settings.tls_key)
-        self._accounts = Accounts(parent.happened, has_access_log=settings.access_log)
+        self._accounts = Accounts(
+            parent.happened,
+            has_access_log=settings.access_log,
+            spans=open_spans(settings.tracing),
+        )
         self._core = Gateway(
             GatewayRules(
                 hold_ms=settings.hold_ms,

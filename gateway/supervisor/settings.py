@@ -7,6 +7,7 @@ import ssl
 from dataclasses import dataclass
 
 from gateway.messages import ConfigureGatewayMsg
+from gateway.server.tracing import MODES, OFF, check_tracing
 from plumbing.errors import UsageError
 from plumbing.part.paths import DIRECTORY, runtime_dir
 from plumbing.service.browsers import ALLOWED_HOST
@@ -82,6 +83,13 @@ OPTIONS = (
         maximum=DAY_S,
     ),
     Option("access_log", bool, False, "Log one line for each request, without its body."),
+    Option(
+        "tracing",
+        str,
+        OFF,
+        "Send spans to OpenTelemetry: of requests that were paused, or of all of them.",
+        choices=MODES,
+    ),
     Option("tls_cert", str, None, "Serve HTTPS with this certificate, a PEM file."),
     Option("tls_key", str, None, "The private key of this certificate, a PEM file."),
     Option(
@@ -107,12 +115,14 @@ def settle(config: Resolved) -> GatewaySettings:
     """The settings in `config`.
 
     Raises:
-        UsageError: the directory, a certificate, its key or the file of keys cannot be used.
+        UsageError: the directory, a certificate, its key or the file of keys cannot be used; or
+            what `--tracing` needs is not installed.
     """
     directory = runtime_dir(config["dir"])
     cert, key = (_absolute(config[name]) for name in ("tls_cert", "tls_key"))
     keys = _absolute(config["api_keys"])
     check_tls(cert, key)
+    check_tracing(config["tracing"])
     if keys:
         check_keys(keys)
     return GatewaySettings(
@@ -133,6 +143,7 @@ def settle(config: Resolved) -> GatewaySettings:
             tls_cert=cert,
             tls_key=key,
             api_keys=keys,
+            tracing=config["tracing"],
         ),
     )
 

@@ -1,0 +1,181 @@
+"""Spans for OpenTelemetry: what a failover did to a request, as a part of its client's trace.
+
+A span continues the client's `traceparent`, which engines get as it is, so theirs are its siblings.
+A pause is two events of it. Only names and numbers are in it, no user's text.
+
+The surprising thing: a span is made when its request has ended, with the times that were kept, so
+that a stream which runs costs nothing, and one that never pauses costs a look into a dictionary.
+The library is optional and imported only when asked for; its exporter has a thread of its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import time
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import quote
+
+from gateway.core.events import Ending, RequestEnded, StreamPaused, StreamResumed
+from plumbing.errors import UsageError
+
+if TYPE_CHECKING:
+    from gateway.server.open_request import OpenRequest
+
+OFF, PAUSES, REQUESTS = MODES = ("off", "pauses", "requests")
+SERVICE = "understudy-gateway"  # unless OTEL_SERVICE_NAME names it
+EXPORTER_ENV, EXPORTER = "OTEL_TRACES_EXPORTER", "otlp_proto_http"
+EVENTS_MAX = 64  # of one request: 32 pauses; later ones are counted in its attributes only
+PATH_CHARS_MAX = 256
+CONTEXT_HEADERS = re.compile(rb"\r\n(traceparent|tracestate): ([^\r]*)")
+
+Event = tuple[str, dict[str, Any], int]
+
+
+class SpanMaker(Protocol):
+    """What of OpenTelemetry is needed: `make` starts and ends one span."""
+
+    def make(
+        self,
+        carrier: dict[str, str],
+        name: str,
+        attributes: dict[str, Any],
+        events: list[Event],
+        times_ns: tuple[int, int],
+        problem: str | None,
+    ) -> None: ...
+
+
+class RequestSpans:
+    """The requests of one child; `of_all`: also of those that never paused."""
+
+    def __init__(self, maker: SpanMaker, *, of_all: bool) -> None:
+        self._maker = maker
+        self._of_all = of_all
+        self._events: dict[int, list[Event]] = {}
+
+    def note(self, record: StreamPaused | StreamResumed) -> None:
+        events = self._events.setdefault(record.request, [])
+        if len(events) >= EVENTS_MAX:
+            return
+        seen: dict[str, Any] = {"engine": record.engine, "token": record.token}
+        if isinstance(record, StreamPaused):
+            name = "understudy.paused"
+            seen |= {"cause": record.cause.value, "delivered_tokens": record.tokens}
+        else:
+            name = "understudy.resumed"
+            seen |= {"pause_ms": record.pause_ms, "replayed_tokens": record.tokens}
+        attributes = {f"understudy.{key}": value for key, value in seen.items()}
+        events.append((name, attributes, time.time_ns()))
+
+    def ended(self, request: OpenRequest, record: RequestEnded, lasted_ms: float) -> None:
+        events = self._events.pop(record.request, [])
+        if not events and not self._of_all:
+            return
+        http, now_ns = request.http, time.time_ns()
+        method = http.method.decode(errors="replace")
+        attributes = {
+            "http.request.method": method,
+            "http.response.status_code": request.status,
+            "url.path": quote(http.path[:PATH_CHARS_MAX], safe="/:@"),
+            "understudy.request_id": http.request_id.decode(errors="replace"),
+            "understudy.engine": request.engine,
+            "understudy.continuation": request.continuation.value,
+            "understudy.ending": record.ending.value,
+            "understudy.tokens": record.tokens,
+            "understudy.pauses": record.pauses,
+            "understudy.paused_ms": record.paused_ms,
+        }
+        carrier = {
+            name.decode(): value.decode("latin-1")
+            for name, value in CONTEXT_HEADERS.findall(http.head)
+        }
+        problem = record.code or None if record.ending is Ending.BROKEN else None
+        times_ns = (now_ns - round(lasted_ms * 1e6), now_ns)
+        self._maker.make(carrier, method, attributes, events, times_ns, problem)
+
+
+class OpenTelemetry:
+    """A `SpanMaker` for a provider of the SDK."""
+
+    def __init__(self, provider: Any) -> None:
+        from opentelemetry import trace
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._trace = trace
+        self._tracer = provider.get_tracer("understudy.gateway")
+        self._propagator = TraceContextTextMapPropagator()
+
+    def make(
+        self,
+        carrier: dict[str, str],
+        name: str,
+        attributes: dict[str, Any],
+        events: list[Event],
+        times_ns: tuple[int, int],
+        problem: str | None,
+    ) -> None:
+        span = self._tracer.start_span(
+            name,
+            context=self._propagator.extract(carrier),
+            kind=self._trace.SpanKind.SERVER,
+            attributes=attributes,
+            start_time=times_ns[0],
+        )
+        for event, seen, at_ns in events:
+            span.add_event(event, seen, timestamp=at_ns)
+        if problem is not None:
+            span.set_status(self._trace.StatusCode.ERROR, problem)
+        span.end(end_time=times_ns[1])
+
+
+def check_tracing(mode: str) -> None:
+    """Raise a `UsageError` if the library is missing that `mode` needs."""
+    if mode == OFF:
+        return
+    if importlib.util.find_spec("opentelemetry") is None or not (
+        importlib.util.find_spec("opentelemetry.sdk")
+    ):
+        raise UsageError(
+            "gateway.no_tracing",
+            f"--tracing {mode} needs OpenTelemetry's SDK, which is not installed here: pip install"
+            " 'understudy[otel]', or leave --tracing off",
+        )
+    if _exporter() is None:
+        raise UsageError(
+            "gateway.no_tracing",
+            f"--tracing {mode} needs the exporter {_exporter_name()!r} ({EXPORTER_ENV}), which no"
+            " installed package has: pip install 'understudy[otel]', or name another one",
+        )
+
+
+def open_spans(mode: str) -> RequestSpans | None:
+    """None where `mode` is off.
+
+    Raises:
+        UsageError: `gateway.no_tracing`.
+    """
+    if mode == OFF:
+        return None
+    check_tracing(mode)
+    from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    found = _exporter()
+    assert found is not None
+    resource = Resource.create({SERVICE_NAME: os.environ.get("OTEL_SERVICE_NAME", SERVICE)})
+    provider = TracerProvider(resource=resource)
+    provider.add_span_processor(BatchSpanProcessor(found.load()()))
+    return RequestSpans(OpenTelemetry(provider), of_all=mode == REQUESTS)
+
+
+def _exporter_name() -> str:
+    return os.environ.get(EXPORTER_ENV) or EXPORTER
+
+
+def _exporter() -> Any:
+    found = entry_points(group="opentelemetry_traces_exporter", name=_exporter_name())
+    return next(iter(found), None)
