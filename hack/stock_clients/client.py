@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-import openai
+from typing import TYPE_CHECKING, Any
 
 from hack.stock_clients.kinds import Api, RequestKind
 from plumbing.service.clock import SystemClock
+
+if TYPE_CHECKING:
+    import openai  # loading it takes two seconds, which every collection of the tests would take
 
 LOGPROB_TOLERANCE = 2e-3  # between two batches, in float32
 ANSWER_S = 120.0  # longer than a takeover on a busy machine; then it counts as lost

@@ -7,7 +7,6 @@ import asyncio
 import itertools
 import json
 
-import openai
 import pytest
 
 from gateway.server.requests import BODY_BYTES_MAX
@@ -31,6 +30,7 @@ def content(answer) -> str:
 
 def test_the_stock_client_sees_nothing_of_a_failover(tmp_path):
     """Method: a stream and an answer without one, whose engine dies in the middle."""
+    import openai  # two seconds, which every collection of tests would take
 
     async def scenario(bench):
         dying = await bench.active(cut_after_groups=2)

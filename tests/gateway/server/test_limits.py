@@ -11,7 +11,6 @@ import os
 import resource
 import ssl
 
-import openai
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -139,6 +138,8 @@ def test_accepting_without_descriptors_waits_and_retries(tmp_path):
 def test_api_keys(tmp_path, monkeypatch):
     """Goal: who has no key gets a 401 in OpenAI's form before the body is read, keys can be
     changed while it runs, and a bad file changes nothing."""
+    import openai  # two seconds, which every collection of tests would take
+
     monkeypatch.setattr("gateway.server.doors.SWEEP_S", 0.01)
     keys = tmp_path / "keys"
     keys.write_text("first\n\n  second  \n")
