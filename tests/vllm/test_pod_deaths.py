@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import signal
+from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -18,27 +19,69 @@ from tests.e2e.pods import CLIENTS, Load, Pod, PodHome
 from tests.e2e.processes import Processes, kill
 from tests.e2e.test_switchover import kept_connections, switch
 from tests.helpers import auntil
+from understudy.drill.killer import Whole
 
 DEADLINE_S = 30.0
 STREAM = {"prompt": [1, 2, 3], "max_tokens": 400, "ignore_eos": True, "stream": True}
 
 
-@pytest.mark.parametrize("target", ["api", "core", "worker", "worker-1"])
+Strike = Callable[[Pod, Whole, Processes], Awaitable[None]]
+
+
+@pytest.mark.parametrize("target", ["api", "worker", "worker-1"])
 def test_death_of_a_process_is_a_takeover_without_refusals(home: PodHome, target: str):
     """Goal: whichever process dies, the other engine gives the same answers, after the old one is
     gone, and without leftovers in shared memory. Method: SIGKILL under load; pidfds, tokens."""
-    home.run(lambda pod: taken_over(pod, target, signal.SIGKILL, "child_exit"))
+    home.run(lambda pod: taken_over(pod, target, send(signal.SIGKILL), "child_exit"))
 
 
 @pytest.mark.parametrize("target", ["worker", "core"])
 def test_process_that_hangs_is_detected_fenced_and_replaced(home: PodHome, target: str):
     """Goal: no token for a while is a death. Method: SIGSTOP under load; the supervisor kills what
     cannot die by itself."""
-    home.run(lambda pod: taken_over(pod, target, signal.SIGSTOP, "unhealthy"))
+    home.run(lambda pod: taken_over(pod, target, send(signal.SIGSTOP), "unhealthy"))
 
 
-async def taken_over(pod: Pod, target: str, number: int, cause: str) -> None:
-    """Send signal `number` to a process of the active engine; the pod is whole again after it."""
+def test_death_of_the_core_is_a_takeover_and_no_stream_of_it_is_completed(home: PodHome):
+    """Goal: as with any other process; and a client never takes a stream that its engine's death
+    broke for a whole answer. Method: SIGKILL the core in mid-stream, under load, while the
+    supervisor is stopped, so that vLLM has all the time it needs to send its error event and
+    `[DONE]`; read the bytes to their end."""
+    home.run(lambda pod: taken_over(pod, "core", cut_a_stream, "child_exit"))
+
+
+def send(number: int) -> Strike:
+    async def strike(pod: Pod, before: Whole, victim: Processes) -> None:
+        victim.signal(number)
+
+    return strike
+
+
+async def cut_a_stream(pod: Pod, before: Whole, victim: Processes) -> None:
+    """Kill `victim` while the supervisor is stopped, and check what a client sees of it."""
+    stopped = (await pod.engine(before.engine))["engine"]["pid"]
+    port = int(before.service.rpartition(":")[2])
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    body = json.dumps(STREAM).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+    writer.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
+    seen = await reader.readuntil(b"data: ")
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        victim.signal(signal.SIGKILL)
+        async with asyncio.timeout(DEADLINE_S):
+            seen += await reader.read()
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    writer.close()
+    assert seen.startswith(b"HTTP/1.1 200")
+    assert b"error" not in seen
+    assert b"[DONE]" not in seen
+    assert not seen.endswith(b"0\r\n\r\n")
+
+
+async def taken_over(pod: Pod, target: str, strike: Strike, cause: str) -> None:
+    """Strike a process of the active engine; the pod is whole again after it."""
     before = await pod.whole()
     backend = (await pod.engine(before.engine))["backend"]
     assert set(backend["pids"]) == {"api", "core", "worker", "worker-1"}
@@ -47,7 +90,7 @@ async def taken_over(pod: Pod, target: str, number: int, cause: str) -> None:
     with Processes(tree) as old, Processes([backend["pids"][target]]) as victim:
         async with pod.load() as load, pod.grants(old) as grants:
             await load.answers()
-            victim.signal(number)
+            await strike(pod, before, victim)
             newer = await load.newer(before.token)
             await load.answers()
             assert not load.refused()
@@ -60,38 +103,6 @@ async def taken_over(pod: Pod, target: str, number: int, cause: str) -> None:
     after = await pod.whole_after(before.token)
     assert after.standbys == (before.engine,)
     assert (await pod.engine(before.engine))["deaths"][-1]["cause"] == cause
-
-
-def test_stream_of_a_dead_core_is_cut_and_not_completed(home: PodHome):
-    """Goal: a client never takes a stream that its engine's death broke for a whole answer. Method:
-    SIGKILL the core in mid-stream while the supervisor is stopped, so that vLLM has all the time it
-    needs to send its error event and `[DONE]`; read the bytes to their end."""
-
-    async def scenario(pod: Pod) -> None:
-        before = await pod.whole()
-        engine = await pod.engine(before.engine)
-        stopped, core = engine["engine"]["pid"], engine["backend"]["pids"]["core"]
-        port = int(before.service.rpartition(":")[2])
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        body = json.dumps(STREAM).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
-        writer.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
-        seen = await reader.readuntil(b"data: ")
-        os.kill(stopped, signal.SIGSTOP)
-        try:
-            os.kill(core, signal.SIGKILL)
-            async with asyncio.timeout(DEADLINE_S):
-                seen += await reader.read()
-        finally:
-            os.kill(stopped, signal.SIGCONT)
-        writer.close()
-        assert seen.startswith(b"HTTP/1.1 200")
-        assert b"error" not in seen
-        assert b"[DONE]" not in seen
-        assert not seen.endswith(b"0\r\n\r\n")
-        await pod.whole_after(before.token)
-
-    home.run(scenario)
 
 
 def test_switchover_loses_and_refuses_no_request(home: PodHome):

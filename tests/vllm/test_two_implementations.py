@@ -106,5 +106,6 @@ def test_both_implementations_give_the_same_greedy_tokens(
 def environment() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("UNDERSTUDY_")}
     alone = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    fast = {"TORCH_COMPILE_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     bound = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-    return {**kept, **alone, **bound, "PYTHONPATH": ROOT}
+    return {**kept, **alone, **fast, **bound, "PYTHONPATH": ROOT}

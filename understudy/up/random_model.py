@@ -53,6 +53,7 @@ VLLM_RANDOM_MODEL = RandomModel(
         **ONE_THREAD,
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else it needs a NUMA node per rank
         "HF_HUB_OFFLINE": "1",
+        "TORCH_COMPILE_DISABLE": "1",  # vLLM's sampler is compiled in spite of --enforce-eager
         "VLLM_NO_USAGE_STATS": "1",
     },
 )

@@ -7,7 +7,8 @@ own thread, then vLLM, whose processes join through the plugin. It runs until th
 it or it reports a failure.
 
 Surprising: every process that multiprocessing spawns from here imports this module again, under
-another name. So its top level imports nothing slow, and does nothing but count the CPUs there.
+another name. So its top level imports nothing slow; all that it does there is to count the CPUs and
+to pause the garbage collector.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from msgspec import structs
 
 from engine.backends import process
 from engine.backends.registry import asks_for_help
+from engine.backends.vllm import collector
 from engine.backends.vllm.cpu_count import count_all
 from engine.messages import FaultReportMsg
 from engine.progress_page import ProgressPage
@@ -71,6 +73,7 @@ def main() -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal is the supervisor's
         os.environ.update(ENVIRONMENT)
         raise_fd_limit()
+        collector.pause()
         count_all()
         _serve(channel, page)
     except UnderstudyError as error:
@@ -100,6 +103,7 @@ async def _run(parsed: ServeArguments, channel: ChannelThread, page: ProgressPag
     args, steps = parsed.vllm, StepCounter(page)
     sock = bind(args, _private_path())
     made = make_engine(parsed, steps)
+    collector.resume()
     front = await Front.start(made.engine, args, sock, parsed.body_bytes_max)
     backend = VllmBackend(made.engine, front, steps, made.find_continuing)
     prepared = await backend.prepare()
@@ -174,4 +178,5 @@ def _fit_cpu(ranks: int) -> None:
 if __name__ == "__main__":
     sys.exit(main())
 if __name__ == "__mp_main__":  # the engine core, or a worker
+    collector.pause_in_spawned()
     count_all()

@@ -6,6 +6,7 @@ for a device, so that the witness is held first.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 
 from engine.backends.process import INCARNATION_ENV
@@ -25,6 +26,9 @@ def register() -> None:
     membership.join()
     from vllm.model_executor.model_loader import register_model_loader
 
+    from engine.backends.vllm import collector
     from engine.backends.vllm.worker.weights import Loader
 
     register_model_loader(LOAD_FORMAT)(Loader)
+    if multiprocessing.parent_process() is not None:  # the main process resumes later
+        collector.resume()

@@ -1,0 +1,55 @@
+"""The garbage collector is off while vLLM is imported, and on again in every process of ours."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+from collections.abc import Iterator
+
+import pytest
+
+import tests.vllm.ranks  # noqa: F401  # first: it imports vLLM quietly
+
+# isort: split
+from engine.backends.process import INCARNATION_ENV
+from engine.backends.vllm import collector
+from engine.backends.vllm.worker import membership, plugin
+
+
+@pytest.fixture(autouse=True)
+def enabled() -> Iterator[None]:
+    yield
+    gc.enable()
+    gc.unfreeze()
+
+
+@pytest.mark.parametrize(
+    ("name", "is_paused"),
+    [("EngineCore", True), ("VllmWorker-1", True), ("VLLM_DP_Coordinator", False)],
+)
+def test_it_is_paused_only_where_the_plugin_resumes_it(
+    name: str, is_paused: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """By the name that vLLM gives the process that it spawns."""
+    monkeypatch.setattr(multiprocessing.current_process(), "name", name)
+    collector.pause_in_spawned()
+    assert gc.isenabled() is not is_paused
+
+
+@pytest.mark.parametrize("is_spawned", [True, False])
+def test_plugin_resumes_it_in_spawned_processes(is_spawned: bool, monkeypatch: pytest.MonkeyPatch):
+    """The main process has more to import after its plugin; it resumes the collector itself."""
+    monkeypatch.setenv(INCARNATION_ENV, "i")
+    monkeypatch.setattr(membership, "join", lambda: None)
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: is_spawned or None)
+    collector.pause()
+    plugin.register()
+    assert gc.isenabled() is is_spawned
+    assert bool(gc.get_freeze_count()) is is_spawned
+
+
+def test_who_has_not_paused_it_keeps_what_it_has():
+    """An engine that is embedded in another program, such as a test, freezes nothing."""
+    collector.resume()
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
