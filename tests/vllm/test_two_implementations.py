@@ -1,13 +1,14 @@
 """The reference backend and stock vLLM give the same greedy tokens on one checkpoint: two
 implementations, written apart, that check each other. float32 on both sides, 24 tokens a prompt.
 
-Which prompts: 48 of 1 to 200 random printable tokens are answered by the reference's decoder, and
-those count whose best candidate leads the second by GAP_MIN logits at every step. The two sum in
+Which prompts: of 48 of 1 to 200 random printable tokens, the first 20 for which the reference's
+decoder has a best candidate that leads the second by GAP_MIN logits at every step. The two sum in
 different orders and differ by up to some 1e-4 in a logit, so on those no rounding can decide.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -57,7 +58,8 @@ def answered(model: str) -> list[Answered]:
     prompts = [
         [source.choice(PRINTABLE) for _ in range(source.randint(1, 200))] for _ in range(CANDIDATES)
     ]
-    return [each for each in answers_of(model, prompts) if each.gap >= GAP_MIN]
+    usable = (each for each in answers_of(model, prompts) if each.gap >= GAP_MIN)
+    return list(itertools.islice(usable, WANTED))
 
 
 def answers_of(model: str, prompts: list[list[int]]) -> Iterator[Answered]:
@@ -81,7 +83,7 @@ def test_both_implementations_give_the_same_greedy_tokens(
     ranks: int, model: str, answered: list[Answered], tmp_path: Path
 ):
     """Ask stock vLLM, on one rank and on two: every token of every prompt is the reference's."""
-    assert len(answered) >= WANTED
+    assert len(answered) == WANTED
     assert len({tuple(each.tokens) for each in answered}) > WANTED / 2  # they do differ
     job, found = tmp_path / "job.json", tmp_path / "answer.json"
     prompts = [each.prompt for each in answered]
