@@ -23,7 +23,7 @@ from plumbing.wire.messages import Message
 from tests.e2e.processes import Processes, continue_all, pod_ports
 from tests.helpers import POLL_S, auntil
 from understudy.drill.clients import Target, stream_without_pause
-from understudy.drill.killer import Whole, backend_processes, wait_whole
+from understudy.drill.killer import WHOLE_POLL_S, Whole, backend_processes, wait_whole
 from understudy.drill.records import End, Exchange, Outcome
 from understudy.drill.run import Drill, DrillPlan
 from understudy.drill.verdict import classify, served_out_of_order
@@ -35,6 +35,9 @@ from understudy.up.random_model import ONE_THREAD, make_random_model
 WHOLE_DEADLINE_S = 60.0
 GRACE_S = 20.0  # a failing test must not wait the forty seconds that users' requests get
 CLIENTS = 3
+# Of the deadline: whoever takes minutes to start is asked less often, since every look at a whole
+# pod takes time from what it waits for.
+POLL_SHARE = 1 / 1200
 
 # The pod runs as users run it: Python's development mode would cost it memory and time.
 AS_USERS_RUN_IT = {**ONE_THREAD, "PYTHONDEVMODE": "", "PYTHONWARNINGS": ""}
@@ -53,6 +56,7 @@ class Pod:
         """`starts_in_order`: engine-0 is up, and active, before engine-1 starts."""
         self.local = local
         self._whole_deadline_s = whole_deadline_s
+        self._whole_poll_s = max(WHOLE_POLL_S, whole_deadline_s * POLL_SHARE)
         self.directory = local.directory
         # No liveness probe: tests stop processes to see how the pod reacts.
         containers = [
@@ -65,13 +69,16 @@ class Pod:
 
     async def start(self) -> None:
         await self.runner.start()
+        await self.whole()
         self._target = await self._drill.prepare()
 
     # ------------------------------------------------------------------ reading its state
 
     async def whole(self) -> Whole:
         """Wait until one engine serves and another is parked in the queue."""
-        return await wait_whole(self.directory, deadline_s=self._whole_deadline_s)
+        return await wait_whole(
+            self.directory, deadline_s=self._whole_deadline_s, poll_s=self._whole_poll_s
+        )
 
     async def whole_after(self, token: int) -> Whole:
         """Wait until the pod is complete again under a newer grant than `token`."""

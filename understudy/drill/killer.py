@@ -54,6 +54,7 @@ async def wait_whole(
     directory: Path,
     say: Callable[[str], None] = lambda line: None,
     deadline_s: float = WHOLE_DEADLINE_S,
+    poll_s: float = WHOLE_POLL_S,
 ) -> Whole:
     """Poll until one engine is active, a standby is queued and requests can come in; `say` reports
     what is missing.
@@ -93,7 +94,7 @@ async def wait_whole(
             said_ms = clock.now_ms()
             missing = "; ".join(view["problems"]) or "no standby is queued for the lock"
             say(f"waiting for a standby, {duration(said_ms - began_ms)}: {missing}")
-        await asyncio.sleep(WHOLE_POLL_S)
+        await asyncio.sleep(poll_s)
 
 
 async def kill_active(directory: Path, target: str, whole: Whole, observer: Observer) -> EngineKill:
