@@ -3,13 +3,15 @@
 Owns what is asked of the library, llguidance: which source a grammar has, and which tokens may
 follow an answer so far. Both processes use it: HTTP to refuse what is not a grammar and journals
 that no grammar allows, the model to choose tokens. Imports no numpy. The library and its tables of
-the vocabulary, a third of a second for 128,000 tokens, are loaded for the first request that needs
-them.
+the vocabulary, a third of a second for 128,000 tokens, are loaded in a thread once the engine is
+prepared: else the first stream with a grammar would wait for them in the middle of a takeover.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,6 +46,16 @@ class Grammars:
         self._vocab_size = vocab_size
         self._end_ids = list(end_ids)
         self._tokenizer: Any = None
+        self._loading = threading.Lock()
+
+    def preload(self) -> None:
+        """Begin to load what the first grammar needs. What cannot be loaded is that one's error."""
+        with contextlib.suppress(RuntimeError):  # no thread to be had: as if this were not called
+            threading.Thread(target=self._preload, name="grammars", daemon=True).start()
+
+    def _preload(self) -> None:
+        with contextlib.suppress(UsageError, OSError, ValueError):
+            self._load()
 
     @property
     def is_loaded(self) -> bool:
@@ -55,10 +67,9 @@ class Grammars:
         Raises:
             UsageError: `request.bad_grammar`: not a grammar, or too large; `model.no_end_token`.
         """
+        self._load()
         import llguidance
 
-        if self._tokenizer is None:
-            self._tokenizer = self._load(llguidance)
         kind, _, text = source.partition(":")
         library = llguidance.LLMatcher
         if kind == REGEX:
@@ -71,14 +82,20 @@ class Grammars:
             raise UsageError("request.bad_grammar", f"This grammar cannot be used: {what}")
         return Matcher(matcher)
 
-    def _load(self, llguidance: Any) -> Any:
+    def _load(self) -> None:
         if not self._end_ids:
             raise UsageError(
                 "model.no_end_token",
                 "This checkpoint names no eos_token_id, so no answer could end with its grammar.",
             )
-        content = read_file(os.path.join(self._directory, "tokenizer.json")).decode()
-        return llguidance.LLTokenizer(content, n_vocab=self._vocab_size, eos_token=self._end_ids)
+        with self._loading:
+            if self._tokenizer is None:
+                import llguidance
+
+                content = read_file(os.path.join(self._directory, "tokenizer.json")).decode()
+                self._tokenizer = llguidance.LLTokenizer(
+                    content, n_vocab=self._vocab_size, eos_token=self._end_ids
+                )
 
 
 class Matcher:

@@ -15,6 +15,7 @@ from engine.backends.reference.model.generation import Generator
 from engine.backends.reference.random_model import write_random_model
 from plumbing.errors import UsageError
 from tests.engine.reference.support import cache_for, decoder_of, run, tokens_of
+from tests.helpers import until
 
 ENDS = (257, 261)
 VOCABULARY = 262
@@ -34,6 +35,20 @@ def allowed(grammars: Grammars, source: str, text: str) -> set[int]:
         assert matcher.take(byte), (text, byte)
     bits = int.from_bytes(matcher.allowed(), "little")
     return {token for token in range(VOCABULARY) if bits >> token & 1}
+
+
+def test_tables_are_loaded_before_the_first_grammar_and_what_cannot_be_is_its_error(model: Path):
+    """Goal: preloading changes when, and nothing else. Method: of a checkpoint that has what is
+    needed, and of two that have not."""
+    grammars = Grammars(str(model), VOCABULARY, ENDS)
+    grammars.preload()
+    until(lambda: grammars.is_loaded, "the tables")
+    assert grammars.matcher(of_choice(["a"])).take(ord("a"))
+    for directory, ends in ((str(model), ()), (str(model / "nowhere"), ENDS)):
+        broken = Grammars(directory, VOCABULARY, ends)
+        broken.preload()
+        with pytest.raises((UsageError, OSError)):
+            broken.matcher(of_choice(["a"]))
 
 
 def test_choice_allows_exactly_what_goes_on_to_one_of_them(model: Path):

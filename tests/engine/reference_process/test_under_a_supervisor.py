@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,18 @@ from tests.engine.reference_process.rig import (
     memory_service,
     supervisor,
 )
+from tests.helpers import auntil
 
 
 async def progressed(stub: Any, target: int) -> None:
     async with asyncio.timeout(60):
         while (await health(stub)).progress < target:
             pass
+
+
+def maps(pid: int, name: str) -> bool:
+    with open(f"/proc/{pid}/maps") as file:
+        return name in file.read()
 
 
 def anonymous_bytes(pid: int, size_bytes: int) -> list[str]:
@@ -77,6 +84,8 @@ def test_whole_life_from_prepared_to_drained(tmp_path: Path, model: Path):
                 assert [a.epoch for a in stub.attached] == [prepared.epoch]
                 assert prepared.kv_bytes == 2 * 4 * 2 * 2 * 2 * 2048 * 16 * 4
                 assert not (await health(stub)).accepting
+                for pid in stub.registered.values():  # no takeover waits for them
+                    await auntil(partial(maps, pid, "llguidance"), "grammars to be loaded")
                 early = asyncio.ensure_future(complete(client, url))
 
                 assert is_fault(await stub.ask(ServeMsg()), "engine.backend_phase")

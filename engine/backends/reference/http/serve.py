@@ -97,6 +97,7 @@ class ReferenceBackend:
         self._phases.step("ready")
         served.ready = ready
         served.grammars = Grammars(self._directory, ready.vocab_size, ready.stop_token_ids)
+        served.grammars.preload()
         served.continuation_id = continuation_id(self._directory, served.model_name, ready)
         return ready
 

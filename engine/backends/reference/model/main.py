@@ -96,7 +96,10 @@ class ModelLoop:
         """Try the decoder and serve. Ends with the UnderstudyError that says why."""
         # This also waits for the other ranks: each follows once it has its weights.
         self._canary_tokens = self._canary(SCRATCH)
-        self._link.notify(self._rank.ready)
+        ready = self._rank.ready
+        self._link.notify(ready)
+        self._grammars = Grammars(self._directory, ready.vocab_size, ready.stop_token_ids)
+        self._grammars.preload()
         self._loop()
 
     # ------------------------------------------------------------------ looping
@@ -145,11 +148,9 @@ class ModelLoop:
     def _take_memory(self) -> None:
         self._rank.take_memory()
         if self._generator is None:
-            ready = self._rank.ready
-            grammars = Grammars(self._directory, ready.vocab_size, ready.stop_token_ids)
             cache = self._rank.cache(SERVING)
             prefixes = self._rank.prefixes()
-            self._generator = Generator(self._rank.decoder, cache, grammars, prefixes)
+            self._generator = Generator(self._rank.decoder, cache, self._grammars, prefixes)
         self._link.notify(TakenMsg(self._rank.kv_bytes))
 
     def _check(self) -> None:
