@@ -48,7 +48,6 @@ PLACES = {
     "torch": ("gms/torch/", "engine/backends/vllm/"),
     "vllm": ("engine/backends/vllm/",),
     "aiohttp": ("engine/backends/",),
-    "prometheus_client": (),
     "numpy": NUMERIC,
     "safetensors": NUMERIC,
     "tokenizers": NUMERIC,

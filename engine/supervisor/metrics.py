@@ -112,7 +112,7 @@ class EngineMetrics:
             "engine_lease_valid_seconds",
             "How long the engine's lease is valid unless it is renewed; only with a lock server"
             " over TCP.",
-        ).read_by(seconds)
+        ).set_function(seconds)
 
     def observe(self, event: Event) -> None:
         """Count `event`."""

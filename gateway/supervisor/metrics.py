@@ -1,12 +1,17 @@
 """The gateway's metrics, made at each scrape from what its children have counted.
 
-Every known label is exported as zero from the first scrape.
+prometheus_client's counters cannot take over what another process has counted, so these are
+families of a collector. Every known label is exported as zero from the first scrape.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+
+from prometheus_client import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
 
 from gateway.core.events import Ending
 from gateway.messages import (
@@ -19,7 +24,6 @@ from gateway.supervisor import report
 from gateway.supervisor.parts import GatewayParts
 from plumbing.hop import Continuation
 from plumbing.service.metrics import PREFIX, Metrics
-from plumbing.service.prometheus import Family, histogram_samples
 
 COUNTERS = {
     "delivered_tokens": "Tokens that clients were sent, each once.",
@@ -52,10 +56,14 @@ class GatewayMetrics:
 
     def __init__(self, gateway: GatewayParts) -> None:
         self.metrics = Metrics()
-        self.metrics.collect(self._families)
+        self.metrics.registry.register(_Children(gateway))
+
+
+class _Children(Collector):
+    def __init__(self, gateway: GatewayParts) -> None:
         self._gateway = gateway
 
-    def _families(self) -> Iterator[Family]:
+    def collect(self) -> Iterator[Metric]:
         nursery = self._gateway.nursery
         totals = nursery.counted()
         counts = {
@@ -68,38 +76,42 @@ class GatewayMetrics:
             "child_restarts": nursery.core.restarts.deaths_total,
         }
         for name, text in COUNTERS.items():
-            yield _family(name, "counter", text, counts[name])
+            yield CounterMetricFamily(_name(name), text, value=counts[name])
         values = report.gauges(self._gateway)
         for name, text in GAUGES.items():
-            yield _family(name, "gauge", text, values[name])
+            yield GaugeMetricFamily(_name(name), text, value=values[name])
         yield _requests(totals)
-        text = "Number of times a limit was reached, by limit."
-        limits = [("", {"limit": limit}, count) for limit, count in sorted(totals.limits.items())]
-        yield Family(_name("limit_hits"), "counter", text, limits)
+        limits = CounterMetricFamily(
+            _name("limit_hits"), "Number of times a limit was reached, by limit.", labels=["limit"]
+        )
+        for limit, count in sorted(totals.limits.items()):
+            limits.add_metric([limit], count)
+        yield limits
         text = "How long streams paused, from the break to the first new token."
         yield _histogram("pause_seconds", text, PAUSE_BUCKETS_S, totals.pause_s)
         text = "Time from a request, read whole, to its first byte sent to an engine that was free."
         yield _histogram("added_seconds", text, ADDED_BUCKETS_S, totals.added_s)
 
 
-def _family(name: str, kind: str, text: str, value: float) -> Family:
-    return Family(_name(name), kind, text, (("", {}, value),))
-
-
-def _requests(totals: GatewayTotals) -> Family:
+def _requests(totals: GatewayTotals) -> CounterMetricFamily:
     counted = {(each.ending, str(each.continuation)): each.count for each in totals.requests}
     zeros = itertools.product(map(str, Ending), map(str, Continuation))
-    samples = [
-        ("", {"outcome": outcome, "continuation": continuation}, count)
-        for (outcome, continuation), count in (dict.fromkeys(zeros, 0) | counted).items()
-    ]
-    text = "Requests by how they ended, and by what a failover would have done to them."
-    return Family(_name("requests"), "counter", text, samples)
+    family = CounterMetricFamily(
+        _name("requests"),
+        "Requests by how they ended, and by what a failover would have done to them.",
+        labels=["outcome", "continuation"],
+    )
+    for key, count in (dict.fromkeys(zeros, 0) | counted).items():
+        family.add_metric(list(key), count)
+    return family
 
 
-def _histogram(name: str, text: str, bounds_s: tuple[float, ...], found: Distribution) -> Family:
-    samples = histogram_samples(bounds_s, found.counts, found.sum_s)
-    return Family(_name(name), "histogram", text, samples)
+def _histogram(
+    name: str, text: str, bounds_s: tuple[float, ...], found: Distribution
+) -> HistogramMetricFamily:
+    bounds = [*(str(float(bound)) for bound in bounds_s), "+Inf"]
+    buckets = list(zip(bounds, itertools.accumulate(found.counts), strict=True))
+    return HistogramMetricFamily(_name(name), text, buckets=buckets, sum_value=found.sum_s)
 
 
 def _name(name: str) -> str:

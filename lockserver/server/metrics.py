@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from prometheus_client import Counter
+
 from lockserver.core.lock import LockState
 from lockserver.core.machine import LockMachine
 from lockserver.members.members import Members
@@ -12,7 +14,6 @@ from lockserver.server.service_socket import STATES
 from lockserver.status.document import longest_left_ms, missing_of
 from plumbing.service.events import Event
 from plumbing.service.metrics import Metrics
-from plumbing.service.prometheus import Counter
 
 LOSS_REASONS = ("not_wanted", "process_gone", "connection_closed", "silent")
 GRANT_REASONS = ("first", "same_engine", "takeover")

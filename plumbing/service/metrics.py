@@ -2,7 +2,8 @@
 
 An alert cannot use a metric that appears only after something has happened: `rate()` over nothing
 is nothing. So a metric with labels is declared with their known values, which are exported as zeros
-at once. States are gauges with a label `state`, one of them 1.
+at once. States are gauges with a label `state`, one of them 1 (prometheus_client's own
+Enum repeats the metric's name as the label).
 """
 
 from __future__ import annotations
@@ -10,13 +11,20 @@ from __future__ import annotations
 import itertools
 import os
 import platform
-import resource
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
 
 from plumbing import __version__
-from plumbing.service.prometheus import Counter, Family, Gauge, Histogram, Metric, Sample, page
 
 PREFIX = "understudy"
 COMMIT_ENV = "UNDERSTUDY_COMMIT"  # set by an image's build; a wheel does not know its commit
@@ -28,9 +36,11 @@ DURATION_BUCKETS_S = (
     *(1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 600.0),
 )
 
+# A `_created` series per counter doubles the page and nothing here restarts a counter by itself.
+disable_created_metrics()  # type: ignore[no-untyped-call] # the library has no annotation here
+
 Labels = Mapping[str, Sequence[str]] | Sequence[str]  # with their known values, or only names
-Collect = Callable[[], Iterable[Family]]
-M = TypeVar("M", bound=Metric[Any])
+M = TypeVar("M", Gauge, Counter, Histogram)
 
 
 class OneHot:
@@ -58,7 +68,8 @@ class Metrics:
 
     def __init__(self, limits: Sequence[str] = ()) -> None:
         self.refresh: Callable[[], None] = lambda: None  # called before each scrape is answered
-        self._collectors: list[Collect] = [process_families]
+        self.registry = CollectorRegistry()
+        ProcessCollector(namespace=PREFIX, registry=self.registry)
         self._build = self.gauge(
             "build_info",
             "Version of this process; always 1.",
@@ -70,11 +81,13 @@ class Metrics:
         )
 
     def gauge(self, name: str, help_text: str, labels: Labels = ()) -> Gauge:
-        return self._added(Gauge(f"{PREFIX}_{name}", help_text, tuple(labels)), labels)
+        metric = Gauge(name, help_text, tuple(labels), namespace=PREFIX, registry=self.registry)
+        return _with_zeros(metric, labels)
 
     def counter(self, name: str, help_text: str, labels: Labels = ()) -> Counter:
         """A counter; `_total` is appended where `name` lacks it."""
-        return self._added(Counter(f"{PREFIX}_{name}", help_text, tuple(labels)), labels)
+        metric = Counter(name, help_text, tuple(labels), namespace=PREFIX, registry=self.registry)
+        return _with_zeros(metric, labels)
 
     def histogram(
         self,
@@ -83,12 +96,11 @@ class Metrics:
         labels: Labels = (),
         buckets: Sequence[float] = DURATION_BUCKETS_S,
     ) -> Histogram:
-        metric = Histogram(f"{PREFIX}_{name}", help_text, tuple(labels), buckets)
-        return self._added(metric, labels)
-
-    def collect(self, collector: Collect) -> None:
-        """Show what `collector` returns at each scrape, too."""
-        self._collectors.append(collector)
+        names = tuple(labels)
+        metric = Histogram(
+            name, help_text, names, namespace=PREFIX, registry=self.registry, buckets=buckets
+        )
+        return _with_zeros(metric, labels)
 
     def one_hot(
         self,
@@ -108,49 +120,15 @@ class Metrics:
     def render(self) -> bytes:
         """The page that Prometheus scrapes, of type `CONTENT_TYPE`."""
         self.refresh()
-        return page(family for collect in self._collectors for family in collect())
-
-    def _added(self, metric: M, labels: Labels) -> M:
-        """`metric`, exporting zeros for every combination of the labels' known values."""
-        if isinstance(labels, Mapping) or not labels:
-            known = labels.values() if isinstance(labels, Mapping) else ()
-            for values in itertools.product(*known):
-                metric.labels(*values)
-        self._collectors.append(lambda: (metric.family(),))
-        return metric
+        return generate_latest(self.registry)
 
 
-def process_families() -> list[Family]:
-    """What this process uses, by the names that Prometheus has for it."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    gauges = {
-        "virtual_memory_bytes": ("Virtual memory.", _statm_bytes(0)),
-        "resident_memory_bytes": ("Resident memory.", _statm_bytes(1)),
-        "start_time_seconds": ("When the process started, since 1970.", _started_s()),
-        "open_fds": ("Open descriptors.", len(os.listdir("/proc/self/fd"))),
-        "max_fds": ("Limit of open descriptors.", resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
-    }
-    cpu: tuple[Sample, ...] = (("", {}, used.ru_utime + used.ru_stime),)
-    name = f"{PREFIX}_process"
-    return [
-        Family(f"{name}_cpu_seconds", "counter", "CPU time, user and system.", cpu),
-        *(
-            Family(f"{name}_{each}", "gauge", text, (("", {}, value),))
-            for each, (text, value) in gauges.items()
-        ),
-    ]
-
-
-def _statm_bytes(column: int) -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[column]) * resource.getpagesize()
-
-
-def _started_s() -> float:
-    with open("/proc/self/stat") as file:
-        ticks = int(file.read().rpartition(")")[2].split()[19])
-    since_boot_s = ticks / os.sysconf("SC_CLK_TCK")
-    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot_s)
+def _with_zeros(metric: M, labels: Labels) -> M:
+    """`metric`, exporting zeros for every combination of the labels' known values."""
+    if labels and isinstance(labels, Mapping):
+        for known in itertools.product(*labels.values()):
+            metric.labels(*known)
+    return metric
 
 
 def build_info() -> dict[str, str]:

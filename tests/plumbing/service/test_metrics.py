@@ -1,15 +1,12 @@
 """Goal: zeros from the first scrape, no noise, and states as one-hot gauges."""
 
-import os
 import sys
-import time
 
-import prometheus_client
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from plumbing import __version__
-from plumbing.service.metrics import DURATION_BUCKETS_S, Metrics
+from plumbing.service.metrics import Metrics
 
 
 def samples(metrics):
@@ -100,64 +97,3 @@ def test_two_registries_do_not_meet():
     first.counter("a_total", "h").inc()
     second.counter("a_total", "h")
     assert value(second, "understudy_a_total") == 0
-
-
-def test_page_says_what_the_library_of_prometheus_would_say():
-    """Goal: a scrape understands every value, label and help text. Method: the same in both."""
-    registry = prometheus_client.CollectorRegistry()
-    settings = {"namespace": "understudy", "registry": registry}
-    text = 'a \\ backslash, a "quote" and\ntwo lines'
-    theirs = (
-        prometheus_client.Gauge("level", text, ("b", "a"), **settings),
-        prometheus_client.Counter("events_total", text, ("b", "a"), **settings),
-        prometheus_client.Histogram(
-            "seconds", text, ("b", "a"), buckets=DURATION_BUCKETS_S, **settings
-        ),
-    )
-    metrics = Metrics()
-    ours = (
-        metrics.gauge("level", text, ("b", "a")),
-        metrics.counter("events_total", text, ("b", "a")),
-        metrics.histogram("seconds", text, ("b", "a")),
-    )
-    for gauge, counter, histogram in (theirs, ours):
-        for number, label in enumerate((text, "é", "")):
-            gauge.labels(a=label, b=number).set((1.5, float("inf"), -1e20)[number])
-            counter.labels(number, label).inc()
-            counter.labels(number, label).inc(1e9)
-            for seconds in (0, 0.001, 0.0011, 599, 600, 601):
-                histogram.labels(number, label).observe(seconds)
-
-    def parsed(page):
-        found = {each.name: each for each in text_string_to_metric_families(page.decode())}
-        return [
-            (each.name, each.type, each.documentation, sorted(map(repr, each.samples)))
-            for each in (found[f"understudy_{name}"] for name in ("level", "events", "seconds"))
-        ]
-
-    assert parsed(metrics.render()) == parsed(prometheus_client.generate_latest(registry))
-
-
-@pytest.mark.parametrize(
-    "labels", [{"a": 1}, {"a": 1, "b": 2, "c": 3}, {"x": 1, "y": 2}], ids=["few", "many", "others"]
-)
-def test_labels_that_a_metric_has_not_are_refused(labels):
-    """Goal: a typo is not a second series. Method: by name and by position."""
-    counter = Metrics().counter("a_total", "h", ("a", "b"))
-    with pytest.raises(ValueError, match="labels"):
-        counter.labels(**labels)
-    with pytest.raises(ValueError, match="labels"):
-        counter.labels("one")
-    with pytest.raises(ValueError, match="grows"):
-        counter.labels(1, 2).inc(-1)
-
-
-def test_process_is_measured():
-    """Goal: memory, CPU and descriptors of each process. Method: against the kernel."""
-    metrics = Metrics()
-    assert value(metrics, "understudy_process_open_fds") >= len(os.listdir("/proc/self/fd")) - 1
-    assert 0 < value(metrics, "understudy_process_cpu_seconds_total") <= sum(os.times()[:2]) + 1
-    resident = value(metrics, "understudy_process_resident_memory_bytes")
-    assert 0 < resident < value(metrics, "understudy_process_virtual_memory_bytes")
-    assert value(metrics, "understudy_process_start_time_seconds") < time.time()
-    assert value(metrics, "understudy_process_max_fds") > 0
