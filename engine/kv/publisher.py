@@ -44,6 +44,14 @@ class LatePublisher:
         self._in_flight.append(self._scheduling)
         self._scheduling = []
 
+    def amend(self) -> None:
+        """What was prepared since the newest step was sent belongs to that step: the device writes
+        the blocks with it or wrote them before, but their tokens were not known then."""
+        if not self._in_flight:
+            raise InvariantError("there is no step in flight to amend")
+        self._in_flight[-1] += self._scheduling
+        self._scheduling = []
+
     def step_processed(self) -> int:
         """The output of the oldest step in flight was processed; how many blocks it published."""
         if not self._in_flight:

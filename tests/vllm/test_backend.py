@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from engine.backends.vllm.api.gate import Traffic
+from engine.messages import WokenMsg
 from plumbing.errors import UnderstudyError
 from plumbing.wire.fds import OwnedFd
 
@@ -207,7 +208,7 @@ def test_a_wake_asks_every_rank_before_it_takes_memory(engine, tmp_path):
         await backend.drain(0.0)  # closes the copy that it has kept
         return taken
 
-    assert asyncio.run(scenario()) == 14
+    assert asyncio.run(scenario()) == WokenMsg(14)
     assert [name for name, *_ in engine.asked] == [
         "understudy_status",
         "understudy_take_kv",

@@ -25,6 +25,8 @@ from engine.backends.vllm.worker import membership, worker
 from engine.backends.vllm.worker.kv_arena import Backing, KVArena
 from engine.backends.vllm.worker.kv_host import HostRange
 from engine.backends.vllm.worker.worker import StockGPUWorker
+from gms.vmm.host import HostMemory
+from gms.vmm.interface import release_all
 from plumbing.errors import InvariantError, UnderstudyError, UsageError, WaitTimeoutError
 
 SIZE = (4 << 20) + 64
@@ -129,6 +131,27 @@ def test_wake_without_room_stays_parked_and_may_be_retried(arena: KVArena, room:
     assert int(buffer.count_nonzero()) == 0
 
 
+def test_borrowed_memory_is_mapped_as_it_is_and_stays_its_owners(arena: KVArena):
+    """Two slabs of a pool, the last larger than needed: what one wake writes the next one reads,
+    and in between there is nothing behind the addresses."""
+    memory = HostMemory()
+    slabs = [memory.create(size, "slab") for size in (2 << 20, 4 << 20)]
+    buffer = allocate(arena)
+    buffer.fill_(1)
+    arena.borrow(slabs, is_new=True)
+    assert (arena.backing, int(buffer.count_nonzero())) == (Backing.TAKEN, 0)
+    buffer.fill_(7)
+    arena.release()
+    assert (arena.backing, arena.resident_bytes()) == (Backing.PARKED, 0)
+    arena.borrow(slabs, is_new=False)
+    assert bool((buffer == 7).all())
+    arena.release()
+    with pytest.raises(InvariantError, match="a pool of"):
+        arena.borrow(slabs[:1], is_new=False)
+    assert (arena.backing, arena.resident_bytes()) == (Backing.PARKED, 0)
+    release_all(slabs)
+
+
 def test_taking_memory_before_the_allocation_is_an_invariant_error(arena: KVArena):
     """No allocation yet: nothing that could be woken."""
     with pytest.raises(InvariantError):
@@ -157,7 +180,9 @@ def make_worker(kv_bytes: int | None = SIZE, ranks: int = 2) -> Any:
 
 
 def config_of(*sizes: int) -> Any:
-    return SimpleNamespace(kv_cache_tensors=[SimpleNamespace(size=size) for size in sizes])
+    return SimpleNamespace(
+        num_blocks=4, kv_cache_tensors=[SimpleNamespace(size=size) for size in sizes]
+    )
 
 
 def test_size_that_can_never_fit_is_refused_before_the_weights(

@@ -64,6 +64,15 @@ def contains(*texts: str) -> Check:
     return check
 
 
+def lacks(*names: str) -> Check:
+    """A class that has no methods of these names of its own."""
+
+    def check(node: Node) -> bool:
+        return not set(names) & {getattr(each, "name", "") for each in node.body}
+
+    return check
+
+
 def every(*checks: Check) -> Check:
     """All of these."""
     return lambda node: all(check(node) for check in checks)

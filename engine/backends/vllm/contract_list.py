@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from engine.backends.vllm import contract_forms as form
 from engine.backends.vllm.contract_forms import contains, exists, takes, takes_only, within
+from engine.backends.vllm.contract_list_kv import KV
 from engine.backends.vllm.contract_list_resume import RESUME
 
 # vLLM's files that are looked into.
@@ -299,5 +300,6 @@ CONTRACTS: dict[str, tuple[form.Contract, ...]] = {
             takes("engine_client", "state", "args", "supported_tasks"),
         ),
     ),
+    **KV,
     **RESUME,
 }

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from engine.backends.vllm import LOAD_FORMAT, PLUGIN, PRIVATE, REFUSE, versions
+from engine.backends.vllm.api.kept_memory import GMS, OWN, OWN_MEMORY, KvChoice
 from engine.messages import RANKS_MAX
 from plumbing.errors import UsageError
 from plumbing.service.config import size_bytes
@@ -67,13 +68,19 @@ PLUGINS_ENV = "VLLM_PLUGINS"  # an allow-list of entry points, ours among them
 UNSHAREABLE_FLAG = "--unshareable"
 BODY_FLAG = "--body-bytes-max"
 UNTESTED_FLAG = "--resume-untested"
+KV_MEMORY_FLAG = "--kv-memory"
+NO_ADOPTION_FLAG = "--no-kv-adoption"
 OURS: Mapping[str, str] = {
     UNSHAREABLE_FLAG: "what to do if the model's quantisation cannot be shared: "
     f"`{REFUSE}` to start (the default), or load a `{PRIVATE}` copy into every engine",
     BODY_FLAG: "the largest request body, such as 64MiB; larger ones are refused with 413, because"
     " parsing one blocks all others (the default depends on the model's length)",
-    UNTESTED_FLAG: "let another engine continue streams also with vLLM's model runner V2, the"
-    " default on GPUs, with which that was never tried",
+    UNTESTED_FLAG: "let another engine continue streams, and adopt KV blocks, also with vLLM's"
+    " model runner V2, the default on GPUs, with which that was never tried",
+    KV_MEMORY_FLAG: f"whose memory the KV cache is in: `{OWN}`, the engine's own (the default),"
+    f" or `{GMS}`, the memory service's: it outlives the engine, and the next one goes on with the"
+    " blocks in it",
+    NO_ADOPTION_FLAG: f"with `{KV_MEMORY_FLAG} {GMS}`: begin with an empty cache all the same",
     versions.OVERRIDE_FLAG: f"run a vLLM outside {versions.supported_range()}, which is untested",
 }
 
@@ -85,6 +92,7 @@ class ServeArguments:
     vllm: argparse.Namespace
     body_bytes_max: int | None
     resume_untested: bool = False
+    kv: KvChoice = OWN_MEMORY
 
 
 def help_text(argv: Sequence[str] = ()) -> str:
@@ -119,14 +127,16 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Serve
     _refuse(parser, args, environ)
     unshareable, body_max = args.unshareable, args.body_bytes_max
     untested = args.resume_untested
+    kv = KvChoice(is_shared=args.kv_memory == GMS, may_adopt=not args.no_kv_adoption)
     del args.unshareable, args.allow_any_vllm, args.body_bytes_max, args.resume_untested
+    del args.kv_memory, args.no_kv_adoption
     args.api_server_count = None
     try:
         versions.validate_parsed_serve_args(args)
     except (TypeError, ValueError) as error:
         raise UsageError("vllm.arguments", f"vLLM refuses its arguments: {error}") from error
     _own(args, unshareable)
-    return ServeArguments(args, body_max, untested)
+    return ServeArguments(args, body_max, untested, kv)
 
 
 def _refuse(
@@ -200,6 +210,8 @@ def _parser() -> Any:
     )
     ours.add_argument(BODY_FLAG, type=size_bytes, help=OURS[BODY_FLAG])
     ours.add_argument(UNTESTED_FLAG, action="store_true", help=OURS[UNTESTED_FLAG])
+    ours.add_argument(KV_MEMORY_FLAG, choices=(GMS, OWN), default=OWN, help=OURS[KV_MEMORY_FLAG])
+    ours.add_argument(NO_ADOPTION_FLAG, action="store_true", help=OURS[NO_ADOPTION_FLAG])
     ours.add_argument(
         versions.OVERRIDE_FLAG, action="store_true", help=OURS[versions.OVERRIDE_FLAG]
     )

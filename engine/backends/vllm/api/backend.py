@@ -25,6 +25,7 @@ from engine.backends.channel import Phases
 from engine.backends.vllm.api.continuation import Continuing
 from engine.backends.vllm.api.door import Door
 from engine.backends.vllm.api.http import TRIAL_PROMPT, Front
+from engine.backends.vllm.api.kept_memory import OWN_MEMORY, KeptMemory
 from engine.messages import NO_ERA, CanaryMsg, HealthyMsg, PreparedMsg, WokenMsg
 from engine.progress_page import ProgressPage
 from plumbing.errors import UnderstudyError
@@ -91,6 +92,7 @@ class VllmBackend:
         find_continuing: Callable[[Sequence[dict[str, Any]]], Continuing] = lambda ranks: (
             Continuing()
         ),
+        kv: KeptMemory | None = None,
     ) -> None:
         """`find_continuing` tells from the status of all ranks who may continue its streams."""
         self.phases = Phases()
@@ -99,9 +101,11 @@ class VllmBackend:
         self._steps = steps
         self._find_continuing = find_continuing
         self._continuing = Continuing()
+        self._kv = kv or KeptMemory(OWN_MEMORY)
         self._listening: OwnedFd | None = None
         self._canaries = 0
         self._turned_s = time.monotonic()
+        self._trusting: asyncio.Task[None] | None = None
 
     async def prepare(self) -> PreparedMsg:
         """Try the engine once, then release its KV memory and stop its scheduler.
@@ -119,6 +123,7 @@ class VllmBackend:
         statuses = await self._ask_ranks("understudy_status", STATUS_WAIT_S)
         if self._find_continuing is not None:
             self._continuing = self._find_continuing(statuses)
+        self._kv.prepared(statuses)
         self.phases.step("ready")
         first = statuses[0]
         return PreparedMsg(
@@ -147,9 +152,14 @@ class VllmBackend:
         self._listening = listening.duplicate()
         self._front.traffic.engine, self._front.traffic.token = engine, token
         await self._ask_ranks("understudy_status", WAKE_ASK_S)
-        taken = await self._ask_ranks("understudy_take_kv", KV_WAIT_S + PULSE_S, KV_WAIT_S)
+        lending = self._kv.lending(engine, token, era)
+        taken = await self._ask_ranks(
+            "understudy_take_kv", KV_WAIT_S + PULSE_S, KV_WAIT_S, *lending
+        )
+        began = await self._kv.begin(self._engine, self._ask_ranks, taken)
         await self._engine.wake_up()
-        return WokenMsg(sum(rank["kv_bytes"] for rank in taken))
+        kv_bytes = sum(rank["kv_bytes"] for rank in taken)
+        return WokenMsg(kv_bytes, self._kv.memory, began.adopted, began.note)
 
     async def run_canary(self) -> CanaryMsg:
         """One real inference, judged by its numbers: damaged weights or memory yield NaN or a token
@@ -170,6 +180,8 @@ class VllmBackend:
         assert self._listening is not None
         listening, self._listening = self._listening, None
         await self._front.open(listening)
+        # Not waited for: the core may be in the middle of a long step for the first clients.
+        self._trusting = asyncio.create_task(self._kv.judge(self._engine))
 
     def health(self) -> HealthyMsg:
         """Called from the channel's thread, so it only reads. A loop that does not turn counts as
@@ -290,6 +302,7 @@ class VllmBackend:
         return None
 
     async def _distrust(self, detail: str) -> None:
+        await self._kv.judge(self._engine, f"a canary failed: {detail}")
         try:
             await self._ask_ranks("understudy_distrust", DISTRUST_WAIT_S, detail)
         except Exception as error:  # this incarnation is about to end in any case

@@ -105,7 +105,7 @@ async def _run(parsed: ServeArguments, channel: ChannelThread, page: ProgressPag
     made = make_engine(parsed, steps)
     collector.resume()
     front = await Front.start(made.engine, args, sock, parsed.body_bytes_max)
-    backend = VllmBackend(made.engine, front, steps, made.find_continuing)
+    backend = VllmBackend(made.engine, front, steps, made.find_continuing, made.kv)
     prepared = await backend.prepare()
     warnings = (*made.warnings, *prepared.warnings)
     channel.prepared(backend, structs.replace(prepared, warnings=warnings))
@@ -118,6 +118,7 @@ class _Made(NamedTuple):
     engine: Any
     warnings: tuple[str, ...]
     find_continuing: Callable[[Sequence[dict[str, Any]]], Any]
+    kv: Any
 
 
 def make_engine(parsed: ServeArguments, steps: Any) -> _Made:
@@ -131,6 +132,8 @@ def make_engine(parsed: ServeArguments, steps: Any) -> _Made:
 
     from engine.backends.vllm import kv_size
     from engine.backends.vllm.api import continuation
+    from engine.backends.vllm.api.kept_memory import KeptMemory
+    from engine.backends.vllm.kv import eligible
 
     args, usage = parsed.vllm, UsageContext.OPENAI_API_SERVER
     engine_args = AsyncEngineArgs.from_cli_args(args)
@@ -145,7 +148,10 @@ def make_engine(parsed: ServeArguments, steps: Any) -> _Made:
     warnings = tuple(kv_size.warnings(config))
     for warning in warnings:
         logger.warning("%s", warning)
-    hooks = continuation.Hooks.install(config, may_be_untested=parsed.resume_untested)
+    untested = parsed.resume_untested
+    problem = eligible.problem_with(config, may_be_untested=untested) if parsed.kv.is_shared else ""
+    hooks = continuation.Hooks.install(config, may_be_untested=untested)
+    kv = KeptMemory.install(parsed.kv, config, problem, resumes=not hooks.problem)
     engine = hooks.engine_class().from_vllm_config(
         config,
         usage_context=usage,
@@ -154,7 +160,7 @@ def make_engine(parsed: ServeArguments, steps: Any) -> _Made:
         aggregate_engine_logging=engine_args.aggregate_engine_logging,
     )
     engine.progressed = steps.record
-    return _Made(engine, warnings, lambda ranks: hooks.find(engine, args, ranks))
+    return _Made(engine, warnings, lambda ranks: hooks.find(engine, args, ranks), kv)
 
 
 def _private_path() -> str:

@@ -8,11 +8,13 @@ allocates differently fails at start, and never serves from memory that a standb
 
     scratch   any address may be touched, nothing lasts   warm-up, graph capture
     parked    addresses only, touching them is fatal      standby
-    taken     zeroed memory                               from the wake on
+    taken     zeroed memory, or the pool's with what      from the wake on
+              earlier engines have left in it
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any, Protocol, Self
 
@@ -20,6 +22,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from engine.backends.vllm.worker.tensors import bytes_at
+from gms.client import Allocation
 from plumbing.errors import InvariantError, UsageError
 
 
@@ -48,6 +51,15 @@ class AddressRange(Protocol):
     def take(self, deadline_s: float) -> None:
         """From parked: take zeroed memory, or raise and stay parked."""
 
+    def borrow(self, slabs: Sequence[Allocation], *, is_new: bool) -> None:
+        """From parked: map the memory of a pool, as it is unless it `is_new`; or raise and stay
+        parked. `park` unmaps it, and it stays its owner's."""
+
+    @property
+    def pool_bytes(self) -> int:
+        """The size of a pool for all of it."""
+        ...
+
     def resident_bytes(self) -> int: ...
 
 
@@ -61,6 +73,10 @@ class KVArena(TorchFunctionMode):
         self._addresses = addresses
         self._device = device
         self._seen_bytes: list[Any] = []
+
+    @property
+    def address(self) -> int:
+        return self._addresses.address
 
     @property
     def kv_bytes(self) -> int:
@@ -127,4 +143,22 @@ class KVArena(TorchFunctionMode):
         if self.backing is not Backing.TAKEN:
             self.release()
             self._addresses.take(deadline_s)
+            self.backing = Backing.TAKEN
+
+    @property
+    def pool_bytes(self) -> int:
+        """What a pool must have to be borrowed."""
+        return self._addresses.pool_bytes
+
+    def borrow(self, slabs: Sequence[Allocation], *, is_new: bool) -> None:
+        """Use the memory of a pool, whose content stays; a new one on a GPU has none yet.
+
+        Raises:
+            UnderstudyError: it cannot be mapped, and the cache stays parked.
+        """
+        if not self._seen_bytes:
+            raise InvariantError("the KV cache has not been allocated")
+        if self.backing is not Backing.TAKEN:
+            self.release()
+            self._addresses.borrow(slabs, is_new=is_new)
             self.backing = Backing.TAKEN

@@ -9,7 +9,7 @@ mapped at the same addresses later.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from engine.backends.free_memory import Room, keep_trying
 from gms.client import Allocation, memory_for
@@ -101,6 +101,24 @@ class CudaRange:
             self._range.clear()
             self._undo = undo.pop_all()
         self._resident_bytes = self._needed_bytes
+
+    @property
+    def pool_bytes(self) -> int:
+        return self._needed_bytes
+
+    def borrow(self, slabs: Sequence[Allocation], *, is_new: bool) -> None:
+        """Map slabs behind all of a parked range. They stay their owner's; new ones are zeroed.
+
+        Raises:
+            UnderstudyError: `gms.driver_failed`; the range stays parked.
+        """
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._range.unmap)
+            self._range.map(0, slabs, writable=True)
+            if is_new:
+                self._range.clear()
+            self._undo = undo.pop_all()
+        self._resident_bytes = sum(each.size_bytes for each in slabs)
 
     def resident_bytes(self) -> int:
         """What is mapped; on a device, mapped memory is resident."""

@@ -3,9 +3,11 @@
 While parked they must not be touched: a read or write kills the process (SIGSEGV), which is better
 than a standby that quietly takes memory.
 
-Surprising: memory is taken by `mprotect`, not by a new mapping. Parking puts a fresh anonymous
+The memory is the process's own, or slabs of a pool that it has borrowed. Surprising: the first is
+taken by `mprotect`, not by a new mapping. Parking puts a fresh anonymous
 mapping over the range, so later it is zero. And if the kernel refuses `mprotect`, the range is
-unchanged, while a refused MAP_FIXED may have removed the old mapping.
+unchanged, while a refused MAP_FIXED may have removed the old mapping: after one the range is parked
+again.
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ import errno
 import logging
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from engine.backends.free_memory import RESERVE_BYTES, Room, keep_trying, read_room
-from plumbing.errors import UnderstudyError
+from gms.client import Allocation
+from plumbing.errors import InvariantError, UnderstudyError
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +89,29 @@ class HostRange:
         if _libc.madvise(self.address, self._room_bytes, mmap.MADV_HUGEPAGE):
             logger.debug("no huge pages for the KV cache")
 
+    @property
+    def pool_bytes(self) -> int:
+        return self._room_bytes
+
+    def borrow(self, slabs: Sequence[Allocation], *, is_new: bool) -> None:
+        """Map slabs over all of a parked range. They stay their owner's, and are zero if new.
+
+        Raises:
+            UnderstudyError: `engine.kv_addresses`; the range stays parked.
+        """
+        offset = 0
+        try:
+            for slab in slabs:
+                size_bytes = min(slab.size_bytes, self._room_bytes - offset)
+                if size_bytes:
+                    self._map_shared(self.address + offset, size_bytes, slab.fileno())
+                offset += size_bytes
+            if offset < self._room_bytes:
+                raise InvariantError(f"a pool of {offset} bytes for {self._room_bytes}")
+        except BaseException:
+            self.park()
+            raise
+
     def resident_bytes(self) -> int:
         """Resident memory of the range, from the kernel."""
         return sum(
@@ -108,6 +134,13 @@ class HostRange:
         if mapped is None or mapped == MAP_FAILED:
             raise _refused("reserve", size_bytes)
         return int(mapped)
+
+    def _map_shared(self, address: int, size_bytes: int, fd: int) -> None:
+        mapped = _libc.mmap(address, size_bytes, OPEN, mmap.MAP_SHARED | MAP_FIXED, fd, 0)
+        if mapped is None or mapped == MAP_FAILED:
+            raise _refused("map", size_bytes)
+        # Where the kernel gives huge pages to shared memory at all (shmem_enabled).
+        _libc.madvise(address, size_bytes, mmap.MADV_HUGEPAGE)
 
     def _open(self) -> bool:
         """Make the range accessible; False if a kernel that does not overcommit refuses."""

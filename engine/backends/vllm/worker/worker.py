@@ -20,14 +20,18 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
 import torch
+from msgspec import structs
 from vllm.v1.worker.gpu_worker import Worker as StockGPUWorker
 
 from engine.backends.free_memory import Room, check_can_ever_fit
+from engine.backends.vllm.kv import INSTALL_ENV as KEEP_KV_ENV
+from engine.backends.vllm.kv import facts
 from engine.backends.vllm.kv_size import check_holds_a_sequence
 from engine.backends.vllm.resume import INSTALL_ENV
 from engine.backends.vllm.worker import membership, weights
 from engine.backends.vllm.worker.kv_arena import AddressRange, Backing, KVArena
 from engine.backends.vllm.worker.kv_cuda import CudaRange
+from engine.backends.vllm.worker.kv_lease import Lending, RankLease, lending_of
 from plumbing.errors import UnderstudyError, UsageError
 
 logger = logging.getLogger(__name__)
@@ -75,6 +79,13 @@ class ParkingWorker(StockGPUWorker):
     arena: KVArena | None = None
     _expected_bytes = 0
     _cannot_resume = ""  # what is in the way
+    _blocks = 0
+    _kv_facts: Answer | None = None  # of the blocks, if the engine core is to keep their index
+    _cannot_keep = ""  # what is in the way
+
+    @functools.cached_property
+    def _lease(self) -> RankLease:
+        return RankLease()
 
     # ------------------------------------------------------------------ what differs
 
@@ -133,6 +144,7 @@ class ParkingWorker(StockGPUWorker):
                     f"this model has a KV cache of {len(sizes)} buffers; only one can be parked",
                 )
             self._expected_bytes = sizes.pop()
+            self._blocks = int(kv_cache_config.num_blocks)
             super().initialize_from_config(kv_cache_config)
             if self.arena is None:
                 raise UsageError(
@@ -140,6 +152,15 @@ class ParkingWorker(StockGPUWorker):
                     "this vLLM allocated its KV cache without asking its worker for memory; does it"
                     " have a KV connector?",
                 )
+            if os.environ.get(KEEP_KV_ENV):
+                self._find_kv_facts(kv_cache_config, self.arena.address)
+
+    def _find_kv_facts(self, kv_cache_config: Any, address: int) -> None:
+        try:
+            self._kv_facts = facts.facts_of(self, kv_cache_config, address)
+        except Exception as error:  # an engine that publishes nothing serves all the same
+            logger.exception("what KV blocks depend on cannot be found out")
+            self._cannot_keep = f"{type(error).__name__}: {error}"
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
         if tag != "kv_cache":
@@ -173,6 +194,7 @@ class ParkingWorker(StockGPUWorker):
         weights.of_this_process().is_awake = False
         if self.arena is not None:
             self.arena.release()
+        self._lease.close()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Only check that the memory was taken.
@@ -203,17 +225,48 @@ class ParkingWorker(StockGPUWorker):
             "epoch": ours.epoch,
             "identity": weights.same_on_every_rank(ours.identity),
             "cannot_resume": self._cannot_resume,
+            "cannot_keep_kv": self._cannot_keep,
         }
 
     @answering
-    def understudy_take_kv(self, deadline_s: float) -> Answer:
-        """Wait until the memory is free (the second fence) and take it; `ms` is the duration."""
+    def understudy_take_kv(self, deadline_s: float, lending: Answer | None = None) -> Answer:
+        """Wait until the memory is free (the second fence) and take it, or with `lending` borrow
+        the device's pool; `ms` is the duration."""
         began = time.monotonic()
         weights.of_this_process().is_awake = True  # no digests from now on
-        if self.arena is not None:
+        pool: Answer = {}
+        if self.arena is not None and lending is None:
             self.arena.take(deadline_s)
+        elif self.arena is not None:
+            pool = self._borrow(lending_of(lending), self.arena, deadline_s)
         ms = (time.monotonic() - began) * 1000
-        return {"kv_bytes": self.arena.kv_bytes if self.arena else 0, "ms": round(ms, 3)}
+        kv_bytes = self.arena.kv_bytes if self.arena else 0
+        return {"kv_bytes": kv_bytes, "ms": round(ms, 3), "pool": pool}
+
+    def _borrow(self, lending: Lending, arena: KVArena, deadline_s: float) -> Answer:
+        """What the engine core needs, to keep the index of this rank's pool."""
+        device = weights.device_of(self.rank)
+        claim = lending.claim(arena.pool_bytes, self._blocks, self.rank)
+        lease = self._lease.borrow(lending.directory, device, claim, deadline_s)
+        arena.borrow(lease.slabs, is_new=lease.is_fresh)
+        self._lease.begin()
+        return {"device": device, "claim": structs.asdict(claim), "facts": self._all_kv_facts()}
+
+    def _all_kv_facts(self) -> Answer | None:
+        if self._kv_facts is None:
+            return None
+        ours = weights.of_this_process()
+        of_weights = {
+            "weights_epoch": ours.epoch,
+            "identity_digest": facts.digest_of(ours.identity),
+        }
+        return self._kv_facts | of_weights
+
+    @answering
+    def understudy_forget_kv(self) -> Answer:
+        """Nobody keeps the index of this rank's pool, so nobody may believe it."""
+        self._lease.forget()
+        return {}
 
     @answering
     def understudy_distrust(self, detail: str) -> Answer:

@@ -1,0 +1,141 @@
+"""In the API process: whose memory the KV cache is in, and what its blocks are worth to others.
+
+Owns `--kv-memory`, `--no-kv-adoption`, and what a wake does beyond taking memory: the engine core
+is asked to adopt and to keep the index, and where it cannot, the workers make the index say
+nothing. One of the two must succeed: an engine that writes over blocks which an index still
+describes would give its successor wrong tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Literal
+
+from msgspec import Struct, structs
+
+from engine.backends.process import INCARNATION_ENV
+from engine.backends.session import SOCKET_DIR_ENV
+from engine.backends.vllm.kv import INSTALL_ENV
+from engine.backends.vllm.worker.kv_lease import Lending
+
+logger = logging.getLogger(__name__)
+
+GMS: Literal["gms"] = "gms"
+OWN: Literal["private"] = "private"
+SCHEDULERS = "engine.backends.vllm.kv"
+# Its workers have borrowed the same pools a moment ago, so that the core waits for nothing.
+BEGIN_WAIT_S = 10.0
+JUDGE_WAIT_S = 5.0
+
+Answer = dict[str, Any]
+AskRanks = Callable[..., Awaitable[Sequence[Answer]]]
+
+
+class KvChoice(Struct, frozen=True):
+    """What the command line asks for."""
+
+    is_shared: bool = False
+    may_adopt: bool = True
+
+
+OWN_MEMORY = KvChoice()
+
+
+class KvBeginning(Struct, frozen=True):
+    """What an engine began with."""
+
+    adopted: int = 0
+    note: str = ""
+
+
+class KeptMemory:
+    """`problem`: why nothing is published."""
+
+    def __init__(self, choice: KvChoice, problem: str = "") -> None:
+        self.choice = choice
+        self.problem = problem
+        self._is_kept = False
+
+    @classmethod
+    def install(cls, choice: KvChoice, config: Any, problem: str, *, resumes: bool) -> KeptMemory:
+        """Before the engine starts; `problem` is what `kv.eligible` has found. `resumes`: it takes
+        up requests, too."""
+        os.environ.pop(INSTALL_ENV, None)
+        if choice.is_shared and not problem:
+            os.environ[INSTALL_ENV] = "1"
+            config.scheduler_config.scheduler_cls = scheduler_of(config, resumes=resumes)
+        return cls(choice, problem)
+
+    @property
+    def memory(self) -> Literal["gms", "private"]:
+        return GMS if self.choice.is_shared else OWN
+
+    def prepared(self, ranks: Sequence[Answer]) -> None:
+        """Once the workers have answered with their status."""
+        for rank in ranks:
+            if not self.problem and rank.get("cannot_keep_kv"):
+                self.problem = f"rank {rank['rank']}: {rank['cannot_keep_kv']}"
+
+    def lending(self, engine: str, token: int, era: str) -> tuple[Answer, ...]:
+        """What the workers are asked besides their deadline."""
+        if not self.choice.is_shared:
+            return ()
+        directory, incarnation = os.environ[SOCKET_DIR_ENV], os.environ[INCARNATION_ENV]
+        return (structs.asdict(Lending(directory, engine, incarnation, token, era)),)
+
+    async def begin(self, engine: Any, ask: AskRanks, taken: Sequence[Answer]) -> KvBeginning:
+        """After the memory was taken and before the first step.
+
+        Raises:
+            UnderstudyError: neither is the index kept, nor can it be made to say nothing.
+        """
+        if not self.choice.is_shared:
+            return KvBeginning()
+        answer: Answer = {"problem": self.problem}
+        if not self.problem:
+            answer = await self._begin_kept([rank["pool"] for rank in taken], engine)
+        if answer["problem"]:
+            await ask("understudy_forget_kv", BEGIN_WAIT_S)
+            logger.warning("no KV block is published: %s", answer["problem"])
+            return KvBeginning(note=f"no block is published: {answer['problem']}")
+        self._is_kept = True
+        adopted, why_empty = int(answer["adopted"]), str(answer["why_empty"])
+        logger.info("adopted %d KV blocks %s", adopted, why_empty and f"({why_empty})")
+        return KvBeginning(adopted, why_empty and f"no block was adopted: {why_empty}")
+
+    async def judge(self, engine: Any, why: str = "") -> None:
+        """The canary has passed, or `why` the content is not to be trusted. Never raises."""
+        if not self._is_kept:
+            return
+        try:
+            async with asyncio.timeout(JUDGE_WAIT_S):
+                await engine.engine_core.call_utility_async("understudy_judge_kv", why)
+        except Exception as error:
+            logger.warning("the verdict on the KV blocks was not recorded: %s", error)
+
+    async def _begin_kept(self, pools: Sequence[Answer], engine: Any) -> Answer:
+        asked = {
+            "directory": os.environ[SOCKET_DIR_ENV],
+            "deadline_s": BEGIN_WAIT_S,
+            "may_adopt": self.choice.may_adopt,
+            "ranks": pools,
+        }
+        try:
+            async with asyncio.timeout(2 * BEGIN_WAIT_S):
+                answer: Answer = await engine.engine_core.call_utility_async(
+                    "understudy_begin_kv", asked
+                )
+        except Exception as error:  # vLLM says whatever went wrong in the core as it likes
+            return {"problem": f"{type(error).__name__}: {error}"}
+        return answer
+
+
+def scheduler_of(config: Any, *, resumes: bool) -> str:
+    """Our scheduler that stands for vLLM's choice."""
+    is_async = "Async" if config.scheduler_config.async_scheduling else ""
+    if resumes:
+        return f"{SCHEDULERS}.scheduler_resuming.KeepingResuming{is_async}Scheduler"
+    return f"{SCHEDULERS}.scheduler.Keeping{is_async}Scheduler"

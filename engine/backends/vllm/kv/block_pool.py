@@ -1,0 +1,91 @@
+"""vLLM's block pool, which tells a `KeptIndex` what becomes of its blocks, and adopts others'.
+
+Every hash that a block gets goes through `_insert_block_hash`, and every one that it loses through
+`_remove_cached_block_hashes` or `reset_prefix_cache`; a block is handed out only by
+`get_new_blocks`, which removes its hashes. Each of them says so before anything is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    get_block_hash,
+    get_group_id,
+    make_block_hash_with_group_id,
+)
+
+from engine.backends.vllm.kv.kept_index import KeptIndex
+from engine.kv.layout import IndexRecord
+from plumbing.errors import InvariantError
+
+
+class KeptBlockPool(BlockPool):
+    kept: KeptIndex
+    _owner: str | None = None  # the request whose blocks are being hashed, if they may be published
+
+    @classmethod
+    def of(cls, pool: BlockPool, kept: KeptIndex) -> KeptBlockPool:
+        """`pool`, which vLLM has made and keeps, as one of ours."""
+        pool.__class__ = cls
+        assert isinstance(pool, cls)
+        pool.kept = kept
+        return pool
+
+    def adopt(self, records: Iterable[IndexRecord], block_tokens: int) -> int:
+        """Cache the blocks of `records`, oldest first; how many. They are handed out last.
+
+        Raises:
+            InvariantError: a record that cannot be true; call `reset_prefix_cache` then.
+        """
+        count = 0
+        for record in records:
+            block = self.blocks[record.block]
+            is_free = not block.is_null and block.ref_cnt == 0 and block.block_hash is None
+            if not is_free or record.tokens % block_tokens or record.group:
+                raise InvariantError(f"the record of block {record.block} cannot be true")
+            key = make_block_hash_with_group_id(BlockHash(record.block_hash), record.group)
+            super()._insert_block_hash(key, block, record.tokens)
+            self.free_block_queue.remove(block)
+            self.free_block_queue.append(block)
+            count += 1
+        return count
+
+    # ------------------------------------------------------------------ what vLLM calls
+
+    def cache_full_blocks(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        # A hash holds the name of an adapter and not its content.
+        self._owner = request.request_id if request.lora_request is None else None
+        try:
+            super().cache_full_blocks(request, *args, **kwargs)
+        finally:
+            self._owner = None
+
+    def _insert_block_hash(
+        self, block_hash_with_group_id: Any, block: Any, num_tokens: int | None
+    ) -> None:
+        super()._insert_block_hash(block_hash_with_group_id, block, num_tokens)
+        is_its_own = block.block_hash == block_hash_with_group_id
+        if self._owner is not None and is_its_own and num_tokens is not None:
+            self.kept.hashed(
+                self._owner,
+                block.block_id,
+                get_block_hash(block_hash_with_group_id),
+                get_group_id(block_hash_with_group_id),
+                num_tokens,
+            )
+
+    def _remove_cached_block_hashes(self, block: Any) -> Any:
+        self.kept.lost(block.block_id)
+        return super()._remove_cached_block_hashes(block)
+
+    def reset_prefix_cache(self) -> bool:
+        self.kept.cleared()
+        return bool(super().reset_prefix_cache())
+
+    def touch(self, blocks: Sequence[Any]) -> None:
+        self.kept.touched(block.block_id for block in blocks)
+        super().touch(blocks)

@@ -1,0 +1,135 @@
+"""What the scheduler's process does with the index of its KV pool; knows no vLLM.
+
+Owns which of the hashed blocks are published, and when an adoption counts as proven. The block pool
+says `hashed`, `lost`, `cleared` and `touched`; the scheduler says `sent` and `processed`.
+
+Two traps that the rules of `engine.kv` do not show:
+
+- vLLM hashes the blocks of a request as it schedules it, and may still take the request out of the
+  same step, to make room for one of higher priority. Those blocks keep their hashes and are never
+  written. So only blocks of requests that are in the step belong to the step.
+- A request that was aborted is gone while its last step is still in flight, and its blocks are in
+  the cache. So what proves a block is the step, and never the state of a request.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Container, Iterable
+from typing import NamedTuple
+
+from engine.kv.publisher import LatePublisher
+from engine.kv.writer import IndexWriter
+
+# How many steps must succeed after an adopted block was first used before the adoption is proven: a
+# block whose bytes are fatal kills the step that reads it, or the output of a step soon after.
+PROOF_STEPS = 32
+
+
+class _Hashed(NamedTuple):
+    owner: str
+    block_hash: bytes
+    group: int
+    tokens: int
+
+
+class KeptIndex:
+    """Does nothing until it is opened: a parked engine has no pool."""
+
+    def __init__(self) -> None:
+        self.problem = ""
+        """Why it stopped publishing, for the user."""
+        self._writer: IndexWriter | None = None
+        self._publisher: LatePublisher | None = None
+        self._fresh: dict[int, _Hashed] = {}
+        self._steps: deque[object] = deque()
+        self._adopted: set[int] = set()
+        self._steps_to_proof: int | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._writer is not None
+
+    @property
+    def published(self) -> int:
+        return self._writer.published if self._writer is not None else 0
+
+    def open(self, writer: IndexWriter, adopted: Iterable[int] = ()) -> None:
+        """Before the first step, with no step in flight."""
+        self._writer, self._publisher = writer, LatePublisher(writer)
+        self._adopted = set(adopted)
+        self._steps_to_proof = None
+        self._fresh.clear()
+        self._steps.clear()
+        self.problem = ""
+
+    def give_up(self, problem: str) -> None:
+        """Nothing is published any more, and nothing of what was is believed."""
+        self.cleared()
+        self._writer = self._publisher = None
+        self.problem = problem
+
+    # ------------------------------------------------------------------ the block pool
+
+    def hashed(self, owner: str, block: int, block_hash: bytes, group: int, tokens: int) -> None:
+        """`block` holds, or soon will, what this hash stands for; for the request `owner`."""
+        if self._writer is not None:
+            self._fresh[block] = _Hashed(owner, block_hash, group, tokens)
+
+    def lost(self, block: int) -> None:
+        """`block` is about to be handed out, or to get another hash."""
+        if self._writer is not None:
+            self._writer.invalidate(block)
+            self._fresh.pop(block, None)
+            self._adopted.discard(block)
+
+    def cleared(self) -> None:
+        if self._writer is not None:
+            self._writer.clear()
+            self._fresh.clear()
+            self._adopted.clear()
+
+    def touched(self, blocks: Iterable[int]) -> None:
+        """A request goes on from these blocks."""
+        if self._adopted and self._steps_to_proof is None and not self._adopted.isdisjoint(blocks):
+            self._steps_to_proof = PROOF_STEPS
+
+    # ------------------------------------------------------------------ the scheduler
+
+    def sent(self, step: object, owners: Container[str]) -> None:
+        """`step`, with the requests `owners`, is complete and goes to the workers."""
+        if self._publisher is None:
+            return
+        for block, each in self._fresh.items():
+            if each.owner in owners:
+                self._publisher.prepare(block, each.block_hash, each.group, each.tokens)
+        self._fresh.clear()
+        self._publisher.step_sent()
+        self._steps.append(step)
+
+    def processed(self, step: object) -> None:
+        """The output of `step` has arrived, so all that it and the steps before it wrote is there.
+
+        What was hashed meanwhile was written by steps that have been sent, for with overlapping
+        steps vLLM knows the tokens of a block only now.
+        """
+        if self._publisher is None:
+            return
+        if not self._steps or self._steps.popleft() is not step:
+            self.give_up("vLLM processed its steps in another order than it sent them")
+            return
+        for block, each in self._fresh.items():
+            self._publisher.prepare(block, each.block_hash, each.group, each.tokens)
+        self._fresh.clear()
+        self._publisher.amend()
+        self._publisher.step_processed()
+        self._prove()
+
+    def _prove(self) -> None:
+        if self._steps_to_proof is None or self._writer is None:
+            return
+        self._steps_to_proof -= 1
+        if self._steps_to_proof <= 0:
+            self._writer.prove()
+            self._adopted.clear()
+            self._steps_to_proof = None

@@ -1,0 +1,70 @@
+"""Goal: whenever an engine dies, the index of its pool holds true records only, and with nothing in
+flight all of them. Method: vLLM's real schedulers over a simulated device, by random schedules of
+requests, aborts, preemptions, resets and deaths at every point of a step."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm.kept_world import Device, Engine, config_of
+
+SEEDS = 40
+STEPS = 120
+MODES = [(False, False), (True, False), (False, True), (True, True)]
+
+
+@pytest.fixture(scope="module", params=MODES, ids=lambda mode: "async" * mode[0] + "prio" * mode[1])
+def config(request: pytest.FixtureRequest, model: Path) -> Any:
+    is_async, by_priority = request.param
+    return config_of(model, is_async=is_async, by_priority=by_priority)
+
+
+def live(engine: Engine, rng: random.Random, steps: int) -> None:
+    """Anything may happen, and the index is read in between."""
+    for _ in range(steps):
+        match rng.randrange(20):
+            case 0 | 1 | 2:
+                engine.add(rng.randrange(1, 24), rng.randrange(1, 20))
+            case 3:
+                engine.abort()
+            case 4 if rng.random() < 0.1:
+                engine.reset()
+            case 5 | 6 | 7 | 8 | 9 if engine.in_flight < engine.depth and engine.has_requests:
+                engine.send()
+            case 10 | 11 | 12 | 13:
+                engine.write_some()
+            case _:
+                engine.process()
+        engine.device.check()
+
+
+def test_every_record_is_true_whenever_the_engine_dies(config: Any):
+    adopted = published = 0
+    for seed in range(SEEDS):
+        rng, device = random.Random(seed), Device()
+        for generation in range(3):
+            engine = Engine(config, device, rng, f"e{seed}-{generation}")
+            adopted += engine.adopted
+            live(engine, rng, rng.randrange(STEPS))
+            published += engine.scheduler.kept.published
+            assert engine.scheduler.kept.problem == ""
+    assert adopted > SEEDS
+    assert published > adopted
+
+
+def test_with_nothing_in_flight_every_block_of_the_cache_is_published(config: Any):
+    for seed in range(SEEDS):
+        rng, device = random.Random(seed), Device()
+        engine = Engine(config, device, rng, f"e{seed}")
+        for _ in range(5):
+            engine.add(rng.randrange(1, 24), rng.randrange(1, 20))
+        while engine.has_requests or engine.in_flight:
+            if engine.has_requests:
+                engine.send()
+            if not engine.has_requests or engine.in_flight == engine.depth:
+                engine.process()
+        assert device.check() == len(engine.hashed_blocks())
