@@ -18,6 +18,7 @@ import tarfile
 import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,11 +122,14 @@ async def _gather(directory: Path, log_dir: Path) -> Bundle:
         facts.append(await look(directory, Ports(), os.environ))
         return _json(document(str(directory), examine(facts[0])))
 
-    await entry("status.json", lambda: _answer(gather(directory)))
-    await entry("events.jsonl", lambda: _events(directory))
-    await entry("doctor.json", doctor)
-    for name, words in COMMANDS.items():
-        await entry(name, lambda words=words: _run(words, directory))  # type: ignore[misc] # mypy has no types for defaults of lambdas
+    # At the same time: a part that hangs is waited for by each that asks it.
+    questions: dict[str, Callable[[], Awaitable[str]]] = {
+        "status.json": lambda: _answer(gather(directory)),
+        "events.jsonl": lambda: _events(directory),
+        "doctor.json": doctor,
+        **{name: partial(_run, words, directory) for name, words in COMMANDS.items()},
+    }
+    await asyncio.gather(*(entry(name, ask) for name, ask in questions.items()))
     await entry("machine.json", lambda: _answer(asyncio.to_thread(machine_facts)))
     pids = facts[0].pids if facts else frozenset()
     await entry("processes.json", lambda: _answer(asyncio.to_thread(process_facts, pids)))
