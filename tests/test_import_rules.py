@@ -5,6 +5,7 @@ import everything once in a process in which the GPU's libraries do not exist.
 """
 
 import ast
+import functools
 import graphlib
 import re
 import subprocess
@@ -134,6 +135,7 @@ def imports_of(path: str, source: str) -> Iterator[Import]:
     yield from walk(ast.parse(source), at_start=True)
 
 
+@functools.cache
 def sources() -> dict[str, str]:
     return {
         path.relative_to(ROOT).as_posix(): path.read_text()
@@ -142,6 +144,7 @@ def sources() -> dict[str, str]:
     }
 
 
+@functools.cache
 def all_imports() -> list[Import]:
     return [found for path, source in sources().items() for found in imports_of(path, source)]
 
