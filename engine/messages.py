@@ -31,6 +31,7 @@ ContinuationId = Annotated[str, Meta(max_length=128)]
 Era = Annotated[str, Meta(min_length=1, max_length=32)]
 Rank = Annotated[int, Meta(ge=0, le=RANKS_MAX - 1)]
 Pid = Annotated[int, Meta(ge=1, le=PID_MAX)]
+KvMemoryKind = Literal["gms", "private"]
 
 # ---------------------------------------------------------------- supervisor → backend, and answers
 
@@ -55,7 +56,7 @@ class WokenMsg(Message, frozen=True, tag="woken"):
     that it begins with. `kv_note`: why there are none, or why none are published."""
 
     kv_bytes: Count
-    kv_memory: Literal["gms", "private"] = "private"
+    kv_memory: KvMemoryKind = "private"
     adopted_blocks: Count = 0
     kv_note: Sentence = ""
 
@@ -84,13 +85,14 @@ class HealthMsg(Message, frozen=True, tag="health"):
 class HealthyMsg(Message, frozen=True, tag="healthy"):
     """`progress` only grows: tokens made plus steps of prefill, over all requests. `replayed` are
     the tokens of resumed requests that another engine had made; computing them again is progress
-    too."""
+    too. `published_blocks` counts those that the next engine was told of since the wake."""
 
     in_flight: Count
     progress: Count
     accepting: bool
     rejected: Count = 0
     replayed: Count = 0
+    published_blocks: Count = 0
 
 
 class DrainMsg(Message, frozen=True, tag="drain"):

@@ -45,6 +45,7 @@ class History:
         self.deaths: deque[dict[str, Any]] = deque(maxlen=DEATHS_SHOWN)
         self.last_takeover: Takeover | None = None
         self.in_flight = 0
+        self.published_blocks = 0  # by the backend since its wake, for the next engine
         self.budget_ms: int | None = None  # of the present state; None: it may last for ever
         self._log = log
         self._clock = clock
@@ -107,7 +108,7 @@ class History:
         """The last process of the dead engine is gone. `rehearsed_ms`: when it was killed for a
         rehearsal."""
         took_ms = self.spent_ms
-        self.budget_ms, self.in_flight = None, 0
+        self.budget_ms, self.in_flight, self.published_blocks = None, 0, 0
         if rehearsed_ms is not None and self.cause == "child_exit":
             self._phase("detect", self._since_ms - rehearsed_ms)
         self.deaths.append(

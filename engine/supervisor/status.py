@@ -115,6 +115,7 @@ class EngineStatus:
         return {
             "memory": woken.kv_memory,
             "adopted_blocks": woken.adopted_blocks,
+            "published_blocks": self._engine.history.published_blocks,
             "note": woken.kv_note or None,
         }
 

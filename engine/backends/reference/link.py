@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from engine.messages import RANKS_MAX, Count, Id, Rank, Sentence
+from engine.messages import RANKS_MAX, Count, Id, KvMemoryKind, Rank, Sentence
 from plumbing.wire.messages import Catalogue, Message
 
 LINK_ENV = "UNDERSTUDY_LINK"  # the number of the model process's end, in its environment
@@ -51,6 +51,9 @@ class ConfigureMsg(Message, frozen=True, tag="configure"):
     max_context: Annotated[int, Meta(ge=2, le=PROMPT_TOKENS_MAX)] | None
     kv_bytes: Count | None
     cache_tokens: Count | None = None
+    kv_memory: KvMemoryKind = "private"
+    may_adopt: bool = True
+    has_audit: bool = False
     rank: Rank = 0
     ranks: Annotated[int, Meta(ge=1, le=RANKS_MAX)] = 1
 
@@ -68,11 +71,25 @@ class ReadyMsg(Message, frozen=True, tag="ready"):
 
 
 class TakeMemoryMsg(Message, frozen=True, tag="take_memory"):
-    """Allocate the KV cache; answered by `taken`."""
+    """Take memory for the KV cache, as the holder of `active` under `token`; answered by `taken`.
+
+    Rank 0 is asked when all others have answered. `epochs` and `identities`, as digests, are those
+    of every rank's weights.
+    """
+
+    token: Count
+    era: Id
+    epochs: tuple[Sentence, ...]
+    identities: tuple[Id, ...]
 
 
 class TakenMsg(Message, frozen=True, tag="taken"):
+    """`adopted` blocks of an earlier engine, or in `note` why there are none."""
+
     kv_bytes: Count
+    memory: KvMemoryKind = "private"
+    adopted: Count = 0
+    note: Sentence = ""
 
 
 class CheckMsg(Message, frozen=True, tag="check"):
@@ -139,6 +156,12 @@ class ProgressedMsg(Message, frozen=True, tag="progressed"):
     progress: Count
 
 
+class PublishedMsg(Message, frozen=True, tag="published"):
+    """How many blocks the next engine was told of, since the wake."""
+
+    blocks: Count
+
+
 class FailedMsg(Message, frozen=True, tag="failed"):
     """Why the model process exits now. The fields are those of `FaultReport`."""
 
@@ -159,6 +182,7 @@ LINK = Catalogue(
     CancelMsg,
     TokenMsg,
     ProgressedMsg,
+    PublishedMsg,
     FailedMsg,
     frame_bytes_max=FRAME_BYTES_MAX,
 )

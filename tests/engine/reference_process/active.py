@@ -42,7 +42,9 @@ async def activate(
     """From prepared to serving on `sock`, one step after the other."""
     prepared = await stub.prepared()
     wake = WakeMsg(token, stub.engine, is_behind_gateway=is_behind_gateway)
-    assert await stub.ask(wake, lend(sock)) == WokenMsg(prepared.kv_bytes)
+    woken = await stub.ask(wake, lend(sock))
+    assert isinstance(woken, WokenMsg), woken
+    assert woken.kv_bytes == prepared.kv_bytes
     canary = await stub.ask(RunCanaryMsg())
     assert isinstance(canary, CanaryMsg)
     assert canary.ok, canary.detail

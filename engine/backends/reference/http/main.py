@@ -1,7 +1,8 @@
 """The backend's main process: HTTP in front, the model process behind, the supervisor above.
 
     python -m engine.backends.reference.http.main --model DIR [--max-context N] [--slots N]
-        [--kv-bytes SIZE] [--cache-tokens N] [--tensor-parallel N] [--served-model-name NAME]
+        [--kv-bytes SIZE] [--cache-tokens N] [--kv-memory gms|private] [--no-kv-adoption]
+        [--kv-audit] [--tensor-parallel N] [--served-model-name NAME]
 
 Started by `engine run --backend reference -- …`. Owns the start: the witness first, then the model
 processes, one per tensor-parallel rank, and only then the slow imports, which so run while the
@@ -84,6 +85,23 @@ def parse(argv: list[str]) -> tuple[ConfigureMsg, str]:
         "(default: as many as the slots hold; 0: none)",
     )
     parser.add_argument(
+        "--kv-memory",
+        choices=("gms", "private"),
+        default="private",
+        help="whose memory the KV cache is in: the memory service's, where it lends any, so that"
+        " the next engine goes on with this one's blocks, or its own (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--no-kv-adoption",
+        action="store_true",
+        help="begin with an empty cache, whatever an earlier engine has left in the KV memory",
+    )
+    parser.add_argument(
+        "--kv-audit",
+        action="store_true",
+        help="publish a checksum of every block, and compare it before the block is adopted",
+    )
+    parser.add_argument(
         "--tensor-parallel",
         type=_whole(1, RANKS_MAX),
         default=1,
@@ -100,6 +118,9 @@ def parse(argv: list[str]) -> tuple[ConfigureMsg, str]:
         max_context=found.max_context,
         kv_bytes=found.kv_bytes,
         cache_tokens=found.cache_tokens,
+        kv_memory=found.kv_memory,
+        may_adopt=not found.no_kv_adoption,
+        has_audit=found.kv_audit,
         ranks=found.tensor_parallel,
     )
     return settings, found.served_model_name or os.path.basename(os.path.realpath(found.model))

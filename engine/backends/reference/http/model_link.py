@@ -9,11 +9,13 @@ prompts to less than the connection may hold, so a client can be refused but nev
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
+import json
 import socket
 import subprocess
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -27,6 +29,7 @@ from engine.backends.reference.link import (
     CheckMsg,
     FailedMsg,
     ProgressedMsg,
+    PublishedMsg,
     ReadyMsg,
     SamplingParams,
     SubmitMsg,
@@ -120,6 +123,7 @@ class ModelLink(Handler):
         self._taken = self._loop.create_future()
         self._checked: asyncio.Future[CheckedMsg] | None = None
         self.page = ProgressPage()
+        self.published = 0  # blocks that the next engine was told of
         self._conn = UnixConnection(sock, LINK, self)
 
     @property
@@ -134,21 +138,48 @@ class ModelLink(Handler):
 
     async def ready(self) -> ReadyMsg:
         """Wait until every rank is ready; the sizes are the sums over all of them."""
-        mine: ReadyMsg = await asyncio.shield(self._ready)
-        ranks = [mine, *[await follower.ready() for follower in self.followers]]
+        ranks = [await link.ready_alone() for link in (self, *self.followers)]
         return replace(
-            mine,
+            ranks[0],
             weights_bytes=sum(rank.weights_bytes for rank in ranks),
             kv_bytes=sum(rank.kv_bytes for rank in ranks),
             epoch=",".join(rank.epoch for rank in ranks),
         )
 
-    async def take_memory(self) -> TakenMsg:
-        """On every rank. A rank that cannot ends the engine, and so frees what the others took."""
-        self._conn.send(TakeMemoryMsg())
-        others = await asyncio.gather(*(follower.take_memory() for follower in self.followers))
-        mine = await asyncio.shield(self._taken)
-        return TakenMsg(mine.kv_bytes + sum(taken.kv_bytes for taken in others))
+    async def ready_alone(self) -> ReadyMsg:
+        """Wait until this rank is ready."""
+        ready: ReadyMsg = await asyncio.shield(self._ready)
+        return ready
+
+    async def take_memory(self, token: int, era: str) -> TakenMsg:
+        """On every rank, on rank 0 last: it may ask the others for their blocks. A rank that cannot
+        ends the engine, and so frees what the others took.
+
+        Raises:
+            UnderstudyError: `engine.kv_mixed`.
+        """
+        ranks = [await link.ready_alone() for link in (self, *self.followers)]
+        take = TakeMemoryMsg(
+            token,
+            era,
+            tuple(ready.epoch for ready in ranks),
+            tuple(digest_of(ready.identity) for ready in ranks),
+        )
+        others = await asyncio.gather(*(follower.take(take) for follower in self.followers))
+        mine = await self.take(take)
+        if any(taken.memory != mine.memory for taken in others):
+            raise UnderstudyError(
+                "engine.kv_mixed",
+                "the memory service lends KV memory to some ranks of this engine and not to others,"
+                " so it cannot be kept; it was probably restarted just now",
+            )
+        return replace(mine, kv_bytes=mine.kv_bytes + sum(taken.kv_bytes for taken in others))
+
+    async def take(self, take: TakeMemoryMsg) -> TakenMsg:
+        """On this rank alone."""
+        self._conn.send(take)
+        taken: TakenMsg = await asyncio.shield(self._taken)
+        return taken
 
     async def check(self) -> CheckedMsg:
         """Run one canary; calls while one runs share its result."""
@@ -216,6 +247,8 @@ class ModelLink(Handler):
                 self._deliver(message)
             case ProgressedMsg():
                 self.page.count = message.progress
+            case PublishedMsg():
+                self.published = message.blocks
             case ReadyMsg():
                 _settle(self._ready, message)
             case TakenMsg():
@@ -278,6 +311,10 @@ def _size_bytes(sampling: SamplingParams) -> int:
     """About what the parts take that can be large: a grammar and lists, on the wire."""
     words = sum(len(word) for word in sampling.bad_words)
     return len(sampling.grammar) + 2 * TOKEN_BYTES * (words + 2 * len(sampling.logit_bias))
+
+
+def digest_of(identity: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
 def _settle(future: asyncio.Future[T] | None, message: T) -> None:

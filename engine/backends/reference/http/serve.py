@@ -124,7 +124,8 @@ class ReferenceBackend:
                 listening.duplicate(), server, lambda: len(server.connections)
             )
             self._served.on_request = self._listener.request_received
-        return WokenMsg((await self._served.link.take_memory()).kv_bytes)
+        taken = await self._served.link.take_memory(token, era)
+        return WokenMsg(taken.kv_bytes, taken.memory, taken.adopted, taken.note)
 
     async def run_canary(self) -> CanaryMsg:
         self._phases.step("run_canary")
@@ -143,6 +144,7 @@ class ReferenceBackend:
             accepting=self._listener is not None and self._listener.is_accepting,
             rejected=self._served.rejected,
             replayed=self._served.replayed,
+            published_blocks=self._served.link.published,
         )
 
     async def drain(self, budget_s: float, *, resume: bool = False) -> None:

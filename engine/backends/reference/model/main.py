@@ -34,9 +34,9 @@ from engine.backends.reference.link import (
     ConfigureMsg,
     FailedMsg,
     ProgressedMsg,
+    PublishedMsg,
     SubmitMsg,
     TakeMemoryMsg,
-    TakenMsg,
     TokenMsg,
     unpack,
 )
@@ -91,6 +91,7 @@ class ModelLoop:
         self._generator: Generator | None = None
         self._canary_tokens: tuple[int, ...] = ()
         self._next_progress_s = 0.0
+        self._published = 0
 
     def run(self) -> NoReturn:
         """Try the decoder and serve. Ends with the UnderstudyError that says why."""
@@ -126,7 +127,7 @@ class ModelLoop:
     def _receive(self, message: Message) -> None:
         match message:
             case TakeMemoryMsg():
-                self._take_memory()
+                self._take_memory(message)
             case CheckMsg():
                 self._check()
             case SubmitMsg() if self._generator is not None:
@@ -145,13 +146,13 @@ class ModelLoop:
             case _:
                 raise UnderstudyError("engine.link", f"{message.TYPE} makes no sense now")
 
-    def _take_memory(self) -> None:
-        self._rank.take_memory()
+    def _take_memory(self, take: TakeMemoryMsg) -> None:
+        taken = self._rank.take_memory(take)
         if self._generator is None:
             cache = self._rank.cache(SERVING)
-            prefixes = self._rank.prefixes()
+            prefixes = self._rank.prefixes
             self._generator = Generator(self._rank.decoder, cache, self._grammars, prefixes)
-        self._link.notify(TakenMsg(self._rank.kv_bytes))
+        self._link.notify(taken)
 
     def _check(self) -> None:
         """One real inference, over the real cache unless requests are using it."""
@@ -165,7 +166,9 @@ class ModelLoop:
             return
         is_same = made == self._canary_tokens
         detail = "the same tokens as when it was prepared"
-        if not is_same:
+        if is_same and self._rank.kept is not None:
+            self._rank.kept.canary_passed()
+        elif not is_same:
             self._rank.distrust()
             detail = f"the canary made {made}, and {self._canary_tokens} when it was prepared"
         self._link.notify(CheckedMsg(is_same, detail))
@@ -181,6 +184,7 @@ class ModelLoop:
 
     def _step(self, generator: Generator) -> None:
         made = generator.step()
+        self._report_kept()
         if made is None:
             # Not every time: a request that is resumed takes thousands of small steps.
             if time.monotonic() >= self._next_progress_s:
@@ -190,6 +194,14 @@ class ModelLoop:
             self._link.notify(
                 TokenMsg(made.request_id, made.token, generator.progress, made.finish_reason)
             )
+
+    def _report_kept(self) -> None:
+        kept = self._rank.kept
+        if kept is not None:
+            kept.stepped()
+            if kept.writer.published > self._published:
+                self._published = kept.writer.published
+                self._link.notify(PublishedMsg(self._published))
 
 
 if __name__ == "__main__":

@@ -14,15 +14,18 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn
 
-from engine.backends import free_memory, process
+from engine.backends import process
 from engine.backends.reference.link import ConfigureMsg, ReadyMsg, TakeMemoryMsg, TakenMsg
 from engine.backends.reference.model.block_memory import BlockMemory, BlockStore
 from engine.backends.reference.model.checkpoint import open_checkpoint
 from engine.backends.reference.model.decoder import Decoder, KVCache, weights_from
 from engine.backends.reference.model.exchange import BlockStep, Follower, Leader
+from engine.backends.reference.model.kept_blocks import KeptBlocks, header_of, headers_of
+from engine.backends.reference.model.kv_pool import KvMemory, KvSource, page_of
 from engine.backends.reference.model.kv_size import size_kv
 from engine.backends.reference.model.prefix_cache import PrefixCache
 from engine.backends.reference.model.weights import map_weights
+from engine.messages import KvMemoryKind
 from gms.client import Keeper
 from plumbing.errors import InvariantError, UnderstudyError
 from plumbing.wire.blocking import BlockingClient
@@ -52,7 +55,11 @@ class Rank:
         self._size = size_kv(config, settings)
         self.kv_bytes = self._size.kv_bytes
         self._blocks: BlockMemory | None = None
+        self._memory: KvMemory | None = None
+        self.prefixes: PrefixCache | None = None  # rank 0's, since its wake
+        self.kept: KeptBlocks | None = None  # …if the memory is lent
         reader, identity = map_weights(checkpoint, member)
+        self._source = KvSource(member, self.kv_bytes, self._size.blocks)
         is_leader = settings.rank == 0
         self.peers = Leader(peers, config.vocab_size) if is_leader else Follower(peers[0])
         self.decoder = Decoder(config, weights_from(config, reader.view), self.peers)
@@ -87,6 +94,8 @@ class Rank:
         every rank, because the damage may be on any of them.
         """
         end = time.monotonic() + REPORT_WAIT_S
+        if self.kept is not None:
+            self.kept.discard("a canary failed")
         self._keeper.report_canary_failure(f"rank {self._settings.rank}: a canary failed")
         try:
             if isinstance(self.peers, Leader):
@@ -100,22 +109,51 @@ class Rank:
     def has_memory(self) -> bool:
         return SERVING in self._caches
 
-    def take_memory(self) -> None:
-        """Allocate KV memory once it is really free; repeated calls do nothing."""
-        if not self.has_memory:
-            free_memory.wait_for_room(self.kv_bytes * self._settings.ranks)
-            memory = memoryview(free_memory.allocate(self.kv_bytes))
-            config, slots, size = self.decoder.config, self._settings.slots, self._size
-            cache = KVCache(config, memory, slots, size.context, SERVING)
-            if size.blocks:
-                self._blocks = BlockMemory(config, memory[size.slots_bytes :], size.blocks, cache)
-            self._caches[SERVING] = cache
+    def take_memory(self, take: TakeMemoryMsg) -> TakenMsg:
+        """Take KV memory once it is really free; repeated calls do nothing more.
 
-    def prefixes(self) -> PrefixCache | None:
-        """Rank 0's prefix cache, over the blocks of all ranks; None where there are no blocks."""
-        if self._blocks is None or not isinstance(self.peers, Leader):
-            return None
-        return PrefixCache(BlockStore(self._blocks, self.peers), self._size.blocks)
+        On rank 0, which is asked when all others have theirs, the prefix cache begins, with what an
+        earlier engine has left in the pools.
+        """
+        settings, size = self._settings, self._size
+        if self._memory is None:
+            is_lent = settings.kv_memory == "gms"
+            memory = self._source.memory(take, settings.rank, settings.ranks, is_lent=is_lent)
+            config, slots = self.decoder.config, settings.slots
+            cache = KVCache(config, memory.view, slots, size.context, SERVING)
+            if size.blocks:
+                blocks = memory.view[size.slots_bytes :]
+                self._blocks = BlockMemory(config, blocks, size.blocks, cache)
+            self._caches[SERVING], self._memory = cache, memory
+            if isinstance(self.peers, Leader):
+                self._begin_cache(take, memory, self.peers)
+        kind: KvMemoryKind = "gms" if self._memory.lease is not None else "private"
+        kept = self.kept
+        adopted, note = (len(kept.adopted), kept.why_empty) if kept else (0, self._memory.note)
+        return TakenMsg(size.kv_bytes, kind, adopted, note)
+
+    def _begin_cache(self, take: TakeMemoryMsg, memory: KvMemory, leader: Leader) -> None:
+        """An error here ends the engine: what the pools' index says must not stay as it is."""
+        settings, blocks, lease = self._settings, self._size.blocks, memory.lease
+        if self._blocks is None:
+            if lease is not None:
+                page_of(lease).invalidate_header()
+            return
+        store = BlockStore(self._blocks, leader)
+        if lease is None:
+            self.prefixes = PrefixCache(store, blocks)
+            return
+        leases = [lease, *(self._source.borrow(take, rank) for rank in range(1, settings.ranks))]
+        common = header_of(self.decoder.config, self._size, settings.slots, settings.ranks)
+        self.kept = KeptBlocks(
+            leases,
+            [page_of(each) for each in leases],
+            headers_of(common, [each.pool for each in leases], take),
+            may_adopt=settings.may_adopt,
+            checksum=store.checksum,
+        )
+        writer, adopted = self.kept.writer, self.kept.adopted
+        self.prefixes = PrefixCache(store, blocks, writer, adopted, has_audit=settings.has_audit)
 
     def run_block(self, step: BlockStep) -> int:
         """On a rank above 0: what rank 0 does with a block; the answer to it."""
@@ -149,8 +187,7 @@ def _receive(link: BlockingClient, rank: Rank) -> None:
     message = link.receive().message
     if not isinstance(message, TakeMemoryMsg):
         raise UnderstudyError("engine.link", f"{message.TYPE} is not for a rank above 0")
-    rank.take_memory()
-    link.notify(TakenMsg(rank.kv_bytes))
+    link.notify(rank.take_memory(message))
 
 
 def _follow_step(leader: Follower, rank: Rank) -> None:
