@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from gms.kv.server import KvServer
 from gms.operate import report
 from gms.server.devices import VISIBLE, devices_to_serve
 from gms.server.server import STALL_MS, DeviceServer
@@ -68,6 +69,8 @@ SERVE_DEVICE = (
     Option("restarts", int, 0, "Number of servers that the device had before this one.", minimum=0),
 )
 
+SERVE_KV = tuple(option for option in SERVE_DEVICE if option is not STALL)
+
 
 @click.group()
 def main() -> None:
@@ -88,19 +91,20 @@ def serve(config: Resolved) -> None:
     if gpus and not is_cuda:
         raise UsageError("config.needless_device", "--device requires --memory cuda")
 
-    def command(device: str, restarts: int) -> list[str]:
+    def command(device: str, restarts: int, verb: str = "serve-device") -> list[str]:
         """How the next server of `device` is started."""
         flags = {
             "--dir": directory,
             "--memory": config["memory"],
             "--device": device,
-            "--stall-s": config["stall_s"],
             "--restarts": restarts,
         }
+        if verb == "serve-device":
+            flags["--stall-s"] = config["stall_s"]
         if config["device_bytes"] is not None:
             flags["--device-bytes"] = config["device_bytes"]
         words = [str(word) for flag in flags.items() for word in flag]
-        return [sys.executable, "-m", "gms.cli", "serve-device", *words]
+        return [sys.executable, "-m", "gms.cli", verb, *words]
 
     supervisor = GmsSupervisor(
         directory,
@@ -111,6 +115,7 @@ def serve(config: Resolved) -> None:
         http_host=config["http_host"],
         http_port=config["http_port"],
         allowed_hosts=config["http_allowed_host"],
+        kv_command=lambda device, restarts: command(device, restarts, "serve-kv"),
     )
     sys.exit(run_async(supervisor.run))
 
@@ -128,6 +133,21 @@ def serve_device(config: Resolved) -> None:
         run_async(functools.partial(_serve_device, config, memory, capacity_bytes))
 
 
+@main.command("serve-kv", hidden=True)
+@options(SERVE_KV, command="gms-device")
+def serve_kv(config: Resolved) -> None:
+    """The server of one device's KV memory; started by `serve`."""
+    configure("gms", device_uuid=config["device"])
+    arm_from_environment()
+    with reported_at_start():
+        check_room()
+        memory, device_bytes = _memory(config)
+        # Host memory without a limit is bounded by what the machine has free.
+        is_bounded = memory.kind != "host" or config["device_bytes"] is not None
+        capacity_bytes = device_bytes if is_bounded else None
+        run_async(functools.partial(_serve_kv, config, memory, capacity_bytes))
+
+
 def _memory(config: Resolved) -> tuple[DeviceMemory, int]:
     """The device's memory, and how much of it may be used."""
     wanted_bytes = config["device_bytes"]
@@ -140,7 +160,6 @@ def _memory(config: Resolved) -> tuple[DeviceMemory, int]:
 
 
 async def _serve_device(config: Resolved, memory: DeviceMemory, capacity_bytes: int) -> None:
-    asyncio.get_running_loop().set_exception_handler(_crash)
     server = DeviceServer(
         paths.runtime_dir(config["dir"]),
         config["device"],
@@ -149,6 +168,19 @@ async def _serve_device(config: Resolved, memory: DeviceMemory, capacity_bytes: 
         stall_ms=config["stall_s"] * 1000,
         restarts_total=config["restarts"],
     )
+    await _run(server)
+
+
+async def _serve_kv(config: Resolved, memory: DeviceMemory, capacity_bytes: int | None) -> None:
+    directory = paths.runtime_dir(config["dir"])
+    restarts = config["restarts"]
+    await _run(
+        KvServer(directory, config["device"], memory, capacity_bytes, restarts_total=restarts)
+    )
+
+
+async def _run(server: DeviceServer | KvServer) -> None:
+    asyncio.get_running_loop().set_exception_handler(_crash)
     with reported_at_start():  # again: `run_async` ends the process on such an error
         await server.start()
     try:

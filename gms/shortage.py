@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 from collections.abc import Iterator
 
 from plumbing.errors import UnderstudyError
@@ -60,6 +61,14 @@ def check_room(fds: int = FDS_TO_START) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(fds):
             stack.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+
+
+def open_fds() -> int:
+    """The number of open descriptors; the limit, if none is left to look with."""
+    try:
+        return len(os.listdir("/proc/self/fd")) - 1  # less the listing's own
+    except OSError:
+        return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from typing import Any
 
 from gms import messages as msg
 from gms import names
-from gms.server.metrics import GmsMetrics
+from gms.server.metrics import ChildMetrics
 from plumbing.errors import UnderstudyError
 from plumbing.part.child_process import ChildProcess
 from plumbing.part.restarts import Restarts
@@ -47,9 +47,15 @@ class Child:
     """One device's server process and its last status. The handler of its pings."""
 
     def __init__(
-        self, device: str, path: str, clock: Clock, metrics: GmsMetrics, log: EventLog
+        self,
+        device: str,
+        path: str,
+        clock: Clock,
+        metrics: ChildMetrics,
+        log: EventLog,
+        tag: str = names.WEIGHTS,
     ) -> None:
-        self.device, self.path = device, path
+        self.device, self.path, self.tag = device, path, tag
         self.restarts = Restarts()
         self.process: ChildProcess | None = None
         self.answered_ms: float | None = None  # None: this process has not answered yet
@@ -60,10 +66,16 @@ class Child:
         self._cannot_ask: str | None = None
         self._silence, self._looked_ms = Silence(), 0.0
         self._document: dict[str, Any] | None = None
-        self._clock, self._metrics, self._log = clock, metrics, log
+        self._clock, self.metrics, self._log = clock, metrics, log
         self._conn: Connection | None = None
         self._relayed_id = 0  # of this process's events: those up to here are in our log
         self._closed = asyncio.Event()
+
+    @property
+    def what(self) -> str:
+        """`the server of HOST-0`, for sentences."""
+        kind = "server" if self.tag == names.WEIGHTS else "KV server"
+        return f"the {kind} of {self.device}"
 
     @property
     def is_answering(self) -> bool:
@@ -78,7 +90,7 @@ class Child:
         """The server's own document, or state `down`."""
         base = {"online": self.is_responsive, "restarts_total": self.restarts.deaths_total}
         if self._document is None or not self.is_answering:
-            down = {"device_uuid": self.device, "tag": names.WEIGHTS, "state": "down", **base}
+            down = {"device_uuid": self.device, "tag": self.tag, "state": "down", **base}
             return {**down, "problem": self.trouble}
         problem = self.trouble or self._document.get("problem")
         return {**self._document, **base, "problem": problem}
@@ -166,7 +178,7 @@ class Child:
                     self.on_recovery()
         elif isinstance(message, msg.StatusReplyMsg):
             self._document = message.document
-            self._metrics.update(message.document)
+            self.metrics.update(message.document)
         elif isinstance(message, msg.EventMsg):
             self._relay(message.record)
 
@@ -177,7 +189,9 @@ class Child:
         missed = record["id"] - self._relayed_id - 1
         self._relayed_id = record["id"]
         about = {"device_uuid": self.device}
+        if self.tag != names.WEIGHTS:
+            about["tag"] = self.tag
         if missed:  # our connection was gone for longer than the server keeps events
-            message = f"{missed} events of the server of {self.device} were missed"
+            message = f"{missed} events of {self.what} were missed"
             self._log.record("gms.events_missed", message, "warning", {**about, "missed": missed})
         self._log.relay(record, about)

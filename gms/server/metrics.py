@@ -8,7 +8,7 @@ a server's restart does not make them fall.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from plumbing.service.events import Event
 from plumbing.service.metrics import Metrics
@@ -25,6 +25,16 @@ HELP = {
     "protocol_errors_total": "Requests that were refused as the peer's fault.",
 }
 COUNTERS = HELP.keys() - EVENTS.values()  # in the status document
+
+
+class ChildMetrics(Protocol):
+    """What is measured of one kind of server."""
+
+    def restarted(self, device: str) -> None:
+        """The server of `device` was restarted: its counts begin at zero."""
+
+    def update(self, document: Mapping[str, Any]) -> None:
+        """Take over the figures of a server's status document."""
 
 
 class GmsMetrics:

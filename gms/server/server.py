@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import resource
 import uuid
 from datetime import timedelta
 from typing import Any
@@ -24,6 +23,7 @@ from gms.server.journal import CommitJournal, left_behind
 from gms.server.performer import DevicePerformer, Threads, check_held, is_held
 from gms.server.vault import Vault
 from gms.server.watch import EpochWatch
+from gms.shortage import open_fds
 from gms.vmm.interface import DeviceMemory, release_all
 from plumbing.errors import ProtocolError
 from plumbing.part.observers import Observers
@@ -157,7 +157,7 @@ class DeviceServer:
             **snapshot(self.machine.device, self._at),
             "problem": self.machine.device.problem or self._watch.problem or self._server.problem,
             "protocol_errors_total": errors_total,
-            "open_fds": _open_fds(),
+            "open_fds": open_fds(),
         }
 
     # ------------------------------------------------------------------ as the wire's handler
@@ -280,11 +280,3 @@ class DeviceServer:
     def _at(self, instant_ms: float) -> str:
         ago = timedelta(milliseconds=self.clock.now_ms() - instant_ms)
         return rfc3339(self.clock.wall() - ago)
-
-
-def _open_fds() -> int:
-    """The number of open descriptors; the limit, if none is left to look with."""
-    try:
-        return len(os.listdir("/proc/self/fd")) - 1  # less the listing's own
-    except OSError:
-        return resource.getrlimit(resource.RLIMIT_NOFILE)[0]

@@ -16,6 +16,7 @@ from typing import Any
 
 from gms import names
 from gms.server.child import Child
+from gms.server.kv_metrics import KvMetrics
 from gms.server.metrics import GmsMetrics
 from plumbing.part.absence import AbsenceFile
 from plumbing.part.child_process import ChildProcess
@@ -29,6 +30,7 @@ from plumbing.service.signals import SignalInbox
 from plumbing.shortage import explain
 from plumbing.wire.server import PathGuard
 
+KV_RETRY_S = 30.0  # of a KV server that keeps dying; nothing that it could do gets worse meanwhile
 STOP_S = 5.0  # for a server to exit by itself; it has nothing to save
 
 
@@ -46,17 +48,33 @@ class GmsSupervisor:
         allowed_hosts: Sequence[str] = (),
         environment: Callable[[str], Mapping[str, str]] = lambda device: {},
         clock: Clock | None = None,
+        kv_command: Callable[[str, int], Sequence[str]] | None = None,
     ) -> None:
-        """`command`: how to start a device's server, given how many it had before."""
+        """`command`: how to start a device's server, given how many it had before; `kv_command`
+        likewise for the server of its KV memory, if it has one."""
         self.directory = directory
         self.clock = clock or SystemClock()
         self.log = EventLog("gms", self.clock)
         self.metrics = GmsMetrics(devices, names.WEIGHTS)
         self.log.subscribe(self.metrics.count)
-        self._command, self._environment = command, environment
+        self._commands = {names.WEIGHTS: command, names.KV: kv_command or command}
+        self._environment = environment
         self.children = [
             Child(device, names.socket_path(directory, device), self.clock, self.metrics, self.log)
             for device in devices
+        ]
+        kv_devices = devices if kv_command is not None else ()
+        self.kv_metrics = KvMetrics(self.metrics.metrics, kv_devices)
+        self.kv_children = [
+            Child(
+                device,
+                names.kv_socket_path(directory, device),
+                self.clock,
+                self.kv_metrics,
+                self.log,
+                names.KV,
+            )
+            for device in kv_devices
         ]
         self.http = HttpServer(
             http_host,
@@ -88,7 +106,8 @@ class GmsSupervisor:
             await self.http.start()
             try:
                 async with asyncio.TaskGroup() as tasks:
-                    running = [tasks.create_task(self._keep(child)) for child in self.children]
+                    everybody = (*self.children, *self.kv_children)
+                    running = [tasks.create_task(self._keep(child)) for child in everybody]
                     signals = tasks.create_task(self._await_signal(inbox))
                     code = await self._exit_code
                     for task in (*running, signals):
@@ -106,27 +125,36 @@ class GmsSupervisor:
             "as_of_event_id": self.log.last_id,
             "pid": os.getpid(),
             "problem": self.http.problem,
-            "devices": [child.status() for child in self.children],
+            "devices": [self._device(child) for child in self.children],
         }
 
+    def _device(self, child: Child) -> dict[str, Any]:
+        """A device: its weights, and under `kv` its KV memory, if that has a server."""
+        kv = next((each.status() for each in self.kv_children if each.device == child.device), None)
+        return {**child.status(), "kv": kv}
+
     async def _keep(self, child: Child) -> None:
-        """Start a server, wait for its end, restart it, until it keeps dying."""
+        """Start a server, wait for its end, restart it, until it keeps dying. That of KV memory is
+        tried for ever: weights are served without it, and engines with memory of their own."""
         while True:
             verdict = self._start(child) or await self._watch(child)
-            if isinstance(verdict, GiveUp):
+            if isinstance(verdict, StartAgain):
+                await asyncio.sleep(verdict.delay_ms / 1000)
+            elif child.tag == names.KV:
+                await asyncio.sleep(KV_RETRY_S)
+            else:
                 self._end(verdict.exit_code)
                 return
-            await asyncio.sleep(verdict.delay_ms / 1000)
 
     def _start(self, child: Child) -> StartAgain | GiveUp | None:
         """None: it runs. Else what to do, since no process could be created."""
         more = {**self._environment(child.device), **parent_environment()}
-        words = self._command(child.device, child.restarts.deaths_total)
+        words = self._commands[child.tag](child.device, child.restarts.deaths_total)
         try:
             child.begin(ChildProcess(words, {**os.environ, **more}))
         except OSError as error:
             verdict = child.restarts.not_started(error.errno)
-            what = f"the server of {child.device} cannot be started: {explain(error.errno)}"
+            what = f"{child.what} cannot be started: {explain(error.errno)}"
             self._note(child, "gms.cannot_start", what, verdict, {"errno": error.errno})
             return verdict
         return None
@@ -143,17 +171,17 @@ class GmsSupervisor:
         child.end()
         lived_ms = self.clock.now_ms() - child.started_ms
         verdict = child.restarts.died(lived_ms, returncode, had_answered=had_answered)
-        ended = f"the server of {child.device} ended {_how(returncode)} after {duration(lived_ms)}"
+        ended = f"{child.what} ended {_how(returncode)} after {duration(lived_ms)}"
         if child.is_killed_for_silence:
             ended += ", killed because it had stopped answering"
         if child.restarts.shortages:
             ended = (
-                f"the server of {child.device} ended {_how(returncode)}: too few descriptors, "
+                f"{child.what} ended {_how(returncode)}: too few descriptors, "
                 "threads or memory to start; its log says which"
             )
         self._note(child, "gms.child_exit", ended, verdict, {"returncode": returncode})
         if isinstance(verdict, StartAgain):
-            self.metrics.restarted(child.device)
+            child.metrics.restarted(child.device)
         return verdict
 
     def _note(
@@ -165,7 +193,9 @@ class GmsSupervisor:
         data: Mapping[str, Any],
     ) -> None:
         """Show why the device has no server, and record it: a shortage once while it lasts."""
-        if isinstance(verdict, GiveUp):
+        if isinstance(verdict, GiveUp) and child.tag == names.KV:
+            severity, then = "error", f"restarting it in {KV_RETRY_S:g} s; weights are served on"
+        elif isinstance(verdict, GiveUp):
             severity, then = "error", f"giving up after {child.restarts.deaths} attempts in a row"
         elif verdict.delay_ms:
             severity, then = "warning", f"restarting it in {duration(verdict.delay_ms)}"
@@ -194,7 +224,8 @@ class GmsSupervisor:
             self._exit_code.set_result(code)
 
     async def _stop_children(self) -> None:
-        alive = [c.process for c in self.children if c.process and c.process.returncode is None]
+        everybody = (*self.children, *self.kv_children)
+        alive = [c.process for c in everybody if c.process and c.process.returncode is None]
         for process in alive:
             process.terminate()
         for process in alive:
@@ -204,13 +235,16 @@ class GmsSupervisor:
             except TimeoutError:
                 process.kill()
                 await process.wait()
-        for child in self.children:
+        for child in everybody:
             child.end()
 
     def _startup(self) -> Probe:
         silent = {child.device: child.trouble for child in self.children if not child.is_responsive}
         if not silent:
-            return Probe(True, "every device's server answers", {})
+            away = [child.device for child in self.kv_children if not child.is_responsive]
+            details: dict[str, Any] = {"kv_silent": away} if self.kv_children else {}
+            but = f", but no KV server of {', '.join(away)}" if away else ""
+            return Probe(True, f"every device's server answers{but}", details)
         why = (f"{device} ({trouble})" if trouble else device for device, trouble in silent.items())
         details = {"silent": list(silent), "problems": {d: t for d, t in silent.items() if t}}
         return Probe(False, f"no answer from {', '.join(why)}", details)

@@ -1,4 +1,4 @@
-"""Watches the files of unowned epochs until the kernel says that they are free.
+"""Watches the files of unowned memory until the kernel says that they are free.
 
 Nothing announces the release of a flock, so the watch polls: every millisecond for the first second
 (a killed process is usually gone by then), then every ten. A try costs microseconds.
@@ -27,7 +27,8 @@ logger = logging.getLogger(__name__)
 
 
 class EpochWatch:
-    """Calls `free(epoch)` once per watched epoch, and `holders(epoch, pids)` while it waits.
+    """Calls `free(epoch)` once per watched epoch, and `holders(epoch, pids)` while it waits. Of a
+    KV pool, which outlives its holders, `look` leaves the file where it is.
 
     A file that cannot be opened counts as held: `failed(epoch, message)` is called once for each
     error, and `problem` holds it while it lasts.
@@ -41,9 +42,13 @@ class EpochWatch:
         free: Callable[[str], None],
         holders: Callable[[str, tuple[int, ...]], None],
         failed: Callable[[str, str], object],
+        *,
+        what: str = "epoch",
+        look: Callable[[str], bool] = epoch_file.remove_if_free,
     ) -> None:
         self._clock, self._thread, self._path_of = clock, thread, path_of
         self._free, self._holders, self._failed = free, holders, failed
+        self._what, self._look = what, look
         self._since_ms: dict[str, float] = {}
         self._scan_ms: dict[str, float] = {}
         self._problems: dict[str, str] = {}  # by epoch, of the last try
@@ -99,15 +104,15 @@ class EpochWatch:
     def _is_gone(self, epoch: str) -> bool:
         path = self._path_of(epoch)
         try:
-            is_gone = epoch_file.remove_if_free(path)
+            is_free = self._look(path)
         except OSError as error:  # out of descriptors, for one: not known is not free
             self._problems[epoch] = (
-                f"cannot check whether epoch {epoch} is still mapped, so no engine may load until "
-                f"{path} can be opened and removed: {explain(error.errno)}"
+                f"cannot check whether {self._what} {epoch} is still mapped, so no engine may load "
+                f"until {path} can be opened and removed: {explain(error.errno)}"
             )
             return False
         self._problems.pop(epoch, None)
-        return is_gone
+        return is_free
 
     def _find_holders(self, epoch: str) -> None:
         path = self._path_of(epoch)

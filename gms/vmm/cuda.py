@@ -65,7 +65,7 @@ class CudaAllocation:
         """The driver has no seal; from here on we export it to readers only."""
         self._is_sealed = True
 
-    def check(self, name: str) -> None:
+    def check(self, name: str, *, is_sealed: bool = True) -> None:
         """Its size only: the driver knows no names and cannot identify a handle."""
         reservation = self._memory.reserve(self.size_bytes + self._memory.granularity_bytes)
         try:

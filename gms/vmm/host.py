@@ -85,7 +85,7 @@ class HostAllocation:
             ) from error
         self._keep(read_only)
 
-    def check(self, name: str) -> None:
+    def check(self, name: str, *, is_sealed: bool = True) -> None:
         try:
             found = os.fstat(self._fd.fileno())
             seals = fcntl.fcntl(self._fd.fileno(), fcntl.F_GET_SEALS)
@@ -95,8 +95,10 @@ class HostAllocation:
             raise _bad_slab(f"it is not memory that can be sealed ({error.strerror})") from error
         if found.st_size != self.size_bytes:
             raise _bad_slab(f"it should have {self.size_bytes} bytes and has {found.st_size}")
-        if seals & ALL_SEALS != ALL_SEALS:
+        if is_sealed and seals & ALL_SEALS != ALL_SEALS:
             raise _bad_slab("it is not sealed, so a process could still write to it")
+        if not is_sealed and (seals & ALL_SEALS != SIZE_SEALS or not self.is_writable):
+            raise _bad_slab("it cannot be written, or its size could change")
         called = target.removeprefix("/memfd:").removesuffix(" (deleted)")
         if called != name:
             raise _bad_slab(f"it should be {name} and is {called}")

@@ -44,9 +44,9 @@ class Allocation(Protocol):
             UnderstudyError: `gms.still_writable`, a process has a writable mapping.
         """
 
-    def check(self, name: str) -> None:
-        """Check memory from another process: its size is right, it is not writable, and it was
-        created as `name`.
+    def check(self, name: str, *, is_sealed: bool = True) -> None:
+        """Check memory from another process: its size is right, it was created as `name`, and no
+        process can write it, or (not `is_sealed`) every holder can.
 
         The name guards against mistakes, not against forgery, and on the host only: a CUDA handle
         does not identify itself.

@@ -117,9 +117,10 @@ class Pod:
         return backend_processes((await self.engine(name))["engine"]["pid"])
 
     def gms_server(self) -> int:
-        """The process that serves the only device."""
-        (pid,) = children(self.pid("gms"))
-        return pid
+        """The process that serves the weights of the only device."""
+        found = [Path(f"/proc/{pid}/cmdline") for pid in children(self.pid("gms"))]
+        (weights,) = [each for each in found if b"serve-device" in each.read_bytes()]
+        return int(weights.parent.name)
 
     async def memory(self, device: str = "HOST-0") -> Mapping[str, Any]:
         """The status of the server of `device`; {} while it does not answer."""

@@ -193,7 +193,11 @@ def test_several_deaths_in_a_row_end_the_container_with_the_childs_code(serve: S
     def kill_again() -> bool:
         for pid in procfs.children(serve.process.pid):
             words = procfs._read(f"/proc/{pid}/cmdline").split("\0")
-            if serve.first in words and pid not in killed and procfs.is_alive(pid):
+            if (
+                {serve.first, "serve-device"} <= {*words}
+                and pid not in killed
+                and procfs.is_alive(pid)
+            ):
                 killed.add(pid)
                 os.kill(pid, signal.SIGKILL)
         return serve.process.poll() is not None
