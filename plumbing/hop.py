@@ -19,9 +19,13 @@ from enum import StrEnum
 
 import msgspec
 
+# Of the words below. During an upgrade a gateway meets engines of another release: where versions
+# differ, an engine marks nothing and the gateway continues nothing. `Hello` only gains fields.
+VERSION = 1
+
 # Clients cannot set any header with this prefix: the gateway removes them from requests.
 HEADER_PREFIX = "x-understudy-"
-GATEWAY = "X-Understudy-Gateway"  # request, "1": mark the stream
+GATEWAY = "X-Understudy-Gateway"  # request, `VERSION` of the gateway: mark the stream
 JOURNAL = "X-Understudy-Journal"  # request to resume, "<body bytes>,<tokens>,<chunks>"
 ENGINE = "X-Understudy-Engine"  # response: who answers,
 TOKEN = "X-Understudy-Token"  # under which grant of the lock,
@@ -58,6 +62,7 @@ class Hello(msgspec.Struct, frozen=True):
     Streams resume only where `continuation_id` is equal: it stands for the weights, the tokenizer,
     the chat template, parsers, sampling defaults, adapters and the engine's minor version.
     `continuation` is the best class of its streams, and `problem` says why that is `none`.
+    `version`: of the hop, 1 of engines that do not say.
     """
 
     engine: str
@@ -67,6 +72,18 @@ class Hello(msgspec.Struct, frozen=True):
     body_bytes_max: int
     models: tuple[str, ...] = ()
     problem: str | None = None
+    version: int = 1
+
+    def as_understood(self) -> Hello:
+        """What it means to a gateway of this release."""
+        if self.version == VERSION:
+            return self
+        problem = (
+            f"{self.engine} speaks version {self.version} of the private hop and this gateway"
+            f" version {VERSION}, so its streams cannot be continued; run one release in all"
+            " processes of a pod"
+        )
+        return msgspec.structs.replace(self, continuation=Continuation.NONE, problem=problem)
 
 
 class Journal(msgspec.Struct, frozen=True):

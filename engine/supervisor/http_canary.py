@@ -22,7 +22,7 @@ RETRY_S = 0.1
 NO_SUCH_PATH = frozenset({404, 405, 501})
 
 REQUEST = (
-    f"POST {hop.CANARY_PATH} HTTP/1.1\r\nHost: engine\r\n{hop.GATEWAY}: 1\r\n"
+    f"POST {hop.CANARY_PATH} HTTP/1.1\r\nHost: engine\r\n{hop.GATEWAY}: {hop.VERSION}\r\n"
     "Content-Length: 0\r\nConnection: close\r\n\r\n"
 ).encode()
 

@@ -225,7 +225,7 @@ class Gateway:
         if isinstance(event, ev.HelloCame):
             hello = event.hello
             if (hello.engine, hello.token) == (self._grant.engine, self._grant.token):
-                self.hello, self._no_hello = hello, ""
+                self.hello, self._no_hello = hello.as_understood(), ""
                 return
             self._no_hello = f"{hello.engine} answered, under token {hello.token}"
         else:

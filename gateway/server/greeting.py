@@ -11,7 +11,7 @@ from plumbing import hop
 from plumbing.hop import Hello
 
 REQUEST = (
-    f"GET {hop.HELLO_PATH} HTTP/1.1\r\nhost: gateway\r\n{hop.GATEWAY}: 1\r\n"
+    f"GET {hop.HELLO_PATH} HTTP/1.1\r\nhost: gateway\r\n{hop.GATEWAY}: {hop.VERSION}\r\n"
     "connection: close\r\n\r\n"
 ).encode()
 ANSWER_BYTES_MAX = 1 << 20

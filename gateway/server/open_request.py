@@ -20,7 +20,7 @@ INFERENCE_PATHS = frozenset(
 )
 SAFE_METHODS = (b"GET", b"HEAD", b"OPTIONS")
 WITHOUT_BODY = (b"GET", b"HEAD", b"OPTIONS", b"DELETE")
-MARK = hop.GATEWAY.lower().encode() + b": 1\r\n"
+MARK = b"%b: %d\r\n" % (hop.GATEWAY.lower().encode(), hop.VERSION)
 JOURNAL = hop.JOURNAL.lower().encode()
 
 

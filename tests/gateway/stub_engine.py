@@ -106,6 +106,7 @@ class StubEngine:
     token: int = 1
     continuation: Continuation = Continuation.EXACT
     continuation_id: str = "one"
+    version: int = hop.VERSION  # of the hop; a stub of another one does not mark its streams
     chunk_tokens: int = 1  # of each group
     interval_s: float = 0.0  # between two groups
     cut_after_groups: int | None = None  # die then, with `cut_bytes` of the next group written
@@ -204,6 +205,7 @@ class StubEngine:
             continuation=self.continuation,
             body_bytes_max=BODY_BYTES_MAX,
             models=("stub",),
+            version=self.version,
         )
         body = json.dumps(hop_json(hello)).encode()
         reply.head(length=len(body))

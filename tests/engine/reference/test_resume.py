@@ -171,6 +171,24 @@ def test_stream_of_a_compressed_request_says_that_it_cannot_be_continued(model: 
     with_pod(model, test)
 
 
+def test_gateway_of_another_version_of_the_hop_gets_a_plain_stream(model: Path):
+    """Goal: during an upgrade nobody has to read another release's comments. Method: the header of
+    a gateway that is newer; the hello says this engine's version."""
+
+    async def test(engine: Pod) -> None:
+        headers = {hop.GATEWAY: str(hop.VERSION + 1)}
+        asked = {**GREEDY, "stream": True}
+        async with engine.client.post(COMPLETIONS, json=asked, headers=headers) as answer:
+            assert (answer.status, answer.headers[hop.CONTINUATION]) == (200, "none")
+            body = await answer.read()
+        assert body.endswith(b"data: [DONE]\n\n")
+        assert hop.GROUP_MARK not in body
+        async with engine.client.get(hop.HELLO_PATH, headers=headers) as answer:
+            assert (await answer.json())["version"] == hop.VERSION
+
+    with_pod(model, test)
+
+
 def test_direct_engine_ignores_what_only_a_gateway_may_say(model: Path):
     """Goal: a client cannot mark or resume anything itself. Method: the gateway's headers and paths
     at an engine that is not behind one."""

@@ -251,10 +251,15 @@ def test_clients_of_direct_mode_see_nothing_of_this():
     assert b"x-understudy-continuation" not in found.head
 
 
-def test_only_what_the_gateway_sends_is_marked():
+@pytest.mark.parametrize(
+    "header",
+    [(b"x-understudy-journal", b"2,0,0"), (GATEWAYS[0], b"%d" % (hop.VERSION + 1))],
+    ids=["client", "other-version"],
+)
+def test_only_what_a_gateway_of_this_release_sends_is_marked(header):
     serving = Serving(output(5, finish="stop"))
     found = Hop(serving)
-    asyncio.run(found.ask(b"{}", (b"x-understudy-journal", b"2,0,0")))
+    asyncio.run(found.ask(b"{}", header))
     assert b": u=" not in b"".join(found.bodies)
     assert serving.seen["headers"] == []
 

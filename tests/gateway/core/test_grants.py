@@ -10,7 +10,7 @@ from gateway.core import events as ev
 from gateway.core.machine import Gateway
 from gateway.core.request import REQUEST_BYTES
 from gateway.core.transcript import BLOCK_BYTES
-from plumbing.hop import Continuation, Hello
+from plumbing.hop import VERSION, Continuation, Hello
 from tests.gateway.core.model import KINDS, PATHS
 from tests.gateway.core.pod import Pod
 
@@ -93,6 +93,7 @@ def test_nobody_is_asked_without_a_grant_and_its_hello():
     [
         ({"continuation_id": "other"}, "gateway.other_continuation"),
         ({"continuation": Continuation.NONE}, "gateway.cannot_continue"),
+        ({"version": VERSION + 1}, "gateway.cannot_continue"),
     ],
 )
 def test_stream_does_not_resume_at_an_engine_that_cannot(change, code):

@@ -308,6 +308,33 @@ def test_a_stream_of_class_none_passes_as_it_comes(tmp_path):
     with_bench(tmp_path, scenario)
 
 
+def test_an_engine_of_another_release_is_served_and_status_says_that_its_streams_end(tmp_path):
+    """Goal: an upgrade in which versions of the hop meet refuses nobody. Method: a newer engine,
+    which marks nothing for this gateway; what it says of itself includes words of its own."""
+
+    async def scenario(bench):
+        engine = await bench.active(version=hop.VERSION + 1)
+
+        async def route(request, reply):
+            assert request.headers[hop.GATEWAY.lower()] == str(hop.VERSION)
+            reply.head(content_type="text/event-stream", continuation="marked otherwise")
+            reply.write(chunk_of(request, {"content": " t1"}) + b": new=words\n\n")
+            reply.write(b"data: [DONE]\n\n")
+            reply.end()
+            await reply.writer.drain()
+
+        engine.routes[CHAT] = route
+        answer = await bench.once(CHAT, ASKED)
+        assert answer.is_whole
+        assert answer.text() == " t1"
+        assert answer.headers["x-understudy-continuation"] == "none"
+        upstream = bench.doors.beat(1).upstream
+        assert upstream.continuation is Continuation.NONE
+        assert "version 2 of the private hop" in upstream.problem
+
+    with_bench(tmp_path, scenario)
+
+
 def test_an_event_of_ten_megabytes_passes(tmp_path):
     async def scenario(bench):
         engine = await bench.active()

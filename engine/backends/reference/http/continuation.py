@@ -13,6 +13,7 @@ from importlib import metadata
 
 from engine.backends.reference.link import ReadyMsg
 from engine.backends.shards import read_file
+from plumbing import hop
 
 LIBRARIES = ("tokenizers", "jinja2", "llguidance")  # numpy is in the identity
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -27,6 +28,7 @@ def continuation_id(directory: str, model_name: str, ready: ReadyMsg) -> str:
         found.update(b"%d\n" % len(content))
         found.update(content)
     others = {
+        "hop": hop.VERSION,
         "identity": ready.identity,
         "model_name": model_name,
         "stop_token_ids": ready.stop_token_ids,

@@ -137,6 +137,7 @@ class _Routes:
             continuation=hop.Continuation.EXACT,
             body_bytes_max=BODY_BYTES_MAX,
             models=(served.model_name,),
+            version=hop.VERSION,
         )
         return web.json_response(body=msgspec.json.encode(hello))
 

@@ -57,7 +57,8 @@ class ServedModel:
             raise ApiError(404, what, code="model_not_found", param="model")
 
     def is_marked(self, request: web.Request) -> bool:
-        """Whether a gateway asks, and so can continue the answer. Not where the body is compressed:
-        a journal behind it would be taken for a part of it."""
+        """Whether a gateway of this release asks, and so can continue the answer. Not where the
+        body is compressed: a journal behind it would be taken for a part of it."""
         is_plain = "Content-Encoding" not in request.headers
-        return self.is_behind_gateway and hop.GATEWAY in request.headers and is_plain
+        is_gateways = request.headers.get(hop.GATEWAY) == str(hop.VERSION)
+        return self.is_behind_gateway and is_gateways and is_plain

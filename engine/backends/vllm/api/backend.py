@@ -28,6 +28,7 @@ from engine.backends.vllm.api.http import TRIAL_PROMPT, Front
 from engine.backends.vllm.api.kept_memory import OWN_MEMORY, KeptMemory
 from engine.messages import NO_ERA, CanaryMsg, HealthyMsg, PreparedMsg, WokenMsg
 from engine.progress_page import ProgressPage
+from plumbing import hop
 from plumbing.errors import UnderstudyError
 from plumbing.hop import Continuation, Hello
 from plumbing.wire.fds import OwnedFd
@@ -228,6 +229,7 @@ class VllmBackend:
             body_bytes_max=front.body_max,
             models=front.models,
             problem=can.problem or None,
+            version=hop.VERSION,
         )
 
     async def watch(self, on_dead: Callable[[UnderstudyError], None]) -> None:

@@ -25,6 +25,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from engine.backends.vllm import contracts, versions
 from engine.backends.vllm.resume import INSTALL_ENV
 from engine.backends.vllm.worker.identity import files_of
+from plumbing import hop
 from plumbing.hop import Continuation
 
 logger = logging.getLogger(__name__)
@@ -148,6 +149,7 @@ def continuing(engine: Any, args: argparse.Namespace, identity: dict[str, Any]) 
     modules = args.lora_modules or ()
     document = {
         "adapters": {each.name: _adapter(each.path) for each in modules},
+        "hop": hop.VERSION,
         "flags": {name: getattr(args, name, None) for name in FLAGS},
         "identity": identity if is_exact else identity.get("models"),
         "names": args.served_model_name or [args.model],

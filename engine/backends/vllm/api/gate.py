@@ -169,7 +169,7 @@ class Gate:
         if scope["path"].startswith(hop.HOP_PATHS):
             await door.answer_hop(scope, answer.send)
             return
-        is_gateways = GATEWAY in dict(scope["headers"])
+        is_gateways = dict(scope["headers"]).get(GATEWAY) == b"%d" % hop.VERSION
         try:
             receive, journal = await take_journal(scope, receive, self._body_max)
         except ValueError as error:
