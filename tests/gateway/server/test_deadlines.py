@@ -8,8 +8,11 @@ import asyncio
 import time
 
 from gateway.server import client as client_module
-from tests.gateway.server.harness import CHAT, with_bench
-from tests.gateway.server.test_answers import ASKED, STREAM
+from plumbing import hop
+from plumbing.hop import Continuation
+from tests.gateway.server.harness import CHAT, Answer, with_bench
+from tests.gateway.server.test_answers import ASKED, STREAM, wanted
+from tests.gateway.stub_engine import group_of
 from tests.helpers import auntil
 
 
@@ -90,3 +93,69 @@ def test_a_large_answer_outlives_deadlines_while_it_is_taken(tmp_path, monkeypat
         await auntil(lambda: bench.load.connections == 0, "the connection to be cut")
 
     with_bench(tmp_path, scenario)
+
+
+def test_no_deadline_ends_a_stream_that_goes_on_slowly_even_across_a_switchover(
+    tmp_path, monkeypatch
+):
+    """Goal: an answer of ten minutes ends by itself alone. Method: every limit of time in the doors
+    is zero, except the one of parked streams, and many sweeps pass between two tokens, in the pause
+    of a handover, which is filled with comments, and after it."""
+    monkeypatch.setattr("gateway.server.doors.SWEEP_S", 0.001)
+    monkeypatch.setattr("gateway.server.exchange.HEAD_MS", 0.0)
+    for name in ("IDLE_S", "HEAD_S", "BODY_GRACE_S", "LINGER_S", "STALLED_S"):
+        monkeypatch.setattr(client_module, name, 0.0)
+    sweeps = 0
+
+    async def scenario(bench):
+        nonlocal sweeps
+        sweep = bench.doors.exchange.sweep
+
+        def count(keepalive_ms):
+            nonlocal sweeps
+            sweeps += 1
+            sweep(keepalive_ms)
+
+        bench.doors.exchange.sweep = count
+
+        async def long_time() -> None:
+            until = sweeps + 20
+            await auntil(lambda: sweeps >= until, "many sweeps")
+            assert [each.deadline_s for each in bench.doors.clients] == [client_module.NEVER]
+
+        leaving = await bench.engine()
+        monkeypatch.setattr(client_module, "HEAD_S", 60.0)
+        client = await bench.client()
+        client.ask(CHAT, STREAM)
+        await auntil(lambda: bench.load.in_flight == 1, "the request to be read")
+        monkeypatch.setattr(client_module, "HEAD_S", 0.0)
+
+        async def route(request, reply):
+            reply.head(content_type="text/event-stream", continuation=Continuation.EXACT)
+            for index in range(2):
+                await long_time()
+                reply.write(group_of(request, index, 1))
+            await long_time()
+            reply.write(hop.HANDED_OVER)
+            await asyncio.Event().wait()
+
+        leaving.routes[CHAT] = route
+        await bench.grant(leaving)
+        await auntil(lambda: bench.load.parked, "the stream to be parked")
+        await long_time()
+        following = await bench.engine("engine-1", 2, hold_after_groups=3)
+        await bench.grant(following)
+        assert (await client.head())[0] == 200
+        body = b""
+        while body.count(b"data: ") < 4:  # the role and three tokens
+            body += await client.chunk()
+        await long_time()
+        following.released.set()
+        while part := await client.chunk():
+            body += part
+        assert b": keepalive" in body
+        assert Answer(200, {}, body.replace(b": keepalive\n\n", b""), True).text() == wanted(STREAM)
+        assert body.endswith(b"data: [DONE]\n\n")
+        assert following.requests[0].journal.tokens
+
+    with_bench(tmp_path, scenario, keepalive_comments_ms=1)
