@@ -7,7 +7,8 @@ so many `cores`; `events_per_s` is what passes through when nothing paces the st
 event is counted while all streams are under way, that of a request by itself; `copying` is a proxy
 that only copies (`copier.py`), and `cores_lacked` is how long the gateway waited for a CPU that
 others had. *Added* is the difference between the percentiles through the gateway and past it. The
-reference backend is a whole pod of each kind, asked in turns.
+reference backend is a whole pod of each kind, asked in turns. With `--tls`, a child that serves TLS
+is measured beside the plain one, where each request by itself has a handshake.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import ssl
 import sys
 import tempfile
 from pathlib import Path
@@ -31,6 +33,7 @@ from hack.bench_gateway.rig import (
     doors_of_stub,
     idle_rss_mib,
     pod,
+    secure_child,
 )
 from hack.report import commit, machine, spread
 from plumbing.service.process import raise_fd_limit
@@ -49,7 +52,9 @@ LOOK_S = 0.05
 PAUSE_S = 0.005  # between two requests that are timed
 
 
-async def measure(directory: str, counts: list[int], rate: float, seconds: float) -> Report:
+async def measure(
+    directory: str, counts: list[int], rate: float, seconds: float, *, with_tls: bool
+) -> Report:
     async with doors_of_stub(directory) as doors:
         for door in doors:
             await one_by_one(door.port, WARM_UP, request(8, 0), Seen())
@@ -59,15 +64,56 @@ async def measure(directory: str, counts: list[int], rate: float, seconds: float
         found = {str(count): await _paced(doors, count, rate, seconds) for count in counts}
         for count in counts:
             found[str(count)] |= await _unpaced(doors.child, count)
-    shown = found[str(SHOWN if SHOWN in counts else counts[0])]
+        streams_shown = SHOWN if SHOWN in counts else counts[0]
+        tls: Report = {}
+        if with_tls:
+            async with secure_child(directory) as (child, trust):
+                tls["tls"] = await _beside_tls(
+                    doors.child, child, trust, streams_shown, rate, seconds
+                )
+    shown = found[str(streams_shown)]
     keys = ("added_ttft_ms", "cpu_us_per_event", "copying_us_per_event", "events_per_s")
     return {
-        "streams_shown": SHOWN if SHOWN in counts else counts[0],
+        "streams_shown": streams_shown,
         **{key: shown[key] for key in keys},
         "idle_rss_mib": round(idle_kib / 1024, 1),
         "kib_per_stream": memory,
         "alone": alone,
         "streams": found,
+        **tls,
+    }
+
+
+async def _beside_tls(
+    plain: BenchChild,
+    secure: BenchChild,
+    trust: ssl.SSLContext,
+    count: int,
+    rate: float,
+    seconds: float,
+) -> Report:
+    """The same child with and without TLS, in turns: events of `count` streams, and requests."""
+    interval_ms = max(1.0, count / rate * 1000)
+    what = request(max(2, int(seconds * 1000 / interval_ms)), interval_ms)
+    ways: list[tuple[str, BenchChild, ssl.SSLContext | None]]
+    ways = [("plain", plain, None), ("tls", secure, trust)]
+    events, requests = ({name: Usage() for name, _, _ in ways} for _ in range(2))
+    seen, timed = ({name: Seen() for name, _, _ in ways} for _ in range(2))
+    await one_by_one(secure.port, WARM_UP, request(8, 0), Seen(), trust)
+    for _ in range(ROUNDS):
+        for name, child, tls in ways:
+            await _steady(child, count, what, seen[name], events[name], tls)
+            requests[name].begin(child)
+            await one_by_one(child.port, ASKED_ALONE // ROUNDS, request(1, 0), timed[name], tls)
+            requests[name].end(child)
+    return {
+        name: {
+            "cpu_us_per_event": events[name].cpu_us_per_event,
+            "cpu_us_per_request": round(requests[name].cpu_ms * 1000 / ASKED_ALONE, 1),
+            "ttft_ms": spread(timed[name].ttft_ms, 3),
+            "errors": seen[name].errors + timed[name].errors,
+        }
+        for name, _, _ in ways
     }
 
 
@@ -106,7 +152,14 @@ async def _paced(doors: Doors, count: int, rate: float, seconds: float) -> Repor
     }
 
 
-async def _steady(door: Door, count: int, what: bytes, seen: Seen, usage: Usage) -> None:
+async def _steady(
+    door: Door,
+    count: int,
+    what: bytes,
+    seen: Seen,
+    usage: Usage,
+    tls: ssl.SSLContext | None = None,
+) -> None:
     """`count` streams; `usage` is counted while all of them are under way, so that what a request
     takes at its beginning and at its end is not in it."""
     await stream(
@@ -116,6 +169,7 @@ async def _steady(door: Door, count: int, what: bytes, seen: Seen, usage: Usage)
         seen,
         all_begun=lambda: usage.begin(door, seen.events),
         one_ended=lambda: usage.end(door, seen.events),
+        tls=tls,
     )
 
 
@@ -181,6 +235,7 @@ def main() -> int:
     parser.add_argument(
         "--events-per-s", type=float, default=20_000, help="of all streams together"
     )
+    parser.add_argument("--tls", action="store_true", help="what TLS costs, too (needs openssl)")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each round")
     options = parser.parse_args()
     raise_fd_limit()
@@ -188,7 +243,15 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="gw-") as directory:
         idle = idle_rss_mib(directory)
     with tempfile.TemporaryDirectory(prefix="gw-") as directory:
-        found = uvloop.run(measure(directory, counts, options.events_per_s, options.seconds))
+        found = uvloop.run(
+            measure(
+                directory,
+                counts,
+                options.events_per_s,
+                options.seconds,
+                with_tls=options.tls,
+            )
+        )
     with tempfile.TemporaryDirectory(prefix="gw-") as directory:
         one, two = Path(directory, "a"), Path(directory, "b")
         with pod(one) as gateway_port, pod(two, "--direct") as direct_port:

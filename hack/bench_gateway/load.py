@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -85,9 +86,10 @@ async def stream(
     seen: Seen,
     all_begun: Callable[[], None] | None = None,
     one_ended: Callable[[], None] | None = None,
+    tls: ssl.SSLContext | None = None,
 ) -> None:
-    """`count` streams at the same time, until all have ended. `all_begun` is called once each has
-    sent its first event, `one_ended` when the first of them is over.
+    """`count` streams at the same time, until all have ended; over TLS with `tls`. `all_begun` is
+    called once each has sent its first event, `one_ended` when the first of them is over.
 
     Raises:
         TimeoutError: they have not ended by `DEADLINE_S`.
@@ -96,7 +98,9 @@ async def stream(
     seen.first_s = time.perf_counter()
     async with asyncio.timeout(DEADLINE_S):
         readers = [
-            (await loop.create_connection(lambda: Reader(seen, what), "127.0.0.1", port))[1]
+            (await loop.create_connection(lambda: Reader(seen, what), "127.0.0.1", port, ssl=tls))[
+                1
+            ]
             for _ in range(count)
         ]
         try:
@@ -115,7 +119,9 @@ async def stream(
                 reader.transport.abort()
 
 
-async def one_by_one(port: int, count: int, what: bytes, seen: Seen) -> None:
+async def one_by_one(
+    port: int, count: int, what: bytes, seen: Seen, tls: ssl.SSLContext | None = None
+) -> None:
     """`count` requests, one after the other, each on its own connection."""
     for _ in range(count):
-        await stream(port, 1, what, seen)
+        await stream(port, 1, what, seen, tls=tls)

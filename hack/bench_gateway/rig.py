@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -74,7 +75,7 @@ class Usage:
 class BenchChild:
     """The serving child; `port` is its door."""
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, cert: str = "", key: str = "") -> None:
         self._settings = msg.ConfigureGatewayMsg(
             directory=os.fsencode(directory),
             hold_ms=10_000,
@@ -83,6 +84,8 @@ class BenchChild:
             memory_bytes=1 << 30,
             keepalive_comments_ms=0,
             access_log=False,
+            tls_cert=cert,
+            tls_key=key,
         )
         self._link = ChildLink(1, self, SystemClock())
         self._beat = asyncio.Event()
@@ -164,6 +167,26 @@ async def doors_of_stub(directory: str) -> AsyncIterator[Doors]:
         await doors.child.close()
         doors.copier.kill()
         doors.stub.kill()
+
+
+@contextlib.asynccontextmanager
+async def secure_child(directory: str) -> AsyncIterator[tuple[BenchChild, ssl.SSLContext]]:
+    """Another child, in front of the same stub, that serves TLS; and what its clients trust."""
+    cert, key = (os.path.join(directory, name) for name in ("cert.pem", "key.pem"))
+    words = "req -x509 -nodes -days 2 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1"
+    command = ["openssl", *words.split(), "-keyout", key, "-out", cert, "-subj", "/CN=bench"]
+    await asyncio.to_thread(
+        subprocess.run,
+        [*command, "-addext", "subjectAltName=IP:127.0.0.1"],
+        check=True,
+        capture_output=True,
+    )
+    child = BenchChild(directory, cert, key)
+    try:
+        await child.start()
+        yield child, ssl.create_default_context(cafile=cert)
+    finally:
+        await child.close()
 
 
 def _is_open(port: int) -> bool:
