@@ -45,6 +45,7 @@ async def activate(
     woken = await stub.ask(wake, lend(sock))
     assert isinstance(woken, WokenMsg), woken
     assert woken.kv_bytes == prepared.kv_bytes
+    stub.woken = woken
     canary = await stub.ask(RunCanaryMsg())
     assert isinstance(canary, CanaryMsg)
     assert canary.ok, canary.detail

@@ -9,6 +9,7 @@ import select
 import socket
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,9 @@ from engine.messages import (
     PreparedMsg,
     RegisteredMsg,
     RegisterMsg,
+    WokenMsg,
 )
+from gms.kv.server import KvServer
 from gms.server.server import DeviceServer
 from gms.vmm.host import HostMemory
 from lockserver.client import witness
@@ -55,6 +58,7 @@ class Supervisor:
         self.witness_path = free_witness(str(directory), self.incarnation)
         self.control_path = str(directory / f"engine_{engine}.sock")
         self.backend: subprocess.Popen[bytes]
+        self.woken: WokenMsg
         self.channel: Connection
         self._directory = directory
         self._load_mode = load_mode
@@ -157,6 +161,16 @@ async def memory_service(
     directory: Path, capacity_bytes: int = 64 << 20, device: str = "HOST-0"
 ) -> Any:
     server = DeviceServer(str(directory), device, HostMemory(), capacity_bytes)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.close()
+
+
+@asynccontextmanager
+async def kv_service(directory: Path, device: str = "HOST-0") -> AsyncIterator[KvServer]:
+    server = KvServer(str(directory), device, HostMemory(), None)
     await server.start()
     try:
         yield server

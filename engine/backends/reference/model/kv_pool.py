@@ -99,7 +99,7 @@ class KvSource:
             host_device(rank),
             claim,
             deadline_s,
-            on_wait=lambda reason: logger.warning("waiting for KV memory: %s", reason),
+            on_wait=lambda reason: logger.info("waiting for KV memory: %s", reason),
             on_change=logger.warning,
         )
 
