@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from engine.backends.vllm import collector
 from tests.e2e.pods import PodHome, make_model
 from understudy.up.random_model import VLLM_RANDOM_MODEL
 
 if find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
+else:
+    collector.pause()
 
 # Two cores import vLLM four times for an engine of two ranks, beside one that serves.
 WHOLE_DEADLINE_S = 240.0
@@ -21,6 +24,11 @@ WHOLE_DEADLINE_S = 240.0
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest file first: beside it, another process runs all the others."""
     items.sort(key=lambda item: item.path.name != "test_pod_deaths.py")
+
+
+def pytest_collection_finish() -> None:
+    """All of vLLM is imported now; the weights' loader collects garbage with every model."""
+    collector.resume()
 
 
 @pytest.fixture(scope="session")

@@ -4,9 +4,11 @@ unchanged, and with one thing removed or changed."""
 from __future__ import annotations
 
 import ast
+import copy
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,22 +24,20 @@ class Altered(Sources):
     """vLLM's sources, with `instead` in the place of one class or function."""
 
     def __init__(self, whole: Sources, file: str, qualname: str, instead: str) -> None:
-        self._altered = (f"{contracts.PACKAGE}/{file}", qualname, instead)
         super().__init__(whole.path)
-        self._parsed |= {each: tree for each, tree in whole._parsed.items() if each != file}
+        assert whole.find(file, qualname) is not None, f"{qualname} is not in {file}"
+        tree = with_instead(whole.module(file), qualname.split("."), ast.parse(instead).body)
+        self._parsed |= whole._parsed | {file: tree}
 
-    def _read(self, file: str) -> str | None:
-        text = super()._read(file)
-        altered, qualname, instead = self._altered
-        if text is None or file != altered:
-            return text
-        node = Sources(self.path).find(file.removeprefix(f"{contracts.PACKAGE}/"), qualname)
-        assert node is not None, f"{qualname} is not in {file}"
-        lines = text.splitlines()
-        first = min([node.lineno, *(mark.lineno for mark in node.decorator_list)])
-        indent = " " * node.col_offset
-        lines[first - 1 : node.end_lineno] = [indent + line for line in instead.splitlines()]
-        return "\n".join(lines)
+
+def with_instead(tree: Any, names: list[str], instead: list[ast.stmt]) -> Any:
+    """`tree`, with `instead` for the first class or function of these names."""
+    found = next(each for each in tree.body if getattr(each, "name", None) == names[0])
+    new = [with_instead(found, names[1:], instead)] if names[1:] else instead
+    place = tree.body.index(found)
+    copied = copy.copy(tree)
+    copied.body = [*tree.body[:place], *new, *tree.body[place + 1 :]]
+    return copied
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ is not installed.
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import os
 import sys
@@ -115,8 +116,8 @@ def broken(sources: Sources, users: str | tuple[str, ...] = "") -> list[BrokenCo
     `users`."""
     found = [
         BrokenContract(f"{module}.{name} can be imported", user, module)
-        for user, module, name in sorted(imported())
-        if user.startswith(users) and not sources.has_name(module, name)
+        for user, module, name in sorted(imported(users))
+        if not sources.has_name(module, name)
     ]
     for name, user, places in PLACES:
         if user.startswith(users) and not any(
@@ -133,16 +134,20 @@ def broken(sources: Sources, users: str | tuple[str, ...] = "") -> list[BrokenCo
     return found
 
 
-def imported() -> set[tuple[str, str, str]]:
-    """File, module, name: every `from vllm… import …` of this package."""
+@functools.cache
+def imported(users: str | tuple[str, ...] = "") -> frozenset[tuple[str, str, str]]:
+    """File, module, name: every `from vllm… import …` of this package, in the files whose names
+    begin with `users`."""
     found = set()
     for path in sorted(HERE.rglob("*.py")):
         file = path.relative_to(HERE).as_posix()
+        if not file.startswith(users):
+            continue
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE:
                 found |= {(file, str(node.module), each.name) for each in node.names}
-    return found
+    return frozenset(found)
 
 
 def _names_in(body: list[ast.stmt]) -> Iterator[str]:
