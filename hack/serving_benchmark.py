@@ -43,7 +43,17 @@ from understudy.kubelet.runner import PodRunner, run_pod
 from understudy.up.local_pod import LocalPod
 from understudy.up.random_model import VLLM_RANDOM_MODEL, RandomModel
 
-COMMAND = (sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve")
+# What `vllm bench serve` runs. The command itself looks for a package called vllm, which the CPU
+# build is not called, and ends.
+START = """
+from vllm.benchmarks.serve import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
+COMMAND = (sys.executable, "-c", START)
 STARTED = b"Starting main benchmark run"
 INPUT_TOKENS = 24
 MODES = ("gateway", "direct")
