@@ -19,7 +19,7 @@ from gateway.messages import (
     UpstreamState,
 )
 from gateway.server.accounts import Accounts
-from gateway.server.client import ClientConnection
+from gateway.server.client import WRITE_BUFFER_BYTES, ClientConnection
 from gateway.server.exchange import HttpExchange
 from gateway.server.files import ApiKeys, Certificate
 from gateway.server.listener import ServiceListener
@@ -208,6 +208,7 @@ class HttpDoors:
         now_s = self.now_s()
         for client in [each for each in self.clients if each.deadline_s <= now_s]:
             client.expire()
+        self._cut_slowest()
         self.exchange.sweep(self._settings.keepalive_comments_ms)
         self._accounts.tell()
         for watched in (self.keys, self.certificate):
@@ -216,6 +217,20 @@ class HttpDoors:
         if self.problem != self._last_problem:
             self._last_problem = self.problem
             self._parent.beat_now()
+
+    def _cut_slowest(self) -> None:
+        """A whole answer waits here for a client that reads slowly, and is no request any more. All
+        of them together count as the cap does: above it those that hold most are cut."""
+        waiting = {each: each.unsent_bytes for each in self.clients}
+        census = self._core.census(self.exchange.now_ms())
+        held_bytes = census.memory_bytes + self.body_memory.bytes
+        excess_bytes = held_bytes + sum(waiting.values()) - self._settings.memory_bytes
+        for client in sorted(waiting, key=waiting.__getitem__, reverse=True):
+            if excess_bytes <= 0 or waiting[client] <= WRITE_BUFFER_BYTES:
+                return
+            excess_bytes -= waiting[client]
+            self._accounts.limits["unread_answers"] += 1
+            client.abort()
 
     def _load(self) -> GatewayLoad:
         census = self._core.census(self.exchange.now_ms())

@@ -65,5 +65,5 @@ async def _read(reader: asyncio.StreamReader) -> Hello:
         raise ValueError(f"it answered with {response.status}")
     try:
         return msgspec.json.decode(b"".join(response.pieces), type=Hello)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ValueError(f"its hello is not valid: {error}") from error

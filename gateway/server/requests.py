@@ -51,7 +51,7 @@ class HttpRequest:
     def asks_for_stream(self) -> bool:
         try:
             return _STREAM_FLAG.decode(self.body).stream is True
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):  # nested too deeply: the engine refuses it
             return False
 
 

@@ -36,6 +36,8 @@ class BodySink(Protocol):
     is_full: bool
 
     def send_body(self, data: bytes) -> None: ...
+    def pause_reading(self) -> None: ...
+    def resume_reading(self) -> None: ...
 
 
 class Upstreams(Protocol):
@@ -79,6 +81,11 @@ class Upstream(asyncio.Protocol):
         self._is_paused = False
 
     # ------------------------------------------------------------------ for the owner
+
+    @property
+    def unsent_bytes(self) -> int:
+        """What waits in this process for the engine to take it."""
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
 
     def connect(self, path: str) -> socket.socket:
         """Connect and send the request at once: the engine works while the loop takes the socket
@@ -157,6 +164,15 @@ class Upstream(asyncio.Protocol):
             self._receive_unmarked(data)
         if response.is_whole and not self.is_dropped:
             self._end()
+
+    def pause_writing(self) -> None:
+        """The engine takes a tunnel's bytes slower than they come; a request's are all here."""
+        if self.response.is_switched:
+            self._sink.pause_reading()
+
+    def resume_writing(self) -> None:
+        if self.response.is_switched:
+            self._sink.resume_reading()
 
     def connection_lost(self, error: Exception | None) -> None:
         self.response.close()

@@ -41,7 +41,7 @@ class StubRequest:
     def json(self) -> dict[str, Any]:
         try:
             found = json.loads(self.body)
-        except ValueError:
+        except (ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}
 

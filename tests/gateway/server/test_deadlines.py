@@ -159,3 +159,33 @@ def test_no_deadline_ends_a_stream_that_goes_on_slowly_even_across_a_switchover(
         assert following.requests[0].journal.tokens
 
     with_bench(tmp_path, scenario, keepalive_comments_ms=1)
+
+
+def test_answers_that_wait_for_slow_readers_count_as_memory_and_the_largest_is_cut(
+    tmp_path, monkeypatch
+):
+    """Goal: no number of slow readers takes more than `--memory-bytes`. Method: two whole answers
+    that are together above the limit; of the larger one nothing is read."""
+    monkeypatch.setattr("gateway.server.doors.SWEEP_S", 0.01)
+    larger, smaller = 56 << 20, 40 << 20
+
+    async def scenario(bench):
+        engine = await bench.active()
+
+        async def route(request, reply):
+            size = smaller if engine.requests[1:] else larger
+            reply.head(length=size)
+            reply.write(b"x" * size)
+            await reply.writer.drain()
+
+        engine.routes[CHAT] = route
+        slow, quick = await bench.client(limit=1024), await bench.client()
+        slow.ask(CHAT, ASKED)
+        await slow.head()
+        quick.ask(CHAT, ASKED)
+        assert len((await quick.answer()).body) == smaller
+        await auntil(lambda: bench.load.connections == 1, "the other one to be cut")
+        assert bench.doors.beat(1).totals.limits["unread_answers"] == 1
+        assert len(await slow.rest()) < larger
+
+    with_bench(tmp_path, scenario, memory_bytes=64 << 20)
