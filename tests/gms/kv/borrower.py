@@ -1,0 +1,89 @@
+"""A process of an engine that borrows KV memory, obeys one command per line and says JSON lines.
+
+Started by `kv_bench.BorrowerProcess`: `python -m tests.gms.kv.borrower DIRECTORY DEVICE ENGINE
+TOKEN SIZE_BYTES WAIT_S`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from gms.client import KvClaim, KvLease, borrow_pool, memory_for
+from plumbing.errors import UnderstudyError
+from plumbing.service.process import arm_from_environment
+from tests.gms.client_process import say
+from tests.gms.kv.kv_bench import ERA, INDEX_BYTES
+
+
+def main() -> None:
+    arm_from_environment()
+    directory, device, engine, token, size, wait_s = sys.argv[1:7]
+    claim = KvClaim(engine, f"{engine}-{token}", int(token), ERA, int(size), INDEX_BYTES)
+    try:
+        lease = borrow_pool(
+            directory,
+            device,
+            claim,
+            float(wait_s),
+            on_wait=lambda reason: say("waiting", reason=reason),
+        )
+    except UnderstudyError as error:
+        say("refused", code=error.code, message=error.message)
+        return
+    addresses = memory_for(device).reserve(sum(lease.slab_sizes))
+    addresses.map(0, lease.slabs, writable=True)
+    say("lent", pool=lease.pool, is_fresh=lease.is_fresh, slabs=list(lease.slab_sizes))
+    for line in sys.stdin:
+        word, *rest = line.split()
+        match word:
+            case "write":
+                addresses.write(lease.claim.size_bytes - 8, rest[0].encode().ljust(8, b"\0"))
+                os.pwrite(lease.index.fileno(), rest[0].encode(), 0)
+                lease.mark("begun")
+                say("written")
+            case "read":
+                found = addresses.read(lease.claim.size_bytes - 8, 8)
+                index = os.pread(lease.index.fileno(), 8, 0)
+                say("content", memory=text(found), index=text(index))
+            case "mark":
+                lease.mark(rest[0])
+                say("marked")
+            case "discard":
+                lease.discard(" ".join(rest))
+                say("discarded")
+            case "held":
+                say("held", pool=until_held(lease))
+            case "fork":
+                fork()
+            case "close":
+                addresses.free()
+                lease.close()
+                say("closed")
+
+
+def text(found: bytes) -> str:
+    return found.rstrip(b"\0").decode()
+
+
+def until_held(lease: KvLease) -> str:
+    """The pool, once the lease has a session again."""
+    end = time.monotonic() + 30
+    while lease.state != "held":
+        assert time.monotonic() < end, lease.state
+        time.sleep(0.002)
+    return lease.pool
+
+
+def fork() -> None:
+    """A child that keeps everything and outlives this process."""
+    child = os.fork()
+    if not child:
+        time.sleep(60)
+        os._exit(0)
+    say("forked", pid=child)
+
+
+if __name__ == "__main__":
+    main()

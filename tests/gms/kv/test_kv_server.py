@@ -1,0 +1,265 @@
+"""KV memory that outlives engines and servers: real processes, signals and descriptors, on host
+memory; where the driver has a say, also on CUDA through the stand-in for it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from gms import kv_messages as msg
+from gms.messages import DropMsg
+from gms.server.supervisor import GmsSupervisor
+from plumbing.errors import RemoteError
+from plumbing.part import restarts
+from plumbing.wire.fds import OwnedFd
+from plumbing.wire.messages import Message
+from tests.gms.bench import GmsProcess
+from tests.gms.kinds import host_only
+from tests.gms.kv.kv_bench import ERA, INDEX_BYTES, MIB, SIZE_BYTES, BorrowerProcess, KvProcess
+from tests.helpers import auntil, open_fds, until
+
+Borrow = Callable[..., BorrowerProcess]
+
+
+@pytest.fixture
+def kv(directory: str, device: str) -> Iterator[KvProcess]:
+    server = KvProcess(directory, device).start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def borrow(kv: KvProcess) -> Iterator[Borrow]:
+    """Starts processes that borrow, which end with the test."""
+    started: list[BorrowerProcess] = []
+
+    def start(token: int, **more: float) -> BorrowerProcess:
+        started.append(BorrowerProcess(kv, token, **more))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+
+
+def test_content_outlives_its_engine_and_the_next_one_finds_it(kv: KvProcess, borrow: Borrow):
+    """Goal: memory and index survive SIGKILL, no memory is there before the first claim. Method:
+    write with one engine, kill it, read with the next."""
+    assert (kv.status()["state"], kv.status()["pool_bytes"]) == ("empty", 0)
+    first = borrow(1)
+    lent = first.expect("lent")
+    assert lent["is_fresh"]
+    first.do("write blocks")
+    first.kill()
+    second = borrow(2)
+    assert second.expect("lent") == {**lent, "is_fresh": False}
+    assert second.do("read") == {"is": "content", "memory": "blocks", "index": "blocks"}
+    status = kv.status()
+    assert status["holder"]["token"] == 2
+    assert (status["pools_made_total"], status["pools_lent_total"]) == (1, 2)
+
+
+@host_only
+def test_stopped_holder_is_waited_for_and_named(kv: KvProcess, borrow: Borrow):
+    """Goal: nobody is lent what a living process maps. Method: SIGSTOP the holder; a wait that
+    ends at its deadline, and one that ends with the holder."""
+    first = borrow(1)
+    first.expect("lent")
+    os.kill(first.pid, signal.SIGSTOP)
+    hasty = borrow(2, wait_s=0.3)
+    refused = hasty.expect("refused")
+    assert refused["code"] == "gms.kv_busy"
+    assert f"engine-1 (token 1, pid {first.pid})" in refused["message"]
+    second = borrow(3)
+    second.waits(saying=f"pid {first.pid}")
+    first.kill()
+    second.expect("lent")
+
+
+@host_only
+def test_child_that_outlives_its_engine_is_waited_for(kv: KvProcess, borrow: Borrow):
+    """Goal: the kernel, not the session, says when the memory is free. Method: the engine's process
+    dies, a child that inherited its descriptors does not."""
+    first = borrow(1)
+    first.expect("lent")
+    child = first.do("fork")["pid"]
+    os.kill(first.pid, signal.SIGKILL)
+    second = borrow(2)
+    second.waits(saying=f"still mapped by pid {child}")
+    os.kill(child, signal.SIGKILL)
+    second.expect("lent")
+
+
+def test_engine_serves_through_the_death_of_the_server_and_hands_the_pool_back(
+    kv: KvProcess, borrow: Borrow
+):
+    """Goal: neither content nor token is lost with the server. Method: kill it under a holder,
+    which writes on; after the restart a stale engine is refused, and the next one reads it all."""
+    first = borrow(5)
+    pool = first.expect("lent")["pool"]
+    first.do("write before")
+    kv.kill()
+    first.do("write after")
+    kv.start()
+    assert first.do("held")["pool"] == pool
+    status = kv.status()
+    assert (status["state"], status["recoveries_total"]) == ("lent", 1)
+    assert borrow(4).expect("refused")["code"] == "gms.kv_stale_token"
+    first.kill()
+    second = borrow(6)
+    assert second.expect("lent")["pool"] == pool
+    assert second.do("read")["memory"] == "after"
+
+
+@host_only
+def test_survivor_that_is_stopped_keeps_newcomers_waiting(kv: KvProcess, borrow: Borrow):
+    """Goal: after a restart only evidence ends the wait. Method: SIGSTOP the holder, restart the
+    server, let another engine wait; then the holder hands back, and dies."""
+    first = borrow(1)
+    first.expect("lent")
+    first.do("write kept")
+    os.kill(first.pid, signal.SIGSTOP)
+    kv.kill()
+    kv.start()
+    assert kv.status()["state"] == "recovering"
+    second = borrow(2)
+    second.waits(saying=f"pid {first.pid} maps KV pool")
+    os.kill(first.pid, signal.SIGCONT)
+    second.waits(saying="is still lent to engine-1")
+    first.kill()
+    second.expect("lent")
+    assert second.do("read")["memory"] == "kept"
+
+
+@host_only
+def test_restarted_server_without_survivors_starts_empty(kv: KvProcess, borrow: Borrow):
+    first = borrow(1)
+    pool = first.expect("lent")["pool"]
+    kv.kill()
+    first.kill()
+    kv.start()
+    again = borrow(2).expect("lent")
+    assert again["is_fresh"]
+    assert again["pool"] != pool
+
+
+@host_only
+def test_discarded_content_is_never_lent_again(kv: KvProcess, borrow: Borrow):
+    """Goal: bad content ends with its holder, also through a death of the server."""
+    first = borrow(1)
+    pool = first.expect("lent")["pool"]
+    first.do("write bad")
+    first.do("discard device error")
+    until(lambda: kv.status()["discarded"], "the discard to be heard")
+    kv.kill()
+    kv.start()
+    first.do("held")
+    second = borrow(2)
+    second.waits(saying="still lent to engine-1")
+    first.kill()
+    lent = second.expect("lent")
+    assert lent["is_fresh"]
+    assert lent["pool"] != pool
+    assert second.do("read")["index"] == ""
+
+
+@host_only
+def test_another_size_is_another_pool(kv: KvProcess, borrow: Borrow):
+    first = borrow(1)
+    pool = first.expect("lent")["pool"]
+    assert first.do("close")["is"] == "closed"
+    lent = borrow(2, size_bytes=2 * SIZE_BYTES).expect("lent")
+    assert (lent["pool"] != pool, sum(lent["slabs"])) == (True, 2 * SIZE_BYTES)
+
+
+def test_memory_that_is_not_there_is_not_promised(
+    directory: str, device: str, kv: KvProcess, borrow: Borrow
+):
+    """Goal: weights and KV memory share the device. Method: what never fits, and what fits only
+    without the weights."""
+    gms = GmsProcess(directory, device=device).start()
+    try:
+        reader = gms.load(40 * MIB)
+        refused = borrow(1, size_bytes=65 * MIB).expect("refused")
+        assert refused["code"] == "gms.kv_too_large"
+        refused = borrow(2, size_bytes=30 * MIB, wait_s=0.3).expect("refused")
+        assert refused["code"] == "gms.device_full"
+        assert "of the 64.0 MiB of" in refused["message"]
+        waiting = borrow(3, size_bytes=30 * MIB)
+        waiting.waits(saying="of the 64.0 MiB of")
+        reader.close()
+        with gms.client() as client:
+            client.request(DropMsg())
+        waiting.expect("lent")
+        assert kv.status()["full_waits_total"] >= 1
+    finally:
+        gms.stop()
+
+
+@host_only
+def test_bad_requests_cost_their_connection_only(kv: KvProcess, borrow: Borrow):
+    """Goal: a false hand-back, or a take without the flock, changes nothing and leaks nothing."""
+    first = borrow(1)
+    pool = first.expect("lent")["pool"]
+    before = len(open_fds(kv.process.pid))
+
+    def refusal(*messages: Message) -> str:
+        with kv.client() as client:
+            for message in messages[:-1]:
+                client.request(message)
+            count = 2 if isinstance(messages[-1], msg.HandBackMsg) else 0
+            fds = [OwnedFd(os.memfd_create("t")) for _ in range(count)]
+            with pytest.raises(RemoteError) as caught:
+                client.request(messages[-1], fds)
+        return caught.value.code
+
+    def hand_back(pool: str, slabs: int = 1) -> msg.HandBackMsg:
+        sizes = (SIZE_BYTES,) * slabs
+        return msg.HandBackMsg("e", "i", 1, ERA, SIZE_BYTES, INDEX_BYTES, pool, sizes)
+
+    claim = msg.BorrowPoolMsg("engine-1", "engine-1-1", 1, ERA, SIZE_BYTES, INDEX_BYTES, 1000)
+    assert refusal(msg.TakeMsg()) == "gms.not_attached"
+    assert refusal(hand_back("f" * 32)) == "gms.kv_pool_gone"
+    assert refusal(hand_back("../" + "f" * 29)) == "gms.bad_offer"
+    assert refusal(hand_back(pool, slabs=2)) == "gms.bad_offer"
+    assert refusal(claim, claim) == "gms.unexpected_message"
+    until(lambda: len(open_fds(kv.process.pid)) == before, "every descriptor to be closed")
+    assert kv.status()["holder"]["engine"] == "engine-1"
+
+
+def test_kv_server_that_keeps_dying_does_not_take_the_weights_down(
+    directory: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Goal: KV memory is an addition. Method: a supervisor whose KV server cannot run; the probes
+    say that, and that weights are served."""
+    monkeypatch.setattr(restarts, "BACKOFF_MS", 1.0)
+    flags = ["--dir", directory, "--device", "HOST-0", "--memory", "host"]
+    weights = (sys.executable, "-m", "gms.cli", "serve-device", *flags)
+    broken = (sys.executable, "-c", "raise SystemExit(3)")
+    supervisor = GmsSupervisor(
+        directory, ["HOST-0"], lambda *_: weights, http_host="127.0.0.1", http_port=0,
+        kv_command=lambda *_: broken,
+    )  # fmt: skip
+
+    async def scenario() -> int:
+        running = asyncio.create_task(supervisor.run())
+        kv = supervisor.kv_children[0]
+        await auntil(lambda: kv.restarts.deaths >= restarts.DEATHS_MAX, "it to be given up")
+        await auntil(lambda: supervisor.children[0].is_answering, "the weights' server")
+        probe = supervisor._startup()
+        assert (probe.ok, probe.details) == (True, {"kv_silent": ["HOST-0"]})
+        assert "no KV server of HOST-0" in probe.reason
+        (device,) = supervisor.status()["devices"]
+        assert device["kv"]["state"] == "down"
+        assert "code 3" in device["kv"]["problem"]
+        os.kill(os.getpid(), signal.SIGTERM)
+        return await running
+
+    assert asyncio.run(scenario()) == 0
+    told = [event.message for event in supervisor.log.kept_since(0)]
+    assert any("restarting it in 30 s; weights are served on" in text for text in told)
