@@ -150,5 +150,6 @@ def _pages(size_bytes: int) -> int:
 
 
 def _part_name(pool: str, number: int) -> str:
-    """The name that a part is created with: unique, so that none passes for another."""
-    return f"understudy-kv-{pool[:8]}-{number}"
+    """The name that a part is created with: unique, so that none passes for another, nor for a slab
+    of weights (`understudy-…`)."""
+    return f"understudy_kv-{pool[:8]}-{number}"

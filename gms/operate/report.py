@@ -16,6 +16,7 @@ from typing import Any
 from gms import messages as msg
 from gms import names
 from gms.manifest import WeightsManifest
+from gms.operate.kv_report import ask_kv, render_kv
 from gms.server import journal
 from plumbing.errors import UnderstudyError, UnreachableError
 from plumbing.part.absence import absences
@@ -71,6 +72,7 @@ def render(document: dict[str, Any]) -> str:
         lines.append(_headline(device))
         if not device["online"]:
             continue
+        lines += render_kv(device.get("kv"))
         lines += [_session(session) for session in device["sessions"]]
         lines += [_waiter(waiter) for waiter in device["waiting"]]
         if device["superseded_bytes"]:
@@ -145,7 +147,7 @@ def _ask(directory: str, device: str, *, in_full: bool) -> dict[str, Any]:
             epoch["has_manifest"] = bool(manifest)
             epoch["tensors"] = _tensors(manifest, epoch["slab_sizes"])
         name_holders(directory, answer.document)
-        return {**answer.document, "online": True}
+        return {**answer.document, "online": True, "kv": ask_kv(directory, device, question)}
     except UnderstudyError as error:
         record = journal.peek(names.journal_path(directory, device))
         why = absences(directory).get(device)

@@ -22,6 +22,7 @@ from plumbing.errors import UnderstudyError, UnreachableError
 from plumbing.part.absence import absences
 from plumbing.part.observe import StatusMsg, StatusReplyMsg
 from plumbing.part.paths import (
+    KV,
     LOCKSERVER_SOCKET,
     engine_sockets,
     engine_states,
@@ -116,7 +117,23 @@ async def status_of(part: PodPart, timeout_s: float = ASK_TIMEOUT_S) -> dict[str
     if not isinstance(answer, StatusReplyMsg):
         error_text = f"it answered a status request with {answer.TYPE}"
         return {"name": part.name, "error": error_text}
+    if part.is_memory:
+        return {**answer.document, "kv": await _kv_of(part, timeout_s)}
     return answer.document
+
+
+async def _kv_of(part: PodPart, timeout_s: float) -> dict[str, Any] | None:
+    """The device's KV memory: its server's document, or why there is none; None without a
+    server."""
+    path = gms_socket(os.path.dirname(part.path), part.name, KV)
+    if not os.path.exists(path):
+        return None
+    try:
+        answer = (await ask(path, gms_messages.CATALOGUE, StatusMsg(), timeout_s)).message
+    except UnderstudyError as error:
+        away = {"device_uuid": part.name, "tag": KV, "state": "offline", "online": False}
+        return {**away, "reason": error.message}
+    return answer.document if isinstance(answer, StatusReplyMsg) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,8 +76,8 @@ def _line(device: Document, now: datetime) -> str:
 
 
 def _rest(device: Document, engines: Engines) -> list[str]:
-    """Copies that are out of service, and the processes that map them."""
-    lines = []
+    """The KV memory; copies that are out of service, and the processes that map them."""
+    lines = _kv(device.get("kv") or {})
     if device.get("superseded_bytes"):
         lines.append(
             f"       superseded {size(device['superseded_bytes'])}, mapped by {_readers(device)}"
@@ -90,6 +90,20 @@ def _rest(device: Document, engines: Engines) -> list[str]:
             f" {_holders(releasing, device, engines)}"
         )
     return lines
+
+
+def _kv(kv: Document) -> list[str]:
+    """A line for KV memory that there is, or whose server is away."""
+    if "reason" in kv:
+        return [f"       kv {kv.get('state')}: {kv['reason']}"]
+    if not kv.get("pool"):
+        return []
+    holder, waiting = kv.get("holder") or {}, kv.get("waiting") or []
+    of = f" {holder.get('engine')}" if holder else ""
+    return [
+        f"       kv {kv.get('state')}{of} {size(kv.get('pool_bytes'))}   {len(waiting)} waiting   "
+        f"pid {kv.get('pid', '-')}"
+    ]
 
 
 def _readers(device: Document) -> str:
