@@ -102,6 +102,8 @@ class NonBlockingHandler(logging.StreamHandler[TextIO]):
                 self.dropped = 0
             if self.dropped or not self._write(self.format(record)):
                 self.dropped += 1
+        except OSError:  # such as a full disk
+            self.dropped += 1
         except Exception:
             self.handleError(record)
 
@@ -167,7 +169,7 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def _dropped_notice(count: int) -> logging.LogRecord:
-    message = f"{count} log lines were dropped because they were not read"
+    message = f"{count} log lines were dropped because they were not read, or could not be written"
     fields = {"fields": {"event": "log.dropped", "lines": count}}
     return logging.makeLogRecord(
         {"name": __name__, "levelno": logging.WARNING, "levelname": "WARNING", "msg": message}

@@ -1,6 +1,7 @@
 """Goal: a log line is JSON for machines and aligned text for people, in documented keys."""
 
 import fcntl
+import io
 import json
 import logging
 import os
@@ -108,4 +109,23 @@ def test_line_that_nobody_reads_is_dropped_and_counted_and_never_waited_for():
         assert not taken.endswith(b"\n")
         logger.info("last")
         lines = listening.read().splitlines()
-    assert lines == ["", "3 log lines were dropped because they were not read", "last"]
+    why = "because they were not read, or could not be written"
+    assert lines == ["", f"3 log lines were dropped {why}", "last"]
+
+
+def test_lines_that_a_full_disk_refuses_are_counted_and_nothing_waits_for_it(tmp_path, capsys):
+    """Goal: an access log on a full disk costs its lines. Method: a stream on /dev/full, which is
+    then one on a file."""
+    raw = open("/dev/full", "wb", buffering=0)  # noqa: SIM115 - as stderr
+    with io.TextIOWrapper(raw, write_through=True) as full:
+        handler = NonBlockingHandler(full)
+        for _ in range(3):
+            handler.emit(logging.makeLogRecord({"msg": "lost"}))
+        assert handler.dropped == 3
+        with open(tmp_path / "log", "w") as file:
+            os.dup2(file.fileno(), full.fileno())
+        handler.emit(logging.makeLogRecord({"msg": "kept"}))
+    notice, kept = (tmp_path / "log").read_text().splitlines()
+    assert notice.startswith("3 log lines")
+    assert kept == "kept"
+    assert capsys.readouterr().err == ""
