@@ -16,8 +16,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from enum import StrEnum
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 # Of the words below. During an upgrade a gateway meets engines of another release: where versions
 # differ, an engine marks nothing and the gateway continues nothing. `Hello` only gains fields.
@@ -65,11 +67,11 @@ class Hello(msgspec.Struct, frozen=True):
     `version`: of the hop, 1 of engines that do not say.
     """
 
-    engine: str
+    engine: Annotated[str, Meta(max_length=64)]
     token: int
-    continuation_id: str
+    continuation_id: Annotated[str, Meta(max_length=128)]
     continuation: Continuation
-    body_bytes_max: int
+    body_bytes_max: Annotated[int, Meta(ge=0)]
     models: tuple[str, ...] = ()
     problem: str | None = None
     version: int = 1

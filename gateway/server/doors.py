@@ -31,6 +31,7 @@ from gateway.server.tracing import open_spans
 from plumbing.errors import UsageError
 from plumbing.wire.fds import OwnedFd
 
+PROBLEM_CHARS_MAX = 4096  # a beat is one frame, and an engine says what it likes
 SWEEP_S = 1.0  # a deadline is noticed this much late at most
 # States of the core in which a request waits for an engine, with nothing sent and with something.
 WAITING = "waiting"
@@ -129,7 +130,7 @@ class HttpDoors:
         found = [file.problem for file in files]
         if self._listener is not None:
             found.insert(0, self._listener.problem)
-        return "; ".join(each for each in found if each) or None
+        return "; ".join(each for each in found if each)[:PROBLEM_CHARS_MAX] or None
 
     # ------------------------------------------------------------------ for clients' connections
 
@@ -253,8 +254,9 @@ class HttpDoors:
         hello, census = self._core.hello, self._core.census(self.exchange.now_ms())
         if hello is None:
             return UpstreamState(engine, token, False, problem=census.waits_for or None)
+        problem = hello.problem and hello.problem[:PROBLEM_CHARS_MAX]
         return UpstreamState(
-            engine, token, True, hello.continuation_id, hello.continuation, hello.problem
+            engine, token, True, hello.continuation_id, hello.continuation, problem
         )
 
 

@@ -29,6 +29,7 @@ from plumbing.hop import Hello
 from plumbing.part.paths import engine_http_socket
 
 HEAD_MS = 10_000.0  # from the first byte of a response's head to its end
+QUOTED_CHARS_MAX = 300  # of what is wrong with a hello, which may quote it
 KEEPALIVE_COMMENT = b": keepalive\n\n"
 
 
@@ -182,7 +183,7 @@ class HttpExchange:
         try:
             hello = await greet(engine_http_socket(self._directory, effect.engine))
         except (OSError, ValueError) as error:
-            why = str(error) or type(error).__name__
+            why = (str(error) or type(error).__name__)[:QUOTED_CHARS_MAX]
             self.handle(ev.HelloFailed(effect.greeting, f"{effect.engine} gave no hello: {why}"))
         else:
             self.handle(ev.HelloCame(effect.greeting, hello))

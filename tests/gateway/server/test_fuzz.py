@@ -222,6 +222,7 @@ def test_hostile_clients_disturb_nobody(tmp_path, seed, is_secure):
 
 # Comments and events of a confused engine, none of which is content: each is a break.
 JUNK = (
+    *(b": u=4294967296|1\n\n", b": u=" + b"9" * 5000 + b"|1\n\n"),
     *(b": u=\n\n", b": u=9\n\n", b": u=1,2|1\n\n", b": u=x|1\n\n", b": u=1|0\n\n", b": u=-1|1\n\n"),
     *(b'data: {"error": {"message": "gone"}}\n\n', b"event: error\ndata: {}\n\n"),
 )

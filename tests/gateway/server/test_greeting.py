@@ -5,11 +5,16 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from gateway.server import greeting
 from gateway.server.greeting import greet
+from plumbing.wire.limits import FRAME_BYTES_MAX
+from tests.gateway import stub_engine
+from tests.gateway.server.harness import ERA, with_bench
 from tests.gateway.stub_engine import StubEngine
+from tests.helpers import auntil
 
 
 def test_engine_that_makes_its_socket_after_its_grant_is_greeted_at_once(
@@ -35,3 +40,31 @@ def test_engine_that_makes_its_socket_after_its_grant_is_greeted_at_once(
         assert (hello.engine, hello.token) == ("engine-7", 3)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_greeted"),
+    [
+        ({"problem": "x" * 300_000}, True),
+        ({"continuation": "x" * 300_000}, False),
+        ({"continuation_id": "x" * 300_000}, False),
+        ({"models": [[[]]] * 50_000}, False),
+    ],
+    ids=["problem", "class", "id", "models"],
+)
+def test_a_hello_of_any_size_fits_into_a_beat(tmp_path, monkeypatch, changes, is_greeted):
+    """Goal: what an engine says of itself never ends this process, nor its successors, which would
+    hear the same. Method: fields of 300 KB; the beat is sent as it is."""
+    said = stub_engine.hop_json
+    monkeypatch.setattr(stub_engine, "hop_json", lambda hello: said(hello) | changes)
+
+    async def scenario(bench):
+        engine = await bench.engine()
+        bench.doors.granted(engine.name, engine.token, ERA)
+        sign = "xxx" if is_greeted else "gave no hello"
+        await auntil(lambda: sign in bench.doors.beat(1).upstream.problem, "its hello to be seen")
+        beat = bench.doors.beat(1)
+        assert beat.upstream.is_connected == is_greeted
+        assert len(msgspec.msgpack.encode(beat)) < FRAME_BYTES_MAX
+
+    with_bench(tmp_path, scenario)
