@@ -5,8 +5,8 @@ may fail.
 
 Run it with the Python of .venv-vllm, which has the benchmark, whatever the pod's backend. The
 benchmark, `vllm bench serve --dataset-name random`, streams completions of a given length from a
-pod with a gateway, and then, with as many kills, from a pod in direct mode: what clients saw
-before. Engines' processes, the lock server and the memory server are killed in turn.
+pod with a gateway, and then, with fewer kills, from a pod in direct mode: what clients saw before.
+Engines' processes, the lock server and the memory server are killed in turn.
 
 The benchmark calls a stream complete that ends after its first token, so the tokens of each are
 counted here: one with too few was cut. Its clock is the drill's, so that the requests in flight at
@@ -285,7 +285,8 @@ async def everything(base: Path, flags: argparse.Namespace) -> dict[str, Any] | 
     found: dict[str, Any] = {}
     for mode in flags.mode or MODES:
         _say(f"{mode}: a pod of two engines with backend {flags.backend}")
-        each = await measure(mode, flags.backend, base / mode, model, load, flags.kills)
+        kills = flags.direct_kills if mode == "direct" else flags.kills
+        each = await measure(mode, flags.backend, base / mode, model, load, kills)
         if each is None:
             return None
         found[mode] = each
@@ -322,11 +323,12 @@ def main() -> None:
         prog="python -m hack.serving_benchmark",
         description="vLLM's serving benchmark and kills",
     )
-    parser.add_argument("--kills", type=int, default=30, help="in each mode")
+    parser.add_argument("--kills", type=int, default=30, help="behind the gateway")
+    parser.add_argument("--direct-kills", type=int, default=8, help="in direct mode")
     parser.add_argument("--backend", choices=("reference", "vllm"), default="vllm")
     parser.add_argument("--mode", action="append", choices=MODES, help="[default: both]")
     parser.add_argument("--model", type=Path, help="a checkpoint [default: a random one]")
-    parser.add_argument("--prompts", type=int, default=1000, help="of one run of the benchmark")
+    parser.add_argument("--prompts", type=int, default=400, help="of one run of the benchmark")
     parser.add_argument("--concurrency", type=int, default=CONCURRENCY)
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
