@@ -156,6 +156,19 @@ def test_second_copy_is_shown_with_who_maps_it():
     assert "superseded" not in text
 
 
+def test_kv_memory_is_shown_once_there_is_some_and_if_its_server_is_away():
+    """Goal: no line that says nothing. Method: no server, an empty one, a lent pool, none that
+    answers."""
+    empty = {"state": "empty", "pool": None, "waiting": []}
+    for kv in (None, empty):
+        assert " kv " not in of({**memory(), "kv": kv})[1]
+    holder = {"engine": "engine-0", "token": 7}
+    lent = {"state": "lent", "pool": "p", "pool_bytes": 2**30, "holder": holder, "pid": 30}
+    assert "       kv lent engine-0 1.0 GiB   0 waiting   pid 30" in of({**memory(), "kv": lent})[1]
+    away = {"state": "offline", "reason": "no server is listening"}
+    assert "       kv offline: no server is listening" in of({**memory(), "kv": away})[1]
+
+
 def test_recovering_memory_names_the_pids_and_their_engines():
     """Goal: whom to look at. Method: one pid of a known engine, one of nobody; none at all yet."""
     orphan = {"phase": "orphaned", "size_bytes": 0, "holders": [21, 99]}

@@ -133,6 +133,25 @@ def memory_outside(facts: PodFacts) -> Finding:
     return failed(found, fix) if is_ours else warned(found, fix)
 
 
+def kv_memory(facts: PodFacts) -> Finding:
+    """Each device's KV memory has a server, and no engine waits for it."""
+    found = [(str(each.get("device_uuid")), each.get("kv") or {}) for each in facts.view["gms"]]
+    for name, kv in found:
+        for waiter in kv.get("waiting") or ():
+            return warned(
+                f"{waiter['engine']} waits for the KV memory of {name}: {waiter['message']}",
+                "resume (`kill -CONT`) or kill the process that it names, or free memory",
+            )
+    troubles = [(name, kv.get("reason") or kv.get("problem")) for name, kv in found]
+    wrong = "; ".join(f"{name}: {trouble}" for name, trouble in troubles if trouble)
+    if wrong:
+        return warned(
+            f"the KV memory has no working server ({wrong}); engines that wake wait for it",
+            "read the log of `gms serve`, which restarts it",
+        )
+    return passed("no engine waits for KV memory")
+
+
 def _known(facts: PodFacts) -> tuple[GpuFacts, ...] | Finding:
     """The GPUs, or the finding that none is visible."""
     return facts.gpus.listed or skipped(NO_GPU)
@@ -158,4 +177,5 @@ CHECKS = (
     HealthCheck("mig_mode", "MIG mode", mig_mode),
     HealthCheck("sharing_mode", "compute mode and MPS", sharing_mode),
     HealthCheck("memory_outside", "memory held outside the pod", memory_outside),
+    HealthCheck("kv_memory", "KV memory", kv_memory),
 )

@@ -93,6 +93,11 @@ def port(owner: Process | None, part: str = "engine-1", *, is_taken: bool = True
     return spoilt(ports=(Port(9411, f"probes of {part}", "--engine-port", part, is_taken, owner),))
 
 
+def with_kv(kv: dict | None) -> PodFacts:
+    """A pod whose device has this KV memory."""
+    return spoilt(view={**VIEW, "gms": [{**VIEW["gms"][0], "kv": kv}]})
+
+
 @pytest.mark.parametrize(
     ("check", "facts", "status", "words"),
     [
@@ -278,6 +283,15 @@ def port(owner: Process | None, part: str = "engine-1", *, is_taken: bool = True
             "PID namespaces",
         ),
         ("memory_outside", spoilt(NO_POD, gpus=NO_DRIVER), SKIP, "no GPU is visible"),
+        ("kv_memory", with_kv(None), PASS, "no engine waits"),
+        ("kv_memory", with_kv({"reason": "no server is listening"}), WARN, "HOST-0: no server"),
+        ("kv_memory", with_kv({"problem": "cannot open"}), WARN, "HOST-0: cannot open"),
+        (
+            "kv_memory",
+            with_kv({"waiting": [{"engine": "engine-1", "message": "mapped by pid 7"}]}),
+            WARN,
+            "engine-1 waits for the KV memory of HOST-0: mapped by pid 7",
+        ),
     ],
 )
 def test_each_check_names_the_problem_and_its_fix(check, facts, status, words):
@@ -301,7 +315,7 @@ def test_ids_are_stable_and_unique():
         *("peer_pidfd", "pidfd_open", "start_method", "descriptors", "clock_source"),
         *("shared_memory", "host_memory", "termination_log", "ports", "vllm_version"),
         *("driver", "device_uuid", "persistence_mode", "mig_mode", "sharing_mode"),
-        "memory_outside",
+        *("memory_outside", "kv_memory"),
     ]
     assert len({check.title for check in CHECKS}) == len(CHECKS)
 
