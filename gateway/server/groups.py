@@ -18,13 +18,32 @@ _MARK_IN_LINE = b"\n" + GROUP_MARK
 # How engines report their own end within a stream: OpenAI's form and Anthropic's.
 _ERRORS = (b'data: {"error"', b"event: error")
 _NEWLINE, _COLON = b"\n:"
-_BLANK_AND_MARK, _ONE_TOKEN = b"\n\n" + GROUP_MARK, b"|1\n\n"
-_MARK_BYTES, _BEFORE_ONE = len(_BLANK_AND_MARK), -len(_ONE_TOKEN)
-TOKEN_DIGITS_MAX = 10  # of an unsigned 32-bit number
+_BLANK_AND_MARK, _ONE_TOKEN = b"\n\n" + GROUP_MARK, b"|1\n\n\r\n"
 
 
 # Whole events, and the tokens and chunks that they were made of.
 MarkedGroup: TypeAlias = "tuple[bytes, list[int], list[int]]"
+
+
+def whole_group(data: bytes) -> MarkedGroup | None:
+    """What `data` is nearly always: one chunk of HTTP with one group of one token, and no more.
+
+    Behind a whole chunk and a whole group it need not be parsed then, which saves a twentieth of
+    all that an event takes. None: parse it.
+    """
+    start = data.find(b"\r\n") + 2
+    end = data.find(b"\n", start)
+    if not data.startswith(_BLANK_AND_MARK, end):  # events of several lines
+        end = data.find(_MARK_IN_LINE, start) - 1
+    if end <= start or not data.endswith(_ONE_TOKEN) or data[start] == _COLON:
+        return None
+    token = data[end + len(_BLANK_AND_MARK) : -len(_ONE_TOKEN)]
+    try:
+        if not token.isdigit() or int(data[:start], 16) != len(data) - start - 2:
+            return None
+        return data[start : end + 2], [int(token)], [1]
+    except ValueError:  # more than a size, or than a token
+        return None
 
 
 class GroupCutter:
@@ -42,20 +61,17 @@ class GroupCutter:
         self._rest = bytearray()
         self._seen = 0  # bytes of `_rest` in which no comment begins
 
+    @property
+    def is_between(self) -> bool:
+        """Whether the next byte begins a group."""
+        return not self._rest and self.broken is None and self.last is None
+
     def feed(self, data: bytes) -> list[MarkedGroup]:
         """The groups that are whole now."""
-        if not self._rest and self.broken is None and self.last is None:
-            # Nearly always: events that one token made and nothing else, the event of one line.
-            end = data.find(b"\n")
-            if not data.startswith(_BLANK_AND_MARK, end):
-                end = data.find(_MARK_IN_LINE) - 1
-            if end > 0 and data.endswith(_ONE_TOKEN) and data[0] != _COLON:
-                token = data[end + _MARK_BYTES : _BEFORE_ONE]
-                if token.isdigit() and len(token) <= TOKEN_DIGITS_MAX:
-                    return [(data[: end + 2], [int(token)], [1])]
-            return self._cut(data)
         if self.broken is not None or self.last is not None:
             return []
+        if not self._rest:
+            return self._cut(data)
         self._rest += data
         if self._rest.find(_MARK_IN_LINE, self._seen) < 0 and not self._is_over():
             self._look_at_rest()

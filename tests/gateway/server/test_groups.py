@@ -4,9 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.core.events import BreakCause
+from gateway.core.events import BreakCause, HeadCame
 from gateway.server import groups
 from gateway.server.groups import GroupCutter
+from gateway.server.upstream import Upstream
+from plumbing import hop
 from plumbing.hop import END, HANDED_OVER, group_end
 
 EVENTS = st.sampled_from(
@@ -96,3 +98,104 @@ def test_an_error_event_without_a_comment_is_shown_to_the_core():
     assert cutter.feed(error[:20]) == []
     [group] = cutter.feed(error[20:])
     assert group == (error, [], [])
+
+
+HEAD = (
+    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n"
+    + f"{hop.ENGINE}: e\r\n{hop.TOKEN}: 1\r\n{hop.CONTINUATION}: exact\r\n\r\n".encode()
+)
+SIZES = st.sampled_from((b"%x\r\n", b"%X\r\n", b"%x;why=because\r\n", b"0%x\r\n"))
+
+
+class Recorder:
+    """The owner, the attempt and the client of an upstream, in one: keeps what it is told."""
+
+    number, request, is_full = 1, 1, False
+
+    def __init__(self) -> None:
+        self.groups: list[tuple[bytes, list[int], list[int]]] = []
+        self.outbox: list[object] = []
+        self.sent, self.last = b"", None
+
+    def group(self, events, tokens, chunks, now_ms):
+        self.groups.append((events, tokens, chunks))
+        return events
+
+    def end(self, events, now_ms):
+        self.last = events
+        return events
+
+    def send_body(self, data):
+        self.sent += data
+
+    def now_ms(self):
+        return 0.0
+
+    def handle(self, event):
+        assert isinstance(event, HeadCame)
+
+    def perform_outbox(self):
+        pass
+
+
+def chunk(body: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(body), body)
+
+
+ONE, TWO = b"data: 1\n\n: u=1|1\n\n", b"data: 2\n\n: u=2|1\n\n"
+LOOKS_LIKE_A_CHUNK = chunk(TWO)[:-2]  # its last bytes are those of the chunk that it is in
+READS = {
+    "as ever": ([chunk(ONE), chunk(TWO)], [(b"data: 1\n\n", [1]), (b"data: 2\n\n", [2])]),
+    "half a group": (
+        [chunk(b"data: 0\n\n"), chunk(ONE), chunk(TWO)],
+        [(b"data: 0\n\ndata: 1\n\n", [1]), (b"data: 2\n\n", [2])],
+    ),
+    "a chunk within a chunk": (
+        [
+            chunk(ONE + LOOKS_LIKE_A_CHUNK)[: -len(LOOKS_LIKE_A_CHUNK) - 2],
+            LOOKS_LIKE_A_CHUNK + b"\r\n",
+        ],
+        [(b"data: 1\n\n", [1]), (b"%x\r\ndata: 2\n\n" % len(TWO), [2])],
+    ),
+    "a longer chunk": (
+        [chunk(ONE + b"\r\n" + TWO)[: -len(TWO) - 2], TWO + b"\r\n"],
+        [(b"data: 1\n\n", [1]), (b"\r\ndata: 2\n\n", [2])],
+    ),
+    "tokens without events": ([chunk(b": u=1|1\n\n: u=2|1\n\n")], [(b"", [1]), (b"", [2])]),
+    "two groups": ([chunk(ONE + TWO)], [(b"data: 1\n\n", [1]), (b"data: 2\n\n", [2])]),
+    "two chunks": ([chunk(ONE) + chunk(TWO)], [(b"data: 1\n\n", [1]), (b"data: 2\n\n", [2])]),
+    "lines": ([chunk(b"event: x\n" + ONE)], [(b"event: x\ndata: 1\n\n", [1])]),
+    "an extension": ([b"%x;a=b\r\n%b\r\n" % (len(ONE), ONE)], [(b"data: 1\n\n", [1])]),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_what_looks_like_one_chunk_with_one_group(name):
+    """Goal: only what is one passes by the parser. Method: reads that are nearly that."""
+    reads, expected = READS[name]
+    seen = Recorder()
+    upstream = Upstream(seen, seen, seen, (), is_to_head=False)
+    for each in (HEAD, chunk(b"data: 0\n\n: u=0|1\n\n"), *reads, chunk(END) + b"0\r\n\r\n"):
+        upstream.data_received(each)
+    assert [group[:2] for group in seen.groups] == [(b"data: 0\n\n", [0]), *expected]
+    assert seen.last == b""
+
+
+@given(GROUPS, st.lists(st.tuples(SIZES, st.integers(1, 3)), min_size=8, max_size=8), st.data())
+def test_a_chunk_that_is_not_parsed_means_the_same(parts, framed, data):
+    """Goal: what passes by the parser is what it would have found. Method: one group or a few in
+    each chunk, sizes as HTTP may spell them, reads that end anywhere."""
+    wire, left = HEAD, list(parts)
+    for size, count in framed:
+        body = written(left[:count])
+        del left[:count]
+        wire += size % len(body) + body + b"\r\n" if body else b""
+    wire += chunk(END) + b"0\r\n\r\n"
+    seen = Recorder()
+    upstream = Upstream(seen, seen, seen, (), is_to_head=False)
+    ends = sorted(data.draw(st.lists(st.integers(1, len(wire)), max_size=12)))
+    for start, end in zip([0, *ends], [*ends, len(wire)], strict=True):
+        if end > start:
+            upstream.data_received(wire[start:end])
+    assert [group[:2] for group in seen.groups] == parts
+    assert (seen.last, seen.sent) == (b"", b"".join(events for events, _ in parts))
