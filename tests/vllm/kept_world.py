@@ -146,9 +146,12 @@ class Engine:
 
     # ------------------------------------------------------------------ what may happen
 
-    def add(self, length: int, output: int) -> None:
+    def add_any(self) -> None:
+        prompt = [self._rng.randrange(VOCABULARY) for _ in range(self._rng.randrange(1, 24))]
+        self.add(prompt, self._rng.randrange(1, 20), self._rng.randrange(3))
+
+    def add(self, prompt: list[int], output: int, priority: int) -> str:
         self._requests += 1
-        prompt = [self._rng.randrange(VOCABULARY) for _ in range(length)]
         params = SamplingParams(max_tokens=output, ignore_eos=True)
         params.update_from_generation_config({}, None)
         request = Request(
@@ -157,18 +160,19 @@ class Engine:
             params,
             None,
             arrival_time=self._requests,
-            priority=self._rng.randrange(3),
+            priority=priority,
             block_hasher=HASHER,
         )
         self.device.learn(request)
         self.scheduler.add_request(request)
+        return str(request.request_id)
 
     def abort(self) -> None:
         if self.scheduler.requests:
             victim = self._rng.choice(sorted(self.scheduler.requests))
             self.scheduler.finish_requests([victim], RequestStatus.FINISHED_ABORTED)
 
-    def send(self) -> None:
+    def send(self) -> Any:
         step = self.scheduler.schedule()
         writes: list[tuple[int, Text]] = []
         outputs: dict[str, list[int]] = {}
@@ -183,6 +187,7 @@ class Engine:
             is_partial = end < request.num_tokens
             outputs[name] = [] if is_partial else [text[end]]
         self._sent.append((step, self._write(writes), outputs))
+        return step
 
     def write_some(self) -> None:
         """The device goes on with the oldest step that it has not finished: it may be torn."""
