@@ -1,5 +1,5 @@
-"""A stream whose engine dies goes on at the other engine of a pod: two engines behind the sockets
-at which a gateway asks them, and a test in the gateway's place."""
+"""A stream whose engine dies goes on at the other engine of a pod, behind the KV blocks of the dead
+one: two engines behind the sockets at which a gateway asks them, and a test in its place."""
 
 from __future__ import annotations
 
@@ -28,7 +28,14 @@ from understudy.up.random_model import VLLM_RANDOM_MODEL
 
 ANSWER_S = 60.0
 WHOLE_POLL_S = 0.5  # a status of all parts costs more than the test's other polls
-KILL_AFTER = 20  # groups
+KILL_AFTER = 70  # groups
+BLOCK_TOKENS = 32
+ARGUMENTS = (
+    *VLLM_RANDOM_MODEL.arguments,
+    "--kv-memory=gms",
+    f"--block-size={BLOCK_TOKENS}",
+    "--enable-prompt-tokens-details",
+)
 BODY = {
     "prompt": [72, 101, 108, 108, 111],
     "max_tokens": 300,
@@ -62,6 +69,16 @@ class Engine:
             connection.request("GET", hop.HELLO_PATH, headers={hop.GATEWAY: "1"})
             with connection.getresponse() as response:
                 return json.load(response)
+
+    def cached_tokens(self, prompt: list[int]) -> int:
+        """How many tokens of `prompt` need not be computed."""
+        body = json.dumps({"prompt": prompt, "max_tokens": 1}).encode()
+        headers = {hop.GATEWAY: "1", "Content-Type": "application/json"}
+        with contextlib.closing(Connection(self.path)) as connection:
+            connection.request("POST", "/v1/completions", body, headers)
+            with connection.getresponse() as response:
+                usage = json.load(response)["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
 
     def stream(self, journal: Journal | None = None, kill: int | None = None) -> bytes:
         """The answer, as far as it comes; after some groups the process `kill` dies."""
@@ -113,7 +130,8 @@ async def whole(directory: Path) -> Any:
 def test_a_stream_of_a_dead_engine_goes_on_at_the_other(tmp_path: Path, model: Path):
     """SIGKILL the engine core in the middle of a stream that is seeded and penalised. What came is
     cut behind a whole group and says nothing of an end; the other engine has the same continuation
-    id, takes up the journal, and the whole is the answer that was not interrupted."""
+    id, takes up the journal, and the whole is the answer that was not interrupted. It has adopted
+    the blocks of the dead engine, those of the cut stream among them, and prefills behind them."""
 
     async def scenario() -> None:
         pod = LocalPod(
@@ -121,7 +139,7 @@ def test_a_stream_of_a_dead_engine_goes_on_at_the_other(tmp_path: Path, model: P
             model,
             pod_ports(),
             backend="vllm",
-            backend_args=VLLM_RANDOM_MODEL.arguments,
+            backend_args=ARGUMENTS,
             # A pod without a gateway, whose lock server nevertheless lends to gateways only.
             is_direct=True,
             env={**VLLM_RANDOM_MODEL.env, "UNDERSTUDY_DIRECT": "no"},
@@ -154,6 +172,17 @@ def test_a_stream_of_a_dead_engine_goes_on_at_the_other(tmp_path: Path, model: P
             assert after["token"] > before["token"]
             assert after["continuation_id"] == before["continuation_id"] != ""
             assert (after["continuation"], after["problem"]) == ("state", None)
+            view = await gather(tmp_path)
+            (kv,) = (
+                part["backend"]["kv"] for part in view["engines"] if part["engine"]["id"] == standby
+            )
+            assert (kv["memory"], kv["note"]) == ("gms", None)
+            assert kv["adopted_blocks"] >= 300 // BLOCK_TOKENS
+            text = [*BODY["prompt"], *journal.tokens]
+            # The last block was in a step that the engine did not live to process.
+            whole_blocks = len(text) // BLOCK_TOKENS - 1
+            cached = await asyncio.to_thread(second.cached_tokens, text)
+            assert cached >= whole_blocks * BLOCK_TOKENS
             resumed = await asyncio.to_thread(second.stream, journal)
             assert resumed.endswith(hop.END)
             assert made_by(resumed)[1] == made_by(expected)[1]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import mmap
 import secrets
+from collections.abc import Callable
 from typing import Any
 
 from msgspec import Struct
@@ -52,8 +53,9 @@ class Begun(Struct, frozen=True):
 class PoolIndex:
     """The index of the pools of this incarnation."""
 
-    def __init__(self, pool: KeptBlockPool, hash_algorithm: str) -> None:
-        """`hash_algorithm`: whatever engines must share to give equal hashes to equal tokens."""
+    def __init__(self, pool: KeptBlockPool, hash_algorithm: Callable[[], str]) -> None:
+        """`hash_algorithm`: whatever engines must share to give equal hashes to equal tokens; asked
+        for at a wake."""
         self._pool, self._hash_algorithm = pool, hash_algorithm
         self._leases: list[KvLease] = []
         self._maps: list[mmap.mmap] = []
@@ -71,7 +73,7 @@ class PoolIndex:
             self._leases.append(lease)
             self._maps.append(mmap.mmap(lease.index.fileno(), lease.index_bytes))
         headers = [
-            IndexHeader(pool=lease.pool, hash_algorithm=self._hash_algorithm, **rank.facts)
+            IndexHeader(pool=lease.pool, hash_algorithm=self._hash_algorithm(), **rank.facts)
             for rank, lease in zip(asked.ranks, self._leases, strict=True)
         ]
         pages = [IndexPage.over(memoryview(each)) for each in self._maps]
