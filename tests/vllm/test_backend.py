@@ -20,6 +20,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what torch and vLLM say of themselves as they are imported
     from engine.backends.vllm.api import backend as backend_module
     from engine.backends.vllm.api.backend import StepCounter, VllmBackend
+    from engine.backends.vllm.api.kept_memory import KeptMemory, KvChoice
 
 FINE = {"rank": 0, "ok": True, "code": "", "error": ""}
 STATUS = {**FINE, "weights_bytes": 10, "kv_bytes": 20, "epoch": "e", "identity": {"a": 1}}
@@ -214,3 +215,61 @@ def test_a_wake_asks_every_rank_before_it_takes_memory(engine, tmp_path):
         "understudy_take_kv",
         "wake_up",
     ]
+
+
+POOL = {"device": "HOST-0", "claim": {}, "facts": {}}
+
+
+def _woken(engine, tmp_path, monkeypatch, core, problem=""):
+    """The answer to a wake of an engine on the memory service's KV memory."""
+    monkeypatch.setenv("GMS_SOCKET_DIR", str(tmp_path))
+    monkeypatch.setenv("UNDERSTUDY_INCARNATION", "engine-0-1")
+    engine.engine_core = SimpleNamespace(call_utility_async=core)
+    engine.answers["understudy_take_kv"] = [{**FINE, "kv_bytes": 7, "pool": POOL}]
+    kept = KeptMemory(KvChoice(is_shared=True), problem)
+    backend = VllmBackend(engine, Front(), StepCounter(), kv=kept)
+
+    async def scenario():
+        await backend.prepare()
+        engine.asked.clear()
+        try:
+            with OwnedFd(os.open(tmp_path, os.O_RDONLY)) as listening:
+                return await backend.wake("engine-0", 3, listening, era="e" * 16)
+        finally:
+            await backend.drain(0.0)  # closes the copy that it has kept
+
+    return asyncio.run(scenario())
+
+
+def test_a_wake_on_borrowed_memory_says_what_was_adopted(engine, tmp_path, monkeypatch):
+    """Every rank is told by which grant it borrows, and the core which pools there are."""
+
+    async def core(method, asked):
+        assert (method, asked["ranks"], asked["may_adopt"]) == ("understudy_begin_kv", [POOL], True)
+        return {"problem": "", "adopted": 5, "why_empty": ""}
+
+    woken = _woken(engine, tmp_path, monkeypatch, core)
+    assert woken == WokenMsg(7, "gms", 5)
+    by_name = {name: rest for name, *rest in engine.asked}
+    lending = by_name["understudy_take_kv"][1]
+    assert (lending["incarnation"], lending["token"], lending["era"]) == ("engine-0-1", 3, "e" * 16)
+    assert "understudy_forget_kv" not in by_name
+
+
+@pytest.mark.parametrize("problem", ["", "prefix caching is off"])
+def test_an_index_that_nobody_keeps_is_forgotten_before_the_first_step(
+    engine, tmp_path, monkeypatch, problem
+):
+    """The core fails, or is not even asked: the engine is about to write over blocks that the index
+    describes."""
+
+    async def core(method, asked):
+        raise RuntimeError("no pool")
+
+    woken = _woken(engine, tmp_path, monkeypatch, core, problem)
+    assert woken.kv_note.startswith("no block is published")
+    assert (problem or "no pool") in woken.kv_note
+    assert [name for name, *_ in engine.asked][-2:] == ["understudy_forget_kv", "wake_up"]
+    engine.answers["understudy_forget_kv"] = [{**FINE, "ok": False, "code": "c.d", "error": "x"}]
+    with pytest.raises(UnderstudyError, match="x"):
+        _woken(engine, tmp_path, monkeypatch, core, problem)
