@@ -18,6 +18,7 @@ from typing import Any
 from plumbing.service.procfs import descendants, rss_bytes
 
 MEMFD = "/memfd:understudy-"  # what `gms` calls its slabs, followed by their epoch and a number
+MEMFD_KV = f"{MEMFD}kv-"  # …and those of a KV pool, which are not weights
 BLOCK_BYTES = 512  # the unit of st_blocks, whatever the file system
 
 
@@ -109,10 +110,10 @@ def descriptors(pid: int) -> Iterator[tuple[str, str]]:
 
 
 def slabs_of(pid: int) -> dict[int, SlabUse]:
-    """The slabs that `pid` has open or mapped, by inode."""
+    """The slabs of weights that `pid` has open or mapped, by inode."""
     found = _mapped_slabs(pid)
     for path, target in descriptors(pid):
-        if target.startswith(MEMFD):
+        if _is_slab(target):
             try:
                 status = os.stat(path)
             except OSError:
@@ -133,13 +134,17 @@ def physical_bytes(pids: Iterable[int]) -> int:
     return sum(slab.size_bytes for slab in found.values())
 
 
+def _is_slab(target: str) -> bool:
+    return target.startswith(MEMFD) and not target.startswith(MEMFD_KV)
+
+
 def _mapped_slabs(pid: int) -> dict[int, SlabUse]:
     found: dict[int, SlabUse] = {}
     try:
         with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as file:
             for line in file:
                 fields = line.split(maxsplit=5)
-                if len(fields) < 6 or not fields[5].startswith(MEMFD):
+                if len(fields) < 6 or not _is_slab(fields[5]):
                     continue
                 start, _, end = fields[0].partition("-")
                 inode, size_bytes = int(fields[4]), int(end, 16) - int(start, 16)

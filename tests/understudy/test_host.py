@@ -31,8 +31,13 @@ def slab(size_bytes: int, name: str = "understudy-0123abcd-0") -> Iterator[int]:
 
 def test_slab_counts_once_however_many_hold_it():
     """Goal: shared is not doubled. Method: one slab here and in a child, another only here, and a
-    memfd of somebody else."""
-    with slab(MIB) as one, slab(2 * MIB, "understudy-0123abcd-1"), slab(MIB, "other"):
+    memfd of somebody else and one of a KV pool."""
+    with (
+        slab(MIB) as one,
+        slab(2 * MIB, "understudy-0123abcd-1"),
+        slab(MIB, "other"),
+        slab(MIB, "understudy-kv-0123abcd-1"),
+    ):
         child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1, pass_fds=[one])
         with child:
             assert physical_bytes([os.getpid(), child.pid]) == 3 * MIB

@@ -51,7 +51,7 @@ class ConfigureMsg(Message, frozen=True, tag="configure"):
     max_context: Annotated[int, Meta(ge=2, le=PROMPT_TOKENS_MAX)] | None
     kv_bytes: Count | None
     cache_tokens: Count | None = None
-    kv_memory: KvMemoryKind = "private"
+    kv_memory: KvMemoryKind = "gms"
     may_adopt: bool = True
     has_audit: bool = False
     rank: Rank = 0

@@ -90,7 +90,8 @@ def test_whole_life_from_prepared_to_drained(tmp_path: Path, model: Path):
 
                 assert is_fault(await stub.ask(ServeMsg()), "engine.backend_phase")
                 woken = await stub.ask(WakeMsg(7, "engine-0"), lend(sock))
-                assert woken == WokenMsg(prepared.kv_bytes, "private", 0, "--kv-memory private")
+                why = "the memory service lends no KV memory for HOST-0"
+                assert woken == WokenMsg(prepared.kv_bytes, "private", 0, why)
                 assert is_fault(
                     await stub.ask(WakeMsg(8, "engine-0"), lend(sock)), "engine.backend_phase"
                 )

@@ -88,7 +88,7 @@ def parse(argv: list[str]) -> tuple[ConfigureMsg, str]:
     parser.add_argument(
         "--kv-memory",
         choices=("gms", "private"),
-        default="private",
+        default="gms",
         help="whose memory the KV cache is in: the memory service's, where it lends any, so that"
         " the next engine goes on with this one's blocks, or its own (default: %(default)s)",
     )
