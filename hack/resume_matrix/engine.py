@@ -16,6 +16,7 @@ import socket
 import sys
 from pathlib import Path
 
+from engine.backends.vllm import collector
 from engine.backends.vllm.api.main import ENVIRONMENT, make_engine
 from hack.resume_matrix.model import write_thinking_model
 from plumbing.wire.fds import OwnedFd
@@ -62,6 +63,7 @@ async def serve(model: str, path: str, flags: list[str]) -> None:
     args.load_format, args.model_loader_extra_config = "auto", {}
     private = bind(args, f"{path}.trial")
     made = make_engine(parsed, steps)
+    collector.resume()
     front = await Front.start(made.engine, args, private)
     backend = VllmBackend(made.engine, front, steps, made.find_continuing)
     prepared = await backend.prepare()
@@ -95,6 +97,7 @@ def main() -> None:
     if not os.path.exists(model):
         write_thinking_model(Path(model))
     os.environ.update(VARIABLES)
+    collector.pause()
     os.setpgid(0, 0)  # vLLM's processes outlive their parent; they are all of this group
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
