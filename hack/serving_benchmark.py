@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from hack.report import commit, machine, spread
+from hack.stock_clients.kinds import APART_S
 from hack.vllm.pod import environment, make_pod, model_of
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.service.cli import INTERRUPTED, fail, run_async
@@ -66,11 +67,12 @@ ERROR_CHARS_MAX = 400  # their end names what was raised
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What the benchmark is told."""
+    """What the benchmark is told, and how fast it loses its engines."""
 
     prompts: int
     concurrency: int
     tokens: int
+    apart_s: float  # from kill to kill
 
     def flags(self, target: Target, model: str, tokenizer: Path, file: Path) -> list[str]:
         wanted = {
@@ -215,7 +217,8 @@ async def measure(
     base.mkdir()
     pod = replace(pod_of(backend, base, model), is_direct=mode == "direct")
     runner = PodRunner(pod.containers(), pod.directory / "log")
-    plan = DrillPlan(kills, clients=0, also=(LOCKSERVER, GMS))
+    also = (LOCKSERVER, GMS)
+    plan = DrillPlan(kills, clients=0, also=also, duration_s=kills * load.apart_s)
     drill = Drill(pod.directory, plan, _say, runner)
     benchmark = Benchmark(load, base, environment(base))
     ended_early: list[str] = []
@@ -281,7 +284,7 @@ async def everything(base: Path, flags: argparse.Namespace) -> dict[str, Any] | 
     """All modes in turn. None: interrupted."""
     (base / "model").mkdir()
     model = await model_of(base / "model", str(flags.model) if flags.model else None)
-    load = Load(flags.prompts, flags.concurrency, flags.tokens)
+    load = Load(flags.prompts, flags.concurrency, flags.tokens, flags.apart_s)
     found: dict[str, Any] = {}
     for mode in flags.mode or MODES:
         _say(f"{mode}: a pod of two engines with backend {flags.backend}")
@@ -299,6 +302,7 @@ async def everything(base: Path, flags: argparse.Namespace) -> dict[str, Any] | 
         "prompts_per_run": load.prompts,
         "concurrency": load.concurrency,
         "tokens": load.tokens,
+        "apart_s": load.apart_s,
         **found,
     }
 
@@ -326,6 +330,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=30, help="behind the gateway")
     parser.add_argument("--direct-kills", type=int, default=8, help="in direct mode")
     parser.add_argument("--backend", choices=("reference", "vllm"), default="vllm")
+    parser.add_argument("--apart-s", type=float, default=APART_S, help="from kill to kill")
     parser.add_argument("--mode", action="append", choices=MODES, help="[default: both]")
     parser.add_argument("--model", type=Path, help="a checkpoint [default: a random one]")
     parser.add_argument("--prompts", type=int, default=400, help="of one run of the benchmark")

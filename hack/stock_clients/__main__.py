@@ -28,7 +28,7 @@ import openai
 
 from hack.report import commit, machine
 from hack.stock_clients.client import ANSWER_S, WholeAnswer, ask, clock
-from hack.stock_clients.kinds import BY_BACKEND, VLLM_FLAGS, RequestKind
+from hack.stock_clients.kinds import APART_S, BY_BACKEND, VLLM_FLAGS, RequestKind
 from hack.stock_clients.seen import FAULTS, Attempt, Clients, Fate
 from hack.vllm.pod import make_pod, model_of
 from plumbing.errors import UnderstudyError
@@ -218,6 +218,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--kills", type=int, default=100)
     made.add_argument("--clients", type=int, default=4)
+    made.add_argument("--apart-s", type=float, default=APART_S, help="from kill to kill")
     made.add_argument("--backend", choices=sorted(BY_BACKEND), default="reference")
     made.add_argument("--model", type=Path, help="a checkpoint [default: a random one]")
     made.add_argument(
@@ -231,7 +232,13 @@ def main() -> None:
     flags = parser().parse_args()
     base = Path(tempfile.mkdtemp(prefix="understudy-clients-"))
     say = partial(print, file=sys.stderr, flush=True)
-    plan = DrillPlan(flags.kills, tuple(flags.target), clients=1, also=PARTS)
+    plan = DrillPlan(
+        flags.kills,
+        tuple(flags.target),
+        clients=1,
+        also=PARTS,
+        duration_s=flags.kills * flags.apart_s,
+    )
     found: dict[str, Any] = {}
     try:
         result = run_async(lambda: run(base, flags.backend, plan, flags.clients, say, flags.model))

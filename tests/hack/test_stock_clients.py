@@ -150,7 +150,7 @@ def test_stock_clients_see_no_error_and_no_other_answer_whatever_is_killed():
     itself, which kills every process of the pod once; all kinds of requests, streamed and not. Only
     what is in the gateway itself may be lost, with its own process."""
     done = subprocess.run(
-        [sys.executable, "-m", "hack.stock_clients", f"--kills={KILLS}", "--json"],
+        [sys.executable, "-m", "hack.stock_clients", f"--kills={KILLS}", "--apart-s=0", "--json"],
         capture_output=True,
         text=True,
         check=False,
