@@ -48,9 +48,9 @@ REPORT_KEYS = {
     "machine",
 }
 SPREAD_KEYS = {"p50", "p99", "max"}
-# Below `up`: a lock server; a memory service and a device's server; a gateway, its child and the
-# spare; two engines of three processes.
-PROCESSES = 1 + 2 + 3 + 2 * 3
+# Below `up`: a lock server; a memory service and a device's two servers; a gateway, its child and
+# the spare; two engines of three processes.
+PROCESSES = 1 + 3 + 3 + 2 * 3
 
 
 def check_report(report: dict, kills: int) -> None:
@@ -254,7 +254,7 @@ def check_leavings(directory: Path) -> None:
     """
     for path in directory.iterdir():
         assert not path.is_socket()
-        known = r"(log|random-model|.*\.(json|lock|epoch)|witness_engine-[01]_[0-9a-f]{16})"
+        known = r"(log|random-model|.*\.(json|lock|epoch|pool)|witness_engine-[01]_[0-9a-f]{16})"
         assert re.fullmatch(known, path.name), path.name
     logs = {path.name for path in (directory / "log").iterdir()}
     parts = {"lockserver", "gms", "gateway", "engine-0", "engine-1"}
