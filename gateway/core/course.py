@@ -60,7 +60,8 @@ class Course:
         """A response begins, of an engine with this continuation id."""
         request = attempt.owner
         request.is_inside = True
-        if (came.engine, came.token) != (attempt.engine, attempt.token):
+        is_signed = (came.engine, came.token) == (attempt.engine, attempt.token)
+        if not is_signed and not (came.is_unsigned_refusal and request.state is RequestState.ASKED):
             self.broke(attempt, BreakCause.WRONG_TOKEN, now_ms)
         elif request.state not in (RequestState.ASKED, RequestState.RESUMING):
             self.broke(attempt, BreakCause.GARBAGE, now_ms)

@@ -447,3 +447,25 @@ def test_a_body_that_is_nested_too_deeply_is_the_engines_to_refuse(tmp_path):
         await auntil(lambda: bench.load.in_flight == 0, "all to be answered")
 
     with_bench(tmp_path, scenario)
+
+
+def test_what_the_engines_http_library_refuses_is_answered_at_once(tmp_path):
+    """Goal: no request that can never be answered is asked for again until its deadline. Method: a
+    plain 400 without any header of the engine, as libraries write it."""
+
+    async def scenario(bench):
+        engine = await bench.active()
+
+        async def route(request, reply):
+            reply.writer.write(
+                b"HTTP/1.0 400 Bad Request\r\nContent-Type: text/plain\r\n"
+                b"Content-Length: 12\r\nServer: some\r\n\r\nBad Request\n"
+            )
+            await reply.writer.drain()
+
+        engine.routes[CHAT] = route
+        answer = await bench.once(CHAT, ASKED)
+        assert (answer.status, answer.body) == (400, b"Bad Request\n")
+        assert len(engine.requests) == 1
+
+    with_bench(tmp_path, scenario)

@@ -37,6 +37,7 @@ from plumbing.errors import UnderstudyError
 from plumbing.wire.fds import OwnedFd
 
 KEEPALIVE_S = 75.0
+LINE_BYTES_MAX = 64 * 1024  # of a request, and of a header: as a gateway lets pass
 # For connections that are cut when the drain's budget is spent. Not 0, which aiohttp takes for "no
 # limit"; not more, because its `shutdown` waits that long for idle connections too.
 FLUSH_S = 0.1
@@ -87,6 +88,8 @@ class ReferenceBackend:
             handler_cancellation=True,  # a client that leaves frees its slot
             access_log=None,
             keepalive_timeout=KEEPALIVE_S,
+            max_line_size=LINE_BYTES_MAX,
+            max_field_size=LINE_BYTES_MAX,
         )
 
     async def prepare(self) -> ReadyMsg:
