@@ -82,6 +82,11 @@ class ClientConnection(asyncio.Protocol):
         """What waits in this process for the client to take it."""
         return 0 if self._transport is None else self._transport.get_write_buffer_size()
 
+    @property
+    def arriving_bytes(self) -> int:
+        """What has come of a body that is not whole yet."""
+        return self._reader.body_bytes if self.request is None else 0
+
     # ------------------------------------------------------------------ answers
 
     def answer(self, response: bytes) -> None:
@@ -142,6 +147,11 @@ class ClientConnection(asyncio.Protocol):
     def abort(self) -> None:
         if self._transport is not None:
             self._transport.abort()
+
+    def give_up_body(self) -> None:
+        """Refuse the request that is being sent: its body takes the place of others."""
+        self._reader.give_up()
+        self._advance()
 
     def pause_reading(self) -> None:
         """A tunnel's engine does not take what the client sends."""

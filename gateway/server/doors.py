@@ -32,6 +32,7 @@ from plumbing.errors import UsageError
 from plumbing.wire.fds import OwnedFd
 
 PROBLEM_CHARS_MAX = 4096  # a beat is one frame, and an engine says what it likes
+BODIES_SHARE = 0.75  # of the memory, which bodies that are being sent may keep
 SWEEP_S = 1.0  # a deadline is noticed this much late at most
 # States of the core in which a request waits for an engine, with nothing sent and with something.
 WAITING = "waiting"
@@ -209,6 +210,7 @@ class HttpDoors:
         now_s = self.now_s()
         for client in [each for each in self.clients if each.deadline_s <= now_s]:
             client.expire()
+        self._refuse_largest_bodies()
         self._cut_slowest()
         self.exchange.sweep(self._settings.keepalive_comments_ms)
         self._accounts.tell()
@@ -218,6 +220,16 @@ class HttpDoors:
         if self.problem != self._last_problem:
             self._last_problem = self.problem
             self._parent.beat_now()
+
+    def _refuse_largest_bodies(self) -> None:
+        """A body may be sent slowly, so a few that are large could hold all memory for hours, and
+        every other request would be refused. Near the limit they go first."""
+        if self.body_memory.bytes <= BODIES_SHARE * self.body_memory.bytes_max:
+            return
+        for client in sorted(self.clients, key=lambda each: each.arriving_bytes, reverse=True):
+            if self.body_memory.bytes <= BODIES_SHARE * self.body_memory.bytes_max:
+                return
+            client.give_up_body()
 
     def _cut_slowest(self) -> None:
         """A whole answer waits here for a client that reads slowly, and is no request any more. All

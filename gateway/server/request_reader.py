@@ -109,6 +109,12 @@ class RequestReader:
         """How much of a body has come that is not whole yet."""
         return self._open.body_bytes if self._open is not None else 0
 
+    def give_up(self) -> None:
+        """Refuse the request whose body is being read, for the sake of others."""
+        if self._open is not None and self.refused is None:
+            self.refused_id = sane_id(self._open.headers)
+            self._refuse(_overloaded())
+
     def feed(self, data: bytes) -> None:
         if self.refused is not None or self._parser is None:
             return
@@ -179,7 +185,7 @@ class RequestReader:
             self._refuse(_body_too_large(self._body_bytes_max()))
         elif self._memory.is_spent:
             self.refused_id = sane_id(current.headers)
-            self._refuse(Refused(503, "overloaded", "Too many requests are being sent at once."))
+            self._refuse(_overloaded())
 
     def on_message_complete(self) -> None:
         current = self._open
@@ -271,6 +277,10 @@ def _head_too_large() -> Refused:
         "headers_too_large",
         f"The headers of this request exceed the limit of {HEAD_BYTES_MAX} bytes.",
     )
+
+
+def _overloaded() -> Refused:
+    return Refused(503, "overloaded", "Too many requests are being sent at once.")
 
 
 def _body_too_large(bytes_max: int) -> Refused:

@@ -189,3 +189,24 @@ def test_answers_that_wait_for_slow_readers_count_as_memory_and_the_largest_is_c
         assert len(await slow.rest()) < larger
 
     with_bench(tmp_path, scenario, memory_bytes=64 << 20)
+
+
+def test_large_bodies_that_never_end_keep_no_memory_from_small_ones(tmp_path, monkeypatch):
+    """Goal: who sends slowly cannot have everybody else refused. Method: bodies of most of the
+    memory whose last bytes do not come; the largest is refused, and a small one is answered."""
+    monkeypatch.setattr("gateway.server.doors.SWEEP_S", 0.01)
+
+    async def scenario(bench):
+        await bench.active()
+        senders = {}
+        for size in (20 << 20, 30 << 20):
+            client = senders[size] = await bench.client()
+            head = b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n"
+            client.send(head % (31 << 20) + b"x" * size)
+        answer = await senders[30 << 20].answer()
+        assert (answer.status, answer.error()["code"]) == (503, "overloaded")
+        assert bench.endings() == {"refused": 1}
+        assert (await bench.once(CHAT, ASKED)).status == 200
+        assert bench.doors.body_memory.bytes == 20 << 20
+
+    with_bench(tmp_path, scenario, memory_bytes=64 << 20)
