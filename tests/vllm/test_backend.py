@@ -19,6 +19,7 @@ from plumbing.wire.fds import OwnedFd
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what torch and vLLM say of themselves as they are imported
     from engine.backends.vllm.api import backend as backend_module
+    from engine.backends.vllm.api import kept_memory
     from engine.backends.vllm.api.backend import StepCounter, VllmBackend
     from engine.backends.vllm.api.kept_memory import KeptMemory, KvChoice
 
@@ -273,3 +274,30 @@ def test_an_index_that_nobody_keeps_is_forgotten_before_the_first_step(
     engine.answers["understudy_forget_kv"] = [{**FINE, "ok": False, "code": "c.d", "error": "x"}]
     with pytest.raises(UnderstudyError, match="x"):
         _woken(engine, tmp_path, monkeypatch, core, problem)
+
+
+def test_what_is_published_is_followed_until_the_core_gives_it_up(engine, monkeypatch):
+    """A core that is busy is asked again; what it has said is in the answer to `health`."""
+    monkeypatch.setattr(kept_memory, "REPORT_EVERY_S", 0.01)
+    answers = [{"problem": "", "published": 3}, None, {"problem": "why", "published": 4}]
+    seen = []
+
+    async def core(method, asked):
+        if method == "understudy_begin_kv":
+            return {"problem": "", "adopted": 0, "why_empty": "new"}
+        seen.append(kept.published)
+        answer = answers.pop(0)
+        return answer if answer is not None else await asyncio.Event().wait()
+
+    monkeypatch.setenv("GMS_SOCKET_DIR", "/nowhere")
+    engine.engine_core = SimpleNamespace(call_utility_async=core)
+    kept = KeptMemory(KvChoice(is_shared=True))
+    backend = VllmBackend(engine, Front(), StepCounter(), kv=kept)
+
+    async def scenario():
+        began = await kept.begin(engine, None, [{"pool": POOL}])
+        assert began.note == "no block was adopted: new"
+        await kept.follow(engine)
+
+    asyncio.run(scenario())
+    assert (seen, kept.problem, backend.health().published_blocks) == ([0, 3, 3], "why", 4)

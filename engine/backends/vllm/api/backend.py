@@ -182,7 +182,11 @@ class VllmBackend:
         listening, self._listening = self._listening, None
         await self._front.open(listening)
         # Not waited for: the core may be in the middle of a long step for the first clients.
-        self._trusting = asyncio.create_task(self._kv.judge(self._engine))
+        self._trusting = asyncio.create_task(self._trust())
+
+    async def _trust(self) -> None:
+        await self._kv.judge(self._engine)
+        await self._kv.follow(self._engine)
 
     def health(self) -> HealthyMsg:
         """Called from the channel's thread, so it only reads. A loop that does not turn counts as
@@ -194,6 +198,7 @@ class VllmBackend:
             progress=self._steps.count,
             accepting=self._front.is_open,
             rejected=self._front.traffic.rejected,
+            published_blocks=self._kv.published,
         )
 
     async def drain(self, budget_s: float, *, resume: bool = False) -> None:

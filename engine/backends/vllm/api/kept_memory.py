@@ -29,6 +29,8 @@ SCHEDULERS = "engine.backends.vllm.kv"
 # Its workers have borrowed the same pools a moment ago, so that the core waits for nothing.
 BEGIN_WAIT_S = 10.0
 JUDGE_WAIT_S = 5.0
+# How often the core is asked how much it has published, for `status`: it answers between two steps.
+REPORT_EVERY_S = 5.0
 
 Answer = dict[str, Any]
 AskRanks = Callable[..., Awaitable[Sequence[Answer]]]
@@ -57,6 +59,7 @@ class KeptMemory:
     def __init__(self, choice: KvChoice, problem: str = "") -> None:
         self.choice = choice
         self.problem = problem
+        self.published = 0
         self._is_kept = False
 
     @classmethod
@@ -115,6 +118,21 @@ class KeptMemory:
                 await engine.engine_core.call_utility_async("understudy_judge_kv", why)
         except Exception as error:
             logger.warning("the verdict on the KV blocks was not recorded: %s", error)
+
+    async def follow(self, engine: Any) -> None:
+        """Keep `published` current, until the core gives the index up or fails."""
+        while self._is_kept and not engine.errored:
+            await asyncio.sleep(REPORT_EVERY_S)
+            try:
+                async with asyncio.timeout(REPORT_EVERY_S):
+                    answer = await engine.engine_core.call_utility_async("understudy_report_kv", "")
+            except Exception as error:  # a long step; the watch notices a core that has failed
+                logger.debug("the core did not say what it has published: %s", error)
+                continue
+            self.published, self.problem = int(answer["published"]), str(answer["problem"])
+            if self.problem:
+                self._is_kept = False
+                logger.warning("no KV block is published any more: %s", self.problem)
 
     async def _begin_kept(self, pools: Sequence[Answer], engine: Any) -> Answer:
         asked = {

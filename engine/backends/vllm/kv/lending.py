@@ -17,6 +17,7 @@ from typing import Any
 from msgspec import Struct
 
 from engine.backends.vllm.kv.block_pool import KeptBlockPool
+from engine.backends.vllm.kv.kept_index import KeptIndex
 from engine.kv.adopter import Adoption, adoptable
 from engine.kv.layout import IndexHeader, IndexPage
 from engine.kv.writer import IndexWriter
@@ -59,6 +60,10 @@ class PoolIndex:
         self._pool, self._hash_algorithm = pool, hash_algorithm
         self._leases: list[KvLease] = []
         self._maps: list[mmap.mmap] = []
+
+    @property
+    def kept(self) -> KeptIndex:
+        return self._pool.kept
 
     def begin(self, asked: Beginning) -> Begun:
         """Before the first step.

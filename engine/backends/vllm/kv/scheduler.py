@@ -1,7 +1,7 @@
 """In the engine core: vLLM's schedulers, which keep the index of the KV pool.
 
 vLLM finds these classes by name (`scheduler_cls`), and the backend calls the core's methods by name
-(`call_utility_async`), so that two are added to it here. They never raise: the answer says what
+(`call_utility_async`), so that three are added to it here. They never raise: the answer says what
 went wrong.
 """
 
@@ -107,5 +107,10 @@ def _judge(index: PoolIndex, why: str) -> Answer:
     return {}
 
 
+def _report(index: PoolIndex, _: Any) -> Answer:
+    return {"problem": index.kept.problem, "published": index.kept.published}
+
+
 EngineCore.understudy_begin_kv = _answering(_begin)
+EngineCore.understudy_report_kv = _answering(_report)
 EngineCore.understudy_judge_kv = _answering(_judge)
