@@ -308,7 +308,7 @@ class KvLease:
                     f"no KV memory service for pool {self.pool[:8]} ({sentence}); this engine keeps"
                     " its KV memory and serves on"
                 )
-            select.select([self._wake.fileno()], [], [], delay_s)
+            self._pause(delay_s)
             delay_s = min(max(BACKOFF_S, delay_s * 2), BACKOFF_S_MAX)
             try:
                 self._hand_back()
@@ -316,6 +316,7 @@ class KvLease:
                 why = error
                 if error.code in FINAL:
                     self.state = DETACHED
+                    self._on_change(f"{error.message}; this engine serves on")
                     return
             except TEMPORARY as error:
                 why = error
@@ -325,6 +326,12 @@ class KvLease:
                 took_ms = 1000 * (time.monotonic() - began)
                 self._on_change(f"the KV memory service is back after {took_ms:.0f} ms")
                 return
+
+    def _pause(self, delay_s: float) -> None:
+        """Until `close`, at most `delay_s`. No `select`: an engine has descriptors above 1,023."""
+        poll = select.poll()
+        poll.register(self._wake.fileno(), select.POLLIN)
+        poll.poll(delay_s * 1000)
 
     def _hand_back(self) -> None:
         """Report the pool to a new service, with all of its descriptors."""

@@ -54,7 +54,10 @@ def main() -> None:
                 lease.discard(" ".join(rest))
                 say("discarded")
             case "held":
-                say("held", pool=until_held(lease))
+                until_state(lease, "held")
+                say("held", pool=lease.pool)
+            case "until":
+                say("state", state=until_state(lease, rest[0]))
             case "fork":
                 fork()
             case "close":
@@ -67,13 +70,13 @@ def text(found: bytes) -> str:
     return found.rstrip(b"\0").decode()
 
 
-def until_held(lease: KvLease) -> str:
-    """The pool, once the lease has a session again."""
+def until_state(lease: KvLease, state: str) -> str:
+    """Wait until the lease is in this state."""
     end = time.monotonic() + 30
-    while lease.state != "held":
+    while lease.state != state:
         assert time.monotonic() < end, lease.state
         time.sleep(0.002)
-    return lease.pool
+    return state
 
 
 def fork() -> None:

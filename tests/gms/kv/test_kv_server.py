@@ -149,6 +149,21 @@ def test_restarted_server_without_survivors_starts_empty(kv: KvProcess, borrow: 
 
 
 @host_only
+def test_engine_whose_pool_file_was_removed_keeps_its_memory(kv: KvProcess, borrow: Borrow):
+    """Goal: a server that cannot know a pool does not disturb who uses it. Method: remove the file
+    under its holder and restart the server."""
+    first = borrow(1)
+    pool = first.expect("lent")["pool"]
+    kv.kill()
+    os.unlink(f"{kv.directory}/gms_{kv.device}_kv_{pool}.pool")
+    kv.start()
+    assert first.do("until detached")["is"] == "state"
+    first.do("write on")
+    assert first.do("read")["memory"] == "on"
+    assert first.do("close")["is"] == "closed"
+
+
+@host_only
 def test_discarded_content_is_never_lent_again(kv: KvProcess, borrow: Borrow):
     """Goal: bad content ends with its holder, also through a death of the server."""
     first = borrow(1)
