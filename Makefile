@@ -90,7 +90,7 @@ drill-vllm: setup-vllm ## the drill with vLLM on the CPU, its tokens compared wi
 bench: setup ## measure, and print each budget beside its figure; ARGS=--json
 	@$(PY) -m hack.bench $(ARGS)
 
-bench-gateway: setup ## what the gateway costs, through it and past it in turns (2 minutes; ARGS=--json)
+bench-gateway: setup ## what the gateway costs, through it and past it in turns (4 minutes; ARGS=--json)
 	$(PY) -m hack.bench_gateway $(ARGS)
 
 bench-lock: setup ## the lock server beside flock, Redis and etcd; ARGS=--quick, ARGS=--json
