@@ -42,7 +42,7 @@ FORMAT = 1  # part of every header's checksum: another layout is never valid
 _LENGTH = struct.Struct("=I")
 _BODY = struct.Struct("=QIHHQ32s")  # of a record: sequence, tokens, group, flags, audit, hash
 _RECORD = struct.Struct("=Q" + _BODY.format[1:])
-_KEY = struct.Struct("=QII")  # header's commit word, generation, block
+_KEY = struct.Struct("=QI")  # header's commit word, generation
 HAS_AUDIT = 1
 assert _RECORD.size == RECORD_BYTES
 
@@ -228,19 +228,22 @@ class IndexPage:
         first = _first_word(record.block)
         self._cells.store_word(first, 0)
         self._cells.store(first * WORD + WORD, body)
-        commit = _record_commit(self._cells.load_word(COMMIT), self.generation, record.block, body)
+        key = _key(self._cells.load_word(COMMIT), self.generation)
+        commit = zlib.crc32(body, key ^ record.block) << 32 | self.generation
         self._cells.store_word(first, commit)
 
     def records(self, blocks: int) -> Iterator[IndexRecord]:
         """The valid records of the first `blocks` blocks, by number."""
-        header, generation = self._cells.load_word(COMMIT), self.generation
+        generation = self.generation
+        key = _key(self._cells.load_word(COMMIT), generation)
         memory = self._cells.load(HEADER_BYTES, min(blocks, self.capacity) * RECORD_BYTES)
-        for block, (commit, *fields) in enumerate(_RECORD.iter_unpack(memory)):
+        for block, (commit, sequence, tokens, group, flags, audit, block_hash) in enumerate(
+            _RECORD.iter_unpack(memory)
+        ):
             if commit and commit & GENERATION_MAX == generation:
                 start = block * RECORD_BYTES
                 body = memory[start + WORD : start + RECORD_BYTES]
-                if commit == _record_commit(header, generation, block, body):
-                    sequence, tokens, group, flags, audit, block_hash = fields
+                if commit >> 32 == zlib.crc32(body, key ^ block):
                     proof = audit if flags & HAS_AUDIT else None
                     yield IndexRecord(block, block_hash, group, tokens, sequence, proof)
 
@@ -260,6 +263,7 @@ def _header_commit(facts: bytes) -> int:
     return int.from_bytes(digest, "little") or 1
 
 
-def _record_commit(header: int, generation: int, block: int, body: bytes | memoryview) -> int:
-    checksum = zlib.crc32(body, zlib.crc32(_KEY.pack(header, generation, block)))
-    return checksum << 32 | generation
+def _key(header: int, generation: int) -> int:
+    """Where the checksums of records begin, but for the block's number: the checksum of the same
+    bytes differs from block to block."""
+    return zlib.crc32(_KEY.pack(header, generation))
