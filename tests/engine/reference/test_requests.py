@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.http_exceptions import BadStatusLine, InvalidURLError
 
 from engine.backends.reference.http import requests
 from engine.backends.reference.http.replies import ApiError, from_understudy
@@ -19,6 +21,7 @@ from engine.backends.reference.http.requests import (
     parse_completion,
     parse_json,
 )
+from engine.backends.reference.http.serve import is_our_fault
 from plumbing.errors import UnderstudyError, UsageError
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -235,3 +238,16 @@ def test_refusals_of_the_model_get_the_right_status():
     assert full.headers() == {"Retry-After": "1"}
     assert from_understudy(UsageError("request.bad_messages", "no")).status == 400
     assert from_understudy(UnderstudyError("engine.broken", "x")).status == 500
+
+
+def test_requests_that_the_http_library_refuses_are_not_quoted_in_the_log():
+    """Goal: no users' text in the log, and each fault of ours. Method: what aiohttp logs."""
+
+    def logged(error: Exception) -> bool:
+        info = (type(error), error, None)
+        return is_our_fault(logging.LogRecord("aiohttp.server", 40, "", 0, "", (), info))
+
+    assert not logged(BadStatusLine("secret"))
+    assert not logged(InvalidURLError("secret"))
+    assert not logged(web.RequestPayloadError("secret"))
+    assert logged(RuntimeError("a bug"))

@@ -7,11 +7,12 @@ tokenizer are the slow imports: by then the model processes are at work.
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import subprocess
 from collections.abc import Sequence
 
-from aiohttp import web
+from aiohttp import http_exceptions, web
 
 from engine.backends import process
 from engine.backends.channel import Channel, Phases
@@ -83,6 +84,7 @@ class ReferenceBackend:
         self._served = served
         self._directory = directory
         self._listener: SharedListener | None = None
+        logging.getLogger("aiohttp.server").addFilter(is_our_fault)
         self._runner = web.AppRunner(
             make_app(served),
             handler_cancellation=True,  # a client that leaves frees its slot
@@ -182,3 +184,10 @@ class ReferenceBackend:
     def _is_idle(self) -> bool:
         is_arriving = self._listener is not None and self._listener.is_arriving
         return not is_arriving and not self._served.requests_open
+
+
+def is_our_fault(record: logging.LogRecord) -> bool:
+    """A filter of aiohttp's log, in which each request that it refuses is an error with a stack
+    trace that quotes it: users' text, and as many lines as they like."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, http_exceptions.HttpProcessingError | web.RequestPayloadError)
