@@ -19,6 +19,7 @@ from engine.backends.free_memory import Room
 from engine.backends.vllm.worker import kv_cuda
 from engine.backends.vllm.worker.kv_cuda import CudaRange
 from gms.vmm.cuda import CudaMemory
+from gms.vmm.interface import release_all
 from plumbing.errors import UnderstudyError, WaitTimeoutError
 from tests.engine.pod import ROOT
 from tests.helpers import open_fds
@@ -104,6 +105,25 @@ def test_standby_holds_nothing_and_wakes_zeroed_at_the_same_address(addresses: C
         assert used() == addresses.resident_bytes() == 6 * STEP
         assert content(addresses) == {0}
     assert addresses.address == at
+
+
+def test_borrowed_memory_is_mapped_as_it_is_and_stays_its_owners(addresses: CudaRange):
+    """A new pool is zeroed, and what one wake writes the next one reads; between them nothing is
+    behind the addresses, and the owner has its memory."""
+    memory = CudaMemory(build.GPU_A)
+    slabs = [memory.create(size, "slab") for size in (4 * STEP, 2 * STEP)]
+    addresses.scratch()
+    addresses.park()
+    assert sum(slab.size_bytes for slab in slabs) == addresses.pool_bytes == used()
+    addresses.borrow(slabs, is_new=True)
+    assert content(addresses) == {0}
+    fill(addresses, 7)
+    addresses.park()
+    assert (addresses.resident_bytes(), used()) == (0, 6 * STEP)
+    addresses.borrow(slabs, is_new=False)
+    assert content(addresses) == {7}
+    addresses.park()
+    release_all(slabs)
 
 
 def test_memory_that_was_another_processes_is_cleared(addresses: CudaRange):
