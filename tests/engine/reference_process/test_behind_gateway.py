@@ -169,6 +169,7 @@ def test_engine_says_who_it_is_and_proves_that_it_works(tmp_path: Path, model: P
                     "body_bytes_max": 4 << 20,
                     "models": ["tiny"],
                     "problem": None,
+                    "version": hop.VERSION,
                 }
             async with gateway.post(f"http://engine{hop.CANARY_PATH}") as response:
                 assert (response.status, (await response.json())["ok"]) == (200, True)
