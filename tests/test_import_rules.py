@@ -364,6 +364,11 @@ def test_long_lived_processes_load_nothing_heavy_at_start():
     assert heavy.split() == []
 
 
+def test_no_module_has_more_than_350_lines():
+    lines = {path: source.count("\n") for path, source in sources().items()}
+    assert {path: count for path, count in lines.items() if count > 350} == {}
+
+
 def test_no_public_class_name_stands_in_two_files():
     """Goal: one name, one meaning; method: every class at the top of a module."""
     places: dict[str, list[str]] = {}

@@ -29,18 +29,12 @@ from gms import messages
 from gms.client.attachment import Attachment
 from gms.client.device_memory import memory_for
 from gms.client.keeper import Keeper
-from gms.client.pool import (
-    ADOPTED,
-    ADOPTING,
-    BEGUN,
-    KvClaim,
-    KvLease,
-    borrow_pool,
-    has_pool_service,
-)
+from gms.client.lease import KvClaim, KvLease
+from gms.client.pool import borrow_pool, has_pool_service
 from gms.client.reader import Reader
 from gms.client.sessions import OnWait, Opening
 from gms.client.writer import Writer
+from gms.kv_messages import ADOPTED, ADOPTING, BEGUN
 from gms.manifest import TensorRecord
 from gms.vmm.interface import Allocation, DeviceMemory
 
