@@ -107,7 +107,7 @@ def test_planted_file_or_link_is_never_written_to(tmp_path, monkeypatch):
     assert page.read_text() == "ours"
     assert not page.is_symlink()
 
-    monkeypatch.setattr(files.secrets, "token_hex", lambda size: "0" * 2 * size)
+    monkeypatch.setattr(files.os, "urandom", bytes)
     for plant in (os.symlink, os.link):
         guessed = shared / f".page.html.{'0' * 16}.tmp"
         plant(victim, guessed)
