@@ -1,0 +1,265 @@
+"""What an engine holds of its device's KV memory: a lease that outlives the memory service.
+
+Owns the session, the flock that says "this process maps the pool", and the descriptors. When the
+service dies the engine keeps serving, and the lease's thread hands the pool back to the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+
+from gms import kv_messages as msg
+from gms.client.device_memory import memory_for
+from gms.messages import DETAIL_LENGTH_MAX
+from gms.vmm.interface import Allocation, DeviceMemory, release_all
+from plumbing.errors import ProtocolError, RemoteError, UnderstudyError, UnreachableError
+from plumbing.service.process import make_fd_room
+from plumbing.wire import sockets
+from plumbing.wire.blocking import BlockingClient
+from plumbing.wire.fds import OwnedFd, close_all
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+ACCEPT_TIMEOUT_S = 0.5  # a server that does not accept for so long is tried again
+HAND_BACK_TIMEOUT_S = 30.0  # two trial maps for each slab, of which there are at most 249
+RECEIVE_TIMEOUT_S = 5.0  # for the rest of a frame that has begun
+BACKOFF_S, BACKOFF_S_MAX = 0.02, 0.1  # a server restarts in a quarter of a second
+CLOSE_TIMEOUT_S = 5.0
+
+# It never will take this pool back: it has another by now, and this one ends with this engine.
+FINAL = ("gms.kv_pool_gone",)
+TEMPORARY = (UnderstudyError, OSError, MemoryError)
+
+HELD, REJOINING, DETACHED = "held", "rejoining", "detached"
+
+OnText = Callable[[str], None]
+
+
+class KvClaim(Struct, frozen=True):
+    """Who asks for how much. `token` and `era` are those of the grant of `active`; the sizes are
+    the same in every process of an incarnation."""
+
+    engine: str
+    incarnation: str
+    token: int
+    era: str
+    size_bytes: int
+    index_bytes: int
+
+
+class KvLease:
+    """The device's KV pool, this incarnation's until `close`. It keeps itself through deaths of
+    the service, on a thread."""
+
+    def __init__(
+        self,
+        path: str,
+        device: str,
+        client: BlockingClient,
+        claim: KvClaim,
+        taken: msg.PoolTakenMsg,
+        flock: OwnedFd,
+        fds: Sequence[OwnedFd],
+        memory: DeviceMemory | None,
+        on_change: OnText,
+    ) -> None:
+        """Takes `client`, `flock` and `fds`, unless it raises."""
+        self.claim, self.pool, self.is_fresh = claim, taken.pool, taken.is_fresh
+        self.slab_sizes, self.index_bytes = taken.slab_sizes, taken.index_bytes
+        self.index = fds[0]  # lent to the caller, to map it writable
+        self.state = HELD
+        self._device, self._memory, self._on_change = device, memory, on_change
+        self._path, self._client, self._flock = path, client, flock
+        self._fds: list[OwnedFd] = list(fds[1:])  # of the slabs, until they are adopted
+        self._slabs: list[Allocation] = []
+        self._mark, self._discarded = "", ""
+        self._is_closing = False
+        try:
+            self._wake = OwnedFd(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+        except OSError as error:
+            raise sockets.no_descriptors("watch the memory service", error) from error
+        self._thread = threading.Thread(target=self._run, name="kv-lease", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self._wake.close()
+            raise UnderstudyError(
+                "gms.no_thread", f"cannot watch the KV memory: {error}"
+            ) from error
+
+    @property
+    def slabs(self) -> list[Allocation]:
+        """The pool's memory, in order, to be mapped side by side; together at least the claim's
+        size. The lease releases it.
+
+        Raises:
+            UnderstudyError: `gms.driver_failed`, …: this process cannot use the device.
+        """
+        if not self._slabs:
+            if self._memory is None:
+                self._memory = memory_for(self._device)
+            adopted: list[Allocation] = []
+            try:
+                for fd, size_bytes in zip(self._fds, self.slab_sizes, strict=True):
+                    adopted.append(self._memory.adopt(fd.duplicate(), size_bytes))
+            except BaseException:
+                release_all(adopted)
+                raise
+            self._slabs = adopted
+        return self._slabs
+
+    def fileno(self) -> int:
+        """Lend the session's socket; -1 while the service is away."""
+        return -1 if self.state != HELD else self._client.fileno()
+
+    def mark(self, mark: str) -> None:
+        """Report `BEGUN`, `ADOPTING` or `ADOPTED`; the last one is repeated to a new service."""
+        self._mark = mark
+        self._report()
+
+    def discard(self, why: str) -> None:
+        """The content must never be believed again: no engine borrows this pool after this one. Its
+        memory is freed when this engine's processes are gone; this lease stays as it is."""
+        self._discarded = why[:DETAIL_LENGTH_MAX] or "no reason given"
+        self._report()
+
+    def close(self) -> None:
+        """Give the pool back: whoever calls this maps nothing of it any more. Safe to repeat."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        os.eventfd_write(self._wake.fileno(), 1)
+        self._client.interrupt()
+        self._thread.join(CLOSE_TIMEOUT_S)
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._client.close)
+            stack.callback(self._flock.close)  # after the memory
+            if not self._thread.is_alive():  # else it may still poll this number
+                stack.callback(self._wake.close)
+            stack.callback(close_all, [self.index, *self._fds])
+            slabs, self._slabs = self._slabs, []
+            release_all(slabs)
+
+    def __enter__(self) -> KvLease:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _report(self) -> None:
+        """Tell the service, if there is one; all of it is repeated to the next."""
+        if self.state != HELD:
+            return
+        with contextlib.suppress(UnderstudyError, OSError):
+            if self._mark:
+                self._client.notify(msg.MarkMsg(self._mark))
+            if self._discarded:
+                self._client.notify(msg.DiscardMsg(self._discarded))
+
+    # ------------------------------------------------------------------ on the thread
+
+    def _run(self) -> None:
+        while not self._is_closing and self.state != DETACHED:
+            try:
+                self._attend()
+            except TEMPORARY as error:
+                if not self._is_closing:
+                    self._rejoin(error)
+
+    def _attend(self) -> None:
+        """Wait for the end of the session, which raises: the service says nothing to a holder."""
+        poll = select.poll()
+        poll.register(self._client.fileno(), select.POLLIN | select.POLLRDHUP)
+        poll.register(self._wake.fileno(), select.POLLIN)
+        poll.poll()
+        if not self._is_closing:
+            reply = self._client.receive(RECEIVE_TIMEOUT_S)
+            close_all(reply.fds)
+            raise unexpected(reply.message.TYPE, "nothing")
+
+    def _rejoin(self, why: BaseException) -> None:
+        self.state = REJOINING
+        self._client.close()
+        began, delay_s, said = time.monotonic(), 0.0, ""
+        while not self._is_closing:
+            sentence = getattr(why, "message", None) or str(why)
+            if sentence != said:
+                said = sentence
+                self._on_change(
+                    f"no KV memory service for pool {self.pool[:8]} ({sentence}); this engine keeps"
+                    " its KV memory and serves on"
+                )
+            self._pause(delay_s)
+            delay_s = min(max(BACKOFF_S, delay_s * 2), BACKOFF_S_MAX)
+            try:
+                self._hand_back()
+            except RemoteError as error:
+                why = error
+                if error.code in FINAL:
+                    self.state = DETACHED
+                    self._on_change(f"{error.message}; this engine serves on")
+                    return
+            except TEMPORARY as error:
+                why = error
+            else:
+                self.state = HELD
+                self._report()  # what was said meanwhile
+                took_ms = 1000 * (time.monotonic() - began)
+                self._on_change(f"the KV memory service is back after {took_ms:.0f} ms")
+                return
+
+    def _pause(self, delay_s: float) -> None:
+        """Until `close`, at most `delay_s`. No `select`: an engine has descriptors above 1,023."""
+        poll = select.poll()
+        poll.register(self._wake.fileno(), select.POLLIN)
+        poll.poll(delay_s * 1000)
+
+    def _hand_back(self) -> None:
+        """Report the pool to a new service, with all of its descriptors."""
+        client = BlockingClient(self._path, msg.CATALOGUE, ACCEPT_TIMEOUT_S)
+        try:
+            self._client = client  # which `close` may interrupt
+            if self._is_closing:
+                raise UnreachableError("wire.closed", "this lease was closed")
+            request = msg.HandBackMsg(
+                self.claim.engine,
+                self.claim.incarnation,
+                self.claim.token,
+                self.claim.era,
+                self.claim.size_bytes,
+                self.claim.index_bytes,
+                self.pool,
+                self.slab_sizes,
+                self._mark,
+                self._discarded,
+            )
+            reply = client.request(request, self._copies(), HAND_BACK_TIMEOUT_S)
+            if not isinstance(reply.message, msg.PoolKeptMsg):
+                raise unexpected(reply.message.TYPE, "hand_back")
+        except BaseException:
+            client.close()
+            raise
+
+    def _copies(self) -> list[OwnedFd]:
+        make_fd_room(len(self._fds) + 1)
+        copies: list[OwnedFd] = []
+        try:
+            for fd in (self.index, *self._fds):
+                copies.append(fd.duplicate())  # noqa: PERF401 - closed if one fails
+        except OSError as error:
+            close_all(copies)
+            raise sockets.no_descriptors("hand the KV memory back", error) from error
+        return copies
+
+
+def unexpected(what: str, request: str) -> ProtocolError:
+    return ProtocolError("gms.unexpected_answer", f"the service answered {request} with {what}")
