@@ -49,9 +49,12 @@ def test_deadlines(tmp_path, monkeypatch):
         idle.ask("/v1/models")
         await idle.answer()
         assert await idle.rest() == b""
+        half, slow = await bench.client(), await bench.client()
+        # Else they could be swept as silent ones, before their bytes have come.
+        await auntil(lambda: len(bench.doors.clients) == 2, "both to be accepted")
         monkeypatch.setattr(client_module, "HEAD_S", 0.0)
         monkeypatch.setattr(client_module, "BODY_GRACE_S", 0.0)
-        silent, half, slow = [await bench.client() for _ in range(3)]
+        silent = await bench.client()
         half.send(b"GET / HTTP/1.1\r\n")
         slow.send(b"POST / HTTP/1.1\r\nContent-Length: 10\r\n\r\n")
         assert (await half.answer()).status == 408
