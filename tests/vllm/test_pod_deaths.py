@@ -26,6 +26,8 @@ STREAM = {"prompt": [1, 2, 3], "max_tokens": 400, "ignore_eos": True, "stream": 
 
 
 Strike = Callable[[Pod, Whole, Processes], Awaitable[None]]
+# A supervisor that goes on finds the death and what vLLM said of it at once, in any order.
+BOTH_SEEN = ("child_exit", "backend_fault")
 
 
 @pytest.mark.parametrize("target", ["api", "worker", "worker-1"])
@@ -47,7 +49,7 @@ def test_death_of_the_core_is_a_takeover_and_no_stream_of_it_is_completed(home: 
     broke for a whole answer. Method: SIGKILL the core in mid-stream, under load, while the
     supervisor is stopped, so that vLLM has all the time it needs to send its error event and
     `[DONE]`; read the bytes to their end."""
-    home.run(lambda pod: taken_over(pod, "core", cut_a_stream, "child_exit"))
+    home.run(lambda pod: taken_over(pod, "core", cut_a_stream, *BOTH_SEEN))
 
 
 def send(number: int) -> Strike:
@@ -80,7 +82,7 @@ async def cut_a_stream(pod: Pod, before: Whole, victim: Processes) -> None:
     assert not seen.endswith(b"0\r\n\r\n")
 
 
-async def taken_over(pod: Pod, target: str, strike: Strike, cause: str) -> None:
+async def taken_over(pod: Pod, target: str, strike: Strike, *causes: str) -> None:
     """Strike a process of the active engine; the pod is whole again after it."""
     before = await pod.whole()
     backend = (await pod.engine(before.engine))["backend"]
@@ -102,7 +104,7 @@ async def taken_over(pod: Pod, target: str, strike: Strike, cause: str) -> None:
     await auntil(lambda: not names & held_files.there_now(), "shared memory to be given back")
     after = await pod.whole_after(before.token)
     assert after.standbys == (before.engine,)
-    assert (await pod.engine(before.engine))["deaths"][-1]["cause"] == cause
+    assert (await pod.engine(before.engine))["deaths"][-1]["cause"] in causes
 
 
 def test_switchover_loses_and_refuses_no_request(home: PodHome):
