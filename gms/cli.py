@@ -25,7 +25,7 @@ from plumbing.service.cli import options, run_async
 from plumbing.service.config import Option, Resolved, size_bytes
 from plumbing.service.log import configure
 from plumbing.service.process import arm_from_environment
-from plumbing.service.signals import wait_signals
+from plumbing.service.signals import SignalInbox
 from plumbing.text import to_json
 
 DIRECTORY = Option("dir", str, paths.DIRECTORY, "The directory that the pod's processes share.")
@@ -181,11 +181,13 @@ async def _serve_kv(config: Resolved, memory: DeviceMemory, capacity_bytes: int 
 
 async def _run(server: DeviceServer | KvServer) -> None:
     asyncio.get_running_loop().set_exception_handler(_crash)
+    signals = SignalInbox()  # first: a SIGTERM during the start must not leave a socket behind
     with reported_at_start():  # again: `run_async` ends the process on such an error
         await server.start()
     try:
-        await wait_signals()
+        await signals.get()
     finally:
+        signals.close()
         await server.close()
 
 
