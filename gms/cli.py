@@ -1,4 +1,4 @@
-"""The `gms` command: `serve`, `status`, `inspect`, `verify`, `drop`."""
+"""The `gms` command: `serve`, `status`, `inspect`, `verify`, `drop`, `drop-kv`."""
 
 from __future__ import annotations
 
@@ -58,6 +58,9 @@ SERVE = (
     Option("http_host", str, "127.0.0.1", "Address of probes, status and metrics."),
     Option("http_port", int, 9401, "Port of probes, status and metrics.", minimum=0, maximum=65535),
     ALLOWED_HOST,
+)
+DROP_TIMEOUT = Option(
+    "timeout_s", float, 30.0, "How long in seconds to wait until the memory is free.", minimum=0.0
 )
 ONE_DEVICE = Option("device", str, None, "Only this device.")
 SERVE_DEVICE = (
@@ -278,6 +281,30 @@ def drop(
         click.echo(said)
     if as_json:
         click.echo(to_json(document, indent=1))
+
+
+@main.command("drop-kv")
+@options((DIRECTORY, ONE_DEVICE, DROP_TIMEOUT), command="gms-client")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
+@json_flag
+def drop_kv(config: Resolved, yes: bool, as_json: bool) -> None:
+    """Free a device's KV memory that no engine uses.
+
+    The next engine gets new memory and begins with an empty cache. Refused while an engine has it.
+    """
+    from gms.operate import kv_upkeep
+    from gms.operate.upkeep import the_device
+
+    name = the_device(config["dir"], config["device"])
+    if not yes:
+        if not sys.stdin.isatty():
+            raise UsageError("gms.not_confirmed", "this drops cached blocks: add --yes to confirm")
+        click.confirm(f"Free the KV memory of {name}, with the blocks in it?", abort=True)
+    document = kv_upkeep.drop_kv(config["dir"], config["device"], config["timeout_s"])
+    if as_json:
+        click.echo(to_json(document, indent=1))
+    else:
+        click.echo("\n".join(map(kv_upkeep.render_dropped, document["devices"])))
 
 
 if __name__ == "__main__":

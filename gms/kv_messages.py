@@ -90,6 +90,17 @@ class DiscardMsg(Message, frozen=True, tag="discard"):
     why: Annotated[str, Meta(min_length=1, max_length=DETAIL_LENGTH_MAX)]
 
 
+class DropPoolMsg(Message, frozen=True, tag="drop_pool"):
+    """An operator wants the memory of a pool that no engine uses. Answered by `pool_dropped`."""
+
+
+class PoolDroppedMsg(Message, frozen=True, tag="pool_dropped"):
+    """Its memory is being freed."""
+
+    pool: str
+    pool_bytes: int
+
+
 class HandBackMsg(Message, frozen=True, tag="hand_back"):
     """A session ended with its server: report the pool that this process maps, with all of its
     descriptors as in `taken`. Answered by `kept`."""

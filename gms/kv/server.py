@@ -30,6 +30,7 @@ from plumbing.errors import ProtocolError, UnderstudyError
 from plumbing.part.observers import Observers
 from plumbing.service.clock import Clock, SystemClock, rfc3339
 from plumbing.service.events import EventLog
+from plumbing.service.procfs import holders_of
 from plumbing.shortage import explain
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd, close_all
@@ -189,6 +190,8 @@ class KvServer:
                 self._watch_process(conn)
                 self._check_survivor(message, len(fds))
                 self._performer.offer(conn.id, [OwnedFd(fd.detach()) for fd in fds])
+            case msg.DropPoolMsg():
+                self._check_unmapped()
         try:
             self._handle(event)
         except BaseException:
@@ -213,18 +216,43 @@ class KvServer:
             ProtocolError: `gms.kv_pool_not_held`.
             UnderstudyError: `gms.server_exhausted`, the file cannot be opened.
         """
+        if not self._is_held(pool):
+            raise ProtocolError(
+                "gms.kv_pool_not_held", "hold a shared flock on the pool's file first"
+            )
+
+    def _is_held(self, pool: str) -> bool:
+        """Whether any process holds the pool's file.
+
+        Raises:
+            UnderstudyError: `gms.server_exhausted`, the file cannot be opened.
+        """
         path = self._vault.path(pool)
         try:
-            is_held = epoch_file.is_held(path)
+            return epoch_file.is_held(path)
         except OSError as error:
             why = explain(error.errno, "the memory service")
             raise UnderstudyError(
                 "gms.server_exhausted", f"the memory service cannot open {path}: {why}"
             ) from error
-        if not is_held:
-            raise ProtocolError(
-                "gms.kv_pool_not_held", "hold a shared flock on the pool's file first"
-            )
+
+    def _check_unmapped(self) -> None:
+        """A process may map the pool although its session has ended.
+
+        Raises:
+            UnderstudyError: `gms.kv_held`; `gms.server_exhausted`, the file cannot be opened.
+        """
+        pool = self.machine.pools.current
+        if pool is None or self.machine.borrowers.holders or not self._is_held(pool.id):
+            return
+        file = os.stat(self._vault.path(pool.id))
+        pids = ", ".join(f"pid {pid}" for pid in holders_of(file.st_dev, file.st_ino))
+        raise UnderstudyError(
+            "gms.kv_held",
+            f"the KV memory is still mapped by {pids or 'a process that is not visible here'}"
+            + (f", which was lent to {pool.holder}" if pool.holder else "")
+            + "; it can be dropped once that process has exited",
+        )
 
     def _watch_process(self, conn: Connection) -> None:
         """A session ends with the process that opened it, even if a forked child has its socket."""

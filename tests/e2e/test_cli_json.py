@@ -36,6 +36,7 @@ from plumbing.wire.blocking import BlockingClient
 from tests.e2e import json_page
 from tests.e2e.json_page import TABLES, rows_of
 from tests.e2e.pods import AS_USERS_RUN_IT, Pod, PodHome
+from tests.gms.kv.kv_bench import KvProcess
 from tests.helpers import POLL_S
 from tests.lockserver.processes import ServerProcess, free_port
 from understudy.kubelet.http_get import get
@@ -115,6 +116,7 @@ def printed(home: PodHome, tmp_path_factory: pytest.TempPathFactory) -> Printed:
         await ports(found, pod)
         await remains(found, directory, tmp_path_factory.mktemp("off"))
         await asyncio.to_thread(no_engine_active, found, tmp_path_factory.mktemp("lock"))
+        await asyncio.to_thread(no_kv_memory, found, tmp_path_factory.mktemp("kv"))
         await found.run("gms drop", "--even-if-mapped", "--yes", where=directory)
         # Its weights are out of service: the exit code shows it, and a document is still printed.
         await found.run("understudy status", "--check", where=directory, codes=(DEGRADED,))
@@ -215,6 +217,17 @@ def no_engine_active(found: Printed, directory: Path) -> None:
         found.add("No active engine", json.load(refused.value))
     finally:
         server.close()
+
+
+def no_kv_memory(found: Printed, directory: Path) -> None:
+    """A device whose KV memory nobody has asked for."""
+    (directory / "gms_HOST-0_weights.json").touch()  # by which a device is known
+    server = KvProcess(str(directory), "HOST-0").start()
+    try:
+        words = ["drop-kv", f"--dir={directory}", "--yes", "--json"]
+        found.add("gms drop-kv", json.loads(CliRunner().invoke(gms.cli.main, words).stdout))
+    finally:
+        server.stop()
 
 
 @contextmanager

@@ -116,10 +116,33 @@ class KvMachine:
                 return self.pools.discard(
                     self.pools.by_id[session.pool], f"{session.label} says: {why}"
                 )
+            case msg.DropPoolMsg():
+                return self._drop(event)
             case message:
                 raise ProtocolError(
                     "gms.unexpected_message", f"clients do not send {message.TYPE!r}"
                 )
+
+    def _drop(self, event: device_events.Received) -> Effects:
+        """Whether a process without a session maps it, the shell has asked the kernel."""
+        pool = self.pools.current
+        holders = [each.label for each in self.borrowers.holders]
+        waiting = [each.label for each in self.borrowers.waiting]
+        if holders or waiting:
+            verb = "lent to" if holders else "being lent to"
+            raise UnderstudyError(
+                "gms.kv_held",
+                f"the KV memory is {verb} {', '.join(holders or waiting)}; it can be dropped only"
+                " while no engine uses it",
+                holders=holders or waiting,
+            )
+        if self.pools.unowned:
+            raise UnderstudyError(*self.pools.unowned[0].why)
+        if pool is None:
+            raise UnderstudyError("gms.no_kv_pool", "there is no KV memory to drop")
+        answer = msg.PoolDroppedMsg(pool.id, pool.memory_bytes)
+        effects = self.pools.discard(pool, "an operator dropped it")
+        return [*effects, fx.SendMessage(event.session, event.request_id, answer)]
 
     def _take(self, event: device_events.Received, now_ms: float) -> Effects:
         """It holds the flock, as the shell has checked."""

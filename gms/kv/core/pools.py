@@ -52,7 +52,7 @@ class Pools:
             return [ev.MarkDiscarded(pool.id)]
         pool.turn("discard")
         self.discards_total += 1
-        text = f"KV pool {pool.id} is discarded, its memory made anew: {why}"
+        text = f"KV pool {pool.id} is discarded, and never lent again: {why}"
         record = fx.RecordEvent("gms.kv_discarded", text, {"pool": pool.id}, "warning")
         return [ev.MarkDiscarded(pool.id), record]
 

@@ -306,3 +306,26 @@ def test_nobody_takes_before_a_grant_and_no_other_mark_is_known():
     desk.make()
     desk.take(1)
     assert refused(desk, Received(1, 1, msg.MarkMsg("other"))).code == "gms.bad_mark"
+
+
+def test_operator_drops_a_pool_that_no_engine_uses():
+    """Goal: idle memory can be had back, and only idle memory. Method: ask while there is none,
+    while it is lent, while it is promised, and when it is idle."""
+    desk = Desk()
+    drop = Received(9, 1, msg.DropPoolMsg())
+    assert refused(desk, drop).code == "gms.no_kv_pool"
+    pool = desk.hold(1)
+    held = refused(desk, drop)
+    assert (held.code, "lent to engine-1 (token 1, pid 101)" in held.message) == ("gms.kv_held", 1)
+    desk.borrow(2, token=2)
+    desk.tell(Closed(1))
+    held = refused(desk, drop)
+    assert (held.code, "being lent to engine-2" in held.message) == ("gms.kv_held", True)
+    desk.tell(Closed(2))
+    desk.tell(drop)
+    assert desk.last_to(9) == msg.PoolDroppedMsg(pool, SIZE + INDEX)
+    assert of(desk.tell(ev.PoolFree(pool)), ev.ReleasePool).pool == pool
+    assert refused(desk, drop).code == "gms.kv_releasing"
+    desk.tell(ev.PoolReleased(pool))
+    desk.borrow(3, token=3)
+    assert desk.make() != pool

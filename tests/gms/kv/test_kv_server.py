@@ -4,14 +4,18 @@ memory; where the driver has a say, also on CUDA through the stand-in for it."""
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
 
 import pytest
+from click.testing import CliRunner
 
 from gms import kv_messages as msg
+from gms import names
+from gms.cli import main as gms_command
 from gms.messages import DropMsg
 from gms.server.supervisor import GmsSupervisor
 from plumbing.errors import RemoteError
@@ -134,6 +138,34 @@ def test_survivor_that_is_stopped_keeps_newcomers_waiting(kv: KvProcess, borrow:
     first.kill()
     second.expect("lent")
     assert second.do("read")["memory"] == "kept"
+
+
+@host_only
+def test_operator_frees_idle_memory_and_is_told_who_holds_it(kv: KvProcess, borrow: Borrow):
+    """Goal: `gms drop-kv` frees what no engine uses, and says who does. Method: a holder, a child
+    that outlives it, nobody, and nothing left."""
+    os.close(os.open(names.journal_path(kv.directory, kv.device), os.O_CREAT | os.O_WRONLY))
+    assert drop_kv(kv) == (0, "already_empty")
+    first = borrow(1)
+    first.expect("lent")
+    code, said = drop_kv(kv)
+    assert (code, f"lent to engine-1 (token 1, pid {first.pid})" in said) == (1, True)
+    child = first.do("fork")["pid"]
+    os.kill(first.pid, signal.SIGKILL)
+    until(lambda: kv.status()["state"] == "idle", "the end of its session")
+    code, said = drop_kv(kv)
+    assert (code, f"still mapped by pid {child}" in said) == (1, True)
+    os.kill(child, signal.SIGKILL)
+    until(lambda: drop_kv(kv) == (0, "freed"), "its memory")
+    assert (kv.status()["state"], kv.status()["pool_bytes"]) == ("empty", 0)
+
+
+def drop_kv(kv: KvProcess) -> tuple[int, str]:
+    """Exit code, and the result or the sentence why not."""
+    words = ["drop-kv", "--dir", kv.directory, "--device", kv.device, "--yes", "--json"]
+    done = CliRunner().invoke(gms_command, words)
+    found = json.loads(done.stdout)
+    return done.exit_code, found["devices"][0]["result"] if "devices" in found else str(found)
 
 
 @host_only
