@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from msgspec import Meta
+from msgspec import Meta, field
 
 from plumbing.part.observe import EventMsg as EventMsg
 from plumbing.part.observe import StatusMsg as StatusMsg
@@ -44,6 +44,9 @@ class WantMsg(Message, frozen=True, tag="want"):
     reaped. `tokens`: what it believes it holds. `services` names the locks whose listening
     sockets are handed back with this message, one fd each, in that order. `continuation`: the id of
     what this incarnation would continue streams with (`plumbing.hop.Hello`); "" if it cannot.
+    `over`: by fenced lock, the token under which this incarnation has handed it over in place: no
+    process of it accepts or maps KV memory under that token, ever again. Said for the rest of its
+    life, also while it waits for the lock anew.
     """
 
     FDS = (0, SERVICES_MAX)
@@ -60,6 +63,7 @@ class WantMsg(Message, frozen=True, tag="want"):
     members: Annotated[int, Meta(ge=1, le=MEMBERS_MAX)] = 1
     progress: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     continuation: Annotated[str, Meta(max_length=CONTINUATION_CHARS_MAX)] = ""
+    over: dict[str, Annotated[int, Meta(ge=1, le=TOKEN_CLAIMED_MAX)]] = field(default_factory=dict)
 
 
 class GrantedMsg(Message, frozen=True, tag="granted"):

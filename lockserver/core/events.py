@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from lockserver.core.names import WitnessFile, WitnessState
+from lockserver.core.names import ServingFile, WitnessFile, WitnessState, serving_name_of
 from lockserver.core.terms import LeaseTerms
 from lockserver.messages import NO_ERA, WantMsg
 
@@ -29,9 +29,11 @@ class Holder:
     token: int
     since_mono_ms: float
     lease: LeaseTerms | None = None  # over TCP: the evidence, in place of the witness
+    serving: ServingFile | None = None  # the evidence if it hands over in place
 
     def to_dict(self) -> dict[str, Any]:
         terms = {} if self.lease is None else {"lease": self.lease.to_dict()}
+        serving = {} if self.serving is None else {"serving": [self.serving.dev, self.serving.ino]}
         return {
             "engine": self.engine,
             "incarnation": self.incarnation,
@@ -42,12 +44,13 @@ class Holder:
             "token": self.token,
             "since_mono_ms": self.since_mono_ms,
             **terms,
+            **serving,
         }
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Holder:
         """The holder that `to_dict` wrote; KeyError, TypeError or ValueError if malformed."""
-        terms = raw.get("lease")
+        terms, serving = raw.get("lease"), raw.get("serving")
         return cls(
             engine=str(raw["engine"]),
             incarnation=str(raw["incarnation"]),
@@ -56,7 +59,12 @@ class Holder:
             token=int(raw["token"]),
             since_mono_ms=float(raw["since_mono_ms"]),
             lease=None if terms is None else LeaseTerms.from_dict(terms, str(raw["engine"])),
+            serving=None if serving is None else _serving(str(raw["incarnation"]), *serving),
         )
+
+
+def _serving(incarnation: str, dev: int, ino: int) -> ServingFile:
+    return ServingFile(serving_name_of(incarnation), int(dev), int(ino))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +97,7 @@ class Wanted(Input, frozen=True):
     pid: int = 0
     process: str = "none"  # where the pidfd came from; "lease": over TCP; "none": there is none
     lease: LeaseTerms | None = None  # over TCP: the evidence, in place of a witness file
+    serving: ServingFile | None = None  # this incarnation's, if there is one
     is_repeat: bool = False  # asked for by `LookAgain`: the supervisor itself has sent nothing
 
 
@@ -114,10 +123,21 @@ class WitnessFree(Input, frozen=True):
     incarnation: str
 
 
+class ServingFileFree(Input, frozen=True):
+    """The serving file that `handed_over` named was found free and has been sealed at `token`."""
+
+    lock: str
+    incarnation: str
+    token: int
+
+
 class DirectoryScanned(Input, frozen=True):
-    """The witnesses in the directory that are held; unknown free ones have been sealed."""
+    """The witnesses and serving files in the directory that are held. Unknown witnesses that are
+    free have been sealed, and so have serving files, at `sealed`, if one look could settle it."""
 
     held: frozenset[str]
+    serving: frozenset[str] = frozenset()
+    sealed: int = 0
 
 
 class Persisted(Input, frozen=True):

@@ -6,15 +6,20 @@ record if its process has ended, if its connection closed and there is no pidfd,
 connected since a restart. So a witness is worth trying if there is no record, or the lock is ended,
 or the supervisor is silent. It is tried only then, because the server seals what it finds free.
 
+A holder that has handed its lock over in place is alive, and so is its witness. What is tried then
+is the serving file that was filed with the grant, and only after the holder's own word: before it
+wakes, no process holds that file, and after it rests, none may ever hold it for that token again.
+
 Time never hands a lock on. It only makes a witness worth trying and a wait worth reporting.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from lockserver.core import sentences
 from lockserver.core.events import Holder, LockEffect
+from lockserver.core.ledger import Ledger
 from lockserver.core.lock import Lock, LockState
 from lockserver.core.supervisors import Locks, Supervisors
 
@@ -39,15 +44,28 @@ def probes_due(locks: Locks, supervisors: Supervisors) -> list[tuple[str, Holder
     ]
 
 
+def handed_over(locks: Locks) -> list[tuple[str, Holder]]:
+    """The (lock, holder) pairs whose serving file must be tried now: free, it frees the lock."""
+    return [
+        (lock.name, lock.holder)
+        for lock in locks.values()
+        if lock.is_handed_over and lock.holder is not None and lock.holder.serving is not None
+    ]
+
+
 def scan_is_due(locks: Locks) -> bool:
     """Whether every witness in the directory counts, because a holder is not on file."""
     return any(lock.is_unknown for lock in locks.values())
 
 
-def scan_frees(locks: Locks, supervisors: Supervisors, held: Iterable[str]) -> list[str]:
-    """The unknown locks that are free if only the witnesses named `held` are held.
+def scan_frees(
+    locks: Locks, supervisors: Supervisors, held: Iterable[str], serving: Collection[str] = ()
+) -> list[str]:
+    """The unknown locks that are free if only the witnesses `held` and the serving files `serving`
+    are held.
 
-    Each of these must belong to a connected supervisor that does not claim the lock.
+    Each witness must belong to a connected supervisor that does not claim the lock. A fenced one is
+    not free while any serving file is held: whoever handed it over may not have let go yet.
     """
     connected = {s.witness_name: s for s in supervisors.values() if s.conn is not None}
     owners = [connected.get(name) for name in held]
@@ -55,6 +73,7 @@ def scan_frees(locks: Locks, supervisors: Supervisors, held: Iterable[str]) -> l
         lock.name
         for lock in locks.values()
         if lock.is_unknown
+        and not (lock.is_fenced and serving)
         and all(owner is not None and lock.name not in owner.tokens for owner in owners)
     ]
 
@@ -63,6 +82,12 @@ def kept_witnesses(supervisors: Supervisors) -> frozenset[str]:
     """Witnesses of connected supervisors, which a scan must not seal: they may be starting."""
     named = (s.witness_name for s in supervisors.values() if s.conn is not None)
     return frozenset(name for name in named if name)
+
+
+def seal_at(ledger: Ledger, longest: int) -> int:
+    """The length for every serving file once a lock whose holder is not on file is free; the next
+    token is larger. `longest`: the largest token that is over according to these files."""
+    return max(ledger.token, longest)
 
 
 def forgive(supervisors: Supervisors, now_ms: float) -> None:

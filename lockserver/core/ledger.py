@@ -53,6 +53,10 @@ class Ledger:
         """
         self.token, self._writes_due = max(self.token, token + 1), 2
 
+    def reach(self, token: int) -> None:
+        """This token is over, according to a serving file or to whom it was granted."""
+        self.token = max(self.token, token)
+
     def end(self, witness: WitnessFile) -> None:
         """An incarnation has ended: its witness is removed once no record on disk may need it."""
         if len(self._ended) < ENDED_MAX:
@@ -90,6 +94,7 @@ class Ledger:
                 token=token,
                 since_mono_ms=now_ms,
                 lease=supervisor.lease,
+                serving=supervisor.serving,
             )
             return _Grant(lock, holder, waiter)
         return None

@@ -1,14 +1,19 @@
 """One lock: the four states that operators see, and the table of what may change them.
 
     free ──granted──▶ held ──not wanted, process gone, connection closed──▶ releasing
-     ▲                 ▲ ◀──────── confirmed (its own want) ─────────────────┘ │
-     │                 └── confirmed, claimed ── recovering                    │
-     └────────────────── evidence gone ◀───────────┴──────────────────────────┘
+     ▲                 ▲ │ ◀──────── confirmed (its own want) ───────────────┘ ▲ │
+     │                 │ └───────────── handed over ───────────────────────────┘ │
+     │                 └── confirmed, claimed ── recovering                      │
+     └────────────────── evidence gone ◀───────────┴────────────────────────────┘
 
 No engine is granted a lock in `releasing` or `recovering`, however long that takes. The only way to
 `free` is EVIDENCE_GONE: `machine.py` decides what may give that signal, and for a fenced lock it is
 a witness that the server itself locked and sealed. `held` may go to `free` directly: a silent
 holder whose witness is free is dead, even if another process keeps its connection open.
+
+A holder that hands over in place says so and lives on. From then on, and only then, its serving
+file is evidence too. If its supervisor says later that it has been reaped, the witness alone counts
+again.
 """
 
 from __future__ import annotations
@@ -34,6 +39,7 @@ class Signal(StrEnum):
     CONFIRMED = "confirmed"
     CLAIMED = "claimed"
     NOT_WANTED = "not_wanted"
+    HANDED_OVER = "handed_over"  # the holder says so, and lives on
     PROCESS_GONE = "process_gone"
     CONNECTION_CLOSED = "connection_closed"
     EVIDENCE_GONE = "evidence_gone"
@@ -43,17 +49,20 @@ TRANSITIONS: Mapping[tuple[LockState, Signal], LockState] = {
     (LockState.FREE, Signal.GRANTED): LockState.HELD,
     (LockState.HELD, Signal.CONFIRMED): LockState.HELD,
     (LockState.HELD, Signal.NOT_WANTED): LockState.RELEASING,
+    (LockState.HELD, Signal.HANDED_OVER): LockState.RELEASING,
     (LockState.HELD, Signal.PROCESS_GONE): LockState.RELEASING,
     (LockState.HELD, Signal.CONNECTION_CLOSED): LockState.RELEASING,
     (LockState.HELD, Signal.EVIDENCE_GONE): LockState.FREE,
     (LockState.RELEASING, Signal.CONFIRMED): LockState.HELD,
     (LockState.RELEASING, Signal.NOT_WANTED): LockState.RELEASING,
+    (LockState.RELEASING, Signal.HANDED_OVER): LockState.RELEASING,
     (LockState.RELEASING, Signal.PROCESS_GONE): LockState.RELEASING,
     (LockState.RELEASING, Signal.CONNECTION_CLOSED): LockState.RELEASING,
     (LockState.RELEASING, Signal.EVIDENCE_GONE): LockState.FREE,
     (LockState.RECOVERING, Signal.CONFIRMED): LockState.HELD,
     (LockState.RECOVERING, Signal.CLAIMED): LockState.HELD,
     (LockState.RECOVERING, Signal.NOT_WANTED): LockState.RELEASING,
+    (LockState.RECOVERING, Signal.HANDED_OVER): LockState.RELEASING,
     (LockState.RECOVERING, Signal.EVIDENCE_GONE): LockState.FREE,
 }
 
@@ -71,7 +80,8 @@ class Lock:
     state: LockState = LockState.FREE
     holder: Holder | None = None
     waiters: list[Waiter] = field(default_factory=list)
-    is_ended: bool = False  # its supervisor no longer names the holder: reaped, never confirmed
+    is_ended: bool = False  # its supervisor says that the holder has ended it: never confirmed
+    is_handed_over: bool = False  # ... in place: its serving file is evidence as well
     cause: str | None = None  # why it is not simply held
     lost_ms: float | None = None  # when the last holder was lost, and when its end was certain
     fenced_ms: float | None = None
@@ -116,7 +126,7 @@ class Lock:
         target = TRANSITIONS.get((self.state, signal))
         names_holder = signal in (Signal.GRANTED, Signal.CLAIMED)
         is_lawful = names_holder == (holder is not None)
-        if signal is Signal.CONFIRMED:
+        if signal in (Signal.CONFIRMED, Signal.HANDED_OVER):
             is_lawful = is_lawful and self.holder is not None and not self.is_ended
         if signal is Signal.CLAIMED:
             is_lawful = is_lawful and self.is_unknown
@@ -135,10 +145,13 @@ class Lock:
             self.lost_ms = now_ms if self.lost_ms is None else self.lost_ms
             if not self.is_ended:  # the supervisor's own want outweighs its connection
                 self.cause = str(signal)
-            self.is_ended = self.is_ended or signal is Signal.NOT_WANTED
+            if signal in (Signal.NOT_WANTED, Signal.HANDED_OVER):
+                self.is_ended, self.cause = True, str(signal)
+                self.is_handed_over = signal is Signal.HANDED_OVER
         else:
             self.lost_ms = now_ms if self.lost_ms is None else self.lost_ms
             self.fenced_ms = now_ms
             self.previous, self.holder = self.holder, None
-            self.is_ended, self.cause, self.is_reported = False, None, False
+            self.is_ended, self.is_handed_over = False, False
+            self.cause, self.is_reported = None, False
         self.state = target

@@ -3,8 +3,9 @@
 A supervisor's `want` is its complete state; `_wanted` makes the locks agree
 with it. When a holder is lost (its want no longer names the lock, its connection closed, its
 process ended, it fell silent), `evidence.probes_due` names its witness exactly when finding that
-witness free would settle the matter; the shell tries it and reports `WitnessFree`. After every
-event the ledger chooses the next grant, which is made once it is on disk.
+witness free would settle the matter; the shell tries it and reports `WitnessFree`. Likewise
+`evidence.handed_over` names the serving file of a holder that says that it handed over and lives.
+After every event the ledger chooses the next grant, which is made once it is on disk.
 
 Rules that are here because leaving them out broke an invariant in the model: the newest connection
 of a supervisor replaces the older ones, in whatever order they are read; an incarnation that is no
@@ -18,19 +19,20 @@ from collections.abc import Iterable, Mapping
 
 from lockserver.core import events as ev
 from lockserver.core import evidence, sentences
-from lockserver.core.events import Holder, LockEffect, Wanted
+from lockserver.core.events import LockEffect, Wanted
 from lockserver.core.ledger import Ledger
 from lockserver.core.lock import Lock, LockState, Signal
 from lockserver.core.names import WitnessFile, WitnessState
 from lockserver.core.queue import Waiter
-from lockserver.core.standbys import tell_standbys
+from lockserver.core.standbys import tell_holders, tell_standbys
 from lockserver.core.supervisors import (
     SupervisorRecord,
-    check_identity,
-    check_want,
+    claimant,
+    end_of,
     engine_id_taken,
     must_look_again,
     rank,
+    refuse,
     twins_of,
 )
 from lockserver.core.switchover import Switchovers
@@ -108,6 +110,8 @@ class LockMachine:
                 return self.ledger.failed(event.reason, now_ms)
             case ev.WitnessFree():
                 return self._witness_free(event, now_ms)
+            case ev.ServingFileFree():
+                return self._serving_file_free(event, now_ms)
             case ev.DirectoryScanned():
                 return self._directory_scanned(event, now_ms)
             case ev.ConnectionClosed():
@@ -122,9 +126,8 @@ class LockMachine:
     # ------------------------------------------------------------------ a supervisor's want
 
     def _wanted(self, want: Wanted, now_ms: float) -> Iterable[LockEffect]:
-        refusal = check_want(want.conn, want.msg, self.locks) or check_identity(
-            want, self._by_conn.get(want.conn), self.locks, self.supervisors
-        )
+        sender = self._by_conn.get(want.conn)
+        refusal = refuse(want, sender, self.locks, self.supervisors, self.ledger.token)
         if refusal is not None:
             yield refusal
             return
@@ -137,6 +140,7 @@ class LockMachine:
         if known is not None and known.conn is not None and is_first:
             yield ev.Close(known.conn, "a newer connection replaces this one")
         supervisor = self._enrol(want, now_ms)
+        self.ledger.reach(max(want.msg.over.values(), default=0))  # it may be lost with the file
         if not want.is_repeat:
             yield from self._mark_heard(supervisor, now_ms)
         yield from self._end_unnamed(supervisor, now_ms)
@@ -153,7 +157,7 @@ class LockMachine:
                 yield from self._drop(supervisor)  # it was never accepted
         elif is_first:
             yield ev.Lend(want.conn)
-            yield from self._send_holders(supervisor)
+            yield from tell_holders(supervisor, self.locks, self.ledger.era)
 
     def _evict_twins(self, want: Wanted) -> Iterable[LockEffect]:
         """A holder that returns late stays; a supervisor that took its engine's id must leave."""
@@ -182,11 +186,11 @@ class LockMachine:
         for lock in self.locks.values():
             named = supervisor.incarnation if lock.name in supervisor.locks else None
             lock.remove_waiter(supervisor.id, but=named)
-            holder = lock.holder
-            if holder is None or holder.supervisor != supervisor.id or lock.is_ended:
+            if lock.holder is None or lock.holder.supervisor != supervisor.id:
                 continue
-            if holder.incarnation != named:
-                yield from self._lose(lock, Signal.NOT_WANTED, now_ms)
+            signal = end_of(lock, lock.holder, supervisor)
+            if signal is not None:
+                yield from self._lose(lock, signal, now_ms)
 
     def _ask(self, lock: Lock, want: Wanted, refused: bool, now_ms: float) -> Iterable[LockEffect]:
         """One wanted lock: repeat its grant, accept a claim, queue it, refuse, or look again."""
@@ -198,7 +202,7 @@ class LockMachine:
             yield from self._confirm(lock, want.conn, now_ms)
         elif refused:
             return  # the connection is about to close: one reason is enough
-        elif is_its_own:
+        elif is_its_own and not (lock.is_handed_over and lock.name in want.msg.over):
             yield sentences.incarnation_ended(lock, want)
         elif must_look_again(want, lock):
             yield ev.LookAgain(want)
@@ -225,23 +229,12 @@ class LockMachine:
 
     def _claim(self, lock: Lock, want: Wanted, token: int, now_ms: float) -> Iterable[LockEffect]:
         """The state file is lost, and a living incarnation knows its token."""
-        msg, file = want.msg, want.witness_file
-        assert msg.incarnation is not None
-        assert file is not None
-        who = (msg.engine, msg.incarnation, msg.supervisor)
-        holder = Holder(*who, witness=file, token=token, since_mono_ms=now_ms, lease=want.lease)
+        holder = claimant(want, token, now_ms)
         lock.fire(Signal.CLAIMED, now_ms, holder)
         self.ledger.claim(token)
         yield ev.SendGrant(want.conn, lock.name, holder, self.ledger.era)
         yield ev.Announce(lock.name, holder, self.ledger.era)
         yield sentences.claimed(lock, holder)
-
-    def _send_holders(self, supervisor: SupervisorRecord) -> Iterable[LockEffect]:
-        assert supervisor.conn is not None
-        for lock in self.locks.values():
-            holder = lock.holder
-            if lock.state is LockState.HELD and holder and holder.supervisor != supervisor.id:
-                yield ev.SendGrant(supervisor.conn, lock.name, holder, self.ledger.era)
 
     # ------------------------------------------------------------------ heartbeats and losses
 
@@ -308,7 +301,7 @@ class LockMachine:
         holder, was_held = lock.holder, lock.state is LockState.HELD
         assert holder is not None
         lock.fire(signal, now_ms)
-        if was_held or signal is Signal.NOT_WANTED:
+        if was_held or signal in (Signal.NOT_WANTED, Signal.HANDED_OVER):
             yield sentences.releasing(lock, holder)
         if not lock.is_fenced and (lock.is_ended or holder.supervisor not in self.supervisors):
             yield from self._free(lock, now_ms)
@@ -326,18 +319,25 @@ class LockMachine:
             yield sentences.dead_in_silence(lock, holder, now_ms)
         yield from self._free(lock, now_ms)
 
+    def _serving_file_free(self, event: ev.ServingFileFree, now_ms: float) -> Iterable[LockEffect]:
+        due = evidence.handed_over(self.locks)
+        if any(event == ev.ServingFileFree(k, each.incarnation, each.token) for k, each in due):
+            yield from self._free(self.locks[event.lock], now_ms)
+
     def _directory_scanned(self, event: ev.DirectoryScanned, now_ms: float) -> Iterable[LockEffect]:
-        for name in evidence.scan_frees(self.locks, self.supervisors, event.held):
+        self.ledger.reach(event.sealed)
+        locks, known = self.locks, self.supervisors
+        for name in evidence.scan_frees(locks, known, event.held, event.serving):
             yield from self._free(self.locks[name], now_ms)
 
     def _free(self, lock: Lock, now_ms: float) -> Iterable[LockEffect]:
-        holder = lock.holder
+        holder, is_handed_over = lock.holder, lock.is_handed_over
         lock.fire(Signal.EVIDENCE_GONE, now_ms)
         if holder is not None:
             supervisor = self.supervisors.get(holder.supervisor)
             if supervisor is None or supervisor.incarnation != holder.incarnation:
                 self.ledger.end(holder.witness)
-        yield sentences.freed(lock, holder)
+        yield sentences.freed(lock, holder, is_handed_over=is_handed_over)
 
     # ------------------------------------------------------------------ time
 

@@ -13,6 +13,7 @@ from enum import StrEnum
 from plumbing.errors import UsageError
 
 PREFIX = "witness_"
+SERVING_PREFIX = "serving_"
 
 ENGINE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")  # part of file names and of metrics
 INCARNATION = re.compile(r"(?P<engine>[A-Za-z0-9][A-Za-z0-9_.-]{0,62})-(?P<random>[0-9a-f]{16})")
@@ -36,6 +37,15 @@ class WitnessFile:
     ino: int
 
 
+@dataclass(frozen=True, slots=True)
+class ServingFile:
+    """A serving file as the server records it: its name in the directory, its device and inode."""
+
+    name: str
+    dev: int
+    ino: int
+
+
 def new_incarnation(engine: str) -> str:
     """The id of a new launch of `engine`: the engine's id and 64 random bits."""
     if not ENGINE_ID.fullmatch(engine):
@@ -50,6 +60,15 @@ def new_incarnation(engine: str) -> str:
 
 def name_of(incarnation: str) -> str:
     """The file name of an incarnation's witness: `witness_<engine>_<16 hex digits>`."""
+    return PREFIX + _stem(incarnation)
+
+
+def serving_name_of(incarnation: str) -> str:
+    """The file name of an incarnation's serving file: `serving_<engine>_<16 hex digits>`."""
+    return SERVING_PREFIX + _stem(incarnation)
+
+
+def _stem(incarnation: str) -> str:
     match = INCARNATION.fullmatch(incarnation)
     if match is None:
         raise UsageError(
@@ -57,4 +76,4 @@ def name_of(incarnation: str) -> str:
             f"{incarnation!r} is not a valid incarnation: it must be ENGINE_ID-<16 hex digits>",
             incarnation=incarnation,
         )
-    return f"{PREFIX}{match['engine']}_{match['random']}"
+    return f"{match['engine']}_{match['random']}"

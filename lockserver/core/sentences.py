@@ -95,6 +95,8 @@ def releasing(lock: Lock, holder: Holder) -> Happened:
     message = f"{holder.engine} is losing the {lock.name} lock: {str(lock.cause).replace('_', ' ')}"
     if lock.cause == Signal.NOT_WANTED:
         message = f"{holder.engine} is releasing the {lock.name} lock"
+    elif lock.cause == Signal.HANDED_OVER:
+        message = f"{holder.engine} has handed the {lock.name} lock over and stays as a standby"
     return Happened("lock.releasing", message, data=data)
 
 
@@ -104,8 +106,10 @@ def dead_in_silence(lock: Lock, holder: Holder, now_ms: float) -> Happened:
     return Happened("lock.releasing", message, "warning", data)
 
 
-def freed(lock: Lock, holder: Holder | None) -> Happened:
+def freed(lock: Lock, holder: Holder | None, *, is_handed_over: bool) -> Happened:
     end = "is gone" if lock.is_fenced else "no longer wants it or is gone"
+    if is_handed_over:
+        end = "has handed it over"
     why = f"{holder.incarnation} {end}" if holder else "no engine can hold it"
     data = {
         "lock": lock.name,

@@ -6,7 +6,7 @@ supervisor decides both. It is told once per connection and grant, and again at 
 
 from __future__ import annotations
 
-from lockserver.core.events import LockEffect, TellStandby
+from lockserver.core.events import LockEffect, SendGrant, TellStandby
 from lockserver.core.lock import Lock, LockState
 from lockserver.core.queue import next_waiter
 from lockserver.core.supervisors import (
@@ -35,6 +35,18 @@ def tell_standbys(locks: Locks, supervisors: Supervisors, *, resumes: bool) -> l
                 TellStandby(supervisor.conn, lock.name, holder, standby is not None, continues)
             )
     return effects
+
+
+def tell_holders(supervisor: SupervisorRecord, locks: Locks, era: str) -> list[LockEffect]:
+    """Who holds which lock, for a supervisor that has just connected."""
+    assert supervisor.conn is not None
+    return [
+        SendGrant(supervisor.conn, lock.name, lock.holder, era)
+        for lock in locks.values()
+        if lock.state is LockState.HELD
+        and lock.holder is not None
+        and lock.holder.supervisor != supervisor.id
+    ]
 
 
 def _standby(lock: Lock, supervisors: Supervisors) -> SupervisorRecord | None:

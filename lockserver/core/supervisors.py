@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 
-from lockserver.core.events import RefuseConnection, Wanted
-from lockserver.core.lock import Lock
-from lockserver.core.names import ENGINE_ID, INCARNATION, WitnessFile, WitnessState, name_of
+from lockserver.core.events import Holder, RefuseConnection, Wanted
+from lockserver.core.lock import Lock, Signal
+from lockserver.core.names import (
+    ENGINE_ID,
+    INCARNATION,
+    ServingFile,
+    WitnessFile,
+    WitnessState,
+    name_of,
+)
 from lockserver.core.terms import LeaseTerms
 from lockserver.messages import WantMsg
 
@@ -33,8 +40,10 @@ class SupervisorRecord:
     witness: WitnessFile | None = None
     witness_name: str | None = None
     lease: LeaseTerms | None = None
+    serving: ServingFile | None = None
     locks: tuple[str, ...] = ()
     tokens: Mapping[str, int] = field(default_factory=dict)
+    over: Mapping[str, int] = field(default_factory=dict)
     continuation: str = ""
     progress: int = -1
     is_silent: bool = False
@@ -51,9 +60,27 @@ class SupervisorRecord:
         self.conn, self.pid, self.process = want.conn, want.pid, want.process
         self.newest = want.conn
         self.incarnation, self.witness_name = want.msg.incarnation, want.msg.witness
-        self.lease = want.lease
+        self.lease, self.serving = want.lease, want.serving
         self.locks, self.tokens = want.msg.locks, dict(want.msg.tokens)
+        self.over = dict(want.msg.over)
         self.continuation = want.msg.continuation
+
+
+def claimant(want: Wanted, token: int, now_ms: float) -> Holder:
+    """The holder that a claim with a token makes of its sender, whose witness was looked at."""
+    msg, file = want.msg, want.witness_file
+    assert msg.incarnation is not None
+    assert file is not None
+    return Holder(
+        engine=msg.engine,
+        incarnation=msg.incarnation,
+        supervisor=msg.supervisor,
+        witness=file,
+        token=token,
+        since_mono_ms=now_ms,
+        lease=want.lease,
+        serving=want.serving,
+    )
 
 
 Locks = Mapping[str, Lock]
@@ -107,6 +134,56 @@ def check_want(conn: int, want: WantMsg, locks: Container[str]) -> RefuseConnect
     else:
         return None
     return RefuseConnection(conn, code, why)
+
+
+def check_over(want: Wanted, locks: Locks, token: int) -> RefuseConnection | None:
+    """Why what this `want` says is handed over in place cannot be so; None if it can.
+
+    `token`: the largest one that was granted, unless a lock's holder is not on file.
+    """
+    for name, over in want.msg.over.items():
+        lock = locks.get(name)
+        if lock is None or not lock.is_fenced or want.msg.incarnation is None:
+            code, why = "lock.bad_want", f"an engine cannot hand the {name!r} lock over in place"
+        elif want.msg.tokens.get(name, over + 1) <= over:
+            code = "lock.bad_want"
+            why = f"a `want` must not claim the {name} lock with a token that it has handed over"
+        elif over > token and not lock.is_unknown:
+            code = "lock.stale_claim"
+            why = (
+                f"{want.msg.incarnation} has handed the {name} lock over under token {over}, which"
+                f" this server never granted: its last token is {token}"
+            )
+        else:
+            continue
+        return RefuseConnection(want.conn, code, why, {"lock": name, "token": over})
+    return None
+
+
+def refuse(
+    want: Wanted,
+    sender: SupervisorRecord | None,
+    locks: Locks,
+    supervisors: Supervisors,
+    token: int,
+) -> RefuseConnection | None:
+    """Why this `want` counts for nothing, or None; `sender`: who used its connection."""
+    return (
+        check_want(want.conn, want.msg, locks)
+        or check_identity(want, sender, locks, supervisors)
+        or check_over(want, locks, token)
+    )
+
+
+def end_of(lock: Lock, holder: Holder, supervisor: SupervisorRecord) -> Signal | None:
+    """What the last want of the holder's supervisor says of this lock's end, if that is news."""
+    if holder.incarnation != supervisor.incarnation:  # reaped, whatever was said before
+        return None if lock.is_ended and not lock.is_handed_over else Signal.NOT_WANTED
+    if lock.is_ended:
+        return None
+    if supervisor.over.get(lock.name, 0) >= holder.token:
+        return Signal.HANDED_OVER
+    return None if lock.name in supervisor.locks else Signal.NOT_WANTED
 
 
 def twins_of(want: Wanted, supervisors: Supervisors) -> list[SupervisorRecord]:

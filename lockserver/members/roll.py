@@ -106,6 +106,9 @@ def _check_shape(conn: int, want: WantMsg, locks: Container[str]) -> RefuseConne
     if not SUPERVISOR.fullmatch(want.supervisor):
         why = f"{want.supervisor!r} is not a valid supervisor id: it must be 16 hex digits"
         return RefuseConnection(conn, "lock.bad_supervisor", why)
+    if want.over:
+        why = "over TCP an engine cannot hand a lock over in place: no file proves that it rests"
+        return RefuseConnection(conn, "lock.bad_want", why)
     if want.member >= want.members:
         why = f"--member {want.member} is invalid: it must be 0 to {want.members - 1}"
         return RefuseConnection(conn, "lock.bad_member", why)

@@ -47,6 +47,10 @@ class Shell:
             done += self.feed(ev.TimePassed())
         return done
 
+    def serving_due(self) -> list[tuple[str, int]]:
+        found = evidence.handed_over(self.machine.locks)
+        return [(holder.incarnation, holder.token) for _, holder in found]
+
     @property
     def active(self):
         return self.machine.locks["active"]
@@ -61,7 +65,7 @@ def want(conn, incarnation, *locks, engine=None, supervisor=None, **fields) -> e
     supervisor = supervisor or f"{engine:0>16}"
     witness = name_of(incarnation) if incarnation else None
     msg = WantMsg(supervisor, engine, incarnation, witness, locks, {})
-    said = ("witness", "tokens", "continuation")
+    said = ("witness", "tokens", "continuation", "over")
     msg = replace(msg, **{key: fields.pop(key) for key in said if key in fields})
     base = ev.Wanted(
         conn,

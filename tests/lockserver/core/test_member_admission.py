@@ -33,6 +33,7 @@ def test_newer_connection_replaces_the_older_and_what_it_overtook_is_refused():
     [
         ("lock.bad_engine_id", {"engine": "../x"}),
         ("lock.bad_want", {"tokens": {"loader": 1}}),
+        ("lock.bad_want", {"over": {"active": 1}}),
         ("lock.bad_supervisor", {"supervisor": "\N{GRINNING FACE}" * 16}),
         ("lock.bad_member", {"member": 2}),
         ("lock.bad_member", {"incarnation": A0, "witness": name_of(A0)}),

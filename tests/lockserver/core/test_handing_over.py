@@ -1,0 +1,184 @@
+"""A hand-over in place: the holder says so and lives on, and only its serving file proves it."""
+
+from __future__ import annotations
+
+import pytest
+
+from lockserver.core import events as ev
+from lockserver.core import evidence
+from lockserver.core.lock import LockState
+from lockserver.core.names import ServingFile, serving_name_of
+from tests.lockserver.core.shell import (
+    A2,
+    A,
+    B,
+    Shell,
+    happened,
+    refused,
+    restarted,
+    sent,
+    want,
+)
+
+FILE_A = ServingFile(serving_name_of(A), 2, 11)
+
+
+def asks(conn, incarnation, *locks, over=None, **fields) -> ev.Wanted:
+    """A want of an engine that has a serving file; `over`: the token that it has handed over."""
+    file = ServingFile(serving_name_of(incarnation), 2, 11 if incarnation == A else 12)
+    said = {"active": over} if over else {}
+    return want(conn, incarnation, *locks, serving=file, over=said, **fields)
+
+
+def held_by_a(**options) -> Shell:
+    shell = Shell(**options)
+    shell.feed(asks(1, A, "active"))
+    shell.feed(asks(2, B, "active"))
+    return shell
+
+
+def test_holder_that_hands_over_frees_the_lock_by_its_serving_file_and_waits_anew():
+    """Goal: the planned way. Method: word, free file, grant; then back again."""
+    shell = held_by_a()
+    effects = shell.feed(asks(1, A, "active", over=1))
+    assert (shell.active.state, shell.active.cause) == (LockState.RELEASING, "handed_over")
+    assert "lock.releasing" in happened(effects)
+    assert not sent(effects)
+    assert shell.serving_due() == [(A, 1)]
+    assert shell.active.holder.serving == FILE_A
+    assert sent(shell.feed(ev.ServingFileFree("active", A, 1)))[0] == (2, B, 2)
+    assert not any(isinstance(each, ev.Discard) for each in shell.effects)  # its witness lives
+    assert [waiter.incarnation for waiter in shell.active.waiters] == [A]
+    shell.feed(asks(2, B, "active", over=2))
+    assert sent(shell.feed(ev.ServingFileFree("active", B, 2)))[0] == (1, A, 3)
+    assert sent(shell.feed(asks(1, A, "active", over=1, tokens={"active": 3}))) == [(1, A, 3)]
+
+
+def test_serving_file_is_no_evidence_without_the_holders_word():
+    """Goal: before it wakes, a holder does not hold the file. Method: report it free all the
+    same."""
+    shell = held_by_a()
+    assert shell.serving_due() == []
+    assert shell.feed(ev.ServingFileFree("active", A, 1)) == []
+    shell.feed(ev.ConnectionClosed(1))
+    assert shell.serving_due() == []
+    assert shell.active.state is LockState.RELEASING
+
+
+def test_word_about_an_older_token_is_not_about_this_one():
+    """Goal: a holder for the second time is not taken for handing over. Method: it repeats `over`
+    of its first term."""
+    shell = held_by_a()
+    shell.feed(asks(1, A, "active", over=1))
+    shell.feed(ev.ServingFileFree("active", A, 1))
+    shell.feed(asks(2, B, "active", over=2))
+    shell.feed(ev.ServingFileFree("active", B, 2))
+    shell.feed(asks(1, A, "active", over=1))  # its grant was lost
+    assert shell.active.state is LockState.HELD
+    assert shell.feed(ev.ServingFileFree("active", A, 1)) == []
+
+
+def test_holder_that_is_reaped_after_its_word_needs_the_witness_again():
+    """Goal: "reaped" is proven by the witness alone. Method: say that after the word."""
+    shell = held_by_a()
+    shell.feed(asks(1, A, "active", over=1))
+    shell.feed(asks(1, A2, "active"))
+    assert shell.active.cause == "not_wanted"
+    assert (shell.serving_due(), shell.due()) == ([], [A])
+    assert shell.feed(ev.ServingFileFree("active", A, 1)) == []
+    shell.feed(asks(1, A2, "active"))  # nothing new
+    assert sent(shell.feed(ev.WitnessFree("active", A)))[0] == (2, B, 2)
+
+
+def test_lock_that_is_merely_not_wanted_is_proven_by_the_witness():
+    """Goal: no hand-over without the word. Method: drop the lock, and say the word too late."""
+    shell = held_by_a()
+    shell.feed(asks(1, A))
+    assert shell.serving_due() == []
+    assert refused(shell.feed(asks(1, A, "active", over=1))) == ["lock.incarnation_ended"]
+    assert shell.serving_due() == []
+
+
+def test_holder_that_handed_over_and_dies_is_proven_by_its_witness():
+    """Goal: no dead end. Method: die after the word."""
+    shell = held_by_a()
+    shell.feed(asks(1, A, "active", over=1))
+    shell.feed(ev.ConnectionClosed(1))
+    assert shell.due() == [A]
+    assert shell.serving_due() == [(A, 1)]  # orphans that rest harm nobody
+    assert sent(shell.feed(ev.WitnessFree("active", A)))[0] == (2, B, 2)
+
+
+def test_engine_without_a_serving_file_cannot_hand_over_in_place():
+    """Goal: what is not filed proves nothing. Method: the word of such an engine."""
+    shell = Shell()
+    shell.feed(want(1, A, "active"))
+    shell.feed(want(1, A, "active", over={"active": 1}))
+    assert (shell.serving_due(), shell.due()) == ([], [A])
+    assert "serving" not in shell.disk.holders["active"].to_dict()
+
+
+def test_handing_over_survives_a_restart_of_the_server():
+    """Goal: the word counts for a holder on file. Method: restart before it, and before the next
+    grant is written."""
+    shell = restarted(held_by_a())
+    assert shell.active.state is LockState.RECOVERING
+    assert ev.Holder.from_dict(shell.active.holder.to_dict()) == shell.active.holder
+    shell.feed(asks(5, A, "active", over=1))
+    assert shell.serving_due() == [(A, 1)]
+    assert sent(shell.feed(ev.ServingFileFree("active", A, 1))) == [(5, A, 2)]
+
+
+def test_old_grant_is_not_repeated_to_whoever_handed_it_over():
+    """Goal: no way back into a term that is over. Method: ask again, with and without the word."""
+    shell = held_by_a()
+    assert not sent(shell.feed(asks(1, A, "active", over=1)))
+    assert not sent(shell.feed(asks(7, A, "active", over=1)))
+    effects = shell.feed(asks(7, A, "active"))
+    assert (sent(effects), refused(effects)) == ([], ["lock.incarnation_ended"])
+
+
+@pytest.mark.parametrize(
+    ("over", "tokens", "code"),
+    [
+        ({"loader": 1}, {}, "lock.bad_want"),
+        ({"nothing": 1}, {}, "lock.bad_want"),
+        ({"active": 1}, {"active": 1}, "lock.bad_want"),
+        ({"active": 9}, {}, "lock.stale_claim"),
+    ],
+)
+def test_impossible_word_is_refused_and_changes_no_lock(over, tokens, code):
+    """Goal: a wrong word costs its sender the connection. Method: one of each kind."""
+    shell = held_by_a()
+    assert refused(shell.feed(want(1, A, "active", over=over, tokens=tokens))) == [code]
+    assert shell.active.state is LockState.HELD
+
+
+def test_no_incarnation_has_handed_nothing_over():
+    """Goal: the word is an incarnation's. Method: name none."""
+    shell = held_by_a()
+    nobody = want(1, None, engine="engine-0", over={"active": 1})
+    assert refused(shell.feed(nobody)) == ["lock.bad_want"]
+
+
+def test_lost_state_waits_for_serving_files_and_goes_on_above_what_is_over():
+    """Goal: whoever handed over may not have let go yet. Method: lose the file; one serving file
+    is held, then none."""
+    shell = Shell(ev.LockRecord(unknown=frozenset(["active", "loader"])))
+    shell.feed(asks(1, A, "active", over=7))
+    shell.feed(asks(2, B, "active"))
+    assert evidence.seal_at(shell.machine.ledger, 5) == 7
+    assert evidence.seal_at(shell.machine.ledger, 9) == 9
+    held = frozenset(s.witness_name for s in shell.machine.supervisors.values())
+    assert not sent(shell.feed(ev.DirectoryScanned(held, frozenset([FILE_A.name]), 9)))
+    assert shell.machine.locks["loader"].state is LockState.FREE  # that one needs no fence
+    assert sent(shell.feed(ev.DirectoryScanned(held, frozenset(), 9)))[0] == (1, A, 10)
+
+
+def test_claim_after_a_lost_state_files_the_serving_file():
+    """Goal: a holder that was only remembered by itself can hand over too. Method: claim; word."""
+    shell = Shell(ev.LockRecord(unknown=frozenset(["active"])))
+    shell.feed(asks(1, A, "active", tokens={"active": 4}))
+    assert shell.active.holder.serving == FILE_A
+    shell.feed(asks(1, A, "active", over=4))
+    assert sent(shell.feed(ev.ServingFileFree("active", A, 4))) == [(1, A, 6)]
