@@ -2,5 +2,5 @@
 
 Pure: it works on a memoryview, knows no vLLM, numpy, sockets or clock, and both backends use it.
 `layout` is the memory, `writer` the rules for the engine that holds the pool, `adopter` those for
-its successor, `publisher` which step proves which block.
+its successor, `publisher` which step proves which block, `audit` whether its bytes have changed.
 """

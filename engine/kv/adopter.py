@@ -26,10 +26,12 @@ SHOWN_CHARS_MAX = 40  # of a value in a reason; digests differ earlier
 
 @dataclass(frozen=True, slots=True)
 class Adoption:
-    """`records`, the oldest first, or why there are none."""
+    """`records`, the oldest first, or why there are none. `torn`: blocks whose records are in the
+    index, and whose bytes are not those that were published (`audit`)."""
 
     records: tuple[IndexRecord, ...] = ()
     why_empty: str = ""
+    torn: frozenset[int] = frozenset()
 
 
 def adoptable(

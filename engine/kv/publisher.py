@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
+from engine.kv.audit import Checksums
 from engine.kv.writer import IndexWriter
 from plumbing.errors import InvariantError
 
@@ -27,10 +28,12 @@ class _Prepared(NamedTuple):
 
 
 class LatePublisher:
-    """Publishes through `writer` what was prepared for the steps that have been processed."""
+    """Publishes through `writer` what was prepared for the steps that have been processed, with
+    `checksums` where there are any."""
 
-    def __init__(self, writer: IndexWriter) -> None:
+    def __init__(self, writer: IndexWriter, checksums: Checksums | None = None) -> None:
         self._writer = writer
+        self._checksums = checksums
         self._scheduling: list[_Prepared] = []
         self._in_flight: deque[list[_Prepared]] = deque()
 
@@ -56,4 +59,11 @@ class LatePublisher:
         """The output of the oldest step in flight was processed; how many blocks it published."""
         if not self._in_flight:
             raise InvariantError("a step was processed that was never sent")
-        return sum(self._writer.publish(*each) for each in self._in_flight.popleft())
+        due = self._in_flight.popleft()
+        if self._checksums is None:
+            return sum(self._writer.publish(*each) for each in due)
+        # Only a block whose use has ended is written to, even by steps in flight.
+        due = [each for each in due if each.use == self._writer.use(each.block)]
+        audits = self._checksums([each.block for each in due]) if due else ()
+        pairs = zip(due, audits, strict=True)
+        return sum(self._writer.publish(*each, audit) for each, audit in pairs)

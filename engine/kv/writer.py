@@ -54,6 +54,8 @@ class IndexWriter:
             _begin_empty(pages, headers, cohort)
         else:
             self._sequence = adoption.records[-1].sequence
+            for block in adoption.torn:
+                self._page.erase(block)
             if self._page.adopter != incarnation_word(incarnation):
                 self._page.count_adopter(incarnation_word(incarnation))
 

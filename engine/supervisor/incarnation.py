@@ -270,6 +270,14 @@ class Incarnation:
 
     def _woken(self, woken: messages.WokenMsg) -> None:
         self.woken = woken
+        if woken.torn_blocks:
+            self._log.record(
+                "engine.kv_torn",
+                f"{woken.torn_blocks} KV blocks were not adopted: their bytes are not what was"
+                " published",
+                "error",
+                {"incarnation": self.id, "blocks": woken.torn_blocks},
+            )
         self._post(ev.Woken())
 
     @property

@@ -93,6 +93,11 @@ class EngineMetrics:
             "Tokens of resumed requests that another engine had made, computed again here.",
         )
         self._replayed_known = 0
+        self._torn = page.counter(
+            "engine_kv_torn_blocks_total",
+            "KV blocks of an earlier engine that were not adopted because their bytes were not what"
+            " was published; only with --kv-audit.",
+        )
         self._behind_gateway = page.gauge(
             "engine_behind_gateway",
             "1 if the engine was last woken to serve a gateway on its private socket, 0 if clients"
@@ -132,6 +137,8 @@ class EngineMetrics:
                     self._rejected_known = self._replayed_known = 0
             case "engine.canary":
                 self._canaries.labels(result="ok" if data["ok"] else "failed").inc()
+            case "engine.kv_torn":
+                self._torn.inc(data["blocks"])
             case "engine.phase":
                 self._phases.labels(phase=data["phase"]).observe(data["ms"] / 1000)
             case "engine.takeover":

@@ -116,6 +116,7 @@ class EngineStatus:
             "memory": woken.kv_memory,
             "adopted_blocks": woken.adopted_blocks,
             "published_blocks": self._engine.history.published_blocks,
+            "torn_blocks": woken.torn_blocks,
             "note": woken.kv_note or None,
         }
 

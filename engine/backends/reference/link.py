@@ -84,12 +84,14 @@ class TakeMemoryMsg(Message, frozen=True, tag="take_memory"):
 
 
 class TakenMsg(Message, frozen=True, tag="taken"):
-    """`adopted` blocks of an earlier engine, or in `note` why there are none."""
+    """`adopted` blocks of an earlier engine, or in `note` why there are none. `torn`: those whose
+    bytes had changed."""
 
     kv_bytes: Count
     memory: KvMemoryKind = "private"
     adopted: Count = 0
     note: Sentence = ""
+    torn: Count = 0
 
 
 class CheckMsg(Message, frozen=True, tag="check"):

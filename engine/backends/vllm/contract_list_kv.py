@@ -26,6 +26,7 @@ scheduler = within("v1/core/sched/scheduler.py")
 single_type = within("v1/core/single_type_kv_cache_manager.py")
 core_client = within("v1/engine/core_client.py")
 engine_core = within("v1/engine/core.py")
+executor = within("v1/executor/multiproc_executor.py")
 kv_cache_interface = within("v1/kv_cache_interface.py")
 gpu_runner = within("v1/worker/gpu_model_runner.py")
 
@@ -151,6 +152,16 @@ KV: dict[str, tuple[Contract, ...]] = {
             "queued steps are processed in the order in which they were sent",
             "EngineCore.step_with_batch_queue",
             contains("batch_queue.appendleft((future, scheduler_output", "batch_queue.pop()"),
+        ),
+        engine_core(
+            "the core has the executor, by which it asks its workers",
+            "EngineCore.__init__",
+            contains("self.model_executor = "),
+        ),
+        executor(
+            "workers are asked in turn with the steps",
+            "MultiprocExecutor.collective_rpc",
+            takes("method", "timeout", "args"),
         ),
         engine_core(
             "the core's methods are called by name",

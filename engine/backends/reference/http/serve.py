@@ -130,7 +130,7 @@ class ReferenceBackend:
             )
             self._served.on_request = self._listener.request_received
         taken = await self._served.link.take_memory(token, era)
-        return WokenMsg(taken.kv_bytes, taken.memory, taken.adopted, taken.note)
+        return WokenMsg(taken.kv_bytes, taken.memory, taken.adopted, taken.note, taken.torn)
 
     async def run_canary(self) -> CanaryMsg:
         self._phases.step("run_canary")

@@ -17,6 +17,7 @@ from engine.backends.reference.config import LlamaConfig
 from engine.backends.reference.model.batch import PREFILL_CHUNK
 from engine.backends.reference.model.decoder import Array, KVCache
 from engine.backends.reference.model.exchange import BlockStep, Leader
+from engine.kv.audit import joined
 
 
 class BlockMemory:
@@ -61,8 +62,7 @@ class BlockStore:
 
     def checksum(self, block: int) -> int:
         """Of the block's bytes on all ranks."""
-        parts = self._run(BlockStep("checksum", 0, 0, block))
-        return zlib.crc32(b"".join(part.to_bytes(4, "little") for part in parts))
+        return joined(self._run(BlockStep("checksum", 0, 0, block)))
 
     def _run(self, step: BlockStep) -> list[int]:
         self._leader.begin_block(step)

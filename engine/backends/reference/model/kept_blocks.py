@@ -22,6 +22,7 @@ from engine.backends.reference.model.batch import PREFILL_CHUNK
 from engine.backends.reference.model.kv_size import KvSize
 from engine.backends.reference.model.prefix_cache import HASH_ALGORITHM
 from engine.kv.adopter import Adoption, adoptable
+from engine.kv.audit import audited
 from engine.kv.layout import IndexHeader, IndexPage
 from engine.kv.writer import IndexWriter
 from gms.client import ADOPTED, ADOPTING, KvLease
@@ -82,9 +83,15 @@ class KeptBlocks:
         incarnation = leases[0].claim.incarnation
         adoption = Adoption(why_empty="--no-kv-adoption")
         if may_adopt:
-            adoption = _audited(adoptable(pages, headers, incarnation), checksum)
+            adoption = audited(
+                adoptable(pages, headers, incarnation),
+                lambda blocks: [checksum(block) for block in blocks],
+            )
+            if adoption.torn:
+                logger.error("blocks %s are not what was published", sorted(adoption.torn))
         self.adopted = adoption.records
         self.why_empty = adoption.why_empty
+        self.torn = len(adoption.torn)
         self._leases = leases
         self._mark(ADOPTING)
         self.writer = IndexWriter(pages, headers, incarnation, secrets.token_hex(16), adoption)
@@ -110,13 +117,3 @@ class KeptBlocks:
         if self.adopted:
             for lease in self._leases:
                 lease.mark(mark)
-
-
-def _audited(adoption: Adoption, checksum: Callable[[int], int]) -> Adoption:
-    """Nothing, if one block's bytes are not those that were published (`--kv-audit`)."""
-    for record in adoption.records:
-        if record.audit is not None and checksum(record.block) != record.audit:
-            why = f"block {record.block} is not what was published"
-            logger.error("the audit of the adopted KV blocks failed: %s", why)
-            return Adoption(why_empty=f"audit: {why}")
-    return adoption

@@ -129,8 +129,9 @@ class Rank:
                 self._begin_cache(take, memory, self.peers)
         kind: KvMemoryKind = "gms" if self._memory.lease is not None else "private"
         kept = self.kept
-        adopted, note = (len(kept.adopted), kept.why_empty) if kept else (0, self._memory.note)
-        return TakenMsg(size.kv_bytes, kind, adopted, note)
+        if kept is None:
+            return TakenMsg(size.kv_bytes, kind, note=self._memory.note)
+        return TakenMsg(size.kv_bytes, kind, len(kept.adopted), kept.why_empty, kept.torn)
 
     def _begin_cache(self, take: TakeMemoryMsg, memory: KvMemory, leader: Leader) -> None:
         """An error here ends the engine: what the pools' index says must not stay as it is."""

@@ -70,6 +70,7 @@ BODY_FLAG = "--body-bytes-max"
 UNTESTED_FLAG = "--resume-untested"
 KV_MEMORY_FLAG = "--kv-memory"
 NO_ADOPTION_FLAG = "--no-kv-adoption"
+AUDIT_FLAG = "--kv-audit"
 OURS: Mapping[str, str] = {
     UNSHAREABLE_FLAG: "what to do if the model's quantisation cannot be shared: "
     f"`{REFUSE}` to start (the default), or load a `{PRIVATE}` copy into every engine",
@@ -81,6 +82,8 @@ OURS: Mapping[str, str] = {
     f" or `{GMS}`, the memory service's: it outlives the engine, and the next one goes on with the"
     " blocks in it",
     NO_ADOPTION_FLAG: f"with `{KV_MEMORY_FLAG} {GMS}`: begin with an empty cache all the same",
+    AUDIT_FLAG: f"with `{KV_MEMORY_FLAG} {GMS}`: publish a checksum of every block, and adopt none"
+    " whose bytes have changed; for tests, because it slows every step",
     versions.OVERRIDE_FLAG: f"run a vLLM outside {versions.supported_range()}, which is untested",
 }
 
@@ -127,9 +130,9 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Serve
     _refuse(parser, args, environ)
     unshareable, body_max = args.unshareable, args.body_bytes_max
     untested = args.resume_untested
-    kv = KvChoice(is_shared=args.kv_memory == GMS, may_adopt=not args.no_kv_adoption)
+    kv = KvChoice(args.kv_memory == GMS, not args.no_kv_adoption, args.kv_audit)
     del args.unshareable, args.allow_any_vllm, args.body_bytes_max, args.resume_untested
-    del args.kv_memory, args.no_kv_adoption
+    del args.kv_memory, args.no_kv_adoption, args.kv_audit
     args.api_server_count = None
     try:
         versions.validate_parsed_serve_args(args)
@@ -212,6 +215,7 @@ def _parser() -> Any:
     ours.add_argument(UNTESTED_FLAG, action="store_true", help=OURS[UNTESTED_FLAG])
     ours.add_argument(KV_MEMORY_FLAG, choices=(GMS, OWN), default=OWN, help=OURS[KV_MEMORY_FLAG])
     ours.add_argument(NO_ADOPTION_FLAG, action="store_true", help=OURS[NO_ADOPTION_FLAG])
+    ours.add_argument(AUDIT_FLAG, action="store_true", help=OURS[AUDIT_FLAG])
     ours.add_argument(
         versions.OVERRIDE_FLAG, action="store_true", help=OURS[versions.OVERRIDE_FLAG]
     )

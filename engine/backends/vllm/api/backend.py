@@ -160,7 +160,7 @@ class VllmBackend:
         began = await self._kv.begin(self._engine, self._ask_ranks, taken)
         await self._engine.wake_up()
         kv_bytes = sum(rank["kv_bytes"] for rank in taken)
-        return WokenMsg(kv_bytes, self._kv.memory, began.adopted, began.note)
+        return WokenMsg(kv_bytes, self._kv.memory, began.adopted, began.note, began.torn)
 
     async def run_canary(self) -> CanaryMsg:
         """One real inference, judged by its numbers: damaged weights or memory yield NaN or a token

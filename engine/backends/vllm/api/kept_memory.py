@@ -1,8 +1,8 @@
 """In the API process: whose memory the KV cache is in, and what its blocks are worth to others.
 
-Owns `--kv-memory`, `--no-kv-adoption`, and what a wake does beyond taking memory: the engine core
-is asked to adopt and to keep the index, and where it cannot, the workers make the index say
-nothing. One of the two must succeed: an engine that writes over blocks which an index still
+Owns `--kv-memory`, `--no-kv-adoption`, `--kv-audit`, and what a wake does beyond taking memory: the
+engine core is asked to adopt and to keep the index, and where it cannot, the workers make the index
+say nothing. One of the two must succeed: an engine that writes over blocks which an index still
 describes would give its successor wrong tokens.
 """
 
@@ -41,6 +41,7 @@ class KvChoice(Struct, frozen=True):
 
     is_shared: bool = False
     may_adopt: bool = True
+    has_audit: bool = False
 
 
 OWN_MEMORY = KvChoice()
@@ -51,6 +52,7 @@ class KvBeginning(Struct, frozen=True):
 
     adopted: int = 0
     note: str = ""
+    torn: int = 0
 
 
 class KeptMemory:
@@ -107,7 +109,8 @@ class KeptMemory:
         self._is_kept = True
         adopted, why_empty = int(answer["adopted"]), str(answer["why_empty"])
         logger.info("adopted %d KV blocks %s", adopted, why_empty and f"({why_empty})")
-        return KvBeginning(adopted, why_empty and f"no block was adopted: {why_empty}")
+        note = why_empty and f"no block was adopted: {why_empty}"
+        return KvBeginning(adopted, note, int(answer["torn"]))
 
     async def judge(self, engine: Any, why: str = "") -> None:
         """The canary has passed, or `why` the content is not to be trusted. Never raises."""
@@ -139,6 +142,7 @@ class KeptMemory:
             "directory": os.environ[SOCKET_DIR_ENV],
             "deadline_s": BEGIN_WAIT_S,
             "may_adopt": self.choice.may_adopt,
+            "has_audit": self.choice.has_audit,
             "ranks": pools,
         }
         try:

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Container, Iterable
 from typing import NamedTuple
 
+from engine.kv.audit import Checksums
 from engine.kv.publisher import LatePublisher
 from engine.kv.writer import IndexWriter
 
@@ -54,9 +55,14 @@ class KeptIndex:
     def published(self) -> int:
         return self._writer.published if self._writer is not None else 0
 
-    def open(self, writer: IndexWriter, adopted: Iterable[int] = ()) -> None:
-        """Before the first step, with no step in flight."""
-        self._writer, self._publisher = writer, LatePublisher(writer)
+    def open(
+        self,
+        writer: IndexWriter,
+        adopted: Iterable[int] = (),
+        checksums: Checksums | None = None,
+    ) -> None:
+        """Before the first step, with no step in flight. `checksums`: publish them, too."""
+        self._writer, self._publisher = writer, LatePublisher(writer, checksums)
         self._adopted = set(adopted)
         self._steps_to_proof = None
         self._fresh.clear()

@@ -19,6 +19,7 @@ from msgspec import Struct
 from engine.backends.vllm.kv.block_pool import KeptBlockPool
 from engine.backends.vllm.kv.kept_index import KeptIndex
 from engine.kv.adopter import Adoption, adoptable
+from engine.kv.audit import Checksums, audited
 from engine.kv.layout import IndexHeader, IndexPage
 from engine.kv.writer import IndexWriter
 from gms.client import ADOPTED, ADOPTING, KvClaim, KvLease, borrow_pool
@@ -41,14 +42,16 @@ class Beginning(Struct, frozen=True):
     directory: str
     deadline_s: float
     may_adopt: bool
+    has_audit: bool
     ranks: tuple[RankPool, ...]
 
 
 class Begun(Struct, frozen=True):
-    """`adopted` blocks, or why there are none."""
+    """`adopted` blocks, or why there are none. `torn`: blocks whose bytes had changed."""
 
     adopted: int = 0
     why_empty: str = ""
+    torn: int = 0
 
 
 class PoolIndex:
@@ -65,8 +68,8 @@ class PoolIndex:
     def kept(self) -> KeptIndex:
         return self._pool.kept
 
-    def begin(self, asked: Beginning) -> Begun:
-        """Before the first step.
+    def begin(self, asked: Beginning, checksums: Checksums) -> Begun:
+        """Before the first step. `checksums` are made by the workers.
 
         Raises:
             UnderstudyError: a pool cannot be borrowed, and the index was not touched.
@@ -85,10 +88,14 @@ class PoolIndex:
         incarnation = asked.ranks[0].claim.incarnation
         adoption = Adoption(why_empty="adoption is off (--no-kv-adoption)")
         if asked.may_adopt:
-            adoption = self._adopt(adoptable(pages, headers, incarnation), headers[0].block_tokens)
+            adoption = audited(adoptable(pages, headers, incarnation), checksums)
+            if adoption.torn:
+                logger.error("KV blocks %s are not what was published", sorted(adoption.torn))
+            adoption = self._adopt(adoption, headers[0].block_tokens)
         writer = IndexWriter(pages, headers, incarnation, secrets.token_hex(16), adoption)
-        self._pool.kept.open(writer, [record.block for record in adoption.records])
-        return Begun(len(adoption.records), adoption.why_empty)
+        adopted = [record.block for record in adoption.records]
+        self._pool.kept.open(writer, adopted, checksums if asked.has_audit else None)
+        return Begun(len(adopted), adoption.why_empty, len(adoption.torn))
 
     def trust(self) -> None:
         """The canary has passed on the adopted blocks."""
@@ -110,5 +117,5 @@ class PoolIndex:
             self._pool.adopt(adoption.records, block_tokens)
         except UnderstudyError as error:
             self._pool.reset_prefix_cache()
-            return Adoption(why_empty=error.message)
+            return Adoption(why_empty=error.message, torn=adoption.torn)
         return adoption

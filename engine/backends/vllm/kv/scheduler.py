@@ -18,6 +18,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 
+from engine.backends.vllm.kv import audit
 from engine.backends.vllm.kv.block_pool import KeptBlockPool
 from engine.backends.vllm.kv.eligible import problem_with_groups
 from engine.backends.vllm.kv.kept_index import KeptIndex
@@ -78,15 +79,15 @@ class KeepingAsyncScheduler(Keeping, AsyncScheduler):
 # ---------------------------------------------------------------------- called by the backend
 
 
-def _answering(method: Callable[[PoolIndex, Any], Answer]) -> Callable[[Any, Any], Answer]:
-    """`method` of the scheduler's index as a method of the core."""
+def _answering(method: Callable[[PoolIndex, Any, Any], Answer]) -> Callable[[Any, Any], Answer]:
+    """`method` of the scheduler's index as a method of the core, which is its last argument."""
 
     def answer(core: Any, asked: Any) -> Answer:
         scheduler = core.scheduler
         if scheduler.pool_index is None:
             return {"problem": scheduler.kv_problem}
         try:
-            return {"problem": "", **method(scheduler.pool_index, asked)}
+            return {"problem": "", **method(scheduler.pool_index, asked, core)}
         except Exception as error:  # whatever it is, the engine can serve without an index
             logger.exception("the index of the KV pool cannot be kept")
             return {"problem": f"{type(error).__name__}: {error}"}
@@ -94,11 +95,12 @@ def _answering(method: Callable[[PoolIndex, Any], Answer]) -> Callable[[Any, Any
     return answer
 
 
-def _begin(index: PoolIndex, asked: Any) -> Answer:
-    return msgspec.structs.asdict(index.begin(msgspec.convert(asked, Beginning)))
+def _begin(index: PoolIndex, asked: Any, core: Any) -> Answer:
+    checksums = audit.asking(core.model_executor)
+    return msgspec.structs.asdict(index.begin(msgspec.convert(asked, Beginning), checksums))
 
 
-def _judge(index: PoolIndex, why: str) -> Answer:
+def _judge(index: PoolIndex, why: str, core: Any) -> Answer:
     """`why` the content is not to be trusted; empty: the canary has passed."""
     if why:
         index.distrust(why)
@@ -107,7 +109,7 @@ def _judge(index: PoolIndex, why: str) -> Answer:
     return {}
 
 
-def _report(index: PoolIndex, _: Any) -> Answer:
+def _report(index: PoolIndex, _: Any, core: Any) -> Answer:
     return {"problem": index.kept.problem, "published": index.kept.published}
 
 

@@ -25,7 +25,7 @@ from vllm.v1.worker.gpu_worker import Worker as StockGPUWorker
 
 from engine.backends.free_memory import Room, check_can_ever_fit
 from engine.backends.vllm.kv import INSTALL_ENV as KEEP_KV_ENV
-from engine.backends.vllm.kv import facts
+from engine.backends.vllm.kv import audit, facts
 from engine.backends.vllm.kv_size import check_holds_a_sequence
 from engine.backends.vllm.resume import INSTALL_ENV
 from engine.backends.vllm.worker import membership, weights
@@ -267,6 +267,11 @@ class ParkingWorker(StockGPUWorker):
         """Nobody keeps the index of this rank's pool, so nobody may believe it."""
         self._lease.forget()
         return {}
+
+    @answering
+    def understudy_checksum_kv(self, blocks: list[int]) -> Answer:
+        """Of this rank's part of `blocks`, of all of which it has the memory."""
+        return {"checksums": audit.checksums(self.model_runner.kv_caches, self._blocks, blocks)}
 
     @answering
     def understudy_distrust(self, detail: str) -> Answer:
