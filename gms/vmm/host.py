@@ -16,6 +16,7 @@ import stat
 from collections.abc import Sequence
 from typing import Any
 
+from gms.vmm import huge_pages
 from gms.vmm.interface import Allocation, FilledRange
 from plumbing.errors import InvariantError, UnderstudyError
 from plumbing.wire.fds import OwnedFd
@@ -121,7 +122,7 @@ class HostReservation(FilledRange):
 
     def __init__(self, size_bytes: int) -> None:
         super().__init__(size_bytes)
-        self.address = _reserve_at(None, size_bytes)
+        self.address = _reserve_aligned(size_bytes)
         self._mapped: list[HostAllocation] = []
 
     def map(self, offset_bytes: int, allocations: Sequence[Allocation], *, writable: bool) -> None:
@@ -162,6 +163,9 @@ class HostReservation(FilledRange):
         if self.mapped_bytes:
             ctypes.memset(self.address, 0, self.mapped_bytes)
 
+    def fill(self, offset_bytes: int) -> None:
+        huge_pages.fill(self.address + offset_bytes, self.mapped_bytes - offset_bytes)
+
     def view(self, offset_bytes: int, size_bytes: int) -> memoryview:
         self.check_mapped(offset_bytes, size_bytes)
         if not size_bytes:
@@ -180,6 +184,7 @@ class HostReservation(FilledRange):
         try:
             for allocation in allocations:
                 _mmap(at, allocation.size_bytes, protection, flags, allocation.fileno())
+                huge_pages.prefer(at, allocation.size_bytes)
                 at += allocation.size_bytes
         except UnderstudyError:
             if at > start:
@@ -261,6 +266,19 @@ def _reserve_at(address: int | None, size_bytes: int) -> int:
     """Take `size_bytes` of addresses without memory, over whatever is at `address`."""
     flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | (MAP_FIXED if address else 0)
     return _mmap(address, size_bytes, PROT_NONE, flags, -1)
+
+
+def _reserve_aligned(size_bytes: int) -> int:
+    """Reserve fresh addresses, at a multiple of a huge page if one fits."""
+    step = huge_pages.HUGE_BYTES
+    if size_bytes < step:
+        return _reserve_at(None, size_bytes)
+    start = _reserve_at(None, size_bytes + step)
+    address = -(-start // step) * step
+    if address > start:
+        _libc.munmap(start, address - start)
+    _libc.munmap(address + size_bytes, start + step - address)
+    return address
 
 
 def _mmap(address: int | None, size_bytes: int, protection: int, flags: int, fd: int) -> int:

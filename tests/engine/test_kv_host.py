@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import mmap
+import os
 import resource
 import signal
 import subprocess
@@ -18,6 +20,8 @@ import pytest
 
 from engine.backends.free_memory import RESERVE_BYTES, Room
 from engine.backends.vllm.worker.kv_host import HostRange
+from gms.vmm.host import HostMemory
+from gms.vmm.huge_pages import HUGE_BYTES
 from plumbing.errors import WaitTimeoutError
 from tests.engine.pod import ROOT
 
@@ -59,6 +63,19 @@ def test_standby_holds_no_memory_and_wakes_at_the_same_address(addresses: HostRa
         addresses.take(0)
         assert addresses.resident_bytes() < SIZE
         assert content(addresses) == {0}
+
+
+def test_pool_is_filled_at_once_only_if_it_is_new(addresses: HostRange):
+    """A new one has a page of each huge page, at least; what an earlier engine left is not touched
+    before it is used."""
+    slab = HostMemory().create(SIZE, "pool")
+    addresses.borrow([slab], is_new=False)
+    assert os.fstat(slab.fileno()).st_blocks == 0
+    addresses.park()
+    addresses.borrow([slab], is_new=True)
+    assert addresses.resident_bytes() >= SIZE // HUGE_BYTES * mmap.PAGESIZE
+    addresses.park()
+    slab.release()
 
 
 def test_size_is_what_was_asked_for_to_the_byte():

@@ -71,6 +71,8 @@ class KvSource:
         size_bytes = sum(lease.slab_sizes)
         mapped = memory_for(host_device(rank)).reserve(size_bytes)
         mapped.map(0, lease.slabs, writable=True)
+        if lease.is_fresh:
+            mapped.fill(0)
         lease.mark(BEGUN)
         return KvMemory(mapped.view(0, self._kv_bytes), lease, note)
 

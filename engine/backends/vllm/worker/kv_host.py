@@ -20,7 +20,7 @@ import os
 from collections.abc import Callable, Sequence
 
 from engine.backends.free_memory import RESERVE_BYTES, Room, keep_trying, read_room
-from gms.client import Allocation
+from gms.client import Allocation, fill_with_huge_pages
 from plumbing.errors import InvariantError, UnderstudyError
 
 logger = logging.getLogger(__name__)
@@ -111,6 +111,9 @@ class HostRange:
         except BaseException:
             self.park()
             raise
+        if is_new:
+            huge_bytes = fill_with_huge_pages(self.address, self._room_bytes)
+            logger.info("%d of %d bytes of the KV pool are in huge pages", huge_bytes, offset)
 
     def resident_bytes(self) -> int:
         """Resident memory of the range, from the kernel."""
@@ -139,7 +142,7 @@ class HostRange:
         mapped = _libc.mmap(address, size_bytes, OPEN, mmap.MAP_SHARED | MAP_FIXED, fd, 0)
         if mapped is None or mapped == MAP_FAILED:
             raise _refused("map", size_bytes)
-        # Where the kernel gives huge pages to shared memory at all (shmem_enabled).
+        # Where the kernel leaves that to programs (shmem_enabled).
         _libc.madvise(address, size_bytes, mmap.MADV_HUGEPAGE)
 
     def _open(self) -> bool:

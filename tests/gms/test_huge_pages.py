@@ -1,0 +1,94 @@
+"""Shared memory in huge pages: what is said of them is what the kernel counts.
+
+Whether a kernel has any left is not ours to say, so nothing here requires a number of them.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from gms.vmm import huge_pages
+from gms.vmm.host import HostMemory, HostReservation
+
+MIB = 1 << 20
+HUGE = huge_pages.HUGE_BYTES
+PAGE = HostMemory.granularity_bytes
+
+
+def mapped(address: int) -> dict[str, int]:
+    """What the kernel says of the mapping there, in bytes."""
+    found: dict[str, int] = {}
+    with open("/proc/self/smaps", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            name, _, rest = line.partition(":")
+            if "-" in name.partition(" ")[0]:
+                start = int(name.partition("-")[0], 16)
+            elif start == address and rest.endswith("kB\n"):
+                found[name] = int(rest.split()[0]) * 1024
+    return found
+
+
+@pytest.fixture
+def reservation() -> HostReservation:
+    return HostMemory().reserve(8 * MIB)
+
+
+def test_filled_memory_keeps_its_content_and_is_in_huge_pages(reservation: HostReservation):
+    """Bytes before and after: the same; as many bytes in huge pages as `fill` says, for this
+    mapping and for one that another process would make; the rest of an odd size is left out."""
+    memory = HostMemory()
+    allocation = memory.create(6 * MIB + PAGE, "t")
+    reservation.map(0, [allocation], writable=True)
+    reservation.write(3 * MIB, b"kept")
+    huge_bytes = huge_pages.fill(reservation.address, allocation.size_bytes)
+    assert huge_bytes in range(0, 6 * MIB + 1, HUGE)
+    assert mapped(reservation.address)["ShmemPmdMapped"] == huge_bytes
+    assert reservation.read(3 * MIB, 5) == b"kept\0"
+    again = memory.reserve(8 * MIB)
+    again.map(0, [allocation], writable=False)
+    assert again.read(3 * MIB, 4) == b"kept"
+    assert mapped(again.address)["ShmemPmdMapped"] == (HUGE if huge_bytes else 0)
+    for each in (reservation, again):
+        each.free()
+    allocation.release()
+
+
+def test_only_what_lies_behind_the_offset_is_filled(reservation: HostReservation):
+    """A second slab: the first one, untouched, takes no memory."""
+    memory = HostMemory()
+    slabs = [memory.create(4 * MIB, name) for name in ("a", "b")]
+    reservation.map(0, slabs, writable=True)
+    reservation.fill(4 * MIB)
+    assert os.fstat(slabs[0].fileno()).st_blocks == 0
+    huge_bytes = mapped(reservation.address + 4 * MIB)["ShmemPmdMapped"]
+    assert os.fstat(slabs[1].fileno()).st_blocks * 512 >= huge_bytes
+    reservation.free()
+    for each in slabs:
+        each.release()
+
+
+def test_filling_ends_when_its_time_is_up(reservation: HostReservation):
+    """No time: nothing is filled, and the memory is good all the same."""
+    allocation = HostMemory().create(4 * MIB, "t")
+    reservation.map(0, [allocation], writable=True)
+    assert huge_pages.fill(reservation.address, 4 * MIB, limit_s=0) == 0
+    assert os.fstat(allocation.fileno()).st_blocks == 0
+    reservation.write(0, b"x")
+    reservation.free()
+    allocation.release()
+
+
+def test_large_ranges_begin_where_a_huge_page_can():
+    """Several of an odd size: all of each is ours, to its last byte."""
+    memory = HostMemory()
+    allocation = memory.create(3 * MIB, "t")
+    ranges = [memory.reserve(3 * MIB) for _ in range(4)]
+    assert {each.address % HUGE for each in ranges} == {0}
+    for each in ranges:
+        each.map(0, [allocation], writable=True)
+        each.write(3 * MIB - 1, b"x")
+    for each in ranges:
+        each.free()
+    allocation.release()
