@@ -30,7 +30,9 @@ from plumbing.service.signals import SignalInbox
 from plumbing.shortage import explain
 from plumbing.wire.server import PathGuard
 
-KV_RETRY_S = 30.0  # of a KV server that keeps dying; nothing that it could do gets worse meanwhile
+# Of a KV server that keeps dying: a start costs a second of one core, and without the server an
+# engine that wakes has no cache, or waits.
+KV_RETRY_S = 10.0
 STOP_S = 5.0  # for a server to exit by itself; it has nothing to save
 
 

@@ -56,6 +56,10 @@ async def _gms_reconnect(pod: SweptPod, standing: Standing) -> None:
     os.kill(pod.gms_server(), signal.SIGKILL)
 
 
+async def _kv_reconnect(pod: SweptPod, standing: Standing) -> None:
+    os.kill(pod.gms_server("kv-server"), signal.SIGKILL)
+
+
 async def _gms_restart(pod: SweptPod, standing: Standing) -> None:
     pod.kill_container("gms")
 
@@ -86,7 +90,7 @@ PHASES: Mapping[str, Phase] = {
         "memory service and both backends are killed: the weights are loaded again",
         _commit,
         _has_new("gms-server", "active", "standby"),
-        ("gms", "gms-server", "active", "standby"),
+        ("gms", "gms-server", "kv-server", "active", "standby"),
     ),
     "reconnect": Phase(
         "the lock server is killed", _reconnect, _has_new("lockserver"), ("lockserver",)
@@ -97,11 +101,17 @@ PHASES: Mapping[str, Phase] = {
         _has_new("gms-server"),
         ("gms-server",),
     ),
+    "kv-reconnect": Phase(
+        "the server of a device's KV memory is killed",
+        _kv_reconnect,
+        _has_new("kv-server"),
+        ("kv-server",),
+    ),
     "gms-restart": Phase(
         "the memory service's supervisor is killed",
         _gms_restart,
-        _has_new("gms-server"),
-        ("gms", "gms-server"),
+        _has_new("gms-server", "kv-server"),
+        ("gms", "gms-server", "kv-server"),
     ),
     "restart": Phase(
         "the active engine's supervisor is killed", _restart, _is_newer, ("active", "supervisor")

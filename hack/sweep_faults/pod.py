@@ -53,6 +53,7 @@ PROGRAMS = {
     "lockserver": ("- /", "bin/lockserver serve"),
     "gms": ("- /", "bin/gms serve"),
     "gms-server": ("- /", "gms.cli serve-device"),
+    "kv-server": ("- /", "gms.cli serve-kv"),
 }
 ENGINE_PROGRAMS = {
     "supervisor": ("bin/engine run",),
@@ -146,6 +147,8 @@ class SweptPod:
             look.missing = "; ".join([view["state"], *view["problems"], *_in_between(view)])
         elif not standbys or view["active"] is None:
             look.missing = f"{states}, queued: {sorted(map(str, queued))}"
+        elif _kv_missing(view):
+            look.missing = _kv_missing(view)
         else:
             look.standing = Standing(view["active"], standbys[0], view["token"], self._lives(view))
         return look
@@ -157,6 +160,7 @@ class SweptPod:
             **{str(each["id"]): str(each["incarnation"]) for each in engines},
             **{supervisor_of(each["id"]): str(each["pid"]) for each in engines},
             "gms-server": ",".join(str(part.get("pid")) for part in view["gms"]),
+            "kv-server": ",".join(str(_kv(part).get("pid")) for part in view["gms"]),
         }
 
     async def whole(self, deadline_s: float) -> Standing:
@@ -215,8 +219,11 @@ class SweptPod:
     def kill_container(self, name: str) -> None:
         os.kill(self.runner.pids()[name], signal.SIGKILL)
 
-    def gms_server(self) -> int:
-        return children(self.runner.pids()["gms"])[0]
+    def gms_server(self, role: str = "gms-server") -> int:
+        """The process of the only device's server, or of that of its KV memory."""
+        _, words = PROGRAMS[role]
+        found = children(self.runner.pids()["gms"])
+        return next(pid for pid in found if words in _command_line(pid))
 
     async def visit(self) -> None:
         """Ask for everything that can be asked for, once."""
@@ -259,6 +266,10 @@ class SweptPod:
         await self._command("lockserver", "switchover")
 
 
+def _command_line(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+
+
 def _answering(view: Document) -> list[Document]:
     return [part for part in view["engines"] if part.get("engine")]
 
@@ -273,11 +284,44 @@ def _in_between(view: Document) -> list[str]:
     ]
 
 
+def _kv(part: Document) -> Document:
+    return part.get("kv") or {}
+
+
+def _kv_of_active(view: Document) -> Document:
+    """What the active engine says of its KV memory."""
+    for part in _answering(view):
+        if part["engine"]["id"] == view["active"]:
+            return part["backend"].get("kv") or {}
+    return {}
+
+
+def _kv_missing(view: Document) -> str:
+    """Why a KV server is not whole: it does not answer, or has not got back what is mapped."""
+    is_lent = _kv_of_active(view).get("memory") == "gms"
+    for kv in map(_kv, view["gms"]):
+        holder = (kv.get("holder") or {}).get("engine")
+        if "pid" not in kv:
+            return f"no KV server: {kv.get('reason')}"
+        if is_lent and (kv["state"], holder) != ("lent", view["active"]):
+            return f"the KV memory is {kv['state']}, its last holder {holder}"
+    return ""
+
+
+def kv_cost(view: Document) -> list[str]:
+    """What the active engine had to do without."""
+    kv = _kv_of_active(view)
+    return [f"private KV memory: {kv.get('note')}"] if kv.get("memory") == "private" else []
+
+
 def _named(view: Document) -> list[str]:
     """Every problem that status names, without what says only that the pod is not whole."""
     found = [each for each in view["problems"] if not each.startswith(SAYS_NOT_WHY)]
     for part in (view["lockserver"], *view["gms"], *_answering(view)):
         found += part.get("problems") or []
+    for kv in map(_kv, view["gms"]):
+        found += [text for text in (kv.get("reason"), kv.get("problem")) if text]
+        found += [f"{each['engine']} waits: {each['message']}" for each in kv.get("waiting") or ()]
     for part in _answering(view):
         engine = part["engine"]
         if engine["state"] == "dead":

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from hack.processes import ProcessError
 from hack.sweep_faults.phases import PHASES, unexpected
-from hack.sweep_faults.pod import WHOLE_S, Look, Standing, SweptPod
+from hack.sweep_faults.pod import WHOLE_S, Look, Standing, SweptPod, kv_cost
 from hack.sweep_faults.shim import KINDS, Control
 from plumbing.errors import UnderstudyError
 
@@ -179,7 +179,7 @@ class Sweep:
         if look.standing is None:
             await self._explain(outcome, pod, look)
         else:
-            outcome.cost = unexpected(standing, look.standing, phase)
+            outcome.cost = unexpected(standing, look.standing, phase) + kv_cost(look.view)
             await self._take_over(outcome, pod, look.standing)
         if outcome.verdict is Verdict.WHOLE and not outcome.failed_calls:
             outcome.verdict = Verdict.NOT_REACHED

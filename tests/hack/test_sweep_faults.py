@@ -192,6 +192,7 @@ def test_a_process_is_known_by_its_engine_and_its_command_line() -> None:
     lines = {
         "- /venv/bin/python /venv/bin/lockserver serve --service=active=h:1": "lockserver",
         "- /venv/bin/python -m gms.cli serve-device --device HOST-0": "gms-server",
+        "- /venv/bin/python -m gms.cli serve-kv --dir d --device HOST-0": "kv-server",
         "engine-0 /venv/bin/python /venv/bin/engine run --backend=x": "active-supervisor",
         "engine-1 /p -m engine.backends.reference.model.main": "standby-model",
         "engine-2 /p -m engine.backends.reference.model.main": None,

@@ -166,7 +166,10 @@ def test_kv_memory_is_shown_once_there_is_some_and_if_its_server_is_away():
     lent = {"state": "lent", "pool": "p", "pool_bytes": 2**30, "holder": holder, "pid": 30}
     assert "       kv lent engine-0 1.0 GiB   0 waiting   pid 30" in of({**memory(), "kv": lent})[1]
     away = {"state": "offline", "reason": "no server is listening"}
-    assert "       kv offline: no server is listening" in of({**memory(), "kv": away})[1]
+    view, text = of({**memory(), "kv": away})
+    assert "       kv offline: no server is listening" in text
+    assert view["state"] == "degraded"
+    assert "the KV memory of HOST-0 has no server: no server is listening;" in view["problems"][0]
 
 
 def test_recovering_memory_names_the_pids_and_their_engines():

@@ -1,8 +1,8 @@
 """The memory service in a pod's view: its devices' documents in, lines and faults out.
 
-Pure. Two states are faults: memory that has not been handed back after a restart, and weights that
-are out of service while engines map them. Neither stops the engine that serves, which looks fine;
-they affect the next relaunch.
+Pure. Three states are faults: memory that has not been handed back after a restart, weights that
+are out of service while engines map them, and KV memory without a server. None of them stops the
+engine that serves, which looks fine; they affect the next relaunch, or the next failover.
 """
 
 from __future__ import annotations
@@ -50,6 +50,17 @@ def memory_faults(part: Document, engines: Engines) -> list[str]:
 
 
 def _faults(device: Document, engines: Engines) -> list[str]:
+    kv = device.get("kv") or {}
+    if "reason" not in kv:
+        return _weights_faults(device, engines)
+    away = (
+        f"the KV memory of {device.get('device_uuid')} has no server: {kv['reason']}; an engine that"
+        " wakes waits for it, or takes memory of its own and begins with an empty cache"
+    )
+    return [*_weights_faults(device, engines), away]
+
+
+def _weights_faults(device: Document, engines: Engines) -> list[str]:
     name, state = device.get("device_uuid"), device.get("state")
     if state == "recovering":
         holders = _holders(_unowned(device), device, engines)
