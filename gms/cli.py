@@ -13,6 +13,7 @@ import click
 from gms.kv.server import KvServer
 from gms.operate import report
 from gms.server.devices import VISIBLE, devices_to_serve
+from gms.server.memory_server import MemoryServer
 from gms.server.server import STALL_MS, DeviceServer
 from gms.shortage import check_room, reported_at_start
 from gms.vmm.host import HostMemory
@@ -182,7 +183,7 @@ async def _serve_kv(config: Resolved, memory: DeviceMemory, capacity_bytes: int 
     )
 
 
-async def _run(server: DeviceServer | KvServer) -> None:
+async def _run(server: MemoryServer[Any]) -> None:
     asyncio.get_running_loop().set_exception_handler(_crash)
     signals = SignalInbox()  # first: a SIGTERM during the start must not leave a socket behind
     with reported_at_start():  # again: `run_async` ends the process on such an error

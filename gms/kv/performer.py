@@ -11,22 +11,22 @@ from collections.abc import Callable, Mapping
 from gms import epoch_file, names
 from gms import kv_messages as msg
 from gms.core import effects as fx
-from gms.core.effects import Effects
 from gms.kv.core import events as ev
 from gms.kv.core.events import Claimant, PoolEvent
 from gms.kv.core.machine import KvMachine
 from gms.kv.token_file import write_tokens
 from gms.kv.vault import PoolVault
 from gms.server.driver_thread import DriverThread
+from gms.server.memory_performer import MemoryPerformer
 from gms.server.watch import EpochWatch
 from gms.vmm.interface import Allocation, release_all
-from plumbing.errors import ProtocolError, UnderstudyError
+from plumbing.errors import UnderstudyError
 from plumbing.service.events import EventLog
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd, close_all
 
 
-class KvPerformer:
+class KvPerformer(MemoryPerformer):
     """Performs effects for one device; completions go back to the machine as events."""
 
     def __init__(
@@ -42,42 +42,23 @@ class KvPerformer:
         watch: EpochWatch,
     ) -> None:
         """`threads`: for calls to the driver, and for closes."""
-        self.protocol_errors_total = 0
-        self._machine, self._device = machine, device
+        driver, closer = threads
+        super().__init__(device, connections, log, closer)
+        self._machine, self._handle, self._driver = machine, handle, driver
         self._token_path = names.kv_token_path(directory, device)
-        self._connections, self._handle, self._log = connections, handle, log
-        self._driver, self._closer = threads
         self._vault, self._watch = vault, watch
-        self._offered: dict[int, list[OwnedFd]] = {}  # by session, until the driver checks them
-
-    def perform(self, effects: Effects) -> None:
-        """Carry out every effect: one that fails costs the session that it answers, and never the
-        effects behind it."""
-        for effect in effects:
-            try:
-                self._perform(effect)
-            except (UnderstudyError, OSError) as error:
-                what = type(effect).__name__
-                self._log.record("gms.effect", f"{what} failed: {error}", severity="error")
-                if isinstance(effect, fx.Respond) and effect.session in self._connections:
-                    conn = self._connections[effect.session]
-                    conn.close(f"it cannot be answered: {error}")
 
     def _perform(self, effect: fx.DeviceEffect) -> None:
         match effect:
-            case fx.SendMessage(session, request_id, message):
+            case fx.SendMessage(session, _, message):
                 if isinstance(message, msg.PoolKeptMsg):
                     self.forget(session)  # this survivor's copies were not needed
-                conn = self._connections.get(session)
-                if conn is not None:
-                    conn.send(message, request_id)
+                self._respond(effect, message)
             case fx.RefuseRequest():
                 self._refuse(effect)
-            case ev.GrantPool(session, request_id, pool):
-                conn = self._connections.get(session)
-                if conn is not None:
-                    file = names.pool_file(self._device, pool)
-                    conn.send(msg.PoolGrantedMsg(pool, file), request_id)
+            case ev.GrantPool(_, _, pool):
+                file = names.pool_file(self._name, pool)
+                self._respond(effect, msg.PoolGrantedMsg(pool, file))
             case ev.SendPool():
                 self._send_pool(effect)
             case ev.MakePool():
@@ -100,32 +81,9 @@ class KvPerformer:
             case ev.KeepTokens(newest):
                 self._keep_tokens(newest)
             case fx.RecordEvent():
-                data = {"device_uuid": self._device, **effect.data}
-                self._log.record(effect.type, effect.message, effect.severity, data)
-
-    def offer(self, session: int, fds: list[OwnedFd]) -> None:
-        """Keep what a survivor hands back (taken), until it is checked or not needed."""
-        self.forget(session)
-        self._offered[session] = fds
-
-    def forget(self, session: int) -> None:
-        """A connection has ended, or its copies are not needed."""
-        fds = self._offered.pop(session, [])
-        if fds:
-            self._closer.submit(lambda: close_all(fds))
-
-    def close(self) -> None:
-        for fds in self._offered.values():
-            close_all(fds)
-        self._offered.clear()
+                self._record(effect)
 
     # ------------------------------------------------------------------ responses
-
-    def _refuse(self, effect: fx.RefuseRequest) -> None:
-        self.protocol_errors_total += isinstance(effect.error, ProtocolError)
-        conn = self._connections.get(effect.session)
-        if conn is not None:
-            conn.fault(effect.error, effect.request_id)
 
     def _send_pool(self, effect: ev.SendPool) -> None:
         def failed(error: UnderstudyError) -> None:
@@ -136,14 +94,12 @@ class KvPerformer:
         )
 
     def _sent(self, effect: ev.SendPool, fds: list[OwnedFd]) -> None:
-        conn = self._connections.get(effect.session)
         pool = self._machine.pools.by_id.get(effect.pool)
-        if conn is None or pool is None:
-            # These may be the last copies: closing them may free memory, which is not for the loop.
+        if pool is None:
             self._closer.submit(lambda: close_all(fds))
             return
         answer = msg.PoolTakenMsg(pool.id, pool.slab_sizes, pool.index_bytes, effect.is_fresh)
-        conn.send(answer, effect.request_id, fds)
+        self._respond(effect, answer, fds)
 
     # ------------------------------------------------------------------ the driver
 

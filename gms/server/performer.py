@@ -8,41 +8,39 @@ writer's slabs delay a newcomer. None of them maps memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-from gms import epoch_file, names
 from gms import messages as msg
+from gms import names
 from gms.core import effects as fx
 from gms.core import events as ev
 from gms.core.device import Device
 from gms.server.driver_thread import DriverThread
 from gms.server.journal import CommitJournal
+from gms.server.memory_performer import MemoryPerformer
 from gms.server.vault import Vault
 from gms.server.watch import EpochWatch
 from gms.vmm.interface import Allocation, release_all
-from plumbing.errors import ProtocolError, UnderstudyError
+from plumbing.errors import UnderstudyError
 from plumbing.service.events import EventLog
-from plumbing.shortage import explain
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.limits import FDS_PER_FRAME_MAX, MANIFEST_FRAME_BYTES_MAX
-from plumbing.wire.messages import Message
 
 Handle = Callable[[ev.DeviceEvent], None]
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Threads:
-    """The threads of one device's server, so that no slow call runs on its loop."""
+class Threads(NamedTuple):
+    """The threads of one device's server, so that no slow call runs on its loop; the closer is the
+    last, since it releases what the driver gives up."""
 
     driver: DriverThread
     lender: DriverThread
     closer: DriverThread
 
 
-class DevicePerformer:
+class DevicePerformer(MemoryPerformer):
     """Performs effects for one device; completions go back to the machine as events."""
 
     def __init__(
@@ -57,29 +55,11 @@ class DevicePerformer:
         watch: EpochWatch,
         journal: CommitJournal,
     ) -> None:
-        self.protocol_errors_total = 0
-        self._device, self._name = device, device_name
-        self._connections = connections
-        self._handle, self._log = handle, log
-        self._driver, self._lender, self._closer = threads.driver, threads.lender, threads.closer
+        super().__init__(device_name, connections, log, threads.closer)
+        self._device, self._handle = device, handle
+        self._driver, self._lender = threads.driver, threads.lender
         self._vault, self._watch, self._journal = vault, watch, journal
         self._arrived: dict[int, OwnedFd] = {}  # a new slab's descriptor, until it is sent
-        self._offered: dict[int, list[OwnedFd]] = {}  # by session, until they are adopted
-
-    def perform(self, effects: fx.Effects) -> None:
-        """Carry out every effect: one that fails costs the session that it answers, and never the
-        effects behind it."""
-        for effect in effects:
-            try:
-                self._perform(effect)
-            except (UnderstudyError, OSError) as error:
-                self._failed(effect, error)
-
-    def _failed(self, effect: fx.DeviceEffect, error: UnderstudyError | OSError) -> None:
-        what = type(effect).__name__
-        self._log.record("gms.effect", f"{what} failed: {error}", severity="error")
-        if isinstance(effect, fx.Respond) and effect.session in self._connections:
-            self._connections[effect.session].close(f"it cannot be answered: {error}")
 
     def _perform(self, effect: fx.DeviceEffect) -> None:
         match effect:
@@ -124,36 +104,11 @@ class DevicePerformer:
             case fx.WriteJournal():
                 self._write_journal(effect)
             case fx.RecordEvent():
-                data = {"device_uuid": self._name, **effect.data}
-                self._log.record(effect.type, effect.message, effect.severity, data)
+                self._record(effect)
 
     def close(self) -> None:
-        """Close the descriptors that were not passed on yet."""
+        super().close()
         close_all(self._arrived.values())
-        for fds in self._offered.values():
-            close_all(fds)
-
-    # ------------------------------------------------------------------ offers
-
-    def take_offered(self, session: int, fds: list[OwnedFd], count_max: int) -> int:
-        """Keep descriptors that a survivor hands back (taken); returns how many there are now.
-
-        Raises:
-            ProtocolError: `gms.bad_offer`, more than it has slabs.
-        """
-        kept = self._offered.setdefault(session, [])
-        kept += fds
-        if len(kept) > count_max:
-            raise ProtocolError(
-                "gms.bad_offer", f"{len(kept)} descriptors came for an epoch of {count_max} slabs"
-            )
-        return len(kept)
-
-    def forget(self, session: int) -> None:
-        """A connection has ended: close what it had offered so far."""
-        fds = self._offered.pop(session, [])
-        if fds:
-            self._closer.submit(lambda: close_all(fds))
 
     # ------------------------------------------------------------------ responses
 
@@ -162,7 +117,7 @@ class DevicePerformer:
             self._expect_manifest(effect.session)
         is_slab = isinstance(effect.message, msg.AllocatedMsg)
         fds = [self._arrived.pop(effect.session)] if is_slab else []
-        self._send(effect, effect.message, *fds)
+        self._respond(effect, effect.message, fds)
 
     def _grant_writing(self, effect: fx.GrantWriting) -> None:
         self._expect_manifest(effect.session)
@@ -173,7 +128,7 @@ class DevicePerformer:
             free_bytes=self._device.free_bytes,
             granularity_bytes=self._device.granularity_bytes,
         )
-        self._send(effect, answer)
+        self._respond(effect, answer)
 
     def _expect_manifest(self, session: int) -> None:
         """Only a writer and an offering survivor may send frames of 16 MiB."""
@@ -207,20 +162,6 @@ class DevicePerformer:
         for first in range(FDS_PER_FRAME_MAX, len(fds), FDS_PER_FRAME_MAX):
             more = fds[first : first + FDS_PER_FRAME_MAX]
             conn.send(msg.SlabsMsg(epoch.id, first), effect.request_id, more)
-
-    def _refuse(self, effect: fx.RefuseRequest) -> None:
-        # A client's fault that was found late, on the driver's thread: a manifest, an offer.
-        self.protocol_errors_total += isinstance(effect.error, ProtocolError)
-        conn = self._connections.get(effect.session)
-        if conn is not None:
-            conn.fault(effect.error, effect.request_id)
-
-    def _send(self, effect: fx.Respond, message: Message, *fds: OwnedFd) -> None:
-        conn = self._connections.get(effect.session)
-        if conn is None:
-            self._closer.submit(lambda: close_all(fds))
-        else:
-            conn.send(message, effect.request_id, fds)
 
     # ------------------------------------------------------------------ the driver
 
@@ -292,32 +233,3 @@ class DevicePerformer:
             then()
 
         self._closer.submit(lambda: release_all(slabs), lambda _: then(), failed)
-
-
-def check_held(path: str) -> None:
-    """No slab before the flock: without it, nothing would show that the memory is in use.
-
-    Raises:
-        ProtocolError: `gms.epoch_not_held`.
-        UnderstudyError: `gms.server_exhausted`, the file cannot be opened.
-    """
-    if not is_held(path):
-        raise ProtocolError(
-            "gms.epoch_not_held",
-            "hold a shared flock on the epoch's file before the first allocation",
-        )
-
-
-def is_held(path: str) -> bool:
-    """Whether any process holds the epoch's file.
-
-    Raises:
-        UnderstudyError: `gms.server_exhausted`, the file cannot be opened.
-    """
-    try:
-        return epoch_file.is_held(path)
-    except OSError as error:
-        why = explain(error.errno, "the memory service")
-        raise UnderstudyError(
-            "gms.server_exhausted", f"the memory service cannot open {path}: {why}"
-        ) from error

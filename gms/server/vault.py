@@ -126,6 +126,11 @@ class Vault:
         """Give up an epoch's slabs: the caller releases them, where that may take long."""
         return self._slabs.pop(epoch, [])
 
+    def close(self) -> None:
+        """Release everything; memory lives on where a process maps it."""
+        for epoch in list(self._slabs):
+            release_all(self._slabs.pop(epoch))
+
 
 def _slab_name(epoch: str, index: int) -> str:
     """The name that a slab is created with: unique, so that none passes for another."""
