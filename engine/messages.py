@@ -87,7 +87,8 @@ class HealthMsg(Message, frozen=True, tag="health"):
 class HealthyMsg(Message, frozen=True, tag="healthy"):
     """`progress` only grows: tokens made plus steps of prefill, over all requests. `replayed` are
     the tokens of resumed requests that another engine had made; computing them again is progress
-    too. `published_blocks` counts those that the next engine was told of since the wake."""
+    too. `published_blocks` counts those that the next engine was told of since the wake,
+    `kept_blocks` those that it would find now."""
 
     in_flight: Count
     progress: Count
@@ -95,6 +96,7 @@ class HealthyMsg(Message, frozen=True, tag="healthy"):
     rejected: Count = 0
     replayed: Count = 0
     published_blocks: Count = 0
+    kept_blocks: Count = 0
 
 
 class DrainMsg(Message, frozen=True, tag="drain"):

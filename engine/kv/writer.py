@@ -50,12 +50,17 @@ class IndexWriter:
         self._sequence = 0
         self.published = 0
         """Publications of this writer, for `status`."""
+        self._is_kept = bytearray(headers[0].blocks)
+        self.kept = 0
+        """Blocks of the index that the next engine would find now, for `status`."""
         if adoption is None or not adoption.records:
             _begin_empty(pages, headers, cohort)
         else:
             self._sequence = adoption.records[-1].sequence
             for block in adoption.torn:
                 self._page.erase(block)
+            for record in adoption.records:
+                self._keep(record.block)
             if self._page.adopter != incarnation_word(incarnation):
                 self._page.count_adopter(incarnation_word(incarnation))
 
@@ -69,6 +74,8 @@ class IndexWriter:
             raise InvariantError(f"block {block} is handed out after its index was closed")
         self._uses[block] += 1
         self._page.erase(block)
+        self.kept -= self._is_kept[block]
+        self._is_kept[block] = 0
 
     def publish(
         self,
@@ -88,6 +95,7 @@ class IndexWriter:
         self.published += 1
         record = IndexRecord(block, block_hash, group, tokens, self._sequence, audit)
         self._page.write_record(record)
+        self._keep(block)
         return True
 
     def clear(self) -> None:
@@ -98,6 +106,8 @@ class IndexWriter:
         if not self._is_closed:
             self._page.raise_generation()
             self._clears += 1
+            self._is_kept = bytearray(len(self._is_kept))
+            self.kept = 0
 
     def prove(self) -> None:
         """Steps over the adopted blocks have succeeded: its next death is not blamed on them."""
@@ -107,6 +117,10 @@ class IndexWriter:
     def close(self) -> None:
         """Leave the content to the next engine. No step may be sent after this."""
         self._is_closed = True
+
+    def _keep(self, block: int) -> None:
+        self.kept += not self._is_kept[block]
+        self._is_kept[block] = 1
 
 
 def _begin_empty(pages: Sequence[IndexPage], headers: Sequence[IndexHeader], cohort: str) -> None:

@@ -335,4 +335,5 @@ class Engine:
     def _answered(self, healthy: HealthyMsg) -> None:
         self.history.in_flight = healthy.in_flight
         self.history.published_blocks = healthy.published_blocks
+        self.history.kept_blocks = healthy.kept_blocks
         self.metrics.healthy(healthy)

@@ -46,6 +46,7 @@ class History:
         self.last_takeover: Takeover | None = None
         self.in_flight = 0
         self.published_blocks = 0  # by the backend since its wake, for the next engine
+        self.kept_blocks = 0  # those that the next engine would find now
         self.budget_ms: int | None = None  # of the present state; None: it may last for ever
         self._log = log
         self._clock = clock
@@ -108,7 +109,8 @@ class History:
         """The last process of the dead engine is gone. `rehearsed_ms`: when it was killed for a
         rehearsal."""
         took_ms = self.spent_ms
-        self.budget_ms, self.in_flight, self.published_blocks = None, 0, 0
+        self.budget_ms, self.in_flight = None, 0
+        self.published_blocks = self.kept_blocks = 0
         if rehearsed_ms is not None and self.cause == "child_exit":
             self._phase("detect", self._since_ms - rehearsed_ms)
         self.deaths.append(

@@ -270,6 +270,7 @@ class Incarnation:
 
     def _woken(self, woken: messages.WokenMsg) -> None:
         self.woken = woken
+        self._log.record("engine.kv_begun", *_begun(woken))
         if woken.torn_blocks:
             self._log.record(
                 "engine.kv_torn",
@@ -328,3 +329,12 @@ class Incarnation:
     def _permit(self, permits: list[LoadPermit]) -> None:
         for permit in permits:
             self._loads.pop(permit.rank)(messages.LoadMsg(permit.mode, permit.token))
+
+
+def _begun(woken: messages.WokenMsg) -> tuple[str, str, dict[str, Any]]:
+    """Message, severity and data of the event that says with what an engine's cache begins."""
+    data = {"memory": woken.kv_memory, "adopted_blocks": woken.adopted_blocks}
+    what = f"with {woken.adopted_blocks} blocks of an earlier engine"
+    text = f"the KV cache begins {what if woken.adopted_blocks else 'empty'}"
+    why = f": {woken.kv_note}" if woken.kv_note else ""
+    return text + why, "info", {**data, "note": woken.kv_note or None}

@@ -98,6 +98,24 @@ class EngineMetrics:
             "KV blocks of an earlier engine that were not adopted because their bytes were not what"
             " was published; only with --kv-audit.",
         )
+        self._wakes = page.counter(
+            "engine_kv_wakes_total",
+            "Wakes by what the KV cache began with: blocks of an earlier engine (adopted), nothing"
+            " in memory that outlives the engine (empty), or memory of its own (private).",
+            {"cache": ("adopted", "empty", "private")},
+        )
+        self._adopted = page.counter(
+            "engine_kv_adopted_blocks_total",
+            "KV blocks of an earlier engine that this engine's cache began with, over all wakes.",
+        )
+        self._published = page.counter(
+            "engine_kv_published_blocks_total",
+            "KV blocks that the next engine was told of, each use of one counted.",
+        )
+        self._published_known = 0
+        self._kept = page.gauge(
+            "engine_kv_kept_blocks", "KV blocks that the next engine would find now."
+        )
         self._behind_gateway = page.gauge(
             "engine_behind_gateway",
             "1 if the engine was last woken to serve a gateway on its private socket, 0 if clients"
@@ -133,8 +151,14 @@ class EngineMetrics:
                     self._lost.labels(reason=data["cause"]).inc()
                 if target != State.ACTIVE:
                     self._in_flight.set(0)
+                    self._kept.set(0)
                 if target == State.INIT:
-                    self._rejected_known = self._replayed_known = 0
+                    self._rejected_known = self._replayed_known = self._published_known = 0
+            case "engine.kv_begun":
+                self._adopted.inc(data["adopted_blocks"])
+                is_lent = data["memory"] == "gms"
+                began = ("adopted" if data["adopted_blocks"] else "empty") if is_lent else "private"
+                self._wakes.labels(cache=began).inc()
             case "engine.canary":
                 self._canaries.labels(result="ok" if data["ok"] else "failed").inc()
             case "engine.kv_torn":
@@ -154,3 +178,6 @@ class EngineMetrics:
         self._rejected_known = healthy.rejected
         self._replayed.inc(max(0, healthy.replayed - self._replayed_known))
         self._replayed_known = healthy.replayed
+        self._published.inc(max(0, healthy.published_blocks - self._published_known))
+        self._published_known = healthy.published_blocks
+        self._kept.set(healthy.kept_blocks)

@@ -117,6 +117,7 @@ class EngineStatus:
             "adopted_blocks": woken.adopted_blocks,
             "published_blocks": self._engine.history.published_blocks,
             "torn_blocks": woken.torn_blocks,
+            "kept_blocks": self._engine.history.kept_blocks,
             "note": woken.kv_note or None,
         }
 

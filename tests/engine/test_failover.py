@@ -124,6 +124,7 @@ def test_memory_and_metrics_of_a_takeover(pair):
     assert 'understudy_failover_successes_total{engine_id="engine-1"} 1.0' in page
     assert 'understudy_failover_phase_duration_seconds_count{phase="wake"} 1.0' in page
     assert 'understudy_engine_canary_total{result="ok"} 1.0' in page
+    assert 'understudy_engine_kv_wakes_total{cache="private"} 1.0' in page
     assert 'understudy_engine_state{engine_id="engine-1",role="auto",state="active"} 1.0' in page
     last = document["last_failover"]
     assert last["is_contended"]

@@ -279,13 +279,14 @@ def test_an_index_that_nobody_keeps_is_forgotten_before_the_first_step(
 def test_what_is_published_is_followed_until_the_core_gives_it_up(engine, monkeypatch):
     """A core that is busy is asked again; what it has said is in the answer to `health`."""
     monkeypatch.setattr(kept_memory, "REPORT_EVERY_S", 0.01)
-    answers = [{"problem": "", "published": 3}, None, {"problem": "why", "published": 4}]
+    reported = {"problem": "", "published": 3, "kept": 2}
+    answers = [reported, None, reported | {"published": 4}, {**reported, "problem": "why"}]
     seen = []
 
     async def core(method, asked):
         if method == "understudy_begin_kv":
-            return {"problem": "", "adopted": 0, "why_empty": "new"}
-        seen.append(kept.published)
+            return {"problem": "", "adopted": 1, "why_empty": "new"}
+        seen.append((kept.published, backend.health().kept_blocks))
         answer = answers.pop(0)
         return answer if answer is not None else await asyncio.Event().wait()
 
@@ -300,4 +301,5 @@ def test_what_is_published_is_followed_until_the_core_gives_it_up(engine, monkey
         await kept.follow(engine)
 
     asyncio.run(scenario())
-    assert (seen, kept.problem, backend.health().published_blocks) == ([0, 3, 3], "why", 4)
+    assert (seen, kept.problem) == ([(0, 1), (3, 2), (3, 2), (4, 2)], "why")
+    assert (backend.health().published_blocks, backend.health().kept_blocks) == (3, 0)

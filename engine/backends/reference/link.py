@@ -159,9 +159,10 @@ class ProgressedMsg(Message, frozen=True, tag="progressed"):
 
 
 class PublishedMsg(Message, frozen=True, tag="published"):
-    """How many blocks the next engine was told of, since the wake."""
+    """How many blocks the next engine was told of, since the wake, and how many it would find."""
 
     blocks: Count
+    kept: Count
 
 
 class FailedMsg(Message, frozen=True, tag="failed"):

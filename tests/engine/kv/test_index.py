@@ -4,6 +4,7 @@ adopter over plain memory, each rule by one short history."""
 from __future__ import annotations
 
 import mmap
+import random
 
 import pytest
 from msgspec import structs
@@ -78,6 +79,24 @@ def test_invalidated_and_cleared_blocks_do_not_exist():
     assert adopted_from(content).why_empty == "no block is published"
     publish(writer, 3)
     assert blocks_of(adopted_from(content)) == [3]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_count_of_kept_blocks_is_what_the_next_engine_finds(seed):
+    """Method: publish, hand out and clear at random, over two engines."""
+    rng, content = random.Random(seed), memory()
+    writer = writer_over(content)
+    for step in range(200):
+        block = rng.randrange(BLOCKS)
+        if rng.random() < 0.6:
+            publish(writer, block)
+        elif rng.random() < 0.9:
+            writer.invalidate(block)
+        else:
+            writer.clear()
+        if step == 100:
+            writer = writer_over(content, "c2", adopted_from(content))
+        assert writer.kept == len(adopted_from(content).records)
 
 
 @pytest.mark.parametrize("end", ["invalidate", "clear"])

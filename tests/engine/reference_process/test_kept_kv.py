@@ -81,6 +81,7 @@ def test_next_engine_goes_on_with_the_blocks_of_a_killed_one(
                 report = await health(second)
             assert report.progress == PROMPT_TOKENS + NEW_TOKENS - 1 - known
             assert report.published_blocks > 0
+            assert report.kept_blocks == second.woken.adopted_blocks + report.published_blocks
             await second.stop()
 
             plain = ("--cache-tokens", "0", "--kv-memory", "private")

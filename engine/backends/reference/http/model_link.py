@@ -124,6 +124,7 @@ class ModelLink(Handler):
         self._checked: asyncio.Future[CheckedMsg] | None = None
         self.page = ProgressPage()
         self.published = 0  # blocks that the next engine was told of
+        self.kept = 0  # …and those that it would find now
         self._conn = UnixConnection(sock, LINK, self)
 
     @property
@@ -167,6 +168,7 @@ class ModelLink(Handler):
         )
         others = await asyncio.gather(*(follower.take(take) for follower in self.followers))
         mine = await self.take(take)
+        self.kept = mine.adopted
         if any(taken.memory != mine.memory for taken in others):
             raise UnderstudyError(
                 "engine.kv_mixed",
@@ -248,7 +250,7 @@ class ModelLink(Handler):
             case ProgressedMsg():
                 self.page.count = message.progress
             case PublishedMsg():
-                self.published = message.blocks
+                self.published, self.kept = message.blocks, message.kept
             case ReadyMsg():
                 _settle(self._ready, message)
             case TakenMsg():

@@ -150,6 +150,7 @@ class ReferenceBackend:
             rejected=self._served.rejected,
             replayed=self._served.replayed,
             published_blocks=self._served.link.published,
+            kept_blocks=self._served.link.kept,
         )
 
     async def drain(self, budget_s: float, *, resume: bool = False) -> None:

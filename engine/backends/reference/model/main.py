@@ -201,7 +201,7 @@ class ModelLoop:
             kept.stepped()
             if kept.writer.published > self._published:
                 self._published = kept.writer.published
-                self._link.notify(PublishedMsg(self._published))
+                self._link.notify(PublishedMsg(self._published, kept.writer.kept))
 
 
 if __name__ == "__main__":

@@ -199,6 +199,7 @@ class VllmBackend:
             accepting=self._front.is_open,
             rejected=self._front.traffic.rejected,
             published_blocks=self._kv.published,
+            kept_blocks=self._kv.kept,
         )
 
     async def drain(self, budget_s: float, *, resume: bool = False) -> None:

@@ -61,7 +61,7 @@ class KeptMemory:
     def __init__(self, choice: KvChoice, problem: str = "") -> None:
         self.choice = choice
         self.problem = problem
-        self.published = 0
+        self.published = self.kept = 0
         self._is_kept = False
 
     @classmethod
@@ -108,6 +108,7 @@ class KeptMemory:
             return KvBeginning(note=f"no block is published: {answer['problem']}")
         self._is_kept = True
         adopted, why_empty = int(answer["adopted"]), str(answer["why_empty"])
+        self.kept = adopted
         logger.info("adopted %d KV blocks %s", adopted, why_empty and f"({why_empty})")
         note = why_empty and f"no block was adopted: {why_empty}"
         return KvBeginning(adopted, note, int(answer["torn"]))
@@ -123,7 +124,7 @@ class KeptMemory:
             logger.warning("the verdict on the KV blocks was not recorded: %s", error)
 
     async def follow(self, engine: Any) -> None:
-        """Keep `published` current, until the core gives the index up or fails."""
+        """Keep `published` and `kept` current, until the core gives the index up or fails."""
         while self._is_kept and not engine.errored:
             await asyncio.sleep(REPORT_EVERY_S)
             try:
@@ -133,8 +134,10 @@ class KeptMemory:
                 logger.debug("the core did not say what it has published: %s", error)
                 continue
             self.published, self.problem = int(answer["published"]), str(answer["problem"])
+            self.kept = int(answer["kept"])
             if self.problem:
                 self._is_kept = False
+                self.kept = 0
                 logger.warning("no KV block is published any more: %s", self.problem)
 
     async def _begin_kept(self, pools: Sequence[Answer], engine: Any) -> Answer:

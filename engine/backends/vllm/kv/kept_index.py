@@ -55,6 +55,10 @@ class KeptIndex:
     def published(self) -> int:
         return self._writer.published if self._writer is not None else 0
 
+    @property
+    def kept(self) -> int:
+        return self._writer.kept if self._writer is not None else 0
+
     def open(
         self,
         writer: IndexWriter,

@@ -110,7 +110,8 @@ def _judge(index: PoolIndex, why: str, core: Any) -> Answer:
 
 
 def _report(index: PoolIndex, _: Any, core: Any) -> Answer:
-    return {"problem": index.kept.problem, "published": index.kept.published}
+    kept = index.kept
+    return {"problem": kept.problem, "published": kept.published, "kept": kept.kept}
 
 
 EngineCore.understudy_begin_kv = _answering(_begin)
