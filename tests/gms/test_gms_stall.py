@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -26,10 +27,17 @@ def hasty(directory: str, device: str) -> Iterator[GmsProcess]:
 
 
 def test_stalled_writer_gets_the_reason_and_the_next_one_writes(hasty: GmsProcess, client: Start):
-    """A writer that says nothing: at its deadline it is told so, its memory is given up, and who
-    waited is granted RW as soon as it has let go."""
+    """A writer that says nothing any more: at its deadline it is told so, its memory is given up,
+    and who waited is granted RW as soon as it has let go."""
     with hasty.writer() as writer:
         waiter = client(engine="engine-1")
+        steps = itertools.count(1)
+
+        def is_waited_for() -> bool:
+            writer.progress(next(steps), 10**6)  # a process takes its time to start
+            return bool(hasty.status()["waiting"])
+
+        until(is_waited_for, "somebody to wait")
         assert "engine-0" in waiter.expect("waiting")["reason"]
         until(lambda: not hasty.status()["sessions"], "the writer to be given up")
         with pytest.raises(UnderstudyError) as caught:
