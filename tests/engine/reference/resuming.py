@@ -87,6 +87,15 @@ class Stream:
     def tokens(self) -> list[int]:
         return [token for group in self.groups for token in group.tokens]
 
+    def beginning(self, count: int) -> Stream:
+        """The groups up to `count` tokens: whoever reads these and kills the engine then may find
+        that it was done."""
+        groups: list[Seen] = []
+        for group in self.groups:
+            if sum(len(each.tokens) for each in groups) < count:
+                groups.append(group)
+        return Stream(groups, (), is_whole=False)
+
 
 def text_of(event: Any) -> str:
     choices = [] if event == "[DONE]" else event["choices"]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from plumbing import hop
-from tests.engine.reference.resuming import Seen, Stream, read_stream
+from tests.engine.reference.resuming import Stream, read_stream
 from tests.engine.reference_process.active import health
 from tests.engine.reference_process.rig import kv_service, memory_service, supervisor
 from tests.engine.reference_process.test_behind_gateway import (
@@ -27,15 +27,6 @@ from tests.engine.reference_process.test_behind_gateway import (
 PROMPT_TOKENS, SEEN_TOKENS, NEW_TOKENS = 100, 60, 200
 LONG = {**STATEFUL, "prompt": "h" * (PROMPT_TOKENS - 1), "max_tokens": NEW_TOKENS}
 KEPT = ("--kv-memory", "gms", "--kv-audit")
-
-
-def first_tokens(stream: Stream) -> Stream:
-    """Its beginning, however far the engine came before it was killed."""
-    groups: list[Seen] = []
-    for group in stream.groups:
-        if sum(len(each.tokens) for each in groups) < SEEN_TOKENS:
-            groups.append(group)
-    return Stream(groups, (), is_whole=False)
 
 
 @pytest.mark.slow
@@ -66,7 +57,7 @@ def test_next_engine_goes_on_with_the_blocks_of_a_killed_one(
                 while len(read_stream(body).tokens) < SEEN_TOKENS:
                     body += await response.content.readuntil(b"\n\n: u=")
                 os.kill(first.registered[victim], signal.SIGKILL)
-                before = first_tokens(read_stream(body + await read_to_the_end(response)))
+                before = read_stream(body + await read_to_the_end(response)).beginning(SEEN_TOKENS)
             await first.ended()
 
             second = await start(supervisor(tmp_path, *arguments, *KEPT, engine="engine-1"))
