@@ -384,5 +384,5 @@ def test_keeper_reports_when_the_service_is_lost_and_when_it_is_back(gms: GmsPro
         until(lambda: keeper.state == "rejoining", "the keeper to notice")
         gms.start()
         until(lambda: keeper.state == "attached", "the keeper to be back")
+        until(lambda: "attached to the memory service again" in said[-1], "the keeper to say so")
         assert "weights stay mapped" in said[0]
-        assert "attached to the memory service again" in said[-1]
