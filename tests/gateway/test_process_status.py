@@ -91,9 +91,11 @@ def test_every_key_of_the_documents_is_on_the_page_and_every_one_on_the_page_is_
         engine.granted()
         stream.pid()
         until(lambda: gateway.status()["load"]["in_flight"] == 1, "the stream to be counted")
+        until(lambda: gateway.status()["upstream"], "the child to know of the engine")
         restarted = json.loads(command(gateway.directory, "restart-child", "--json").stdout)
         documents.append(gateway.status())
         until(gateway.has_spare, "a spare")
+        until(lambda: gateway.status()["upstream"], "the fresh child to know of the engine")
         done = command(gateway.directory, "status", "--json")
         assert done.returncode == 0, done.stderr
         documents += [json.loads(done.stdout), gateway.get("status")[1]]

@@ -62,6 +62,7 @@ def test_sighup_replaces_the_child_and_loses_no_stream(gateway: GatewayProcess, 
     old = gateway.child()
     stream = Stream(gateway.port, f"/stream?{end}")
     assert stream.pid() == old
+    until(lambda: gateway.status()["load"]["in_flight"] == 1, "the stream to be counted")
     assert gateway.process is not None
     gateway.process.send_signal(signal.SIGHUP)
     until(lambda: gateway.has_spare() and gateway.child() != old, "a fresh child")
