@@ -13,11 +13,13 @@ from typing import Any
 import aiohttp
 import pytest
 
+from engine.backends.drain import QUIET_MS, silent_ms
 from engine.messages import DrainedMsg, DrainMsg
 from tests.engine.reference_process.active import GREEDY, LONG, active_engine, complete, health
 
 PATH = "/v1/completions"
 LONG_BUDGET = DrainMsg(60_000)
+TRIES = 10
 
 
 class Raw:
@@ -44,6 +46,9 @@ class Raw:
 
     async def ended(self) -> bool:
         return await self._reader.read() == b""
+
+    def silent_ms(self) -> float:
+        return silent_ms(self._writer.get_extra_info("socket"))
 
     def close(self) -> None:
         self._writer.close()
@@ -117,21 +122,32 @@ def test_drain_serves_what_it_has_accepted_and_nothing_else(tmp_path: Path, mode
 @pytest.mark.slow
 def test_drain_waits_for_a_connection_that_has_just_spoken(tmp_path: Path, model: Path):
     """Goal: who answers an answer is not cut. Method: on one connection, ask as soon as the drain
-    has begun, with nothing else in flight; it is answered, and the drain ends after that."""
+    has begun, with nothing else in flight; it is answered, and the drain ends after that. Where a
+    busy machine has kept the client from asking until it counts as silent, once more."""
 
-    async def main() -> None:
+    async def is_in_time() -> bool:
         async with active_engine(tmp_path, model) as (stub, sock, _):
             client = await Raw.connect(sock)
             client.ask()
             await client.answer()
             draining = asyncio.ensure_future(stub.ask(LONG_BUDGET))
             await accepting_no_more(stub)
+            if client.silent_ms() > QUIET_MS / 2:
+                assert isinstance(await draining, DrainedMsg)
+                return False
             client.ask()
             status, headers, _ = await client.answer()
             assert (status, headers["connection"]) == (200, "close")
             assert await client.ended()
             assert isinstance(await draining, DrainedMsg)
             client.close()
+            return True
+
+    async def main() -> None:
+        for _ in range(TRIES):
+            if await is_in_time():
+                return
+        pytest.fail(f"{TRIES} times this process was silent for too long")
 
     asyncio.run(main())
 
