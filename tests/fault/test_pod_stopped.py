@@ -52,11 +52,12 @@ def test_stopped_holder_is_not_replaced_by_a_restarted_lock_server(home: PodHome
 
 
 async def check_no_grant(pod: Pod, granted: int, tree: list[int]) -> None:
-    """Past the window: `recovering`, unresponsive, with the pids to kill and the same token."""
+    """Past the window: `recovering`, unresponsive, with the pids to kill and the same token, with
+    another engine in the queue."""
 
     async def overdue():
         lock = (await status_of(lockserver_part(pod.directory))).get("locks", {}).get("active", {})
-        return lock if lock and lock["holder"]["unresponsive"] else None
+        return lock if lock and lock["holder"]["unresponsive"] and lock["waiters"] else None
 
     while (lock := await overdue()) is None:
         pass

@@ -134,6 +134,7 @@ def test_drain_waits_for_a_connection_that_has_just_spoken(tmp_path: Path, model
             await accepting_no_more(stub)
             if client.silent_ms() > QUIET_MS / 2:
                 assert isinstance(await draining, DrainedMsg)
+                client.close()
                 return False
             client.ask()
             status, headers, _ = await client.answer()
