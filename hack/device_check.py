@@ -1,6 +1,6 @@
 """`make device-check`: check on one GPU what the design relies on, and write a report.
 
-    python -m hack.device_check [--device UUID] [--only PART,…] [--max-gib 80] [--budget-s 450]
+    python -m hack.device_check [--device UUID] [--only PART,…] [--max-gib 80] [--budget-s 480]
 
 Each part runs in its own process with its own limit, and its findings go to
 bench/device/<device>-<date>.json; then the tests of the memory service run on the real driver. Only
@@ -34,9 +34,9 @@ FIRST = "device"
 SUITE, SUITE_S, SUITE_S_MIN = "suite", 150.0, 20.0
 PART_S_MIN = 8.0  # no part finds anything in less
 STILL_S = 0.3  # how long memory in use must not change to count
-REAL = {"max_gib": 80.0, "max_slabs": 4000, "still_s": STILL_S}
+REAL = {"max_gib": 80.0, "max_slabs": 4000, "max_kills": 100, "still_s": STILL_S}
 # Two cores and no GPU: the same calls with small sizes; free memory is free at once.
-STAND_IN = {"max_gib": 1.0, "max_slabs": 80, "still_s": 0.02}
+STAND_IN = {"max_gib": 1.0, "max_slabs": 80, "max_kills": 2, "still_s": 0.02}
 
 
 def main() -> int:
@@ -81,7 +81,8 @@ def _flags() -> argparse.Namespace:
     )
     parser.add_argument("--max-gib", type=float, help="of the device, at any time (80)")
     parser.add_argument("--max-slabs", type=int, help="in one epoch (4000)")
-    parser.add_argument("--budget-s", type=float, default=450, help="for everything")
+    parser.add_argument("--max-kills", type=int, help="of a process that writes (100)")
+    parser.add_argument("--budget-s", type=float, default=480, help="for everything")
     parser.add_argument("--suite", default="tests/gms", help="tests to run on the device")
     parser.add_argument("--out", type=Path, help="instead of bench/device/<device>-<date>.json")
     parser.add_argument("--require", action="store_true", help="fail if there is no GPU")
@@ -168,6 +169,7 @@ def _run_part(name: str, device: str, limit_s: float, flags: argparse.Namespace)
             "limit_s": limit_s,
             "bytes_max": int(flags.max_gib * GIB),
             "slabs_max": flags.max_slabs,
+            "kills_max": flags.max_kills,
             "still_s": flags.still_s,
         }
         process = subprocess.Popen(

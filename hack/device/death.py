@@ -96,16 +96,10 @@ def _kill(part: Part, victim: Peer, witness: Path, base: int | None) -> dict[str
             time.sleep(POLL_S)
         seen[sign] = time.monotonic()
 
-    def is_witness_free() -> bool:
-        with contextlib.suppress(BlockingIOError), open(witness, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        return False
-
     signs: dict[str, Callable[[], bool]] = {
-        "eof": lambda: _is_readable(victim.fileno()),
-        "pidfd": lambda: _is_readable(pidfd),
-        "witness": is_witness_free,
+        "eof": lambda: is_readable(victim.fileno()),
+        "pidfd": lambda: is_readable(pidfd),
+        "witness": lambda: is_free(witness),
     }
     if base is not None:
         signs["memory_free"] = lambda: part.nvml.used() <= base + NOISE_BYTES
@@ -122,7 +116,16 @@ def _kill(part: Part, victim: Peer, witness: Path, base: int | None) -> dict[str
     return {sign: round((seen[sign] - killed) * 1e3, 2) for sign in order}
 
 
-def _is_readable(fd: int) -> bool:
+def is_free(witness: Path) -> bool:
+    """Whether no process holds its lock."""
+    with contextlib.suppress(BlockingIOError), open(witness, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
+
+
+def is_readable(fd: int) -> bool:
+    """Of a pidfd: whether its process is gone."""
     poll = select.poll()
     poll.register(fd, select.POLLIN | select.POLLRDHUP)
     return bool(poll.poll(0))

@@ -8,19 +8,21 @@ own `CudaMemory`; the driver is called directly only where it is what the questi
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
+import hashlib
 import json
 import os
 import socket
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from gms.client import Keeper, Reader, Writer, open_session
 from gms.vmm.cuda import CudaAllocation, CudaMemory, CudaReservation
+from hack.device import kernels
 from plumbing.errors import UnderstudyError
 from plumbing.service.process import arm_from_environment, raise_fd_limit
 from plumbing.wire.fds import OwnedFd
@@ -29,25 +31,6 @@ FDS_MAX = 250  # in one message: Linux takes at most 253
 REQUEST_BYTES_MAX = 64 << 10
 PAGE = 4096  # bytes of each read and write
 IDENTITY = {"model": "device-check", "shards": {"a": "1"}}
-
-# Keeps a GPU busy for `ns` nanoseconds; the driver compiles it, so no toolkit is needed.
-SPIN = b"""
-.version 7.0
-.target sm_70
-.address_size 64
-.visible .entry spin(.param .u64 ns) {
-  .reg .u64 %rd<5>; .reg .pred %p<2>;
-  ld.param.u64 %rd1, [ns];
-  mov.u64 %rd2, %globaltimer;
-again:
-  mov.u64 %rd3, %globaltimer;
-  sub.u64 %rd4, %rd3, %rd2;
-  setp.lt.u64 %p1, %rd4, %rd1;
-  @%p1 bra again;
-  ret;
-}
-\0"""
-BLOCKS, THREADS = 132, 256  # every multiprocessor of an H200
 
 
 class Recorder:
@@ -179,11 +162,55 @@ class Requests:
         return sorted(set(self.ranges[0].read(offset, PAGE)))
 
     def do_spin(self, seconds: float) -> None:
+        kernels.launch(self.driver, kernels.SPIN, "spin", int(seconds * 1e9))
+
+    # -- a process that writes until it is killed
+
+    def do_count(self, is_kernel: bool) -> None:
+        """Fill the first range with one number after the other: by a kernel that never ends, or
+        (the tests' stand-in has none) by memsets of a thread."""
+        at = self.ranges[0]
+        if is_kernel:
+            words = at.size_bytes // 4
+            kernels.launch(self.driver, kernels.COUNT, "count", at.address, words)
+        else:
+            threading.Thread(target=self._count, daemon=True).start()
+
+    def _count(self) -> None:
+        at, number = self.ranges[0], 0
         self.driver.use_context()
-        module = self.driver.call("ModuleLoadData", SPIN)
-        spin = self.driver.call("ModuleGetFunction", module, b"spin")
-        words = ((int(seconds * 1e9),), (ctypes.c_uint64,))
-        self.driver.call("LaunchKernel", spin, BLOCKS, 1, 1, THREADS, 1, 1, 0, 0, words, 0)
+        while True:
+            number += 1
+            self.driver.call("MemsetD32", at.address, number, at.size_bytes // 4)
+
+    def do_page(self) -> str:
+        """The first page, which every round of `count` changes."""
+        return self.ranges[0].read(0, PAGE).hex()
+
+    def do_follow(self, until: str) -> dict[str, float]:
+        """Read the first page again and again until the file `until` exists. Returns between which
+        two instants of the monotonic clock it last changed."""
+        at = self.ranges[0]
+        read_s = time.monotonic()
+        page = at.read(0, PAGE)
+        found = {"before_s": read_s, "after_s": read_s, "reads": 0.0}
+        while not os.path.exists(until):
+            began_s = time.monotonic()
+            now = at.read(0, PAGE)
+            if now != page:
+                found |= {"before_s": read_s, "after_s": time.monotonic()}
+            page, read_s = now, began_s
+            found["reads"] += 1
+        return found
+
+    def do_digest(self) -> str:
+        """Of all that the first range contains."""
+        at = self.ranges[0]
+        return hashlib.sha256(at.read(0, at.size_bytes)).hexdigest()
+
+    def do_clear(self) -> None:
+        for at in self.ranges:
+            at.clear()
 
     # -- the memory service
 

@@ -103,7 +103,7 @@ def test_part_that_hangs_is_ended_with_its_peers(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(device_check, "GRACE_S", -7.0)
     for name, value in build.environment().items():
         monkeypatch.setenv(name, value)
-    flags = device_check.argparse.Namespace(max_gib=1.0, max_slabs=1, still_s=30.0)
+    flags = device_check.argparse.Namespace(max_gib=1.0, max_slabs=1, max_kills=1, still_s=30.0)
     found = device_check._run_part("context", build.GPU_A, 8.5, flags)
     assert found["status"] == "failed"
     assert found["reason"].startswith("no end after")
