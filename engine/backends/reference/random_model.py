@@ -173,13 +173,18 @@ def main(arguments: list[str] | None = None) -> int:
         ("--seed", 0, "the same seed writes the same weights"),
         ("--hidden", 64, "hidden size, a multiple of 8"),
         ("--layers", 2, "number of layers"),
+        ("--heads", 4, "number of attention heads, over two heads of keys and values"),
     ):
         text = f"{meaning} (default: %(default)s)"
         parser.add_argument(name, type=int, default=default, help=text)
     options = parser.parse_args(arguments)
     try:
         write_random_model(
-            options.directory, seed=options.seed, hidden=options.hidden, layers=options.layers
+            options.directory,
+            seed=options.seed,
+            hidden=options.hidden,
+            layers=options.layers,
+            heads=options.heads,
         )
     except UnderstudyError as error:
         print(f"error: {error}", file=sys.stderr)
