@@ -102,7 +102,8 @@ class KvLease:
         size. The lease releases it.
 
         Raises:
-            UnderstudyError: `gms.driver_failed`, …: this process cannot use the device.
+            UnderstudyError: `gms.driver_failed`, …: this process cannot use the device;
+                `wire.no_descriptors`.
         """
         if not self._slabs:
             if self._memory is None:
@@ -111,6 +112,9 @@ class KvLease:
             try:
                 for fd, size_bytes in zip(self._fds, self.slab_sizes, strict=True):
                     adopted.append(self._memory.adopt(fd.duplicate(), size_bytes))
+            except OSError as error:
+                release_all(adopted)
+                raise sockets.no_descriptors("map the KV memory", error) from error
             except BaseException:
                 release_all(adopted)
                 raise

@@ -16,15 +16,17 @@ from click.testing import CliRunner
 from gms import kv_messages as msg
 from gms import names
 from gms.cli import main as gms_command
+from gms.client import KvClaim, borrow_pool
 from gms.messages import DropMsg
 from gms.server.supervisor import GmsSupervisor
-from plumbing.errors import RemoteError
+from plumbing.errors import RemoteError, UnreachableError
 from plumbing.part import restarts
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.messages import Message
 from tests.gms.bench import GmsProcess
 from tests.gms.kinds import host_only
 from tests.gms.kv.kv_bench import ERA, INDEX_BYTES, MIB, SIZE_BYTES, BorrowerProcess, KvProcess
+from tests.gms.limits import descriptors_left
 from tests.helpers import auntil, open_fds, until
 
 Borrow = Callable[..., BorrowerProcess]
@@ -66,6 +68,16 @@ def test_content_outlives_its_engine_and_the_next_one_finds_it(kv: KvProcess, bo
     status = kv.status()
     assert status["holder"]["token"] == 2
     assert (status["pools_made_total"], status["pools_lent_total"]) == (1, 2)
+
+
+@host_only
+def test_slabs_that_cannot_be_mapped_for_want_of_a_descriptor_can_be_later(kv: KvProcess):
+    claim = KvClaim("engine-0", "i-0", 1, ERA, SIZE_BYTES, INDEX_BYTES)
+    with borrow_pool(kv.directory, kv.device, claim, deadline_s=20) as lease:
+        with descriptors_left(0), pytest.raises(UnreachableError, match=r"wire\.no_descriptors"):
+            _ = lease.slabs
+        assert sum(lease.slab_sizes) >= SIZE_BYTES
+        assert len(lease.slabs) == len(lease.slab_sizes)
 
 
 @host_only
@@ -317,4 +329,4 @@ def test_kv_server_that_keeps_dying_does_not_take_the_weights_down(
 
     assert asyncio.run(scenario()) == 0
     told = [event.message for event in supervisor.log.kept_since(0)]
-    assert any("restarting it in 30 s; weights are served on" in text for text in told)
+    assert any("restarting it in 10 s; weights are served on" in text for text in told)

@@ -8,6 +8,7 @@ what is in it, or is gone with the service.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import os
@@ -20,6 +21,7 @@ from engine.backends.session import SOCKET_DIR_ENV, host_device
 from engine.kv.layout import IndexPage, index_bytes
 from gms.client import BEGUN, KvClaim, KvLease, borrow_pool, has_pool_service, memory_for
 from plumbing.errors import UnderstudyError, UnreachableError
+from plumbing.wire import sockets
 
 logger = logging.getLogger(__name__)
 
@@ -68,9 +70,12 @@ class KvSource:
     def _lent(self, take: TakeMemoryMsg, rank: int) -> KvMemory:
         lease = self.borrow(take, rank)
         note = "" if self._blocks else NO_BLOCKS
-        size_bytes = sum(lease.slab_sizes)
-        mapped = memory_for(host_device(rank)).reserve(size_bytes)
-        mapped.map(0, lease.slabs, writable=True)
+        with contextlib.ExitStack() as stack:
+            stack.callback(lease.close)
+            mapped = memory_for(host_device(rank)).reserve(sum(lease.slab_sizes))
+            stack.callback(mapped.free)
+            mapped.map(0, lease.slabs, writable=True)
+            stack.pop_all()
         if lease.is_fresh:
             mapped.fill(0)
         lease.mark(BEGUN)
@@ -107,6 +112,13 @@ class KvSource:
 
 
 def page_of(lease: KvLease) -> IndexPage:
-    """The index in the lease's pool. Its mapping lives as long as the page."""
-    mapping = mmap.mmap(lease.index.fileno(), lease.index_bytes)
+    """The index in the lease's pool. Its mapping lives as long as the page.
+
+    Raises:
+        UnreachableError: `wire.no_descriptors`.
+    """
+    try:
+        mapping = mmap.mmap(lease.index.fileno(), lease.index_bytes)
+    except OSError as error:
+        raise sockets.no_descriptors("map the index of the KV memory", error) from error
     return IndexPage.over(memoryview(mapping))
