@@ -177,7 +177,7 @@ def test_published_block_has_the_checksum_of_its_bytes_at_every_copy(decoder: De
                 looks += 1
                 assert record.audit == super().checksum(record.block)
 
-    pool.store = lambda cache: Looking(  # type: ignore[method-assign]
+    pool.store = lambda cache: Looking(  # type: ignore[method-assign]  # one that looks first
         BlockMemory(decoder.config, pool.memory, pool.blocks, cache), Leader([], 1)
     )
     generator, _ = pool.generator(decoder)

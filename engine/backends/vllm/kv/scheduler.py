@@ -58,12 +58,12 @@ class Keeping:
         return f"{self.cache_config.prefix_caching_hash_algo} from {seed[:16]}"
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        step = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        step = super().schedule(*args, **kwargs)  # type: ignore[misc]  # a mixin: vLLM has the method
         self.kept.sent(step, step.num_scheduled_tokens)
         return step
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]  # a mixin: vLLM has the method
         self.kept.processed(scheduler_output)
         return outputs
 

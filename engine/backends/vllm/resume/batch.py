@@ -48,7 +48,7 @@ class _Resuming:
         if type(self.input_batch) is InputBatch:
             self.input_batch.__class__ = ResumingBatch
             self.input_batch.runner = self
-        return super()._update_states(*args, **kwargs)  # type: ignore[misc]
+        return super()._update_states(*args, **kwargs)  # type: ignore[misc]  # a mixin: vLLM has the method
 
 
 class ResumingGPURunner(_Resuming, GPUModelRunner):

@@ -27,12 +27,12 @@ class _Resuming:
             # Otherwise a prefix that is found in the cache and reaches into the output ends the
             # core: it counts the cached tokens of prompts only.
             request.num_preemptions = 1
-        super().add_request(request)  # type: ignore[misc]
+        super().add_request(request)  # type: ignore[misc]  # a mixin: vLLM has the method
 
     def _handle_blocked_waiting_request(self, request: Any) -> bool:
         """A grammar is compiled aside. Once it is there, it hears of the tokens already made."""
         was = request.status
-        is_ready: bool = super()._handle_blocked_waiting_request(request)  # type: ignore[misc]
+        is_ready: bool = super()._handle_blocked_waiting_request(request)  # type: ignore[misc]  # a mixin: vLLM has the method
         if not is_ready or was != RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
             return is_ready
         made = made_by(request.sampling_params)
@@ -44,7 +44,7 @@ class _Resuming:
             "the answer so far does not fit its grammar"
         )
         request.status = was
-        super()._handle_blocked_waiting_request(request)  # type: ignore[misc]
+        super()._handle_blocked_waiting_request(request)  # type: ignore[misc]  # a mixin: vLLM has the method
         return False
 
 
