@@ -17,9 +17,10 @@ from gms.core import events as ev
 from gms.core.events import EpochPhase as P
 from gms.core.events import SessionState as S
 from gms.core.identity import identity_hash
+from gms.core.transitions import next_state
 from gms.manifest import LayoutHash
-from plumbing.errors import InvariantError, ProtocolError, UnderstudyError
-from plumbing.wire.messages import Message, type_of
+from plumbing.errors import InvariantError, UnderstudyError
+from plumbing.wire.messages import Message
 
 SessionInput = type[ev.SessionEvent] | type[Message]
 
@@ -149,22 +150,8 @@ class Session(Struct):
     total_bytes: int = 0
 
     def target(self, kind: SessionInput) -> S:
-        """The state that `kind` leads to.
-
-        Raises:
-            ProtocolError: `gms.unexpected_message`, the client sent it at the wrong moment.
-            InvariantError: our own mistake.
-        """
-        target = SESSION_TRANSITIONS.get((self.state, kind))
-        if target is not None:
-            return target
-        if issubclass(kind, Message):
-            raise ProtocolError(
-                "gms.unexpected_message",
-                f"{type_of(kind)} is not allowed now: this session is {self.state}",
-                state=str(self.state),
-            )
-        raise InvariantError(f"{kind.__name__} in state {self.state}")
+        """The state that `kind` leads to; raises as `next_state`."""
+        return next_state(SESSION_TRANSITIONS, self.state, kind)
 
     def move(self, kind: SessionInput, now_ms: float) -> None:
         """Change state, by the table."""

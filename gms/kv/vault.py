@@ -14,7 +14,7 @@ from gms import epoch_file, names
 from gms.kv.room import check_room
 from gms.kv_messages import SLABS_MAX
 from gms.vmm.host import HostMemory
-from gms.vmm.interface import Allocation, DeviceMemory, release_all
+from gms.vmm.interface import Allocation, DeviceMemory, export_all, release_all
 from plumbing.errors import UnderstudyError
 from plumbing.part.format import size
 from plumbing.wire.fds import OwnedFd, close_all
@@ -98,22 +98,8 @@ class PoolVault:
         Raises:
             UnderstudyError: `gms.driver_failed`, for example without descriptors left.
         """
-        fds: list[OwnedFd] = []
-        try:
-            for part in self._parts.get(pool, ()):  # empty: it was given up meanwhile
-                fds.append(part.export(writable=True))  # noqa: PERF401 - closed if one fails
-        except BaseException:
-            close_all(fds)
-            raise
-        return fds
-
-    def mark_discarded(self, pool: str) -> None:
-        """On the pool's own file, for a restarted server.
-
-        Raises:
-            OSError: it cannot be marked.
-        """
-        epoch_file.mark_history(self.path(pool))
+        parts = self._parts.get(pool, ())  # empty: it was given up meanwhile
+        return export_all(parts, writable=True)
 
     def take(self, pool: str) -> list[Allocation]:
         """Remove the pool's file and give its memory up: the caller releases it."""

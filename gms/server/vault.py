@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from gms import epoch_file
 from gms.manifest import check_manifest
-from gms.vmm.interface import Allocation, DeviceMemory, release_all
+from gms.vmm.interface import Allocation, DeviceMemory, export_all, release_all
 from plumbing.errors import UnderstudyError
 from plumbing.wire.fds import OwnedFd, close_all
 
@@ -113,14 +113,8 @@ class Vault:
         Raises:
             UnderstudyError: `gms.driver_failed`, for example without descriptors left.
         """
-        fds: list[OwnedFd] = []
-        try:
-            for slab in self._slabs.get(epoch, ()):  # empty: it was given up meanwhile
-                fds.append(slab.export(writable=False))  # noqa: PERF401 - closed if one fails
-        except BaseException:
-            close_all(fds)
-            raise
-        return fds
+        slabs = self._slabs.get(epoch, ())  # empty: it was given up meanwhile
+        return export_all(slabs, writable=False)
 
     def take(self, epoch: str) -> list[Allocation]:
         """Give up an epoch's slabs: the caller releases them, where that may take long."""

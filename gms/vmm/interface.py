@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from plumbing.errors import InvariantError
-from plumbing.wire.fds import OwnedFd
+from plumbing.wire.fds import OwnedFd, close_all
 
 
 class Allocation(Protocol):
@@ -57,6 +57,22 @@ class Allocation(Protocol):
 
     def release(self) -> None:
         """Release it. The last holder's release frees, which takes time: never on a loop."""
+
+
+def export_all(allocations: Iterable[Allocation], *, writable: bool) -> list[OwnedFd]:
+    """A descriptor of each for another process, in order, which the caller owns; all or none.
+
+    Raises:
+        UnderstudyError: `gms.driver_failed`, for example without descriptors left.
+    """
+    fds: list[OwnedFd] = []
+    try:
+        for allocation in allocations:
+            fds.append(allocation.export(writable=writable))  # noqa: PERF401 - closed if one fails
+    except BaseException:
+        close_all(fds)
+        raise
+    return fds
 
 
 def release_all(allocations: Iterable[Allocation]) -> None:

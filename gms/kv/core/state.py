@@ -12,13 +12,14 @@ from msgspec import Struct
 
 from gms import kv_messages as msg
 from gms.core.events import Closed, SessionEvent
+from gms.core.transitions import next_state
 from gms.kv.core import events as ev
 from gms.kv.core.events import BorrowerState as S
 from gms.kv.core.events import Claimant
 from gms.kv.core.events import PoolPhase as P
-from plumbing.errors import InvariantError, ProtocolError
+from plumbing.errors import InvariantError
 from plumbing.part.format import size
-from plumbing.wire.messages import Message, type_of
+from plumbing.wire.messages import Message
 
 BorrowerInput = type[SessionEvent] | type[Message]
 ClaimMsg = msg.BorrowPoolMsg | msg.HandBackMsg
@@ -140,25 +141,11 @@ class KvBorrower(Struct):
         return f"{self.claimant.engine} (token {self.claimant.token}{pid})"
 
     def target(self, kind: BorrowerInput) -> S:
-        """The state that `kind` leads to.
-
-        Raises:
-            ProtocolError: `gms.unexpected_message`, the client sent it at the wrong moment.
-            InvariantError: our own mistake.
-        """
-        target = BORROWER_TRANSITIONS.get((self.state, kind))
-        if target is not None:
-            return target
-        if issubclass(kind, Message):
-            raise ProtocolError(
-                "gms.unexpected_message",
-                f"{type_of(kind)} is not allowed now: this session is {self.state}",
-                state=str(self.state),
-            )
-        raise InvariantError(f"{kind.__name__} in state {self.state}")
+        """The state that `kind` leads to; raises as `next_state`."""
+        return next_state(BORROWER_TRANSITIONS, self.state, kind)
 
     def move(self, kind: BorrowerInput, now_ms: float) -> None:
-        """Move by the table; what `target` raises."""
+        """Change state, by the table."""
         target = self.target(kind)
         if target is not self.state:
             self.state, self.since_ms = target, now_ms
