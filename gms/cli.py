@@ -146,10 +146,14 @@ def serve_kv(config: Resolved) -> None:
     with reported_at_start():
         check_room()
         memory, device_bytes = _memory(config)
-        # Host memory without a limit is bounded by what the machine has free.
-        is_bounded = memory.kind != "host" or config["device_bytes"] is not None
-        capacity_bytes = device_bytes if is_bounded else None
+        capacity_bytes = device_bytes if _is_bounded(config) else None
         run_async(functools.partial(_serve_kv, config, memory, capacity_bytes))
+
+
+def _is_bounded(config: Resolved) -> bool:
+    """Whether weights and KV memory share one limit. Host memory without a given one has 4 GiB for
+    weights, and for KV memory what the machine has free."""
+    return config["memory"] != "host" or config["device_bytes"] is not None
 
 
 def _memory(config: Resolved) -> tuple[DeviceMemory, int]:
@@ -171,6 +175,7 @@ async def _serve_device(config: Resolved, memory: DeviceMemory, capacity_bytes: 
         capacity_bytes,
         stall_ms=config["stall_s"] * 1000,
         restarts_total=config["restarts"],
+        counts_kv=_is_bounded(config),
     )
     await _run(server)
 

@@ -25,9 +25,9 @@ class Fit(Enum):
     WITHOUT_COMMITTED = auto()  # the committed epoch has no readers and may be replaced
 
 
-def free_bytes(epochs: Iterable[Epoch], capacity_bytes: int) -> int:
+def free_bytes(epochs: Iterable[Epoch], capacity_bytes: int, kv_bytes: int) -> int:
     """What is left of the device; never below zero (an orphan may exceed a smaller device)."""
-    return max(0, capacity_bytes - sum(epoch.size_bytes for epoch in epochs))
+    return max(0, capacity_bytes - kv_bytes - sum(epoch.size_bytes for epoch in epochs))
 
 
 def fit(
@@ -37,10 +37,11 @@ def fit(
     sessions: Mapping[int, Session],
     *,
     may_replace: bool,
+    kv_bytes: int = 0,
 ) -> Fit | UnderstudyError:
     """Whether `size_bytes` more fit, or what would make them fit; the error if nothing would."""
     everything = list(epochs)
-    free = free_bytes(everything, capacity_bytes)
+    free = free_bytes(everything, capacity_bytes, kv_bytes)
     if size_bytes <= free:
         return Fit.NOW
     being_freed = sum(e.size_bytes for e in everything if e.is_being_freed)
@@ -54,14 +55,18 @@ def fit(
         and size_bytes <= free + being_freed + committed.size_bytes
     ):
         return Fit.WITHOUT_COMMITTED
-    return _out_of_memory(size_bytes, free, everything, capacity_bytes, sessions)
+    return _out_of_memory(size_bytes, free, everything, capacity_bytes, sessions, kv_bytes)
 
 
 def device_full(
-    error: UnderstudyError, epochs: Iterable[Epoch], sessions: Mapping[int, Session]
+    error: UnderstudyError,
+    epochs: Iterable[Epoch],
+    sessions: Mapping[int, Session],
+    kv_bytes: int = 0,
 ) -> UnderstudyError:
     """The driver's error for memory that should be free, with what our own sessions hold."""
     holders, shown = _holders(epochs, sessions)
+    shown += _kv(kv_bytes)
     ours, said = "; ".join(shown) or "nothing", error.details.get("said", error.message)
     return UnderstudyError(
         "gms.out_of_memory",
@@ -77,8 +82,10 @@ def _out_of_memory(
     epochs: Iterable[Epoch],
     capacity_bytes: int,
     sessions: Mapping[int, Session],
+    kv_bytes: int,
 ) -> UnderstudyError:
     holders, shown = _holders(epochs, sessions)
+    shown += _kv(kv_bytes)
     return UnderstudyError(
         "gms.out_of_memory",
         f"a slab of {size(size_bytes)} does not fit: the device has {size(capacity_bytes)}, "
@@ -88,8 +95,14 @@ def _out_of_memory(
         capacity_bytes=capacity_bytes,
         needed_bytes=size_bytes,
         free_bytes=free,
+        kv_bytes=kv_bytes,
         holders=holders,
     )
+
+
+def _kv(kv_bytes: int) -> list[str]:
+    how = "`gms drop-kv` frees it if no engine uses it"
+    return [f"KV memory {size(kv_bytes)} ({how})"] if kv_bytes else []
 
 
 def _holders(

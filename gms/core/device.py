@@ -34,6 +34,7 @@ class Device:
     ) -> None:
         self.capacity_bytes = capacity_bytes
         self.granularity_bytes = granularity_bytes
+        self.kv_bytes = 0  # of the capacity, as far as is known: KV memory has a server of its own
         self.epochs: dict[str, Epoch] = {epoch.id: epoch for epoch in orphans}
         self.sessions: dict[int, Session] = {}
         self.is_journal_lost = is_journal_lost  # survivors say what was committed
@@ -80,7 +81,7 @@ class Device:
 
     @property
     def free_bytes(self) -> int:
-        return free_bytes(self.epochs.values(), self.capacity_bytes)
+        return free_bytes(self.epochs.values(), self.capacity_bytes, self.kv_bytes)
 
     def drop(self, session: Session, why: str) -> Effects:
         """Forget a session that is closed, and give up what it alone kept."""

@@ -81,6 +81,7 @@ class Received(SessionEvent, frozen=True):
     message: Message
     pid: int = 0  # of its process; 0 where its PID namespace is not visible
     is_mapped: bool = False  # for `drop`: some process holds the committed epoch's file
+    kv_bytes: int | None = None  # for `attach` and `allocate`: what the device's KV pools take
 
 
 class EpochOpened(SessionEvent, frozen=True):

@@ -24,6 +24,7 @@ from gms.core.events import EpochPhase, Mode
 from gms.core.identity import first_mismatch
 from gms.core.state import Epoch, Session
 from plumbing.errors import InvariantError, UnderstudyError
+from plumbing.part.format import size as size_of
 
 
 class GrantRead(Struct, frozen=True):
@@ -73,7 +74,7 @@ class Grants:
     def send_full(self, session: Session, error: UnderstudyError) -> Effects:
         """The driver has no memory for a slab: name the holders that are known here."""
         session.full = capacity.device_full(
-            error, self.device.epochs.values(), self.device.sessions
+            error, self.device.epochs.values(), self.device.sessions, self.device.kv_bytes
         )
         return self._send_reason(session, "device_full", session.full.message)
 
@@ -118,6 +119,7 @@ class Grants:
             self.device.capacity_bytes,
             self.device.sessions,
             may_replace=session.request.replace,
+            kv_bytes=self.device.kv_bytes,
         )
         if isinstance(fit, UnderstudyError):
             return self.refuse(session, fit, now_ms)
@@ -151,11 +153,15 @@ class Grants:
 
 def _being_freed(device: Device) -> str:
     epochs = [e for e in device.epochs.values() if e.is_being_freed]
-    return "room is being made: " + (
-        "; ".join(
-            f"epoch {e.id[:8]}" + "".join(f", pid {pid}" for pid in e.holders) for e in epochs
+    return (
+        "room is being made: "
+        + (
+            "; ".join(
+                f"epoch {e.id[:8]}" + "".join(f", pid {pid}" for pid in e.holders) for e in epochs
+            )
+            or "the replaced epoch is being given up"
         )
-        or "the replaced epoch is being given up"
+        + (f"; KV memory takes {size_of(device.kv_bytes)}" if device.kv_bytes else "")
     )
 
 

@@ -81,6 +81,8 @@ class DeviceMachine:
         """
         effects: Effects = []
         if isinstance(event, ev.Received):
+            if event.kv_bytes is not None:
+                self.device.kv_bytes = event.kv_bytes
             effects += self._received(event, now_ms)
         elif not (
             isinstance(event, (*COMPLETIONS, ev.Closed))

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from gms import epoch_file, names
 from gms import kv_messages as msg
+from gms import names
 from gms.core import effects as fx
 from gms.kv.core import events as ev
 from gms.kv.core.events import Claimant, PoolEvent
@@ -76,7 +76,7 @@ class KvPerformer(MemoryPerformer):
             case ev.MarkDiscarded(pool):
                 self._try(
                     "mark a discarded pool's file",
-                    lambda: epoch_file.mark_history(self._vault.path(pool)),
+                    lambda: self._vault.mark_discarded(pool),
                 )
             case ev.KeepTokens(newest):
                 self._keep_tokens(newest)

@@ -12,6 +12,7 @@ import logging
 
 from gms import messages as msg
 from gms import names
+from gms.server import journal
 from plumbing.errors import UnderstudyError
 from plumbing.part.format import size
 from plumbing.wire.blocking import BlockingClient
@@ -45,6 +46,13 @@ def check_room(directory: str, device: str, needed_bytes: int, capacity_bytes: i
         _check_machine(needed_bytes)
 
 
+def beside_weights(error: UnderstudyError, directory: str, device: str) -> UnderstudyError:
+    """The driver's `gms.device_full`, with what the device's weights take."""
+    weights_bytes = _weights_bytes(directory, device)
+    text = f"{error.message}; weights of this service take {size(weights_bytes)}"
+    return UnderstudyError(error.code, text, **error.details, weights_bytes=weights_bytes)
+
+
 def _check_machine(needed_bytes: int) -> None:
     found = _meminfo()
     _check_limit(needed_bytes, found["MemTotal"] - RESERVE_BYTES, "this machine's memory")
@@ -72,14 +80,17 @@ def _check_limit(needed_bytes: int, limit_bytes: int, of: str) -> None:
 
 
 def _weights_bytes(directory: str, device: str) -> int:
-    """What the device's weights take; 0 if their server does not say."""
+    """What the device's weights take; if their server does not say, what was committed last: the
+    engines that map it keep it."""
     path = names.socket_path(directory, device)
     try:
         with BlockingClient(path, msg.CATALOGUE, connect_timeout_s=ASK_S) as client:
             answer = client.request(msg.StatusMsg(), timeout_s=ASK_S).message
     except UnderstudyError as error:
-        logger.warning("the weights of %s are not counted: %s", device, error.message)
-        return 0
+        record = journal.peek(names.journal_path(directory, device))
+        size_bytes = record.size_bytes if record is not None else 0
+        logger.warning("counted are %s of weights: %s", size(size_bytes), error.message)
+        return size_bytes
     assert isinstance(answer, msg.StatusReplyMsg)
     phases = ("committed_bytes", "staging_bytes", "superseded_bytes", "releasing_bytes")
     return sum(int(answer.document[name]) for name in phases)

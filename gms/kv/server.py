@@ -11,7 +11,7 @@ import os
 import uuid
 from typing import Any
 
-from gms import epoch_file, names
+from gms import epoch_file, names, pool_file
 from gms import kv_messages as msg
 from gms.core import events as device_events
 from gms.kv.core import events as ev
@@ -77,7 +77,7 @@ class KvServer(MemoryServer[KvMachine]):
         found = names.pools_on_disk(self.directory, self.device)
         self.machine = KvMachine(
             new_pool_id=lambda: uuid.uuid4().hex,
-            orphans={pool: epoch_file.is_history(self._vault.path(pool)) for pool in found},
+            orphans={pool: pool_file.is_discarded(self._vault.path(pool)) for pool in found},
             newest=read_tokens(names.kv_token_path(self.directory, self.device)),
         )
         self._performer = KvPerformer(

@@ -10,8 +10,8 @@ import os
 from collections import deque
 from collections.abc import Sequence
 
-from gms import epoch_file, names
-from gms.kv.room import check_room
+from gms import epoch_file, names, pool_file
+from gms.kv.room import beside_weights, check_room
 from gms.kv_messages import SLABS_MAX
 from gms.vmm.host import HostMemory
 from gms.vmm.interface import Allocation, DeviceMemory, export_all, release_all
@@ -52,7 +52,7 @@ class PoolVault:
         check_room(self._directory, self._device, sum(sizes), self._capacity_bytes)
         path = self.path(pool)
         try:
-            epoch_file.create(path)
+            pool_file.create(path, sum(sizes))
         except OSError as error:
             raise UnderstudyError(
                 "gms.pool_file", f"cannot create {path}: {error.strerror}; free space"
@@ -62,9 +62,11 @@ class PoolVault:
             parts.append(self._index_memory.create(_pages(index_bytes), _part_name(pool, 0)))
             for each in sizes:
                 parts.append(self._memory.create(each, _part_name(pool, len(parts))))
-        except BaseException:
+        except BaseException as error:
             release_all(parts)
             os.unlink(path)
+            if isinstance(error, UnderstudyError) and error.code == "gms.device_full":
+                raise beside_weights(error, self._directory, self._device) from error
             raise
         self._parts[pool] = parts
         return sizes
@@ -100,6 +102,14 @@ class PoolVault:
         """
         parts = self._parts.get(pool, ())  # empty: it was given up meanwhile
         return export_all(parts, writable=True)
+
+    def mark_discarded(self, pool: str) -> None:
+        """On the pool's own file, for a restarted server.
+
+        Raises:
+            OSError: it cannot be marked.
+        """
+        pool_file.mark_discarded(self.path(pool))
 
     def take(self, pool: str) -> list[Allocation]:
         """Remove the pool's file and give its memory up: the caller releases it."""

@@ -7,7 +7,7 @@ import os
 import uuid
 from typing import Any
 
-from gms import epoch_file, names
+from gms import epoch_file, names, pool_file
 from gms import messages as msg
 from gms.core import events as ev
 from gms.core.machine import DeviceMachine
@@ -41,7 +41,9 @@ class DeviceServer(MemoryServer[DeviceMachine]):
         *,
         stall_ms: float = STALL_MS,
         restarts_total: int = 0,
+        counts_kv: bool = True,
     ) -> None:
+        """`counts_kv`: `capacity_bytes` is the limit of weights and KV memory together."""
         super().__init__(
             names.socket_path(directory, device),
             msg.CATALOGUE,
@@ -53,6 +55,7 @@ class DeviceServer(MemoryServer[DeviceMachine]):
             restarts_total,
         )
         self.directory, self.capacity_bytes, self.stall_ms = directory, capacity_bytes, stall_ms
+        self.counts_kv = counts_kv
 
     async def start(self) -> None:
         await self._server.start()
@@ -124,7 +127,9 @@ class DeviceServer(MemoryServer[DeviceMachine]):
     def _feed(
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
     ) -> None:
-        is_mapped = False
+        is_mapped, kv_bytes = False, None
+        if self.counts_kv and isinstance(message, msg.AttachMsg | msg.AllocateMsg):
+            kv_bytes = pool_file.kv_bytes(self.directory, self.device)
         match message:
             case msg.SlabsMsg() | msg.OfferMsg():
                 if not self._take_offer(conn, message, fds):
@@ -141,7 +146,8 @@ class DeviceServer(MemoryServer[DeviceMachine]):
             case msg.DropMsg(even_if_mapped=False):
                 committed = self.machine.device.committed
                 is_mapped = committed is not None and is_held(self._epoch_path(committed.id))
-        self._handle(ev.Received(conn.id, request_id, message, conn.peer.pid, is_mapped))
+        pid = conn.peer.pid
+        self._handle(ev.Received(conn.id, request_id, message, pid, is_mapped, kv_bytes))
 
     def _check_survivor(self, epoch: str) -> None:
         """It must hold the epoch's file, unless that was removed under all its holders.

@@ -247,7 +247,7 @@ def test_a_wake_on_borrowed_memory_says_what_was_adopted(engine, tmp_path, monke
 
     async def core(method, asked):
         assert (method, asked["ranks"], asked["may_adopt"]) == ("understudy_begin_kv", [POOL], True)
-        return {"problem": "", "adopted": 5, "why_empty": ""}
+        return {"problem": "", "adopted": 5, "why_empty": "", "torn": 0}
 
     woken = _woken(engine, tmp_path, monkeypatch, core)
     assert woken == WokenMsg(7, "gms", 5)
@@ -285,7 +285,7 @@ def test_what_is_published_is_followed_until_the_core_gives_it_up(engine, monkey
 
     async def core(method, asked):
         if method == "understudy_begin_kv":
-            return {"problem": "", "adopted": 1, "why_empty": "new"}
+            return {"problem": "", "adopted": 1, "why_empty": "new", "torn": 0}
         seen.append((kept.published, backend.health().kept_blocks))
         answer = answers.pop(0)
         return answer if answer is not None else await asyncio.Event().wait()

@@ -187,6 +187,22 @@ def test_replace_without_room_names_the_readers():
     assert bench.device.committed.id == old
 
 
+def test_kv_memory_counts_against_the_device_and_is_named():
+    """An epoch that fits the device but for its KV memory; then that is freed."""
+    bench = Bench(capacity_bytes=10 * MIB)
+    message = msg.AllocateMsg(6 * MIB)
+    attach = msg.AttachMsg("engine-1", "i", "rw", wait_ms=1000)
+    bench.tell(ev.Received(1, 1, attach, kv_bytes=5 * MIB))
+    assert bench.device.free_bytes == 5 * MIB
+    bench.tell(ev.Received(1, 1, message, kv_bytes=5 * MIB))
+    error = refusal(bench.last(1))
+    assert (error.code, error.details["kv_bytes"]) == ("gms.out_of_memory", 5 * MIB)
+    assert "KV memory 5.0 MiB (`gms drop-kv` frees it if no engine uses it)" in error.message
+    bench.tell(ev.Received(2, 1, attach, kv_bytes=0))
+    bench.tell(ev.Received(2, 1, message, kv_bytes=0))
+    assert isinstance(bench.last(2), msg.AllocatedMsg)
+
+
 def test_slab_that_waits_for_memory_in_vain_fails_at_its_deadline():
     """Memory that is being released does not come: the writer's deadline ends the wait."""
     bench = Bench(capacity_bytes=10 * MIB, stall_ms=1000)

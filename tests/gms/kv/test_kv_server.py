@@ -239,8 +239,8 @@ def test_another_size_is_another_pool(kv: KvProcess, borrow: Borrow):
 def test_memory_that_is_not_there_is_not_promised(
     directory: str, device: str, kv: KvProcess, borrow: Borrow
 ):
-    """Goal: weights and KV memory share the device. Method: what never fits, and what fits only
-    without the weights."""
+    """Goal: weights and KV memory share the device. Method: what never fits, what fits only without
+    the weights, whether or not their server answers, and weights that fit only without it."""
     gms = GmsProcess(directory, device=device).start()
     try:
         reader = gms.load(40 * MIB)
@@ -248,7 +248,8 @@ def test_memory_that_is_not_there_is_not_promised(
         assert refused["code"] == "gms.kv_too_large"
         refused = borrow(2, size_bytes=30 * MIB, wait_s=0.3).expect("refused")
         assert refused["code"] == "gms.device_full"
-        assert "of the 64.0 MiB of" in refused["message"]
+        said = refused["message"].partition(": ")[2]
+        assert "of the 64.0 MiB of" in said
         waiting = borrow(3, size_bytes=30 * MIB)
         waiting.waits(saying="of the 64.0 MiB of")
         reader.close()
@@ -256,6 +257,16 @@ def test_memory_that_is_not_there_is_not_promised(
             client.request(DropMsg())
         waiting.expect("lent")
         assert kv.status()["full_waits_total"] >= 1
+        with gms.writer() as writer:
+            writer.plan(40 * MIB, 40 * MIB)
+            with pytest.raises(RemoteError, match=r"KV memory 30.0 MiB .`gms drop-kv` frees it"):
+                writer.place("t", 40 * MIB, (40 * MIB,), "uint8")
+        waiting.kill()
+        until(lambda: drop_kv(kv) == (0, "freed"), "the KV memory")
+        with gms.load(40 * MIB):
+            gms.kill()
+            refused = borrow(4, size_bytes=30 * MIB, wait_s=0.3).expect("refused")
+            assert refused["message"].endswith(said)
     finally:
         gms.stop()
 
