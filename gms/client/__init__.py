@@ -36,7 +36,7 @@ from gms.client.sessions import OnWait, Opening
 from gms.client.writer import Writer
 from gms.kv_messages import ADOPTED, ADOPTING, BEGUN
 from gms.manifest import TensorRecord
-from gms.vmm.huge_pages import fill as fill_with_huge_pages
+from gms.vmm.huge_pages import Filling
 from gms.vmm.interface import Allocation, DeviceMemory
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "ADOPTING",
     "BEGUN",
     "Allocation",
+    "Filling",
     "Keeper",
     "KvClaim",
     "KvLease",
@@ -51,7 +52,6 @@ __all__ = [
     "TensorRecord",
     "Writer",
     "borrow_pool",
-    "fill_with_huge_pages",
     "has_pool_service",
     "memory_for",
     "messages",

@@ -12,17 +12,17 @@ first. To fill memory in this way is also cheaper than a fault for each of its p
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
-import time
+import threading
+from collections.abc import Callable
 
 # What the mapping, its place in the file and its size must be a multiple of.
 HUGE_BYTES = 2 << 20
-# How much is asked for at a time, between two looks at the clock.
+# Between two looks at whether to go on: 5 ms, or 150 ms in a virtual machine whose host has yet to
+# find the memory.
 STEP_BYTES = 32 * HUGE_BYTES
-# A GiB takes 80 ms, but 2 s in a virtual machine whose host has yet to find the memory. What is not
-# done by then gets small pages when it is touched.
-FILL_S = 2.0
 
 # <asm-generic/mman-common.h>; the mmap module lacks both.
 MADV_POPULATE_WRITE, MADV_COLLAPSE = 23, 25
@@ -36,22 +36,46 @@ def prefer(address: int, size_bytes: int) -> None:
     _advise(address, size_bytes, mmap.MADV_HUGEPAGE)
 
 
-def fill(address: int, size_bytes: int, limit_s: float = FILL_S) -> int:
+def fill(address: int, size_bytes: int, may_go_on: Callable[[], bool] = lambda: True) -> int:
     """Put memory behind a writable shared mapping now, in huge pages; its content stays.
 
-    Returns how many bytes are in huge pages: less than all where the kernel has no such pages left
-    or does not know the call, or when the time is up. Then page faults do the rest, as ever.
+    Returns how many bytes are in huge pages now: less than all where the kernel has no such pages
+    left, or does not know the call. Then page faults do the rest, as ever.
     """
     first = -(-address // HUGE_BYTES) * HUGE_BYTES
     last = (address + size_bytes) // HUGE_BYTES * HUGE_BYTES
-    end_s = time.monotonic() + limit_s
     done = first
-    while done < last and time.monotonic() < end_s:
+    while done < last and may_go_on():
         step_bytes = min(STEP_BYTES, last - done)
         if not (_touch(done, step_bytes) and _advise(done, step_bytes, MADV_COLLAPSE)):
             break
         done += step_bytes
     return max(0, done - first)
+
+
+class Filling:
+    """Fills a mapping on a thread, beside a process that uses it already.
+
+    Where a predecessor has left huge pages this takes a millisecond for each GiB, and spares the
+    process the faults.
+    """
+
+    def __init__(self, address: int, size_bytes: int, on_end: Callable[[int], None]) -> None:
+        """`on_end` is called on the thread, with how many bytes are in huge pages."""
+        self._is_stopped = False
+
+        def run() -> None:
+            on_end(fill(address, size_bytes, lambda: not self._is_stopped))
+
+        self._thread = threading.Thread(target=run, name="huge-pages", daemon=True)
+        with contextlib.suppress(RuntimeError):  # no thread can be started: the faults do it all
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Before the memory is unmapped; waits for the step that is under way."""
+        self._is_stopped = True
+        if self._thread.ident is not None:
+            self._thread.join()
 
 
 def _touch(address: int, size_bytes: int) -> bool:

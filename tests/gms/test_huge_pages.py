@@ -69,13 +69,26 @@ def test_only_what_lies_behind_the_offset_is_filled(reservation: HostReservation
         each.release()
 
 
-def test_filling_ends_when_its_time_is_up(reservation: HostReservation):
-    """No time: nothing is filled, and the memory is good all the same."""
+def test_filling_beside_a_user_ends_when_it_is_stopped(reservation: HostReservation):
+    """Stopped at once: it has ended before the memory goes, whatever it had done by then, and what
+    is written meanwhile is there."""
+    allocation = HostMemory().create(8 * MIB, "t")
+    reservation.map(0, [allocation], writable=True)
+    done: list[int] = []
+    filling = huge_pages.Filling(reservation.address, 8 * MIB, done.append)
+    reservation.write(0, b"x" * 8 * MIB)
+    filling.stop()
+    assert reservation.read(0, 8 * MIB) == b"x" * 8 * MIB
+    assert [huge_bytes in range(0, 8 * MIB + 1, HUGE) for huge_bytes in done] == [True]
+    reservation.free()
+    allocation.release()
+
+
+def test_filling_that_may_not_go_on_does_nothing(reservation: HostReservation):
     allocation = HostMemory().create(4 * MIB, "t")
     reservation.map(0, [allocation], writable=True)
-    assert huge_pages.fill(reservation.address, 4 * MIB, limit_s=0) == 0
+    assert huge_pages.fill(reservation.address, 4 * MIB, lambda: False) == 0
     assert os.fstat(allocation.fileno()).st_blocks == 0
-    reservation.write(0, b"x")
     reservation.free()
     allocation.release()
 

@@ -19,7 +19,7 @@ from engine.backends.process import BackendProcess
 from engine.backends.reference.link import TakeMemoryMsg
 from engine.backends.session import SOCKET_DIR_ENV, host_device
 from engine.kv.layout import IndexPage, index_bytes
-from gms.client import BEGUN, KvClaim, KvLease, borrow_pool, has_pool_service, memory_for
+from gms.client import BEGUN, Filling, KvClaim, KvLease, borrow_pool, has_pool_service, memory_for
 from plumbing.errors import UnderstudyError, UnreachableError
 from plumbing.wire import sockets
 
@@ -72,12 +72,12 @@ class KvSource:
         note = "" if self._blocks else NO_BLOCKS
         with contextlib.ExitStack() as stack:
             stack.callback(lease.close)
-            mapped = memory_for(host_device(rank)).reserve(sum(lease.slab_sizes))
+            size_bytes = sum(lease.slab_sizes)
+            mapped = memory_for(host_device(rank)).reserve(size_bytes)
             stack.callback(mapped.free)
             mapped.map(0, lease.slabs, writable=True)
             stack.pop_all()
-        if lease.is_fresh:
-            mapped.fill(0)
+        Filling(mapped.address, size_bytes, _filled)
         lease.mark(BEGUN)
         return KvMemory(mapped.view(0, self._kv_bytes), lease, note)
 
@@ -109,6 +109,10 @@ class KvSource:
             on_wait=lambda reason: logger.info("waiting for KV memory: %s", reason),
             on_change=logger.warning,
         )
+
+
+def _filled(huge_bytes: int) -> None:
+    logger.info("%d bytes of KV memory are in huge pages", huge_bytes)
 
 
 def page_of(lease: KvLease) -> IndexPage:

@@ -20,7 +20,7 @@ import os
 from collections.abc import Callable, Sequence
 
 from engine.backends.free_memory import RESERVE_BYTES, Room, keep_trying, read_room
-from gms.client import Allocation, fill_with_huge_pages
+from gms.client import Allocation, Filling
 from plumbing.errors import InvariantError, UnderstudyError
 
 logger = logging.getLogger(__name__)
@@ -59,6 +59,7 @@ class HostRange:
         self._room_bytes = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
         self._needed_bytes = self._room_bytes * ranks
         self._read = read
+        self._filling: Filling | None = None
         self._reserved_bytes = self._room_bytes + 3 * ALIGN_BYTES
         self._reserved_at = self._map(None, self._reserved_bytes)
         self.address = -(-self._reserved_at // ALIGN_BYTES) * ALIGN_BYTES + ALIGN_BYTES
@@ -70,6 +71,7 @@ class HostRange:
 
     def park(self) -> None:
         """Release all memory and keep the addresses."""
+        self._stop_filling()
         self._map(self.address, self._room_bytes)
 
     def take(self, deadline_s: float) -> None:
@@ -111,9 +113,7 @@ class HostRange:
         except BaseException:
             self.park()
             raise
-        if is_new:
-            huge_bytes = fill_with_huge_pages(self.address, self._room_bytes)
-            logger.info("%d of %d bytes of the KV pool are in huge pages", huge_bytes, offset)
+        self._filling = Filling(self.address, self._room_bytes, self._filled)
 
     def resident_bytes(self) -> int:
         """Resident memory of the range, from the kernel."""
@@ -125,6 +125,7 @@ class HostRange:
 
     def free(self) -> None:
         """Release the addresses too; idempotent."""
+        self._stop_filling()
         if self.address:
             _libc.munmap(self._reserved_at, self._reserved_bytes)
             self.address = 0
@@ -144,6 +145,14 @@ class HostRange:
             raise _refused("map", size_bytes)
         # Where the kernel leaves that to programs (shmem_enabled).
         _libc.madvise(address, size_bytes, mmap.MADV_HUGEPAGE)
+
+    def _filled(self, huge_bytes: int) -> None:
+        logger.info("%d of %d bytes of KV memory are in huge pages", huge_bytes, self._room_bytes)
+
+    def _stop_filling(self) -> None:
+        filling, self._filling = self._filling, None
+        if filling is not None:
+            filling.stop()
 
     def _open(self) -> bool:
         """Make the range accessible; False if a kernel that does not overcommit refuses."""
