@@ -24,14 +24,15 @@ Reply = TypeVar("Reply", bound=Message)
 
 
 class BackendChannel(Handler):
-    """Callbacks run on the loop: `on_message` for unsolicited messages, `on_closed` once."""
+    """Callbacks run on the loop: `on_message` for unsolicited messages, `on_closed` once,
+    with the reason."""
 
     def __init__(
         self,
         *,
         on_message: Callable[[Message], None],
         on_fault: Callable[[str], None],
-        on_closed: Callable[[], None],
+        on_closed: Callable[[str], None],
     ) -> None:
         """`on_fault` gets errors, and replies of the wrong type, as a sentence."""
         self._on_message = on_message
@@ -93,4 +94,4 @@ class BackendChannel(Handler):
 
     def closed(self, conn: Connection, reason: str) -> None:
         self.is_closed = True
-        self._on_closed()
+        self._on_closed(reason)

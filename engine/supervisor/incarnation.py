@@ -104,7 +104,7 @@ class Incarnation:
         self.channel = BackendChannel(
             on_message=self._received,
             on_fault=lambda text: self._post(Failed("backend_fault", text)),
-            on_closed=self._settle,
+            on_closed=self._channel_closed,
         )
         self.canaries = Canaries(self.channel, log)
 
@@ -181,6 +181,11 @@ class Incarnation:
         )
         if self.fault is None:  # a fault report explains it better
             self._post(Failed("child_exit", self.exit))
+
+    def _channel_closed(self, reason: str) -> None:
+        text = f"the channel to the backend was closed: {reason}"
+        self._log.record("engine.channel", text, "debug", {"incarnation": self.id})
+        self._settle()
 
     def _settle(self) -> None:
         if self.tree.is_gone and self.channel.is_closed and not self._is_over:

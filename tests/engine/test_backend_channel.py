@@ -13,6 +13,7 @@ from engine.backends.channel import Channel
 from engine.supervisor.channel import BackendChannel
 from plumbing.errors import UnderstudyError
 from plumbing.wire.fds import OwnedFd
+from plumbing.wire.frames import encode_frame
 
 
 class Failing:
@@ -39,7 +40,7 @@ def test_supervisor_hears_of_every_failed_request(error, sentence):
         ours = BackendChannel(
             on_message=lambda message: prepared.set(),
             on_fault=fault.set_result,
-            on_closed=lambda: None,
+            on_closed=lambda reason: None,
         )
         channel = Channel(ours.open())
         channel.prepared(Failing(error), msg.PreparedMsg(1, 1, "epoch", {}))
@@ -58,3 +59,17 @@ def test_supervisor_hears_of_every_failed_request(error, sentence):
     before = os.listdir("/proc/self/fd")
     assert sentence in asyncio.run(faults())
     assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def test_supervisor_is_told_why_a_channel_was_closed():
+    """Goal: a channel that ends by the supervisor's own verdict is not taken for a backend's death.
+    Method: the backend answers what nobody asked."""
+
+    async def reason():
+        closed = asyncio.get_running_loop().create_future()
+        ours = BackendChannel(on_message=print, on_fault=print, on_closed=closed.set_result)
+        with ours.open() as theirs:
+            theirs.sendall(encode_frame(msg.CHANNEL.encode(msg.DrainedMsg(), 7), 0))
+            return await asyncio.wait_for(closed, 30)
+
+    assert "there is no request 7" in asyncio.run(reason())

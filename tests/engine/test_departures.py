@@ -284,5 +284,7 @@ def test_watch_streams_events(pod, lock):
     assert seen["engine.state"]["data"]["cause"] == "child_exit"
     assert seen["engine.child_exit"]["data"]["name"] == "http"
     assert seen["engine.child_exit"]["data"]["signal"] == signal.SIGKILL
+    closed = seen["engine.channel"]["message"]
+    assert closed.startswith("the channel to the backend was closed: the peer ")
     order = [each for each in seen if each in ("engine.rehearsal", "engine.state", "engine.reaped")]
     assert order == ["engine.rehearsal", "engine.state", "engine.reaped"]
