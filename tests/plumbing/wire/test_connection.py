@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import cast
 
 import pytest
 
@@ -15,8 +14,7 @@ from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.frames import encode_frame
 from plumbing.wire.messages import Message
-from plumbing.wire.peer import NO_UID, Peer
-from plumbing.wire.tcp.connection import TcpConnection, connect_tcp
+from plumbing.wire.tcp.connection import connect_tcp
 from plumbing.wire.unix_connection import UnixConnection
 from tests.helpers import auntil
 from tests.plumbing.wire.echo import CATALOGUE, LOOPS, Echo, EchoHandler, run_on
@@ -272,126 +270,6 @@ def test_frame_does_not_time_out_while_we_are_the_slow_side(monkeypatch: pytest.
         assert "rest of a frame" in handler.reasons[0]
         assert conn.is_closed
         theirs.close()
-
-    asyncio.run(main())
-
-
-class _Transport:
-    """A TCP transport in a state that real ones pass through too quickly."""
-
-    def __init__(self, *, is_closing: bool = False, error: OSError | None = None) -> None:
-        self._is_closing, self._error = is_closing, error
-        self.calls: list[str] = []
-
-    def is_closing(self) -> bool:
-        return self._is_closing
-
-    def can_write_eof(self) -> bool:
-        return True
-
-    def write_eof(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-    def get_write_buffer_size(self) -> int:
-        return 0
-
-    def write(self, _: bytes) -> None:
-        self.calls.append("write")
-
-    def abort(self) -> None:
-        self.calls.append("abort")
-
-    def pause_reading(self) -> None:
-        self.calls.append("pause")
-
-    def resume_reading(self) -> None:
-        self.calls.append("resume")
-
-
-def _over(transport: _Transport, handler: EchoHandler) -> TcpConnection:
-    peer = Peer(NO_UID, 0, None, "none", "10.0.0.1:1", "10.0.0.1")
-    return TcpConnection(cast("asyncio.Transport", transport), peer, CATALOGUE, handler)
-
-
-@pytest.mark.parametrize(
-    "transport",
-    [_Transport(is_closing=True), _Transport(error=OSError("not connected"))],
-    ids=["closing", "reset"],
-)
-def test_tcp_connection_with_a_closed_transport_closes_at_once(transport: _Transport):
-    """Goal: nothing can be sent over a transport that is closing, or whose socket was just reset:
-    the connection closes with its own reason."""
-
-    async def main() -> None:
-        handler = EchoHandler()
-        conn = _over(transport, handler)
-        conn.send(Echo("x"))
-        conn.close_soon("enough")
-        assert conn.is_closed
-        conn.connection_lost(OSError("late"))
-        conn.data_received(FRAME)
-        await asyncio.sleep(0)
-        assert handler.reasons == ["enough"]
-        assert transport.calls[-1] == "abort"
-
-    asyncio.run(main())
-
-
-def test_tcp_connection_handles_its_frames_while_the_transport_closes():
-    """Goal: a closing transport is neither paused nor resumed, which uvloop would refuse, and the
-    frames that arrived are handled."""
-
-    async def main() -> None:
-        handler = Client()
-        transport = _Transport(is_closing=True)
-        conn = _over(transport, handler)
-        conn.data_received(FRAME * 20)
-        await auntil(lambda: len(handler.received_messages) == 20, "every frame")
-        await asyncio.sleep(0)
-        assert transport.calls == []
-        conn.close("done")
-
-    asyncio.run(main())
-
-
-def test_tcp_connection_accepts_data_while_paused():
-    """Goal: TLS may deliver decrypted data after it was paused; it is handled in order, a few
-    frames at a time."""
-
-    async def main() -> None:
-        handler = Client()
-        transport = _Transport()
-        conn = _over(transport, handler)
-        conn.data_received(FRAME * 20)
-        conn.data_received(encode_frame(CATALOGUE.encode(Echo("last")), 0))
-        assert len(handler.received_messages) < 20
-        await auntil(lambda: transport.calls == ["pause", "resume"], "reading to go on")
-        assert len(handler.received_messages) == 21
-        assert handler.received_messages[-1] == Echo("last")
-        conn.close("done")
-
-    asyncio.run(main())
-
-
-def test_tcp_connection_keeps_reading_after_close_soon():
-    """Goal: a paused connection resumes reading when it closes, to detect the peer's end; what it
-    reads is dropped."""
-
-    async def main() -> None:
-        handler = Client()
-        transport = _Transport()
-        conn = _over(transport, handler)
-        conn.data_received(FRAME * 20)
-        count = len(handler.received_messages)
-        conn.close_soon("enough")
-        conn.data_received(FRAME)
-        assert transport.calls == ["pause", "resume"]
-        await asyncio.sleep(0)
-        assert len(handler.received_messages) == count
-        conn.connection_lost(None)
-        await asyncio.sleep(0)
-        assert handler.reasons == ["enough"]
 
     asyncio.run(main())
 
