@@ -18,8 +18,8 @@ from plumbing.service import procfs
 from tests.engine.pod import Engine, environment, program, stub_lock
 from tests.helpers import until
 
-# Hung after 0.3 s, although no standby is ready.
-HASTY = ("--answer-ms", "200", "--hang-ms", "300", "--hang-alone-ms", "300")
+# Hung after a second, although no standby is ready; less would kill healthy ones on a busy machine.
+HASTY = ("--answer-ms", "500", "--hang-ms", "1000", "--hang-alone-ms", "1000")
 QUICK = ("--backoff-first-ms", "20", "--backoff-max-ms", "20", "--yield-ms", "20")
 
 

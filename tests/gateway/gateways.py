@@ -151,7 +151,8 @@ class GatewayProcess:
 
     def events(self) -> list[str]:
         """The types of what it has recorded, oldest first."""
-        lines = [json.loads(each) for each in self.log().splitlines() if each.startswith("{")]
+        whole = self.log().rpartition("\n")[0]  # the last line may be under way
+        lines = [json.loads(each) for each in whole.splitlines() if each.startswith("{")]
         return [each["event"] for each in lines if "event" in each]
 
     def ends(self, signum: int) -> int:

@@ -62,7 +62,8 @@ def start_member(address, psk):
 
 def events_of(server, *kinds: str) -> list[str]:
     """The events of these kinds, in order, by kind."""
-    lines = (json.loads(line) for line in server.log().splitlines() if line.startswith("{"))
+    whole = server.log().rpartition("\n")[0]  # the last line may be under way
+    lines = (json.loads(line) for line in whole.splitlines() if line.startswith("{"))
     return [line["event"] for line in lines if line.get("event") in kinds]
 
 
