@@ -139,7 +139,7 @@ def test_second_server_in_an_emptied_directory_first_exits_and_grants_nothing(
         async with Engine(pod_dir, "engine-1") as standby:
             await standby.stand_by()
             assert first.process is not None
-            os.kill(first.pid, signal.SIGSTOP)
+            first.stop()
             for name in (GUARD, SOCKET, STATE):
                 os.unlink(os.path.join(pod_dir, name))
             second = await asyncio.to_thread(start_server)
@@ -175,11 +175,13 @@ def test_directory_replaced_while_held_the_server_exits_and_grants_nothing(pod_d
     async def scenario() -> None:
         async with Engine(place, "engine-1") as standby:
             await standby.stand_by()
+            server.stop()  # it would put back what is missing before all of it is
             if how == "moved":
                 os.rename(place, f"{place}.old")
             else:
                 shutil.rmtree(place)
             os.mkdir(place, 0o700)
+            os.kill(server.pid, signal.SIGCONT)
             holder.signal(signal.SIGKILL, tree=True)
             assert server.process is not None
             assert await asyncio.to_thread(server.process.wait) == 1
