@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine.supervisor.incarnation import TUNABLES_ENV, huge_pages
+from tests.helpers import until
 
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 CHILD = """
@@ -36,9 +37,9 @@ def huge_kib(environ: dict[str, str]) -> int:
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="not the GNU C library")
 def test_most_of_what_a_child_allocates_is_in_huge_pages():
     """Goal: the memory of a killed backend is given back in large pieces. Method: a child that
-    takes 60 MB in pieces of 60 kB."""
+    takes 60 MB in pieces of 60 kB, again where the kernel had too few at that moment."""
     environ = {**os.environ, **huge_pages({})}
-    assert huge_kib(environ) > 40 << 10
+    until(lambda: huge_kib(environ) > 40 << 10, "most of it to be in huge pages")
 
 
 @pytest.mark.parametrize(
