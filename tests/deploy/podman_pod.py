@@ -87,9 +87,13 @@ class PodmanPod:
 
     async def restart(self, name: str) -> None:
         """Start the container again that has ended: the same root, a new PID namespace."""
-        await podman("wait", self._ids[name])  # podman itself has to know that it ended
+        await self.ended(name)
         await podman("start", self._ids[name])
         await self._started(name)
+
+    async def ended(self, name: str) -> int:
+        """The exit code, once podman itself knows that the container has ended."""
+        return int(await podman("wait", self._ids[name]))
 
     async def _started(self, name: str) -> None:
         path = self._specs[name]["startupProbe"]["httpGet"]["path"]

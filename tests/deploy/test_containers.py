@@ -155,7 +155,7 @@ def test_killed_container_is_gone_before_the_next_is_granted_and_comes_back_as_s
                 await load.answers()
                 assert [(each.engine, each.token) for each in grants.made] == [(standby, token)]
                 assert not grants.made[0].alive
-                assert (await pod.state(before.engine))["ExitCode"] == KILLED
+                assert await pod.ended(before.engine) == KILLED
                 await pod.restart(before.engine)
                 after = await home.whole()
                 await load.answers()
