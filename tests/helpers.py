@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import resource
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +17,9 @@ from plumbing.wire.fds import OwnedFd, close_all
 
 T = TypeVar("T")
 
+# Below the kernel's range for automatic ports: nobody else is given one while a test's server is
+# not up yet, or dead.
+PORTS = range(15_000, 32_000)
 POLL_S = 0.002  # short enough that a test costs little more than what it waits for
 
 
@@ -40,6 +45,32 @@ async def auntil(predicate: Callable[[], T], what: str, deadline_s: float = 30.0
         if time.monotonic() > end:
             raise AssertionError(f"waited {deadline_s:g} s in vain for {what}")
         await asyncio.sleep(POLL_S)
+
+
+_ports_given: set[int] = set()
+
+
+def free_ports(in_a_row: int) -> int:
+    """The first of so many free ports, none of which was given to anybody before in this run: the
+    kernel may give the same one twice where the first is not bound yet."""
+    while True:
+        first = random.choice(PORTS)
+        wanted = set(range(first, first + in_a_row))
+        if not wanted & _ports_given and all(map(_is_free, wanted)):
+            _ports_given.update(wanted)
+            return first
+
+
+def free_port() -> int:
+    return free_ports(1)
+
+
+def _is_free(port: int) -> bool:
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True
 
 
 def open_fds(pid: int | None = None) -> dict[int, str]:

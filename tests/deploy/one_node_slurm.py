@@ -17,8 +17,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.e2e.processes import fresh_ports
-from tests.helpers import until
+from tests.helpers import free_port, until
 
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "scancel", "scontrol")
 UP_DEADLINE_S = 60.0
@@ -86,8 +85,8 @@ class Slurm:
         values = {
             "host": host,
             "folder": self.folder,
-            "controller_port": fresh_ports(),
-            "node_port": fresh_ports(),
+            "controller_port": free_port(),
+            "node_port": free_port(),
             "cores": os.cpu_count(),
         }
         (self.folder / "slurm.conf").write_text(CONFIGURATION.format(**values))

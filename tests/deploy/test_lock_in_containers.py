@@ -25,9 +25,9 @@ from plumbing.service import procfs
 from plumbing.wire.fds import OwnedFd
 from tests.deploy.image import PODMAN
 from tests.deploy.podman_pod import LIMITS, pid_namespace
-from tests.helpers import auntil, until
+from tests.helpers import auntil, free_port, until
 from tests.lockserver.engines import Engine, is_readable
-from tests.lockserver.processes import ServerProcess, free_port
+from tests.lockserver.processes import ServerProcess
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DIRTY_MIB = 256  # in each of two backends: time for who believes in connections to be wrong

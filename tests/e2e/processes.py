@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import select
 import signal
-import socket
 from collections.abc import Iterable, Sequence
 
-from tests.helpers import auntil, open_fds
+from tests.helpers import auntil, free_port, free_ports, open_fds
 from understudy.up.ports import Ports
 
-PORTS = range(15_000, 32_000)
 SETTLED_AFTER = 25  # equal readings in a row
-
-_ports_given: set[int] = set()
 
 
 class Processes:
@@ -60,31 +55,9 @@ def continue_all(pids: Iterable[int]) -> None:
             os.kill(pid, signal.SIGCONT)
 
 
-def fresh_ports(in_a_row: int = 1) -> int:
-    """The first of `in_a_row` free ports, never used before in this run.
-
-    They are below the kernel's range for automatic ports: no other process can take one while the
-    test's own server is dead.
-    """
-    while True:
-        first = random.choice(PORTS)
-        wanted = set(range(first, first + in_a_row))
-        if not wanted & _ports_given and all(map(_is_free, wanted)):
-            _ports_given.update(wanted)
-            return first
-
-
-def _is_free(port: int) -> bool:
-    try:
-        socket.create_server(("127.0.0.1", port)).close()
-    except OSError:
-        return False
-    return True
-
-
 def pod_ports() -> Ports:
-    engine = fresh_ports(2)
-    return Ports(fresh_ports(), fresh_ports(), fresh_ports(), fresh_ports(), (engine, engine + 1))
+    engine = free_ports(2)
+    return Ports(free_port(), free_port(), free_port(), free_port(), (engine, engine + 1))
 
 
 def port_flags(**taken: int) -> list[str]:

@@ -37,8 +37,8 @@ from tests.e2e import json_page
 from tests.e2e.json_page import TABLES, rows_of
 from tests.e2e.pods import AS_USERS_RUN_IT, Pod, PodHome
 from tests.gms.kv.kv_bench import KvProcess
-from tests.helpers import POLL_S
-from tests.lockserver.processes import ServerProcess, free_port
+from tests.helpers import POLL_S, free_port
+from tests.lockserver.processes import ServerProcess
 from understudy.kubelet.http_get import get
 
 BIN = Path(sys.executable).parent

@@ -28,8 +28,7 @@ from plumbing.service.procfs import descendants
 from plumbing.wire.blocking import BlockingClient
 from tests.deploy.manifests import LOCK_POD, NODES, Document, containers, one, workload
 from tests.e2e.test_commands import ENVIRONMENT, UNDERSTUDY
-from tests.helpers import until
-from tests.lockserver.processes import free_port
+from tests.helpers import free_port, until
 
 START_S = 120.0  # four engines, two memory services and a lease, on a busy machine
 LEASE_MS = 10_000  # of the twenty seconds in the manifest: the first start waits for one

@@ -16,9 +16,9 @@ import pytest
 
 from plumbing.service.procfs import descendants
 from tests.deploy.manifests import DEPLOY, RENDERED
-from tests.e2e.processes import Processes, fresh_ports
+from tests.e2e.processes import Processes
 from tests.e2e.test_commands import ENVIRONMENT, UNDERSTUDY, check_status, running_pod
-from tests.helpers import until
+from tests.helpers import free_ports, until
 from understudy.drill.records import PARTS, TARGETS
 from understudy.kubelet import namespaces
 from understudy.status.gather import pids_of
@@ -92,7 +92,7 @@ def test_running_pod_is_drilled_from_inside_a_container_and_stops_in_order(home:
     server's namespace, where no other process is visible; then SIGTERM, and a check for
     leftovers."""
     directory, output = home / "pod", home / "up.txt"
-    first = fresh_ports(6)
+    first = free_ports(6)
     names = ("http", "lockserver", "gms", "gateway", "engine-0", "engine-1")
     ports = [f"--set=port.{name}={first + number}" for number, name in enumerate(names)]
     with running_pod(directory, output, ["-f", str(RENDERED / "cpu.yaml"), *ports]) as up:

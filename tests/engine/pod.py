@@ -25,7 +25,7 @@ from plumbing.part.paths import engine_socket
 from plumbing.service import procfs
 from plumbing.wire.blocking import BlockingClient
 from tests.engine.stub_lock import StubLock
-from tests.helpers import until
+from tests.helpers import free_port, until
 
 FAKE = str(Path(__file__).with_name("fake_backend.py"))
 ROOT = str(Path(__file__).parents[2])
@@ -33,12 +33,6 @@ ROOT = str(Path(__file__).parents[2])
 
 def program(package: str) -> tuple[str, ...]:
     return (sys.executable, "-c", f"from {package}.cli import main; main()")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port: int = sock.getsockname()[1]
-        return port
 
 
 class Engine:

@@ -27,9 +27,9 @@ from lockserver.messages import WatchMsg as LockWatch
 from plumbing.errors import WaitTimeoutError
 from plumbing.service import procfs
 from plumbing.wire.blocking import BlockingClient
-from tests.engine.pod import Engine, Pod, environment, free_port, program
+from tests.engine.pod import Engine, Pod, environment, program
 from tests.engine.wire_cut import Proxy
-from tests.helpers import until
+from tests.helpers import free_port, until
 from tests.lockserver.processes import ServerProcess
 
 LEASE_MS = 3000  # a machine with much to do stops a process for a second

@@ -19,8 +19,8 @@ from plumbing.errors import UnderstudyError
 from plumbing.part.cli import ask_status
 from plumbing.part.paths import gateway_socket
 from plumbing.service import procfs
-from tests.helpers import until
-from tests.lockserver.processes import ServerProcess, free_port
+from tests.helpers import free_port, until
+from tests.lockserver.processes import ServerProcess
 
 STUB = "tests.gateway.stub_gateway"
 READ_S = 30.0

@@ -13,14 +13,7 @@ from typing import Any
 from lockserver.messages import CATALOGUE, StatusMsg
 from plumbing.errors import UnderstudyError
 from plumbing.wire.blocking import BlockingClient
-from tests.helpers import open_fds, until
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
+from tests.helpers import free_port, open_fds, until
 
 SETTLED_READINGS = 25  # equal readings in a row: recently closed descriptors are gone by then
 

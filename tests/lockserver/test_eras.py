@@ -13,10 +13,9 @@ from lockserver.client import Borrower, BorrowerCallbacks, LockCallbacks, LockCl
 from lockserver.client.reconnect import NewestGrants
 from lockserver.messages import CATALOGUE, NO_ERA, GrantedMsg
 from plumbing.wire.server import Server
-from tests.helpers import auntil
+from tests.helpers import auntil, free_port
 from tests.lockserver.engines import Engine
 from tests.lockserver.gateways import Gateway
-from tests.lockserver.processes import free_port
 
 A, B = "a" * 16, "b" * 16
 

@@ -10,11 +10,10 @@ import pytest
 from lockserver.messages import BorrowMsg, IdleMsg, ServiceMsg
 from plumbing.errors import RemoteError
 from plumbing.wire.fds import close_all
-from tests.helpers import auntil, until
+from tests.helpers import auntil, free_port, until
 from tests.lockserver.by_hand import Hand
 from tests.lockserver.engines import Engine
 from tests.lockserver.gateways import Gateway
-from tests.lockserver.processes import free_port
 from tests.lockserver.test_service_socket import REQUEST, caller, read_all
 from tests.lockserver.test_shortage import NOTHING, document, heard, may_open, undone
 

@@ -10,9 +10,9 @@ import sys
 
 import pytest
 
-from tests.helpers import auntil, open_fds
+from tests.helpers import auntil, free_port, open_fds
 from tests.lockserver.engines import Engine
-from tests.lockserver.processes import ServerProcess, free_port, settled_fds
+from tests.lockserver.processes import ServerProcess, settled_fds
 
 
 def test_failover_dirty_holder_killed_grant_follows_the_end_of_its_processes(

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import auntil
+from tests.helpers import auntil, free_port
 from tests.lockserver.members import Member
-from tests.lockserver.processes import ServerProcess, free_port
+from tests.lockserver.processes import ServerProcess
 
 LEASE_MS, MARGIN_MS = 600, 300
 CLOCK_MS = 20  # between the start of the lease and the record of it

@@ -15,10 +15,9 @@ import pytest
 
 from lockserver.messages import GrantedMsg, StatusMsg
 from plumbing.errors import UnreachableError
-from tests.helpers import auntil, until
+from tests.helpers import auntil, free_port, until
 from tests.lockserver.engines import Engine
 from tests.lockserver.members import Member, MemberProcess
-from tests.lockserver.processes import free_port
 from tests.plumbing.wire.certificates import write_secret
 
 LEASE_MS, MARGIN_MS, SILENT_MS = 2000, 500, 1000  # how late a busy machine may be

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.lockserver.processes import free_port
+from tests.helpers import free_port
 
 
 def refused(pod_dir: str, *flags: str) -> subprocess.CompletedProcess[str]:

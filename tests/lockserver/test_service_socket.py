@@ -17,9 +17,8 @@ from lockserver.server.service_desk import ServiceDesk
 from lockserver.server.service_socket import ServiceSocket, parse_service
 from plumbing.errors import ProtocolError
 from plumbing.wire.fds import OwnedFd, Reserve
-from tests.helpers import auntil, open_fds
+from tests.helpers import auntil, free_port, open_fds
 from tests.lockserver.engines import Engine
-from tests.lockserver.processes import free_port
 
 REQUEST = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
 

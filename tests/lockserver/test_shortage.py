@@ -23,10 +23,10 @@ from lockserver.server.witness_desk import WitnessDesk
 from plumbing.errors import InvariantError, RemoteError
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.fds import Reserve, close_all
-from tests.helpers import auntil, free_witness, open_fds, room_for, until
+from tests.helpers import auntil, free_port, free_witness, open_fds, room_for, until
 from tests.lockserver.by_hand import ANSWER_S, Hand
 from tests.lockserver.engines import Engine
-from tests.lockserver.processes import ServerProcess, free_port, settled_fds
+from tests.lockserver.processes import ServerProcess, settled_fds
 from understudy.status.view import pod_view
 
 NOTHING = 3  # below every descriptor of the reserve: not even that is of use

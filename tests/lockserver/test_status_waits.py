@@ -23,9 +23,9 @@ import pytest
 from lockserver.messages import StatusMsg
 from lockserver.status.text import text_of
 from plumbing.part.format import duration
-from tests.helpers import auntil
+from tests.helpers import auntil, free_port
 from tests.lockserver.engines import EngineProcess
-from tests.lockserver.processes import ServerProcess, free_port
+from tests.lockserver.processes import ServerProcess
 from tests.lockserver.wait_scenes import holder, line, over_tcp, restart, surroundings, switchover
 from tests.lockserver.wait_scenes.scene import Scene, Told
 from understudy.kubelet.http_get import get

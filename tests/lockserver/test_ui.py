@@ -17,7 +17,8 @@ from lockserver.server.daemon import UI
 from tests.browser import Tab, needs_chromium, tab
 from tests.e2e import pods
 from tests.e2e.pods import Pod, PodHome, make_model
-from tests.e2e.processes import fresh_ports, kill
+from tests.e2e.processes import kill
+from tests.helpers import free_port, free_ports
 from understudy.up.ports import Ports
 
 SIZE_MAX_BYTES = 30_000  # read as often as changed, and sent with every request
@@ -30,8 +31,8 @@ CARDS = """JSON.stringify([...document.querySelectorAll('#cards .card')].map((ca
 
 def ports_in_a_row() -> Ports:
     """A pod's ports, with the same spacing as its default ports."""
-    first = fresh_ports(12)
-    return Ports(fresh_ports(), first, first + 1, first + 3, (first + 10, first + 11))
+    first = free_ports(12)
+    return Ports(free_port(), first, first + 1, first + 3, (first + 10, first + 11))
 
 
 @pytest.fixture(scope="module")

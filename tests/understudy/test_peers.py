@@ -10,8 +10,7 @@ from lockserver.client import messages as wire
 from plumbing.errors import RemoteError, UnderstudyError, UnreachableError, WaitTimeoutError
 from plumbing.part.peers import PeerWatch, ask
 from plumbing.wire.server import Server
-from tests.helpers import auntil, open_fds
-from tests.understudy.kubelet.test_runner import free_port
+from tests.helpers import auntil, free_port, open_fds
 from understudy.kubelet.http_get import BODY_MAX_BYTES, get
 
 

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from tests.helpers import auntil
+from tests.helpers import auntil, free_port
 from tests.lockserver.members import Member
-from tests.lockserver.processes import ServerProcess, free_port
+from tests.lockserver.processes import ServerProcess
 from tests.lockserver.wait_scenes.scene import Scene, Told
 
 HOUR = ("--lease-margin-ms", "3590000")  # so that no lease expires while it is looked at

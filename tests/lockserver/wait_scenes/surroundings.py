@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from lockserver.messages import StatusMsg
-from tests.helpers import auntil
+from tests.helpers import auntil, free_port
 from tests.lockserver.by_hand import Hand
 from tests.lockserver.engines import Engine
 from tests.lockserver.gateways import Gateway
-from tests.lockserver.processes import ServerProcess, free_port
+from tests.lockserver.processes import ServerProcess
 from tests.lockserver.wait_scenes.scene import Scene, Told, lives
 
 SILENT_MS = 1200  # a borrower beats every 500 ms

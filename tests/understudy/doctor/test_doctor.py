@@ -21,10 +21,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.processes import fresh_ports
 from tests.gms.bench import ClientProcess, GmsProcess
 from tests.gms.kinds import stand_in_only
-from tests.helpers import until
+from tests.helpers import free_port, free_ports, until
 from tests.lockserver.processes import ServerProcess
 from tests.standin import build
 from understudy.doctor import fixes, probe_devices
@@ -72,7 +71,7 @@ def ports_of(first: int) -> Ports:
 
 
 def facts_of(directory: str, ports: Ports | None = None) -> PodFacts:
-    return asyncio.run(look(Path(directory), ports or ports_of(fresh_ports(5)), os.environ))
+    return asyncio.run(look(Path(directory), ports or ports_of(free_ports(5)), os.environ))
 
 
 def examined(directory: str, ports: Ports | None = None) -> dict[str, Finding]:
@@ -84,7 +83,7 @@ def doctor(
     *flags: str, before: Sequence[str] = (), **env: str
 ) -> tuple[int, dict[str, dict[str, Any]]]:
     """The command as people run it: its exit code and the checks of its document, by id."""
-    first = fresh_ports(5)
+    first = free_ports(5)
     moved = [f"--service-port={first}", f"--lockserver-port={first + 1}"]
     moved += [f"--gms-port={first + 2}", f"--engine-port={first + 3}"]
     done = subprocess.run(
@@ -116,7 +115,7 @@ def test_directory_that_another_container_mounts_for_itself_is_not_shared(direct
     if os.geteuid() != 0:
         pytest.skip("making a mount namespace takes root")
     base = os.path.dirname(directory)
-    port = fresh_ports()
+    port = free_port()
     inside = f"mount -t tmpfs tmpfs {base} && mkdir -m 700 {directory} && exec {sys.executable} "
     inside += f"-m lockserver.cli serve --dir {directory} --http-port {port}"
     with subprocess.Popen(
@@ -220,7 +219,7 @@ def test_port_that_a_stranger_has_is_named_with_its_owner(directory: str, start)
     """Goal: a part that would not start. Method: this process listens where the lock server's
     probes would be; then where they are, which is its own."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        first = fresh_ports(4)
+        first = free_ports(5)
         ports = Ports(first, taken.getsockname()[1], first + 1, first + 4, (first + 2, first + 3))
         finding = examined(directory, ports)["ports"]
         assert finding.status is FAIL

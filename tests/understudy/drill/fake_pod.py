@@ -22,7 +22,7 @@ from engine import messages as engine_messages
 from lockserver import messages as lock_messages
 from plumbing.service.clock import SystemClock
 from plumbing.wire.server import Server
-from tests.understudy.kubelet.test_runner import free_port
+from tests.helpers import free_port
 
 clock = SystemClock()
 ENGINES = ("engine-0", "engine-1")

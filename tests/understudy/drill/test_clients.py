@@ -12,8 +12,7 @@ import uvloop
 from aiohttp import web
 
 from plumbing.errors import UnderstudyError
-from tests.helpers import auntil
-from tests.understudy.kubelet.test_runner import free_port
+from tests.helpers import auntil, free_port
 from understudy.drill.clients import Target, Turns, send, stream_without_pause
 from understudy.drill.prompts import all_prompts, learn_answers
 from understudy.drill.records import End, Outcome, Prompt

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -13,7 +12,7 @@ import textwrap
 import pytest
 
 from plumbing.errors import UnderstudyError, WaitTimeoutError
-from tests.helpers import auntil, open_fds, until
+from tests.helpers import auntil, free_port, open_fds, until
 from understudy.kubelet import runner as runner_module
 from understudy.kubelet.containers import Container, Restart, quick_startup
 from understudy.kubelet.runner import PodRunner, run_pod
@@ -40,12 +39,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
 note("began")
 http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def python(name: str, code: str, *args: str, **more) -> Container:

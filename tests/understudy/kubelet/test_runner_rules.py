@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from plumbing.errors import UnderstudyError, UsageError
-from tests.helpers import auntil
+from tests.helpers import auntil, free_port
 from tests.understudy.kubelet.test_runner import (
     check_that_it_dies_with_its_runner,
-    free_port,
     is_gone,
     python,
     run,
