@@ -89,7 +89,7 @@ class ServerProcess:
         with open(self.log_path) as log:
             return log.read()
 
-    def stop(self) -> None:
+    def suspend(self) -> None:
         """SIGSTOP; returns once it runs no more."""
         os.kill(self.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)

@@ -139,7 +139,7 @@ def test_second_server_in_an_emptied_directory_first_exits_and_grants_nothing(
         async with Engine(pod_dir, "engine-1") as standby:
             await standby.stand_by()
             assert first.process is not None
-            first.stop()
+            first.suspend()
             for name in (GUARD, SOCKET, STATE):
                 os.unlink(os.path.join(pod_dir, name))
             second = await asyncio.to_thread(start_server)
@@ -175,7 +175,7 @@ def test_directory_replaced_while_held_the_server_exits_and_grants_nothing(pod_d
     async def scenario() -> None:
         async with Engine(place, "engine-1") as standby:
             await standby.stand_by()
-            server.stop()  # it would put back what is missing before all of it is
+            server.suspend()  # it would put back what is missing before all of it is
             if how == "moved":
                 os.rename(place, f"{place}.old")
             else:
