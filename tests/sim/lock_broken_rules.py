@@ -196,7 +196,11 @@ def lost_file_is_an_empty_one(patch: Patch) -> None:
 def strangers_do_not_count(patch: Patch) -> None:
     """With the state lost, witnesses of engines that are not connected are ignored."""
     frees = evidence.scan_frees
-    patch.setattr(evidence, "scan_frees", lambda locks, known, held: frees(locks, known, ()))
+    patch.setattr(
+        evidence,
+        "scan_frees",
+        lambda locks, known, held, serving=(): frees(locks, known, (), serving),
+    )
 
 
 def the_disconnected_wait_on(patch: Patch) -> None:

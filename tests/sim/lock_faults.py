@@ -33,7 +33,7 @@ class Faults:
         for tree in world.living:
             if tree.coming:
                 found.append((self.join, tree))
-            if tree.holding and not tree.is_doomed:
+            if tree.holding > len(tree.workers) and not tree.is_doomed:
                 found.append((self.kill_process, tree))
             if tree.strays:
                 found.append((self.end_stray, tree))
@@ -50,6 +50,10 @@ class Faults:
         found.append((self.end_shortage if shell.is_short else self.run_short, None))
         if not self.twins:
             found += [(self.twin, sup) for sup in world.sups if sup.is_alive]
+        if world.hand_overs is not None:
+            found += world.serving.faults()
+        if world.kinds is not None:
+            found = [move for move in found if move[0].__name__ in world.kinds]
         return found
 
     # ------------------------------------------------------------------ processes

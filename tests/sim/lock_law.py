@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 # These refusals mean that the sender is not who it claims to be: its message does not count.
 IDENTITY = {"lock.engine_id_taken", "lock.identity_changed", "lock.too_many_waiters"}
+IDENTITY |= {"lock.bad_want"}  # likewise: it contradicts itself
 UNPROVEN = "lock.witness_unproven"
 Owed = list[tuple[str, ev.Holder]]
 
@@ -34,6 +35,7 @@ class Law:
         self.sent_max: dict[str, int] = {}  # the largest that was sent, by lock
         self.eras: list[str] = []  # the last one is that of the present file
         self.last: Tree | None = None  # the last incarnation that was granted `active`
+        self.last_token = 0
         self.asked: dict[tuple[str, Sup], tuple[Tree, int]] = {}  # each waiter and its place
         self.known: dict[str, Sup] = {}  # engine → the supervisor that this server knows for it
         self.questions = 0
@@ -47,6 +49,8 @@ class Law:
         self.known.clear()
         for sup in self.world.sups:
             sup.is_known_gone, sup.served = False, None
+        for tree in self.world.living:
+            tree.heard_over = 0
 
     def state_lost(self, *, is_whole: bool) -> None:
         """Holders are no longer on file; if both slots are lost, nor is any token."""
@@ -88,6 +92,9 @@ class Law:
         if other is sup and conn.id < sup.newest:
             return self.owed  # a connection that was replaced: outdated
         if codes and other is not sup and not self.holds(sup):
+            if other is not None and not self.is_known(other):  # it was a holder: its twin must go
+                self.leave(other)
+                self.forget(other)
             return self.owed  # it is forgotten at once
         assert other in (None, sup) or holds, f"two supervisors of {sup.engine} are known"
         self.known[sup.engine] = sup
@@ -97,12 +104,18 @@ class Law:
             sup.heard_ms = self.world.now_ms
         for lock, holder in holders.items():
             key = (lock, sup)
+            if tree is not None:
+                tree.heard_over = max(tree.heard_over, said.over)
             if holder is not None and holder.supervisor == sup.id:
                 past = self.world.trees[holder.incarnation]
                 past.is_disowned |= past is not tree
             if tree is None or lock not in said.locks:
                 self.asked.pop(key, None)
-            elif holder is not None and holder.incarnation == tree.incarnation:
+            elif (
+                holder is not None
+                and holder.incarnation == tree.incarnation
+                and not self.has_handed_over(tree, holder.token)
+            ):
                 if not tree.is_disowned:
                     self.owed.append((lock, holder))
             elif key not in self.asked or self.asked[key][0] is not tree:
@@ -113,6 +126,10 @@ class Law:
                 self.asked[key] = (tree, self.questions)
                 tree.was_held = event.witness_state is WitnessState.HELD
         return self.owed
+
+    def is_known(self, sup: Sup) -> bool:
+        machine = self.world.shell.machine
+        return machine is not None and sup.id in machine.supervisors
 
     def holds(self, sup: Sup) -> bool:
         assert self.world.shell.machine is not None
@@ -163,15 +180,19 @@ class Law:
         assert record.token >= self.token_max, f"{record.token} after {self.token_max}"
         self.filed, self.token_max = record.holders, record.token
         active = record.holders.get(ACTIVE)
-        if active is None or (self.last and self.last.incarnation == active.incarnation):
+        if active is None or (self.last and self.last_token == active.token):
             return
         tree = self.world.trees[active.incarnation]
         for other in self.world.living:
+            name = other.incarnation
             if other is not tree and other.is_alive:
-                name = other.incarnation
-                assert other is not self.last, f"granted while the last holder {name} lives"
+                is_over = other is not self.last or other.freed >= self.last_token
+                assert is_over, f"granted while the last holder {name} lives"
                 assert not other.is_told, f"granted while {name} lives and believes it is active"
-        self.last = tree
+            own = active.token if other is tree else 0  # a claim: it serves already
+            used = [worker.used for worker in other.workers if worker.used not in (0, own)]
+            assert not used, f"granted while {name} serves under {used}"
+        self.last, self.last_token = tree, active.token
 
     def granted(self, lock: str, holder: ev.Holder, era: str) -> None:
         """A grant is about to be sent to its holder, or repeated to anybody."""
@@ -182,7 +203,10 @@ class Law:
         is_owed = (lock, holder) in self.owed
         if is_owed:
             self.owed.remove((lock, holder))
+        tree = self.world.trees[holder.incarnation]
         if self.sent.get(holder.token) == who:
+            if self.asked.get((lock, tree.sup), (None, 0))[0] is tree:
+                del self.asked[lock, tree.sup]  # its claim was accepted
             return
         is_news = holder.token not in self.sent or holder.token in self.old_tokens
         assert is_news, f"token {holder.token} is sent to a second one"
@@ -212,9 +236,17 @@ class Law:
             assert at >= mine or not self.is_heard(other), f"{other.engine} was there before"
         del self.asked[lock, sup]
 
-    def freed_by_witness(self, tree: Tree) -> None:
+    def freed_by_serving_file(self, tree: Tree, token: int) -> None:
+        name = tree.incarnation
+        assert self.has_handed_over(tree, token), f"{name} loses the lock without its word"
+        tree.freed = token
+
+    def obeys(self, tree: Tree, token: int) -> None:
+        assert token > tree.over, f"{tree.incarnation} acts on token {token}, which is over"
+
+    def freed_by_witness(self, tree: Tree, token: int) -> None:
         """The witness of the holder of `active` is free; one more piece of evidence is required."""
-        assert self.is_over(tree) or not self.is_heard(tree.sup), (
+        assert self.is_over(tree, token) or not self.is_heard(tree.sup), (
             f"{tree.incarnation} loses the lock while its supervisor lives and is heard"
         )
 
@@ -228,6 +260,9 @@ class Law:
     def check(self) -> None:
         told = [tree.incarnation for tree in self.world.living if tree.is_told and tree.is_alive]
         assert len(told) <= 1, f"two active engines: {told}"
+        if self.world.hand_overs is not None:
+            used = {(t.incarnation, w.used) for t in self.world.living for w in t.workers if w.used}
+            assert len(used) <= 1, f"two terms may accept or write: {used}"
         machine = self.world.shell.machine
         if machine is None:
             return
@@ -240,7 +275,8 @@ class Law:
                     ), f"{lock.name} is free while {late} wait"
             elif lock.holder is not None:
                 tree = self.world.trees[lock.holder.incarnation]
-                if not tree.is_alive and (self.is_over(tree) or self.is_silent(tree.sup)):
+                is_over = self.is_over(tree, lock.holder.token)
+                if not tree.is_alive and (is_over or self.is_silent(tree.sup)):
                     due = evidence.probes_due(machine.locks, machine.supervisors)
                     assert (lock.name, lock.holder) in due, f"{lock.name} waits for the dead"
 
@@ -254,10 +290,15 @@ class Law:
     def silence_ms(self, sup: Sup) -> float:
         return self.world.now_ms - sup.heard_ms
 
-    def is_over(self, tree: Tree) -> bool:
-        """Whether this server knows no living supervisor that stands for it."""
+    def has_handed_over(self, tree: Tree, token: int) -> bool:
+        """Whether this server has heard that it has, by itself."""
+        return tree.heard_over >= token
+
+    def is_over(self, tree: Tree, token: int) -> bool:
+        """Whether this server knows no living supervisor that stands for it under this token."""
         return (
             tree.is_disowned
+            or self.has_handed_over(tree, token)
             or tree.sup.is_known_gone
             or self.known.get(tree.sup.engine) is not tree.sup
         )

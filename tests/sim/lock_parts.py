@@ -6,9 +6,23 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockserver.core.names import WitnessFile
+from lockserver.core.names import ServingFile, WitnessFile
 
 ACTIVE, LOADER = "active", "loader"
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """A process that accepts requests (place 0) or maps KV memory (1), where engines hand over in
+    place. `held` and `used`: the token for which it holds the serving file, and serves."""
+
+    place: int
+    held: int = 0
+    file: ServingFile | None = None  # the one that it holds
+    used: int = 0
+    is_child: bool = False  # forked from another
+    is_dying: bool = False
+    orders: deque[tuple[str, int]] = field(default_factory=deque)
 
 
 @dataclass(slots=True, eq=False)
@@ -29,6 +43,16 @@ class Tree:
     is_loaded: bool = False
     was_held: bool = False  # the witness that the server found when it asked
     is_disowned: bool = False  # a server knows that it is over
+    # Where engines hand over in place:
+    workers: list[Worker] = field(default_factory=list)
+    made: ServingFile | None = None  # the serving file that was made with it
+    serving: ServingFile | None = None  # the one that has its name now
+    length: int = 0  # of that one
+    is_serving: bool = False
+    is_resting: bool = False
+    over: int = 0  # the last token that it has handed over
+    heard_over: int = 0  # the largest such token that this server has heard
+    freed: int = 0  # the last token that its serving file has proven to be over
 
     @property
     def is_alive(self) -> bool:
@@ -54,6 +78,7 @@ class Said:
     tree: Tree | None
     locks: tuple[str, ...]
     tokens: dict[str, int]
+    over: int = 0
 
 
 @dataclass(slots=True, eq=False)

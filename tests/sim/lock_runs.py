@@ -11,10 +11,19 @@ from tests.sim.seeds import replayable
 
 STEPS = 40
 SETTLED_EVERY = 50  # these schedules continue, without faults, until an engine serves
+HAND_OVER_EVERY = 5  # in these pods, engines hand over in place
+HAND_OVER_STEPS = 80
+HAND_OVERS = 3
+# In half of the pods that hand over in place, three kinds of faults occur often, the others never.
+HAND_OVER_KINDS = (
+    *("pretend", "skip", "fork", "wake_late", "replace_file", "repeat_grant", "kill_worker"),
+    *("kill_server lose_slot", "let_die_after_write", "kill_supervisor", "cut", "stop", "lie"),
+)
+REPAIRS = ("go_on", "repair_disk", "end_shortage", "end_stray", "join")
 
 
 def pod(seed: int) -> World:
-    """The kind of pod that this seed stands for: every combination occurs once in 24 seeds."""
+    """The kind of pod that this seed stands for: every combination occurs within 24 seeds."""
     return World(
         engines=3 if seed % 3 == 0 else 2,
         in_container=bool(seed & 1),
@@ -23,9 +32,26 @@ def pod(seed: int) -> World:
     )
 
 
+def hand_over_pod(seed: int, rng: random.Random) -> World:
+    """Likewise, where engines hand over in place."""
+    sample = rng.sample(HAND_OVER_KINDS, 3)
+    return World(
+        engines=3 if seed % 3 == 0 else 2,
+        in_container=bool(seed & 1),
+        has_pidfd=bool(seed & 2),
+        locks=(ACTIVE, LOADER) if seed & 8 else (ACTIVE,),
+        hand_overs=HAND_OVERS,
+        kinds=frozenset(" ".join((*sample, *REPAIRS)).split()) if seed & 4 else None,
+    )
+
+
 def run(seed: int, *, is_settled: bool, steps: int = STEPS, rate: float = FAULT_RATE) -> World:
     """One schedule; a failure reports its seed and what happened."""
-    rng, world = random.Random(seed), pod(seed)
+    rng = random.Random(seed)
+    if seed % HAND_OVER_EVERY:
+        world = pod(seed)
+    else:
+        world, steps = hand_over_pod(seed, rng), max(steps, HAND_OVER_STEPS)
     with replayable(seed, world.story):
         for _ in range(steps):
             world.random_step(rng, rate)

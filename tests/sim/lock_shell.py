@@ -176,7 +176,7 @@ class Shell:
         for lock in machine.locks.values():
             if lock.holder is None:
                 if lock.is_unknown and evidence.scan_frees(
-                    machine.locks, machine.supervisors, self.held()
+                    machine.locks, machine.supervisors, self.held(), self.serving_held()
                 ):
                     found.append((self.scan, None))
             elif not trees[lock.holder.incarnation].is_alive:
@@ -184,6 +184,10 @@ class Shell:
                 due = evidence.probes_due(machine.locks, machine.supervisors)
                 if (lock.name, lock.holder) in due and not tree.is_removed:
                     found.append((self.probe, (lock.name, tree)))
+        for name, holder in evidence.handed_over(machine.locks):
+            tree = trees[holder.incarnation]
+            if self.is_filed(tree, holder) and not self.is_serving_held(tree):
+                found.append((self.probe_serving, (name, tree)))
         return found
 
     def restart(self, _: None) -> None:
@@ -221,11 +225,13 @@ class Shell:
                 witness=tree.witness.name if tree else None,
                 locks=said.locks,
                 tokens=said.tokens,
+                over={ACTIVE: said.over} if said.over else {},
             ),
             witness_file=tree.witness if tree and not tree.is_removed else None,
             witness_state=self.look(tree),
             pid=sup.number,
             process=self.world.process,
+            serving=tree.serving if tree else None,
         )
         self.judge(conn, said, event)
 
@@ -271,8 +277,31 @@ class Shell:
         lock, tree = subject
         self.seal(tree)
         if lock == ACTIVE:
-            self.world.law.freed_by_witness(tree)
+            self.world.law.freed_by_witness(tree, self.holder_of(lock).token)
         self.feed(ev.WitnessFree(lock, tree.incarnation))
+
+    def holder_of(self, lock: str) -> ev.Holder:
+        holder = self.machine.locks[lock].holder if self.machine is not None else None
+        assert holder is not None
+        return holder
+
+    def probe_serving(self, subject: tuple[str, Tree]) -> None:
+        lock, tree = subject
+        token = self.holder_of(lock).token
+        self.seal_serving(tree, token)
+        self.world.law.freed_by_serving_file(tree, token)
+        self.feed(ev.ServingFileFree(lock, tree.incarnation, token))
+
+    def is_filed(self, tree: Tree, holder: ev.Holder) -> bool:
+        return tree.serving == holder.serving
+
+    def is_serving_held(self, tree: Tree) -> bool:
+        """Whether a process holds the file that has the name of this tree's serving file."""
+        return any(worker.held and worker.file == tree.serving for worker in tree.workers)
+
+    def serving_held(self) -> frozenset[str]:
+        held = (t.serving for t in self.world.living if t.serving and self.is_serving_held(t))
+        return frozenset(file.name for file in held)
 
     def held(self) -> frozenset[str]:
         return frozenset(t.witness.name for t in self.world.living if t.is_alive)
@@ -283,7 +312,23 @@ class Shell:
         for tree in self.world.trees.values():
             if not tree.is_alive and tree.witness.name not in kept:
                 self.seal(tree)
-        self.feed(ev.DirectoryScanned(self.held()))
+        self.feed(ev.DirectoryScanned(self.held(), self.serving_held(), self.seal_all_serving()))
+
+    def seal_all_serving(self) -> int:
+        """Where that frees a fenced lock: the token at which every serving file is sealed."""
+        assert self.machine is not None, NO_MACHINE
+        held = self.held(), self.serving_held()
+        if ACTIVE not in evidence.scan_frees(self.machine.locks, self.machine.supervisors, *held):
+            return 0
+        trees = self.world.trees.values()
+        token = evidence.seal_at(self.machine.ledger, max((t.length for t in trees), default=0))
+        for tree in trees:
+            if tree.serving is not None and not self.is_serving_held(tree):
+                self.seal_serving(tree, token)
+        return token
 
     def seal(self, tree: Tree) -> None:
         tree.is_sealed = True
+
+    def seal_serving(self, tree: Tree, token: int) -> None:
+        tree.length = max(tree.length, token)

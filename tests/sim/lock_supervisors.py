@@ -67,7 +67,8 @@ class Supervisors:
             if tree is not None:
                 locks = (ACTIVE,) if tree.is_loaded else (LOADER,)
             tokens = {lock: token for lock, token in sup.tokens.items() if lock in locks}
-            sup.conn.up.append(Said(tree, locks, tokens))
+            over = tree.over if tree is not None and self.world.serving.says_over else 0
+            sup.conn.up.append(Said(tree, locks, tokens, over))
 
     def beat(self, sup: Sup) -> None:
         """A heartbeat that arrives at once, if nothing else is in flight."""
@@ -97,9 +98,14 @@ class Supervisors:
 
     def won(self, sup: Sup, tree: Tree, lock: str, token: int) -> None:
         if lock == ACTIVE:
+            if token <= tree.over and self.world.serving.ignores_old_grants:
+                return
+            self.world.law.obeys(tree, token)
             if tree.is_told and sup.tokens[ACTIVE] != token:
                 self.give_up(sup)  # its token has changed: it does not know why
                 return
+            if not tree.is_told:
+                self.world.serving.wake(tree, token)
             sup.tokens[ACTIVE] = token
             tree.is_told = True
         elif not tree.is_loaded:  # it loads in no time, and releases the lock
@@ -120,6 +126,8 @@ class Supervisors:
         tree = Tree(incarnation, WitnessFile(name_of(incarnation), 1, number), sup)
         tree.is_loaded = LOADER not in world.shell.kinds
         tree.coming = int(world.has_late)
+        if world.hand_overs is not None:
+            world.serving.equip(tree)
         sup.tree, sup.launches = tree, sup.launches + 1
         world.trees[incarnation] = tree
         world.living.append(tree)
@@ -136,6 +144,9 @@ class Supervisors:
         self.say(sup)
 
     def die(self, tree: Tree) -> None:
+        if tree.workers:
+            self.world.serving.end_worker((tree, tree.workers[-1]))
+            return
         tree.holding -= 1
         self.world.forget_dead(tree)
 

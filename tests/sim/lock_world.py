@@ -6,6 +6,7 @@ carries it out and has the law check the result. Time passes only by `wait`.
 
     lock_parts  records          lock_shell  the server        lock_supervisors  the engines
     lock_faults the faults       lock_law    what must always hold
+    lock_serving  processes that join and leave a serving file, in pods that hand over in place
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any
 
 from tests.sim.lock_faults import Faults
 from tests.sim.lock_law import Law
-from tests.sim.lock_parts import ACTIVE, LOADER, Conn, Sup, Tree
+from tests.sim.lock_parts import ACTIVE, LOADER, Conn, Sup, Tree, Worker
+from tests.sim.lock_serving import Serving
 from tests.sim.lock_shell import TICK, Shell
 from tests.sim.lock_supervisors import Supervisors
 
@@ -38,7 +40,12 @@ class World:
         locks: tuple[str, ...] = (ACTIVE, LOADER),
         launches_max: int = 1_000_000,
         has_late: bool = True,
+        hand_overs: int | None = None,
+        kinds: frozenset[str] | None = None,
     ) -> None:
+        """`hand_overs`: how many there may be in place, None: no engine has a serving file.
+        `kinds`: the faults that may occur, None: all."""
+        self.hand_overs, self.kinds = hand_overs, kinds
         self.in_container, self.has_pidfd, self.launches_max = in_container, has_pidfd, launches_max
         self.has_late = has_late  # a process of each tree locks the witness late
         self.process = "SO_PEERPIDFD" if has_pidfd else "none"
@@ -52,6 +59,7 @@ class World:
         self.law = Law(self)
         self.shell = Shell(self, locks)
         self.supervisors = Supervisors(self)
+        self.serving = Serving(self)
         self.faults = Faults(self)
         for number in range(engines):
             self.new_sup(f"engine-{number}")
@@ -60,7 +68,8 @@ class World:
     # ------------------------------------------------------------------ driving the world
 
     def moves(self) -> list[Move]:
-        return self.shell.moves() + self.supervisors.moves()
+        found = self.shell.moves() + self.supervisors.moves()
+        return found if self.hand_overs is None else found + self.serving.moves()
 
     def do(self, move: Move) -> None:
         self.trace.append(move)
@@ -109,6 +118,7 @@ class World:
             and sup.tree.incarnation == holder.incarnation
             and sup.tree.is_told
             and sup.tree.holding > 0
+            and (sup.tree.is_serving or self.hand_overs is None)
             and not sup.tree.is_doomed
             and not sup.tree.is_hurt
             and sup.tokens.get(ACTIVE) == holder.token
@@ -166,6 +176,8 @@ def _told(what: Any, subject: Any) -> str:
         return f"{name} {subject.engine}#{subject.number}"
     if isinstance(subject, Tree):
         return f"{name} {subject.incarnation}"
+    if isinstance(subject, Worker):
+        return f"{name} worker {subject.place}{' (a child)' if subject.is_child else ''}"
     if isinstance(subject, tuple):
         return f"{name} {' '.join(_told(str, s)[4:] for s in subject)}"
     return name if subject is None else f"{name} {subject}"

@@ -16,6 +16,8 @@ EVERYTHING = """
     replace restart kill_process kill_supervisor stop go_on stray end_stray twin cut lie
     kill_server let_die_after_write stall_server lose_slot fail_disk repair_disk wait
     run_short end_shortage look_again
+    obey begin_serving hand_over hand_on probe_serving
+    pretend skip fork wake_late replace_file repeat_grant kill_worker
 """
 
 
@@ -24,7 +26,8 @@ EVERYTHING = """
 def test_lock_simulation_no_schedule_breaks_a_promise(part):
     """Goal: the promises of docs/lock.md, under deaths, stops, cuts, late and overtaking messages,
     restarts (also between write and send), a failing disk, lost state, wrong tokens, twins, strays,
-    and a server that can look at no witness.
+    and a server that can look at no witness. Every fifth pod hands over in place, with late orders,
+    false words, forks, processes that never join, and serving files that are replaced.
     Method: the law is checked after every step; every 50th schedule goes on without faults until
     an engine serves."""
     every = seeds(SCHEDULES)
