@@ -17,19 +17,17 @@ The surprising things:
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
+from lockserver import flocks
 from lockserver.core.names import PREFIX as PREFIX
 from lockserver.core.names import WitnessFile, WitnessState
 from lockserver.core.names import name_of as name_of
 from lockserver.core.names import new_incarnation as new_incarnation
 from plumbing.errors import UnderstudyError
-from plumbing.shortage import is_shortage
 
 UNBORN_PREFIX = "unborn_"  # until it is held; never scanned
 STDIN = 0
@@ -121,27 +119,23 @@ def identify(path: str) -> tuple[WitnessFile | None, WitnessState]:
     A sealed witness is never HELD: a process that has it open is about to exit, and proves nothing.
     """
     try:
-        with _opened(path) as fd:
+        with flocks.opened(path) as fd:
             if fd is None:
                 return _named(path), WitnessState.UNPROVEN
             found = os.fstat(fd)
             file = WitnessFile(os.path.basename(path), found.st_dev, found.st_ino)
             if found.st_size:
                 return file, WitnessState.UNPROVEN
-            return file, WitnessState.FREE if _try_lock(fd) else WitnessState.HELD
+            return file, WitnessState.FREE if flocks.try_lock(fd) else WitnessState.HELD
     except OSError as error:
-        _check_shortage(error)
+        flocks.check_shortage(error)
         return _named(path), WitnessState.UNSEEN
 
 
 def _named(path: str) -> WitnessFile | None:
     """The file at `path` without opening it, for which no descriptor is needed."""
-    try:
-        found = os.stat(path, follow_symlinks=False)
-    except (OSError, ValueError):
-        return None
-    is_file = stat.S_ISREG(found.st_mode)
-    return WitnessFile(os.path.basename(path), found.st_dev, found.st_ino) if is_file else None
+    found, name = flocks.stat_file(path), os.path.basename(path)
+    return None if found is None else WitnessFile(name, found.st_dev, found.st_ino)
 
 
 def probe(path: str, dev: int, ino: int, *, seal: bool = True) -> WitnessState:
@@ -151,13 +145,13 @@ def probe(path: str, dev: int, ino: int, *, seal: bool = True) -> WitnessState:
     witness that could be joined a moment later would prove nothing.
     """
     try:
-        with _opened(path) as fd:
+        with flocks.opened(path) as fd:
             if fd is None:
                 return WitnessState.UNPROVEN
             found = os.fstat(fd)
             if (found.st_dev, found.st_ino) != (dev, ino):
                 return WitnessState.UNPROVEN
-            if not _try_lock(fd):
+            if not flocks.try_lock(fd):
                 return WitnessState.HELD
             if seal and not found.st_size:
                 try:
@@ -166,7 +160,7 @@ def probe(path: str, dev: int, ino: int, *, seal: bool = True) -> WitnessState:
                     return WitnessState.UNPROVEN
             return WitnessState.FREE
     except OSError as error:
-        _check_shortage(error)
+        flocks.check_shortage(error)
         return WitnessState.UNSEEN
 
 
@@ -175,7 +169,7 @@ def discard(path: str, dev: int, ino: int) -> bool:
     if probe(path, dev, ino) is WitnessState.FREE:
         with suppress(OSError):  # a directory that cannot be written to: it stays
             os.unlink(path)
-    return _is_missing(path)
+    return flocks.is_missing(path)
 
 
 def scan(directory: str, *, seal: bool = False, keep: frozenset[str] = frozenset()) -> set[str]:
@@ -193,10 +187,10 @@ def scan(directory: str, *, seal: bool = False, keep: frozenset[str] = frozenset
             continue
         path = os.path.join(directory, name)
         try:
-            with _opened(path) as fd:
+            with flocks.opened(path) as fd:
                 found = None if fd is None else os.fstat(fd)
         except OSError as error:
-            _check_shortage(error)
+            flocks.check_shortage(error)
             held.add(name)
             continue
         result = WitnessState.UNPROVEN
@@ -204,7 +198,7 @@ def scan(directory: str, *, seal: bool = False, keep: frozenset[str] = frozenset
             result = probe(path, found.st_dev, found.st_ino, seal=seal and name not in keep)
         is_free = result is WitnessState.FREE
         # What exists but cannot be tried may be held: assume the worst.
-        if not is_free and not (result is WitnessState.UNPROVEN and _is_missing(path)):
+        if not is_free and not (result is WitnessState.UNPROVEN and flocks.is_missing(path)):
             held.add(name)
     return held
 
@@ -219,52 +213,3 @@ def sealed(directory: str) -> list[WitnessFile]:
                 if stat.S_ISREG(state.st_mode) and state.st_size:
                     found.append(WitnessFile(name, state.st_dev, state.st_ino))
     return found
-
-
-@contextmanager
-def _opened(path: str) -> Iterator[int | None]:
-    """The server's own open file, or None where there is no regular file to open.
-
-    Raises:
-        OSError: there is no descriptor or memory to open it with.
-    """
-    try:
-        # O_NONBLOCK: a foreign fifo of that name must not block the server.
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except ValueError:  # a name from a peer with a NUL in it
-        yield None
-        return
-    except OSError as error:
-        if is_shortage(error):
-            raise
-        yield None
-        return
-    try:
-        yield fd if stat.S_ISREG(os.fstat(fd).st_mode) else None
-    finally:
-        os.close(fd)
-
-
-def _try_lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _check_shortage(error: OSError) -> None:
-    """Raise `error` unless it means that there was nothing to look with."""
-    if not (is_shortage(error) or error.errno == errno.ENOLCK):  # no memory for another lock
-        raise error
-
-
-def _is_missing(path: str) -> bool:
-    """Whether it is certain that no file has this name."""
-    try:
-        os.lstat(path)
-    except (FileNotFoundError, ValueError):
-        return True
-    except OSError:
-        return False
-    return False

@@ -1,7 +1,7 @@
 """What engines and gateways import from the lock server.
 
-Every process of a backend runs `witness` before anything else. So the clients, which need asyncio,
-are loaded when they are first asked for.
+Every process of a backend runs `witness` before anything else, and those that serve use `serving`.
+So the clients, which need asyncio, are loaded when they are first asked for.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lockserver import messages, witness
+from lockserver import messages, serving, witness
 
 if TYPE_CHECKING:
     from lockserver.client.borrower import Borrower, BorrowerCallbacks
@@ -23,6 +23,7 @@ __all__ = [
     "LockCallbacks",
     "LockClient",
     "messages",
+    "serving",
     "witness",
 ]
 

@@ -173,6 +173,7 @@ class LockClient:
         locks: Sequence[str] = (),
         tokens: Mapping[str, int] | None = None,
         continuation: str = "",
+        over: Mapping[str, int] | None = None,
     ) -> None:
         """Replace the whole want; sent at once if it is new, and first on each connection.
 
@@ -181,6 +182,8 @@ class LockClient:
             witness: the witness's file name inside the directory (a path's directory is ignored).
             tokens: by lock, what this incarnation believes it holds.
             continuation: its continuation id, "" while it has none.
+            over: by lock, the token under which this incarnation has handed it over in place: say
+                so for the rest of its life. Its grants up to that token are then not reported.
         """
         name = witness.rpartition("/")[2] if witness is not None else None
         want = replace(
@@ -190,6 +193,7 @@ class LockClient:
             locks=tuple(locks),
             tokens=dict(tokens or {}),
             continuation=continuation,
+            over=dict(over or {}),
         )
         if want == self._want:
             return  # else a holder that answers each grant with its token would loop forever
@@ -316,7 +320,10 @@ class LockClient:
         if refusal is not None:
             self._callbacks.on_refused(refusal)
             return
-        if self._lease is not None and message.incarnation == self._want.incarnation:
+        is_own = message.incarnation == self._want.incarnation
+        if is_own and message.token <= self._want.over.get(message.lock, 0):
+            return  # sent before the server had heard of the hand-over
+        if self._lease is not None and is_own:
             if not self._lease.may_act():
                 self._must_repeat = True
                 return

@@ -2,8 +2,9 @@
 
 Nothing announces that a witness is free, so it is tried often: at once, then every 0.2 ms for
 20 ms, which is how long small processes take to die, every millisecond for the first second, then
-every 10 ms. A try takes microseconds, so it runs on the loop. Where a holder's evidence is a lease,
-`leases` is asked instead of the file. Must not decide what a free witness means.
+every 10 ms. A try takes microseconds, so it runs on the loop. The serving file of a holder that has
+handed over in place is tried likewise. Where a holder's evidence is a lease, `leases` is asked
+instead of the file. Must not decide what a free file means.
 
 The surprising thing: the first 20 ms are slept on the loop, in steps, because uvloop's timers
 count whole milliseconds; between two steps the loop serves its connections.
@@ -16,7 +17,13 @@ import time
 from collections.abc import Callable
 
 from lockserver.core import evidence
-from lockserver.core.events import DirectoryScanned, Holder, Input, WitnessFree
+from lockserver.core.events import (
+    DirectoryScanned,
+    Holder,
+    Input,
+    ServingFileFree,
+    WitnessFree,
+)
 from lockserver.core.machine import LockMachine
 from lockserver.core.names import WitnessState
 from lockserver.members.leases import Leases
@@ -65,8 +72,10 @@ class Prober:
         """What is being tried; a change means that a new wait has begun."""
         machine = self._machine
         due = evidence.probes_due(machine.locks, machine.supervisors)
+        handed_over = evidence.handed_over(machine.locks)
         is_scan = evidence.scan_is_due(machine.locks)
-        return (tuple(due), is_scan) if due or is_scan else None
+        is_any = due or handed_over or is_scan
+        return (tuple(due), tuple(handed_over), is_scan) if is_any else None
 
     def _look(self) -> None:
         self._timer = None
@@ -94,6 +103,11 @@ class Prober:
         for lock, holder in evidence.probes_due(self._machine.locks, self._machine.supervisors):
             if self._is_free(holder):
                 self._feed(WitnessFree(lock, holder.incarnation))
+        for lock, holder in evidence.handed_over(self._machine.locks):
+            assert holder.serving is not None  # or it would not have been named
+            state = self._witnesses.probe_serving(holder.serving, holder.token)
+            if state is WitnessState.FREE:
+                self._feed(ServingFileFree(lock, holder.incarnation, holder.token))
 
     def _is_free(self, holder: Holder) -> bool:
         """Whether no process of this holder can be alive; if so, seal it."""
@@ -110,13 +124,20 @@ class Prober:
         machine = self._machine
         if not self._leases.may_free_unknown(machine.locks):
             return
-        held = self._witnesses.scan()
-        if held is None or not evidence.scan_frees(machine.locks, machine.supervisors, held):
+        held, serves = self._witnesses.scan(), self._witnesses.scan_serving()
+        if held is None or serves is None:
             return
-        kept = evidence.kept_witnesses(machine.supervisors)
-        held = self._witnesses.scan(seal=True, keep=kept)
-        if held is not None:
-            self._feed(DirectoryScanned(frozenset(held)))
+        locks, known = machine.locks, machine.supervisors
+        freed = evidence.scan_frees(locks, known, held, serves[0])
+        if not freed:
+            return
+        sealed = 0
+        if any(locks[name].is_fenced for name in freed):
+            sealed = evidence.seal_at(machine.ledger, serves[1])
+            serves = self._witnesses.scan_serving(seal_at=sealed)
+        held = self._witnesses.scan(seal=True, keep=evidence.kept_witnesses(known))
+        if held is not None and serves is not None:
+            self._feed(DirectoryScanned(frozenset(held), frozenset(serves[0]), sealed))
 
 
 class ProcessWatch:

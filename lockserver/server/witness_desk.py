@@ -1,4 +1,5 @@
-"""This server's looks at the witnesses of its directory, also when it is short of descriptors.
+"""This server's looks at the witnesses and serving files of its directory, also when it is short of
+descriptors.
 
 A look that is not possible now is repeated with a descriptor from the reserve, and then with every
 tick: the `want` that needed it waits here. So does the removal of a witness that is not needed any
@@ -14,10 +15,17 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from lockserver import witness
+from lockserver import serving, witness
 from lockserver.core.events import Wanted
 from lockserver.core.ledger import ENDED_MAX
-from lockserver.core.names import WitnessFile, WitnessState
+from lockserver.core.names import (
+    INCARNATION,
+    PREFIX,
+    SERVING_PREFIX,
+    ServingFile,
+    WitnessFile,
+    WitnessState,
+)
 from lockserver.messages import WantMsg
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import Reserve
@@ -43,6 +51,18 @@ class WitnessDesk:
         path = self._path(file.name)
         return self._look(lambda: witness.probe(path, file.dev, file.ino), lambda state: state)
 
+    def probe_serving(self, file: ServingFile, token: int) -> WitnessState:
+        path = self._path(file.name)
+        return self._look(lambda: serving.probe(path, file, token), lambda state: state)
+
+    def scan_serving(self, *, seal_at: int = 0) -> tuple[set[str], int] | None:
+        """The serving files that may be held, and the largest length; None: they cannot be read."""
+        with self._reserve:
+            try:
+                return serving.scan(self._directory, seal_at=seal_at)
+            except OSError:
+                return None
+
     def scan(self, *, seal: bool = False, keep: frozenset[str] = frozenset()) -> set[str] | None:
         """The names of all witnesses that may be held; None if the directory cannot be read."""
         with self._reserve:
@@ -54,7 +74,9 @@ class WitnessDesk:
     def wanted(self, conn: Connection, want: WantMsg) -> Wanted:
         """A `want` as an event, with what its witness shows and the process of the peer."""
         self.forget(conn.id)
-        file, state = None, WitnessState.UNPROVEN
+        file, state, serves = None, WitnessState.UNPROVEN, None
+        if want.incarnation is not None and INCARNATION.fullmatch(want.incarnation):
+            serves = serving.find(self._directory, want.incarnation)
         if want.witness is not None and want.incarnation is not None and "/" not in want.witness:
             file, state = self.identify(want.witness)
         return Wanted(
@@ -64,6 +86,7 @@ class WitnessDesk:
             witness_state=state,
             pid=conn.peer.pid,
             process=conn.peer.pidfd_source,
+            serving=serves,
         )
 
     def _look(self, look: Callable[[], T], state_of: Callable[[T], WitnessState]) -> T:
@@ -97,10 +120,13 @@ class WitnessDesk:
         self._unseen.pop(conn, None)
 
     def discard(self, files: Iterable[WitnessFile]) -> None:
-        """Remove these witnesses if they are free. One that cannot be tried is tried again."""
+        """Remove these witnesses, and the serving files beside them, if they are free. One that
+        cannot be tried is tried again."""
         for file in files:
             state = self.probe(file)
             if state is WitnessState.FREE:
+                with suppress(OSError):
+                    os.unlink(self._path(SERVING_PREFIX + file.name.removeprefix(PREFIX)))
                 with suppress(OSError):  # a directory that cannot be written to: it stays
                     os.unlink(self._path(file.name))
             elif state is WitnessState.UNSEEN and len(self._unremoved) < ENDED_MAX:

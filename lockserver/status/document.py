@@ -17,7 +17,7 @@ from lockserver import witness
 from lockserver.core.events import Holder
 from lockserver.core.lock import Lock, LockState
 from lockserver.core.machine import LockMachine
-from lockserver.core.names import WitnessFile, WitnessState
+from lockserver.core.names import ServingFile, WitnessFile, WitnessState
 from lockserver.members.group import Group
 from lockserver.members.members import Members
 from lockserver.status.gateway_waits import MissingGateway, SilentGateway, no_gateway_wait
@@ -40,8 +40,8 @@ SUPERVISORS_NAMED_MAX = 100
 PIDS_MAX = 32  # processes listed in one place; a backend with 8 ranks has a dozen
 
 
-def processes_of(file: WitnessFile) -> list[dict[str, Any]]:
-    """The processes that have this witness open, where they are visible from here."""
+def processes_of(file: WitnessFile | ServingFile) -> list[dict[str, Any]]:
+    """The processes that have this file open, where they are visible from here."""
     pids = procfs.holders_of(file.dev, file.ino)[:PIDS_MAX]
     return [
         {"pid": pid, "name": procfs.name(pid), "halted": procfs.halted(pid)}
@@ -188,7 +188,9 @@ def _look(lock: Lock, here: Here, now_ms: float) -> Seen:
     is_silent = supervisor is not None and supervisor.is_silent
     is_suspect = lock.state is not LockState.HELD or is_silent
     file, probe = witness.identify(os.path.join(here.directory, holder.witness.name))
-    processes = processes_of(holder.witness) if is_suspect else []
+    is_handed_over = lock.is_handed_over and holder.serving is not None
+    proof = holder.serving if is_handed_over and holder.serving else holder.witness
+    processes = processes_of(proof) if is_suspect else []
     is_same = file == holder.witness or probe is WitnessState.UNSEEN
     pid = supervisor.pid if is_suspect and supervisor is not None else 0
     return Seen(is_same, probe, processes, halted=procfs.halted(pid) if pid else None)

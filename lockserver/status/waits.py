@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from lockserver.core.events import Holder
 from lockserver.core.lock import Lock, LockState
 from lockserver.core.machine import LockMachine
 from lockserver.core.queue import Waiter, next_waiter
@@ -22,6 +23,7 @@ from lockserver.status.wait import (
     SeenMember,
     holder_waits,
     kill_command,
+    named,
     pid_of,
     pidfd_of,
     since_ms,
@@ -57,6 +59,26 @@ def write_failed_wait(lock: Lock, machine: LockMachine, directory: str) -> LockW
         f"fix the disk under {directory} (df -h {directory}); the server retries every second",
         engine=waiter.engine if waiter else None,
         incarnation=waiter.incarnation if waiter else None,
+    )
+
+
+def handed_over_wait(lock: Lock, holder: Holder, machine: LockMachine, seen: Seen) -> LockWait:
+    """It handed the lock over in place, and its serving file does not prove it yet."""
+    serving, engine = holder.serving, holder.engine
+    name = serving.name if serving is not None else f"witness {holder.witness.name}"
+    supervisor = machine.supervisors.get(holder.supervisor)
+    return LockWait(
+        "releasing",
+        f"{engine} has handed the lock over, but it is not proven yet that none of its processes"
+        " serves",
+        since_ms(lock, machine),
+        (f"{name} is held by {named(seen.processes)}, or was removed or replaced",),
+        "nothing: if it does not let go in time, its supervisor kills its processes;"
+        f" {kill_command(engine, seen.processes)}",
+        engine,
+        holder.incarnation,
+        holder.token,
+        supervisor.pid if supervisor is not None else None,
     )
 
 
@@ -253,7 +275,10 @@ def waits_of(
     """Everything that this lock and its waiters wait for; the gravest first."""
     found: list[LockWait] = []
     if lock.holder is not None:
-        found += holder_waits(lock, lock.holder, machine, seen, now_ms, directory)
+        if lock.is_handed_over:
+            found.append(handed_over_wait(lock, lock.holder, machine, seen))
+        else:
+            found += holder_waits(lock, lock.holder, machine, seen, now_ms, directory)
     elif lock.is_unknown:
         found.append(unknown_wait(lock, machine, seen))
     if machine.ledger.problem is not None:

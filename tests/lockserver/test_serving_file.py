@@ -1,0 +1,128 @@
+"""The serving file: who may join it, what a look at it shows, and that its length is the seal."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from lockserver import serving
+from lockserver.core.names import ServingFile, WitnessState, new_incarnation
+from lockserver.serving import ServingSeat
+from plumbing.errors import UnderstudyError
+from tests.helpers import open_fds, room_for
+
+
+@pytest.fixture
+def made(tmp_path) -> tuple[str, ServingFile]:
+    return serving.create(str(tmp_path), new_incarnation("engine-0"))
+
+
+@contextlib.contextmanager
+def seat_at(path: str, file: ServingFile) -> Iterator[ServingSeat]:
+    seat = ServingSeat(path, file)
+    try:
+        yield seat
+    finally:
+        seat.close()
+
+
+def test_file_is_held_while_joined_and_sealed_when_it_is_found_free(made):
+    """Goal: seal, fence and re-grant in one. Method: join, try, leave, try; join again for the
+    token that is over, and for the next one."""
+    path, file = made
+    assert serving.find(os.path.dirname(path), file.name.replace("serving_engine-0_", "engine-0-"))
+    with seat_at(path, file) as seat:
+        seat.join(3)
+        assert serving.probe(path, file, 3) is WitnessState.HELD
+        assert os.stat(path).st_size == 0
+        seat.leave()
+        assert serving.probe(path, file, 3) is WitnessState.FREE
+        assert os.stat(path).st_size == 3
+        with pytest.raises(UnderstudyError, match="token 3 is over") as over:
+            seat.join(3)
+        assert over.value.code == "serving.over"
+        assert serving.probe(path, file, 2) is WitnessState.FREE
+        assert os.stat(path).st_size == 3  # never taken back
+        seat.join(4)
+        assert serving.probe(path, file, 4) is WitnessState.HELD
+    assert serving.probe(path, file, 4) is WitnessState.FREE
+
+
+def test_only_the_file_that_was_made_is_joined_and_tried(made):
+    """Goal: another file proves nothing, either way. Method: remove it; put a fifo in its
+    place, and another file; put it back."""
+    path, file = made
+    with seat_at(path, file) as seat:
+        os.rename(path, f"{path}.old")
+        with pytest.raises(UnderstudyError, match="removed or replaced"):
+            seat.join(1)
+        assert serving.probe(path, file, 1) is WitnessState.UNPROVEN
+        os.mkfifo(path)
+        with pytest.raises(UnderstudyError, match="removed or replaced"):
+            seat.join(1)
+        assert serving.probe(path, file, 1) is WitnessState.UNPROVEN
+        os.unlink(path)
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+        with pytest.raises(UnderstudyError, match="removed or replaced"):
+            seat.join(1)
+        assert serving.probe(path, file, 1) is WitnessState.UNPROVEN
+        os.replace(f"{path}.old", path)
+        seat.join(1)
+
+
+def test_seat_is_below_what_is_opened_later_and_no_helper_inherits_it(made):
+    """Goal: it is let go of after the device, and not kept by a helper. Method: numbers; a helper
+    started while joined outlives the seat."""
+    path, file = made
+    with seat_at(path, file) as seat:
+        device = os.open(os.devnull, os.O_RDONLY)
+        seat.join(1)
+        mine = [fd for fd, target in open_fds().items() if target == path]
+        assert len(mine) == 1
+        assert mine[0] < device
+        os.close(device)
+        helper = subprocess.Popen(
+            [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, close_fds=False
+        )
+        seat.leave()
+        assert serving.probe(path, file, 1) is WitnessState.FREE
+        helper.communicate(b"\n")
+
+
+def test_leaving_needs_no_descriptor_and_joining_without_one_fails_and_holds_nothing(made):
+    """Goal: a shortage never keeps the file held. Method: leave, and join, with none left."""
+    path, file = made
+    with seat_at(path, file) as seat:
+        seat.join(1)
+        with room_for(0):
+            seat.leave()
+            with pytest.raises(OSError, match="Too many open files"):
+                seat.join(1)
+        assert serving.probe(path, file, 1) is WitnessState.FREE
+
+
+def test_look_without_a_descriptor_shows_nothing(made):
+    """Goal: a shortage of the server frees nothing. Method: look without a descriptor; then in
+    the same directory at what cannot be tried."""
+    path, file = made
+    with room_for(0):
+        assert serving.probe(path, file, 1) is WitnessState.UNSEEN
+    assert os.stat(path).st_size == 0
+
+
+def test_scan_names_what_is_held_and_seals_the_rest(tmp_path):
+    """Goal: after a lost state. Method: one held, one free, one sealed higher, one foreign."""
+    made = [serving.create(str(tmp_path), new_incarnation("engine-0")) for _ in range(3)]
+    os.truncate(made[2][0], 7)
+    os.mkdir(tmp_path / "serving_foreign")
+    with seat_at(*made[0]) as seat:
+        seat.join(2)
+        held = {made[0][1].name, "serving_foreign"}
+        assert serving.scan(str(tmp_path)) == (held, 7)
+        assert serving.scan(str(tmp_path), seal_at=9) == (held, 7)
+    assert [os.stat(path).st_size for path, _ in made] == [0, 9, 9]
