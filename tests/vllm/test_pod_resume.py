@@ -15,9 +15,11 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 
+from engine.kv.layout import IndexPage
 from plumbing import hop
 from plumbing.hop import Journal
 from plumbing.part.paths import engine_http_socket
+from plumbing.service.procfs import is_spent
 from tests.e2e.processes import pod_ports
 from tests.helpers import auntil
 from tests.vllm.conftest import WHOLE_DEADLINE_S
@@ -28,14 +30,18 @@ from understudy.up.random_model import VLLM_RANDOM_MODEL
 
 ANSWER_S = 60.0
 WHOLE_POLL_S = 0.5  # a status of all parts costs more than the test's other polls
-KILL_AFTER = 70  # groups
+KILL_AFTER = 110  # groups
 # On a busy machine the core runs ahead of the process that sends its tokens, by hundreds.
 ANSWER_TOKENS = 1000
 BLOCK_TOKENS = 32
+LAYERS = 2
+KV_BYTES = 64 << 20
 ARGUMENTS = (
     *VLLM_RANDOM_MODEL.arguments,
     "--kv-memory=gms",
+    "--kv-audit",
     f"--block-size={BLOCK_TOKENS}",
+    f"--kv-cache-memory-bytes={KV_BYTES}",
     "--enable-prompt-tokens-details",
 )
 BODY = {
@@ -129,11 +135,35 @@ async def whole(directory: Path) -> Any:
     raise AssertionError(f"after {WHOLE_DEADLINE_S:g} s the engines are {states}")
 
 
+def alter_a_byte(server: int, tokens: int) -> int:
+    """Of every block that is published as the last one of `tokens` tokens, in the pool of the
+    memory server `server`; how many there are."""
+    parts = {
+        os.readlink(fd).removesuffix(" (deleted)").rpartition("-")[2]: fd
+        for fd in map(str, Path(f"/proc/{server}/fd").iterdir())
+        if "understudy_kv-" in os.readlink(fd)
+    }
+    with open(parts["0"], "rb") as file:
+        page = IndexPage.over(memoryview(bytearray(file.read())))
+    facts = page.read_header()
+    assert facts is not None
+    blocks = [each.block for each in page.records(facts[0].blocks) if each.tokens == tokens]
+    with open(parts["1"], "r+b") as file:
+        layer_bytes = KV_BYTES // facts[0].blocks // LAYERS  # of one block; layers come first
+        for block in blocks:
+            file.seek(block * layer_bytes + layer_bytes // 2)
+            byte = file.read(1)
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte[0] ^ 1]))
+    return len(blocks)
+
+
 def test_a_stream_of_a_dead_engine_goes_on_at_the_other(tmp_path: Path, model: Path):
     """SIGKILL the engine core in the middle of a stream that is seeded and penalised. What came is
     cut behind a whole group and says nothing of an end; the other engine has the same continuation
     id, takes up the journal, and the whole is the answer that was not interrupted. It has adopted
-    the blocks of the dead engine, those of the cut stream among them, and prefills behind them."""
+    the blocks of the dead engine, those of the cut stream among them, and prefills behind them;
+    but not behind a block of which a byte was altered after the death."""
 
     async def scenario() -> None:
         pod = LocalPod(
@@ -153,20 +183,26 @@ def test_a_stream_of_a_dead_engine_goes_on_at_the_other(tmp_path: Path, model: P
         try:
             await runner.start()
             view = await whole(tmp_path)
-            (standby,) = {part["engine"]["id"] for part in view["engines"]} - {view["active"]}
+            dying, parked = sorted(
+                view["engines"], key=lambda part: part["engine"]["id"] != view["active"]
+            )
+            standby = parked["engine"]["id"]
             first = Engine(tmp_path, view["active"])
             before = await asyncio.to_thread(first.hello)
             expected = await asyncio.to_thread(first.stream)
             assert expected.endswith(hop.END)
-            (core,) = (
-                part["backend"]["pids"]["core"]
-                for part in view["engines"]
-                if part["engine"]["id"] == view["active"]
-            )
-            cut = await asyncio.to_thread(first.stream, None, core)
+            old = dying["backend"]["pids"]
+            os.kill(parked["engine"]["pid"], signal.SIGSTOP)  # nothing is adopted until it goes on
+            cut = await asyncio.to_thread(first.stream, None, old["core"])
             assert not cut.endswith(hop.END)
             journal, begun = made_by(cut)
             assert KILL_AFTER <= len(journal.tokens) < ANSWER_TOKENS
+            text = [*BODY["prompt"], *journal.tokens]
+            # The last block was in a step that the engine did not live to process.
+            whole_blocks = len(text) // BLOCK_TOKENS - 1
+            await auntil(lambda: all(map(is_spent, old.values())), "the dead engine's processes")
+            torn = alter_a_byte(view["gms"][0]["kv"]["pid"], whole_blocks * BLOCK_TOKENS)
+            os.kill(parked["engine"]["pid"], signal.SIGCONT)
 
             second = Engine(tmp_path, standby)
             await auntil(lambda: os.path.exists(second.path), "the other engine's socket")
@@ -179,12 +215,10 @@ def test_a_stream_of_a_dead_engine_goes_on_at_the_other(tmp_path: Path, model: P
                 part["backend"]["kv"] for part in view["engines"] if part["engine"]["id"] == standby
             )
             assert (kv["memory"], kv["note"]) == ("gms", None)
-            assert kv["adopted_blocks"] >= ANSWER_TOKENS // BLOCK_TOKENS
-            text = [*BODY["prompt"], *journal.tokens]
-            # The last block was in a step that the engine did not live to process.
-            whole_blocks = len(text) // BLOCK_TOKENS - 1
+            assert kv["adopted_blocks"] + torn >= ANSWER_TOKENS // BLOCK_TOKENS
+            assert kv["torn_blocks"] == torn > 0
             cached = await asyncio.to_thread(second.cached_tokens, text)
-            assert cached >= whole_blocks * BLOCK_TOKENS
+            assert cached == (whole_blocks - 1) * BLOCK_TOKENS > 0
             resumed = await asyncio.to_thread(second.stream, journal)
             assert resumed.endswith(hop.END)
             assert made_by(resumed)[1] == made_by(expected)[1]
