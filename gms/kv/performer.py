@@ -18,7 +18,7 @@ from gms.kv.token_file import write_tokens
 from gms.kv.vault import PoolVault
 from gms.server.driver_thread import DriverThread
 from gms.server.memory_performer import MemoryPerformer
-from gms.server.watch import EpochWatch
+from gms.server.watch import MemoryWatch
 from gms.vmm.interface import Allocation, release_all
 from plumbing.errors import UnderstudyError
 from plumbing.service.events import EventLog
@@ -39,7 +39,7 @@ class KvPerformer(MemoryPerformer):
         log: EventLog,
         threads: tuple[DriverThread, DriverThread],
         vault: PoolVault,
-        watch: EpochWatch,
+        watch: MemoryWatch,
     ) -> None:
         """`threads`: for calls to the driver, and for closes."""
         driver, closer = threads
@@ -121,7 +121,7 @@ class KvPerformer(MemoryPerformer):
 
     def _release(self, pool: str, parts: list[Allocation]) -> None:
         def failed(error: UnderstudyError) -> None:
-            text = f"the driver did not take the memory of KV pool {pool} back: {error.message}"
+            text = f"the driver could not free the memory of KV pool {pool}: {error.message}"
             self._log.record("gms.release", text, severity="error", data={"pool": pool})
             self._handle(ev.PoolReleased(pool))
 
@@ -133,7 +133,7 @@ class KvPerformer(MemoryPerformer):
         self._try("keep the newest token", lambda: write_tokens(self._token_path, newest))
 
     def _try(self, what: str, work: Callable[[], None]) -> None:
-        """What is best effort: a failure is a warning."""
+        """Best effort: a failure is only a warning."""
 
         def failed(error: UnderstudyError) -> None:
             self._log.record("gms.kv_file", f"could not {what}: {error.message}", "warning")

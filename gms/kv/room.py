@@ -80,8 +80,8 @@ def _check_limit(needed_bytes: int, limit_bytes: int, of: str) -> None:
 
 
 def _weights_bytes(directory: str, device: str) -> int:
-    """What the device's weights take; if their server does not say, what was committed last: the
-    engines that map it keep it."""
+    """The size of the device's weights; if their server does not answer, of those that were
+    committed last, which the engines that map them keep."""
     path = names.socket_path(directory, device)
     try:
         with BlockingClient(path, msg.CATALOGUE, connect_timeout_s=ASK_S) as client:
@@ -89,7 +89,9 @@ def _weights_bytes(directory: str, device: str) -> int:
     except UnderstudyError as error:
         record = journal.peek(names.journal_path(directory, device))
         size_bytes = record.size_bytes if record is not None else 0
-        logger.warning("counted are %s of weights: %s", size(size_bytes), error.message)
+        logger.warning(
+            "counting %s of weights, by their journal: %s", size(size_bytes), error.message
+        )
         return size_bytes
     assert isinstance(answer, msg.StatusReplyMsg)
     phases = ("committed_bytes", "staging_bytes", "superseded_bytes", "releasing_bytes")

@@ -22,7 +22,7 @@ from gms.kv.token_file import read_tokens
 from gms.kv.vault import PoolVault
 from gms.server.driver_thread import DriverThread
 from gms.server.memory_server import MemoryServer, is_held
-from gms.server.watch import EpochWatch
+from gms.server.watch import MemoryWatch
 from gms.vmm.interface import DeviceMemory
 from plumbing.errors import ProtocolError, UnderstudyError
 from plumbing.service.procfs import holders_of
@@ -64,7 +64,7 @@ class KvServer(MemoryServer[KvMachine]):
             DriverThread(f"kv-closer-{self.device}", loop),
         )
         self._vault = PoolVault(self.memory, self.directory, self.device, self.capacity_bytes)
-        self._watch = EpochWatch(
+        self._watch = MemoryWatch(
             self.clock,
             self._threads[0],
             self._vault.path,
@@ -72,6 +72,7 @@ class KvServer(MemoryServer[KvMachine]):
             lambda pool, pids: self._handle(ev.PoolHoldersSeen(pool, pids)),
             lambda pool, why: self.log.record("gms.kv_file", why, "warning", {"pool": pool}),
             what="KV pool",
+            blocked="use the KV memory",
             look=lambda path: not epoch_file.is_held(path),
         )
         found = names.pools_on_disk(self.directory, self.device)

@@ -19,7 +19,7 @@ class KeptTokens(msgspec.Struct, frozen=True):
 
 
 def read_tokens(path: str) -> tuple[Claimant, ...]:
-    """What an earlier server wrote; nothing if it cannot be read."""
+    """Read what an earlier server wrote; nothing if it cannot be read."""
     try:
         with open(path, "rb") as file:
             return msgspec.json.decode(file.read(), type=KeptTokens).newest

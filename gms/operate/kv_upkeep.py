@@ -1,4 +1,4 @@
-"""`gms drop-kv`: give the memory of a KV pool back that no engine uses.
+"""`gms drop-kv`: free the memory of a KV pool that no engine uses.
 
 Asks for the status first, with a short deadline, as `gms drop` does. Then it waits until the memory
 is free: whoever drops it needs the memory for something else.
@@ -41,11 +41,11 @@ def drop_kv(directory: str, device: str | None, timeout_s: float) -> dict[str, A
 
 
 def render_dropped(device: dict[str, Any]) -> str:
-    """What `drop_kv` did on a device, as a line."""
+    """One line about what `drop_kv` did on a device."""
     name = f"gms  {device['device_uuid']}"
     if device["result"] == ALREADY_EMPTY:
         return f"{name}  there is no KV memory"
-    return f"{name}  KV pool {device['pool'][:8]} is gone: {size(device['pool_bytes'])} are free"
+    return f"{name}  KV pool {device['pool'][:8]} was freed: {size(device['pool_bytes'])}"
 
 
 def _drop(client: BlockingClient, timeout_s: float) -> dict[str, Any]:
@@ -68,11 +68,11 @@ def _drop(client: BlockingClient, timeout_s: float) -> dict[str, Any]:
     while (status := _status(client))["pool"] == pool:
         if time.monotonic() > end_s:
             pids = ", ".join(f"pid {pid}" for pid in status["mapped_by"])
-            why = f"it is mapped by {pids}" if pids else "its memory is still being freed"
+            why = f"it is still mapped by {pids}" if pids else "its memory is still being freed"
             raise WaitTimeoutError(
                 "gms.kv_releasing",
-                f"KV pool {pool[:8]} is dropped, and after {timeout_s:g} s {why}; it goes on"
-                " without this command: look at `gms status`",
+                f"KV pool {pool[:8]} has been dropped, but after {timeout_s:g} s {why}; it is"
+                " freed without this command once it can be: see `gms status`",
             )
         time.sleep(POLL_S)
     return {"result": FREED, "pool": pool, "pool_bytes": pool_bytes}

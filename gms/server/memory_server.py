@@ -21,7 +21,7 @@ from gms.core import events as ev
 from gms.core.effects import Effects
 from gms.server.driver_thread import DriverThread
 from gms.server.memory_performer import MemoryPerformer
-from gms.server.watch import EpochWatch
+from gms.server.watch import MemoryWatch
 from gms.shortage import open_fds
 from gms.vmm.interface import DeviceMemory
 from plumbing.errors import ProtocolError, UnderstudyError
@@ -53,7 +53,7 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
 
     machine: M
     _performer: MemoryPerformer
-    _watch: EpochWatch
+    _watch: MemoryWatch
     _threads: Sequence[DriverThread]  # in the order in which they are closed
 
     def __init__(

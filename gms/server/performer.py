@@ -19,7 +19,7 @@ from gms.server.driver_thread import DriverThread
 from gms.server.journal import CommitJournal
 from gms.server.memory_performer import MemoryPerformer
 from gms.server.vault import Vault
-from gms.server.watch import EpochWatch
+from gms.server.watch import MemoryWatch
 from gms.vmm.interface import Allocation, release_all
 from plumbing.errors import UnderstudyError
 from plumbing.service.events import EventLog
@@ -52,7 +52,7 @@ class DevicePerformer(MemoryPerformer):
         log: EventLog,
         threads: Threads,
         vault: Vault,
-        watch: EpochWatch,
+        watch: MemoryWatch,
         journal: CommitJournal,
     ) -> None:
         super().__init__(device_name, connections, log, threads.closer)
@@ -228,7 +228,7 @@ class DevicePerformer(MemoryPerformer):
 
     def _close(self, epoch: str, slabs: list[Allocation], then: Callable[[], None]) -> None:
         def failed(error: UnderstudyError) -> None:
-            message = f"the driver did not take memory of epoch {epoch} back: {error.message}"
+            message = f"the driver could not free the memory of epoch {epoch}: {error.message}"
             self._log.record("gms.release", message, severity="error", data={"epoch": epoch})
             then()
 

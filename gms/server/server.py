@@ -17,7 +17,7 @@ from gms.server.journal import CommitJournal, left_behind
 from gms.server.memory_server import MemoryServer, is_held
 from gms.server.performer import DevicePerformer, Threads
 from gms.server.vault import Vault
-from gms.server.watch import EpochWatch
+from gms.server.watch import MemoryWatch
 from gms.vmm.interface import DeviceMemory
 from plumbing.errors import ProtocolError
 from plumbing.wire.connection import Connection
@@ -70,7 +70,7 @@ class DeviceServer(MemoryServer[DeviceMachine]):
         )
         self._threads = Threads(*threads)
         self._vault = Vault(self.memory, self.directory)
-        self._watch = EpochWatch(
+        self._watch = MemoryWatch(
             self.clock,
             self._threads.driver,
             self._epoch_path,

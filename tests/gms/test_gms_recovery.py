@@ -17,7 +17,7 @@ from gms import names
 from gms.client import Keeper, Reader
 from gms.server import journal
 from gms.server.driver_thread import DriverThread
-from gms.server.watch import EpochWatch
+from gms.server.watch import MemoryWatch
 from plumbing.errors import RemoteError, UnreachableError
 from plumbing.service.clock import SystemClock
 from plumbing.wire.fds import OwnedFd
@@ -224,7 +224,7 @@ def test_watch_tells_each_error_once(tmp_path: Path):
 
     async def scenario() -> None:
         thread = DriverThread("watch", asyncio.get_running_loop())
-        watch = EpochWatch(
+        watch = MemoryWatch(
             SystemClock(),
             thread,
             path_of,

@@ -160,7 +160,7 @@ class Borrowers:
             "gms.kv_stale_token",
             f"{claimant.engine} asks for KV memory under token {claimant.token}, but"
             f" {newest.engine} has done so under token {newest.token} of the same era: it has lost"
-            " the lock and must end",
+            " the lock and must exit",
             engine=claimant.engine,
             token=claimant.token,
             newest_token=newest.token,

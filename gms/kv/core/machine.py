@@ -27,7 +27,7 @@ from gms.kv.core import events as ev
 from gms.kv.core.borrowers import Borrowers
 from gms.kv.core.events import Claimant, PoolPhase
 from gms.kv.core.pools import Pools
-from gms.kv.core.state import KvBorrower, Pool
+from gms.kv.core.state import ClaimMsg, KvBorrower, Pool
 from plumbing.errors import InvariantError, ProtocolError, UnderstudyError
 from plumbing.part.format import size
 
@@ -145,7 +145,7 @@ class KvMachine:
         return [*effects, fx.SendMessage(event.session, event.request_id, answer)]
 
     def _take(self, event: device_events.Received, now_ms: float) -> Effects:
-        """It holds the flock, as the shell has checked."""
+        """The shell has checked that the process holds the flock."""
         session = self.borrowers.get(event)
         session.target(msg.TakeMsg)
         pool = self.pools.by_id[session.pool]
@@ -166,14 +166,14 @@ class KvMachine:
         if pool is None or pool.phase not in known:
             raise UnderstudyError(
                 "gms.kv_pool_gone",
-                f"pool {message.pool[:32]} is not known here: its file was removed under its"
-                " holders. Its memory stays theirs until they exit",
+                f"pool {message.pool[:32]} is unknown: its file was removed while it was"
+                " mapped. Its holders keep its memory until they exit",
             )
         sizes = pool.slab_sizes or message.slab_sizes
         is_whole = sum(message.slab_sizes) >= message.size_bytes and sizes == message.slab_sizes
         if not is_whole or (pool.slab_sizes and not pool.fits(message)):
             raise ProtocolError(
-                "gms.bad_offer", f"what was handed back as pool {pool.id} has other sizes"
+                "gms.bad_offer", f"the memory handed back as pool {pool.id} has other sizes"
             )
         effects = self.borrowers.hand_back(event, message, now_ms)
         # Noted at once: it may be gone before the driver has checked what it brought.
@@ -314,9 +314,7 @@ class KvMachine:
             effects.append(fx.RecordEvent("gms.kv_lent", text, data))
         return effects
 
-    def _make(
-        self, session: KvBorrower, claim: msg.BorrowPoolMsg | msg.HandBackMsg, now_ms: float
-    ) -> Effects:
+    def _make(self, session: KvBorrower, claim: ClaimMsg, now_ms: float) -> Effects:
         if self.full is not None and now_ms < self.retry_ms:
             return self.borrowers.wait(session, self.full.code, self.full.message)
         pool = Pool(self._new_pool_id(), PoolPhase.MAKING, claim.size_bytes, claim.index_bytes)
@@ -325,6 +323,6 @@ class KvMachine:
         return [make, *self._wait_for_room(session, pool)]
 
     def _wait_for_room(self, session: KvBorrower, pool: Pool) -> Effects:
-        """For a pool that is being made; if that has failed before, the reason is still that."""
+        """Wait for a pool that is being made, and for memory if that has failed before."""
         code, text = (self.full.code, self.full.message) if self.full else pool.why
         return self.borrowers.wait(session, code, text)

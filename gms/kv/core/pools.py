@@ -68,7 +68,7 @@ class Pools:
         pool.slab_sizes = offer.slab_sizes
         pool.holder = Claimant(offer.engine, offer.incarnation, offer.token, offer.era)
         self.recoveries_total += 1
-        text = f"KV pool {pool.id} is back from {pool.holder}"
+        text = f"KV pool {pool.id} was handed back by {pool.holder}"
         effects: Effects = [fx.RecordEvent("gms.kv_recovered", text, {"pool": pool.id})]
         if other is not None and not pool.discarded:
             pool.discarded = f"pool {other.id} has replaced it"

@@ -82,20 +82,20 @@ class Pool(Struct):
         pids = ", ".join(f"pid {pid}" for pid in self.pids)
         match self.phase:
             case P.MAKING:
-                return "gms.kv_making", f"{size(self.size_bytes)} of KV memory are being made"
+                return "gms.kv_making", f"{size(self.size_bytes)} of KV memory is being allocated"
             case P.ORPHANED:
-                text = f"{pids or 'a process'} maps {name} of the previous server and has not"
-                return "gms.kv_recovering", f"{text} handed it back yet"
+                text = f"{name} of the previous server has not been handed back yet"
+                return "gms.kv_recovering", f"{text}; it is mapped by {pids or 'a process'}"
             case P.DISCARDED:
                 by = f" by {pids}" if pids else ""
-                return "gms.kv_busy", f"{name} was discarded ({self.discarded}) and is mapped{by}"
+                return "gms.kv_busy", f"{name} was discarded ({self.discarded}), still mapped{by}"
             case P.KEPT:
                 whom = pids or f"a process of {self.holder}"
                 return "gms.kv_busy", f"{name} is still mapped by {whom}, whose session has ended"
         return "gms.kv_releasing", f"the memory of {name} is being freed"
 
     def note(self, claimant: Claimant, mark: str) -> None:
-        """What a holder reports about the content."""
+        """Record what a holder reports about the content."""
         self.has_begun = self.is_certain = True
         if mark == msg.ADOPTING:
             self.adopting = claimant

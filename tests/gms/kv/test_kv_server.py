@@ -144,7 +144,7 @@ def test_survivor_that_is_stopped_keeps_newcomers_waiting(kv: KvProcess, borrow:
     kv.start()
     assert kv.status()["state"] == "recovering"
     second = borrow(2)
-    second.waits(saying=f"pid {first.pid} maps KV pool")
+    second.waits(saying=f"it is mapped by pid {first.pid}")
     os.kill(first.pid, signal.SIGCONT)
     second.waits(saying="is still lent to engine-1")
     first.kill()
