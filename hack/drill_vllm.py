@@ -6,6 +6,9 @@ Makes a random model, gets the answers to prompts that rounding cannot change fr
 then drills a pod of two engines with those answers and measures what the pod takes of the machine.
 The report is the drill's own; `--json` has the same keys and, under `vllm`, the figures.
 
+With `--kv-compare` the prompts are long and most share their beginning, the KV cache is the memory
+service's, and a second pod, whose engines adopt no block of it, is drilled in the same way.
+
 With `--compare` clients stream without pause from the stock server and, in the same run, from the
 pod: tokens per second and time to first token of both.
 """
@@ -20,6 +23,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +39,14 @@ from plumbing.service.config import Option, Resolved, resolve
 from plumbing.service.signals import SignalInbox
 from understudy.cli.settings import DRILL_OPTIONS
 from understudy.drill.clients import Target
+from understudy.drill.kept import LENT_KV, NO_ADOPTION
 from understudy.drill.page import check_destination
 from understudy.drill.prompts import write_expected
 from understudy.drill.report import print_report
 from understudy.drill.run import Drill, DrillPlan
 from understudy.kubelet.runner import PodRunner, run_pod
 from understudy.up.random_model import VLLM_RANDOM_MODEL
-from understudy.up.sessions import DrillResult, Say, run_drill
+from understudy.up.sessions import DrillResult, Say, compare_adoption, run_drill
 
 DEFAULTS: Mapping[str, Any] = {"kills": 15, "target": ("api", "core", "worker")}
 TAKEN = (
@@ -62,6 +67,7 @@ OPTIONS: tuple[Option, ...] = tuple(
     if option.name in TAKEN
 )
 
+NO_ADOPTING = (*LENT_KV, *NO_ADOPTION)
 KV_FLAG = "--kv-cache-memory-bytes"
 LEFT_SHOWN = 5
 # Headers that torch compiles once; they are there wherever its cache is.
@@ -98,6 +104,7 @@ class Run:
     config: Resolved
     compares: bool
     idle_s: float | None
+    compares_kv: bool
     vllm_flags: tuple[str, ...]
     say: Say
 
@@ -130,7 +137,14 @@ class Run:
             expected = self.base / "expected.json"
             if not await self._ask_stock(model, expected, found):
                 return None
-        result = await self._drill(model, Path(expected), found)
+        if not self.compares_kv:
+            result = await self._drill(model, Path(expected), found)
+        else:
+            result = await compare_adoption(
+                partial(self._drill, model, Path(expected), found, "kept", LENT_KV),
+                partial(self._drill, model, Path(expected), None, "empty", NO_ADOPTING),
+                self.say,
+            )
         return (result, found) if result is not None else None
 
     async def _ask_stock(self, model: Path, file: Path, found: Found) -> bool:
@@ -141,7 +155,7 @@ class Run:
         stock = Stock(model, self.base / "stock", ranks, self.flags, env)
 
         async def body() -> bool:
-            questions = await stock.questions()
+            questions = await stock.questions(is_long=self.compares_kv)
             prompts, answers = await stock.answers(questions)
             write_expected(file, prompts, answers, source="stock vLLM")
             found.questions = [each for each in questions if each.prompt.key in answers]
@@ -161,8 +175,17 @@ class Run:
         shutil.rmtree(temporary(self.base))
         return bool(done)
 
-    async def _drill(self, model: Path, expected: Path, found: Found) -> DrillResult | None:
-        config, before = self.config, held_files.there_now()
+    async def _drill(
+        self,
+        model: Path,
+        expected: Path,
+        found: Found | None,
+        name: str = "",
+        more: tuple[str, ...] = (),
+    ) -> DrillResult | None:
+        """A pod in the directory `name`, with `more` of our own flags; `found`: measured in it."""
+        config, before, base = self.config, held_files.there_now(), self.base / name
+        base.mkdir(exist_ok=True)
         plan = DrillPlan(
             config["kills"],
             config["target"],
@@ -172,10 +195,12 @@ class Run:
             duration_s=config["duration_s"],
         )
         ranks = config["tensor_parallel"]
-        pod = make_pod(self.base, model, ranks, self.flags, config["device_bytes"])
+        pod = make_pod(base, model, ranks, (*self.flags, *more), config["device_bytes"])
         directory = pod.directory
 
         async def look(target: Target) -> None:
+            if found is None:
+                return
             if self.compares:
                 found.pod = await self._measure(target, found.questions)
             found.figures = await look_at(
@@ -188,8 +213,9 @@ class Run:
         result = await run_drill(drill, runner, plan, self.say, look)
         if result is not None:
             problems = result.report.problems
-            problems += found.figures.problems() if found.figures else ["nothing was measured"]
-            problems += self._leftovers(before)
+            if found is not None:
+                problems += found.figures.problems() if found.figures else ["nothing was measured"]
+            problems += self._leftovers(before, base)
         return result
 
     async def _measure(self, target: Target, questions: Sequence[Question]) -> Speed | None:
@@ -199,13 +225,13 @@ class Run:
         await measure(target, questions, clients, WARM_UP_S)
         return await measure(target, questions, clients, MEASURED_S)
 
-    def _leftovers(self, before: frozenset[held_files.Name]) -> list[str]:
+    def _leftovers(self, before: frozenset[held_files.Name], base: Path) -> list[str]:
         """Files that the pod has left behind; those that other processes hold do not count."""
         new = held_files.there_now() - before
         left = [name.path for name in new - held_files.still_held(new)]
         left += [
             str(path)
-            for path in temporary(self.base).rglob("*")
+            for path in temporary(base).rglob("*")
             if not path.is_dir() and CACHE not in str(path)
         ]
         if not left:
@@ -230,7 +256,9 @@ def main() -> None:
 
     done = None
     try:
-        run = Run(base, config, flags.compare, flags.idle_s, tuple(flags.vllm), say)
+        run = Run(
+            base, config, flags.compare, flags.idle_s, flags.kv_compare, tuple(flags.vllm), say
+        )
         done = run_async(run.everything)
     finally:
         if done is not None and done[0].report.passed:
@@ -295,6 +323,11 @@ def _parser() -> argparse.ArgumentParser:
         text = f"{option.help} [default: {option.default}]"
         parser.add_argument(option.flag, dest=option.name, help=text, **many)
     parser.add_argument("--compare", action="store_true", help="measure the speed of both")
+    parser.add_argument(
+        "--kv-compare",
+        action="store_true",
+        help="use long prompts, and drill a second pod whose engines adopt no KV blocks",
+    )
     parser.add_argument(
         "--idle-s",
         type=float,

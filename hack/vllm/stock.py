@@ -24,7 +24,7 @@ from engine.supervisor import held_files
 from plumbing.errors import UnderstudyError
 from plumbing.service.procfs import descendants
 from understudy.drill.clients import Target, stream_without_pause
-from understudy.drill.prompts import all_prompts, learn_answers
+from understudy.drill.prompts import bank_of, learn_answers
 from understudy.drill.records import End, Exchange, Prompt
 from understudy.drill.verdict import Spread, spread
 from understudy.kubelet.containers import Container, Restart, quick_startup
@@ -89,14 +89,14 @@ class Stock:
             pid for first in self.runner.pids().values() for pid in (first, *descendants(first))
         ]
 
-    async def questions(self) -> list[Question]:
-        """The prompts of the drill's bank that can be compared.
+    async def questions(self, *, is_long: bool = False) -> list[Question]:
+        """The prompts of the drill's bank that can be compared; `is_long`: of that with long ones.
 
         Raises:
             UnderstudyError: `drill.no_answers`, too few of them.
         """
         found = []
-        for prompt in all_prompts(self.model):
+        for prompt in bank_of("vllm", self.model, is_long=is_long):
             question = await asyncio.to_thread(self._ask, prompt)
             if question.gap >= GAP_MIN:
                 found.append(question)

@@ -32,6 +32,7 @@ from understudy.cli.settings import (
     UP_OPTIONS,
     ports_of,
 )
+from understudy.drill.kept import LENT_KV, NO_ADOPTION
 from understudy.drill.page import check_destination
 from understudy.drill.records import PARTS
 from understudy.drill.report import print_report
@@ -84,6 +85,11 @@ def up(config: Resolved, arguments: tuple[str, ...]) -> None:
 @click.option("--attach", is_flag=True, help="Drill the running pod in --dir.")
 @click.option("--yes", is_flag=True, help="With --attach, do not ask for confirmation.")
 @click.option("--upgrade", is_flag=True, help="Instead of killing, upgrade both engines in turn.")
+@click.option(
+    "--kv-compare",
+    is_flag=True,
+    help="Use long prompts, and drill a second pod whose engines adopt no KV blocks.",
+)
 def drill(
     config: Resolved,
     arguments: tuple[str, ...],
@@ -91,11 +97,14 @@ def drill(
     attach: bool,
     yes: bool,
     upgrade: bool,
+    kv_compare: bool,
 ) -> None:
     """Kill parts of a pod under load and report the result.
 
     Arguments after `--` go to the backends of the pod that it starts.
     """
+    if kv_compare:
+        _refuse_with_compare(config, attach=attach, upgrade=upgrade)
     expected = Path(config["expected"]) if config["expected"] else None
     if upgrade:
         _refuse_with_upgrade(config, attach=attach)
@@ -108,6 +117,7 @@ def drill(
         is_upgrade=upgrade,
         burn=config["burn"],
         duration_s=config["duration_s"],
+        has_long_prompts=kv_compare,
     )
     page = Path(config["report"]) if config["report"] else None
     if page is not None:
@@ -132,6 +142,12 @@ def drill(
             "--dir requires --attach: without it, a drill starts its own pod in a new directory; "
             "remove --dir, or add --attach",
         )
+    elif kv_compare:
+        flags = [(*LENT_KV, *more, *arguments) for more in ((), NO_ADOPTION)]
+        pods = [_pod(config, DRILL_OPTIONS, each) for each in flags]
+        adopting, empty = (partial(sessions.drill_new_pod, each, plan, say) for each in pods)
+        both = partial(sessions.compare_adoption, adopting, empty, say)
+        result = run_async(both, as_json=as_json)
     else:
         prepare = _pod(config, DRILL_OPTIONS, arguments)
         result = run_async(lambda: sessions.drill_new_pod(prepare, plan, say), as_json=as_json)
@@ -273,6 +289,18 @@ def _refuse_with_upgrade(config: Resolved, *, attach: bool) -> None:
         needless,
         "--upgrade, which starts its own pod and has no kills; to upgrade a running pod, follow "
         "docs/operations.md",
+    )
+
+
+def _refuse_with_compare(config: Resolved, *, attach: bool, upgrade: bool) -> None:
+    """It starts two pods of its own, and kills in both."""
+    needless = ["--attach"] if attach else []
+    needless += ["--upgrade"] if upgrade else []
+    needless += ["-f"] if config.origin("file") == "flag" else []
+    _refuse(
+        "drill.needless_flag",
+        needless,
+        "--kv-compare, which starts two pods and kills in both; remove one of the two",
     )
 
 

@@ -22,6 +22,7 @@ from plumbing.part.paths import engine_sockets
 from plumbing.part.peers import Answered, ask
 from plumbing.service.clock import SystemClock
 from plumbing.service.procfs import descendants
+from understudy.drill.kept import kv_of
 from understudy.drill.observer import Observer, OldTree
 from understudy.drill.part_killer import hold
 from understudy.drill.records import STOP, SUPERVISOR, EngineKill, asked_of_engine
@@ -108,6 +109,7 @@ async def kill_active(directory: Path, target: str, whole: Whole, observer: Obse
     status = await ask(path, engine_messages.CONTROL, engine_messages.StatusMsg())
     kill = EngineKill(target, whole.engine, whole.token, killed_ms=clock.now_ms())
     kill.incarnation = _engine_of(status).get("incarnation")
+    kill.kept_blocks = int(kv_of(_document(status)).get("kept_blocks") or 0)
     observer.expect(kill, _old_tree(directory, target, status))
     if target == STOP + SUPERVISOR:
         # Not through its control socket: a process that hangs does not reply.
@@ -141,8 +143,11 @@ def _old_tree(directory: Path, target: str, status: Answered) -> OldTree:
 
 
 def _engine_of(status: Answered) -> dict[str, Any]:
-    document = getattr(status.message, "document", None) or {}
-    return document.get("engine") or {}
+    return _document(status).get("engine") or {}
+
+
+def _document(status: Answered) -> dict[str, Any]:
+    return getattr(status.message, "document", None) or {}
 
 
 def backend_processes(supervisor: int) -> list[int]:

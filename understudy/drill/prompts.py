@@ -48,6 +48,26 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     "whole-long": {"stream": False, "max_tokens": LONG_TOKENS},
     "whole-seed": {"stream": False, "temperature": 1.0, "seed": 11, "max_tokens": 32},
 }
+# Some 500 tokens of the random model, of one byte each, and most of a small context.
+SYSTEM = (
+    "You are the prompter of a small theatre. You sit below the stage with the book of the play,"
+    " follow every line, and whisper the next words to whoever has lost them. Answer in one short"
+    " sentence. Never explain the plot, never mention that you are a prompter, and never invent a"
+    " line that is not in the book. If an actor asks for another scene, name its page. If two"
+    " actors ask at once, the one who is on stage comes first. Numbers are spelled out. "
+)
+QUESTIONS = (
+    "Who speaks after the storm?",
+    "What does the captain say to the crew?",
+    "On which page does the third act begin?",
+    "Whisper the last line of the first scene.",
+)
+DOCUMENTS = (
+    "The log of the lighthouse. "
+    + "Wind from the west, two ships passed, the lamp was trimmed. " * 9,
+    "An inventory of the wardrobe. "
+    + "One cloak, two masks, a crown of paper, boots in pairs. " * 9,
+)
 CHATS = ("Name three colours.", "What is a phone call?", "Count to seven.")
 
 
@@ -78,6 +98,26 @@ def all_prompts(model: str) -> list[Prompt]:
     return mixed
 
 
+def long_prompts(model: str) -> list[Prompt]:
+    """Many that share a system prompt, two long documents asked about twice, and short ones."""
+    short = all_prompts(model)[:2]
+    common = short[0].body
+    shared = [SYSTEM + question for question in QUESTIONS]
+    about = [text + ask for text in DOCUMENTS for ask in ("Summary:", "The last entry again:")]
+    long = [
+        Prompt(
+            f"long-{number}",
+            "/v1/completions",
+            {**common, "prompt": text, "max_tokens": LONG_TOKENS, "ignore_eos": True},
+        )
+        for number, text in enumerate([*shared, *about])
+    ]
+    mixed: list[Prompt] = []
+    for number, prompt in enumerate(long):
+        mixed += [prompt, short[number // 4]] if number % 4 == 0 else [prompt]
+    return mixed
+
+
 def varied_prompts(model: str) -> list[Prompt]:
     """A few plain prompts, and one of every kind that an engine must continue in its own way."""
     plain = all_prompts(model)[:3]
@@ -87,6 +127,13 @@ def varied_prompts(model: str) -> list[Prompt]:
         body = {**base.body, **change}
         varied.append(Prompt(f"{name}-{base.key}", base.path, body))
     return [*plain, *varied]
+
+
+def bank_of(backend: str | None, model: str, *, is_long: bool) -> list[Prompt]:
+    """The prompts that a drill asks of `backend`; `is_long`: most share a long beginning."""
+    if is_long:
+        return long_prompts(model)
+    return all_prompts(model) if backend == "vllm" else varied_prompts(model)
 
 
 async def learn_answers(

@@ -150,7 +150,9 @@ class Exchange(Struct):
 class EngineKill(Struct):
     """One kill and the moments observed after it; None: not observed.
 
-    `deaths_ms`: when each process of the old engine was seen to have exited.
+    `deaths_ms`: when each process of the old engine was seen to have exited. `kept_blocks` of KV
+    memory were there for the next engine, as the old one had said last, and `adopted_blocks` are
+    those that its cache began with; `kv_note`: why there are none.
     """
 
     target: str
@@ -165,6 +167,9 @@ class EngineKill(Struct):
     new_engine: str | None = None
     deaths_ms: dict[str, float | None] = {}
     incarnation: str | None = None
+    kept_blocks: int = 0
+    adopted_blocks: int | None = None
+    kv_note: str = ""
 
 
 class Moment(Struct, frozen=True):

@@ -45,6 +45,8 @@ def print_report(
     faults += [("double active", report.double_active), ("false deaths", report.false_deaths)]
     for name, count in faults:
         console.print(f"{name:<16} {count}", style="red" if count else "green")
+    if report.kv.adopted_share is not None:
+        console.print(f"KV blocks        {report.kv.describe()}", markup=False)
     if report.burn is not None:
         console.print(f"burn             {describe_burn(report.burn)}")
     if report.memory is not None:
@@ -96,16 +98,29 @@ def _print_times(
     report: DrillReport, table: Table, console: Console, *, has_failovers: bool
 ) -> None:
     """Failover times by phase, and recovery times of the memory service."""
+    other = report.without_adoption
     table.add_column("milliseconds")
     for column in ("p50", "p99", "max"):
         table.add_column(column, justify="right")
+    for column in ("p50", "p99", "max") if other is not None else ():
+        table.add_column(f"no adoption: {column}", justify="right")
+
+    def row(name: str, mine: Spread, others: Spread | None, style: str | None = "bold") -> None:
+        beside = _cells(others) if others is not None else []
+        table.add_row(name, *_cells(mine), *beside, style=style)
+
     if has_failovers:
         for phase in PHASES:
-            table.add_row(f"  {phase}", *_cells(report.phases_ms[phase]))
+            row(
+                f"  {phase}",
+                report.phases_ms[phase],
+                other.phases_ms[phase] if other else None,
+                None,
+            )
         table.add_section()
-        table.add_row("failover", *_cells(report.failover_ms), style="bold")
+        row("failover", report.failover_ms, other.failover_ms if other else None)
         if not report.is_direct:
-            table.add_row("pause of a stream", *_cells(report.pause_ms), style="bold")
+            row("pause of a stream", report.pause_ms, other.pause_ms if other else None)
     if report.recovery_ms is not None:
         table.add_row("memory recovery", *_cells(report.recovery_ms), style="bold")
     console.print(table)

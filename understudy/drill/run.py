@@ -20,10 +20,11 @@ from plumbing.service.clock import SystemClock
 from understudy.drill import part_killer
 from understudy.drill.burn import Burn
 from understudy.drill.clients import Target, send, stream_without_pause
+from understudy.drill.kept import note_adoption
 from understudy.drill.killer import WHOLE_DEADLINE_S, Whole, kill_active, wait_whole
 from understudy.drill.observer import Observer
 from understudy.drill.part_killer import PhysicalMemory, Standing
-from understudy.drill.prompts import all_prompts, learn_answers, read_expected, varied_prompts
+from understudy.drill.prompts import bank_of, learn_answers, read_expected
 from understudy.drill.records import (
     GATEWAYS,
     GMS,
@@ -58,6 +59,7 @@ class DrillPlan:
     `expected`: a file of prompts and answers; default: the first active engine's answers.
     `is_upgrade`: no kills; both engines get a new configuration instead.
     `burn`: number of busy loops per CPU meanwhile; `duration_s`: spread the kills over this time.
+    `has_long_prompts`: most requests share a long beginning.
     """
 
     kills: int = 20
@@ -68,6 +70,7 @@ class DrillPlan:
     is_upgrade: bool = False
     burn: int = 0
     duration_s: float = 0.0
+    has_long_prompts: bool = False
 
     @property
     def kills_wanted(self) -> int:
@@ -125,7 +128,7 @@ class Drill:
         if self._plan.expected is not None:
             self.prompts, self.records.expected = read_expected(self._plan.expected, model)
         else:
-            bank = all_prompts(model) if self.backend == "vllm" else varied_prompts(model)
+            bank = bank_of(self.backend, model, is_long=self._plan.has_long_prompts)
             self.prompts, self.records.expected = await learn_answers(target, bank, len(bank))
         self._say(
             f"{whole.engine} serves {model} at {target.host}:{target.port}, "
@@ -281,6 +284,7 @@ class Drill:
         kill = await kill_active(self._directory, what, whole, observer)
         self.records.kills.append(kill)
         took_ms = await self._probe(kill, target)
+        await note_adoption(self._directory, kill)
         self._say(
             f"kill {number}/{self._plan.kills}  {what} of {kill.engine}  "
             f"{kill.new_engine or 'its successor'} answered after {duration(took_ms)}"

@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from understudy.drill.kept import COMPARED, KvShare, kv_share
 from understudy.drill.problems import burn_problems, false_deaths, part_problems, problems_of
 from understudy.drill.records import (
     GMS,
@@ -89,6 +90,8 @@ class DrillReport:
     resumed: int = 0
     lost_in_gateway: int = 0
     pause_ms: Spread = Spread(None, None, None)
+    kv: KvShare = field(default_factory=KvShare)
+    without_adoption: DrillReport | None = None  # the same drill of a pod that adopts no KV block
 
     @property
     def mode(self) -> str:
@@ -106,6 +109,7 @@ class DrillReport:
             "failover_ms": self.failover_ms.to_dict(),
             "phases_ms": {name: spread.to_dict() for name, spread in self.phases_ms.items()},
             "pause_ms": self.pause_ms.to_dict(),
+            **self.kv.to_dict(),
             "backend": backend,
             "machine": machine,
         }
@@ -115,6 +119,9 @@ class DrillReport:
                 "committed_bytes": self.memory.committed_bytes,
                 "peak_physical_bytes": self.memory.peak_bytes,
             }
+        if self.without_adoption is not None:
+            other = self.without_adoption.to_dict(backend, machine)
+            document["without_adoption"] = {name: other[name] for name in COMPARED}
         if self.burn is not None:
             document["burn"] = msgspec.structs.asdict(self.burn)
         if self.upgrade is not None:
@@ -183,6 +190,7 @@ def judge(records: Records, kills_wanted: int) -> DrillReport:
         resumed=len(pauses),
         lost_in_gateway=counts[Outcome.LOST_IN_GATEWAY],
         pause_ms=spread(pause.length_ms for pause in pauses),
+        kv=kv_share(records.kills),
     )
 
 

@@ -160,6 +160,29 @@ async def drill_new_pod(prepare: Prepare, plan: DrillPlan, say: Say) -> DrillRes
             shutil.rmtree(directory, ignore_errors=True)
 
 
+async def compare_adoption(
+    adopting: Callable[[], Awaitable[DrillResult | None]],
+    empty: Callable[[], Awaitable[DrillResult | None]],
+    say: Say,
+) -> DrillResult | None:
+    """Drill a pod, and then one whose engines begin with an empty KV cache. None: interrupted."""
+    result = await adopting()
+    if result is None:
+        return None
+    say("the same again, with engines that adopt nothing")
+    other = await empty()
+    if other is None:
+        return None
+    report = result.report
+    report.without_adoption = other.report
+    if not other.report.passed:
+        why = "; ".join(other.report.problems) or "see its figures"
+        report.problems.append(f"without adoption the drill did not pass: {why}")
+    if report.kv.adopted_share is None:
+        report.problems.append("no engine published a KV block, so nothing could be adopted")
+    return result
+
+
 async def drill_running_pod(directory: Path, plan: DrillPlan, say: Say) -> DrillResult | None:
     """Drill the running pod in `directory`, which keeps running."""
     return await run_drill(Drill(directory, plan, say), PodRunner([], directory / "log"), plan, say)

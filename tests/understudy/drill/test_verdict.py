@@ -187,6 +187,9 @@ def test_judge_a_clean_drill_passes_with_the_issues_keys():
         "resumed": 0,
         "lost_in_gateway": 0,
         "pause_ms": {"p50": None, "p99": None, "max": None},
+        "adopted_blocks": 0,
+        "published_blocks": 0,
+        "adopted_share": None,
         "failover_ms": {"p50": 40, "p99": 40, "max": 40},
         "phases_ms": {
             "detect": {"p50": 1, "p99": 1, "max": 1},
