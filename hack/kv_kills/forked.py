@@ -1,0 +1,246 @@
+"""Kill engines at every point of a step, hundreds of times: each is a fork of a parked one.
+
+    python -m hack.kv_kills.forked [--backend reference|vllm] [--kills N] [--no-async] [--no-audit]
+        [--point running] [--seed N] [--json]
+
+Starting vLLM takes a minute of two cores, and a fork of it a moment. One process loads the model
+and parks; every fork of it borrows the KV pool from a real memory service, adopts what it finds,
+answers the same questions again and again and kills itself inside a step. An engine is one process
+here and has no supervisor, which `python -m hack.kv_kills` has. Every answer must be that of a fork
+that never saw the pool. Exit code 1 if one is not, if a block is torn, or if nothing was adopted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+from typing import Any, Protocol
+
+from hack.kv_kills.seams import ANY_RANK, SEAMS, Control, any_skip
+from hack.processes import KvServer
+from hack.report import commit, machine
+from understudy.up.random_model import RandomModel, make_random_model
+
+INNER_ENV = "KV_KILLS_INNER"
+ENGINE = "engine-0"
+ASKED_MAX, BEGINNINGS, BEGINNING_TOKENS, REST_TOKENS_MAX = 40, 4, 70, 70
+VOCABULARY = range(32, 120)
+ANSWER_TOKENS = 40
+AT_ONCE = 6
+ROUNDS_MAX = 30  # of questions, in a life; most lives end in the first
+VARIABLES = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "UNDERSTUDY_VLLM_KV": "1",
+    "ENGINE_ID": ENGINE,
+}
+
+
+@dataclass(slots=True)
+class Life:
+    """One fork: where it was to die, and what it said. `status`: of its end."""
+
+    point: str
+    skip: int
+    adopted: int = 0
+    torn: int = 0
+    why_empty: str = ""
+    wrong: int = 0
+    status: int = 0
+    error: str = ""
+
+
+class Parked(Protocol):
+    """An engine that is loaded and parked."""
+
+    def wake(self, token: int) -> Mapping[str, Any]:
+        """Borrow the pool and adopt: how many blocks were `adopted` and `torn`, and `why_empty`.
+        With token 0, take private memory instead."""
+
+    def ask(self, prompts: Sequence[list[int]]) -> list[list[int]]:
+        """The answers, computed at the same time."""
+
+    def is_clear(self, prompt: list[int]) -> bool:
+        """Whether rounding cannot change the answer."""
+
+
+def learn(parked: Parked, rng: Random) -> list[tuple[list[int], list[int]]]:
+    """Questions whose answers rounding cannot change, and the answers."""
+    beginnings = [_tokens(rng, BEGINNING_TOKENS) for _ in range(BEGINNINGS)]
+    prompts = [
+        rng.choice(beginnings) + _tokens(rng, rng.randrange(REST_TOKENS_MAX))
+        for _ in range(ASKED_MAX)
+    ]
+    parked.wake(0)
+    clear = [prompt for prompt in prompts if parked.is_clear(prompt)]
+    return [(prompt, parked.ask([prompt])[0]) for prompt in clear]
+
+
+def live(
+    parked: Parked, token: int, known: list[tuple[list[int], list[int]]], rng: Random, out: int
+) -> None:
+    """One engine's life, up to its death or until it has asked enough."""
+    answer = parked.wake(token)
+    _tell(out, {name: answer[name] for name in ("adopted", "torn", "why_empty")})
+    for _ in range(ROUNDS_MAX):
+        asked = rng.sample(known, min(AT_ONCE + 2, len(known)))
+        made = parked.ask([prompt for prompt, _ in asked])
+        wrong = sum(one != expected for one, (_, expected) in zip(made, asked, strict=True))
+        if wrong:
+            _tell(out, {"wrong": wrong})
+            return
+
+
+def in_a_fork(work: Any) -> tuple[list[dict[str, Any]], int]:
+    """What `work(descriptor)` told in a fork of this process, and how that ended."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.close(reader)
+        try:
+            work(writer)
+        except BaseException:
+            _tell(writer, {"error": traceback.format_exc()})
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as lines:
+        told = [json.loads(line) for line in lines]
+    _, status = os.waitpid(pid, 0)
+    return told, status
+
+
+def load(flags: argparse.Namespace, model: str, directory: str) -> Parked:
+    """The engine of the backend that the flags name, parked."""
+    has_audit = not flags.no_audit
+    if flags.backend == "reference":
+        from hack.kv_kills.forked_reference import ParkedReference
+
+        return ParkedReference(model, directory, ENGINE, has_audit=has_audit)
+    from hack.kv_kills.forked_vllm import ParkedVllm
+
+    is_async = not flags.no_async
+    return ParkedVllm(model, directory, ENGINE, is_async=is_async, has_audit=has_audit)
+
+
+def inner(flags: argparse.Namespace, base: Path) -> dict[str, Any]:
+    """In the process that is parked."""
+    control, rng = Control(base), Random(flags.seed)
+    parked = load(flags, str(base / "model"), str(base / "pod"))
+    told, _ = in_a_fork(lambda out: _tell(out, {"known": learn(parked, rng)}))
+    if "known" not in told[0]:
+        raise RuntimeError(told[0]["error"])
+    known = [(prompt, answer) for prompt, answer in told[0]["known"]]
+    say(f"{len(known)} questions")
+    lives: list[Life] = []
+    points = flags.point or list(SEAMS[flags.backend])
+    killed = 0
+    while killed < flags.kills:
+        point = points[len(lives) % len(points)]
+        life = Life(point, any_skip(rng, flags.backend, point))
+        control.arm(ENGINE, point, life.skip, ANY_RANK)
+        token, seed = len(lives) + 1, rng.random()
+        told, life.status = in_a_fork(
+            lambda out, token=token, seed=seed: live(parked, token, known, Random(seed), out)
+        )
+        for each in told:
+            for name, value in each.items():
+                setattr(life, name, value)
+        lives.append(life)
+        killed += os.WIFSIGNALED(life.status) and os.WTERMSIG(life.status) == signal.SIGKILL
+        say(f"{killed}/{flags.kills} {point} (+{life.skip}): {life.adopted} adopted {life.error}")
+        if life.wrong or life.torn or life.error:
+            break
+    return document(lives, killed)
+
+
+def document(lives: list[Life], killed: int) -> dict[str, Any]:
+    adopted, torn = sum(each.adopted for each in lives), sum(each.torn for each in lives)
+    wrong, errors = sum(each.wrong for each in lives), [each.error for each in lives if each.error]
+    return {
+        "passed": bool(adopted) and not torn and not wrong and not errors,
+        "kills": killed,
+        "kills_by_point": dict(Counter(e.point for e in lives if os.WIFSIGNALED(e.status))),
+        "adopted_blocks": adopted,
+        "torn_blocks": torn,
+        "wrong_answers": wrong,
+        "errors": errors,
+        "why_empty": dict(Counter(each.why_empty for each in lives if not each.adopted)),
+        "each": [asdict(each) for each in lives],
+    }
+
+
+def outer(flags: argparse.Namespace) -> int:
+    """Model and memory service, and the process that is parked, with the points in it."""
+    began_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="kv-kills-") as directory:
+        base = Path(directory)
+        (base / "pod").mkdir(mode=0o700)
+        asyncio.run(make_random_model(base / "model", RandomModel.of(flags.backend).shape))
+        control = Control(base)
+        server = KvServer(str(base / "pod"), "HOST-0", 1 << 30)
+        server.start()
+        try:
+            environment = {**os.environ, **RandomModel.of(flags.backend).env, **VARIABLES}
+            environment |= {**control.environment, INNER_ENV: directory}
+            command = [sys.executable, "-m", "hack.kv_kills.forked", *sys.argv[1:]]
+            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=False)
+        finally:
+            server.close()
+    if not done.stdout:
+        say("error: the engine could not be loaded")
+        return 1
+    found = json.loads(done.stdout.splitlines()[-1])
+    head = {"machine": machine(), "commit": commit(), "took_s": round(time.monotonic() - began_s)}
+    if flags.json:
+        print(json.dumps({**head, **vars(flags), **found}, indent=1))
+    say(str({name: value for name, value in found.items() if name != "each"}))
+    return 0 if found["passed"] else 1
+
+
+def _tokens(rng: Random, count: int) -> list[int]:
+    return [rng.choice(VOCABULARY) for _ in range(count)]
+
+
+def _tell(out: int, said: dict[str, Any]) -> None:
+    os.write(out, json.dumps(said).encode() + b"\n")
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m hack.kv_kills.forked", description="kill forks of a parked engine"
+    )
+    points = sorted({point for points in SEAMS.values() for point in points})
+    parser.add_argument("--backend", choices=SEAMS, default="reference")
+    parser.add_argument("--kills", type=int, default=200, help="how many [default: %(default)s]")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--point", action="append", choices=points, help="repeatable; default: all")
+    parser.add_argument("--no-async", action="store_true", help="vLLM without async scheduling")
+    parser.add_argument("--no-audit", action="store_true", help="publish no checksums")
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    flags = parser.parse_args()
+    if INNER_ENV in os.environ:
+        print(json.dumps(inner(flags, Path(os.environ[INNER_ENV]))))
+    else:
+        sys.exit(outer(flags))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""The reference backend's model in one process, for `forked`: loaded, with no KV memory yet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from engine.backends.reference.link import SamplingParams
+from engine.backends.reference.model.batch import Request
+from engine.backends.reference.model.block_memory import BlockMemory, BlockStore
+from engine.backends.reference.model.checkpoint import open_checkpoint
+from engine.backends.reference.model.decoder import Decoder, KVCache, weights_from
+from engine.backends.reference.model.exchange import Leader
+from engine.backends.reference.model.generation import Generator
+from engine.backends.reference.model.kept_blocks import KeptBlocks, header_of
+from engine.backends.reference.model.kv_pool import page_of
+from engine.backends.reference.model.kv_size import KvSize
+from engine.backends.reference.model.prefix_cache import PrefixCache
+from engine.kv.layout import index_bytes
+from gms.client import BEGUN, KvClaim, borrow_pool, memory_for
+from gms.kv_messages import NO_ERA
+
+DEVICE = "HOST-0"
+DEADLINE_S = 30.0
+SLOTS, CONTEXT, BLOCKS = 4, 256, 24
+ANSWER_TOKENS = 40
+
+
+class ParkedReference:
+    """As `forked.Parked`."""
+
+    def __init__(self, model: str, directory: str, engine: str, *, has_audit: bool) -> None:
+        self._directory, self._engine, self._has_audit = directory, engine, has_audit
+        checkpoint = open_checkpoint(model)
+        config = self._config = checkpoint.config
+        memory: dict[str, memoryview] = {}
+
+        def place(name: str, nbytes: int, shape: tuple[int, ...], dtype: str) -> memoryview:
+            memory[name] = memoryview(bytearray(nbytes))
+            return memory[name][:]
+
+        checkpoint.load_into(place, lambda done, total: None)
+        self._leader = Leader([], config.vocab_size)
+        self._decoder = Decoder(config, weights_from(config, memory.__getitem__), self._leader)
+        slots_bytes = KVCache.bytes_needed(config, SLOTS, CONTEXT)
+        kv_bytes = slots_bytes + BlockMemory.bytes_needed(config, BLOCKS)
+        self._size = KvSize(CONTEXT, BLOCKS, slots_bytes, kv_bytes)
+        self._kept: KeptBlocks | None = None
+        self._generator: Generator | None = None
+
+    def wake(self, token: int) -> Mapping[str, Any]:
+        config, size = self._config, self._size
+        if not token:
+            cache = KVCache(config, bytearray(size.slots_bytes), SLOTS, CONTEXT)
+            self._generator = Generator(self._decoder, cache)
+            return {}
+        claim = KvClaim(
+            self._engine, f"i-{token}", token, NO_ERA, size.kv_bytes, index_bytes(BLOCKS)
+        )
+        lease = borrow_pool(self._directory, DEVICE, claim, DEADLINE_S)
+        mapped = memory_for(DEVICE).reserve(sum(lease.slab_sizes))
+        mapped.map(0, lease.slabs, writable=True)
+        lease.mark(BEGUN)
+        view = mapped.view(0, size.kv_bytes)
+        cache = KVCache(config, view, SLOTS, CONTEXT)
+        blocks = BlockMemory(config, view[size.slots_bytes :], BLOCKS, cache)
+        store = BlockStore(blocks, self._leader)
+        kept = self._kept = KeptBlocks(
+            [lease],
+            [page_of(lease)],
+            [header_of(config, size, SLOTS, 1)],
+            may_adopt=True,
+            checksum=store.checksum,
+        )
+        has_audit = self._has_audit
+        prefixes = PrefixCache(store, BLOCKS, kept.writer, kept.adopted, has_audit=has_audit)
+        self._generator = Generator(self._decoder, cache, None, prefixes)
+        kept.canary_passed()
+        return {"adopted": len(kept.adopted), "torn": kept.torn, "why_empty": kept.why_empty}
+
+    def ask(self, prompts: Sequence[list[int]]) -> list[list[int]]:
+        generator = self._generator
+        assert generator is not None
+        made: list[list[int]] = [[] for _ in prompts]
+        for number, prompt in enumerate(prompts):
+            sampling = SamplingParams(temperature=0)
+            generator.submit(Request(number, tuple(prompt), ANSWER_TOKENS, sampling))
+        while generator.has_work:
+            produced = generator.step()
+            if self._kept is not None:
+                self._kept.stepped()
+            if produced is not None:
+                made[produced.request_id].append(produced.token)
+        return made
+
+    def is_clear(self, prompt: list[int]) -> bool:
+        return True

@@ -1,0 +1,82 @@
+"""vLLM with our worker and scheduler in one process, for `forked`: loaded and parked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vllm import LLM, SamplingParams
+
+from gms.kv_messages import NO_ERA
+from hack.vllm.stock import GAP_MIN
+
+DEADLINE_S = 30.0
+KV_BYTES = 3 << 20  # some 40 blocks, far fewer than all questions take
+AT_ONCE = 6
+ANSWER_TOKENS = 40
+
+
+class ParkedVllm:
+    """As `forked.Parked`."""
+
+    def __init__(
+        self, model: str, directory: str, engine: str, *, is_async: bool, has_audit: bool
+    ) -> None:
+        self._directory, self._engine, self._has_audit = directory, engine, has_audit
+        kind = "KeepingAsyncScheduler" if is_async else "KeepingScheduler"
+        self._llm: Any = LLM(
+            model,
+            worker_cls="hack.kv_kills.forked_worker.Worker",
+            scheduler_cls=f"engine.backends.vllm.kv.scheduler.{kind}",
+            async_scheduling=is_async,
+            dtype="float32",
+            enforce_eager=True,
+            generation_config="vllm",
+            max_model_len=256,
+            max_num_seqs=AT_ONCE,
+            max_num_batched_tokens=64,  # prompts come in parts
+            block_size=32,
+            kv_cache_memory_bytes=KV_BYTES,
+        )
+        self._llm.sleep(1)
+
+    def wake(self, token: int) -> Mapping[str, Any]:
+        lending = {"directory": self._directory, "token": token, "era": NO_ERA}
+        lending |= {"engine": self._engine, "incarnation": f"i-{token}"}
+        asked = (DEADLINE_S, lending) if token else (DEADLINE_S,)
+        (taken,) = self._llm.collective_rpc("understudy_take_kv", args=asked)
+        if not taken["ok"]:
+            raise RuntimeError(taken["error"])
+        answer: dict[str, Any] = {}
+        if token:
+            beginning = {
+                "directory": self._directory,
+                "deadline_s": DEADLINE_S,
+                "may_adopt": True,
+                "has_audit": self._has_audit,
+                "ranks": [taken["pool"]],
+            }
+            core = self._llm.llm_engine.engine_core.engine_core
+            answer = core.understudy_begin_kv(beginning)
+            if answer["problem"]:
+                raise RuntimeError(answer["problem"])
+        self._llm.wake_up()
+        return answer
+
+    def ask(self, prompts: Sequence[list[int]]) -> list[list[int]]:
+        return [list(each.token_ids) for each in self._made(prompts)]
+
+    def is_clear(self, prompt: list[int]) -> bool:
+        (made,) = self._made([prompt], 2)
+        for step in made.logprobs:
+            best, second = sorted((each.logprob for each in step.values()), reverse=True)[:2]
+            if best - second < GAP_MIN:
+                return False
+        return True
+
+    def _made(self, prompts: Sequence[list[int]], logprobs: int | None = None) -> list[Any]:
+        sampling = SamplingParams(
+            temperature=0, max_tokens=ANSWER_TOKENS, ignore_eos=True, logprobs=logprobs
+        )
+        asked = [{"prompt_token_ids": each} for each in prompts]
+        return [each.outputs[0] for each in self._llm.generate(asked, sampling, use_tqdm=False)]

@@ -1,0 +1,29 @@
+"""Kills at the seams of a step: each hits exactly its point, and no successor is misled."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from hack.kv_kills.seams import SEAMS
+from hack.report import ROOT
+
+KILLS = 14  # each point of the reference backend twice
+
+
+@pytest.mark.slow
+def test_engines_killed_at_each_point_of_a_step_leave_only_true_blocks():
+    """Goal: 0 torn blocks, 0 wrong tokens, and blocks are adopted. Method: forks of one parked
+    model on a real memory service; each kills itself inside a step."""
+    command = [sys.executable, "-m", "hack.kv_kills.forked", "--kills", str(KILLS), "--json"]
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
+    done = subprocess.run(command, cwd=ROOT, env=kept, capture_output=True, text=True, check=False)
+    assert done.stdout, done.stderr
+    found = json.loads(done.stdout)
+    assert found["passed"], done.stderr
+    assert (found["torn_blocks"], found["wrong_answers"], found["errors"]) == (0, 0, [])
+    assert found["kills_by_point"] == dict.fromkeys(SEAMS["reference"], KILLS // 7)
