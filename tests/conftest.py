@@ -7,6 +7,9 @@ root may make one: where it is refused, tests should run one after the other (`W
 A test process runs in Python's development mode; what it starts runs as users run it, which takes a
 quarter less of the machine.
 
+Hypothesis judges no test by its speed: on a busy machine an example may take longer than 200 ms, and
+less when it is repeated.
+
 And Ctrl-C means what it means at a terminal: a shell that starts the tests in the background lets
 them, and all that they start, ignore it.
 """
@@ -19,6 +22,7 @@ import os
 import signal
 import socket
 import struct
+from importlib.util import find_spec
 
 import pytest
 
@@ -31,10 +35,21 @@ WORKER_ENV = "PYTEST_XDIST_WORKER"
 def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if find_spec("hypothesis") is not None:  # vLLM's environment has none
+        be_patient()
     if WORKER_ENV in os.environ:
         os.environ.pop("PYTHONDEVMODE", None)
         if enter_own_network():
             bring_up("lo")
+
+
+def be_patient() -> None:
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile(
+        "patient", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("patient")
 
 
 def enter_own_network() -> bool:

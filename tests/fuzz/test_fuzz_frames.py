@@ -42,7 +42,7 @@ in_memory = settings(max_examples=EXAMPLES or 300, deadline=None)
 on_a_server = settings(
     max_examples=EXAMPLES // 10 or 150,
     deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
 
