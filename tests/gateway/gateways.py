@@ -23,7 +23,8 @@ from tests.helpers import free_port, until
 from tests.lockserver.processes import ServerProcess
 
 STUB = "tests.gateway.stub_gateway"
-READ_S = 30.0
+READ_S = 60.0
+HOLD_MS = 600_000
 
 
 class Stream:
@@ -65,12 +66,13 @@ def who(port: int) -> int:
 
 
 class LockServer(ServerProcess):
-    """With a service address, and in gateway mode unless told otherwise."""
+    """With a service address, and in gateway mode unless told otherwise. Where nobody accepts it
+    waits for longer than any test: a gateway that is started may take its time."""
 
     def __init__(self, directory: str, *flags: str, mode: str = "--no-direct") -> None:
         self.port = free_port()
         service = ("--service", f"active=127.0.0.1:{self.port}")
-        super().__init__(directory, mode, *service, *flags)
+        super().__init__(directory, mode, *service, "--hold-ms", str(HOLD_MS), *flags)
 
 
 class GatewayProcess:
