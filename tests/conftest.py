@@ -7,8 +7,8 @@ root may make one: where it is refused, tests should run one after the other (`W
 A test process runs in Python's development mode; what it starts runs as users run it, which takes a
 quarter less of the machine.
 
-Hypothesis judges no test by its speed: on a busy machine an example may take longer than 200 ms, and
-less when it is repeated.
+Hypothesis judges no test by its speed: on a busy machine an example may take longer than 200 ms,
+and less when it is repeated.
 
 And Ctrl-C means what it means at a terminal: a shell that starts the tests in the background lets
 them, and all that they start, ignore it.
