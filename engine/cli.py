@@ -78,7 +78,7 @@ async def _supervise(settings: EngineSettings) -> None:
 def status(config: Resolved, as_json: bool, watch: bool) -> None:
     """Show what the engine does and why.
 
-    Without a supervisor: the contents of its state file, and exit code 3.
+    If the supervisor does not answer, show its state file, and exit with code 3.
     """
     show_status(lambda: _look(config["dir"], config["engine_id"]), as_json=as_json, watch=watch)
 

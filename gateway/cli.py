@@ -39,8 +39,8 @@ def main() -> None:
 def serve(config: Resolved) -> None:
     """Run the gateway until SIGTERM.
 
-    SIGTERM accepts no more and ends when all streams have, or after --drain-timeout; a second one
-    ends at once. SIGHUP: as `gateway restart-child`.
+    On SIGTERM it accepts no more connections, and exits when all streams have ended, or after
+    --drain-timeout. A second SIGTERM ends it at once. SIGHUP works like `gateway restart-child`.
     """
     arm_from_environment()
     log.configure("gateway")
@@ -61,7 +61,7 @@ async def _supervise(settings: GatewaySettings) -> int:
 def status(config: Resolved, as_json: bool, watch: bool) -> None:
     """Show what the gateway accepts, where requests go, and what waits.
 
-    Without a gateway: what follows from that, and exit code 3.
+    If the gateway does not answer, show what that means for clients, and exit with code 3.
     """
     directory = os.path.abspath(config["dir"])
     show_status(lambda: _look(directory), as_json=as_json, watch=watch)
@@ -102,8 +102,8 @@ def events(config: Resolved, as_json: bool, follow: bool) -> None:
 def restart_child(config: Resolved, as_json: bool) -> None:
     """Replace the process that serves, without losing a request.
 
-    A fresh one reads the certificate and the API keys again and accepts; the present one finishes
-    its streams first.
+    A new process reads the certificate and the API keys again and accepts connections; the present
+    one finishes its streams, then exits.
     """
     with BlockingClient(gateway_socket(os.path.abspath(config["dir"])), CONTROL) as client:
         done = client.request(RestartChildMsg(), timeout_s=RESTART_TIMEOUT_S).message

@@ -90,7 +90,7 @@ class NobodyMsg(Message, frozen=True, tag="nobody"):
 
 
 class Distribution(Struct, frozen=True):
-    """What a histogram has counted: one count for each bound, and one for what is above."""
+    """The counts of a histogram: one for each bound, and one for all values above."""
 
     counts: tuple[Count, ...]
     sum_s: float = 0.0
@@ -133,7 +133,7 @@ class RequestTotal(Struct, frozen=True):
 
 
 class GatewayTotals(Struct, frozen=True):
-    """What a child has counted since its start; it only grows."""
+    """The counts of a child since its start; they only grow."""
 
     requests: tuple[RequestTotal, ...] = ()
     tokens: Count = 0  # delivered, each once
@@ -148,7 +148,7 @@ class GatewayTotals(Struct, frozen=True):
 
 
 class GatewayLoad(Struct, frozen=True):
-    """What a child has in hand at this moment."""
+    """The present load of a child."""
 
     connections: int = 0  # of clients
     in_flight: int = 0  # requests, all of the following included

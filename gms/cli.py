@@ -215,7 +215,7 @@ def _crash(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
 def status(config: Resolved, as_json: bool, watch: bool) -> None:
     """Show what each device holds and who maps it.
 
-    Without a server: the contents of its journal, and exit code 3.
+    If a device's server does not answer, show what its journal says, and exit with code 3.
     """
     show_status(lambda: _look(config["dir"]), as_json=as_json, watch=watch)
 
@@ -296,7 +296,8 @@ def drop(
 def drop_kv(config: Resolved, yes: bool, as_json: bool) -> None:
     """Free a device's KV memory that no engine uses.
 
-    The next engine gets new memory and begins with an empty cache. Refused while an engine has it.
+    The next engine gets new memory and begins with an empty cache. The command is refused while an
+    engine uses the memory.
     """
     from gms.operate import kv_upkeep
     from gms.operate.upkeep import the_device

@@ -1,7 +1,7 @@
 """Whether the bytes of a block are those that were published (`--kv-audit`): a check of the rules
 that let a block be believed, for tests and drills. No rule relies on it.
 
-Pure: who holds the memory makes the checksums.
+Pure: whoever holds the memory computes the checksums.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from engine.kv.adopter import Adoption
 
 Checksums = Callable[[Sequence[int]], Sequence[int]]
-"""Of the bytes of some blocks on every rank, in the blocks' order."""
+"""Computes one checksum for each of some blocks, over its bytes on all ranks."""
 
 PART_BYTES = 4  # a CRC-32 of one rank's part
 

@@ -179,7 +179,7 @@ class IndexPage:
         return found.header, found.cohort
 
     def write_header(self, header: IndexHeader, cohort: str) -> None:
-        """Replace the facts. Records of the old ones cease to exist with the first store."""
+        """Replace the facts. Records under the old facts cease to exist with the first store."""
         body = msgspec.msgpack.encode(_Facts(header, cohort))
         facts = _LENGTH.pack(len(body)) + body
         if len(facts) > FACTS_BYTES_MAX:
@@ -192,7 +192,7 @@ class IndexPage:
         self._cells.store_word(COMMIT, 0)
 
     def raise_generation(self) -> None:
-        """Every record ceases to exist, by one store; how it was adopted is then forgotten."""
+        """End every record by one store; how they were adopted is then forgotten."""
         raised = (self.generation & GENERATION_MAX) + 1
         if raised > GENERATION_MAX:
             raise OverflowError("the content generation of this KV pool is used up")
@@ -206,7 +206,7 @@ class IndexPage:
         self._cells.store_word(ADOPTER, incarnation)
 
     def prove(self) -> None:
-        """The content works for the engine that has it, or there is none."""
+        """Note that the content works for the engine that has it, or that there is none."""
         self._cells.store_word(UNPROVEN, 0)
         self._cells.store_word(ADOPTER, 0)
 

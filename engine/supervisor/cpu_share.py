@@ -45,7 +45,7 @@ class CpuShare:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What to add to the backend's."""
+        """Variables to add to the backend's environment."""
         if self.limit is None:
             return {}
         return {CPUS_ENV: ",".join(map(str, sorted(self.available)))}

@@ -310,7 +310,7 @@ class Engine:
             self._wake()
 
     def _wake(self) -> None:
-        """Once there are both a grant and the listening socket, whichever comes last."""
+        """Ask for the wake once there are both a grant and the listening socket."""
         now, waking = self.lifecycle.now, self.incarnation
         if now.step is WakingStep.WAKE and waking is not None and not waking.is_wake_asked:
             listener = self.lock.borrow_listener()

@@ -54,7 +54,7 @@ HUGE_PAGES = "glibc.malloc.hugetlb"
 
 
 def huge_pages(environ: Mapping[str, str]) -> dict[str, str]:
-    """What to add to a backend's environment; nothing where the user has chosen already."""
+    """Variables to add to a backend's environment; none where the user has already chosen."""
     given = environ.get(TUNABLES_ENV, "")
     if HUGE_PAGES in given:
         return {}

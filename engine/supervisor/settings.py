@@ -298,7 +298,7 @@ def _security(config: Resolved, address: str) -> Security | None:
 
 
 def _service_address(text: str | None) -> TcpAddress | None:
-    """With a numeric host, so that no name is resolved during a takeover."""
+    """The address with a numeric host, so that no name is resolved during a takeover."""
     if text is None:
         return None
     try:

@@ -31,7 +31,7 @@ RETRY_S = 2.0  # a write that failed; a full disk or a shortage of descriptors l
 
 @dataclass
 class SavedState:
-    """What a later supervisor of the same engine must know."""
+    """The facts that a later supervisor of the same engine must know."""
 
     was_standby: bool = False
     number: int = 0  # launches so far

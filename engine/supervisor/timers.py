@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class Timers:
-    """Of each name at most one is running."""
+    """Named timers, of which at most one of each name is running."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()

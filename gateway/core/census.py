@@ -1,4 +1,4 @@
-"""What the gateway counts: for beats, metrics and status. Nothing here decides anything."""
+"""The gateway's counters, for beats, metrics and status. Nothing here decides anything."""
 
 from __future__ import annotations
 

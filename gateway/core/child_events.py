@@ -1,4 +1,4 @@
-"""What happens to the children of a gateway, and what their parent does about it: plain values."""
+"""Events about a gateway's children, and the effects that its parent performs: plain values."""
 
 from __future__ import annotations
 

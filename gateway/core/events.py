@@ -1,4 +1,4 @@
-"""What happens to the gateway and what it does about it: plain values, no behaviour.
+"""The gateway's events and effects: plain values, no behaviour.
 
 The child process (`gateway/server`) is the shell: it hands in events with `Gateway.handle` and
 performs effects in order. The bytes of answers do not travel as events: they go through the methods
@@ -46,7 +46,7 @@ class Ending(StrEnum):
 
 
 class GatewayRules(msgspec.Struct, frozen=True):
-    """What may be configured. Times in ms."""
+    """The settings of the core. Times are in ms."""
 
     hold_ms: float = 10_000.0  # a request of which nothing was sent waits so long for an engine
     park_timeout_ms: float = 300_000.0  # a stream that has begun waits so long

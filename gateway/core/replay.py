@@ -22,7 +22,7 @@ class ReplayMismatch(Exception):
 
 
 class Rest(NamedTuple):
-    """What of a group is new to the client."""
+    """The part of a group that is new to the client."""
 
     events: bytes
     has_new_tokens: bool  # the group's tokens are behind the joint, not in front of it

@@ -22,7 +22,7 @@ PROGRESS_MS = 10_000.0
 
 
 class LiveAttempt(Protocol):
-    """What works for a request now (`attempt.Attempt`)."""
+    """The attempt at a request that is under way (`attempt.Attempt`)."""
 
     number: int
     engine: str

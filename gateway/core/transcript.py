@@ -1,4 +1,5 @@
-"""What a client has been sent of a stream, kept small: it is read only when the stream resumes.
+"""The journal of what a client has been sent of a stream. It is kept small, because it is read
+only when the stream resumes.
 
 Events of one stream are nearly the same, so that compressed they take a thirtieth of their bytes,
 at 0.3 us for each event.

@@ -28,7 +28,7 @@ NEVER = float("inf")
 
 
 class Clients(Protocol):
-    """Who accepts connections and serves their requests."""
+    """Accepts connections and serves their requests."""
 
     body_memory: BodyMemory
 
@@ -79,12 +79,12 @@ class ClientConnection(asyncio.Protocol):
 
     @property
     def unsent_bytes(self) -> int:
-        """What waits in this process for the client to take it."""
+        """Bytes that wait in this process until the client takes them."""
         return 0 if self._transport is None else self._transport.get_write_buffer_size()
 
     @property
     def arriving_bytes(self) -> int:
-        """What has come of a body that is not whole yet."""
+        """How many bytes of an incomplete body have arrived."""
         return self._reader.body_bytes if self.request is None else 0
 
     # ------------------------------------------------------------------ answers

@@ -126,7 +126,7 @@ class HttpDoors:
 
     @property
     def problem(self) -> str | None:
-        """What cannot be done now."""
+        """A sentence about what cannot be done now."""
         files = [each.file for each in (self.keys, self.certificate) if each is not None]
         found = [file.problem for file in files]
         if self._listener is not None:

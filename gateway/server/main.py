@@ -1,4 +1,4 @@
-"""What every child of a gateway does: `python -m gateway.server`, started by `gateway serve`.
+"""The main program of a gateway's child: `python -m gateway.server`, started by `gateway serve`.
 
 Owns the channel to the parent: what the parent says reaches the doors (`Doors`), and what they say
 of themselves goes back, as beats. It decides nothing about requests. It dies with its parent, and
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class Doors(Protocol):
-    """What serves clients. All methods are called on the loop, and none may block."""
+    """Serves clients. All methods are called on the loop, and none may block."""
 
     def accept(self, listening: OwnedFd, address: str) -> None:
         """Take this socket and accept from now on, in place of an earlier one. It is shared with
@@ -53,11 +53,11 @@ class Doors(Protocol):
         `budget_ms` those that are left are cut. Called again, the shorter budget counts."""
 
     def beat(self, progress: int) -> msg.GatewayBeatMsg:
-        """What is true of them now, and what they have counted."""
+        """Their present state and their counts."""
 
 
 class Parent(Protocol):
-    """What doors may tell their parent."""
+    """The reports of the doors to their parent."""
 
     def happened(self, event: msg.GatewayEventMsg) -> None:
         """For the event log: rare things."""

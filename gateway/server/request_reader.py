@@ -96,7 +96,7 @@ class RequestReader:
 
     @property
     def is_idle(self) -> bool:
-        """Whether not even a byte of a further request has come."""
+        """Whether no byte of a further request has arrived."""
         return self._open is None
 
     @property
@@ -106,7 +106,7 @@ class RequestReader:
 
     @property
     def body_bytes(self) -> int:
-        """How much of a body has come that is not whole yet."""
+        """How many bytes of an incomplete body have arrived."""
         return self._open.body_bytes if self._open is not None else 0
 
     def give_up(self) -> None:
@@ -248,7 +248,7 @@ class RequestReader:
         self._let_go()
 
     def _let_go(self) -> None:
-        """Of the request that was being read."""
+        """Let go of the request that was being read."""
         self._memory.bytes -= self.body_bytes
         self._open, self.expects_continue = None, False
 

@@ -88,7 +88,7 @@ class Upstream(asyncio.Protocol):
 
     @property
     def unsent_bytes(self) -> int:
-        """What waits in this process for the engine to take it."""
+        """Bytes that wait in this process until the engine takes them."""
         return 0 if self._transport is None else self._transport.get_write_buffer_size()
 
     def connect(self, path: str) -> socket.socket:
@@ -286,7 +286,7 @@ class Upstream(asyncio.Protocol):
 
 
 def _behind(parts: Sequence[Buffer], sent_bytes: int) -> list[Buffer]:
-    """What is left of them once so many bytes were sent."""
+    """The buffers that remain once so many bytes were sent."""
     left: list[Buffer] = []
     for part in parts:
         if sent_bytes < len(part):

@@ -1,4 +1,4 @@
-"""What the lock server says to a gateway, and what is known while it says nothing.
+"""Listens to the lock server for a gateway, and keeps what is known while it is away.
 
 It may be away for as long as it likes: the children go on with the engine that was granted last,
 and the socket stays here. Only a takeover waits for it.

@@ -64,7 +64,7 @@ class Nursery:
 
     @property
     def is_accepting(self) -> bool:
-        """Whether anybody does: at a restart two of them may, for a moment."""
+        """Whether any child accepts: at a restart two of them may, for a moment."""
         beats = (link.beat for link in self.links.values())
         return any(beat.is_accepting for beat in beats if beat is not None)
 
@@ -72,7 +72,7 @@ class Nursery:
         return [self.links[each.id] for each in self.core.at(place)]
 
     def counted(self) -> msg.GatewayTotals:
-        """What all children so far have counted."""
+        """The counts of all children so far."""
         beats = (link.beat for link in [*self.links.values(), *self._dying])
         return add([self.totals, *(beat.totals for beat in beats if beat is not None)])
 

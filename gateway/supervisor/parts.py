@@ -1,4 +1,4 @@
-"""What a gateway's parent consists of, for those that look at all of it."""
+"""The parts of a gateway's parent, for code that reads all of them."""
 
 from __future__ import annotations
 

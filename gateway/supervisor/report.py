@@ -1,4 +1,4 @@
-"""What a gateway says of itself: the status document, probes, gauges. Reads, never changes."""
+"""The status document, the probes and the gauges of a gateway. It only reads."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def document(gateway: GatewayParts) -> dict[str, Any]:
 
 
 def problems(gateway: GatewayParts) -> list[str]:
-    """What does not work now, as sentences."""
+    """One sentence for each thing that does not work now."""
     nursery, lock = gateway.nursery, gateway.lock
     serving = nursery.serving
     found = [nursery.socket_problem, nursery.core.problem]
@@ -81,7 +81,7 @@ def problems(gateway: GatewayParts) -> list[str]:
 
 
 def load(gateway: GatewayParts) -> GatewayLoad:
-    """What all children have in hand."""
+    """The load of all children together."""
     links = gateway.nursery.links.values()
     loads = [link.beat.load for link in links if link.beat is not None]
     sums = {

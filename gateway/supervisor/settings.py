@@ -28,7 +28,7 @@ OPTIONS = (
         "service",
         str,
         "active",
-        "The lock whose service address to accept on: LOCK of the lock server's --service.",
+        "Accept clients on the service address of this lock: LOCK in the lock server's --service.",
         env="UNDERSTUDY_GATEWAY_SERVICE",  # UNDERSTUDY_SERVICE is the lock server's, with addresses
     ),
     Option("http_host", str, "127.0.0.1", "Address of probes, status and metrics."),

@@ -127,7 +127,7 @@ class GatewaySupervisor:
             self.stop()
 
     def _changed(self) -> None:
-        """Who accepts may have changed."""
+        """Another child may accept now, or none."""
         is_accepting = self.nursery.is_accepting
         if is_accepting == self._was_accepting:
             return

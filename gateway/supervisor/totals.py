@@ -1,4 +1,4 @@
-"""What all children of a gateway have counted, ended ones included, so that no counter falls."""
+"""The counts of all children of a gateway, ended ones included, so that no counter falls."""
 
 from __future__ import annotations
 

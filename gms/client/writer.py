@@ -103,7 +103,7 @@ class Writer(WeightsSession):
 
     @property
     def tensors(self) -> Mapping[str, TensorRecord]:
-        """What was placed so far, by name."""
+        """The tensors that were placed so far, by name."""
         return self._records
 
     def progress(self, done_bytes: int, total_bytes: int) -> None:

@@ -26,7 +26,7 @@ class Fit(Enum):
 
 
 def free_bytes(epochs: Iterable[Epoch], capacity_bytes: int, kv_bytes: int) -> int:
-    """What is left of the device; never below zero (an orphan may exceed a smaller device)."""
+    """The free bytes of the device; never below zero (an orphan may exceed a smaller device)."""
     return max(0, capacity_bytes - kv_bytes - sum(epoch.size_bytes for epoch in epochs))
 
 

@@ -61,7 +61,7 @@ def verify(directory: str, device: str | None) -> dict[str, Any]:
 
 
 def render(verified: dict[str, Any]) -> str:
-    """What `verify` found: a line for each device."""
+    """The result of `verify`, with one line for each device."""
     return "\n".join(f"gms  {_line(device)}" for device in verified["devices"])
 
 

@@ -28,7 +28,7 @@ COUNTERS = HELP.keys() - EVENTS.values()  # in the status document
 
 
 class ChildMetrics(Protocol):
-    """What is measured of one kind of server."""
+    """The metrics of one kind of server."""
 
     def restarted(self, device: str) -> None:
         """The server of `device` was restarted: its counts begin at zero."""

@@ -1,5 +1,5 @@
-"""The checksums of blocks (`--kv-audit`): every rank makes those of its part, the core asks for
-them and joins them.
+"""The checksums of blocks (`--kv-audit`): every rank computes those of its part of a block, and the
+core asks for them and joins them.
 
 A step that is in flight when the core asks is done before the ranks answer: they take their work in
 order. It does not write to the blocks that are asked for.
@@ -23,8 +23,8 @@ ANSWER_S = 60.0
 def checksums(
     caches: Sequence[torch.Tensor], blocks_of_each: int, blocks: Sequence[int]
 ) -> list[int]:
-    """In a worker: of `blocks`, each over all layers. `caches` are the layers' and have
-    `blocks_of_each` blocks, which need not be their first dimension."""
+    """In a worker: the checksum of each of `blocks` over all layers. `caches` are the layers' and
+    have `blocks_of_each` blocks, which need not be their first dimension."""
     places = [tuple(cache.shape).index(blocks_of_each) for cache in caches]
     return [_checksum(caches, places, block) for block in blocks]
 

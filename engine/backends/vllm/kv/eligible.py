@@ -1,6 +1,6 @@
-"""For which engines the index is kept at all, and for the others, why not.
+"""Decides for which engines the index is kept, and says why it is not kept for the others.
 
-Any doubt means no: the memory is shared between engines all the same, and nothing is believed.
+Any doubt means no. The memory is still shared between engines, but no content is believed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def problem_with(config: Any, *, may_be_untested: bool) -> str:
         return "prefix caching is off"
     if cache.prefix_caching_hash_algo not in HASH_ALGORITHMS:
         return (
-            f"hashes by {cache.prefix_caching_hash_algo} mean something in one process only; use"
+            f"hashes by {cache.prefix_caching_hash_algo} are valid in one process only; use"
             " --prefix-caching-hash-algo sha256"
         )
     if getattr(cache, "calculate_kv_scales", False):

@@ -53,7 +53,7 @@ def facts_of(worker: Any, kv_cache_config: Any, base_address: int) -> Facts:
 
 
 def digest_of(identity: Facts) -> str:
-    """Of the identity of a rank's weights."""
+    """The digest of the identity of a rank's weights."""
     text = json.dumps(identity, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 

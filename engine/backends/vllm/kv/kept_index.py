@@ -1,4 +1,4 @@
-"""What the scheduler's process does with the index of its KV pool; knows no vLLM.
+"""Keeps the index of a KV pool in the scheduler's process; knows no vLLM.
 
 Owns which of the hashed blocks are published, and when an adoption counts as proven. The block pool
 says `hashed`, `lost`, `cleared` and `touched`; the scheduler says `sent` and `processed`.

@@ -52,8 +52,8 @@ class Keeping:
             self.pool_index = PoolIndex(ours, self._hash_algorithm)
 
     def _hash_algorithm(self) -> str:
-        """With the hash that every chain of hashes begins with: it is random in some versions. The
-        core sets it after it has made its scheduler."""
+        """The algorithm, and the hash that every chain of hashes begins with: it is random in some
+        versions. The core sets it after it has made its scheduler."""
         seed = kv_cache_utils.NONE_HASH.hex()
         return f"{self.cache_config.prefix_caching_hash_algo} from {seed[:16]}"
 
