@@ -11,7 +11,7 @@ import os
 import random
 import string
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -119,6 +119,8 @@ QUICK = Plan(
     quick_shape=Shape(256, 2, 4),
     is_judged=False,
 )
+# An engine takes 25 s to come back.
+QUICK_VLLM = replace(QUICK, lengths=(900,), pairs=1)
 
 
 class Prompts:
