@@ -7,7 +7,8 @@ then drills a pod of two engines with those answers and measures what the pod ta
 The report is the drill's own; `--json` has the same keys and, under `vllm`, the figures.
 
 With `--kv-compare` the prompts are long and most share their beginning, the KV cache is the memory
-service's, and a second pod, whose engines adopt no block of it, is drilled in the same way.
+service's, and a second pod, whose engines adopt no block of it, is drilled in the same way. What
+the pod takes of the machine is not measured then.
 
 With `--compare` clients stream without pause from the stock server and, in the same run, from the
 pod: tokens per second and time to first token of both.
@@ -141,7 +142,7 @@ class Run:
             result = await self._drill(model, Path(expected), found)
         else:
             result = await compare_adoption(
-                partial(self._drill, model, Path(expected), found, "kept", LENT_KV),
+                partial(self._drill, model, Path(expected), None, "kept", LENT_KV),
                 partial(self._drill, model, Path(expected), None, "empty", NO_ADOPTING),
                 self.say,
             )

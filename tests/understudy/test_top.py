@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from understudy.status.view import pod_view
-from understudy.top.view import HELP, KEYS, Shown, TopPage, log_line, page
+from understudy.top.view import HELP, KEYS, Shown, TopPage, log_line, memory_bars, page
 
 NOW = datetime(2030, 1, 1, 12, tzinfo=UTC)
 HOURS_AGO = "2030-01-01T09:00:00.000Z"
@@ -114,6 +114,9 @@ def test_page_of_the_pod_has_what_people_look_for():
     bar = lines[lines.index("memory") + 1]
     # Half of it is committed, and a single byte that is being loaded is seen.
     assert bar == f"HOST-0  [{15 * '#'}+{14 * '.'}]  2.0 GiB of 4.0 GiB"
+    kv = {"pool_bytes": 1 << 30, "capacity_bytes": 4 << 30}
+    (bar,) = memory_bars([{**DEVICE, "kv": kv}])
+    assert bar == f"HOST-0  [{15 * '#'}+{8 * 'k'}{6 * '.'}]  3.0 GiB of 4.0 GiB"
     header, *takeovers = lines[lines.index("failovers") + 1 :][:3]
     assert header.split("  ")[0] == "when"
     assert takeovers[0].split() == [

@@ -165,11 +165,25 @@ def test_kv_memory_is_shown_once_there_is_some_and_if_its_server_is_away():
     holder = {"engine": "engine-0", "token": 7}
     lent = {"state": "lent", "pool": "p", "pool_bytes": 2**30, "holder": holder, "pid": 30}
     assert "       kv lent engine-0 1.0 GiB   0 waiting   pid 30" in of({**memory(), "kv": lent})[1]
+    idle = {**lent, "state": "idle"}
+    said = "kv idle (kept for the next engine; `gms drop-kv` frees it) 1.0 GiB"
+    assert said in of({**memory(), "kv": idle})[1]
     away = {"state": "offline", "reason": "no server is listening"}
     view, text = of({**memory(), "kv": away})
     assert "       kv offline: no server is listening" in text
     assert view["state"] == "degraded"
     assert "the KV memory of HOST-0 has no server: no server is listening;" in view["problems"][0]
+
+
+def test_engine_whose_cache_outlives_it_says_what_it_adopted_and_keeps():
+    """Goal: a line once it is awake, with the reason where nothing was adopted; none for a cache of
+    its own."""
+    kv = {"memory": "gms", "adopted_blocks": 0, "kept_blocks": 9, "note": "the pool is new"}
+    for cache, count in ((kv, 1), ({**kv, "memory": "private"}, 0), (None, 0)):
+        active = {**engine("engine-0", "active"), "backend": {"kv": cache}}
+        view = pod_view("/d", lockserver(), [memory()], [active, engine("engine-1", "standby")])
+        said = "engine-0 adopted 0 KV blocks, keeps 9 for the next engine   the pool is new"
+        assert "\n".join(lines(view, NOW)).count(said) == count
 
 
 def test_recovering_memory_names_the_pids_and_their_engines():

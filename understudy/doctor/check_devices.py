@@ -11,6 +11,7 @@ from plumbing.part.format import size
 from understudy.doctor.facts import GpuFacts, HeldMemory, PodFacts
 from understudy.doctor.findings import Finding, HealthCheck, failed, passed, skipped, warned
 
+ALLOCATING = "allocating"  # of a writer's session: it waits for a slab, else for a moment only
 NO_GPU = "no GPU is visible; see the NVIDIA driver check"
 
 
@@ -149,7 +150,22 @@ def kv_memory(facts: PodFacts) -> Finding:
             f"the KV memory has no working server ({wrong}); engines that wake wait for it",
             "read the log of `gms serve`, which restarts it",
         )
-    return passed("no engine waits for KV memory")
+    idle = [(name, kv) for name, kv in found if kv.get("state") == "idle"]
+    short = {
+        str(each.get("device_uuid"))
+        for each in facts.view["gms"]
+        for session in each.get("sessions") or ()
+        if session.get("state") == ALLOCATING
+    }
+    for name, kv in idle:
+        if name in short:
+            return warned(
+                f"{size(kv.get('pool_bytes'))} of KV memory of {name} are idle, and an engine waits"
+                " for memory of that device",
+                f"`gms drop-kv --device {name}` frees it",
+            )
+    kept = "; ".join(f"{size(kv.get('pool_bytes'))} of {name} are idle" for name, kv in idle)
+    return passed(f"no engine waits for KV memory{f'; {kept}' if kept else ''}")
 
 
 def _known(facts: PodFacts) -> tuple[GpuFacts, ...] | Finding:

@@ -111,6 +111,8 @@ def _kv(kv: Document) -> list[str]:
         return []
     holder, waiting = kv.get("holder") or {}, kv.get("waiting") or []
     of = f" {holder.get('engine')}" if holder else ""
+    if kv.get("state") == "idle":
+        of = " (kept for the next engine; `gms drop-kv` frees it)"
     return [
         f"       kv {kv.get('state')}{of} {size(kv.get('pool_bytes'))}   {len(waiting)} waiting   "
         f"pid {kv.get('pid', '-')}"

@@ -82,7 +82,7 @@ def lines(view: Document, now: datetime) -> list[str]:
     out = [f"pod    {view['state']}   {ready}   {view['dir']}", _lock_line(view, now)]
     if view["engines"]:
         out += table([ENGINE_HEADER, *(_engine_row(part, now) for part in view["engines"])])
-    out += [line for engine in view["engines"] for line in _busy(engine)]
+    out += [line for engine in view["engines"] for line in (*_busy(engine), *_kept(engine))]
     out += gateway_lines(view["gateway"])
     named = engines_by_pid(view["engines"])
     out += [line for part in view["gms"] for line in memory_lines(part, now, named)]
@@ -151,6 +151,18 @@ def _faults(
         faults.append(f"lock active: {problem}")
     named = engines_by_pid(engines)
     return faults + [fault for part in gms for fault in memory_faults(part, named)]
+
+
+def _kept(part: Document) -> list[str]:
+    """A line about a KV cache that outlives its engine, once that is awake."""
+    kv = (part.get("backend") or {}).get("kv") or {}
+    if kv.get("memory") != "gms":
+        return []
+    why = f"   {kv['note']}" if kv.get("note") else ""
+    return [
+        f"       {_engine(part).get('id')} adopted {kv.get('adopted_blocks', 0)} KV blocks, keeps"
+        f" {kv.get('kept_blocks', 0)} for the next engine{why}"
+    ]
 
 
 def _lock_line(view: Document, now: datetime) -> str:

@@ -187,7 +187,8 @@ def requests(gateway: Document | None) -> list[str]:
 
 
 def memory_bars(gms: Sequence[Document]) -> list[str]:
-    """A bar for each device: `#` committed, `+` being loaded, `~` out of service, `.` free."""
+    """A bar for each device: `#` committed, `+` being loaded, `~` out of service, `k` KV memory
+    that outlives its engine, where it has a share of the device; `.` free."""
     rows: list[tuple[str, ...]] = []
     for device in (each for part in gms for each in devices(part)):
         capacity = int(device.get("capacity_bytes") or 0)
@@ -196,6 +197,9 @@ def memory_bars(gms: Sequence[Document]) -> list[str]:
         kinds = {"committed_bytes": "#", "staging_bytes": "+"}
         kinds |= {"superseded_bytes": "~", "releasing_bytes": "~"}
         used = {key: int(device.get(key) or 0) for key in kinds}
+        kv = device.get("kv") or {}
+        if kv.get("capacity_bytes"):  # else it is bounded by the machine, and not by this figure
+            kinds["kv"], used["kv"] = "k", int(kv.get("pool_bytes") or 0)
         cells = "".join(
             # At least one cell for anything above zero.
             mark * max(used[key] > 0, round(BAR_CELLS * used[key] / capacity))

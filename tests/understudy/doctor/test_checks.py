@@ -93,9 +93,12 @@ def port(owner: Process | None, part: str = "engine-1", *, is_taken: bool = True
     return spoilt(ports=(Port(9411, f"probes of {part}", "--engine-port", part, is_taken, owner),))
 
 
-def with_kv(kv: dict | None) -> PodFacts:
-    """A pod whose device has this KV memory."""
-    return spoilt(view={**VIEW, "gms": [{**VIEW["gms"][0], "kv": kv}]})
+IDLE_KV = {"state": "idle", "pool": "p", "pool_bytes": 2**31}
+
+
+def with_kv(kv: dict | None, **more: object) -> PodFacts:
+    """A pod whose device has this KV memory, and `more` in its document."""
+    return spoilt(view={**VIEW, "gms": [{**VIEW["gms"][0], "kv": kv, **more}]})
 
 
 @pytest.mark.parametrize(
@@ -291,6 +294,13 @@ def with_kv(kv: dict | None) -> PodFacts:
             with_kv({"waiting": [{"engine": "engine-1", "message": "mapped by pid 7"}]}),
             WARN,
             "engine-1 waits for the KV memory of HOST-0: mapped by pid 7",
+        ),
+        ("kv_memory", with_kv(IDLE_KV), PASS, "2.0 GiB of HOST-0 are idle"),
+        (
+            "kv_memory",
+            with_kv(IDLE_KV, sessions=[{"engine": "engine-1", "state": "allocating"}]),
+            WARN,
+            "2.0 GiB of KV memory of HOST-0 are idle, and an engine waits",
         ),
     ],
 )
