@@ -30,7 +30,7 @@ from gms.client.attachment import Attachment
 from gms.client.device_memory import memory_for
 from gms.client.keeper import Keeper
 from gms.client.lease import KvClaim, KvLease
-from gms.client.pool import borrow_pool, has_pool_service
+from gms.client.pool import borrow_pool, has_pool_service, pool_service_answers
 from gms.client.reader import Reader
 from gms.client.sessions import OnWait, Opening
 from gms.client.writer import Writer
@@ -56,6 +56,7 @@ __all__ = [
     "memory_for",
     "messages",
     "open_session",
+    "pool_service_answers",
 ]
 
 

@@ -41,6 +41,22 @@ def has_pool_service(directory: str, device: str) -> bool:
     return os.path.exists(names.kv_socket_path(directory, device))
 
 
+def pool_service_answers(directory: str, device: str, deadline_s: float) -> bool:
+    """Whether that service accepts connections; one that is restarting gets until the deadline."""
+    end = time.monotonic() + deadline_s
+    while has_pool_service(directory, device):
+        try:
+            path = names.kv_socket_path(directory, device)
+            BlockingClient(path, msg.CATALOGUE, ACCEPT_TIMEOUT_S).close()
+        except UnreachableError:
+            if time.monotonic() + BACKOFF_S > end:
+                return False
+            time.sleep(BACKOFF_S)
+        else:
+            return True
+    return False
+
+
 def borrow_pool(
     directory: str,
     device: str,

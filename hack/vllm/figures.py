@@ -17,7 +17,7 @@ import psutil
 from plumbing.errors import UnderstudyError
 from plumbing.service.procfs import descendants
 from understudy.drill.part_killer import committed_devices, roots_of
-from understudy.host import MEMFD, physical_bytes
+from understudy.host import MEMFD, MEMFD_KV, physical_bytes
 from understudy.status.gather import gather, pids_of
 
 # A parked engine is checked once in this time for each rank, and vLLM's workers spin for a second
@@ -116,7 +116,10 @@ async def look_at(
     roots = roots_of(await pids_of(directory))
     everybody = {pid for root in roots for pid in (root, *descendants(root))}
     slabs = sum(
-        each.pss_bytes for pid in everybody for each in mappings(pid) if each.path.startswith(MEMFD)
+        each.pss_bytes
+        for pid in everybody
+        for each in mappings(pid)
+        if each.path.startswith(MEMFD) and not each.path.startswith(MEMFD_KV)
     )
     idle_s = idle_s or IDLE_S_PER_RANK * len(workers_of(standby))
     cpu = await cpu_percent(tree_of(standby), idle_s)
@@ -192,8 +195,9 @@ def kv_resident(pids: Iterable[int], kv_bytes: int) -> int:
 
 
 def is_kv(mapping: Range, kv_bytes: int) -> bool:
+    """Memory of a pool, or private memory and parked addresses."""
     is_size = KV_LEAST * kv_bytes <= mapping.size_bytes <= kv_bytes + KV_ROOM_BYTES
-    return is_size and not mapping.path
+    return mapping.path.startswith(MEMFD_KV) or (is_size and not mapping.path)
 
 
 async def cpu_percent(pids: Iterable[int], seconds: float) -> dict[str, float]:

@@ -4,6 +4,7 @@ Method: the real parser of the installed vLLM, on typical command lines.
 """
 
 import warnings
+from types import SimpleNamespace
 
 import pytest
 
@@ -107,6 +108,32 @@ def test_other_flags_pass_and_owned_flags_are_set():
     }
     assert args.middleware == ["their.own"]
     assert args.distributed_executor_backend == "mp"
+
+
+@pytest.mark.parametrize(
+    ("given", "on_cpu", "on_cuda"),
+    [
+        ([], (True, True), (False, True)),
+        (["--kv-memory", "gms"], (True, False), (True, False)),
+        (["--kv-memory", "private"], (False, False), (False, False)),
+    ],
+)
+def test_kv_memory_is_the_services_by_default_on_host_memory_only(
+    monkeypatch, given, on_cpu, on_cuda
+):
+    """Goal: no GPU's memory outlives its engine before the fence was measured on one; method: the
+    choice (lent, or private after all) by the platform."""
+    assert _kv_of(given) == on_cpu
+    from vllm import platforms
+
+    gpu = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True)
+    monkeypatch.setattr(platforms, "current_platform", gpu)
+    assert _kv_of(given) == on_cuda
+
+
+def _kv_of(given):
+    kv = arguments.parse([MODEL, *given], {}).kv
+    return kv.is_shared, kv.may_be_private
 
 
 def test_our_own_flags_are_explained():

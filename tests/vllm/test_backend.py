@@ -6,6 +6,7 @@ Method: the backend around a fake engine and front, whose answers are chosen.
 
 import asyncio
 import os
+import socket
 import warnings
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ import pytest
 
 from engine.backends.vllm.api.gate import Traffic
 from engine.messages import WokenMsg
+from gms.names import kv_socket_path
 from plumbing.errors import UnderstudyError
 from plumbing.wire.fds import OwnedFd
 
@@ -219,15 +221,17 @@ def test_a_wake_asks_every_rank_before_it_takes_memory(engine, tmp_path):
 
 
 POOL = {"device": "HOST-0", "claim": {}, "facts": {}}
+SHARED = KvChoice(is_shared=True)
+AUTO = KvChoice(is_shared=True, may_be_private=True)
 
 
-def _woken(engine, tmp_path, monkeypatch, core, problem=""):
+def _woken(engine, tmp_path, monkeypatch, core, problem="", choice=SHARED):
     """The answer to a wake of an engine on the memory service's KV memory."""
     monkeypatch.setenv("GMS_SOCKET_DIR", str(tmp_path))
     monkeypatch.setenv("UNDERSTUDY_INCARNATION", "engine-0-1")
     engine.engine_core = SimpleNamespace(call_utility_async=core)
     engine.answers["understudy_take_kv"] = [{**FINE, "kv_bytes": 7, "pool": POOL}]
-    kept = KeptMemory(KvChoice(is_shared=True), problem)
+    kept = KeptMemory(choice, problem)
     backend = VllmBackend(engine, Front(), StepCounter(), kv=kept)
 
     async def scenario():
@@ -274,6 +278,53 @@ def test_an_index_that_nobody_keeps_is_forgotten_before_the_first_step(
     engine.answers["understudy_forget_kv"] = [{**FINE, "ok": False, "code": "c.d", "error": "x"}]
     with pytest.raises(UnderstudyError, match="x"):
         _woken(engine, tmp_path, monkeypatch, core, problem)
+
+
+async def no_core(method, asked):
+    raise AssertionError("the core is not asked: there is no pool")
+
+
+@pytest.mark.parametrize(
+    ("problem", "why"), [("", "lends none for HOST-0"), ("no caching", "no caching")]
+)
+def test_private_memory_is_taken_where_none_is_lent_or_nothing_is_kept(
+    engine, tmp_path, monkeypatch, problem, why
+):
+    """By default only: no service in the directory, or no block could be kept."""
+    woken = _woken(engine, tmp_path, monkeypatch, no_core, problem, AUTO)
+    assert (woken.kv_memory, woken.adopted_blocks) == ("private", 0)
+    assert woken.kv_note.startswith("private KV memory: ")
+    assert woken.kv_note.endswith(why)
+    (asked,) = [rest for name, *rest in engine.asked if name == "understudy_take_kv"]
+    assert len(asked) == 1, "no rank borrows"
+
+
+def test_a_pool_that_can_never_fit_is_no_reason_not_to_wake(engine, tmp_path, monkeypatch):
+    """By default every rank is asked again, for private memory; another refusal ends the wake, and
+    so does this one where the service's memory was asked for."""
+    asked = []
+
+    def refusing(code):
+        async def rpc(method, timeout, args):  # noqa: ASYNC109  # as vLLM names it
+            if method != "understudy_take_kv":
+                return [STATUS]
+            asked.append(len(args))
+            refused = {**FINE, "ok": False, "code": code, "error": "too much"}
+            return [refused] if len(args) > 1 else [{**FINE, "kv_bytes": 7, "pool": {}}]
+
+        return rpc
+
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(kv_socket_path(str(tmp_path), "HOST-0"))
+        server.listen()
+        engine.collective_rpc = refusing("gms.kv_too_large")
+        woken = _woken(engine, tmp_path, monkeypatch, no_core, choice=AUTO)
+        assert (woken.kv_memory, asked) == ("private", [2, 1])
+        assert "too much" in woken.kv_note
+        for code, choice in (("gms.kv_too_large", SHARED), ("gms.kv_busy", AUTO)):
+            engine.collective_rpc = refusing(code)
+            with pytest.raises(UnderstudyError, match="too much"):
+                _woken(engine, tmp_path, monkeypatch, no_core, choice=choice)
 
 
 def test_what_is_published_is_followed_until_the_core_gives_it_up(engine, monkeypatch):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from engine.backends.vllm import LOAD_FORMAT, PLUGIN, PRIVATE, REFUSE, versions
-from engine.backends.vllm.api.kept_memory import GMS, OWN, OWN_MEMORY, KvChoice
+from engine.backends.vllm.api.kept_memory import AUTO, GMS, OWN, OWN_MEMORY, KvChoice
 from engine.messages import RANKS_MAX
 from plumbing.errors import UsageError
 from plumbing.service.config import size_bytes
@@ -78,10 +78,12 @@ OURS: Mapping[str, str] = {
     " parsing one blocks all others (the default depends on the model's length)",
     UNTESTED_FLAG: "let another engine continue streams, and adopt KV blocks, also with vLLM's"
     " model runner V2, the default on GPUs, with which that was never tried",
-    KV_MEMORY_FLAG: f"whose memory the KV cache is in: `{OWN}`, the engine's own (the default),"
-    f" or `{GMS}`, the memory service's: it outlives the engine, and the next one goes on with the"
-    " blocks in it",
-    NO_ADOPTION_FLAG: f"with `{KV_MEMORY_FLAG} {GMS}`: begin with an empty cache all the same",
+    KV_MEMORY_FLAG: f"whose memory the KV cache is in: `{GMS}`, the memory service's, which"
+    " outlives the engine, so that the next one goes on with the blocks in it;"
+    f" `{OWN}`, the engine's own; or `{AUTO}` (the default): on GPUs `{OWN}`, until the fence was"
+    f" measured on one; on host memory `{GMS}`, unless the service lends none or no block could be"
+    " kept",
+    NO_ADOPTION_FLAG: "begin with an empty cache whatever the memory service's memory contains",
     AUDIT_FLAG: f"with `{KV_MEMORY_FLAG} {GMS}`: publish a checksum of every block, and adopt none"
     " whose bytes have changed; for tests, because it slows every step",
     versions.OVERRIDE_FLAG: f"run a vLLM outside {versions.supported_range()}, which is untested",
@@ -130,7 +132,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Serve
     _refuse(parser, args, environ)
     unshareable, body_max = args.unshareable, args.body_bytes_max
     untested = args.resume_untested
-    kv = KvChoice(args.kv_memory == GMS, not args.no_kv_adoption, args.kv_audit)
+    kv = _kv_choice(args)
     del args.unshareable, args.allow_any_vllm, args.body_bytes_max, args.resume_untested
     del args.kv_memory, args.no_kv_adoption, args.kv_audit
     args.api_server_count = None
@@ -170,6 +172,20 @@ def _refuse(
             f"--tensor-parallel-size {args.tensor_parallel_size} exceeds the limit of {RANKS_MAX}"
             " ranks per engine",
         )
+
+
+def _kv_choice(args: argparse.Namespace) -> KvChoice:
+    """By default private on GPUs: whether a write of a killed process can follow the fence there is
+    measured by `make device-check`, and nobody has yet. On the host the kernel excludes it."""
+    from vllm.platforms import current_platform
+
+    is_auto = args.kv_memory == AUTO
+    return KvChoice(
+        is_shared=current_platform.is_cpu() if is_auto else args.kv_memory == GMS,
+        may_adopt=not args.no_kv_adoption,
+        has_audit=args.kv_audit,
+        may_be_private=is_auto,
+    )
 
 
 def _own(args: argparse.Namespace, unshareable: str) -> None:
@@ -213,7 +229,9 @@ def _parser() -> Any:
     )
     ours.add_argument(BODY_FLAG, type=size_bytes, help=OURS[BODY_FLAG])
     ours.add_argument(UNTESTED_FLAG, action="store_true", help=OURS[UNTESTED_FLAG])
-    ours.add_argument(KV_MEMORY_FLAG, choices=(GMS, OWN), default=OWN, help=OURS[KV_MEMORY_FLAG])
+    ours.add_argument(
+        KV_MEMORY_FLAG, choices=(AUTO, GMS, OWN), default=AUTO, help=OURS[KV_MEMORY_FLAG]
+    )
     ours.add_argument(NO_ADOPTION_FLAG, action="store_true", help=OURS[NO_ADOPTION_FLAG])
     ours.add_argument(AUDIT_FLAG, action="store_true", help=OURS[AUDIT_FLAG])
     ours.add_argument(

@@ -14,6 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from vllm import SamplingParams
@@ -152,11 +153,9 @@ class VllmBackend:
             self._front.traffic.door = self._make_door()
         self._listening = listening.duplicate()
         self._front.traffic.engine, self._front.traffic.token = engine, token
-        await self._ask_ranks("understudy_status", WAKE_ASK_S)
-        lending = self._kv.lending(engine, token, era)
-        taken = await self._ask_ranks(
-            "understudy_take_kv", KV_WAIT_S + PULSE_S, KV_WAIT_S, *lending
-        )
+        ranks = len(await self._ask_ranks("understudy_status", WAKE_ASK_S))
+        take = partial(self._ask_ranks, "understudy_take_kv", KV_WAIT_S + PULSE_S, KV_WAIT_S)
+        taken = await self._kv.take(take, engine, token, era, ranks)
         began = await self._kv.begin(self._engine, self._ask_ranks, taken)
         await self._engine.wake_up()
         kv_bytes = sum(rank["kv_bytes"] for rank in taken)

@@ -17,17 +17,24 @@ from typing import Any, Literal
 from msgspec import Struct, structs
 
 from engine.backends.process import INCARNATION_ENV
-from engine.backends.session import SOCKET_DIR_ENV
+from engine.backends.session import SOCKET_DIR_ENV, host_device
 from engine.backends.vllm.kv import INSTALL_ENV
 from engine.backends.vllm.worker.kv_lease import Lending
+from gms.client import pool_service_answers
+from plumbing.errors import UnderstudyError
 
 logger = logging.getLogger(__name__)
 
 GMS: Literal["gms"] = "gms"
 OWN: Literal["private"] = "private"
+AUTO = "auto"
 SCHEDULERS = "engine.backends.vllm.kv"
 # Its workers have borrowed the same pools a moment ago, so that the core waits for nothing.
 BEGIN_WAIT_S = 10.0
+# A memory service that has died is back in half a second; until then nobody serves.
+AWAY_S = 2.0
+# The only refusal that private memory would not meet as well.
+TOO_LARGE = "gms.kv_too_large"
 JUDGE_WAIT_S = 5.0
 # How often the core is asked how much it has published, for `status`: it answers between two steps.
 REPORT_EVERY_S = 5.0
@@ -37,11 +44,13 @@ AskRanks = Callable[..., Awaitable[Sequence[Answer]]]
 
 
 class KvChoice(Struct, frozen=True):
-    """What the command line asks for."""
+    """What the command line asks for: the memory service's memory (`is_shared`), or private memory
+    after all where the service lends none or no block could be kept (`may_be_private`)."""
 
     is_shared: bool = False
     may_adopt: bool = True
     has_audit: bool = False
+    may_be_private: bool = False
 
 
 OWN_MEMORY = KvChoice()
@@ -63,6 +72,8 @@ class KeptMemory:
         self.problem = problem
         self.published = self.kept = 0
         self._is_kept = False
+        self._is_lent = choice.is_shared
+        self._note = ""
 
     @classmethod
     def install(cls, choice: KvChoice, config: Any, problem: str, *, resumes: bool) -> KeptMemory:
@@ -76,7 +87,8 @@ class KeptMemory:
 
     @property
     def memory(self) -> Literal["gms", "private"]:
-        return GMS if self.choice.is_shared else OWN
+        """Known from the wake on."""
+        return GMS if self._is_lent else OWN
 
     def prepared(self, ranks: Sequence[Answer]) -> None:
         """Once the workers have answered with their status."""
@@ -84,12 +96,37 @@ class KeptMemory:
             if not self.problem and rank.get("cannot_keep_kv"):
                 self.problem = f"rank {rank['rank']}: {rank['cannot_keep_kv']}"
 
-    def lending(self, engine: str, token: int, era: str) -> tuple[Answer, ...]:
-        """What the workers are asked besides their deadline."""
+    async def take(
+        self, take: AskRanks, engine: str, token: int, era: str, ranks: int
+    ) -> Sequence[Answer]:
+        """Memory for all ranks, of one kind: `take` asks them, by which right they borrow or not.
+
+        Raises:
+            UnderstudyError: it cannot be had.
+        """
         if not self.choice.is_shared:
-            return ()
+            return await take()
         directory, incarnation = os.environ[SOCKET_DIR_ENV], os.environ[INCARNATION_ENV]
-        return (structs.asdict(Lending(directory, engine, incarnation, token, era)),)
+        why = await self._why_private(directory, ranks) if self.choice.may_be_private else ""
+        if not why:
+            lending = Lending(directory, engine, incarnation, token, era)
+            try:
+                return await take(structs.asdict(lending))
+            except UnderstudyError as error:
+                if not (self.choice.may_be_private and error.code == TOO_LARGE):
+                    raise
+                why = error.message
+        self._is_lent, self._note = False, f"private KV memory: {why}"
+        logger.warning("%s", self._note)
+        return await take()
+
+    async def _why_private(self, directory: str, ranks: int) -> str:
+        if self.problem:
+            return f"no block could be kept: {self.problem}"
+        for device in map(host_device, range(ranks)):
+            if not await asyncio.to_thread(pool_service_answers, directory, device, AWAY_S):
+                return f"the memory service lends none for {device}"
+        return ""
 
     async def begin(self, engine: Any, ask: AskRanks, taken: Sequence[Answer]) -> KvBeginning:
         """After the memory was taken and before the first step.
@@ -97,8 +134,8 @@ class KeptMemory:
         Raises:
             UnderstudyError: neither is the index kept, nor can it be made to say nothing.
         """
-        if not self.choice.is_shared:
-            return KvBeginning()
+        if not self._is_lent:
+            return KvBeginning(note=self._note)
         answer: Answer = {"problem": self.problem}
         if not self.problem:
             answer = await self._begin_kept([rank["pool"] for rank in taken], engine)

@@ -46,6 +46,10 @@ class RankLease:
     def __init__(self) -> None:
         self._lease: KvLease | None = None
 
+    @property
+    def is_held(self) -> bool:
+        return self._lease is not None
+
     def borrow(self, directory: str, device: str, claim: KvClaim, deadline_s: float) -> KvLease:
         """Raises:
         UnderstudyError: as `gms.client.borrow_pool`.

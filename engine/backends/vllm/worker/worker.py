@@ -236,6 +236,9 @@ class ParkingWorker(StockGPUWorker):
         weights.of_this_process().is_awake = True  # no digests from now on
         pool: Answer = {}
         if self.arena is not None and lending is None:
+            if self._lease.is_held:  # another rank could not borrow
+                self.sleep()
+                weights.of_this_process().is_awake = True
             self.arena.take(deadline_s)
         elif self.arena is not None:
             pool = self._borrow(lending_of(lending), self.arena, deadline_s)
