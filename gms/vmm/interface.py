@@ -117,10 +117,11 @@ class Reservation(Protocol):
     def clear(self) -> None:
         """Zero everything that is mapped, which must be writable."""
 
-    def fill(self, offset_bytes: int) -> None:
+    def fill(self, offset_bytes: int) -> int:
         """Put memory behind what is mapped writable from there on, at once rather than when it is
         touched; its content stays. On the host in huge pages, as far as the kernel has any: a
-        process that maps it then dies sooner. A device's memory is there already."""
+        process that maps it then dies sooner. Returns how many bytes are in such pages. A device's
+        memory is there already."""
 
     def view(self, offset_bytes: int, size_bytes: int) -> memoryview:
         """What is mapped there, in place; read-only where the mapping is.
@@ -150,8 +151,9 @@ class FilledRange:
         if self.mapped_bytes and writable != self.is_writable:
             raise InvariantError("a range is mapped writable as a whole or not at all")
 
-    def fill(self, offset_bytes: int) -> None:
+    def fill(self, offset_bytes: int) -> int:
         """Nothing to do, unless memory comes when it is touched."""
+        return 0
 
     def check_mapped(self, offset_bytes: int, size_bytes: int) -> None:
         if offset_bytes < 0 or offset_bytes + size_bytes > self.mapped_bytes:

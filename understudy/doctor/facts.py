@@ -64,6 +64,8 @@ class Kernel(Struct, frozen=True):
     has_peer_pidfd: bool = True
     has_pidfd_open: bool = True
     clock_source: str | None = None
+    has_huge_slabs: bool = True  # it gives huge pages to memory like the memory service's
+    shared_huge_pages: str | None = None  # how `shmem_enabled` is set; None: it has no such setting
 
 
 class FdUse(Struct, frozen=True):

@@ -17,6 +17,8 @@ from pathlib import Path
 
 from engine.backends.free_memory import read_room
 from engine.supervisor.settings import TERMINATION_LOG
+from gms.client import memory_for
+from plumbing.errors import UnderstudyError
 from plumbing.part.paths import gms_sockets
 from plumbing.service import procfs
 from plumbing.wire.peer import SO_PEERPIDFD
@@ -41,6 +43,8 @@ PACKAGES = ("vllm", "torch", "cuda-python", "nvidia-ml-py")
 # Of the gateway, and of a lock server over TCP.
 TLS_VARIABLES = ("UNDERSTUDY_TLS_CERT", "UNDERSTUDY_TLS_KEY", "UNDERSTUDY_TLS_CA")
 CLOCK_SOURCE = "/sys/devices/system/clocksource/clocksource0/current_clocksource"
+SHARED_HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
+HOST_DEVICE, TRIED_BYTES = "HOST-0", 4 << 20
 UNLIMITED = 2**31  # in place of RLIM_INFINITY, which is -1: more than any kernel allows
 
 
@@ -82,7 +86,34 @@ def look_at_kernel() -> Kernel:
         clock_source = Path(CLOCK_SOURCE).read_text().strip() or None
     except OSError:
         clock_source = None
-    return Kernel(platform.release(), _has_peer_pidfd(), has_pidfd_open, clock_source)
+    try:
+        setting = Path(SHARED_HUGE_PAGES).read_text().partition("[")[2].partition("]")[0]
+    except OSError:
+        setting = None
+    return Kernel(
+        platform.release(),
+        _has_peer_pidfd(),
+        has_pidfd_open,
+        clock_source,
+        _has_huge_slabs(),
+        setting,
+    )
+
+
+def _has_huge_slabs() -> bool:
+    """By trying, as an engine does."""
+    memory = memory_for(HOST_DEVICE)
+    try:
+        slab = memory.create(TRIED_BYTES, "doctor")
+    except UnderstudyError:
+        return False
+    place = memory.reserve(TRIED_BYTES)
+    try:
+        place.map(0, [slab], writable=True)
+        return place.fill(0) > 0
+    finally:
+        place.free()
+        slab.release()
 
 
 def look_at_limits(pids: Iterable[int]) -> list[FdUse]:

@@ -48,6 +48,7 @@ REPLACED = SocketListener("engine_engine-1.sock", Process(40, "engine"), HERE)
 UNSEEN = SocketListener("engine_engine-1.sock")
 SECOND = SocketListener("lockserver.sock", Process(50, "lockserver"), HERE)
 NO_DRIVER = Gpus(problem="no driver here")
+SMALL_PAGES = spoilt(kernel__has_huge_slabs=False, kernel__shared_huge_pages="never")
 TWIN = SocketListener("gateway.sock", Process(60, "gateway"), HERE)
 OPENED = SocketFile("engine_engine-0.http.sock", True, 30, 0o666)
 DIRECT_LOCK = {"lockserver": {**VIEW["lockserver"], "mode": "direct"}}
@@ -207,6 +208,10 @@ def with_kv(kv: dict | None, **more: object) -> PodFacts:
         ("descriptors", limits(1024), WARN, "4096 recommended"),
         ("descriptors", limits(4096), PASS, "4096"),
         ("descriptors", limits(4096, 3500), WARN, "has 3500 of 4096 open"),
+        ("huge_pages", WELL, PASS, "huge pages"),
+        ("huge_pages", spoilt(SMALL_PAGES, view=NO_POD.view), SKIP, ""),
+        ("huge_pages", SMALL_PAGES, WARN, "shmem_enabled is never"),
+        ("huge_pages", spoilt(SMALL_PAGES, kernel__shared_huge_pages=None), WARN, "transparent"),
         ("clock_source", WELL, PASS, "tsc"),
         ("clock_source", spoilt(kernel__clock_source="hpet"), WARN, "hpet"),
         ("clock_source", spoilt(kernel__clock_source=None), SKIP, ""),
@@ -323,7 +328,7 @@ def test_ids_are_stable_and_unique():
         *("directory", "path_length", "shared", "one_lockserver", "flock", "stale_sockets"),
         *("gateway", "one_gateway", "private_sockets", "tls_files"),
         *("peer_pidfd", "pidfd_open", "start_method", "descriptors", "clock_source"),
-        *("shared_memory", "host_memory", "termination_log", "ports", "vllm_version"),
+        *("shared_memory", "huge_pages", "host_memory", "termination_log", "ports", "vllm_version"),
         *("driver", "device_uuid", "persistence_mode", "mig_mode", "sharing_mode"),
         *("memory_outside", "kv_memory"),
     ]
