@@ -299,7 +299,7 @@ def test_timeout_ends_only_the_wait_and_a_second_request_is_refused(
 
     async def scenario(pod: Pod) -> None:
         async with pod.load() as load:
-            async with draining(pod, load, "--timeout=1.5") as (before, command):
+            async with draining(pod, load, "--timeout=4") as (before, command):
                 under_way = (await pod.lock())["switchover"]
                 assert (under_way["from"], under_way["to"]) == (before.engine, *before.standbys)
                 assert (under_way["pid"], under_way["overdue"]) == (command.pid, False)
