@@ -196,8 +196,6 @@ def test_lost_state_waits_for_whoever_has_not_let_go_and_goes_on_above_what_is_o
             await auntil(lambda: len(server.status()["supervisors"]) == 2, "both to be back")
             assert server.lock()["state"] == "recovering"
             two.rest()
-            two.workers[1].ask("stop")
-            two.workers[1].ask("leave")
             first = await auntil(lambda: [each for each in (one, two) if each.is_due()], "a grant")
             assert await first[0].serve() > 2
 

@@ -7,14 +7,20 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
 from lockserver import serving
+from lockserver.client import LockCallbacks, LockClient
 from lockserver.core.names import ServingFile, WitnessState, new_incarnation
+from lockserver.messages import GrantedMsg
 from lockserver.serving import ServingSeat
 from plumbing.errors import UnderstudyError
 from tests.helpers import open_fds, room_for
+
+if TYPE_CHECKING:
+    from plumbing.wire.connection import Connection
 
 
 @pytest.fixture
@@ -126,3 +132,17 @@ def test_scan_names_what_is_held_and_seals_the_rest(tmp_path):
         assert serving.scan(str(tmp_path)) == (held, 7)
         assert serving.scan(str(tmp_path), seal_at=9) == (held, 7)
     assert [os.stat(path).st_size for path, _ in made] == [0, 9, 9]
+
+
+def test_client_reports_no_grant_up_to_the_token_that_was_handed_over():
+    """Goal: an engine never wakes for a term that is over. Method: its own grants from before and
+    after, and another engine's."""
+    heard: list[tuple[str, int]] = []
+    callbacks = LockCallbacks(on_granted=lambda lock, who, token: heard.append((who, token)))
+    own, other = new_incarnation("engine-0"), new_incarnation("engine-1")
+    client = LockClient("nowhere", callbacks, engine="engine-0")
+    client.set_want(own, "witness", ["active"], over={"active": 3})
+    for who, token in ((own, 3), (other, 4), (own, 5)):
+        grant = GrantedMsg("active", who.rpartition("-")[0], who, token)
+        client.received(cast("Connection", None), grant, 0, [])
+    assert heard == [(other, 4), (own, 5)]

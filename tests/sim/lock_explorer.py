@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from lockserver.core.events import Holder, LockRecord
-from lockserver.core.names import WitnessFile
+from lockserver.core.names import ServingFile, WitnessFile
 from lockserver.core.queue import Waiter
 from tests.sim.lock_parts import ACTIVE
 from tests.sim.lock_snapshot import WAIT_MS, Names, snapshot
@@ -51,6 +51,7 @@ KINDS = (
     "stray",
     "lie",
     "twin",
+    *("pretend", "skip", "fork", "wake_late", "replace_file", "repeat_grant", "kill_worker"),
 )
 REPAIRS = ("go_on", "end_stray", "repair_disk", "end_shortage", "join")
 REPORT_EVERY_S = 10.0
@@ -113,6 +114,7 @@ class Explorer:
         *,
         launches: int = 2,
         has_late: bool = False,
+        hand_overs: int | None = None,
         states_max: int = STATES_MAX,
         seconds_max: float = float("inf"),
     ) -> None:
@@ -124,8 +126,10 @@ class Explorer:
         self.frontiers: list[deque[tuple[int, bytes]]] = [deque() for _ in range(faults + 1)]
         self.transitions = 0
         self.problem: dict[str, Any] | None = None
-        self.bounds = {"launches": launches, "has_late": has_late}
-        world = World(locks=(ACTIVE,), launches_max=launches, has_late=has_late)
+        self.bounds = {"launches": launches, "has_late": has_late, "hand_overs": hand_overs}
+        world = World(
+            locks=(ACTIVE,), launches_max=launches, has_late=has_late, hand_overs=hand_overs
+        )
         self.reached(world, faults, -1, "begin")
 
     def reached(self, world: World, left: int, parent: int, label: str) -> int:
@@ -245,7 +249,7 @@ def _by_fields(one: Any) -> tuple[Any, ...]:
 
 def copy_faster() -> None:
     """Pickle frozen records by their fields, which is faster than what dataclasses do."""
-    for kind in (Holder, LockRecord, Waiter, WitnessFile):
+    for kind in (Holder, LockRecord, ServingFile, Waiter, WitnessFile):
         copyreg.pickle(kind, _by_fields)
     gc.set_threshold(100_000, 50, 1000)  # millions of states are kept on purpose
 
@@ -256,6 +260,7 @@ def main() -> int:
     parser.add_argument("--kinds", default=",".join(KINDS), help="of these kinds")
     parser.add_argument("--launches", type=int, default=2, help="of each engine (default: 2)")
     parser.add_argument("--late", action="store_true", help="with processes that come late")
+    parser.add_argument("--hand-overs", type=int, help="in place, at most so many (default: none)")
     parser.add_argument("--states-max", type=int, default=STATES_MAX, help="stop beyond so many")
     parser.add_argument("--seconds-max", type=float, default=float("inf"), help="stop after them")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
@@ -266,6 +271,7 @@ def main() -> int:
         tuple(options.kinds.split(",")),
         launches=options.launches,
         has_late=options.late,
+        hand_overs=options.hand_overs,
         states_max=options.states_max,
         seconds_max=options.seconds_max,
     )

@@ -89,6 +89,7 @@ class Names:
                 [self.conn(conn) for conn in world.conns],
                 [self.record(slot) for slot in shell.slots],
                 (shell.disk_fails, shell.is_short, shell.dies_after_write, world.faults.twins),
+                world.hand_overs,
                 [(self.conn_names[c.id], self.said(each)) for c, (each, _) in shell.unseen.items()],
                 sorted(by_name[each] for each in shell.watched),
                 [self.conn_names.get(conn.id) for conn in shell.closing],
@@ -100,7 +101,10 @@ class Names:
     def holder(self, holder: ev.Holder | None) -> Any:
         if holder is None:
             return None
-        return self.tree_names.get(holder.incarnation), holder.token
+        name = self.tree_names.get(holder.incarnation)
+        if self.world.hand_overs is None or name is None:
+            return name, holder.token
+        return name, holder.token, holder.serving == self.world.trees[holder.incarnation].serving
 
     def sup(self, sup: Sup) -> Any:
         silence = int((self.world.now_ms - sup.heard_ms) / WAIT_MS)
@@ -129,7 +133,22 @@ class Names:
             tree.is_disowned,
         )
         name = self.sup_names[tree.sup.id]
-        return (name, tree.holding, tree.coming, tree.strays, flags)
+        here = (name, tree.holding, tree.coming, tree.strays, flags)
+        return (*here, self.serving(tree)) if tree.made else here
+
+    def serving(self, tree: Tree) -> Any:
+        """What a hand-over in place depends on."""
+        workers = [
+            (
+                (each.place, each.held, each.used, each.is_child, each.is_dying),
+                each.file == tree.serving,
+                list(each.orders),
+            )
+            for each in tree.workers
+        ]
+        overs = (tree.over, tree.heard_over, tree.freed)
+        is_own = tree.serving == tree.made
+        return (workers, is_own, tree.length, tree.is_serving, tree.is_resting, overs)
 
     def conn(self, conn: Conn) -> Any:
         up = [self.said(each) for each in conn.up]
@@ -145,7 +164,8 @@ class Names:
         return (self.sup_names[conn.sup.id], up, down, ends)
 
     def said(self, said: Said) -> Any:
-        return (self.tree_names[said.tree.incarnation] if said.tree else None, said.tokens)
+        name = self.tree_names[said.tree.incarnation] if said.tree else None
+        return (name, said.tokens, said.over)
 
     def record(self, record: ev.LockRecord | None) -> Any:
         if record is None:
@@ -164,6 +184,7 @@ class Names:
                 self.tree_names[each.incarnation] if each.incarnation else None,
                 each.locks,
                 dict(each.tokens),
+                dict(each.over),
                 each.is_silent,
             )
             for each in machine.supervisors.values()
@@ -173,7 +194,7 @@ class Names:
                 lock.state.value,
                 self.holder(lock.holder),
                 [self.tree_names[waiter.incarnation] for waiter in lock.waiters],
-                lock.is_ended,
+                (lock.is_ended, lock.is_handed_over),
             )
             for lock in machine.locks.values()
         ]
@@ -193,7 +214,7 @@ class Names:
             sorted(law.sent_max.items()),
             sorted((token, self.tree_names.get(who[1])) for token, who in law.sent.items()),
             sorted(law.old_tokens),
-            self.tree_names[law.last.incarnation] if law.last else None,
+            (self.tree_names[law.last.incarnation], law.last_token) if law.last else None,
             [self.tree_names.get(incarnation) for _, incarnation in asked],
             sorted(self.sup_names[sup.id] for sup in law.known.values()),
         )
