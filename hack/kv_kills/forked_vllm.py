@@ -60,6 +60,7 @@ class ParkedVllm:
             answer = core.understudy_begin_kv(beginning)
             if answer["problem"]:
                 raise RuntimeError(answer["problem"])
+            core.understudy_judge_kv("")
         self._llm.wake_up()
         return answer
 
