@@ -102,6 +102,9 @@ soak-lock: setup ## kill holders 1,000 times and check the order of the fence af
 sweep: setup ## let each system call that makes a descriptor, process, thread or file fail once; ARGS="--phase grant"
 	@$(PY) -m hack.sweep_faults $(ARGS)
 
+kv-kills: setup ## kill engines at each point of a step, 200 times (ARGS="--backend vllm" with .venv-vllm's Python)
+	@$(PY) -m hack.kv_kills.forked $(ARGS)
+
 device-check: setup ## check on a GPU what the design relies on (ARGS=--stand-in: without a GPU)
 	@$(PY) -m hack.device_check $(ARGS)
 

@@ -63,7 +63,11 @@ class Pool(Struct):
     is_certain: bool = True  # … and that is known: a survivor may not know of its neighbour
     holder: Claimant | None = None  # the last incarnation that it was lent to
     adopting: Claimant | None = None
-    failed_adoptions: int = 0  # in a row: a holder died between `adopting` and `adopted`
+    # In a row: a holder died between `adopting` and `adopted`. A restarted server counts from 0, and
+    # still no content kills every engine: the index itself counts its unproven adopters, before
+    # their first step, in the memory that a survivor hands back (`engine.kv.adopter`). This count
+    # is for an engine that dies before that, while it reads the index.
+    failed_adoptions: int = 0
     discarded: str = ""  # why it was
     is_watched: bool = False
     is_free: bool = False  # the kernel has just said so, and nobody was granted it since
