@@ -16,7 +16,7 @@ WORKERS ?= auto
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm style types test test-all coverage test-core test-system test-vllm fuzz sim drill drill-vllm bench bench-gateway bench-lock soak-lock sweep device-check docs manifests image clean
+.PHONY: help setup setup-vllm style types test test-all coverage test-core test-system test-vllm fuzz sim drill drill-vllm bench bench-gateway bench-lock soak-lock sweep kv-kills device-check docs manifests image clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14

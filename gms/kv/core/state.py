@@ -63,7 +63,7 @@ class Pool(Struct):
     is_certain: bool = True  # … and that is known: a survivor may not know of its neighbour
     holder: Claimant | None = None  # the last incarnation that it was lent to
     adopting: Claimant | None = None
-    # In a row: a holder died between `adopting` and `adopted`. A restarted server counts from 0, and
+    # In a row: a holder died between `adopting` and `adopted`. A restarted server counts from 0;
     # still no content kills every engine: the index itself counts its unproven adopters, before
     # their first step, in the memory that a survivor hands back (`engine.kv.adopter`). This count
     # is for an engine that dies before that, while it reads the index.
