@@ -24,7 +24,8 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, Protocol
@@ -49,15 +50,20 @@ VARIABLES = {
 }
 
 
+Known = tuple[list[int], list[int]]  # a question and its answer
+
+
 @dataclass(slots=True)
 class Life:
-    """One fork: where it was to die, and what it said. `status`: of its end."""
+    """One fork: where it was to die, and what it said. `asked`: the last questions, by number;
+    `status`: of its end."""
 
     point: str
     skip: int
     adopted: int = 0
     torn: int = 0
     why_empty: str = ""
+    asked: list[int] = field(default_factory=list)
     wrong: int = 0
     status: int = 0
     error: str = ""
@@ -77,7 +83,7 @@ class Parked(Protocol):
         """Whether rounding cannot change the answer."""
 
 
-def learn(parked: Parked, rng: Random) -> list[tuple[list[int], list[int]]]:
+def learn(parked: Parked, rng: Random) -> list[Known]:
     """Questions whose answers rounding cannot change, and the answers."""
     beginnings = [_tokens(rng, BEGINNING_TOKENS) for _ in range(BEGINNINGS)]
     prompts = [
@@ -89,19 +95,21 @@ def learn(parked: Parked, rng: Random) -> list[tuple[list[int], list[int]]]:
     return [(prompt, parked.ask([prompt])[0]) for prompt in clear]
 
 
-def live(
-    parked: Parked, token: int, known: list[tuple[list[int], list[int]]], rng: Random, out: int
-) -> None:
-    """One engine's life, up to its death or until it has asked enough."""
-    answer = parked.wake(token)
+def live(parked: Parked, token: int, known: Sequence[Known], life: Life, out: int) -> None:
+    """One engine's life, up to its death or until it has asked enough. It begins with what its
+    predecessor was asked last, as clients do: half-written blocks are of those questions."""
+    answer, rng = parked.wake(token), Random(token)
     _tell(out, {name: answer[name] for name in ("adopted", "torn", "why_empty")})
+    asked = life.asked
     for _ in range(ROUNDS_MAX):
-        asked = rng.sample(known, min(AT_ONCE + 2, len(known)))
-        made = parked.ask([prompt for prompt, _ in asked])
-        wrong = sum(one != expected for one, (_, expected) in zip(made, asked, strict=True))
+        asked = asked or rng.sample(range(len(known)), min(AT_ONCE, len(known)))
+        _tell(out, {"asked": asked})
+        made = parked.ask([known[number][0] for number in asked])
+        wrong = sum(one != known[number][1] for one, number in zip(made, asked, strict=True))
         if wrong:
             _tell(out, {"wrong": wrong})
             return
+        asked = []
 
 
 def in_a_fork(work: Any) -> tuple[list[dict[str, Any]], int]:
@@ -151,11 +159,9 @@ def inner(flags: argparse.Namespace, base: Path) -> dict[str, Any]:
     while killed < flags.kills:
         point = points[len(lives) % len(points)]
         life = Life(point, any_skip(rng, flags.backend, point))
+        life.asked = lives[-1].asked if lives else []
         control.arm(ENGINE, point, life.skip, ANY_RANK)
-        token, seed = len(lives) + 1, rng.random()
-        told, life.status = in_a_fork(
-            lambda out, token=token, seed=seed: live(parked, token, known, Random(seed), out)
-        )
+        told, life.status = in_a_fork(partial(live, parked, len(lives) + 1, known, life))
         for each in told:
             for name, value in each.items():
                 setattr(life, name, value)
