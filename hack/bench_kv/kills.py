@@ -84,6 +84,8 @@ class KilledPod:
         first = await self._answer(target, prompt)
         self._known_blocks += full_blocks(length, MADE)
         again = await self._answer(target, prompt)
+        if again.token != whole.token:  # what follows would be counted from another takeover
+            raise UnderstudyError("bench.disturbed", f"{whole.engine} died before it was killed")
         assert again.first_token_ms is not None
         times["warm"].append(again.first_token_ms - again.sent_ms)
         answer, served_ms = await self._kill(whole, target, prompt)
@@ -157,7 +159,7 @@ class KilledPod:
             self._known_blocks += full_blocks(STREAM_PROMPT, len(exchange.text))
         status = await self._status_of(answer.engine)
         self._found.took_over(expected, status["backend"]["kv"])
-        if answer.engine == whole.engine:
+        if answer.token == whole.token:
             self._found.problems.append(f"{whole.engine} answered after it was killed")
         return answer, float(status["last_failover"]["active_mono_ms"])
 
