@@ -38,6 +38,7 @@ from gms.kv_messages import ADOPTED, ADOPTING, BEGUN
 from gms.manifest import TensorRecord
 from gms.vmm.huge_pages import Filling
 from gms.vmm.interface import Allocation, DeviceMemory
+from gms.vmm.mps import look_for_mps
 
 __all__ = [
     "ADOPTED",
@@ -53,6 +54,7 @@ __all__ = [
     "Writer",
     "borrow_pool",
     "has_pool_service",
+    "look_for_mps",
     "memory_for",
     "messages",
     "open_session",

@@ -131,6 +131,22 @@ def test_kv_memory_is_the_services_by_default_on_host_memory_only(
     assert _kv_of(given) == on_cuda
 
 
+def test_memory_of_gms_is_refused_on_gpus_that_share_one_context(monkeypatch, tmp_path):
+    """Goal: no engine reads memory that a killed one's kernels still write; method: an environment
+    with MPS, on a CPU build and then on a GPU."""
+    from vllm import platforms
+
+    command, with_mps = [MODEL, "--kv-memory", "gms"], {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)}
+    assert arguments.parse(command, with_mps).kv.is_shared
+    gpu = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True)
+    monkeypatch.setattr(platforms, "current_platform", gpu)
+    with pytest.raises(UsageError) as caught:
+        arguments.parse(command, with_mps)
+    assert caught.value.code == "vllm.mps"
+    assert str(tmp_path) in caught.value.message
+    assert not arguments.parse([MODEL], with_mps).kv.is_shared
+
+
 def _kv_of(given):
     kv = arguments.parse([MODEL, *given], {}).kv
     return kv.is_shared, kv.may_be_private

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from engine.backends.free_memory import read_room
 from engine.supervisor.settings import TERMINATION_LOG
-from gms.client import memory_for
+from gms.client import look_for_mps, memory_for
 from plumbing.errors import UnderstudyError
 from plumbing.part.paths import gms_sockets
 from plumbing.service import procfs
@@ -68,7 +68,7 @@ async def look(directory: Path, ports: Ports, environ: Mapping[str, str]) -> Pod
         served=list(gms_sockets(directory)),
         named=probe_devices.named_devices(environ),
         slabs=probe_devices.slabs_outside(path, view["gms"], pids),
-        mps=probe_devices.look_for_mps(environ),
+        mps=look_for_mps(environ),
         packages=installed(PACKAGES),
         environ=environ,
         tls_files=look_at_tls(environ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -15,8 +14,6 @@ from understudy.host import output_of, slabs_of
 
 NVML_DEADLINE_S = 20.0  # NVML takes seconds to initialise eight GPUs that no process has open
 NAMING = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "UNDERSTUDY_GPUS")
-MPS_PIPE = "CUDA_MPS_PIPE_DIRECTORY"
-MPS_DAEMON = "nvidia-cuda-mps"  # prefix of its processes' names
 SLAB_NAME_DIGITS = 8  # of an epoch's id, in the names of its slabs
 
 
@@ -60,15 +57,6 @@ def named_devices(environ: Mapping[str, str]) -> dict[str, list[str]]:
         for name, words in found.items()
     }
     return {name: words for name, words in uuids.items() if words}
-
-
-def look_for_mps(environ: Mapping[str, str]) -> str | None:
-    """Evidence of the Multi-Process Service: its pipe directory is set, or its daemon runs."""
-    pipes = environ.get(MPS_PIPE)
-    if pipes and os.path.isdir(pipes):
-        return f"{MPS_PIPE} is {pipes}"
-    daemons = [pid for pid in procfs.pids() if procfs.name(pid).startswith(MPS_DAEMON)]
-    return f"pid {daemons[0]} is {procfs.name(daemons[0])}" if daemons else None
 
 
 def slabs_outside(

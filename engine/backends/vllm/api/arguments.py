@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from engine.backends.vllm import LOAD_FORMAT, PLUGIN, PRIVATE, REFUSE, versions
 from engine.backends.vllm.api.kept_memory import AUTO, GMS, OWN, OWN_MEMORY, KvChoice
 from engine.messages import RANKS_MAX
+from gms.client import look_for_mps
 from plumbing.errors import UsageError
 from plumbing.service.config import size_bytes
 
@@ -115,7 +116,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Serve
 
     Raises:
         UsageError: `vllm.arguments`, `vllm.owned_flag`, `vllm.unsupported_version`,
-            `vllm.unsupported_platform`.
+            `vllm.unsupported_platform`, `vllm.mps`.
     """
     versions.check_version(allow_any=versions.OVERRIDE_FLAG in argv)  # before its parser is asked
     parser = _parser()
@@ -130,6 +131,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Serve
     if args.model_tag is not None:
         args.model = args.model_tag
     _refuse(parser, args, environ)
+    _refuse_mps(args, environ)
     unshareable, body_max = args.unshareable, args.body_bytes_max
     untested = args.resume_untested
     kv = _kv_choice(args)
@@ -171,6 +173,21 @@ def _refuse(
             "vllm.owned_flag",
             f"--tensor-parallel-size {args.tensor_parallel_size} exceeds the limit of {RANKS_MAX}"
             " ranks per engine",
+        )
+
+
+def _refuse_mps(args: argparse.Namespace, environ: Mapping[str, str]) -> None:
+    """The fence proves that a process is gone, which under MPS does not end what it launched."""
+    from vllm.platforms import current_platform
+
+    mps = look_for_mps(environ) if args.kv_memory == GMS and current_platform.is_cuda() else None
+    if mps is not None:
+        raise UsageError(
+            "vllm.mps",
+            f"{KV_MEMORY_FLAG} {GMS} is not safe under the Multi-Process Service ({mps}): a kernel"
+            " of a killed engine may go on writing into memory that the next engine reads; run the"
+            f" pod without MPS, or with {KV_MEMORY_FLAG} {OWN}",
+            flag=KV_MEMORY_FLAG,
         )
 
 
