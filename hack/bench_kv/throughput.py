@@ -23,6 +23,8 @@ PROMPT_TOKENS = 100
 ACTIVE_S = 600.0
 POLL_S = 0.2
 STANDBY = "engine-1"
+# vLLM's workers spin for a second after their last step, on a core that the other engine needs.
+SETTLE_S = 1.5
 
 Say = Callable[[str], None]
 
@@ -57,6 +59,7 @@ async def measure(plan: Plan, targets: dict[str, Target], say: Say) -> list[dict
 
 
 async def _tokens_per_s(target: Target, prompts: list[Prompt], plan: Plan) -> float:
+    await asyncio.sleep(SETTLE_S)
     began = time.monotonic()
     exchanges = await asyncio.gather(*(send(target, prompt) for prompt in prompts))
     took_s = time.monotonic() - began
