@@ -35,7 +35,7 @@ from understudy.up.ports import free_pod_ports
 from understudy.up.random_model import make_random_model
 from understudy.up.sessions import run_drill
 
-# DESIGN §8, for host memory and the reference backend. The fence also takes as long as the kernel
+# Budgets for host memory and the reference backend. The fence also takes as long as the kernel
 # needs to end the old backend's processes, so it has no budget of its own here.
 PHASE_BUDGET_MS = {"detect": 2.0, "grant": 2.0, "wake": 20.0, "serve": 10.0}
 GRANT_BUDGET_MS = 2.0  # beyond the end of the last process

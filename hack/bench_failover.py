@@ -29,7 +29,7 @@ from understudy.up.random_model import make_random_model
 from understudy.up.sessions import DrillResult, run_drill
 
 MODES = ("direct", "gateway")
-ADDED_BUDGET_MS = 2.0  # GATEWAY §6, at p50
+ADDED_BUDGET_MS = 2.0  # at p50
 
 
 async def failovers(mode: str, kills: int, base: Path, model: Path) -> DrillResult | None:

@@ -1,6 +1,6 @@
 """Health of generation: does the active engine still make tokens?
 
-Owns the rule of DESIGN §7: progress is life. Requests in flight make progress within a budget
+Owns the rule that progress is life. Requests in flight make progress within a budget
 (`patience.py`: `hang_ms`, longer on a busy machine and without a standby); idle, a canary every
 30 s. The backend is asked all the time, but an engine whose tokens advance is not hung, however
 late it answers: a missing answer is a verdict only when the budget has passed without an answer and

@@ -14,7 +14,7 @@ What a reader may not expect:
 
 - `dead` is also where an engine begins. `Reaped` divides it into "the old tree may still act" and
   "all gone". Nothing is sent to the lock server before that: it takes an incarnation that is no
-  longer named as reaped, and would grant the lock while its processes still live (DESIGN §5).
+  longer named as reaped, and would grant the lock while its processes still live (docs/lock.md).
 - `waking` has steps of its own: a backend that reports `serving` early cannot skip the canary.
 - A standby that terminates withdraws its want *before* its tree is killed, and still names its
   incarnation: it may have been granted the lock a moment ago.

@@ -1,4 +1,4 @@
-"""The probe table of DESIGN §7, to the letter: four questions, six states, and why.
+"""The probe table: four questions, six states, and why (docs/states.md shows it).
 
 Owns TABLE. Must not know HTTP. "First" means that no incarnation of this engine has reached
 standby in this pod yet: until then kubelet's startup probe decides, afterwards an engine that

@@ -1,7 +1,7 @@
 """The engine's metrics, all derived from the one record of events; zeros from the first scrape.
 
-Owns names and buckets (CONVENTIONS §2.4). Takes nothing but events, apart from three figures of the
-backend: requests in flight, requests refused and tokens replayed.
+Owns names and buckets (docs/reference.md). Takes nothing but events, apart from three figures of
+the backend: requests in flight, requests refused and tokens replayed.
 """
 
 from __future__ import annotations

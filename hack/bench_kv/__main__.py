@@ -35,7 +35,7 @@ from understudy.kubelet.containers import Container
 from understudy.kubelet.runner import PodRunner, run_pod
 from understudy.up.random_model import make_random_model
 
-# KV §5.
+# What the feature has to reach (docs/kv.md), and what --json judges.
 WARM_RATIO_MAX = 1.3
 RECOMPUTED_RATIO_MIN = 5.0
 ADOPTED_MIN = 0.99

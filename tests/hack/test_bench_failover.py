@@ -28,6 +28,6 @@ def judged(direct: list[float], gateway: list[float], *problems: str) -> dict[st
     ],
 )
 def test_gateway_may_add_two_milliseconds_at_the_median(gateway, problems, added_ms, passed):
-    """Goal: the budget is the specification's. Method: figures on both sides of it."""
+    """Goal: two milliseconds, and no more. Method: figures on both sides of it."""
     found = judged([19.0, 20.0, 21.0], gateway, *problems)
     assert (found["added_p50_ms"], found["passed"]) == (added_ms, passed)

@@ -50,7 +50,7 @@ def judged(times: dict[int, tuple[float, float, float]], **changes: Any) -> dict
         ({}, {"on": 97.0}, ["throughput ratio 0.985"]),
     ],
 )
-def test_goals_are_the_specifications(times, changes, missed):
-    """Figures on both sides of each goal of KV §5; the ratio is the median of the pairs."""
+def test_each_goal_is_judged_at_its_limit(times, changes, missed):
+    """Figures on both sides of each goal; the ratio is the median of the pairs."""
     found = judged(times, **changes)
     assert (found["missed"], found["passed"]) == (missed, not missed)

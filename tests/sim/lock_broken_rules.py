@@ -1,7 +1,7 @@
 """The rules of the lock's design, each left out: the simulation must detect every one.
 
 One function per rule; it patches the real core (or what surrounds it) so that the rule does not
-hold. DESIGN §5 and the docstring of `machine.py` explain why each rule exists.
+hold. docs/lock.md and the docstring of `machine.py` explain why each rule exists.
 """
 
 from __future__ import annotations

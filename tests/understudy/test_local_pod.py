@@ -20,7 +20,7 @@ from understudy.up.ports import Ports, check_port, check_ports, free_pod_ports, 
 
 
 def test_standard_pod_starts_what_engines_need_before_them():
-    """Goal: the order of DESIGN §2."""
+    """Goal: what a part needs is ready before it starts."""
     containers = LocalPod(Path("/run/understudy"), Path("/models/m")).containers()
     assert [[c.name for c in group] for group in starts(containers)] == [
         ["lockserver"],
@@ -43,8 +43,8 @@ def test_standard_pod_stops_its_engines_together_and_then_what_they_need():
     ]
 
 
-def test_standard_pod_uses_the_ports_and_directory_of_the_design():
-    """Goal: DESIGN §9's surface. Method: read the command lines and environments."""
+def test_standard_pod_uses_the_documented_ports_and_directory():
+    """Goal: what docs/reference.md says. Method: read the command lines and environments."""
     pod = LocalPod(Path("/run/understudy"), Path("/models/m")).containers()
     lock, gms, gateway, one, two = pod
     assert "--service=active=127.0.0.1:8000" in lock.command

@@ -77,7 +77,7 @@ def test_failover_is_ready_only_if_somebody_can_grant():
 
 
 def test_lines_of_a_standard_pod_fit_below_fifteen():
-    """Goal: CONVENTIONS §2.1. Method: the healthy pod, and one with more trouble than fits."""
+    """Goal: one look is enough. Method: the healthy pod, and one with more trouble than fits."""
     view = pod_view("/run/understudy", lockserver(), [memory()], [ACTIVE, STANDBY])
     text = lines(view, NOW)
     assert len(text) < 15

@@ -17,7 +17,7 @@ from understudy.up.ports import (
     Ports,
 )
 
-DIRECTORY = "/run/understudy"  # DESIGN §9
+DIRECTORY = "/run/understudy"
 
 BURN_MAX = 16  # loops per CPU: the pod's share is then a seventeenth, or less
 

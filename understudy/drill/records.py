@@ -25,7 +25,7 @@ GATEWAY = "gateway"  # its children die with it
 GATEWAY_CHILD = "gateway-child"  # the one that has the clients' connections
 GATEWAYS = (GATEWAY, GATEWAY_CHILD)  # streams in them are lost with them
 PARTS = (LOCKSERVER, GMS, GMS_SUPERVISOR, *GATEWAYS)
-PHASES = ("detect", "fence", "grant", "wake", "serve")  # DESIGN §8, in the order they happen
+PHASES = ("detect", "fence", "grant", "wake", "serve")  # in the order in which they happen
 
 LOCK = "lock active"  # the part whose states are those of the lock
 GONE = "gone"  # the state of an unreachable part

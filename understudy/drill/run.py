@@ -42,7 +42,7 @@ from understudy.kubelet.http_get import get
 from understudy.kubelet.runner import PodRunner
 from understudy.status.gather import engine_parts, gather, pids_of, require_pod, status_of
 
-FIRST_WHOLE_DEADLINE_S = 7200.0  # DESIGN §9: first init and waiting for weights 2 h
+FIRST_WHOLE_DEADLINE_S = 7200.0  # a first start may wait two hours for the weights
 ANSWERS_DEADLINE_S = 90.0  # longer than a client waits for a silent server
 ANSWERS_POLL_S = 0.01
 UP_DEADLINE_S = 300.0  # a container's probe may run only every ten seconds

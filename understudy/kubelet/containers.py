@@ -99,7 +99,7 @@ class Pace:
         return self if max_s is None else Pace(self.base_ms, max_s * 1000, self.reset_ms)
 
 
-# DESIGN §9: relaunch back-off 0.5 → 30 s. Ten seconds of life mean a good start.
+# Relaunch back-off of 0.5 to 30 s. Ten seconds of life mean a good start.
 QUICK = Pace(base_ms=500.0, max_ms=30_000.0, reset_ms=10_000.0)
 KUBELET = Pace(base_ms=10_000.0, max_ms=300_000.0, reset_ms=600_000.0)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from plumbing.errors import UnderstudyError
 
-SERVICE_PORT = 8000  # DESIGN §9
+SERVICE_PORT = 8000
 LOCKSERVER_PORT = 9400
 GMS_PORT = 9401
 GATEWAY_PORT = 9403  # 9402 is the lock's own, over TCP

@@ -15,7 +15,7 @@ def test_first_launch_is_due_at_once():
 
 
 def test_backoff_doubles_from_half_a_second_to_thirty():
-    """Failures before standby, an hour apart: the waits of DESIGN §9; a standby resets them."""
+    """Failures before standby, an hour apart; a standby resets the waits."""
     rule = Relaunch()
     waits = []
     for hour in range(9):

@@ -1,4 +1,4 @@
-"""A tensor left unbound is an error that names it, in either direction (FACTS §4, row 7)."""
+"""A tensor left unbound is an error that names it, in either direction."""
 
 from __future__ import annotations
 

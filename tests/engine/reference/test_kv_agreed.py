@@ -1,4 +1,4 @@
-"""Sizes are agreed, not measured (FACTS §4, row 10): the KV cache of two engines with the same
+"""Sizes are agreed, not measured: the KV cache of two engines with the same
 settings is the same to the byte, whatever memory each of them happens to find free."""
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def test_classify_every_way_an_exchange_can_end(change, outcome):
 
 
 def test_first_answer_is_the_earliest_of_a_newer_grant_sent_after_the_kill():
-    """Goal: DESIGN §8's definition of failover_ms. Method: decoys on every side."""
+    """Goal: the definition of failover_ms. Method: decoys on every side."""
     wanted = served(2, sent=101, first=140)
     decoys = [
         served(2, sent=99, first=135),  # sent before the kill

@@ -32,7 +32,7 @@ from understudy.kubelet.containers import (
 def test_backoff_first_restart_is_immediate_then_doubles_to_its_limit(
     pace: Pace, seconds: list[float]
 ):
-    """Goal: DESIGN §9's 0.5 → 30 s, the kubelet's 10 → 300 s. Method: feed it deaths at once."""
+    """Goal: our 0.5 → 30 s, the kubelet's 10 → 300 s. Method: feed it deaths at once."""
     backoff = Backoff(pace)
     assert [backoff.next_delay_ms(lived_ms=1) / 1000 for _ in seconds] == seconds
 
