@@ -166,8 +166,8 @@ def never_evict(patch: pytest.MonkeyPatch) -> None:
     """A committed epoch is not freed to make room, even where no process maps it."""
     fit = capacity.fit
 
-    def fit_beside(*args: Any, may_replace: bool) -> Any:
-        return fit(*args, may_replace=False)
+    def fit_beside(*args: Any, **facts: Any) -> Any:
+        return fit(*args, **{**facts, "may_replace": False})
 
     patch.setattr(capacity, "fit", fit_beside)
 
