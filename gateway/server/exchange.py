@@ -30,6 +30,8 @@ from plumbing.part.paths import engine_http_socket
 
 HEAD_MS = 10_000.0  # from the first byte of a response's head to its end
 QUOTED_CHARS_MAX = 300  # of what is wrong with a hello, which may quote it
+# An engine that has just woken answers first those who have clients waiting.
+SPARE_GREETS_AFTER_S = 0.1
 KEEPALIVE_COMMENT = b": keepalive\n\n"
 
 
@@ -53,6 +55,7 @@ class HttpExchange:
         self._loop = asyncio.get_running_loop()
         self._tick: asyncio.TimerHandle | None = None
         self._last_number = 0
+        self.is_spare = True  # nobody's requests come here yet
 
     # ------------------------------------------------------------------ for clients' connections
 
@@ -180,6 +183,8 @@ class HttpExchange:
                 transport.abort()
 
     async def _greet(self, effect: ev.GreetEngine) -> None:
+        if self.is_spare:
+            await asyncio.sleep(SPARE_GREETS_AFTER_S)
         try:
             hello = await greet(engine_http_socket(self._directory, effect.engine))
         except (OSError, ValueError) as error:
