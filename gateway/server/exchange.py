@@ -151,7 +151,7 @@ class HttpExchange:
             case ev.GatewayRecord():
                 self._note(effect)
             case _:
-                raise NotImplementedError(type(effect).__name__)
+                raise NotImplementedError(type(effect).__name__)  # our own fault: it crashes
 
     def _ask(self, effect: ev.AskEngine) -> None:
         request = self.requests[effect.request]

@@ -143,7 +143,7 @@ class WeightsSession:
     @property
     def tensors(self) -> Mapping[str, TensorRecord]:
         """The tensors that the epoch has so far, by name."""
-        raise NotImplementedError
+        raise NotImplementedError  # a reader has all of them, a writer what it has added
 
     def address(self, name: str) -> int:
         """Where the first byte of tensor `name` is, for good, also while it is not mapped."""

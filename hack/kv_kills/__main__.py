@@ -27,7 +27,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from hack.kv_kills.pod import ARGUMENTS, KilledPod, Standing
+from hack.kv_kills.pod import ARGUMENTS, SeamPod, Standing
 from hack.kv_kills.seams import SEAMS, any_skip
 from hack.processes import ProcessError
 from hack.report import commit, machine, spread
@@ -105,7 +105,7 @@ class Found:
 class Run:
     """`kills` kills of one pod."""
 
-    def __init__(self, pod: KilledPod, backend: str, ranks: int, rng: Random) -> None:
+    def __init__(self, pod: SeamPod, backend: str, ranks: int, rng: Random) -> None:
         self._pod, self._backend, self._ranks, self._rng = pod, backend, ranks, rng
         self.found = Found()
         self._prompts: Sequence[Prompt] = ()
@@ -183,7 +183,7 @@ async def run(base: Path, flags: argparse.Namespace) -> Found:
     random = RandomModel.of(flags.backend)
     model = await make_random_model(base / "model", random.shape)
     audit = () if flags.no_audit else (AUDIT_FLAG,)
-    pod = KilledPod(base, model, flags.backend, flags.ranks, (*audit, *flags.flags))
+    pod = SeamPod(base, model, flags.backend, flags.ranks, (*audit, *flags.flags))
     work = Run(pod, flags.backend, flags.ranks, Random(flags.seed))
     try:
         await work.kill(flags.point or [*SEAMS[flags.backend]], flags.kills)

@@ -61,7 +61,7 @@ class Standing:
     kv: Mapping[str, Any]
 
 
-class KilledPod:
+class SeamPod:
     """Two engines of `backend` behind a gateway, every process with the points in it."""
 
     def __init__(

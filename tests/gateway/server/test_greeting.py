@@ -8,8 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+import gateway.server.exchange
 from gateway.server import greeting
 from gateway.server.greeting import greet
+from plumbing.hop import Hello
 from plumbing.wire.limits import FRAME_BYTES_MAX
 from tests.gateway import stub_engine
 from tests.gateway.server.harness import ERA, with_bench
@@ -40,6 +42,33 @@ def test_engine_that_makes_its_socket_after_its_grant_is_greeted_at_once(
         assert (hello.engine, hello.token) == ("engine-7", 3)
 
     asyncio.run(main())
+
+
+def test_spare_leaves_an_engine_that_has_just_woken_to_those_with_clients(tmp_path, monkeypatch):
+    """Goal: the engine's first answers are not for a child that needs none. Method: a child is
+    granted an engine while it is the spare, and again when it accepts: who has greeted?"""
+    greeted: list[bool] = []
+
+    async def scenario(bench):
+        exchange = bench.doors.exchange
+
+        async def recorded(path: str) -> Hello:
+            greeted.append(exchange.is_spare)
+            return await greet(path)
+
+        monkeypatch.setattr(gateway.server.exchange, "greet", recorded)
+        monkeypatch.setattr(gateway.server.exchange, "SPARE_GREETS_AFTER_S", 3600.0)
+        engine = await bench.engine()
+        assert not exchange.is_spare  # it was given a socket to accept from
+        exchange.is_spare = True
+        bench.doors.granted(engine.name, engine.token - 1, ERA)
+        await asyncio.sleep(0)  # a turn of the loop, in which it would greet
+        exchange.is_spare = False
+        bench.doors.granted(engine.name, engine.token, ERA)
+        await auntil(lambda: bench.doors.beat(1).upstream.is_connected, "the hello")
+        assert greeted == [False]
+
+    with_bench(tmp_path, scenario)
 
 
 @pytest.mark.parametrize(

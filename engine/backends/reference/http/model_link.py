@@ -124,7 +124,7 @@ class ModelLink(Handler):
         self._checked: asyncio.Future[CheckedMsg] | None = None
         self.page = ProgressPage()
         self.published = 0  # blocks that the next engine was told of
-        self.kept = 0  # …and those that it would find now
+        self.kept = 0  # blocks that it would find now
         self._conn = UnixConnection(sock, LINK, self)
 
     @property
