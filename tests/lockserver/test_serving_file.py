@@ -92,12 +92,20 @@ def test_seat_is_below_what_is_opened_later_and_no_helper_inherits_it(made):
         assert len(mine) == 1
         assert mine[0] < device
         os.close(device)
-        helper = subprocess.Popen(
-            [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, close_fds=False
-        )
-        seat.leave()
-        assert serving.probe(path, file, 1) is WitnessState.FREE
-        helper.communicate(b"\n")
+        # A process lets go of what exec closes just before its program begins: wait until it runs.
+        running = "print(flush=True); input()"
+        with subprocess.Popen(
+            [sys.executable, "-c", running],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            close_fds=False,
+        ) as helper:
+            assert helper.stdout is not None
+            assert helper.stdout.readline() == b"\n"
+            seat.leave()
+            found = serving.probe(path, file, 1)
+            helper.communicate(b"\n")
+    assert found is WitnessState.FREE
 
 
 def test_leaving_needs_no_descriptor_and_joining_without_one_fails_and_holds_nothing(made):
