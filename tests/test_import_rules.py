@@ -80,7 +80,7 @@ PURE = (
         "engine.messages",
     ),
     *("plumbing.errors", "plumbing.hop", "plumbing.part.format"),
-    *("plumbing.part.restarts", "plumbing.part.silence"),
+    *("plumbing.part.restarts", "plumbing.part.silence", "plumbing.part.tier"),
     *("plumbing.wire.messages", "plumbing.wire.limits"),
 )
 NOT_IN_A_CORE = (
