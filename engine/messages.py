@@ -16,6 +16,8 @@ from plumbing.part.observe import EventMsg as EventMsg
 from plumbing.part.observe import StatusMsg as StatusMsg
 from plumbing.part.observe import StatusReplyMsg as StatusReplyMsg
 from plumbing.part.observe import WatchMsg as WatchMsg
+from plumbing.part.tier import AmMsg as AmMsg
+from plumbing.part.tier import ShallMsg as ShallMsg
 from plumbing.wire.messages import Catalogue, Message
 
 INT64_MAX = 2**63 - 1
@@ -114,6 +116,24 @@ class DrainedMsg(Message, frozen=True, tag="drained"):
     """The answer to `drain`: nothing is in flight."""
 
 
+class RestMsg(Message, frozen=True, tag="rest"):
+    """After `drained`: stop accepting, unmap and give back all KV memory, and leave the serving
+    file, in every process. The backend is then as after `prepared`, and may be woken again.
+
+    `keep_kv`: a hand-over; what was published stays in gms for the next engine. Otherwise the
+    memory must be free for others.
+    """
+
+    keep_kv: bool
+    budget_ms: Count
+
+
+class RestedMsg(Message, frozen=True, tag="rested"):
+    """The answer to `rest`. `kv_bytes_resident` is what processes still map: it must be 0."""
+
+    kv_bytes_resident: Count = 0
+
+
 # ---------------------------------------------------------------- backend → supervisor, unasked
 
 
@@ -122,7 +142,7 @@ class PreparedMsg(Message, frozen=True, tag="prepared"):
 
     `warnings` are for users: settings that work, at a cost they may not expect. `continuation` is
     `continuation_id` of `plumbing.hop.Hello`: streams continue only at an engine with an equal one.
-    It is empty where none can be continued.
+    It is empty where none can be continued. `can_rest`: it can be asked to `rest`.
     """
 
     weights_bytes: Count
@@ -131,6 +151,7 @@ class PreparedMsg(Message, frozen=True, tag="prepared"):
     identity: dict[str, Any]
     warnings: tuple[Sentence, ...] = ()
     continuation: ContinuationId = ""
+    can_rest: bool = False
 
 
 class FaultReportMsg(Message, frozen=True, tag="fault_report"):
@@ -148,7 +169,7 @@ class FaultReportMsg(Message, frozen=True, tag="fault_report"):
 
 CHANNEL = Catalogue(
     *(WakeMsg, WokenMsg, RunCanaryMsg, CanaryMsg, ServeMsg, ServingMsg),
-    *(HealthMsg, HealthyMsg, DrainMsg, DrainedMsg),
+    *(HealthMsg, HealthyMsg, DrainMsg, DrainedMsg, RestMsg, RestedMsg),
     *(PreparedMsg, FaultReportMsg),
 )
 
@@ -239,4 +260,5 @@ class KillingMsg(Message, frozen=True, tag="killing"):
 CONTROL = Catalogue(
     *(RegisterMsg, RegisteredMsg, MayLoadMsg, LoadMsg, AttachedMsg, BrokenMsg, LeftoverMsg, OkMsg),
     *(StatusMsg, StatusReplyMsg, WatchMsg, EventMsg, LeaveMsg, KillMsg, KillingMsg),
+    *(ShallMsg, AmMsg),
 )

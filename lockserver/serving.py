@@ -23,7 +23,8 @@ import fcntl
 import os
 
 from lockserver import flocks
-from lockserver.core.names import SERVING_PREFIX, ServingFile, WitnessState, serving_name_of
+from lockserver.core.names import SERVING_PREFIX, WitnessState, serving_name_of
+from lockserver.core.names import ServingFile as ServingFile
 from plumbing.errors import UnderstudyError
 
 

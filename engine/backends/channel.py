@@ -31,6 +31,7 @@ class Phase(StrEnum):
     AWAKE = "awake"
     SERVING = "serving"
     DRAINING = "draining"
+    RESTING = "resting"
 
 
 # What may be requested in which phase, and the phase after it.
@@ -43,6 +44,8 @@ TRANSITIONS: Mapping[tuple[Phase, str], Phase] = {
     (Phase.AWAKE, "drain"): Phase.DRAINING,
     (Phase.SERVING, "run_canary"): Phase.SERVING,
     (Phase.SERVING, "drain"): Phase.DRAINING,
+    (Phase.DRAINING, "rest"): Phase.RESTING,
+    (Phase.RESTING, "rested"): Phase.PREPARED,
 }
 
 
@@ -100,6 +103,10 @@ class BackendHandler(Protocol):
         ...
 
     async def drain(self, budget_s: float, *, resume: bool = False) -> None: ...
+
+    async def rest(self, budget_s: float, *, keep_kv: bool) -> msg.RestedMsg:
+        """Undo `wake` and what `drain` has set, in every process; see `RestMsg`."""
+        ...
 
 
 class Channel(Handler):
@@ -179,4 +186,6 @@ async def _handle(backend: BackendHandler, message: Message, fds: list[OwnedFd])
         case msg.DrainMsg():
             await backend.drain(message.budget_ms / 1000, resume=message.resume)
             return msg.DrainedMsg()
+        case msg.RestMsg():
+            return await backend.rest(message.budget_ms / 1000, keep_kv=message.keep_kv)
     raise ProtocolError("engine.backend_phase", f"{message.TYPE} is not a request to a backend")

@@ -1,9 +1,10 @@
 """What every process of a backend does first, before it opens a device or maps a weight.
 
-Owns the order: die with the parent, hold the witness on descriptor 0, then register. In any other
-order a process could outlive its supervisor unseen. Must not import asyncio or numpy. The
-surprising thing: descriptor 0 is the witness, so nothing here reads stdin; a child inherits it and
-counts for the lock server, as any process that may use the device should.
+Owns the order: die with the parent, hold the witness on descriptor 0, reserve the seat on the
+serving file, then register. In any other order a process could outlive its supervisor unseen. Must
+not import asyncio or numpy. The surprising thing: descriptor 0 is the witness, so nothing here
+reads stdin; a child inherits it and counts for the lock server, as any process that may use the
+device should.
 """
 
 from __future__ import annotations
@@ -18,13 +19,17 @@ from msgspec import structs
 
 from engine import lifeline
 from engine import messages as msg
-from lockserver.client import witness
+from lockserver.client import serving, witness
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.service.process import arm_from_environment, parent_environment
 from plumbing.wire.blocking import BlockingClient
 
 CHANNEL_ENV = "UNDERSTUDY_CHANNEL"
 WITNESS_ENV = "UNDERSTUDY_WITNESS"
+# The path of the incarnation's serving file, and "DEVICE:INODE" of the file that was made there.
+# Neither is set where the engine cannot hand over in place.
+SERVING_ENV = "UNDERSTUDY_SERVING"
+SERVING_ID_ENV = "UNDERSTUDY_SERVING_ID"
 INCARNATION_ENV = "UNDERSTUDY_INCARNATION"
 ENGINE_SOCKET_ENV = "ENGINE_SOCKET"
 ENGINE_ID_ENV = "ENGINE_ID"
@@ -37,12 +42,17 @@ ANSWER_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class BackendProcess:
-    """A process of the tree of `incarnation`, known to its supervisor as `name`."""
+    """A process of the tree of `incarnation`, known to its supervisor as `name`.
+
+    `seat` is its place on the serving file: to be joined before it accepts or maps KV memory, and
+    left after it can do neither. None: this engine cannot hand over in place, nor rest.
+    """
 
     name: str
     engine: str
     incarnation: str
     control: BlockingClient
+    seat: serving.ServingSeat | None = None
 
     def may_load(self, timeout_s: float, rank: int = 0, ranks: int = 1) -> msg.LoadMsg:
         """Wait until this rank may load its weights; the reply has the mode.
@@ -93,6 +103,7 @@ def enter(name: str, environ: Mapping[str, str] = os.environ) -> BackendProcess:
     engine = _required(environ, ENGINE_ID_ENV)
     arm_from_environment()
     witness.join(witness_path)
+    seat = _seat(environ)
     control = BlockingClient(_required(environ, ENGINE_SOCKET_ENV), msg.CONTROL)
     held = lifeline.hold()
     control.request(
@@ -100,7 +111,16 @@ def enter(name: str, environ: Mapping[str, str] = os.environ) -> BackendProcess:
         [held] if held is not None else [],
         timeout_s=ANSWER_TIMEOUT_S,
     )
-    return BackendProcess(name, engine, incarnation, control)
+    return BackendProcess(name, engine, incarnation, control, seat)
+
+
+def _seat(environ: Mapping[str, str]) -> serving.ServingSeat | None:
+    path = environ.get(SERVING_ENV)
+    if not path:
+        return None
+    dev, _, ino = _required(environ, SERVING_ID_ENV).partition(":")
+    file = serving.ServingFile(os.path.basename(path), int(dev), int(ino))
+    return serving.ServingSeat(path, file)
 
 
 def take_channel() -> socket.socket:

@@ -31,6 +31,7 @@ from engine.messages import (
     FaultReportMsg,
     HealthyMsg,
     PreparedMsg,
+    RestedMsg,
     WokenMsg,
 )
 from engine.progress_page import ProgressPage
@@ -176,6 +177,14 @@ class ReferenceBackend:
         server.pre_shutdown()
         await server.shutdown(FLUSH_S)
         await self._runner.cleanup()
+
+    async def rest(self, budget_s: float, *, keep_kv: bool) -> RestedMsg:
+        """Not asked for: `prepared` says so.
+
+        Raises:
+            UnderstudyError: always.
+        """
+        raise UnderstudyError("engine.cannot_rest", "this backend cannot rest")
 
     @property
     def _server(self) -> web.Server:

@@ -27,7 +27,14 @@ from engine.backends.vllm.api.continuation import Continuing
 from engine.backends.vllm.api.door import Door
 from engine.backends.vllm.api.http import TRIAL_PROMPT, Front
 from engine.backends.vllm.api.kept_memory import OWN_MEMORY, KeptMemory
-from engine.messages import NO_ERA, CanaryMsg, HealthyMsg, PreparedMsg, WokenMsg
+from engine.messages import (
+    NO_ERA,
+    CanaryMsg,
+    HealthyMsg,
+    PreparedMsg,
+    RestedMsg,
+    WokenMsg,
+)
 from engine.progress_page import ProgressPage
 from plumbing import hop
 from plumbing.errors import UnderstudyError
@@ -207,6 +214,14 @@ class VllmBackend:
         if self._listening is not None:
             self._listening.close()
         await self._front.drain(budget_s, resume=resume)
+
+    async def rest(self, budget_s: float, *, keep_kv: bool) -> RestedMsg:
+        """Not asked for: `prepared` says so.
+
+        Raises:
+            UnderstudyError: always.
+        """
+        raise UnderstudyError("engine.cannot_rest", "this backend cannot rest")
 
     # ------------------------------------------------------------------ behind a gateway
 

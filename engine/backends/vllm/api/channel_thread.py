@@ -19,6 +19,7 @@ from engine.messages import (
     FaultReportMsg,
     HealthyMsg,
     PreparedMsg,
+    RestedMsg,
     WokenMsg,
 )
 from plumbing.wire.fds import OwnedFd
@@ -89,6 +90,9 @@ class _Bridge:
 
     async def drain(self, budget_s: float, *, resume: bool = False) -> None:
         await self._on_its_loop(self._backend.drain(budget_s, resume=resume))
+
+    async def rest(self, budget_s: float, *, keep_kv: bool) -> RestedMsg:
+        return await self._on_its_loop(self._backend.rest(budget_s, keep_kv=keep_kv))
 
     async def _on_its_loop(self, work: Coroutine[Any, Any, T]) -> T:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
