@@ -90,6 +90,21 @@ class DiscardMsg(Message, frozen=True, tag="discard"):
     why: Annotated[str, Meta(min_length=1, max_length=DETAIL_LENGTH_MAX)]
 
 
+class GiveUpMsg(Message, frozen=True, tag="give_up"):
+    """The engine rests: this process maps nothing any more and has left the pool's file. Free the
+    memory, and answer by `pool_freed` when that is done; it needs the other processes of the
+    engine to leave as well."""
+
+    wait_ms: Annotated[int, Meta(ge=0, le=WAIT_MS_MAX)]
+
+
+class PoolFreedMsg(Message, frozen=True, tag="pool_freed"):
+    """The memory of the pool that was given up is free."""
+
+    pool: str
+    pool_bytes: int
+
+
 class DropPoolMsg(Message, frozen=True, tag="drop_pool"):
     """An operator wants the memory of a pool that no engine uses. Answered by `pool_dropped`."""
 

@@ -34,6 +34,7 @@ HAND_BACK_TIMEOUT_S = 30.0  # two trial maps for each slab, of which there are a
 RECEIVE_TIMEOUT_S = 5.0  # for the rest of a frame that has begun
 BACKOFF_S, BACKOFF_S_MAX = 0.02, 0.1  # a server restarts in a quarter of a second
 CLOSE_TIMEOUT_S = 5.0
+ANSWER_GRACE_S = 5.0  # the server ends an overdue wait by itself; how much longer we wait for that
 
 # It never will take this pool back: it has another by now, and this one ends with this engine.
 FINAL = ("gms.kv_pool_gone",)
@@ -138,14 +139,52 @@ class KvLease:
 
     def close(self) -> None:
         """Give the pool back: whoever calls this maps nothing of it any more. Safe to repeat."""
-        if self._is_closing:
-            return
+        if not self._is_closing:
+            self._stop(is_interrupted=True)
+            with contextlib.closing(self._client):
+                self._let_go()
+
+    def give_up(self, wait_s: float) -> None:
+        """Have the pool's memory freed, because this engine rests: as `close`, and returns when the
+        service says that the memory is free. The engine's other processes must let go of the pool
+        meanwhile. It is also free if the service dies: then nobody has it any more.
+
+        Raises:
+            RemoteError: `gms.kv_busy`, a process still maps it; `gms.kv_stale_token`, it is another
+                engine's by now.
+            WaitTimeoutError: the service does not answer.
+            UnreachableError: a service that had died got the memory back from this very lease.
+        """
+        end = time.monotonic() + wait_s
+        while self.state == REJOINING and time.monotonic() < end:
+            time.sleep(BACKOFF_S)  # a service that is back may have the memory already
+        was_held = self.state == HELD
+        self._stop(is_interrupted=not was_held)
+        with contextlib.closing(self._client):
+            self._let_go()
+            if was_held:
+                with contextlib.suppress(UnreachableError):
+                    self._wait_until_freed(max(0.0, end - time.monotonic()))
+            elif self.state == HELD:
+                raise UnreachableError("wire.closed", "the memory service came back meanwhile")
+
+    def _wait_until_freed(self, wait_s: float) -> None:
+        request = msg.GiveUpMsg(round(wait_s * 1000))
+        reply = self._client.request(request, timeout_s=wait_s + ANSWER_GRACE_S)
+        if not isinstance(reply.message, msg.PoolFreedMsg):
+            raise unexpected(reply.message.TYPE, "give_up")
+
+    def _stop(self, *, is_interrupted: bool) -> None:
+        """End the thread; `is_interrupted`: also one that waits for the service's answer."""
         self._is_closing = True
         os.eventfd_write(self._wake.fileno(), 1)
-        self._client.interrupt()
+        if is_interrupted:
+            self._client.interrupt()
         self._thread.join(CLOSE_TIMEOUT_S)
+
+    def _let_go(self) -> None:
+        """Of memory, index and file, in this order."""
         with contextlib.ExitStack() as stack:
-            stack.callback(self._client.close)
             stack.callback(self._flock.close)  # after the memory
             if not self._thread.is_alive():  # else it may still poll this number
                 stack.callback(self._wake.close)

@@ -7,7 +7,8 @@
     lease.mark(ADOPTING)                         # before blocks of an earlier engine are believed
     lease.mark(ADOPTED)                          # once the canary has passed on them
     lease.discard("device error …")              # the content must not be believed again
-    lease.close()                                # unmap everything first
+    lease.close()                                # unmap everything first; the next one finds it
+    lease.give_up(wait_s=5)                      # … or have the memory freed
 
 Any number of processes of one incarnation borrow the same pool; of another incarnation none, until
 the kernel says that none of these maps it. A lease outlives the service: the engine keeps serving,

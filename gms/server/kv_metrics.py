@@ -12,6 +12,7 @@ COUNTERS = {
     "pools_made_total": "KV pools made.",
     "pools_lent_total": "Incarnations that a KV pool was lent to.",
     "pools_discarded_total": "KV pools whose content was never lent again.",
+    "pools_given_up_total": "KV pools that engines gave up in order to rest.",
     "recoveries_total": "KV pools that engines handed back to a restarted server.",
     "stale_refusals_total": "Claims that were refused because a newer grant is known.",
     "full_waits_total": "KV pools that waited for memory to become free.",

@@ -157,10 +157,14 @@ class ClientProcess:
             assert answer["is"] == "waiting", answer
 
     def do(self, command: str) -> dict[str, Any]:
+        self.ask(command)
+        return self.line()
+
+    def ask(self, command: str) -> None:
+        """Its answer is read later."""
         assert self.process.stdin is not None
         self.process.stdin.write(command.encode() + b"\n")
         self.process.stdin.flush()
-        return self.line()
 
     def kill(self) -> int:
         self.process.kill()

@@ -13,7 +13,7 @@ from gms.core import events as device_events
 from gms.core.effects import Effects
 from gms.kv.core import events as ev
 from gms.kv.core.events import BorrowerState, Claimant
-from gms.kv.core.state import HOLDERS, KvBorrower
+from gms.kv.core.state import HOLDERS, KvBorrower, Pool
 from plumbing.errors import InvariantError, ProtocolError, UnderstudyError
 from plumbing.part.format import duration
 
@@ -32,6 +32,11 @@ class Borrowers:
     @property
     def waiting(self) -> list[KvBorrower]:
         return [each for each in self._all.values() if each.state is BorrowerState.WAITING]
+
+    @property
+    def leaving(self) -> list[KvBorrower]:
+        """Those that wait until the memory which they gave up is free."""
+        return [each for each in self._all.values() if each.state is BorrowerState.LEAVING]
 
     @property
     def returning(self) -> list[KvBorrower]:
@@ -98,6 +103,34 @@ class Borrowers:
         self._all[session.id] = session
         return self._heard(session.claimant)
 
+    def leave(
+        self, event: device_events.Received, message: msg.GiveUpMsg, now_ms: float
+    ) -> KvBorrower:
+        """A holder gives its pool up. One whose token is stale may not: the pool is for the engine
+        with the newer one.
+
+        Raises:
+            UnderstudyError: `gms.kv_stale_token`.
+        """
+        session = self.get(event)
+        session.target(msg.GiveUpMsg)
+        self._check_token(session.claimant)
+        session.move(msg.GiveUpMsg, now_ms)
+        session.request_id, session.deadline_ms = event.request_id, now_ms + message.wait_ms
+        session.reason_message = "a process of this engine still maps it, or it is being freed"
+        return session
+
+    def freed(self, pool: Pool, now_ms: float) -> Effects:
+        """Tell those who gave `pool` up that its memory is free."""
+        effects: Effects = []
+        for session in self.leaving:
+            if session.pool == pool.id:
+                session.move(ev.BorrowerFreed, now_ms)
+                del self._all[session.id]
+                answer = msg.PoolFreedMsg(pool.id, pool.memory_bytes)
+                effects.append(fx.SendMessage(session.id, session.request_id, answer))
+        return effects
+
     def wait(self, session: KvBorrower, reason: str, message: str) -> Effects:
         """Tell it why it waits, if that is news."""
         if (session.reason, session.reason_message) == (reason, message):
@@ -116,7 +149,7 @@ class Borrowers:
     def end_overdue(self, now_ms: float, full: UnderstudyError | None) -> Effects:
         """Refuse whoever has waited for as long as it wanted, with the reason."""
         effects: Effects = []
-        for session in self.waiting:
+        for session in (*self.waiting, *self.leaving):
             if session.deadline_ms is None:
                 raise InvariantError(f"session {session.id} waits without a deadline")
             if session.deadline_ms > now_ms:

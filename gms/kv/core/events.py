@@ -34,6 +34,7 @@ class BorrowerState(StrEnum):
     WAITING = "waiting"
     GRANTED = "granted"  # the pool is its; it has no memory before it holds the flock
     HOLDING = "holding"  # has the descriptors
+    LEAVING = "leaving"  # maps nothing any more; waits until the memory is free
     RETURNING = "returning"  # came back after a server's death; not registered yet
     CLOSED = "closed"
 
@@ -101,6 +102,9 @@ class BorrowerBack(SessionEvent, frozen=True): ...
 
 
 class BorrowerRefused(SessionEvent, frozen=True): ...
+
+
+class BorrowerFreed(SessionEvent, frozen=True): ...
 
 
 class PoolEffect(DeviceEffect, frozen=True):

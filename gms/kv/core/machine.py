@@ -57,8 +57,8 @@ class KvMachine:
 
     def next_deadline_ms(self) -> float | None:
         """When to send the next `DeadlinePassed`."""
-        waiting = self.borrowers.waiting
-        times = [each.deadline_ms for each in waiting if each.deadline_ms is not None]
+        waiting, leaving = self.borrowers.waiting, self.borrowers.leaving
+        times = [each.deadline_ms for each in waiting + leaving if each.deadline_ms is not None]
         if self.full is not None and waiting:
             times.append(self.retry_ms)
         return min(times, default=None)
@@ -116,6 +116,9 @@ class KvMachine:
                 return self.pools.discard(
                     self.pools.by_id[session.pool], f"{session.label} says: {why}"
                 )
+            case msg.GiveUpMsg() as message:
+                session = self.borrowers.leave(event, message, now_ms)
+                return self.pools.give_up(self.pools.by_id[session.pool], session.claimant)
             case msg.DropPoolMsg():
                 return self._drop(event)
             case message:
@@ -222,6 +225,7 @@ class KvMachine:
             case ev.PoolReleased():
                 pool.turn("end")
                 del self.pools.by_id[pool.id]
+                return self.borrowers.freed(pool, now_ms)
             case ev.PoolTakenBack():
                 return self.pools.taken_back(pool)
             case ev.PoolNotTakenBack(_, session_id, error):

@@ -30,7 +30,7 @@ class Pools:
             )
             for each, is_discarded in orphans.items()
         }
-        self.discards_total = self.recoveries_total = 0
+        self.discards_total = self.given_up_total = self.recoveries_total = 0
 
     @property
     def current(self) -> Pool | None:
@@ -55,6 +55,18 @@ class Pools:
         text = f"KV pool {pool.id} is discarded, and never lent again: {why}"
         record = fx.RecordEvent("gms.kv_discarded", text, {"pool": pool.id}, "warning")
         return [ev.MarkDiscarded(pool.id), record]
+
+    def give_up(self, pool: Pool, by: Claimant) -> Effects:
+        """Its engine rests: free its memory once no process maps it. One that was discarded before
+        is on its way."""
+        if pool.phase is not PoolPhase.KEPT:
+            return []
+        pool.discarded, pool.adopting = f"{by} rests", None
+        pool.turn("discard")
+        self.given_up_total += 1
+        text = f"KV pool {pool.id} is given up: {pool.discarded}"
+        data = {"pool": pool.id, "engine": by.engine, "token": by.token}
+        return [ev.MarkDiscarded(pool.id), fx.RecordEvent("gms.kv_given_up", text, data)]
 
     def taken_back(self, pool: Pool) -> Effects:
         """The survivor that brought it may be gone again: the memory is here all the same."""

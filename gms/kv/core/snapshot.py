@@ -38,11 +38,14 @@ def kv_snapshot(machine: KvMachine, at: Callable[[float], str]) -> dict[str, Any
     return {
         "state": state_of(machine),
         **_pool(pool),
-        "sessions": [_session(each, at) for each in machine.borrowers.holders],
+        "sessions": [
+            _session(each, at) for each in machine.borrowers.holders + machine.borrowers.leaving
+        ],
         "waiting": [_waiter(each, at) for each in machine.borrowers.waiting],
         "pools_made_total": machine.made_total,
         "pools_lent_total": machine.lent_total,
         "pools_discarded_total": machine.pools.discards_total,
+        "pools_given_up_total": machine.pools.given_up_total,
         "recoveries_total": machine.pools.recoveries_total,
         "stale_refusals_total": machine.borrowers.stale_refusals_total,
         "full_waits_total": machine.full_waits_total,

@@ -30,10 +30,13 @@ BORROWER_TRANSITIONS: Mapping[tuple[S, BorrowerInput], S] = {
     (S.GRANTED, msg.TakeMsg): S.HOLDING,
     (S.HOLDING, msg.MarkMsg): S.HOLDING,
     (S.HOLDING, msg.DiscardMsg): S.HOLDING,
+    (S.HOLDING, msg.GiveUpMsg): S.LEAVING,
+    (S.LEAVING, ev.BorrowerFreed): S.CLOSED,
     (S.OPEN, msg.HandBackMsg): S.RETURNING,
     (S.RETURNING, ev.BorrowerBack): S.HOLDING,
     (S.WAITING, ev.BorrowerRefused): S.CLOSED,
     (S.RETURNING, ev.BorrowerRefused): S.CLOSED,
+    (S.LEAVING, ev.BorrowerRefused): S.CLOSED,
     **{(state, Closed): S.CLOSED for state in S if state is not S.CLOSED},
 }
 

@@ -60,6 +60,14 @@ def main() -> None:
                 say("state", state=until_state(lease, rest[0]))
             case "fork":
                 fork()
+            case "give_up":
+                addresses.free()
+                try:
+                    lease.give_up(float(rest[0]))
+                except UnderstudyError as error:
+                    say("refused", code=error.code, message=error.message)
+                else:
+                    say("freed")
             case "close":
                 addresses.free()
                 lease.close()

@@ -329,3 +329,71 @@ def test_operator_drops_a_pool_that_no_engine_uses():
     desk.tell(ev.PoolReleased(pool))
     desk.borrow(3, token=3)
     assert desk.make() != pool
+
+
+def test_engine_that_rests_gives_the_memory_up_and_hears_when_it_is_free():
+    """Goal: freed only when no process maps it, and said only then. Method: two processes of one
+    engine, of which one gives up while the other still holds; then it claims again."""
+    desk = Desk()
+    pool = desk.hold(1)
+    desk.borrow(2)
+    desk.take(2)
+    give_up = msg.GiveUpMsg(WAIT_MS)
+    assert of(desk.tell(Received(1, 5, give_up)), ev.MarkDiscarded).pool == pool
+    desk.borrow(3)
+    assert desk.last_to(3).reason == "gms.kv_busy"
+    assert of(desk.tell(Closed(2)), ev.WatchPool).pool == pool
+    assert of(desk.tell(ev.PoolFree(pool)), ev.ReleasePool).pool == pool
+    assert kv_snapshot(desk.machine, str)["sessions"][0]["state"] == "leaving"
+    made = of(desk.tell(ev.PoolReleased(pool)), ev.MakePool).pool
+    assert desk.last_to(1) == msg.PoolFreedMsg(pool, SIZE + INDEX)
+    assert made != pool
+    assert desk.machine.pools.given_up_total == 1
+    assert desk.machine.pools.discards_total == 0
+
+
+def test_memory_that_is_not_free_in_time_is_refused_to_whom_gave_it_up():
+    desk = Desk()
+    pool = desk.hold(1)
+    desk.borrow(2)
+    desk.take(2)
+    desk.tell(Received(1, 5, msg.GiveUpMsg(WAIT_MS)))
+    assert desk.machine.next_deadline_ms() == WAIT_MS
+    desk.now_ms = WAIT_MS
+    desk.tell(DeadlinePassed())
+    assert desk.last_to(1).code == "gms.kv_busy"
+    assert desk.machine.next_deadline_ms() is None
+    desk.tell(Closed(1))
+    desk.tell(Closed(2))
+    of(desk.tell(ev.PoolFree(pool)), ev.ReleasePool)  # it is freed all the same
+
+
+def test_engine_that_lost_the_lock_does_not_free_what_its_successor_waits_for():
+    """Goal: only the newest borrower gives up. Method: a newer claim waits when the old holder
+    gives up; the memory is kept, and lent with its content."""
+    desk = Desk()
+    pool = desk.hold(1)
+    desk.mark(1, msg.BEGUN)
+    desk.borrow(2, token=2)
+    assert refused(desk, Received(1, 5, msg.GiveUpMsg(WAIT_MS))).code == "gms.kv_stale_token"
+    desk.tell(Closed(1))
+    desk.tell(ev.PoolFree(pool))
+    assert desk.take(2) == ev.SendPool(2, 2, pool, is_fresh=False)
+
+
+def test_two_living_engines_hand_the_pool_to_and_fro():
+    """Goal: a lease that was returned, and a free file, are all that a successor needs; also the
+    engine that had it before, under its next token. Method: one incarnation under tokens 1 and 3,
+    another under 2; nothing dies."""
+    desk = Desk()
+    pool = desk.hold(1)
+    desk.mark(1, msg.BEGUN)
+    for session, token, incarnation in ((2, 2, "i-2"), (3, 3, "i-1")):
+        desk.tell(Closed(session - 1))
+        desk.borrow(session, token, incarnation=incarnation)
+        assert desk.last_to(session).reason == "gms.kv_busy"  # until the kernel has spoken
+        desk.tell(ev.PoolFree(pool))
+        assert desk.take(session) == ev.SendPool(session, 2, pool, is_fresh=False)
+        desk.mark(session, msg.ADOPTING, msg.ADOPTED)
+    assert desk.machine.pools.by_id[pool].failed_adoptions == 0
+    assert (desk.machine.made_total, desk.machine.lent_total) == (1, 3)

@@ -181,6 +181,45 @@ def drop_kv(kv: KvProcess) -> tuple[int, str]:
 
 
 @host_only
+def test_memory_that_is_given_up_is_free_when_the_service_says_so(kv: KvProcess, borrow: Borrow):
+    """Goal: an engine that rests really frees its KV memory, and can have new memory at once.
+    Method: two processes of one engine; the kernel's own list of what the server holds."""
+
+    def slabs() -> set[str]:
+        """By name: the server has copies for a moment, to send them."""
+        links = open_fds(kv.process.pid).values()
+        return {link for link in links if "understudy_kv-" in link}
+
+    first, mate = borrow(1), borrow(1)
+    for each in (first, mate):
+        pool = each.expect("lent")["pool"]
+    assert len(slabs()) == 2  # and the index
+    mate.ask("give_up 20")
+    until(lambda: kv.status()["sessions"][1]["state"] == "leaving", "it to be heard")
+    assert len(slabs()) == 2
+    assert first.do("give_up 20")["is"] == "freed"
+    assert slabs() == set()
+    assert mate.expect("freed")
+    assert (kv.status()["state"], kv.status()["sessions"]) == ("empty", [])
+    again = borrow(1).expect("lent")
+    assert again["is_fresh"]
+    assert again["pool"] != pool
+
+
+@host_only
+def test_memory_that_is_given_up_while_the_service_is_away_is_free(kv: KvProcess, borrow: Borrow):
+    """Goal: a rest does not depend on the service. Method: kill it; give up; the next server finds
+    nothing."""
+    first = borrow(1)
+    first.expect("lent")
+    kv.kill()
+    first.do("until rejoining")
+    assert first.do("give_up 0.1")["is"] == "freed"
+    kv.start()
+    assert kv.status()["state"] == "empty"
+
+
+@host_only
 def test_restarted_server_without_survivors_starts_empty(kv: KvProcess, borrow: Borrow):
     first = borrow(1)
     pool = first.expect("lent")["pool"]
