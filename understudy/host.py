@@ -15,10 +15,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from plumbing.part.paths import KV_SLAB_PREFIX, SLAB_PREFIX
 from plumbing.service.procfs import descendants, rss_bytes
 
-MEMFD = "/memfd:understudy-"  # what `gms` calls its slabs, followed by their epoch and a number
-MEMFD_KV = f"{MEMFD}kv-"  # …and those of a KV pool, which are not weights
+MEMFD = f"/memfd:{SLAB_PREFIX}"  # how /proc names the slabs of weights,
+MEMFD_KV = f"/memfd:{KV_SLAB_PREFIX}"  # and those of a KV pool
 BLOCK_BYTES = 512  # the unit of st_blocks, whatever the file system
 
 
@@ -113,7 +114,7 @@ def slabs_of(pid: int) -> dict[int, SlabUse]:
     """The slabs of weights that `pid` has open or mapped, by inode."""
     found = _mapped_slabs(pid)
     for path, target in descriptors(pid):
-        if _is_slab(target):
+        if target.startswith(MEMFD):
             try:
                 status = os.stat(path)
             except OSError:
@@ -134,17 +135,13 @@ def physical_bytes(pids: Iterable[int]) -> int:
     return sum(slab.size_bytes for slab in found.values())
 
 
-def _is_slab(target: str) -> bool:
-    return target.startswith(MEMFD) and not target.startswith(MEMFD_KV)
-
-
 def _mapped_slabs(pid: int) -> dict[int, SlabUse]:
     found: dict[int, SlabUse] = {}
     try:
         with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as file:
             for line in file:
                 fields = line.split(maxsplit=5)
-                if len(fields) < 6 or not _is_slab(fields[5]):
+                if len(fields) < 6 or not fields[5].startswith(MEMFD):
                     continue
                 start, _, end = fields[0].partition("-")
                 inode, size_bytes = int(fields[4]), int(end, 16) - int(start, 16)

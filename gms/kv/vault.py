@@ -17,6 +17,7 @@ from gms.vmm.host import HostMemory
 from gms.vmm.interface import Allocation, DeviceMemory, export_all, release_all
 from plumbing.errors import UnderstudyError
 from plumbing.part.format import size
+from plumbing.part.paths import KV_SLAB_PREFIX
 from plumbing.wire.fds import OwnedFd, close_all
 
 # Handles above about 4 GiB have tripped the driver's memory scrubber on some machines, and pages of
@@ -148,4 +149,4 @@ def _pages(size_bytes: int) -> int:
 def _part_name(pool: str, number: int) -> str:
     """The name that a part is created with: unique, so that none passes for another, nor for a slab
     of weights (`understudy-…`)."""
-    return f"understudy_kv-{pool[:8]}-{number}"
+    return f"{KV_SLAB_PREFIX}{pool[:8]}-{number}"

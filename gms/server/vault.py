@@ -15,6 +15,7 @@ from gms import epoch_file
 from gms.manifest import check_manifest
 from gms.vmm.interface import Allocation, DeviceMemory, export_all, release_all
 from plumbing.errors import UnderstudyError
+from plumbing.part.paths import SLAB_PREFIX
 from plumbing.wire.fds import OwnedFd, close_all
 
 
@@ -128,4 +129,4 @@ class Vault:
 
 def _slab_name(epoch: str, index: int) -> str:
     """The name that a slab is created with: unique, so that none passes for another."""
-    return f"understudy-{epoch[:8]}-{index}"
+    return f"{SLAB_PREFIX}{epoch[:8]}-{index}"

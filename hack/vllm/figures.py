@@ -116,10 +116,7 @@ async def look_at(
     roots = roots_of(await pids_of(directory))
     everybody = {pid for root in roots for pid in (root, *descendants(root))}
     slabs = sum(
-        each.pss_bytes
-        for pid in everybody
-        for each in mappings(pid)
-        if each.path.startswith(MEMFD) and not each.path.startswith(MEMFD_KV)
+        each.pss_bytes for pid in everybody for each in mappings(pid) if each.path.startswith(MEMFD)
     )
     idle_s = idle_s or IDLE_S_PER_RANK * len(workers_of(standby))
     cpu = await cpu_percent(tree_of(standby), idle_s)

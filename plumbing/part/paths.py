@@ -19,6 +19,9 @@ GATEWAY_SOCKET = "gateway.sock"
 HTTP_SUFFIX = ".http.sock"  # of an engine's private socket; an engine's id has no dot
 WEIGHTS = "weights"  # the tags of a device's two memory servers
 KV = "kv"
+# How the memory files of a host device are called, before an id and a number (man 2 memfd_create).
+SLAB_PREFIX = "understudy-"
+KV_SLAB_PREFIX = "understudy_kv-"
 
 # The longest name that every pod needs. An engine or a device with a longer one is caught by
 # `socket_path`.

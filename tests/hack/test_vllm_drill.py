@@ -14,12 +14,15 @@ from subprocess import PIPE
 
 import pytest
 
+from gms.kv.vault import PoolVault
+from gms.vmm.host import HostMemory
 from hack.drill_vllm import OPTIONS, Run
 from hack.soak_vllm import heavy
 from hack.vllm.figures import Figures, cpu_percent, kv_resident, mappings, private_bytes
 from hack.vllm.stock import smallest_gap
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.service.config import resolve
+from plumbing.wire.fds import close_all
 from understudy.drill.prompts import all_prompts
 
 MIB = 1 << 20
@@ -87,6 +90,21 @@ def test_kv_cache_is_found_by_its_size_and_counted_by_its_pages():
         go_on()
         assert kv_resident([process.pid], KV_BYTES) == 8 * mmap.PAGESIZE
         assert abs(private_bytes([process.pid], KV_BYTES) - before) < MIB
+
+
+def test_kv_cache_that_is_lent_is_found_by_its_name(tmp_path):
+    """Goal: the figures hold where gms owns the KV memory. Method: map a real pool's slab, which
+    has another size than the cache, and write one page."""
+    vault = PoolVault(HostMemory(), str(tmp_path), "HOST-0", None)
+    vault.make("0123abcd" * 4, KV_BYTES // 2, mmap.PAGESIZE)
+    index, slab = vault.export("0123abcd" * 4)
+    try:
+        with mmap.mmap(slab.fileno(), KV_BYTES // 2) as mapped:
+            mapped[: mmap.PAGESIZE] = b"x" * mmap.PAGESIZE
+            assert kv_resident([os.getpid()], KV_BYTES) == mmap.PAGESIZE
+    finally:
+        close_all([index, slab])
+        vault.close()
 
 
 def test_memory_of_a_file_is_seen_with_its_name():

@@ -36,7 +36,7 @@ def test_slab_counts_once_however_many_hold_it():
         slab(MIB) as one,
         slab(2 * MIB, "understudy-0123abcd-1"),
         slab(MIB, "other"),
-        slab(MIB, "understudy-kv-0123abcd-1"),
+        slab(MIB, "understudy_kv-0123abcd-1"),
     ):
         child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1, pass_fds=[one])
         with child:
