@@ -78,6 +78,7 @@ class WritingMsg(Message, frozen=True, tag="writing"):
     capacity_bytes: Bytes
     free_bytes: Bytes
     granularity_bytes: Bytes
+    copy: str | None = None  # the epoch in host memory that stands for the requested weights
 
 
 class AllocateMsg(Message, frozen=True, tag="allocate"):
@@ -105,6 +106,7 @@ class CommitMsg(Message, frozen=True, tag="commit"):
     identity: dict[str, Any]
     manifest: bytes
     layout_hash: str
+    restaged_from: Name | None = None  # the `copy` of `writing`, if all bytes are from there
 
 
 class CommittedMsg(Message, frozen=True, tag="committed"):
@@ -194,6 +196,17 @@ class DroppedMsg(Message, frozen=True, tag="dropped"):
 
     epoch: str
     readers: tuple[str, ...]
+
+
+class OffloadMsg(Message, frozen=True, tag="offload"):
+    """Free the committed epoch, which nobody maps and of which host memory has a sealed copy."""
+
+
+class OffloadedMsg(Message, frozen=True, tag="offloaded"):
+    """The device's memory is proven free; epoch `copy` in host memory stands for the weights."""
+
+    copy: str
+    size_bytes: Bytes
 
 
 class InspectMsg(Message, frozen=True, tag="inspect"):

@@ -10,6 +10,8 @@ from plumbing.part import paths
 from plumbing.part.paths import KV as KV
 from plumbing.part.paths import WEIGHTS as WEIGHTS
 
+OFFLOAD = "OFFLOAD-"
+
 _DEVICE = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,63}")  # HOST-0, GPU-<uuid>, MIG-<uuid>
 _POOL_FILE = re.compile(r"gms_[A-Za-z0-9-]+_kv_[0-9a-f]{32}\.pool")
 _EPOCH_FILE = re.compile(r"gms_[A-Za-z0-9-]+_[a-z]+_[0-9a-f]{32}\.epoch")
@@ -27,6 +29,17 @@ def check_device(device: str) -> str:
             f"{device!r} is not a device name; devices are named HOST-0, HOST-1, … or GPU-<uuid>",
         )
     return device
+
+
+def offload_device(device: str) -> str:
+    """The device, of host memory, that keeps the sealed copy of the weights of `device`:
+    OFFLOAD-0 for HOST-0, OFFLOAD-GPU-<uuid> for a GPU."""
+    return OFFLOAD + device.removeprefix("HOST-")
+
+
+def is_offload(device: str) -> bool:
+    """Whether `device` keeps host copies; no engine attaches to it for its weights."""
+    return device.startswith(OFFLOAD)
 
 
 def socket_path(directory: str, device: str) -> str:

@@ -31,6 +31,7 @@ class Device:
         orphans: Iterable[Epoch] = (),
         *,
         is_journal_lost: bool = False,
+        offloaded: ev.JournalRecord | None = None,
     ) -> None:
         self.capacity_bytes = capacity_bytes
         self.granularity_bytes = granularity_bytes
@@ -38,9 +39,13 @@ class Device:
         self.epochs: dict[str, Epoch] = {epoch.id: epoch for epoch in orphans}
         self.sessions: dict[int, Session] = {}
         self.is_journal_lost = is_journal_lost  # survivors say what was committed
+        # The sealed copy in host memory that stands for what was committed, until the next commit.
+        self.offloaded = offloaded
         self.recoveries_total = 0
         self.condemnations_total = 0
         self.commits_total = 0
+        self.offloads_total = 0
+        self.restages_total = 0
         self.exports_total = 0
         self.reclaims_total = 0
         self.oom_waits_total = 0
@@ -71,13 +76,16 @@ class Device:
 
     @property
     def state(self) -> str:
-        """`committed`, `recovering`, `staging` or `empty`: the device as `gms status` shows it."""
+        """`committed`, `recovering`, `staging`, `offloaded` or `empty`: the device as `gms status`
+        shows it."""
         phases = {epoch.phase for epoch in self.epochs.values()}
         if EpochPhase.COMMITTED in phases:
             return "committed"
         if EpochPhase.ORPHANED in phases:
             return "recovering"
-        return "staging" if EpochPhase.STAGING in phases else "empty"
+        if EpochPhase.STAGING in phases:
+            return "staging"
+        return "offloaded" if self.offloaded is not None else "empty"
 
     @property
     def free_bytes(self) -> int:
@@ -134,13 +142,14 @@ class Device:
         if self.is_journal_behind:
             return []
         self._journal_writes += 1
-        return [fx.WriteJournal(None, self.committed.record() if self.committed else None)]
+        record = self.committed.record() if self.committed else None
+        return [fx.WriteJournal(None, record, self.offloaded)]
 
     def journal_commit(self, session: Session) -> fx.WriteJournal:
         """Write the epoch that `session` commits, with the one that it replaces."""
         previous = self.committed.record() if self.committed else None
         record = replace(self.epoch_of(session).record(), previous=previous)
-        return fx.WriteJournal(session.id, record)
+        return fx.WriteJournal(session.id, record, self.offloaded)
 
     def journal_written(self) -> None:
         """A write that no session waits for has ended, successfully or not."""

@@ -32,9 +32,11 @@ class SendMessage(Respond, frozen=True):
 
 
 class GrantWriting(Respond, frozen=True):
-    """Send `writing`: the epoch, its file and the room that it has."""
+    """Send `writing`: the epoch, its file, the room that it has, and the host copy that stands for
+    the requested weights, if there is one."""
 
     epoch: str
+    copy: str | None = None
 
 
 class SendEpoch(Respond, frozen=True):
@@ -97,10 +99,11 @@ class MarkHistory(DeviceEffect, frozen=True):
 
 class WriteJournal(DeviceEffect, frozen=True):
     """Put `record` on disk; then `Journalled` or `JournalFailed`, without a session `JournalKept`
-    or `JournalBehind`."""
+    or `JournalBehind`. `offloaded` is the host copy that stands for what was committed here."""
 
     session: int | None
     record: JournalRecord | None
+    offloaded: JournalRecord | None = None
 
 
 class ReleaseEpoch(DeviceEffect, frozen=True):

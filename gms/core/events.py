@@ -82,6 +82,9 @@ class Received(SessionEvent, frozen=True):
     pid: int = 0  # of its process; 0 where its PID namespace is not visible
     is_mapped: bool = False  # for `drop`: some process holds the committed epoch's file
     kv_bytes: int | None = None  # for `attach` and `allocate`: what the device's KV pools take
+    # For `offload`: what the journal of the host copies says is committed there, if a living
+    # process holds it besides its server.
+    copy: JournalRecord | None = None
 
 
 class EpochOpened(SessionEvent, frozen=True):

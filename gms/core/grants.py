@@ -21,7 +21,7 @@ from gms.core.capacity import EPOCHS_MAX, Fit
 from gms.core.device import Device
 from gms.core.effects import Effects
 from gms.core.events import EpochPhase, Mode
-from gms.core.identity import first_mismatch
+from gms.core.identity import first_mismatch, identity_hash
 from gms.core.state import Epoch, Session
 from plumbing.errors import InvariantError, UnderstudyError
 from plumbing.part.format import size as size_of
@@ -56,7 +56,7 @@ class Grants:
         """Judge everything that waits. The writer's slab first: refusing it may make RW free."""
         effects = self._judge_allocation(now_ms)
         for session in self.device.waiting:
-            match decide(session.request, self.device.epochs.values(), self.device.writer):
+            match self._verdict(session):
                 case GrantRead():
                     effects += self._grant_read(session, now_ms)
                 case GrantWrite():
@@ -65,11 +65,15 @@ class Grants:
                     effects += self.refuse(session, error, now_ms)
         # Reasons last: a session earlier in the queue may now wait for one that was granted above.
         for session in self.device.waiting:
-            verdict = decide(session.request, self.device.epochs.values(), self.device.writer)
+            verdict = self._verdict(session)
             if not isinstance(verdict, KeepWaiting):
                 raise InvariantError(f"session {session.id} waits although {verdict}")
             effects += self._send_reason(session, verdict.reason, verdict.message)
         return effects
+
+    def _verdict(self, session: Session) -> Verdict:
+        device = self.device
+        return decide(session.request, device.epochs.values(), device.writer, device.offloaded)
 
     def send_full(self, session: Session, error: UnderstudyError) -> Effects:
         """The driver has no memory for a slab: name the holders that are known here."""
@@ -173,10 +177,20 @@ def _recorded(session: Session, verb: str) -> fx.RecordEvent:
     )
 
 
-def decide(request: msg.AttachMsg, epochs: Iterable[Epoch], writer: Session | None) -> Verdict:
-    """The verdict on `request`, with `epochs` of the device and its one `writer`, if any."""
+def decide(
+    request: msg.AttachMsg,
+    epochs: Iterable[Epoch],
+    writer: Session | None,
+    offloaded: ev.JournalRecord | None = None,
+) -> Verdict:
+    """The verdict on `request`, with `epochs` of the device and its one `writer`, if any;
+    `offloaded`: the host copy that stands for what was committed."""
     everything = list(epochs)
     committed = next((e for e in everything if e.phase is EpochPhase.COMMITTED), None)
+    if committed is None and offloaded is not None and not request.replace:
+        other = _on_offloaded(request, offloaded)
+        if other is not None:
+            return other
     if committed is not None:
         verdict = _on_committed(request, committed)
         if verdict is not None:
@@ -191,6 +205,11 @@ def decide(request: msg.AttachMsg, epochs: Iterable[Epoch], writer: Session | No
     if writer is not None:
         return KeepWaiting("writer", f"{writer.label} is loading the weights")
     if request.mode == Mode.RO:
+        if offloaded is not None:
+            return KeepWaiting(
+                "offloaded",
+                "the weights are offloaded to host memory until an engine that may write wakes up",
+            )
         return KeepWaiting("not_committed", "nothing is committed and no engine is loading")
     # A given-up epoch that a reader has come back to has an owner again (`Epoch.is_being_freed`).
     unowned = [epoch for epoch in everything if epoch.is_being_freed]
@@ -205,6 +224,19 @@ def decide(request: msg.AttachMsg, epochs: Iterable[Epoch], writer: Session | No
             "engines that read superseded ones",
         )
     return GrantWrite()
+
+
+def _on_offloaded(request: msg.AttachMsg, offloaded: ev.JournalRecord) -> UnderstudyError | None:
+    """The verdict where other weights are offloaded than the requested ones; None: the same."""
+    if request.identity is None or identity_hash(request.identity) == offloaded.identity_hash:
+        return None
+    return UnderstudyError(
+        "gms.identity_mismatch",
+        f"the weights that are offloaded to host memory as epoch {offloaded.epoch} are not the "
+        "requested ones; start every engine with the same checkpoint and settings, or ask to "
+        "replace the epoch",
+        epoch=offloaded.epoch,
+    )
 
 
 def _on_committed(request: msg.AttachMsg, committed: Epoch) -> Verdict | None:

@@ -27,6 +27,7 @@ from gms.core.effects import Effects
 from gms.core.events import EpochPhase, Mode, SessionState
 from gms.core.grants import Grants
 from gms.core.identity import check_identity
+from gms.core.offload import Offload
 from gms.core.recovery import Recovery
 from gms.core.state import COMPLETIONS, HANDING_BACK, Epoch, Session
 from gms.core.upkeep import Upkeep
@@ -47,21 +48,28 @@ class DeviceMachine:
         orphans: Iterable[Epoch] = (),
         is_journal_lost: bool = False,
         is_journal_behind: bool = False,
+        offloaded: ev.JournalRecord | None = None,
         now_ms: float = 0.0,
     ) -> None:
         """`orphans` are the epochs of earlier servers whose files exist; the shell watches each, as
         if the machine had asked for its `ReleaseEpoch`. The journalled one is `expected`.
         `is_journal_behind`: the epoch on disk is out of service, so the journal must be rewritten.
+        `offloaded`: the host copy that stands for what was committed, by the journal.
         """
         self.stall_ms = stall_ms
         self.device = Device(
-            capacity_bytes, granularity_bytes, orphans, is_journal_lost=is_journal_lost
+            capacity_bytes,
+            granularity_bytes,
+            orphans,
+            is_journal_lost=is_journal_lost,
+            offloaded=offloaded,
         )
         self.device.journal_retry_ms = now_ms if is_journal_behind else None
         self._grants = Grants(self.device, new_epoch_id)
         self._writing = Writing(self.device, self._grants, stall_ms)
         self._recovery = Recovery(self.device, now_ms)
         self._upkeep = Upkeep(self.device)
+        self._offload = Offload(self.device)
 
     def next_deadline_ms(self) -> float | None:
         """When to send the next `DeadlinePassed`."""
@@ -91,6 +99,8 @@ class DeviceMachine:
             effects += self._happened(event, now_ms)
         if isinstance(event, ev.Closed):
             effects += self._upkeep.left(event.session, now_ms)
+            self._offload.left(event.session)
+        effects += self._offload.judge()
         # Survivors first: newcomers wait for what they hand back.
         return effects + self._recovery.judge_all(now_ms) + self._grants.judge_all(now_ms)
 
@@ -116,6 +126,8 @@ class DeviceMachine:
                 return self._upkeep.drop(event, message)
             case msg.VerifyMsg():
                 return self._upkeep.verify(event, now_ms)
+            case msg.OffloadMsg():
+                return self._offload.ask(event)
             case message:
                 raise ProtocolError(
                     "gms.unexpected_message", f"clients do not send {message.TYPE!r}"

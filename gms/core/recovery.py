@@ -114,7 +114,7 @@ class Recovery:
         epoch.digest = epoch.expected.digest if epoch.expected else None
         epoch.readers.add(session.id)
         took_ms = round(now_ms - self._began_ms)
-        self.device.is_journal_lost = False
+        self.device.is_journal_lost, self.device.offloaded = False, None
         for orphan in self.device.orphans:
             orphan.fallback = None  # it was indeed replaced
         self.device.recoveries_total += 1

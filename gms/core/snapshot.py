@@ -20,6 +20,7 @@ def snapshot(device: Device, at: Callable[[float], str]) -> dict[str, Any]:
     return {
         "state": device.state,
         "epoch": shown.id if shown else None,
+        "offloaded": _offloaded(device),
         "identity": dict(shown.identity) if shown and shown.identity else None,
         "layout_hash": committed.layout_hash if committed else None,
         "digest": (committed.digest or "pending") if committed else None,
@@ -39,6 +40,8 @@ def snapshot(device: Device, at: Callable[[float], str]) -> dict[str, Any]:
         ],
         "problem": device.problem,
         "commits_total": device.commits_total,
+        "offloads_total": device.offloads_total,
+        "restages_total": device.restages_total,
         "recoveries_total": device.recoveries_total,
         "condemnations_total": device.condemnations_total,
         "exports_total": device.exports_total,
@@ -101,6 +104,14 @@ def _unowned(epoch: Epoch) -> dict[str, Any]:
         "size_bytes": epoch.size_bytes,
         "holders": list(epoch.holders),
     }
+
+
+def _offloaded(device: Device) -> dict[str, Any] | None:
+    """The host copy that stands for what was committed."""
+    copy = device.offloaded
+    if copy is None:
+        return None
+    return {"copy": copy.epoch, "size_bytes": copy.size_bytes, "digest": copy.digest}
 
 
 def _bytes(device: Device, *phases: EpochPhase) -> int:

@@ -65,6 +65,7 @@ EPOCH_TURNS: Mapping[tuple[P, str], P] = {
     (P.STAGING, "lose"): P.RELEASING,
     (P.COMMITTED, "supersede"): P.SUPERSEDED,
     (P.COMMITTED, "release"): P.RELEASING,
+    (P.COMMITTED, "offload"): P.RELEASING,
     (P.SUPERSEDED, "release"): P.RELEASING,
     (P.ORPHANED, "recover"): P.COMMITTED,
     (P.ORPHANED, "adopt"): P.SUPERSEDED,
@@ -143,6 +144,7 @@ class Session(Struct):
     full: UnderstudyError | None = None  # the driver's error: it has no memory for that slab
     full_since_ms: float | None = None
     may_be_journalled: bool = False
+    is_restaging: bool = False  # it has committed what it copied from the host copy
     rejoin: msg.RejoinMsg | None = None
     offer: msg.OfferMsg | None = None
     retry_ms: float | None = None  # when the journal, or the full device, is tried again

@@ -82,6 +82,8 @@ class Upkeep:
     def drop(self, event: ev.Received, message: msg.DropMsg) -> Effects:
         """An operator wants the memory back, or another load."""
         epoch = self.device.committed
+        if epoch is None and self.device.offloaded is not None and message.epoch is None:
+            return self._forget_copy(event, self.device.offloaded)
         if epoch is None:
             raise UnderstudyError("gms.nothing_committed", "nothing is committed on this device")
         if message.epoch not in (None, epoch.id):
@@ -106,6 +108,17 @@ class Upkeep:
                 "gms.dropped", f"epoch {epoch.id} was dropped by an operator", {"epoch": epoch.id}
             ),
             *self.device.retire(epoch),
+            *self.device.journal(),
+        ]
+
+    def _forget_copy(self, event: ev.Received, copy: ev.JournalRecord) -> Effects:
+        """The host copy no longer stands for this device's weights: the next engine loads."""
+        self.device.offloaded = None
+        dropped = msg.DroppedMsg(copy.epoch, ())
+        self._dropped.append(fx.SendMessage(event.session, event.request_id, dropped))
+        said = f"the offloaded weights (host copy {copy.epoch}) were dropped by an operator"
+        return [
+            fx.RecordEvent("gms.dropped", said, {"epoch": copy.epoch}),
             *self.device.journal(),
         ]
 

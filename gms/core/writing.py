@@ -14,7 +14,7 @@ from gms.core.device import Device
 from gms.core.effects import Effects
 from gms.core.events import SessionState
 from gms.core.grants import Grants
-from gms.core.identity import check_identity, first_mismatch
+from gms.core.identity import check_identity, first_mismatch, identity_hash
 from gms.manifest import SLABS_MAX, check_size, layout_hash
 from plumbing.errors import ProtocolError, UnderstudyError
 
@@ -70,6 +70,8 @@ class Writing:
                 f"the writer's layout hash is {message.layout_hash[:16]} and the server's is "
                 f"{computed[:16]}: they do not describe the same memory",
             )
+        if message.restaged_from is not None:
+            self._check_restage(message)
         announced = session.request.identity
         if announced is not None:
             changed = first_mismatch(announced, message.identity)
@@ -83,7 +85,25 @@ class Writing:
         session.request_id, session.deadline_ms = event.request_id, None
         epoch.manifest, epoch.layout_hash = message.manifest, computed
         epoch.identity = dict(message.identity)
+        session.is_restaging = message.restaged_from is not None
+        if session.is_restaging and self.device.offloaded is not None:
+            epoch.digest = self.device.offloaded.digest
         return [fx.SealEpoch(session.id, epoch.id, message.manifest)]
+
+    def _check_restage(self, message: msg.CommitMsg) -> None:
+        """What is committed must be the host copy that stands for this device's weights.
+
+        Raises:
+            UnderstudyError: `gms.stale_copy`.
+        """
+        copy = self.device.offloaded
+        offered = (message.restaged_from, message.layout_hash, identity_hash(message.identity))
+        if copy is None or offered != (copy.epoch, copy.layout_hash, copy.identity_hash):
+            raise UnderstudyError(
+                "gms.stale_copy",
+                f"the host copy {message.restaged_from} does not stand for the weights of this "
+                "device (any more); load them again",
+            )
 
     # ------------------------------------------------------------------ completions
 
@@ -92,7 +112,10 @@ class Writing:
         session.move(ev.EpochOpened, now_ms)
         session.deadline_ms = now_ms + self.stall_ms
         request_id, session.request_id = session.request_id, 0
-        return [fx.GrantWriting(session.id, request_id, str(session.epoch))]
+        copy = self.device.offloaded  # of the requested identity, or it would not be granted
+        is_wanted = copy is not None and not session.request.replace
+        offered = copy.epoch if copy is not None and is_wanted else None
+        return [fx.GrantWriting(session.id, request_id, str(session.epoch), offered)]
 
     def slab_created(self, event: ev.SlabCreated, now_ms: float) -> Effects:
         session = self.device.session(event)
@@ -134,16 +157,23 @@ class Writing:
         is_stale = self.device.is_journal_behind
         if self.device.committed is not None:
             retired, is_stale = self.device.retire(self.device.committed), True
+        if self.device.offloaded is not None:
+            # From here on the device has its own again, and may lose or condemn it.
+            self.device.offloaded, is_stale = None, True
         epoch.turn("publish")
         epoch.readers.add(session.id)
         session.retry_ms = self.device.problem = None
         request_id, session.request_id = session.request_id, 0
         self.device.commits_total += 1
+        self.device.restages_total += session.is_restaging
+        how = (
+            "brought the weights back from host memory as" if session.is_restaging else "committed"
+        )
         return [
             fx.SendMessage(session.id, request_id, msg.CommittedMsg(epoch.id)),
             fx.RecordEvent(
-                "gms.commit",
-                f"{session.label} committed epoch {epoch.id}",
+                "gms.restaged" if session.is_restaging else "gms.commit",
+                f"{session.label} {how} epoch {epoch.id}",
                 {"epoch": epoch.id, "size_bytes": epoch.size_bytes, "tensors": epoch.tensors},
             ),
             *retired,

@@ -28,10 +28,12 @@ logger = logging.getLogger(__name__)
 
 class LoadedJournal(msgspec.Struct, frozen=True, rename={"record": "committed"}):
     """What a slot of the file holds, as JSON; `is_lost`: an earlier file could not be read, and no
-    record has been written since."""
+    record has been written since. `offloaded`: the host copy that stands for what was committed,
+    unless `record` is still there."""
 
     record: JournalRecord | None = None
     is_lost: bool = False
+    offloaded: JournalRecord | None = None
     schema: Literal[1] = 1
 
 
@@ -65,14 +67,14 @@ class CommitJournal:
         except OSError as error:
             raise _unwritable(path, error) from error
 
-    def write(self, record: JournalRecord | None) -> None:
+    def write(self, record: JournalRecord | None, offloaded: JournalRecord | None = None) -> None:
         """Put `record` on disk.
 
         Raises:
             UnderstudyError: `gms.journal_unwritable`, with the reason; it may be on disk or not.
         """
         try:
-            self._file.write(msgspec.json.encode(LoadedJournal(record)))
+            self._file.write(msgspec.json.encode(LoadedJournal(record, offloaded=offloaded)))
         except OSError as error:
             raise _unwritable(self.path, error) from error
 
@@ -117,7 +119,7 @@ def _load(path: str) -> LoadedJournal | None:
         found = msgspec.json.decode(max(known)[1], type=LoadedJournal)
     except msgspec.MsgspecError:
         return None  # the checksum is right: another version's file
-    records = (found.record, found.record and found.record.previous)
+    records = (found.record, found.record and found.record.previous, found.offloaded)
     return found if all(names.is_epoch_id(each.epoch) for each in records if each) else None
 
 

@@ -127,6 +127,7 @@ class DevicePerformer(MemoryPerformer):
             capacity_bytes=self._device.capacity_bytes,
             free_bytes=self._device.free_bytes,
             granularity_bytes=self._device.granularity_bytes,
+            copy=effect.copy,
         )
         self._respond(effect, answer)
 
@@ -214,7 +215,9 @@ class DevicePerformer(MemoryPerformer):
             else:
                 self._handle(ev.JournalFailed(session, error.message))
 
-        self._driver.submit(lambda: self._journal.write(effect.record), done, failed)
+        self._driver.submit(
+            lambda: self._journal.write(effect.record, effect.offloaded), done, failed
+        )
 
     def _release(self, epoch: str, then: Callable[[], None]) -> None:
         """Give up an epoch's slabs, then call `then`: take them from the vault in order with other

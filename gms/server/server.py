@@ -13,7 +13,7 @@ from gms.core import events as ev
 from gms.core.machine import DeviceMachine
 from gms.core.snapshot import epochs_in_full, snapshot
 from gms.server.driver_thread import DriverThread
-from gms.server.journal import CommitJournal, left_behind
+from gms.server.journal import CommitJournal, left_behind, peek
 from gms.server.memory_server import MemoryServer, is_held
 from gms.server.performer import DevicePerformer, Threads
 from gms.server.vault import Vault
@@ -87,6 +87,7 @@ class DeviceServer(MemoryServer[DeviceMachine]):
             new_epoch_id=lambda: uuid.uuid4().hex,
             orphans=orphans,
             is_journal_lost=found.is_lost,
+            offloaded=found.offloaded,
             # A server may have died before it had written that this epoch is out of service.
             is_journal_behind=found.record is not None
             and epoch_file.is_history(self._epoch_path(found.record.epoch)),
@@ -127,7 +128,7 @@ class DeviceServer(MemoryServer[DeviceMachine]):
     def _feed(
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
     ) -> None:
-        is_mapped, kv_bytes = False, None
+        is_mapped, kv_bytes, copy = False, None, None
         if self.counts_kv and isinstance(message, msg.AttachMsg | msg.AllocateMsg):
             kv_bytes = pool_file.kv_bytes(self.directory, self.device)
         match message:
@@ -143,11 +144,12 @@ class DeviceServer(MemoryServer[DeviceMachine]):
                 session = self.machine.device.sessions.get(conn.id)
                 if session is not None and session.epoch is not None:
                     _check_held(self._epoch_path(session.epoch))
-            case msg.DropMsg(even_if_mapped=False):
+            case msg.DropMsg(even_if_mapped=False) | msg.OffloadMsg():
                 committed = self.machine.device.committed
                 is_mapped = committed is not None and is_held(self._epoch_path(committed.id))
+                copy = host_copy(self.directory, self.device)
         pid = conn.peer.pid
-        self._handle(ev.Received(conn.id, request_id, message, pid, is_mapped, kv_bytes))
+        self._handle(ev.Received(conn.id, request_id, message, pid, is_mapped, kv_bytes, copy))
 
     def _check_survivor(self, epoch: str) -> None:
         """It must hold the epoch's file, unless that was removed under all its holders.
@@ -188,6 +190,17 @@ class DeviceServer(MemoryServer[DeviceMachine]):
 
     def _epoch_path(self, epoch: str) -> str:
         return os.path.join(self.directory, names.epoch_file(self.device, epoch))
+
+
+def host_copy(directory: str, device: str) -> ev.JournalRecord | None:
+    """The host copy of the weights of `device`, if a living process besides its server holds it:
+    a server can be killed at any moment, and its keeper then hands the copy back."""
+    host = names.offload_device(device)
+    record = peek(names.journal_path(directory, host))
+    if record is None:
+        return None
+    path = os.path.join(directory, names.epoch_file(host, record.epoch))
+    return record if is_held(path) and not epoch_file.is_history(path) else None
 
 
 def _check_held(path: str) -> None:

@@ -89,8 +89,8 @@ def write_beside_a_dying_process(patch: pytest.MonkeyPatch) -> None:
 def _forget(patch: pytest.MonkeyPatch, phase: EpochPhase) -> None:
     real = grants.decide
 
-    def hasty(request: Any, epochs: Any, writer: Any) -> grants.Verdict:
-        return real(request, [e for e in epochs if e.phase is not phase], writer)
+    def hasty(request: Any, epochs: Any, *more: Any) -> grants.Verdict:
+        return real(request, [e for e in epochs if e.phase is not phase], *more)
 
     patch.setattr(grants, "decide", hasty)
 

@@ -35,6 +35,7 @@ class Bench:
         orphans: Iterable[Epoch] = (),
         auto: bool = True,
         is_journal_lost: bool = False,
+        offloaded: ev.JournalRecord | None = None,
     ) -> None:
         ids = (f"{n:032x}" for n in itertools.count(1))
         self.machine = DeviceMachine(
@@ -44,6 +45,7 @@ class Bench:
             new_epoch_id=lambda: next(ids),
             orphans=orphans,
             is_journal_lost=is_journal_lost,
+            offloaded=offloaded,
         )
         self.device = self.machine.device
         self.now_ms = 0.0
@@ -54,6 +56,7 @@ class Bench:
         self.released: list[str] = []
         self.marked: set[str] = set()  # epochs whose files say that they are history
         self.journal: ev.JournalRecord | None = None
+        self.offloaded = offloaded  # as the journal has it
         self.records: list[fx.RecordEvent] = []
 
     def tell(self, event: ev.DeviceEvent) -> list[fx.DeviceEffect]:
@@ -82,7 +85,7 @@ class Bench:
             case fx.SealEpoch():
                 self.tell(ev.Sealed(effect.session, tensors=1))
             case fx.WriteJournal():
-                self.journal = effect.record
+                self.journal, self.offloaded = effect.record, effect.offloaded
                 if effect.session is not None:
                     self.tell(ev.Journalled(effect.session))
                 else:
@@ -121,12 +124,18 @@ class Bench:
         self.tell(ev.Received(session, 2, msg.AllocateMsg(size_bytes)))
         return self.last(session)
 
-    def commit(self, session: int, identity: dict[str, Any] | None = None) -> Answer | None:
+    def commit(
+        self,
+        session: int,
+        identity: dict[str, Any] | None = None,
+        restaged_from: str | None = None,
+    ) -> Answer | None:
         sizes = self.device.epochs[str(self.device.sessions[session].epoch)].slab_sizes
         manifest = encode([TensorRecord("t", 0, 16, (4,), "float32")] if sizes else [])
         told = identity if identity is not None else IDENTITY
         hashed = layout_hash(sizes, manifest)
-        self.tell(ev.Received(session, 3, msg.CommitMsg(told, manifest, hashed)))
+        commit = msg.CommitMsg(told, manifest, hashed, restaged_from)
+        self.tell(ev.Received(session, 3, commit))
         return self.last(session)
 
     def load(self, session: int, size_bytes: int = MIB, **more: Any) -> str:

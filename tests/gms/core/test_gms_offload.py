@@ -1,0 +1,241 @@
+"""Offload and restage in the machine of a device: what stands for its weights, and until when."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from gms import messages as msg
+from gms.core import effects as fx
+from gms.core import events as ev
+from gms.core.recovery import orphans_of
+from plumbing.errors import UnderstudyError
+from tests.gms.core.driver import IDENTITY, MIB, Bench
+
+DIGEST, OTHER_DIGEST = "d" * 64, "e" * 64
+COPY = "c" * 32
+
+
+def loaded(**more: Any) -> tuple[Bench, str]:
+    """A device whose writer has committed and digested one epoch, and has left."""
+    bench = Bench(**more)
+    epoch = bench.load(1)
+    bench.tell(ev.Received(1, 0, msg.DigestMsg(DIGEST)))
+    bench.close(1)
+    return bench, epoch
+
+
+def copy_of(bench: Bench, **changes: Any) -> ev.JournalRecord:
+    """The record of a good copy of what is committed, or of one that differs."""
+    committed = bench.device.committed
+    assert committed is not None
+    return replace(committed.record(), **{"epoch": COPY, **changes})
+
+
+def offload(bench: Bench, copy: ev.JournalRecord | None, **facts: Any) -> Any:
+    """Ask on a connection of its own; the last answer."""
+    bench.tell(ev.Received(9, 5, msg.OffloadMsg(), copy=copy, **facts))
+    return bench.last(9)
+
+
+def offloaded() -> tuple[Bench, str]:
+    bench, epoch = loaded()
+    assert offload(bench, copy_of(bench)) == msg.OffloadedMsg(COPY, MIB)
+    return bench, epoch
+
+
+def refused(bench: Bench, copy: ev.JournalRecord | None, **facts: Any) -> str:
+    with pytest.raises(UnderstudyError) as caught:
+        offload(bench, copy, **facts)
+    return caught.value.code
+
+
+def test_offload_frees_the_epoch_and_the_copy_stands_for_it():
+    """The memory is released, the journal names the copy, and a restarted server knows it."""
+    bench, epoch = offloaded()
+    assert bench.released == [epoch]
+    assert (bench.device.state, bench.device.committed) == ("offloaded", None)
+    assert (bench.journal, bench.offloaded and bench.offloaded.epoch) == (None, COPY)
+    again = Bench(offloaded=bench.offloaded)
+    assert again.device.state == "offloaded"
+    assert again.attach(2) == fx.GrantWriting(2, 1, "0" * 31 + "1", COPY)
+
+
+def test_offload_is_answered_when_the_kernel_says_that_the_memory_is_free():
+    """A process that died a moment ago still maps it: no answer before its file is free, and a
+    second request waits beside the first."""
+    bench, epoch = loaded()
+    bench.mapped.add(epoch)
+    assert offload(bench, copy_of(bench)) is None
+    bench.tell(ev.Received(8, 4, msg.OffloadMsg()))
+    assert bench.last(8) is None
+    bench.unmap(epoch)
+    assert bench.last(9) == bench.last(8) == msg.OffloadedMsg(COPY, MIB)
+    assert offload(bench, None) == msg.OffloadedMsg(COPY, MIB)  # repeated: done already
+
+
+def test_offload_waits_for_its_record_on_disk():
+    """A full disk: the answer comes with the record that could be written at last."""
+    bench, epoch = loaded()
+    bench.auto = False
+    offload(bench, copy_of(bench))
+    written, *rest = bench.pending
+    assert isinstance(written, fx.WriteJournal), "the link precedes the release of the memory"
+    assert [type(effect) for effect in rest] == [fx.MarkHistory, fx.ReleaseEpoch]
+    bench.tell(ev.JournalBehind("a full disk"))
+    bench.tell(ev.EpochFree(epoch))
+    assert bench.last(9) is None
+    bench.now_ms += 1000
+    bench.pending.clear()
+    bench.tell(ev.DeadlinePassed())
+    bench.auto = True
+    bench.drain()
+    assert bench.last(9) == msg.OffloadedMsg(COPY, MIB)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"digest": OTHER_DIGEST}, {"digest": None}, {"layout_hash": "x"}, {"identity_hash": "x"}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_only_a_copy_of_the_same_bytes_stands_for_an_epoch(changes: dict[str, Any]):
+    """Another digest, layout or identity, or a digest that is not known: nothing is freed."""
+    bench, epoch = loaded()
+    assert refused(bench, copy_of(bench, **changes)) == "gms.no_copy"
+    assert refused(bench, None) == "gms.no_copy"
+    assert bench.device.committed is not None
+    assert bench.device.committed.id == epoch
+
+
+def test_epoch_without_a_digest_is_not_offloaded():
+    """Its writer has not computed one yet: the copy cannot be compared."""
+    bench = Bench()
+    bench.load(1)
+    bench.close(1)
+    assert refused(bench, copy_of(bench, digest=DIGEST)) == "gms.no_copy"
+
+
+def test_mapped_epoch_is_not_offloaded():
+    """By a session, or by a process that only the kernel sees; a writer is in the way, too."""
+    bench, _ = loaded()
+    bench.attach(2)
+    assert refused(bench, copy_of(bench)) == "gms.epoch_mapped"
+    bench.close(2)
+    assert refused(bench, copy_of(bench), is_mapped=True) == "gms.epoch_mapped"
+    bench.attach(3, "rw", replace=True)
+    assert refused(bench, copy_of(bench)) == "gms.writer"
+    bench.close(3)
+    assert offload(bench, copy_of(bench)) == msg.OffloadedMsg(COPY, MIB)
+
+
+def test_nothing_is_offloaded_where_nothing_is_committed():
+    assert refused(Bench(), None) == "gms.nothing_committed"
+
+
+def test_restage_commits_with_the_digest_of_the_copy():
+    """The next writer is told of the copy; its commit carries the digest and ends the link."""
+    bench, _ = offloaded()
+    grant = bench.attach(2)
+    assert isinstance(grant, fx.GrantWriting)
+    assert grant.copy == COPY
+    bench.allocate(2)
+    assert isinstance(bench.commit(2, restaged_from=COPY), msg.CommittedMsg)
+    committed = bench.device.committed
+    assert committed is not None
+    assert (committed.digest, bench.device.restages_total) == (DIGEST, 1)
+    assert bench.journal is not None
+    assert (bench.journal.digest, bench.offloaded) == (DIGEST, None)
+    assert bench.records[-1].type == "gms.restaged"
+
+
+def test_restage_that_breaks_off_leaves_the_copy_in_force():
+    """The writer dies before its commit; or the server dies with the record of it on disk, and no
+    process has the memory: the copy still stands for the weights."""
+    bench, _ = offloaded()
+    bench.attach(2)
+    bench.allocate(2)
+    bench.close(2)
+    assert bench.device.state == "offloaded"
+    grant = bench.attach(3)
+    assert isinstance(grant, fx.GrantWriting)
+    assert grant.copy == COPY
+    bench.allocate(3)
+    bench.auto = False
+    bench.commit(3, restaged_from=COPY)
+    bench.complete(bench.pending.pop(0))  # sealed
+    written = bench.pending.pop(0)
+    assert isinstance(written, fx.WriteJournal)
+    assert written.record is not None
+    orphans = orphans_of([written.record.epoch], written.record)
+    after = Bench(orphans=orphans, offloaded=written.offloaded)
+    assert after.device.state == "recovering"
+    after.tell(ev.EpochFree(written.record.epoch))
+    assert after.device.state == "offloaded"
+    assert (after.journal, after.offloaded) == (None, written.offloaded)
+
+
+def test_commit_that_is_not_the_copy_is_refused():
+    """Restaged from another copy, or with another identity than the copy's."""
+    bench, _ = offloaded()
+    bench.attach(2)
+    bench.allocate(2)
+    with pytest.raises(UnderstudyError, match="does not stand for"):
+        bench.commit(2, restaged_from="b" * 32)
+    bench.close(2)
+    bench.attach(3, identity=None)
+    bench.allocate(3, 2 * MIB)
+    with pytest.raises(UnderstudyError, match="does not stand for"):
+        bench.commit(3, restaged_from=COPY)
+
+
+def test_load_from_disk_ends_the_link_too():
+    """A writer that could not reach the copy loads: its epoch gets a digest of its own."""
+    bench, _ = offloaded()
+    bench.load(2)
+    committed = bench.device.committed
+    assert committed is not None
+    assert (committed.digest, bench.device.offloaded, bench.offloaded) == (None, None, None)
+
+
+def test_other_weights_are_refused_unless_they_are_to_replace_the_offloaded_ones():
+    """As where something is committed; a replacing writer is not told of the copy."""
+    bench, _ = offloaded()
+    other = {**IDENTITY, "model": "large"}
+    answer = bench.attach(2, identity=other)
+    assert isinstance(answer, fx.RefuseRequest)
+    assert answer.error.code == "gms.identity_mismatch"
+    assert bench.attach(3, identity=other, replace=True) == fx.GrantWriting(3, 1, "0" * 31 + "2")
+
+
+def test_reader_waits_until_the_weights_are_back():
+    """`ro` on an offloaded device waits, with the reason, and reads what is restaged."""
+    bench, _ = offloaded()
+    waiting = bench.attach(2, "ro")
+    assert isinstance(waiting, msg.WaitingMsg)
+    assert waiting.reason == "offloaded"
+    bench.attach(3)
+    bench.allocate(3)
+    bench.commit(3, restaged_from=COPY)
+    assert isinstance(bench.last(2), fx.SendEpoch)
+
+
+def test_drop_forgets_the_copy_and_the_next_engine_loads():
+    """An operator wants a fresh load: also after a restart, nobody is told of the copy."""
+    bench, _ = offloaded()
+    bench.tell(ev.Received(9, 6, msg.DropMsg()))
+    assert bench.last(9) == msg.DroppedMsg(COPY, ())
+    assert (bench.device.state, bench.offloaded) == ("empty", None)
+    assert bench.attach(2) == fx.GrantWriting(2, 1, "0" * 31 + "2")
+
+
+def test_request_that_was_overtaken_is_refused():
+    """The memory is not free yet when the copy is dropped: there is nothing to confirm."""
+    bench, epoch = loaded()
+    bench.mapped.add(epoch)
+    offload(bench, copy_of(bench))
+    bench.tell(ev.Received(8, 6, msg.DropMsg()))
+    answer = bench.last(9)
+    assert isinstance(answer, fx.RefuseRequest)
+    assert answer.error.code == "gms.not_offloaded"
