@@ -49,7 +49,11 @@ def table(edges: Iterable[Edge]) -> list[str]:
 
 def engine_edges() -> list[Edge]:
     found = lifecycle.TRANSITIONS.items()
-    return [(str(source), event.__name__, str(row.target)) for (source, event), row in found]
+    return [
+        (str(source), event.__name__, str(row.target))
+        for (source, event), first in found
+        for row in first.all()
+    ]
 
 
 def ignored_by_engines() -> list[str]:

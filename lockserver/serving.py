@@ -23,8 +23,9 @@ import fcntl
 import os
 
 from lockserver import flocks
-from lockserver.core.names import SERVING_PREFIX, WitnessState, serving_name_of
+from lockserver.core.names import SERVING_PREFIX, serving_name_of
 from lockserver.core.names import ServingFile as ServingFile
+from lockserver.core.names import WitnessState as WitnessState
 from plumbing.errors import UnderstudyError
 
 

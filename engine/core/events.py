@@ -10,6 +10,8 @@ from enum import StrEnum
 
 import msgspec
 
+from plumbing.part.tier import Tier
+
 
 class State(StrEnum):
     INIT = "init"
@@ -17,6 +19,8 @@ class State(StrEnum):
     WAKING = "waking"
     ACTIVE = "active"
     DRAINING = "draining"
+    RELEASING = "releasing"  # giving its KV memory back
+    RESTING = "resting"  # holds the lock and has no KV memory
     DEAD = "dead"
 
 
@@ -42,7 +46,12 @@ class Launch(EngineEvent, frozen=True):
 
 
 class Prepared(EngineEvent, frozen=True):
-    """The weights are mapped, and every process of the tree holds the witness."""
+    """The weights are mapped, and every process of the tree holds the witness.
+
+    `can_rest`: it can give its KV memory back and be woken again.
+    """
+
+    can_rest: bool = False
 
 
 class Granted(EngineEvent, frozen=True):
@@ -108,7 +117,7 @@ class TerminateNow(EngineEvent, frozen=True):
 
 
 class HandOver(EngineEvent, frozen=True):
-    """A switchover: finish, hand the lock over to engine `to`, and relaunch as a standby.
+    """A switchover: finish, hand the lock over to engine `to`, and be a standby again.
 
     `resume`: streams that can be continued are left to `to` instead.
     """
@@ -118,8 +127,25 @@ class HandOver(EngineEvent, frozen=True):
     resume: bool = False
 
 
+class Shall(EngineEvent, frozen=True):
+    """How much of the model is to be resident while this engine holds the lock; `by` whom.
+
+    Streams that can be continued are left to the gateway until the engine is awake again.
+    """
+
+    goal: Tier = Tier.AWAKE
+    by: str = ""
+
+
+STAY_AWAKE = Shall()
+
+
 class Drained(EngineEvent, frozen=True):
     """No request is in flight any more."""
+
+
+class Rested(EngineEvent, frozen=True):
+    """No process maps KV memory or accepts, and the serving file is free."""
 
 
 class Reaped(EngineEvent, frozen=True):
@@ -160,6 +186,34 @@ class DrainBackend(EngineEffect, frozen=True):
     """
 
     resume: bool
+
+
+class KeepGoal(EngineEffect, frozen=True):
+    """Remember a new goal, also for the next supervisor."""
+
+    goal: Tier
+    by: str
+
+
+class RestBackend(EngineEffect, frozen=True):
+    """Let the backend give its KV memory back, then post `Rested`.
+
+    `keep_kv`: what was published is for the next engine.
+    """
+
+    keep_kv: bool
+
+
+class Claim(EngineEffect, frozen=True):
+    """Tell the lock server that this incarnation holds `active` under `token`."""
+
+    token: int
+
+
+class HandBack(EngineEffect, frozen=True):
+    """Tell the lock server that `token` is over for this incarnation, and queue for the lock."""
+
+    token: int
 
 
 class KillTree(EngineEffect, frozen=True):
@@ -210,11 +264,21 @@ def explain(event: EngineEvent) -> tuple[str, str]:
             return "second_signal", "asked to exit at once (second signal)"
         case HandOver():
             return "hand_over", f"asked to hand over to {event.to}{_left(event)}"
+        case Shall(goal=Tier.AWAKE):
+            return "asked_to_wake", f"asked to wake{_by(event)}"
+        case Shall():
+            return "asked_to_rest", f"asked to rest{_by(event)}"
         case Drained():
             return "drained", "drained"
+        case Rested():
+            return "rested", "at rest: the KV memory is given back"
         case _:
             raise ValueError(f"{event} moves no engine")
 
 
 def _left(event: Terminate | HandOver) -> str:
     return ", streams continue at the next engine" if event.resume else ""
+
+
+def _by(event: Shall) -> str:
+    return f" by {event.by}" if event.by else ""

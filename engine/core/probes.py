@@ -1,4 +1,4 @@
-"""The probe table: four questions, six states, and why (docs/states.md shows it).
+"""The probe table: four questions, eight states, and why (docs/states.md shows it).
 
 Owns TABLE. Must not know HTTP. "First" means that no incarnation of this engine has reached
 standby in this pod yet: until then kubelet's startup probe decides, afterwards an engine that
@@ -32,6 +32,8 @@ TABLE: Mapping[str, Mapping[State, Rule]] = {
         State.WAKING: Rule.YES,
         State.ACTIVE: Rule.YES,
         State.DRAINING: Rule.YES,
+        State.RELEASING: Rule.YES,
+        State.RESTING: Rule.YES,
         State.DEAD: Rule.UNLESS_FIRST,
     },
     "live": {
@@ -40,6 +42,8 @@ TABLE: Mapping[str, Mapping[State, Rule]] = {
         State.WAKING: Rule.WITHIN_BUDGET,
         State.ACTIVE: Rule.WHILE_HEALTHY,
         State.DRAINING: Rule.WITHIN_BUDGET,
+        State.RELEASING: Rule.WITHIN_BUDGET,
+        State.RESTING: Rule.YES,
         State.DEAD: Rule.UNLESS_CRASH_LOOP,
     },
     "ready": {
@@ -48,6 +52,8 @@ TABLE: Mapping[str, Mapping[State, Rule]] = {
         State.WAKING: Rule.NO,
         State.ACTIVE: Rule.YES,
         State.DRAINING: Rule.NO,
+        State.RELEASING: Rule.NO,
+        State.RESTING: Rule.YES,
         State.DEAD: Rule.NO,
     },
     "serving": {
@@ -56,6 +62,8 @@ TABLE: Mapping[str, Mapping[State, Rule]] = {
         State.WAKING: Rule.NO,
         State.ACTIVE: Rule.WHERE_SERVED,
         State.DRAINING: Rule.NO,
+        State.RELEASING: Rule.NO,
+        State.RESTING: Rule.NO,
         State.DEAD: Rule.NO,
     },
 }

@@ -14,6 +14,7 @@ from typing import Any
 from engine import messages as msg
 from engine.core.events import Terminate
 from engine.supervisor.engine import Engine
+from engine.supervisor.goals import Goals
 from engine.supervisor.incarnation import Incarnation
 from engine.supervisor.tree import MAIN
 from plumbing.errors import ProtocolError, UnderstudyError
@@ -36,6 +37,7 @@ class Control(Handler):
         self._engine = engine
         self._status = status
         self._observers = Observers(engine.log, status)
+        self._goals = Goals(engine)
         self.server = Server(
             engine.settings.control_path, msg.CONTROL, self, service="engine", spare_fds=SPARE_FDS
         )
@@ -43,6 +45,7 @@ class Control(Handler):
 
     def closed(self, conn: Connection, reason: str) -> None:
         self._observers.leave(conn)
+        self._goals.leave(conn)
 
     def received(
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
@@ -75,6 +78,8 @@ class Control(Handler):
                 conn.send(msg.StatusReplyMsg(self._status()), request_id)
             case msg.WatchMsg():
                 self._observers.join(conn, message.since, request_id)
+            case msg.ShallMsg():
+                self._goals.shall(conn, message, request_id)
             case msg.LeaveMsg():
                 before = self._engine.lifecycle.state
                 resume = self._engine.lock.is_continued and not message.finish

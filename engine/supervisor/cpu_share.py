@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 from engine.backends.process import CPUS_ENV
@@ -88,8 +88,10 @@ class CpuShare:
         data = {"cpus": cpu_list(self.available), "threads": count}
         self._log.record("engine.cpus", text, data=data)
 
-    def tick(self, *, is_loading: bool) -> None:
-        """Lift the limit of whatever has acquired it again."""
+    def tick(self, *, is_loading: bool, serving: Callable[[], str | None]) -> None:
+        """Lift the limit once no other engine is `serving`, and of whatever acquired it again."""
+        if is_loading and self.limit is not None and serving() is None:
+            self.lift("no other engine holds the lock")
         if self._lifted is not None and self._looks:
             with suppress(OSError):  # no descriptor left to look: this one does not count
                 self._widen()

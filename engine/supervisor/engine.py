@@ -36,10 +36,10 @@ from engine.supervisor.timers import Timers
 from lockserver.client import witness
 from plumbing.errors import InvariantError
 from plumbing.part.paths import engine_state
+from plumbing.part.tier import Tier
 from plumbing.service.clock import Clock
 from plumbing.service.events import EventLog
 from plumbing.service.pressure import CpuPressure
-from plumbing.wire.sockets import no_descriptors
 
 # How often new processes are looked for, and orphans reaped.
 TICK_MS = 1_000.0
@@ -48,8 +48,11 @@ TICK_MS = 1_000.0
 # for a moment, or there is no descriptor left.
 LISTENER_RETRY_MS = 50.0
 
+# Who wakes an engine for which no gateway would let requests wait.
+DIRECT = "direct mode"
+
 # What a backend may send at the wrong moment: its fault, not ours.
-BACKEND_EVENTS = (ev.Prepared, ev.Woken, ev.CanaryPassed, ev.Serving, ev.Drained)
+BACKEND_EVENTS = (ev.Prepared, ev.Woken, ev.CanaryPassed, ev.Serving, ev.Drained, ev.Rested)
 
 
 class Engine:
@@ -64,12 +67,12 @@ class Engine:
         self.history = History(saved, self.log, clock)
         self.metrics = EngineMetrics(settings.engine, settings.role, saved)
         self.log.subscribe(self.metrics.observe)
-        self.lifecycle = Lifecycle(saved.number)
+        self.lifecycle = Lifecycle(saved.number, Tier(saved.goal))
         self.incarnation: Incarnation | None = None
         self.predecessor: str | None = None  # an earlier tree that holds up the first launch
         self.last_fault: FaultReportMsg | None = None
         self.exit: asyncio.Future[ev.Exit] = asyncio.get_running_loop().create_future()
-        self.on_change: Callable[[], object] = lambda: None
+        self.on_change: list[Callable[[], object]] = []
         self.on_tick: Callable[[], object] = lambda: None
         self.leftovers = Leftovers(leftovers_path(settings.directory, settings.engine), self.log)
         self.layout = KvLayout(
@@ -100,11 +103,7 @@ class Engine:
             text = f"starting without the saved state: {self._saved_problem}"
             self.log.record("engine.state_file", text, "warning")
         if settings.members > 1 and settings.backend == "reference":
-            text = (
-                f"this is member {settings.member} of {settings.members}; the reference backend"
-                " does not divide a model among them: each loads the whole model, and member 0"
-                " serves"
-            )
+            text = over_tcp.each_loads_all(settings.member, settings.members)
             self.log.record("engine.members", text, "warning")
         self.leftovers.start()
         self.lock.private.remove_leftover()  # of a predecessor that was killed
@@ -114,11 +113,7 @@ class Engine:
     def _launch_first(self) -> None:
         before, settings = self.predecessor, self.settings
         if settings.is_remote:
-            try:
-                self.predecessor = over_tcp.clear_witnesses(settings.directory, settings.engine)
-            except OSError as error:
-                what = f"look for processes of an earlier launch in {settings.directory}"
-                self.predecessor = f"not launched: {no_descriptors(what, error).message}"
+            self.predecessor = over_tcp.predecessor(settings.directory, settings.engine)
         if self.predecessor is None:
             self._launch()
             return
@@ -138,16 +133,11 @@ class Engine:
     def _tick(self) -> None:
         if self.incarnation is not None:
             self.incarnation.tick()
-            self._share_cpus(self.incarnation.cpus)
+            is_loading = self.lifecycle.state is State.INIT
+            self.incarnation.cpus.tick(is_loading=is_loading, serving=self._serving)
         self.pressure.sample(self.clock.now_ms())
         self.on_tick()
         self._timers.after("tick", TICK_MS, self._tick)
-
-    def _share_cpus(self, cpus: CpuShare) -> None:
-        is_loading = self.lifecycle.state is State.INIT
-        if is_loading and cpus.limit is not None and self._serving() is None:
-            cpus.lift("no other engine holds the lock")
-        cpus.tick(is_loading=is_loading)
 
     def _serving(self) -> str | None:
         return serving_engine(self.settings.directory, self.settings.engine)
@@ -190,6 +180,9 @@ class Engine:
         match effect:
             case ev.RecordTransition():
                 self._record(effect)
+            case ev.KeepGoal():
+                self.history.asked_to_be(effect.goal, effect.by)
+                self.changed()
             case ev.StartTree():
                 self._start_tree(effect)
             case ev.TellLockServer():
@@ -202,7 +195,17 @@ class Engine:
             case ev.DrainBackend():
                 self.lock.stop_listening()
                 budget_ms = self.settings.budgets_ms[State.DRAINING]
-                self._running.drain(budget_ms, resume=effect.resume)
+                resume = effect.resume and self.lock.is_behind_gateway
+                self._running.drain(budget_ms, resume=resume)
+            case ev.RestBackend():
+                budget_ms = self.settings.budgets_ms[State.RELEASING]
+                self._running.residency.rest(budget_ms, keep_kv=effect.keep_kv)
+            case ev.Claim():
+                self.history.granted(effect.token)
+                self.lock.hold(effect.token)
+            case ev.HandBack():
+                self.history.wanted()
+                self.lock.hand_back(effect.token)
             case ev.KillTree():
                 self.lock.stop_listening()
                 self._running.tree.kill()
@@ -242,7 +245,12 @@ class Engine:
             )
         if record.target is State.STANDBY:
             self._running.cpus.lift("prepared")
-        self.on_change()
+        self.changed()
+
+    def changed(self) -> None:
+        """Tell those that show this engine's status."""
+        for listener in self.on_change:
+            listener()
 
     def _budget_spent(self) -> None:
         self.post(ev.BudgetSpent(self.history.budget_spent(self.lifecycle.state)))
@@ -282,16 +290,15 @@ class Engine:
             )
         history.reaped(now, gone.rehearsed_ms)
         self.post(ev.Reaped(self.relauncher.verdict))
-        self.on_change()
+        self.changed()
 
     # ------------------------------------------------------------------ the lock, waking, health
 
     def _ask(self, step: WakingStep) -> None:
         if step is WakingStep.WAKE:
             token = self.lifecycle.now.token
-            self.history.granted(token, is_other_known=self.lock.other is not None)
+            self.history.waking(token, is_other_known=self.lock.other is not None)
             self._wake()
-            self.lock.hold(token)
         else:
             self.history.asked(step)
             self._running.ask(step)
@@ -301,8 +308,11 @@ class Engine:
         running, is_behind = self.incarnation, self.lock.is_behind_gateway
         if running is None:
             return
-        is_serving = self.lifecycle.state in (State.WAKING, State.ACTIVE) and running.is_wake_asked
-        if is_serving and (running.private_path is not None) is not is_behind:
+        if not is_behind:
+            self.post(ev.Shall(Tier.AWAKE, DIRECT))
+        residency, state = running.residency, self.lifecycle.state
+        is_serving = state in (State.WAKING, State.ACTIVE) and residency.is_wake_asked
+        if is_serving and (residency.private_path is not None) is not is_behind:
             now = "behind a gateway" if is_behind else "in direct mode"
             text = f"the lock server was restarted {now}, and this engine serves the other way"
             self.post(Failed("mode_changed", text))
@@ -312,7 +322,7 @@ class Engine:
     def _wake(self) -> None:
         """Ask for the wake once there are both a grant and the listening socket."""
         now, waking = self.lifecycle.now, self.incarnation
-        if now.step is WakingStep.WAKE and waking is not None and not waking.is_wake_asked:
+        if now.step is WakingStep.WAKE and waking and not waking.residency.is_wake_asked:
             listener = self.lock.borrow_listener()
             if listener is not None:
                 is_behind = self.lock.is_behind_gateway
@@ -333,7 +343,5 @@ class Engine:
         return Signs(progress, pressure, self.lock.has_standby)
 
     def _answered(self, healthy: HealthyMsg) -> None:
-        self.history.in_flight = healthy.in_flight
-        self.history.published_blocks = healthy.published_blocks
-        self.history.kept_blocks = healthy.kept_blocks
+        self.history.answered(healthy)
         self.metrics.healthy(healthy)

@@ -11,7 +11,9 @@ from typing import Any
 
 from engine.core.events import RecordTransition, State, WakingStep
 from engine.core.lifecycle import Situation
+from engine.messages import HealthyMsg
 from engine.supervisor.state_file import SavedState
+from plumbing.part.tier import Tier
 from plumbing.service.clock import Clock, rfc3339
 from plumbing.service.events import EventLog
 
@@ -52,6 +54,8 @@ class History:
         self._clock = clock
         self._since_ms = clock.now_ms()
         self._wanted_ms = 0.0
+        self._granted_token = 0
+        self._waking: Takeover | None = None  # the last takeover, or a wake from rest after it
 
     @property
     def is_healthy(self) -> bool:
@@ -130,22 +134,41 @@ class History:
             data={"incarnation": now.incarnation, "duration_ms": round(took_ms, 3)},
         )
 
+    def answered(self, healthy: HealthyMsg) -> None:
+        self.in_flight = healthy.in_flight
+        self.published_blocks = healthy.published_blocks
+        self.kept_blocks = healthy.kept_blocks
+
+    def asked_to_be(self, goal: Tier, by: str) -> None:
+        """A new goal, which a later supervisor keeps, too."""
+        self.saved.goal = goal.value
+        data = {"goal": goal.value, "by": by}
+        self._log.record("engine.goal", f"asked to be {goal} by {by}", data=data)
+
     def wanted(self) -> None:
         """The lock has been asked for."""
         self._wanted_ms = self._clock.now_ms()
         self.wanted_since = rfc3339(self._clock.wall())
 
-    def granted(self, token: int, *, is_other_known: bool) -> None:
+    def waking(self, token: int, *, is_other_known: bool) -> None:
+        """The backend is being woken: the token was granted just now, or before a rest."""
         now_ms = self._clock.now_ms()
+        if self._granted_token == token:
+            self._waking = Takeover(token, False, now_ms)
+            return
         is_contended = is_other_known or now_ms - self._wanted_ms >= CONTENDED_MS
-        self.last_takeover = Takeover(token, is_contended, now_ms)
+        self._waking = self.last_takeover = Takeover(token, is_contended, now_ms)
         if is_contended:
             self.saved.failover_attempts += 1
             self._log.record("engine.takeover", "taking over", data={"token": token})
 
+    def granted(self, token: int) -> None:
+        """The engine holds the lock under `token`, whether or not it is being woken."""
+        self._granted_token = token
+
     def asked(self, step: WakingStep) -> None:
         """The next step's request shows that the step before it is done."""
-        last = self.last_takeover
+        last = self._waking
         if last is None:
             return
         if step is WakingStep.CANARY:
@@ -154,10 +177,15 @@ class History:
             last.canary_mono_ms = self._clock.now_ms()
 
     def _active(self) -> None:
-        last = self.last_takeover
+        last = self._waking
         if last is None or last.canary_mono_ms is None:
             return
         last.active_mono_ms = self._since_ms
+        if last is not self.last_takeover:
+            ms = round(last.active_mono_ms - last.granted_mono_ms, 3)
+            data = {"token": last.token, "ms": ms}
+            self._log.record("engine.awake", f"awake after {ms:.1f} ms", data=data)
+            return
         self._phase("wake", last.canary_mono_ms - last.granted_mono_ms)
         self._phase("serve", last.active_mono_ms - last.canary_mono_ms)
         if last.is_contended:

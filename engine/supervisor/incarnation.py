@@ -27,6 +27,7 @@ from engine.supervisor.cpu_share import CpuShare
 from engine.supervisor.kv_layout import KvLayout
 from engine.supervisor.leftovers import Leftovers
 from engine.supervisor.process_death import ProcessDeath
+from engine.supervisor.residency import Residency
 from engine.supervisor.settings import EngineSettings
 from engine.supervisor.tree import Tree
 from lockserver.client import witness
@@ -82,11 +83,9 @@ class Incarnation:
         self.witness_path: str | None = None
         self.loading = Loading(settings.role)
         self.prepared: messages.PreparedMsg | None = None
-        self.woken: messages.WokenMsg | None = None
         self.fault: messages.FaultReportMsg | None = None
         self.rehearsed_ms: float | None = None
         self.exit: str | None = None
-        self.is_wake_asked = False
         self.cpus = cpus
         self.waiting: str | None = None  # what it waits for although the backend is prepared
         self._settings = settings
@@ -107,6 +106,9 @@ class Incarnation:
             on_closed=self._channel_closed,
         )
         self.canaries = Canaries(self.channel, log)
+        self.residency = Residency(
+            incarnation_id, self.channel, self.tree, self.canaries, post=post, log=log
+        )
 
     # ------------------------------------------------------------------ its life
 
@@ -134,6 +136,8 @@ class Incarnation:
                 if progress_end is not None:
                     lent[PROGRESS_ENV] = progress_end.fileno()
                 environ = self._environment(lent)
+                if not settings.is_remote:  # only a lock server on this host can try it
+                    environ |= self.residency.create(settings.directory)
                 with self.cpus.inherited():
                     self.tree.start(settings.command, environ, held, [*lent.values()])
 
@@ -261,35 +265,19 @@ class Incarnation:
             return self._failed("kv_differs", process.fault_report(error))
         if self._layout.note not in (None, before):
             self._log.record("engine.kv_layout", self._layout.note or "", "warning")
-        return ev.Prepared() if is_agreed else self._layout.waits_for
+        return ev.Prepared(self.can_rest) if is_agreed else self._layout.waits_for
 
     # ------------------------------------------------------------------ what it is asked
 
-    def wake(self, token: int, era: str, listener: OwnedFd, private_path: str | None) -> None:
-        """Takes `listener`, the socket that the backend will accept from; behind a gateway it is
-        the private one, at `private_path`. `era` is that of `token`."""
-        self.is_wake_asked = True
-        self.canaries.private_path = private_path
-        wake = messages.WakeMsg(token, self._settings.engine, private_path is not None, era)
-        self.channel.ask(wake, messages.WokenMsg, self._woken, [listener])
-
-    def _woken(self, woken: messages.WokenMsg) -> None:
-        self.woken = woken
-        self._log.record("engine.kv_begun", *_begun(woken))
-        if woken.torn_blocks:
-            self._log.record(
-                "engine.kv_torn",
-                f"{woken.torn_blocks} KV blocks were not adopted: their bytes are not what was"
-                " published",
-                "error",
-                {"incarnation": self.id, "blocks": woken.torn_blocks},
-            )
-        self._post(ev.Woken())
-
     @property
-    def private_path(self) -> str | None:
-        """Since the wake, and behind a gateway: where the backend serves."""
-        return self.canaries.private_path
+    def can_rest(self) -> bool:
+        """Whether it can give its KV memory back and be woken again, which must be provable."""
+        return self.prepared is not None and self.prepared.can_rest and self.residency.is_provable
+
+    def wake(self, token: int, era: str, listener: OwnedFd, private_path: str | None) -> None:
+        """As `Residency`'s; `era` is that of `token`."""
+        wake = messages.WakeMsg(token, self._settings.engine, private_path is not None, era)
+        self.residency.wake(wake, listener, private_path, proven=self.can_rest)
 
     def ask(self, step: WakingStep) -> None:
         if step is WakingStep.CANARY:
@@ -334,12 +322,3 @@ class Incarnation:
     def _permit(self, permits: list[LoadPermit]) -> None:
         for permit in permits:
             self._loads.pop(permit.rank)(messages.LoadMsg(permit.mode, permit.token))
-
-
-def _begun(woken: messages.WokenMsg) -> tuple[str, str, dict[str, Any]]:
-    """Message, severity and data of the event that says with what an engine's cache begins."""
-    data = {"memory": woken.kv_memory, "adopted_blocks": woken.adopted_blocks}
-    what = f"with {woken.adopted_blocks} blocks of an earlier engine"
-    text = f"the KV cache begins {what if woken.adopted_blocks else 'empty'}"
-    why = f": {woken.kv_note}" if woken.kv_note else ""
-    return text + why, "info", {**data, "note": woken.kv_note or None}

@@ -32,10 +32,11 @@ FATAL_REFUSALS = {
     "lock.stale_claim": "lock_lost",
     "lock.incarnation_ended": "lock_lost",
     "lock.witness_unproven": "witness_unproven",
+    "lock.bad_want": "hand_over_refused",  # nothing else that this side sends can be refused so
 }
 
 
-_Want = tuple[str | None, tuple[str, ...], dict[str, int], str]
+_Want = tuple[str | None, tuple[str, ...], dict[str, int], str, dict[str, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ class LockSide:
         self._incarnation: Incarnation | None = None
         self._wants_active = False
         self._token = 0
+        self._over = 0  # the last token that this incarnation has handed over in place
         self.client = LockClient(
             settings.lockserver_socket,
             LockCallbacks(
@@ -118,6 +120,8 @@ class LockSide:
 
     def tell(self, incarnation: Incarnation | None, *, wants_active: bool) -> None:
         """`incarnation` is what runs now, None once it is reaped."""
+        if incarnation is not self._incarnation:
+            self._over = 0
         self._incarnation, self._wants_active, self._token = incarnation, wants_active, 0
         self.has_standby = self._continues = False
         if incarnation is None and self.own is not None:
@@ -129,11 +133,17 @@ class LockSide:
         self._token = token
         self.repeat()
 
+    def hand_back(self, token: int) -> None:
+        """This incarnation will never serve under `token` again, and waits for the lock anew. It
+        is said for the rest of its life."""
+        self._over = token
+        self.tell(self._incarnation, wants_active=True)
+
     def repeat(self) -> None:
         """Send the want if it differs from the last one."""
         named = self._incarnation
         if named is None:
-            want: _Want = (None, (), {}, "")
+            want: _Want = (None, (), {}, "", {})
         else:
             wanted = {ACTIVE: self._wants_active, LOADER: named.loading.wants_loader}
             tokens = {ACTIVE: self._token, LOADER: named.loading.token}
@@ -142,12 +152,13 @@ class LockSide:
                 tuple(lock for lock, is_wanted in wanted.items() if is_wanted),
                 {lock: token for lock, token in tokens.items() if token},
                 named.prepared.continuation if named.prepared is not None else "",
+                {ACTIVE: self._over} if self._over else {},
             )
         if want != self._sent:
             self._sent = want
-            incarnation, locks, held, continuation = want
+            incarnation, locks, held, continuation, over = want
             witness = named.witness_path if named else None
-            self.client.set_want(incarnation, witness, locks, held, continuation)
+            self.client.set_want(incarnation, witness, locks, held, continuation, over)
 
     # ------------------------------------------------------------------ the socket
 

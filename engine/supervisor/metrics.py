@@ -21,6 +21,8 @@ PHASES = ("detect", "fence", "grant", "wake", "serve")
 LOST = ("lock_lost", "lease_lost", "member_lost")
 STATE_BUCKETS_S = (0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
+REST_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 30.0)
+
 
 class EngineMetrics:
     """Subscribe `observe` to the event log."""
@@ -44,9 +46,10 @@ class EngineMetrics:
         self._transitions = page.counter(
             "engine_transitions_total", "Changes of state.", ("engine_id", "from_state", "to_state")
         )
-        for (source, _), row in TRANSITIONS.items():
-            if source is not row.target:
-                self._transitions.labels(from_state=source, to_state=row.target, **self._id)
+        for (source, _), first in TRANSITIONS.items():
+            for row in first.all():
+                if source is not row.target:
+                    self._transitions.labels(from_state=source, to_state=row.target, **self._id)
         self._durations = page.histogram(
             "engine_state_duration_seconds",
             "How long each state lasted.",
@@ -75,6 +78,22 @@ class EngineMetrics:
             "Phases of a failover as this process sees them: wake and serve, and detect of a"
             " rehearsed death; the lock server measures fence and grant.",
             {"phase": PHASES},
+        )
+        self._rests = page.counter(
+            "engine_rests_total",
+            "Times that the engine gave its KV memory back without ending, to hand the lock over or"
+            " to rest.",
+            {"reason": ("hand_over", "goal")},
+        )
+        self._release = page.histogram(
+            "engine_release_duration_seconds",
+            "How long the backend took to give its KV memory back, on every rank.",
+            buckets=REST_BUCKETS_S,
+        )
+        self._awake = page.histogram(
+            "engine_wake_duration_seconds",
+            "From the request to wake until active, out of rest.",
+            buckets=REST_BUCKETS_S,
         )
         self._canaries = page.counter(
             "engine_canary_total", "Canary inferences by result.", {"result": ("ok", "failed")}
@@ -159,6 +178,12 @@ class EngineMetrics:
                 is_lent = data["memory"] == "gms"
                 began = ("adopted" if data["adopted_blocks"] else "empty") if is_lent else "private"
                 self._wakes.labels(cache=began).inc()
+            case "engine.rested":
+                reason = "hand_over" if data["keep_kv"] else "goal"
+                self._rests.labels(reason=reason).inc()
+                self._release.observe(data["ms"] / 1000)
+            case "engine.awake":
+                self._awake.observe(data["ms"] / 1000)
             case "engine.canary":
                 self._canaries.labels(result="ok" if data["ok"] else "failed").inc()
             case "engine.kv_torn":

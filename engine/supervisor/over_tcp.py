@@ -91,6 +91,23 @@ class OwnListener:
         )
 
 
+def each_loads_all(member: int, members: int) -> str:
+    """What users must know of the reference backend on several nodes."""
+    return (
+        f"this is member {member} of {members}; the reference backend does not divide a model among"
+        " them: each loads the whole model, and member 0 serves"
+    )
+
+
+def predecessor(directory: str, engine: str) -> str | None:
+    """Why `engine` cannot be launched yet: an earlier tree is alive, or cannot be looked for."""
+    try:
+        return clear_witnesses(directory, engine)
+    except OSError as error:
+        what = f"look for processes of an earlier launch in {directory}"
+        return f"not launched: {no_descriptors(what, error).message}"
+
+
 def clear_witnesses(directory: str, engine: str) -> str | None:
     """Remove the witnesses of `engine` that no process holds; None, or who holds one.
 

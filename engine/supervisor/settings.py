@@ -30,6 +30,8 @@ TERMINATION_LOG_BYTES_MAX = 4096  # what the kubelet keeps of it
 INIT_MS = 7_200_000  # the first load of a large model from a slow disk, behind another engine's
 WAKING_MS = 60_000  # the old holder's memory may take half a minute to be freed
 DRAIN_MS = 30_000
+# Unmapping takes up to 63 ms per GiB of host memory, and waits for the step that runs.
+RELEASE_MS = 30_000
 REAP_MS = 10_000  # SIGKILL to gone; 243 GB of pinned memory took 26 s, such machines raise this
 
 SECURITY = ("lockserver_tls_cert", "lockserver_tls_key", "lockserver_tls_ca", "lockserver_psk_file")
@@ -138,6 +140,9 @@ OPTIONS = (
     duration("init_ms", INIT_MS, "Time limit from launch to standby."),
     duration("waking_ms", WAKING_MS, "Time limit from the grant to active."),
     duration("drain_ms", DRAIN_MS, "Time limit for requests in flight when the engine drains."),
+    duration(
+        "release_ms", RELEASE_MS, "Time limit for KV memory to be given back when the engine rests."
+    ),
     duration("reap_ms", REAP_MS, "Time limit for killed processes to exit."),
     duration(
         "answer_ms",
@@ -243,6 +248,7 @@ def settle(config: Resolved, command: list[str], directory: str) -> EngineSettin
             State.INIT: config["init_ms"],
             State.WAKING: config["waking_ms"],
             State.DRAINING: config["drain_ms"],
+            State.RELEASING: config["release_ms"],
             State.DEAD: config["reap_ms"],
         },
     )

@@ -19,6 +19,7 @@ from typing import Any
 from engine.core.lifecycle import HOLDING
 from plumbing.errors import UnderstudyError
 from plumbing.part.paths import engine_state
+from plumbing.part.tier import Tier
 from plumbing.service.events import EventLog
 from plumbing.service.files import read_json, write_atomic
 from plumbing.shortage import is_shortage
@@ -37,6 +38,16 @@ class SavedState:
     number: int = 0  # launches so far
     failover_attempts: int = 0
     failover_successes: int = 0
+    goal: str = Tier.AWAKE.value  # the tier that the engine was last asked for
+
+    def checked(self) -> SavedState:
+        """Itself.
+
+        Raises:
+            ValueError: no engine can have that goal.
+        """
+        Tier(self.goal)
+        return self
 
 
 def load(path: str) -> tuple[SavedState, str | None]:
@@ -46,7 +57,7 @@ def load(path: str) -> tuple[SavedState, str | None]:
         saved = document.get("memory", {})
         return SavedState(
             **{name: type(default)(saved.get(name, default)) for name, default in _FRESH}
-        ), None
+        ).checked(), None
     except (UnderstudyError, OSError, TypeError, ValueError, AttributeError) as error:
         return SavedState(), str(error)
 

@@ -13,7 +13,8 @@ from dataclasses import asdict
 from typing import Any
 
 from engine.core import probes
-from engine.core.events import State
+from engine.core.events import Shall, State
+from engine.core.lifecycle import tier_of
 from engine.core.patience import stretch
 from engine.supervisor.cpu_share import cpu_list
 from engine.supervisor.engine import Engine
@@ -35,7 +36,7 @@ class EngineStatus:
         self._state_file = state_file
         self.http_problem: Callable[[], str | None] = lambda: None
         self.server: Server | None = None  # the control socket's, whose problem is reported
-        engine.on_change = lambda: state_file.write(self.document())
+        engine.on_change.append(lambda: state_file.write(self.document()))
 
     def document(self) -> dict[str, Any]:
         """The status document."""
@@ -58,6 +59,12 @@ class EngineStatus:
                 "was_standby": history.saved.was_standby,
                 "member": settings.member,
                 "members": settings.members,
+            },
+            "goal": {
+                "tier": tier_of(now.state).value,
+                "goal": now.shall.goal.value,
+                "by": now.shall.by or None,
+                "can_rest": now.can_rest,
             },
             "lock": self._lock(),
             "backend": self._backend(),
@@ -109,7 +116,8 @@ class EngineStatus:
 
     def _kv(self) -> dict[str, Any] | None:
         """Since the wake: whose memory the KV cache is in, and what it began with."""
-        woken = self._engine.incarnation.woken if self._engine.incarnation else None
+        incarnation = self._engine.incarnation
+        woken = incarnation.residency.woken if incarnation else None
         if woken is None:
             return None
         return {
@@ -124,9 +132,9 @@ class EngineStatus:
     def _serves_on(self) -> str | None:
         """Where the backend accepts, or will once it is awake; None while it is not to."""
         incarnation, state = self._engine.incarnation, self._engine.lifecycle.state
-        if incarnation is None or state not in SERVING or not incarnation.is_wake_asked:
+        if incarnation is None or state not in SERVING or not incarnation.residency.is_wake_asked:
             return None
-        return incarnation.private_path or self._engine.lock.address
+        return incarnation.residency.private_path or self._engine.lock.address
 
     def _health(self) -> dict[str, Any]:
         engine, pressure = self._engine, self._engine.pressure
@@ -165,6 +173,7 @@ class EngineStatus:
         if engine.incarnation is not None:
             problems.append(engine.incarnation.tree.problem)
             problems.append(engine.incarnation.canaries.problem)
+            problems.append(engine.incarnation.residency.problem)
             if engine.incarnation.prepared is not None:
                 problems += engine.incarnation.prepared.warnings
         return [problem for problem in problems if problem]
@@ -183,6 +192,8 @@ class EngineStatus:
             other = self._engine.lock.other
             holder = f", {other.engine} holds it" if other else ""
             return f"waiting for the lock{holder}{self._disconnected() or self._without_lease()}"
+        if now.state is State.RESTING:
+            return f"at rest, and holds the lock; {_asked(now.shall)}"
         watch = self._engine.watch
         if watch is not None and watch.late_ms > 0:
             return f"{now.reason}; the backend's answer is {duration(watch.late_ms)} late"
@@ -221,3 +232,8 @@ class EngineStatus:
             "rule": answer.rule.value,
         }
         return Probe(answer.ok, answer.reason, details)
+
+
+def _asked(shall: Shall) -> str:
+    by = f" by {shall.by}" if shall.by else ""
+    return f"asked to be {shall.goal.value}{by}; `understudy wake` wakes it"

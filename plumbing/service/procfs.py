@@ -157,6 +157,11 @@ def flock_held(pid: int, fd: int, dev: int | None = None, ino: int | None = None
     return any(line.startswith("lock:") and "FLOCK" in line.split() for line in lines)
 
 
+def holds_flock(pid: int, dev: int, ino: int) -> bool:
+    """Whether `pid` has a flock on the file (st_dev, st_ino), on whichever descriptor."""
+    return any(flock_held(pid, fd, dev, ino) for fd in _fds(pid))
+
+
 def listener_pid(port: int) -> int | None:
     """The process that listens on TCP `port` here, if it is visible."""
     sockets = set()

@@ -10,6 +10,7 @@ from msgspec import structs
 from engine.core import events as ev
 from engine.core.events import EngineEvent, State, WakingStep
 from engine.core.lifecycle import HOLDING, IGNORED, TRANSITIONS, IllegalEvent, Lifecycle
+from plumbing.part.tier import Tier
 
 INC = "e-0123456789abcdef"
 SAMPLES: dict[type[EngineEvent], EngineEvent] = {
@@ -26,6 +27,8 @@ SAMPLES: dict[type[EngineEvent], EngineEvent] = {
     ev.TerminateNow: ev.TerminateNow(),
     ev.HandOver: ev.HandOver(INC, "other"),
     ev.Drained: ev.Drained(),
+    ev.Shall: ev.Shall(Tier.WARM, "a test"),
+    ev.Rested: ev.Rested(),
     ev.Reaped: ev.Reaped(),
 }
 MAIN_LINE = [
@@ -41,14 +44,26 @@ STEPS_TO = {
 }
 
 
-def engine_in(state: State) -> Lifecycle:
+RESTING_LINE = [ev.Shall(Tier.WARM, "a test"), ev.Drained(), ev.Rested()]
+STEPS_TO_REST = {State.RELEASING: 2, State.RESTING: 3}
+
+
+def engine_in(state: State, *, can_rest: bool = False) -> Lifecycle:
+    """One of the states of a rest implies that it can."""
     engine = Lifecycle()
     if state is State.DRAINING:
-        engine = engine_in(State.ACTIVE)
+        engine = engine_in(State.ACTIVE, can_rest=can_rest)
         engine.handle(ev.Terminate())
         return engine
+    if state in STEPS_TO_REST:
+        engine = engine_in(State.ACTIVE, can_rest=True)
+        for event in RESTING_LINE[: STEPS_TO_REST[state]]:
+            engine.handle(event)
+        assert engine.state is state
+        return engine
     for event in MAIN_LINE[: STEPS_TO[state]]:
-        engine.handle(event)
+        is_prepared = isinstance(event, ev.Prepared)
+        engine.handle(ev.Prepared(can_rest) if is_prepared else event)
     assert engine.state is state
     return engine
 
@@ -64,12 +79,13 @@ def test_every_event_has_a_sample():
     assert set(SAMPLES) == set(EngineEvent.__subclasses__())
 
 
+@pytest.mark.parametrize("can_rest", [False, True])
 @pytest.mark.parametrize("state", list(State))
 @pytest.mark.parametrize("kind", list(SAMPLES))
-def test_table_is_the_enforcer(state, kind):
+def test_table_is_the_enforcer(state, kind, can_rest):
     """A row leads where it says and has its effects; an ignored event changes nothing; any other
     pair, and a row whose guard does not hold, raises and changes nothing."""
-    engine = engine_in(state)
+    engine = engine_in(state, can_rest=can_rest)
     before = engine.now
     if kind in IGNORED[state]:
         assert (state, kind) not in TRANSITIONS
@@ -82,7 +98,8 @@ def test_table_is_the_enforcer(state, kind):
             engine.handle(SAMPLES[kind])
         assert engine.now == before
         return
-    effects = engine.handle(SAMPLES[kind])
+    effects = [e for e in engine.handle(SAMPLES[kind]) if not isinstance(e, ev.KeepGoal)]
+    row = row.chosen(engine.now)
     assert engine.state is row.target
     moves = [effect for effect in effects if isinstance(effect, ev.RecordTransition)]
     assert [(move.source, move.target) for move in moves] == (
@@ -99,7 +116,7 @@ def test_main_line_asks_step_by_step():
     assert seen == [
         ["StartTree", "TellLockServer"],
         ["TellLockServer"],
-        ["Ask"],
+        ["Ask", "Claim"],
         ["Ask"],
         ["Ask"],
         [],
@@ -325,17 +342,21 @@ def test_terminate_while_dead():
     assert kinds(engine.handle(ev.Reaped())) == ["TellLockServer", "Exit"]
 
 
-def test_every_state_but_standby_and_active_has_a_way_out_by_time():
+def test_every_state_that_can_hang_has_a_way_out_by_time():
     """No state that can hang lacks a budget edge: read the table. Reaping ends by itself: there the
     budget only changes the liveness probe."""
-    for state in (State.INIT, State.WAKING, State.DRAINING):
+    for state in (State.INIT, State.WAKING, State.DRAINING, State.RELEASING):
         assert TRANSITIONS[state, ev.BudgetSpent].target is State.DEAD
     assert ev.BudgetSpent in IGNORED[State.DEAD]
 
 
 def test_an_event_that_moves_no_engine_has_no_cause():
     """Every event that changes the state in some row is explained, and no other."""
-    moving = {kind for (state, kind), row in TRANSITIONS.items() if row.target is not state}
+    moving = {
+        kind
+        for (state, kind), first in TRANSITIONS.items()
+        if any(row.target is not state for row in first.all())
+    }
     for kind, event in SAMPLES.items():
         if kind in moving:
             assert all(ev.explain(event))
@@ -344,18 +365,24 @@ def test_an_event_that_moves_no_engine_has_no_cause():
                 ev.explain(event)
 
 
-@given(st.lists(st.sampled_from(list(SAMPLES)), max_size=60))
+STEPS = [*SAMPLES.values(), ev.Prepared(can_rest=True), ev.Shall(Tier.AWAKE, "a test")]
+
+
+@given(st.lists(st.sampled_from(STEPS), max_size=60))
 @settings(max_examples=300, deadline=None)
 def test_random_schedules_keep_the_invariants(order):
     """Any order of events, the illegal ones refused: the invariants hold after each of them."""
     engine = Lifecycle()
-    launches, is_tree_up, names_us = 0, False, False
-    for kind in order:
-        event = SAMPLES[kind]
+    launches, is_tree_up, names_us, tokens = 0, False, False, 0
+    for event in order:
         if isinstance(event, ev.Launch):
             event = structs.replace(event, incarnation=f"e-{launches:016x}")
         if isinstance(event, ev.Granted | ev.HandOver) and engine.now.incarnation:
             event = structs.replace(event, incarnation=engine.now.incarnation)
+        if isinstance(event, ev.Granted) and not engine.now.token:
+            tokens += 1  # or the last one again
+        if isinstance(event, ev.Granted):
+            event = structs.replace(event, token=tokens)
         before = engine.now
         try:
             effects = engine.handle(event)
@@ -369,6 +396,12 @@ def test_random_schedules_keep_the_invariants(order):
             if isinstance(effect, ev.TellLockServer):
                 names_us = effect.names_incarnation
                 assert names_us or before.state is State.DEAD, "the lock given away too early"
+            if isinstance(effect, ev.HandBack):
+                assert before.state in (State.RELEASING, State.RESTING), "handed over unproven"
+                assert before.token == effect.token
+            if isinstance(effect, ev.RestBackend):
+                assert before.state is State.DRAINING
+                assert before.can_rest
             if isinstance(effect, ev.KillTree):
                 assert is_tree_up
         if isinstance(event, ev.Reaped):
@@ -380,6 +413,10 @@ def test_random_schedules_keep_the_invariants(order):
         assert (now.state in HOLDING) <= (now.token > 0)
         assert (now.step is not None) == (now.state is State.WAKING)
         assert not (now.state is State.ACTIVE and now.hand_over), "it serves on"
+        is_asleep = now.shall.goal is not Tier.AWAKE
+        assert not (now.state is State.ACTIVE and is_asleep and now.can_rest), "it stays awake"
+        assert not (now.state is State.RESTING and not is_asleep), "it stays at rest"
+        assert now.token == 0 or now.token > now.over, "it acts on a token that is over"
         assert not any(isinstance(e, ev.Exit) for e in effects) or now.is_leaving
 
 

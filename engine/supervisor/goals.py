@@ -1,0 +1,109 @@
+"""The engine's goal: who may set it, and who is told what the engine is.
+
+Owns the refusals of a goal, and the connections that are told of every change. What follows from a
+goal is `engine/core`.
+"""
+
+from __future__ import annotations
+
+from engine.core.events import Shall, State
+from engine.core.lifecycle import HOLDING, tier_of
+from engine.supervisor.engine import Engine
+from plumbing.errors import UnderstudyError
+from plumbing.part.tier import AmMsg, ShallMsg, Tier
+from plumbing.wire.connection import Connection
+
+WHAT_COUNTS = ("state", "tier", "goal", "can_rest", "fault", "incarnation")  # of an `am`
+FAULT_CHARS_MAX = 4096
+
+
+class Goals:
+    """Answers `shall`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._seen = 0
+        self._watchers: set[Connection] = set()
+        self._told: tuple[object, ...] = ()
+        engine.on_change.append(self._changed)
+
+    def shall(self, conn: Connection, message: ShallMsg, request_id: int) -> None:
+        """Take a goal, if there is one, and tell `conn` of every change from now on.
+
+        Raises:
+            UnderstudyError: `engine.cannot_rest`, `engine.no_such_tier`.
+        """
+        if message.goal is not None:
+            self._check(message.goal)
+            self._seen += 1
+            self._engine.post(Shall(message.goal, message.by or "an unnamed client"))
+        conn.send(self.am(), request_id)
+        self._watchers.add(conn)
+
+    def leave(self, conn: Connection) -> None:
+        self._watchers.discard(conn)
+
+    def am(self) -> AmMsg:
+        """What the engine is now."""
+        engine, now = self._engine, self._engine.lifecycle.now
+        incarnation = engine.incarnation
+        woken = incarnation.residency.woken if incarnation is not None else None
+        return AmMsg(
+            engine=engine.settings.engine,
+            incarnation=now.incarnation or "",
+            token=now.token,
+            state=now.state.value,
+            tier=tier_of(now.state),
+            goal=now.shall.goal,
+            goal_by=now.shall.by,
+            goal_seen=self._seen,
+            since_ms=round(engine.history.spent_ms),
+            kv_bytes=woken.kv_bytes if woken is not None else 0,
+            in_flight=engine.history.in_flight,
+            can_rest=now.can_rest and self._objection() is None,
+            fault=self._fault()[:FAULT_CHARS_MAX],
+        )
+
+    def _changed(self) -> None:
+        am = self.am()
+        said = tuple(getattr(am, name) for name in WHAT_COUNTS)
+        if said == self._told:
+            return
+        self._told = said
+        for conn in tuple(self._watchers):
+            conn.send(am)
+
+    def _check(self, goal: Tier) -> None:
+        if goal is Tier.AWAKE:
+            return
+        objection = self._objection()
+        if objection is not None:
+            raise UnderstudyError("engine.cannot_rest", objection)
+        if goal is not Tier.WARM:
+            why = f"{self._engine.settings.engine} can be `warm` or `awake`, not `{goal}`"
+            raise UnderstudyError("engine.no_such_tier", why)
+
+    def _objection(self) -> str | None:
+        """Why this engine cannot rest, as far as is known yet."""
+        engine, settings = self._engine, self._engine.settings
+        who, incarnation = settings.engine, self._engine.incarnation
+        if settings.is_remote:
+            return f"{who} reaches its lock server over TCP, and can only rest beside it"
+        if engine.lock.address is not None and not engine.lock.is_behind_gateway:
+            return (
+                f"{who} cannot rest: no gateway would let its requests wait; start the lock server"
+                " without --direct"
+            )
+        is_known = incarnation is not None and incarnation.prepared is not None
+        if incarnation is not None and is_known and not incarnation.can_rest:
+            return f"{who} cannot rest: its {settings.backend} backend does not say that it can"
+        return None
+
+    def _fault(self) -> str:
+        """Why it is not at its goal; "" while it is, or is on its way."""
+        now = self._engine.lifecycle.now
+        if now.state is State.DEAD:
+            return "" if now.is_leaving or now.is_handed_over else now.reason
+        if now.shall.goal is not Tier.AWAKE and now.state in HOLDING:
+            return self._objection() or ""
+        return ""
