@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct, field
 
+from gateway.core.rest_events import GatewayDoor
 from plumbing.hop import Continuation
 from plumbing.part.observe import EventMsg as EventMsg
 from plumbing.part.observe import StatusMsg as StatusMsg
@@ -84,6 +85,17 @@ class NobodyMsg(Message, frozen=True, tag="nobody"):
     """Nobody holds the lock, because of `reason`."""
 
     reason: Sentence
+
+
+class DoorMsg(Message, frozen=True, tag="door"):
+    """What a child may do with requests while `engine`'s token is this one; `gateway.core.
+    rest_events.SetDoor` has the meaning. Answered by a beat with the same number."""
+
+    number: Count
+    token: Count
+    door: GatewayDoor
+    does_open: bool = True
+    reason: Sentence = ""
 
 
 # ---------------------------------------------------------------- child → parent
@@ -161,8 +173,10 @@ class GatewayLoad(Struct, frozen=True):
 
 
 class GatewayBeatMsg(Message, frozen=True, tag="beat"):
-    """The whole truth about a child: at least every `BEAT_MS`, and at once when `is_accepting`
-    changes. A child is ready to accept with its first beat. `problem`: what it cannot do now."""
+    """The whole truth about a child: at least every `BEAT_MS`, and at once when `is_accepting` or
+    the door changes, or when a request waits behind a door that is not open. A child is ready to
+    accept with its first beat. `problem`: what it cannot do now. `door`: the number of the last
+    `door`. `quiet_ms`: since nothing was in flight."""
 
     progress: Count
     is_accepting: bool
@@ -170,6 +184,8 @@ class GatewayBeatMsg(Message, frozen=True, tag="beat"):
     totals: GatewayTotals = GatewayTotals()
     upstream: UpstreamState | None = None
     problem: Sentence | None = None
+    door: Count = 0
+    quiet_ms: float = 0.0
 
 
 class GatewayEventMsg(Message, frozen=True, tag="happened"):
@@ -182,7 +198,7 @@ class GatewayEventMsg(Message, frozen=True, tag="happened"):
 
 
 CHANNEL = Catalogue(
-    *(ConfigureGatewayMsg, AcceptMsg, StopMsg, GrantMsg, NobodyMsg),
+    *(ConfigureGatewayMsg, AcceptMsg, StopMsg, GrantMsg, NobodyMsg, DoorMsg),
     *(GatewayBeatMsg, GatewayEventMsg),
 )
 

@@ -28,6 +28,10 @@ def no_engine(waits_for: str) -> Failure:
     return Failure(503, "no_active_engine", waits_for or "the engine does not answer; retry")
 
 
+def resting(why: str) -> Failure:
+    return Failure(503, "gateway.resting", f"{why}; retry")
+
+
 def too_large(body_bytes: int, limit_bytes: int) -> Failure:
     what = f"the body has {body_bytes} bytes; the engine takes {limit_bytes}"
     return Failure(413, "gateway.body_too_large", what)

@@ -138,6 +138,21 @@ class NobodyGranted(GatewayEvent, frozen=True):
     reason: str
 
 
+class DoorSet(GatewayEvent, frozen=True):
+    """What the parent lets this child do, while `token` is that of the grant (`rest_events.Door`).
+
+    `is_open`: ask the engine. Else requests wait, and `reason` says why, if that takes more than a
+    moment (`is_shut`): what is sent meanwhile would be lost, and the engine must be greeted anew
+    when the door opens. `does_open`: without an operator.
+    """
+
+    token: int
+    is_open: bool = True
+    is_shut: bool = False
+    does_open: bool = True
+    reason: str = ""
+
+
 class HelloCame(GatewayEvent, frozen=True):
     greeting: int
     hello: Hello
@@ -165,6 +180,10 @@ class GreetEngine(GatewayEffect, frozen=True):
     greeting: int
     engine: str
     token: int
+
+
+class WantEngine(GatewayEffect, frozen=True):
+    """A request waits behind a door that is not open: tell the parent now. Once for each door."""
 
 
 class AskEngine(GatewayEffect, frozen=True):

@@ -8,6 +8,9 @@ engine is greeted, and asked for nothing before it has answered: its hello says 
 and how large a body it takes. A newer grant ends every attempt of the older one at once, whatever
 these connections still have to say, and every request that the old engine had when it died is
 charged with that death (`order.py`). Tokens compare within an era only.
+
+While the engine rests, the parent shuts the door: requests wait, and the parent is told of the
+first one. An engine that wakes under the same grant is greeted anew.
 """
 
 from __future__ import annotations
@@ -45,6 +48,8 @@ class Gateway:
         self._greeting = 0
         self._greet_ms: float | None = None  # when to greet again,
         self._no_hello = ""  # and why
+        self._door = ev.DoorSet(0)
+        self._is_wanted = False  # the parent knows that a request waits behind this door
         self._now_ms = 0.0
         self._is_busy = False
 
@@ -85,6 +90,8 @@ class Gateway:
                 self._granted(event, now_ms)
             case ev.NobodyGranted():
                 self._is_granted, self._reason = False, event.reason
+            case ev.DoorSet():
+                self._set_door(event, now_ms)
             case ev.HelloCame() | ev.HelloFailed():
                 self._greeted(event, now_ms)
             case ev.Tick():
@@ -120,6 +127,8 @@ class Gateway:
         """What a request waits for now, "" if only for its turn."""
         if self._grant is None or not self._is_granted:
             return self._reason
+        if self._door.is_shut:
+            return self._door.reason
         if self.hello is not None:
             return ""
         why = f" ({self._no_hello})" if self._no_hello else ""
@@ -153,7 +162,12 @@ class Gateway:
 
     def _look(self) -> None:
         """Ask the engine for every request whose turn it is."""
-        if self._is_busy or not self._is_granted or self._grant is None or self.hello is None:
+        if self._is_busy or not self._is_granted or self._grant is None:
+            return
+        if not self._door.is_open and self._desk.line.waiting and not self._is_wanted:
+            self._is_wanted = True
+            self._desk.outbox.append(ev.WantEngine())
+        if not self._door.is_open or self.hello is None:
             return
         self._is_busy = True
         for request in self._desk.line.due(lambda: self._desk.resuming, self._now_ms):
@@ -186,12 +200,33 @@ class Gateway:
             return  # said again, or by a lock server that has lost its file and was told of it
         self._supersede(is_death=old is not None, now_ms=now_ms)
         self.hello = None
+        self._door, self._is_wanted = ev.DoorSet(grant.token), False
         self._greet(now_ms)
+
+    def _set_door(self, door: ev.DoorSet, now_ms: float) -> None:
+        if self._grant is None or door.token != self._grant.token:
+            return  # of an engine that does not hold the lock any more
+        old, self._door = self._door, door
+        if (door.is_open, door.is_shut) == (old.is_open, old.is_shut):
+            return  # only the reason
+        self._is_wanted = False
+        if door.is_shut:
+            self.hello, self._greet_ms = None, None
+            self._greeting += 1  # what an earlier greeting brings is about the past
+        elif old.is_shut:
+            for request in self._desk.line.waiting.values():
+                request.waits_since_ms = now_ms  # until now it waited for a wake, not in vain
+            self._begin_anew(is_death=False, now_ms=now_ms)  # while it rests nothing is in it
+            self._greet(now_ms)
 
     def _supersede(self, *, is_death: bool, now_ms: float) -> None:
         """No engine of an older grant says anything any more."""
         for attempt in list(self._desk.attempts.values()):
             self._course.broke(attempt, BreakCause.SUPERSEDED, now_ms)
+        self._begin_anew(is_death=is_death, now_ms=now_ms)
+
+    def _begin_anew(self, *, is_death: bool, now_ms: float) -> None:
+        """What broke off before says nothing about the engine that is asked now."""
         for request in list(self._desk.line.waiting.values()):
             request.breaks_here = request.refusals = 0
             request.gives_up_ms, request.not_before_ms = None, now_ms
@@ -234,6 +269,20 @@ class Gateway:
 
     # ---- time
 
+    @property
+    def _hold_ms(self) -> float:
+        """How long a request waits for an engine. One that rests and will wake is none that is
+        missing, so that time counts from when the door opens."""
+        is_resting = self._is_granted and self._door.is_shut and self._door.does_open
+        hold_ms = self.rules.hold_ms
+        return max(hold_ms, self.rules.park_timeout_ms) if is_resting else hold_ms
+
+    @property
+    def _no_engine(self) -> answers.Failure:
+        if self._is_granted and self._door.is_shut and not self._door.does_open:
+            return answers.resting(self._door.reason)
+        return answers.no_engine(self._waits_for)
+
     def _pass_time(self, now_ms: float) -> None:
         """End what has waited too long; greet again; clear a held answer that lives on."""
         if self._greet_ms is not None and now_ms >= self._greet_ms and self._is_granted:
@@ -245,9 +294,8 @@ class Gateway:
         for request in list(self._desk.line.waiting.values()):
             is_given_up = request.gives_up_ms is not None
             if request.state is RequestState.WAITING:
-                if now_ms - request.waits_since_ms >= self.rules.hold_ms:
-                    no_engine = answers.no_engine(self._waits_for)
-                    self._desk.fail(request, keeps_breaking if is_given_up else no_engine)
+                if now_ms - request.waits_since_ms >= self._hold_ms:
+                    self._desk.fail(request, keeps_breaking if is_given_up else self._no_engine)
             elif now_ms - (request.paused_since_ms or 0.0) >= self.rules.park_timeout_ms:
                 timeout_s = self.rules.park_timeout_ms / 1000
                 self._desk.fail(request, answers.park_timeout(timeout_s, self._waits_for))

@@ -10,10 +10,12 @@ import asyncio
 import os
 import time
 
-from gateway.core.events import EngineGranted, GatewayRules, NobodyGranted
+from gateway.core.events import DoorSet, EngineGranted, GatewayRules, NobodyGranted
 from gateway.core.machine import Gateway
+from gateway.core.rest_events import GatewayDoor
 from gateway.messages import (
     ConfigureGatewayMsg,
+    DoorMsg,
     GatewayBeatMsg,
     GatewayLoad,
     UpstreamState,
@@ -69,11 +71,14 @@ class HttpDoors:
         )
         self._idle = asyncio.Event()
         directory = os.fsdecode(settings.directory)
-        self.exchange = HttpExchange(self._core, directory, self._accounts, self._idle.set)
+        self.exchange = HttpExchange(
+            self._core, directory, self._accounts, self._idle.set, parent.beat_now
+        )
         self._listener: ServiceListener | None = None
         self.clients: set[ClientConnection] = set()
         self._idle_clients: dict[ClientConnection, None] = {}  # longest idle first
         self._granted = ("", 0)
+        self._door_number = 0
         self._last_problem: str | None = None
         self._sweeping = self._loop.call_later(SWEEP_S, self._sweep)
 
@@ -94,6 +99,11 @@ class HttpDoors:
     def nobody(self, reason: str) -> None:
         self._granted = ("", 0)
         self.exchange.handle(NobodyGranted(reason))
+
+    def set_door(self, door: DoorMsg) -> None:
+        self._door_number = door.number
+        is_open, is_shut = door.door is GatewayDoor.OPEN, door.door is GatewayDoor.SHUT
+        self.exchange.handle(DoorSet(door.token, is_open, is_shut, door.does_open, door.reason))
 
     async def stop(self, budget_ms: float) -> None:
         """Accept no more, close idle connections, and return once every request has ended; after
@@ -123,6 +133,8 @@ class HttpDoors:
             totals=self._accounts.totals(),
             upstream=self._upstream(),
             problem=self.problem,
+            door=self._door_number,
+            quiet_ms=self.exchange.quiet_ms,
         )
 
     @property

@@ -36,16 +36,24 @@ KEEPALIVE_COMMENT = b": keepalive\n\n"
 
 
 class HttpExchange:
-    """All requests of one child. `idle` is called when the last one has ended."""
+    """All requests of one child. `idle` is called when the last one has ended, `want` when one
+    waits for an engine that rests."""
 
     def __init__(
-        self, core: Gateway, directory: str, accounts: Accounts, idle: Callable[[], None]
+        self,
+        core: Gateway,
+        directory: str,
+        accounts: Accounts,
+        idle: Callable[[], None],
+        want: Callable[[], None],
     ) -> None:
         self.core = core
         self.requests: dict[int, OpenRequest] = {}  # by the core's number
         self._directory = directory
         self._accounts = accounts
         self._idle = idle
+        self._want = want
+        self._quiet_since_ms = 0.0  # long ago: a fresh child keeps no engine awake
         self.upstreams: dict[int, Upstream] = {}  # by the number of their attempt
         self._by_client: dict[ClientConnection, OpenRequest] = {}
         self._paused: dict[int, float] = {}  # request → when it was sent something last, in ms
@@ -148,6 +156,8 @@ class HttpExchange:
                 self._finish(effect)
             case ev.GreetEngine():
                 self._start(self._greet(effect))
+            case ev.WantEngine():
+                self._want()
             case ev.GatewayRecord():
                 self._note(effect)
             case _:
@@ -267,6 +277,7 @@ class HttpExchange:
                 self._paused.pop(record.request, None)
                 self._accounts.ended(self.requests.pop(record.request), record, self.now_ms())
                 if not self.requests:
+                    self._quiet_since_ms = self.now_ms()
                     self._idle()
 
     # ------------------------------------------------------------------ time
@@ -285,6 +296,11 @@ class HttpExchange:
             if since_ms is not None and now_ms - since_ms > HEAD_MS:
                 upstream.drop()
                 self.handle(ev.AnswerBroke(upstream.attempt.number, ev.BreakCause.GARBAGE))
+
+    @property
+    def quiet_ms(self) -> float:
+        """For how long there was no request."""
+        return 0.0 if self.requests else self.now_ms() - self._quiet_since_ms
 
     @property
     def hello(self) -> Hello | None:

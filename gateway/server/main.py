@@ -48,6 +48,9 @@ class Doors(Protocol):
     def nobody(self, reason: str) -> None:
         """Nobody holds the lock."""
 
+    def set_door(self, door: msg.DoorMsg) -> None:
+        """What may be done with requests; the next beat has its number."""
+
     async def stop(self, budget_ms: float) -> None:
         """Accept no more, close idle connections, and return once every request has ended; after
         `budget_ms` those that are left are cut. Called again, the shorter budget counts."""
@@ -63,7 +66,7 @@ class Parent(Protocol):
         """For the event log: rare things."""
 
     def beat_now(self) -> None:
-        """Beat soon, since `is_accepting` or `problem` has changed."""
+        """Beat soon, since `is_accepting` or `problem` has changed, or an engine is wanted."""
 
 
 MakeDoors = Callable[[msg.ConfigureGatewayMsg, Parent], Doors]
@@ -118,6 +121,9 @@ class ParentLink(Handler):
                 doors.granted(message.engine, message.token, message.era)
             case msg.NobodyMsg():
                 doors.nobody(message.reason)
+            case msg.DoorMsg():
+                doors.set_door(message)
+                self.beat_now()
             case msg.StopMsg():
                 stopping = self._loop.create_task(self._stop(doors, message.budget_ms))
                 self._stopping.add(stopping)

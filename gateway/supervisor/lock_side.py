@@ -6,6 +6,7 @@ and the socket stays here. Only a takeover waits for it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from gateway.supervisor.nursery import Nursery
@@ -29,13 +30,23 @@ class Grant:
 class GatewayLockSide:
     """One gateway's connection to the lock server."""
 
-    def __init__(self, path: str, lock: str, nursery: Nursery, clock: Clock, log: EventLog) -> None:
+    def __init__(
+        self,
+        path: str,
+        lock: str,
+        nursery: Nursery,
+        clock: Clock,
+        log: EventLog,
+        on_granted: Callable[[str, int], None],
+    ) -> None:
+        """`on_granted(engine, token)` is called after the children are told."""
         self.lock = lock
         self.grant: Grant | None = None
         self.idle: str | None = None  # why no engine is known to serve, if so
         self.changed_ms = clock.now_ms()  # connected, or lost
         self.idle_ms = clock.now_ms()  # since when it is idle, if it is
         self._nursery, self._clock, self._log = nursery, clock, log
+        self._on_granted = on_granted
         self.is_served = False  # connected, and not refused
         self.refusal: str | None = None
         self._borrower = Borrower(
@@ -81,6 +92,7 @@ class GatewayLockSide:
             self._log.record("gateway.engine", message, data=data)
         self.idle = None
         self._nursery.granted(engine, token, era)
+        self._on_granted(engine, token)
 
     def _is_idle(self, reason: str) -> None:
         self._heard()

@@ -21,8 +21,10 @@ from gateway.messages import (
     GatewayTotals,
 )
 from gateway.supervisor import report
+from gateway.supervisor.engine_side import WAKE_BUCKETS_S
 from gateway.supervisor.parts import GatewayParts
 from plumbing.hop import Continuation
+from plumbing.part.tier import Tier
 from plumbing.service.metrics import PREFIX, Metrics
 
 COUNTERS = {
@@ -33,6 +35,8 @@ COUNTERS = {
     "continuations_lost": "Streams that can no longer be continued, for lack of memory.",
     "lost_requests": "Requests in flight in a process of the gateway that died.",
     "child_restarts": "Processes of the gateway that died and were replaced.",
+    "sleeps": "Engines that the gateway has let rest, since there was no request.",
+    "wakes": "Engines that the gateway has woken for a request.",
 }
 GAUGES = {
     "in_flight_requests": "Requests in the gateway.",
@@ -48,6 +52,7 @@ GAUGES = {
     "ready": "1 while /ready is 200.",
     "spare_ready": "1 while a process is ready to take over.",
     "lock_server_connected": "1 while the lock server is connected.",
+    "engine_resting": "1 while requests wait, since the engine that holds the lock rests.",
 }
 
 
@@ -74,6 +79,8 @@ class _Children(Collector):
             "continuations_lost": totals.continuations_lost,
             "lost_requests": nursery.lost_requests,
             "child_restarts": nursery.core.restarts.deaths_total,
+            "sleeps": self._gateway.engine.goals[Tier.WARM],
+            "wakes": self._gateway.engine.goals[Tier.AWAKE],
         }
         for name, text in COUNTERS.items():
             yield CounterMetricFamily(_name(name), text, value=counts[name])
@@ -91,6 +98,9 @@ class _Children(Collector):
         yield _histogram("pause_seconds", text, PAUSE_BUCKETS_S, totals.pause_s)
         text = "Time from a request, read whole, to its first byte sent to an engine that was free."
         yield _histogram("added_seconds", text, ADDED_BUCKETS_S, totals.added_s)
+        text = "Time from a wake that the gateway asked for until the engine is active."
+        wakes = self._gateway.engine.wakes.so_far()
+        yield _histogram("wake_seconds", text, WAKE_BUCKETS_S, wakes)
 
 
 def _requests(totals: GatewayTotals) -> CounterMetricFamily:

@@ -24,7 +24,8 @@ Restarted = Callable[[msg.ChildRestartedMsg | UnderstudyError], None]
 
 
 class Nursery:
-    """All children; `on_change` is called when who accepts may have changed."""
+    """All children; `on_change` is called when who accepts may have changed, `on_beat` and
+    `on_gone` for each of them."""
 
     def __init__(
         self,
@@ -34,6 +35,8 @@ class Nursery:
         *,
         on_change: Callable[[], None],
         on_end: Callable[[int], None],
+        on_beat: Callable[[ChildLink], None] = lambda link: None,
+        on_gone: Callable[[ChildLink], None] = lambda link: None,
         command: Sequence[str] = COMMAND,
     ) -> None:
         self.core = Children()
@@ -46,10 +49,12 @@ class Nursery:
         self.socket_problem: str | None = None
         self._settings, self._clock, self._log = settings, clock, log
         self._on_change, self._on_end = on_change, on_end
+        self._on_beat, self._on_gone = on_beat, on_gone
         self._command = command
         self._dying: set[ChildLink] = set()  # reaped, with words that are not read yet
         self._grant: msg.GrantMsg | None = None
         self._nobody: msg.NobodyMsg | None = None
+        self._door: msg.DoorMsg | None = None
         self._copy: OwnedFd | None = None  # of the socket, for the next child that accepts
         self._owed: int | None = None  # a child that waits for the copy: there was no descriptor
         self._asked: list[Restarted] = []
@@ -97,6 +102,10 @@ class Nursery:
     def nobody(self, reason: str) -> None:
         self._nobody = msg.NobodyMsg(reason)
         self._tell_all(self._nobody)
+
+    def set_door(self, door: msg.DoorMsg) -> None:
+        self._door = door
+        self._tell_all(door)
 
     def restart(self, on_done: Restarted) -> None:
         """Replace the child that serves by a fresh one."""
@@ -158,7 +167,7 @@ class Nursery:
             self.feed(ev.CannotStart(number, error.errno, explain(error.errno)))
             return
         self.links[number] = link
-        for message in (self._grant, self._nobody):
+        for message in (self._grant, self._nobody, self._door):
             if message is not None:
                 link.send(message)
         self.feed(ev.ChildStarted(number, link.pid))
@@ -205,7 +214,7 @@ class Nursery:
         if number in self.links:
             self.links[number].send(message)
 
-    def _tell_all(self, message: msg.GrantMsg | msg.NobodyMsg) -> None:
+    def _tell_all(self, message: msg.GrantMsg | msg.NobodyMsg | msg.DoorMsg) -> None:
         for link in self.links.values():
             link.send(message)
 
@@ -217,6 +226,7 @@ class Nursery:
                 self.has_started = True
                 self.feed(ev.ChildReady(link.number))
             self._on_change()
+            self._on_beat(link)
 
     def happened(self, link: ChildLink, event: msg.GatewayEventMsg) -> None:
         data = {"child_pid": link.pid, **event.data}
@@ -233,6 +243,7 @@ class Nursery:
             said = f"{lost} requests in flight are lost" if lost else said
         del self.links[link.number]
         self._dying.add(link)
+        self._on_gone(link)
         self.feed(ev.ChildEnded(link.number, returncode, said))
 
     def read_out(self, link: ChildLink) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from gateway.supervisor.engine_side import GatewayEngineSide
 from gateway.supervisor.lock_side import GatewayLockSide
 from gateway.supervisor.nursery import Nursery
 from gateway.supervisor.settings import GatewaySettings
@@ -21,6 +22,7 @@ class GatewayParts:
     log: EventLog
     nursery: Nursery
     lock: GatewayLockSide
+    engine: GatewayEngineSide
     started_ms: float
     is_stopping: bool = False
     troubles: list[Callable[[], str | None]] = field(default_factory=list)

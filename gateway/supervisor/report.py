@@ -10,15 +10,19 @@ from typing import Any
 import msgspec
 
 from gateway.core.children import Place
+from gateway.core.rest_events import GatewayDoor
 from gateway.messages import GatewayLoad
 from gateway.supervisor.child import ChildLink
 from gateway.supervisor.parts import GatewayParts
+from gateway.supervisor.settings import MANUAL, ON_REQUEST
 from plumbing.part.format import duration
+from plumbing.part.tier import Tier
 from plumbing.service.clock import rfc3339
 from plumbing.service.http import Probe
 
 SCHEMA = 1
 OLDEST = "parked_oldest_ms"  # of the load: no sum, but a maximum
+UNHEARD_MS = 5_000.0  # a supervisor that is restarted listens again in less
 
 
 def document(gateway: GatewayParts) -> dict[str, Any]:
@@ -57,6 +61,7 @@ def document(gateway: GatewayParts) -> dict[str, Any]:
         "idle": None
         if lock.idle is None
         else {"reason": lock.idle, **_moment(gateway, lock.idle_ms)},
+        "rest": _rest(gateway),
         "load": msgspec.to_builtins(load(gateway)),
         "memory_bytes_max": gateway.settings.child.memory_bytes,
         "totals": _totals(gateway),
@@ -76,7 +81,7 @@ def problems(gateway: GatewayParts) -> list[str]:
         found.append("the lock server has lent no socket yet; see `lockserver status`")
     if serving is not None and serving.beat is not None:
         found.append(serving.beat.problem)
-    found += [look() for look in gateway.troubles]
+    found += [_unheard(gateway), *(look() for look in gateway.troubles)]
     return [each for each in found if each]
 
 
@@ -111,6 +116,7 @@ def gauges(gateway: GatewayParts) -> dict[str, float]:
         "ready": ready(gateway).ok,
         "spare_ready": gateway.nursery.core.spare is not None,
         "lock_server_connected": gateway.lock.is_served,
+        "engine_resting": gateway.engine.core.door.door is GatewayDoor.SHUT,
     }
 
 
@@ -133,7 +139,8 @@ def startup(gateway: GatewayParts) -> Probe:
 
 
 def ready(gateway: GatewayParts) -> Probe:
-    """It accepts, and a request would be answered: an engine serves, or one soon will."""
+    """It accepts, and a request would be answered: an engine serves, one soon will, or one rests
+    that a request wakes."""
     lock = gateway.lock
     if gateway.is_stopping:
         return Probe(False, "stopping")
@@ -142,6 +149,9 @@ def ready(gateway: GatewayParts) -> Probe:
     if lock.grant is None:
         return Probe(False, "no_engine", {"why": lock.idle or "no engine was active yet"})
     details = {"engine": lock.grant.engine, "token": lock.grant.token}
+    door = gateway.engine.core.door
+    if lock.idle is None and door.door is GatewayDoor.SHUT:
+        return Probe(door.does_open, "resting", {**details, "why": door.reason})
     if lock.idle is None:
         return Probe(True, "engine_active", details)
     idle_ms = gateway.clock.now_ms() - lock.idle_ms
@@ -159,6 +169,49 @@ def _grant(gateway: GatewayParts) -> dict[str, Any] | None:
         return None
     since = _moment(gateway, grant.since_ms)
     return {"engine": grant.engine, "token": grant.token, "era": grant.era, **since}
+
+
+def _rest(gateway: GatewayParts) -> dict[str, Any]:
+    """What the engine that holds the lock says of itself, and what the gateway makes of it."""
+    side, rules = gateway.engine, gateway.settings.rest
+    return {
+        "sleep_after_ms": round(rules.sleep_after_ms),
+        "wake": ON_REQUEST if rules.wakes_on_request else MANUAL,
+        "door": side.core.door.door,
+        "quiet_ms": round(side.core.quiet_ms(gateway.clock.now_ms())),
+        "sleeps_total": side.goals[Tier.WARM],
+        "wakes_total": side.goals[Tier.AWAKE],
+        "engine": _said(gateway),
+        "problem": side.problem,
+    }
+
+
+def _said(gateway: GatewayParts) -> dict[str, Any] | None:
+    said = gateway.engine.said
+    if said is None:
+        return None
+    return {
+        "state": said.state,
+        **_moment(gateway, gateway.engine.said_ms - said.since_ms),
+        "tier": said.tier,
+        "goal": said.goal,
+        "goal_by": said.goal_by or None,
+        "can_rest": said.can_rest,
+        "fault": said.fault or None,
+    }
+
+
+def _unheard(gateway: GatewayParts) -> str | None:
+    """A takeover loses the engine for a moment; longer is a problem."""
+    side = gateway.engine
+    if gateway.lock.idle is not None or side.unheard_ms is None:
+        return None
+    if gateway.clock.now_ms() - side.unheard_ms < UNHEARD_MS:
+        return None
+    engine = side.core.engine
+    return (
+        f"{engine} does not say whether it rests, and is neither let rest nor woken: {side.problem}"
+    )
 
 
 def _child(gateway: GatewayParts, link: ChildLink) -> dict[str, Any]:

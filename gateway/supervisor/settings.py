@@ -6,6 +6,7 @@ import os
 import ssl
 from dataclasses import dataclass
 
+from gateway.core.rest_events import RestRules
 from gateway.messages import ConfigureGatewayMsg
 from gateway.server.tracing import MODES, OFF, check_tracing
 from plumbing.errors import UsageError
@@ -20,6 +21,25 @@ MEMORY_BYTES = 1 << 30  # a few thousand streams of long contexts, or a dozen of
 RESUMES_MAX = 32  # at once: more prefills than that delay each other and every new request
 PARK_S = 300  # a relaunch of a large model; clients give up after ten minutes or so
 DRAIN_S = 30  # as an engine's
+# Each rest costs the KV cache and the next client a wake, and children beat twice a second.
+SLEEP_AFTER_S_MIN = 1
+ON_REQUEST, MANUAL = "on-request", "manual"  # --wake
+
+
+def sleep_after_s(text: str) -> float:
+    """`off`, or a duration that is not too short.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    found = 0.0 if text == "off" else duration_s(text)
+    if 0 < found < SLEEP_AFTER_S_MIN:
+        raise ValueError(
+            f"at least {SLEEP_AFTER_S_MIN}s, or off: each rest drops the KV cache, and the next"
+            " request waits for the wake"
+        )
+    return found
+
 
 DIR = Option("dir", str, DIRECTORY, "The directory that the pod's processes share.")
 OPTIONS = (
@@ -82,6 +102,22 @@ OPTIONS = (
         minimum=0,
         maximum=DAY_S,
     ),
+    Option(
+        "sleep_after",
+        sleep_after_s,
+        0,
+        "Let the engine rest, without KV memory, when there was no request for so long, such as 5m;"
+        f" off, or at least {SLEEP_AFTER_S_MIN}s.",
+        minimum=0,
+        maximum=7 * DAY_S,
+    ),
+    Option(
+        "wake",
+        str,
+        ON_REQUEST,
+        "Wake an engine that rests when a request comes, or only by `understudy wake`.",
+        choices=(ON_REQUEST, MANUAL),
+    ),
     Option("access_log", bool, False, "Log one line for each request, without its body."),
     Option(
         "tracing",
@@ -108,6 +144,7 @@ class GatewaySettings:
     http_port: int
     allowed_hosts: tuple[str, ...]
     drain_ms: int
+    rest: RestRules
     child: ConfigureGatewayMsg
 
 
@@ -132,6 +169,7 @@ def settle(config: Resolved) -> GatewaySettings:
         http_port=config["http_port"],
         allowed_hosts=config["http_allowed_host"],
         drain_ms=round(config["drain_timeout"] * 1000),
+        rest=RestRules(config["sleep_after"] * 1000, config["wake"] == ON_REQUEST),
         child=ConfigureGatewayMsg(
             directory=os.fsencode(directory),
             hold_ms=round(config["hold_ms"]),

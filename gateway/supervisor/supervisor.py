@@ -1,9 +1,10 @@
 """`gateway serve`: the parent of the processes that serve.
 
 Small, and never busy with requests: it borrows the service socket and passes it on, relays grants,
-keeps one child that serves and a spare, and answers probes. It decides nothing about children
-(`gateway.core.children`) or requests. Its children die with it (PDEATHSIG); connections then wait
-in the backlog of the socket, which the lock server holds, and so do supervisors of engines.
+keeps one child that serves and a spare, lets an idle engine rest, and answers probes. It decides
+nothing about children (`gateway.core.children`), rests (`gateway.core.rest`) or requests. Its
+children die with it (PDEATHSIG); connections then wait in the backlog of the socket, which the lock
+server holds, and so do supervisors of engines.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from gateway.core.child_events import StopAsked
 from gateway.supervisor import report
 from gateway.supervisor.child import COMMAND
 from gateway.supervisor.control import GatewayControl
+from gateway.supervisor.engine_side import GatewayEngineSide
 from gateway.supervisor.lock_side import GatewayLockSide
 from gateway.supervisor.metrics import GatewayMetrics
 from gateway.supervisor.nursery import Nursery
@@ -51,12 +53,29 @@ class GatewaySupervisor:
             self.log,
             on_change=self._changed,
             on_end=self._end,
+            on_beat=lambda link: self.engine.beaten(link),
+            on_gone=lambda link: self.engine.ended(link),
             command=command,
         )
-        lock_path = lockserver_socket(settings.directory)
-        self.lock = GatewayLockSide(lock_path, settings.lock, self.nursery, self.clock, self.log)
+        self.engine = GatewayEngineSide(
+            settings.rest, settings.directory, self.nursery, self.clock, self.log
+        )
+        self.lock = GatewayLockSide(
+            lockserver_socket(settings.directory),
+            settings.lock,
+            self.nursery,
+            self.clock,
+            self.log,
+            self.engine.granted,
+        )
         self.parts = parts = GatewayParts(
-            settings, self.clock, self.log, self.nursery, self.lock, self.clock.now_ms()
+            settings,
+            self.clock,
+            self.log,
+            self.nursery,
+            self.lock,
+            self.engine,
+            self.clock.now_ms(),
         )
         self.http = HttpServer(
             settings.http_host,
@@ -90,7 +109,7 @@ class GatewaySupervisor:
                 "gateway.started", f"started in {self.parts.settings.directory}, {where}", data=data
             )
             loop = asyncio.get_running_loop()
-            coroutines = (self.lock.run(), self._tick(), self._obey(inbox))
+            coroutines = (self.lock.run(), self.engine.run(), self._tick(), self._obey(inbox))
             tasks = [loop.create_task(each) for each in coroutines]
             for task in tasks:
                 task.add_done_callback(self._failed)
@@ -112,6 +131,7 @@ class GatewaySupervisor:
     async def _tick(self) -> None:
         while True:
             self.nursery.look()
+            self.engine.look()
             self.control.server.reserve.refill()
             self._tell_closed()
             await asyncio.sleep(TICK_S)

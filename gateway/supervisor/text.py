@@ -67,6 +67,8 @@ def _engine(document: Document) -> str:
     if grant is None:
         return "none was granted the lock yet"
     text = f"{grant['engine']}  token {grant['token']}  for {duration(grant['for_ms'])}"
+    if document["rest"]["door"] == "shut":
+        return f"{text}  {_rest(document['rest'])}"
     if found is None:
         return text
     if found["continuation"]:
@@ -74,6 +76,17 @@ def _engine(document: Document) -> str:
     if found["continuation_id"]:
         text += f"  continuation id {found['continuation_id'][:16]}"
     return f"{text}  ({found['problem']})" if found["problem"] else text
+
+
+def _rest(rest: Document) -> str:
+    """`resting for 5m00s (gateway); a request wakes it`"""
+    said = rest["engine"] or {}
+    by = f" ({said['goal_by']})" if said.get("goal_by") else ""
+    text = f"{said.get('state', 'resting')} for {duration(said.get('for_ms', 0))}{by}"
+    if said.get("goal") == "awake":
+        return f"{text}; it is being woken"
+    then = "a request wakes it" if rest["wake"] == "on-request" else "wake it: understudy wake"
+    return f"{text}; {then}"
 
 
 def _load(load: Document) -> str:

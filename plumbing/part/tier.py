@@ -12,7 +12,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from plumbing.wire.messages import Message
+from plumbing.wire.messages import Catalogue, Message
 
 INT64_MAX = 2**63 - 1
 
@@ -63,3 +63,6 @@ class AmMsg(Message, frozen=True, tag="am"):
     in_flight: Count
     can_rest: bool
     fault: Reason = ""
+
+
+CATALOGUE = Catalogue(ShallMsg, AmMsg)  # for those who ask nothing else of an engine

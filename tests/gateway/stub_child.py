@@ -29,7 +29,7 @@ class StubDoors:
             raise UsageError("gateway.bad_tls", "the stub refuses its settings")
         self._listening: OwnedFd | None = None
         self._streams: set[asyncio.Task[None]] = set()
-        self._answered = 0
+        self._answered = self._door = 0
         self._pauses = msg.HistogramTally(msg.PAUSE_BUCKETS_S)
         self._added = msg.HistogramTally(msg.ADDED_BUCKETS_S)
         self._upstream: msg.UpstreamState | None = None
@@ -87,6 +87,9 @@ class StubDoors:
     def nobody(self, reason: str) -> None:
         self._upstream = None
 
+    def set_door(self, door: msg.DoorMsg) -> None:
+        self._door = door.number
+
     async def stop(self, budget_ms: float) -> None:
         self._close()
         if self._streams:
@@ -110,6 +113,7 @@ class StubDoors:
                 added_s=self._added.so_far(),
             ),
             upstream=self._upstream,
+            door=self._door,
         )
 
 

@@ -19,6 +19,7 @@ import pytest
 
 from tests.e2e import json_page
 from tests.gateway.gateways import GatewayProcess, Stream
+from tests.gateway.resting_engine import RestingEngineProcess
 from tests.helpers import until
 from tests.lockserver.engines import EngineProcess
 
@@ -85,22 +86,32 @@ def test_every_key_of_the_documents_is_on_the_page_and_every_one_on_the_page_is_
     the command, the port and a directory without a gateway."""
     rows = json_page.rows_of(STATUS)
     documents: list[dict[str, Any]] = []
-    engine = EngineProcess(gateway.directory, "engine-0")
+
+    def document_with(key: str) -> dict[str, Any] | None:
+        found = gateway.status()
+        return found if found[key] else None
+
+    engine = RestingEngineProcess(gateway.directory, "engine-0")
     stream = Stream(gateway.port, f"/stream?{tmp_path}/end")
     try:
-        engine.granted()
+        until(lambda: gateway.status()["rest"]["engine"], "the engine to be heard")
         stream.pid()
         until(lambda: gateway.status()["load"]["in_flight"] == 1, "the stream to be counted")
         until(lambda: gateway.status()["upstream"], "the child to know of the engine")
-        restarted = json.loads(command(gateway.directory, "restart-child", "--json").stdout)
-        documents.append(gateway.status())
+        words = [sys.executable, "-m", "gateway.cli", "restart-child", "--json"]
+        with subprocess.Popen(
+            [*words, "--dir", gateway.directory], stdout=subprocess.PIPE
+        ) as restarting:
+            documents.append(until(lambda: document_with("starting"), "the fresh child to start"))
+            restarted = json.loads(restarting.communicate()[0])
+        documents.append(until(lambda: document_with("retiring"), "the old one to finish"))
         until(gateway.has_spare, "a spare")
         until(lambda: gateway.status()["upstream"], "the fresh child to know of the engine")
         done = command(gateway.directory, "status", "--json")
         assert done.returncode == 0, done.stderr
         documents += [json.loads(done.stdout), gateway.get("status")[1]]
     finally:
-        engine.close()
+        engine.kill()
         (tmp_path / "end").touch()
         stream.rest()
     until(lambda: gateway.status()["idle"] is not None, "the engine to be missed")

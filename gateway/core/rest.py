@@ -1,0 +1,219 @@
+"""When the engine that holds the lock rests, and when it wakes: the gateway's parent decides.
+
+Pure. Two rules, and the door that both need:
+
+    idle     nothing was in flight in any child for `sleep_after_ms` → goal `warm`
+    demand   a request waits while the goal is below `awake`          → goal `awake`
+
+                 quiet for so long            all children obey, still quiet: goal warm
+          open ─────────────────────▶ closing ─────────────────────────────────────▶ shut
+           ▲ ◀────── a request, or late ──┘                                            │
+           └──────────── it wakes; it is lost, or another engine holds the lock ───────┘
+
+The door is what makes resting safe for requests: children stop asking *before* the goal is sent, so
+no request is on its way to an engine that stops accepting. Whoever else sends it a goal (the
+command line) has no door; the engine drains then, and the door follows what it says of itself.
+
+The surprising thing: everything that is not known opens the door. Where the engine cannot be heard
+children ask it as they would without this file, and what fails is asked again.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from gateway.core import rest_events as ev
+from gateway.core.rest_events import GatewayDoor, RestRules
+from plumbing.errors import InvariantError
+from plumbing.part.format import duration
+from plumbing.part.tier import Tier
+
+# For all children to obey, which takes a millisecond; one that is stopped is killed after 3 s.
+CLOSING_MS = 1_000.0
+# The states of an engine that holds the lock.
+WAY_DOWN = frozenset({"draining", "releasing", "resting"})
+UP = frozenset({"waking", "active"})
+
+
+class _ChildView(Struct):
+    """One child, as of its last beat."""
+
+    door: int
+    in_flight: int
+    wanting: int
+    quiet_since_ms: float
+
+
+class RestPolicy:
+    """One gateway's rule. `now_ms` never goes back."""
+
+    def __init__(self, rules: RestRules) -> None:
+        self.rules = rules
+        self.engine = ""
+        self.token = 0
+        self.said: ev.HolderSaid | None = None  # the last word of this holder
+        self.door = ev.SetDoor(0, 0, GatewayDoor.OPEN)
+        self.asked: Tier | None = None  # a goal that it has not answered yet
+        self._children: dict[int, _ChildView] = {}
+        self._awake_since_ms = 0.0  # or since when it was last found not to be quiet
+        self._closing_since_ms = 0.0
+        self._woken_ms: float | None = None  # when it was told to wake, until it is awake
+        self._out: list[ev.RestEffect] = []
+
+    # ------------------------------------------------------------------ looking
+
+    @property
+    def goal(self) -> Tier | None:
+        """The holder's goal, as far as it is known."""
+        if self.asked is not None:
+            return self.asked
+        return self.said.goal if self._is_heard and self.said is not None else None
+
+    @property
+    def wanting(self) -> int:
+        """Requests that wait behind the present door; older beats say nothing about it."""
+        views = self._children.values()
+        return sum(each.wanting for each in views if each.door == self.door.number)
+
+    def quiet_ms(self, now_ms: float) -> float:
+        """For how long nothing was in flight, as far as children have said."""
+        if any(each.in_flight for each in self._children.values()):
+            return 0.0
+        since_ms = [each.quiet_since_ms for each in self._children.values()]
+        return max(0.0, now_ms - max([self._awake_since_ms, *since_ms]))
+
+    @property
+    def _is_heard(self) -> bool:
+        """Whether the holder of the lock has spoken as such, under the grant that is known here."""
+        said = self.said
+        is_holding = said is not None and (said.state in WAY_DOWN or said.state in UP)
+        return is_holding and said is not None and said.token == self.token
+
+    # ------------------------------------------------------------------ what happens
+
+    def handle(self, event: ev.RestEvent, now_ms: float) -> list[ev.RestEffect]:
+        """What follows from `event`."""
+        match event:
+            case ev.HolderIs():
+                if (event.engine, event.token) != (self.engine, self.token):
+                    self.engine, self.token = event.engine, event.token
+                    self._lose(now_ms)
+            case ev.HolderSaid():
+                self._hear(event, now_ms)
+            case ev.HolderLost():
+                self._lose(now_ms)
+            case ev.GoalRefused():
+                self.asked, self._awake_since_ms = None, now_ms
+                message = f"{self.engine} does not take its goal: {event.reason}"
+                self._out.append(ev.RestTold("goal_refused", message, "warning"))
+            case ev.ChildSaid():
+                self._children[event.child] = _ChildView(
+                    event.door, event.in_flight, event.wanting, now_ms - event.quiet_ms
+                )
+            case ev.ChildGone():
+                self._children.pop(event.child, None)
+            case ev.RestTick():
+                pass
+            case _:
+                raise InvariantError(f"{event} is not known here")
+        self._decide(now_ms)
+        out, self._out = self._out, []
+        return out
+
+    def _hear(self, said: ev.HolderSaid, now_ms: float) -> None:
+        was_active = self.said is not None and self.said.state == "active"
+        self.said = said
+        if said.is_answer:
+            self.asked = None
+        if said.state != "active":
+            return
+        if not was_active:
+            self._awake_since_ms = now_ms
+        if self._woken_ms is not None and self.goal is Tier.AWAKE:
+            self._out.append(ev.HolderWoke(now_ms - self._woken_ms))
+            self._woken_ms = None
+
+    def _lose(self, now_ms: float) -> None:
+        self.said = self.asked = self._woken_ms = None
+        self._awake_since_ms = now_ms
+
+    # ------------------------------------------------------------------ what follows
+
+    def _decide(self, now_ms: float) -> None:
+        if self._must_be_shut:
+            self._set(GatewayDoor.SHUT)
+        elif (
+            self.door.door is GatewayDoor.CLOSING
+            and self.door.token == self.token
+            and self._is_heard
+        ):
+            self._close(now_ms)
+        elif self._is_idle(now_ms):
+            self._closing_since_ms = now_ms
+            self._set(GatewayDoor.CLOSING)
+        else:
+            self._set(GatewayDoor.OPEN)
+        if self.door.door is GatewayDoor.SHUT:
+            self._wake(now_ms)
+
+    @property
+    def _must_be_shut(self) -> bool:
+        if not self._is_heard or self.said is None:
+            return False
+        return self.said.state in WAY_DOWN or self.goal is not Tier.AWAKE
+
+    def _is_idle(self, now_ms: float) -> bool:
+        said, after_ms = self.said, self.rules.sleep_after_ms
+        if not after_ms or not self._is_heard or said is None or not self._children:
+            return False
+        may_rest = said.can_rest and said.state == "active" and self.asked is None
+        return may_rest and self.quiet_ms(now_ms) >= after_ms
+
+    def _close(self, now_ms: float) -> None:
+        """The children were told to ask nothing: is all quiet, now that nothing can begin?"""
+        is_late = now_ms - self._closing_since_ms >= CLOSING_MS
+        if is_late or not self._is_idle(now_ms):
+            self._awake_since_ms = now_ms if is_late else self._awake_since_ms
+            self._set(GatewayDoor.OPEN)
+        elif all(each.door == self.door.number for each in self._children.values()):
+            quiet = duration(self.quiet_ms(now_ms))
+            self._out.append(ev.RestTold("sleep", f"no request for {quiet}: {self.engine} rests"))
+            self._send(Tier.WARM)
+            self._set(GatewayDoor.SHUT)
+
+    def _wake(self, now_ms: float) -> None:
+        if not self.rules.wakes_on_request or self.goal is Tier.AWAKE or not self.wanting:
+            return
+        waiting = f"{self.wanting} requests wait" if self.wanting > 1 else "a request waits"
+        self._out.append(ev.RestTold("wake", f"{waiting}: {self.engine} is woken"))
+        self._woken_ms = now_ms
+        self._send(Tier.AWAKE)
+        self._set(GatewayDoor.SHUT)  # as before; but it will open
+
+    def _send(self, goal: Tier) -> None:
+        self.asked = goal
+        self._out.append(ev.SendGoal(goal))
+
+    def _set(self, door: GatewayDoor) -> None:
+        """Tell the children if anything about the door has changed."""
+        old = self.door
+        does_open = (
+            door is not GatewayDoor.SHUT or self.rules.wakes_on_request or self.goal is Tier.AWAKE
+        )
+        reason = self._reason(does_open=does_open) if door is GatewayDoor.SHUT else ""
+        new = ev.SetDoor(old.number, self.token, door, does_open, reason)
+        if new == old:
+            return
+        # A number is what children confirm to have obeyed: only for what changes what they do.
+        is_same = (new.door, new.token) == (old.door, old.token)
+        number = old.number + (not is_same)
+        self.door = ev.SetDoor(number, self.token, door, does_open, reason)
+        self._out.append(self.door)
+
+    def _reason(self, *, does_open: bool) -> str:
+        state = self.said.state if self.said is not None else "resting"
+        if self.goal is Tier.AWAKE:
+            return f"{self.engine} is {state}; requests wait until an engine is awake"
+        if does_open:
+            return f"{self.engine} is {state}; a request wakes it"
+        return f"{self.engine} is {state}; wake it with `understudy wake`"

@@ -1,0 +1,378 @@
+"""When the engine rests and wakes: the idle rule, demand, and the door between them.
+
+The tables go through each rule once. The simulation has an engine that obeys, children with
+requests, and messages that arrive late: no goal `warm` while a request is on its way, and whoever
+waits is served in the end.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.core import rest_events as ev
+from gateway.core.rest import CLOSING_MS, RestPolicy
+from gateway.core.rest_events import GatewayDoor, RestRules
+from plumbing.part.tier import Tier
+
+AFTER_MS = 5_000.0
+STATES = ("init", "standby", "waking", "active", "draining", "releasing", "resting", "dead")
+
+
+class Table:
+    """A policy of e1 under token 7 with one child, which has been quiet since the time 0."""
+
+    def __init__(self, **rules: object) -> None:
+        self.policy = RestPolicy(RestRules(**({"sleep_after_ms": AFTER_MS} | rules)))
+        self.now_ms = 0.0
+        self.do(ev.HolderIs("e1", 7))
+        self.said("active")
+        self.beat()
+
+    def do(self, event: ev.RestEvent, after_ms: float = 0.0) -> list[ev.RestEffect]:
+        self.now_ms += after_ms
+        return self.policy.handle(event, self.now_ms)
+
+    def said(self, state: str, goal: Tier = Tier.AWAKE, **more: object) -> list[ev.RestEffect]:
+        told = {"token": 7, "can_rest": True, **more}
+        return self.do(ev.HolderSaid(state=state, goal=goal, **told))
+
+    def beat(self, in_flight: int = 0, wanting: int = 0, quiet_ms: float | None = None, child=1):
+        """A beat of a child that has obeyed the present door."""
+        quiet_ms = quiet_ms if quiet_ms is not None else 0.0 if in_flight else self.now_ms
+        number = self.policy.door.number
+        return self.do(ev.ChildSaid(child, number, in_flight, wanting, quiet_ms))
+
+    @property
+    def door(self) -> GatewayDoor:
+        return self.policy.door.door
+
+    def rest(self) -> None:
+        """It has rested for lack of requests."""
+        self.do(ev.RestTick(), AFTER_MS)
+        assert goals(self.beat()) == [Tier.WARM]
+        self.said("draining", Tier.WARM, is_answer=True)
+        self.said("resting", Tier.WARM)
+        self.beat()
+
+
+def goals(effects: list[ev.RestEffect]) -> list[Tier]:
+    return [each.goal for each in effects if isinstance(each, ev.SendGoal)]
+
+
+def test_quiet_for_so_long_closes_the_door_and_then_the_engine_rests():
+    table = Table()
+    assert table.do(ev.RestTick(), AFTER_MS - 1) == []
+    (closing,) = table.do(ev.RestTick(), 1)
+    assert (closing.door, closing.token) == (GatewayDoor.CLOSING, 7)
+    # A beat from before says nothing about what has begun since.
+    assert table.do(ev.ChildSaid(1, closing.number - 1, 0, 0, AFTER_MS)) == []
+    told, goal, shut = table.beat()
+    assert (told.kind, goal, shut.door) == ("sleep", ev.SendGoal(Tier.WARM), GatewayDoor.SHUT)
+    assert table.said("draining", Tier.WARM, is_answer=True)[0].reason.startswith("e1 is draining")
+    table.said("resting", Tier.WARM)
+    assert goals(table.beat()) == []
+    assert "a request wakes it" in table.policy.door.reason
+
+
+@pytest.mark.parametrize(
+    "why", ["busy", "recent", "child", "cannot", "off", "waking", "lost", "token", "young"]
+)
+def test_no_rest_while(why: str):
+    table = Table(sleep_after_ms=0.0 if why == "off" else AFTER_MS)
+    match why:
+        case "busy":
+            table.beat(in_flight=1)
+        case "recent":
+            table.now_ms = AFTER_MS
+            table.beat(quiet_ms=10.0)
+        case "child":  # another one, which finishes its streams
+            table.beat(in_flight=1, child=2)
+        case "cannot":
+            table.said("active", can_rest=False)
+        case "waking":
+            table.said("waking")
+        case "lost":
+            table.do(ev.HolderLost())
+        case "token":
+            table.do(ev.HolderIs("e1", 8))
+        case "young":  # awake for a moment only, though nobody has asked for long
+            table.said("waking")
+            table.now_ms = AFTER_MS - 1
+            table.said("active")
+    table.now_ms = max(table.now_ms, AFTER_MS)
+    assert table.do(ev.RestTick()) == []
+    assert table.door is GatewayDoor.OPEN
+
+
+def test_a_request_behind_the_closing_door_opens_it():
+    table = Table()
+    table.do(ev.RestTick(), AFTER_MS)
+    assert [each.door for each in table.beat(in_flight=1, wanting=1)] == [GatewayDoor.OPEN]
+
+
+def test_a_request_that_came_and_went_before_the_door_closed_counts():
+    table = Table()
+    table.do(ev.RestTick(), AFTER_MS)
+    assert [each.door for each in table.beat(quiet_ms=20.0)] == [GatewayDoor.OPEN]
+    assert table.do(ev.RestTick(), AFTER_MS - 21) == []
+    assert table.do(ev.RestTick(), 1)[0].door is GatewayDoor.CLOSING
+
+
+def test_a_child_that_does_not_obey_opens_the_door_and_its_end_lets_the_engine_rest():
+    table = Table()
+    table.beat(child=2)
+    table.do(ev.RestTick(), AFTER_MS)
+    assert table.beat(child=1) == []
+    (opened,) = table.do(ev.RestTick(), CLOSING_MS)
+    assert opened.door is GatewayDoor.OPEN
+    assert table.do(ev.RestTick(), AFTER_MS)[0].door is GatewayDoor.CLOSING
+    table.beat(child=1)
+    assert goals(table.do(ev.ChildGone(2))) == [Tier.WARM]
+
+
+def test_a_request_wakes_an_engine_that_rests_once():
+    table = Table()
+    table.rest()
+    told, goal, _ = table.beat(in_flight=1, wanting=1)
+    assert (told.kind, goal) == ("wake", ev.SendGoal(Tier.AWAKE))
+    assert goals(table.beat(in_flight=2, wanting=2)) == []
+    assert table.said("waking", Tier.AWAKE, is_answer=True)[-1].door is GatewayDoor.OPEN
+    table.now_ms += 20.0
+    assert table.said("active", Tier.AWAKE) == [ev.HolderWoke(20.0)]
+
+
+@pytest.mark.parametrize("state", ["active", "draining", "releasing"])
+def test_a_request_that_comes_while_the_engine_is_on_its_way_down_turns_it_back(state: str):
+    """The engine may not even have heard of the first goal."""
+    table = Table()
+    table.do(ev.RestTick(), AFTER_MS)
+    table.beat()
+    if state != "active":
+        table.said("draining", Tier.WARM, is_answer=True)
+        table.said(state, Tier.WARM)
+    assert goals(table.beat(in_flight=1, wanting=1)) == [Tier.AWAKE]
+    # The answer to the first goal does not answer the second.
+    table.said("draining", Tier.WARM)
+    assert table.door is GatewayDoor.SHUT
+    table.said("resting", Tier.AWAKE, is_answer=True)
+    assert table.door is GatewayDoor.SHUT
+    table.said("waking", Tier.AWAKE)
+    assert table.door is GatewayDoor.OPEN
+
+
+def test_only_an_operator_wakes_it_where_that_is_asked_for():
+    table = Table(wakes_on_request=False)
+    table.said("resting", Tier.WARM)
+    assert not table.policy.door.does_open
+    assert "understudy wake" in table.policy.door.reason
+    assert goals(table.beat(in_flight=1, wanting=1)) == []
+    # Somebody else's goal.
+    (door,) = table.said("resting", Tier.AWAKE)
+    assert door.does_open
+    assert door.number == table.policy.door.number
+
+
+def test_a_rest_that_an_operator_asked_for_ends_with_the_next_request():
+    table = Table(sleep_after_ms=0.0)
+    table.said("draining", Tier.OFFLOADED)
+    assert table.door is GatewayDoor.SHUT
+    assert goals(table.beat(in_flight=3, wanting=2)) == [Tier.AWAKE]
+
+
+@pytest.mark.parametrize("event", [ev.HolderLost(), ev.HolderIs("e2", 9), ev.HolderIs("e1", 9)])
+def test_whatever_is_not_known_opens_the_door(event: ev.RestEvent):
+    table = Table()
+    table.rest()
+    assert table.do(event)[0].door is GatewayDoor.OPEN
+    assert table.policy.goal is None
+
+
+def test_a_goal_that_is_refused_is_told_and_not_sent_at_once_again():
+    table = Table()
+    table.do(ev.RestTick(), AFTER_MS)
+    table.beat()
+    told, door = table.do(ev.GoalRefused("the backend cannot rest"))
+    assert told.severity == "warning"
+    assert "the backend cannot rest" in told.message
+    assert door.door is GatewayDoor.OPEN
+    assert table.do(ev.RestTick(), AFTER_MS - 1) == []
+    assert table.do(ev.RestTick(), 1)[0].door is GatewayDoor.CLOSING
+
+
+@given(state=st.sampled_from(STATES), goal=st.sampled_from(Tier), token=st.sampled_from([0, 7, 8]))
+def test_the_door_is_shut_only_for_the_holder_and_only_below_awake(
+    state: str, goal: Tier, token: int
+):
+    table = Table(sleep_after_ms=0.0)
+    table.said(state, goal, token=token)
+    is_holder = token == 7 and state in ("waking", "active", "draining", "releasing", "resting")
+    is_below = state in ("draining", "releasing", "resting") or goal is not Tier.AWAKE
+    assert (table.door is GatewayDoor.SHUT) is (is_holder and is_below)
+
+
+# ------------------------------------------------------------------------------ simulation
+
+
+class SimChild:
+    """A child: its door, and requests that wait, or that the engine has."""
+
+    def __init__(self) -> None:
+        self.door = ev.SetDoor(0, 7, GatewayDoor.OPEN)
+        self.waiting = self.asked = 0
+        self.quiet_since_ms = 0.0
+
+
+class SimPod:
+    """A policy, an engine that obeys, two children. Links are in order, and each as slow as it
+    likes."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.now_ms = 0.0
+        self.policy = RestPolicy(RestRules(sleep_after_ms=50.0))
+        self.children = [SimChild(), SimChild()]
+        self.state, self.goal, self.answered = "active", Tier.AWAKE, 0
+        self.links: dict[str, deque] = {}
+        self.rests = 0
+        self.feed(ev.HolderIs("e1", 7))
+        self.say()
+        for number in range(len(self.children)):
+            self.beat(number)
+        while self.deliver():  # a child accepts nothing before its first beat was heard
+            pass
+
+    def feed(self, event: ev.RestEvent) -> None:
+        for effect in self.policy.handle(event, self.now_ms):
+            match effect:
+                case ev.SetDoor():
+                    for number in range(len(self.children)):
+                        self.send(f"to {number}", self.obey, number, effect)
+                case ev.SendGoal():
+                    if effect.goal is Tier.WARM:
+                        self.rests += 1
+                        asked = sum(each.asked for each in self.children)
+                        assert not asked, "a request is on its way to an engine that is to rest"
+                        doors = {each.door.door for each in self.children}
+                        assert doors == {GatewayDoor.CLOSING}, "another one may begin"
+                    self.send("to engine", self.obey_goal, effect.goal, True)
+
+    def send(self, link: str, *call: object) -> None:
+        self.links.setdefault(link, deque()).append(call)
+
+    def obey(self, number: int, door: ev.SetDoor) -> None:
+        child = self.children[number]
+        child.door = door
+        self.ask(child)
+        self.beat(number)
+
+    def ask(self, child: SimChild) -> None:
+        if child.door.door is GatewayDoor.OPEN and self.state == "active":
+            child.asked, child.waiting = child.asked + child.waiting, 0
+
+    def beat(self, number: int) -> None:
+        child = self.children[number]
+        in_flight = child.waiting + child.asked
+        quiet_ms = 0.0 if in_flight else self.now_ms - child.quiet_since_ms
+        said = ev.ChildSaid(number, child.door.number, in_flight, child.waiting, quiet_ms)
+        self.send(f"from {number}", self.feed, said)
+
+    def obey_goal(self, goal: Tier, is_answer: bool) -> None:
+        self.goal = goal
+        if goal is not Tier.AWAKE and self.state == "active":
+            self.state = "draining"
+        elif goal is Tier.AWAKE and self.state == "resting":
+            self.state = "waking"
+        self.say(is_answer=is_answer)
+
+    def say(self, *, is_answer: bool = False) -> None:
+        said = ev.HolderSaid(7, self.state, self.goal, True, is_answer=is_answer)
+        self.send("from engine", self.feed, said)
+
+    def step_engine(self) -> None:
+        if self.state == "draining" and any(each.asked for each in self.children):
+            return
+        below = "resting" if self.goal is not Tier.AWAKE else "waking"
+        after = {"draining": "releasing", "releasing": below, "waking": "active"}
+        if self.state in after:
+            self.state = after[self.state]
+            self.say()
+
+    def come(self, number: int) -> None:
+        child = self.children[number]
+        child.waiting += 1
+        self.ask(child)
+        if child.waiting:
+            self.beat(number)
+
+    def finish(self, number: int) -> None:
+        child = self.children[number]
+        if child.asked:
+            child.asked, self.answered = child.asked - 1, self.answered + 1
+            child.quiet_since_ms = self.now_ms
+
+    def deliver(self) -> bool:
+        ready = [link for link in self.links.values() if link]
+        if ready:
+            call, *arguments = self.rng.choice(ready).popleft()
+            call(*arguments)
+        return bool(ready)
+
+    def settle(self) -> None:
+        """Until nothing is under way any more: requests are answered, all messages delivered."""
+        for _ in range(500):
+            while self.deliver():
+                pass
+            self.step_engine()
+            for number, child in enumerate(self.children):
+                self.ask(child)
+                self.finish(number)
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_no_request_is_on_its_way_at_a_rest_and_whoever_waits_is_served(seed: int):
+    """Goal: rests cost no request. Method: requests come and end, an operator sends goals, beats
+    and words are late, in any order."""
+    pod = SimPod(seed)
+    came = 0
+    for _ in range(400):
+        pod.now_ms += pod.rng.choice((0.0, 1.0, 30.0))
+        number = pod.rng.randrange(2)
+        match pod.rng.randrange(14):
+            case 0:
+                came += 1
+                pod.come(number)
+            case 1 | 2:
+                pod.finish(number)
+            case 3:
+                pod.beat(number)
+            case 4 | 5:
+                pod.step_engine()
+            case 6 if pod.rng.random() < 0.2:
+                pod.obey_goal(pod.rng.choice((Tier.WARM, Tier.AWAKE)), is_answer=False)
+            case 7:
+                pod.ask(pod.children[number])
+            case 8:
+                pod.feed(ev.RestTick())
+            case _:
+                pod.deliver()
+    pod.settle()
+    assert pod.answered == came
+    assert not any(each.waiting or each.asked for each in pod.children)
+
+
+def test_the_simulation_does_let_the_engine_rest():
+    """Else the test above would be true of a policy that never does anything."""
+    rests = 0
+    for seed in range(20):
+        pod = SimPod(seed)
+        for _ in range(40):
+            pod.now_ms += 20.0
+            pod.feed(ev.RestTick())
+            pod.settle()
+        rests += pod.rests
+    assert rests >= 20
