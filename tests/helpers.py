@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from lockserver import witness
+from plumbing.service import procfs
 from plumbing.wire.fds import OwnedFd, close_all
 
 T = TypeVar("T")
@@ -20,6 +21,7 @@ T = TypeVar("T")
 # Below the kernel's range for automatic ports: nobody else is given one while a test's server is
 # not up yet, or dead.
 PORTS = range(15_000, 32_000)
+STEADY_LOOKS = 25
 POLL_S = 0.002  # short enough that a test costs little more than what it waits for
 
 
@@ -83,6 +85,22 @@ def open_fds(pid: int | None = None) -> dict[int, str]:
         except FileNotFoundError:
             continue  # the descriptor of the listing itself
     return found
+
+
+def steady_fds(pid: int) -> set[int]:
+    """The numbers of the descriptors that `pid` keeps: open in each of many looks, so without what
+    it opens for a moment."""
+    kept = set(open_fds(pid))
+    for _ in range(STEADY_LOOKS):
+        time.sleep(POLL_S)
+        kept &= open_fds(pid).keys()
+    return kept
+
+
+def is_over(pid: int) -> bool:
+    """Whether `pid` can do nothing any more: it has ended, or is dying and has released all that it
+    had, which is what the next engine waits for. The rest may wait for a CPU."""
+    return not procfs.is_alive(pid) or procfs.is_spent(pid)
 
 
 @contextmanager

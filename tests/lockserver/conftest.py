@@ -24,8 +24,8 @@ def start_server(pod_dir):
 
         def start(*flags: str) -> ServerProcess:
             server = ServerProcess(pod_dir, *flags)
-            server.start()
             stack.callback(server.close)
+            server.start()
             return server
 
         yield start

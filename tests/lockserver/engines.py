@@ -175,12 +175,18 @@ class EngineProcess:
             [*under, sys.executable, "-m", __name__, directory, engine, str(dirty_mib), fate],
             stdout=subprocess.PIPE,
         )
-        started = self.line()
-        self.incarnation: str = started["incarnation"]
-        supervisor = self.process.pid if not under else procfs.children(self.process.pid)[0]
-        self.pids: list[int] = [supervisor, *procfs.children(supervisor)]
-        assert len(self.pids) == 1 + len(started["backends"])
-        self.pidfds = [OwnedFd(os.pidfd_open(pid)) for pid in self.pids]
+        self.pidfds: list[OwnedFd] = []
+        try:
+            started = self.line()
+            self.incarnation: str = started["incarnation"]
+            supervisor = self.process.pid if not under else procfs.children(self.process.pid)[0]
+            self.pids: list[int] = [supervisor, *procfs.children(supervisor)]
+            assert len(self.pids) == 1 + len(started["backends"])
+            self.pidfds += [OwnedFd(os.pidfd_open(pid)) for pid in self.pids]
+        except BaseException:
+            self.process.kill()
+            self.close()
+            raise
 
     def line(self) -> dict[str, Any]:
         assert self.process.stdout is not None
@@ -195,7 +201,12 @@ class EngineProcess:
                 return int(heard["token"])
 
     def is_gone(self) -> bool:
-        return all(is_readable(pidfd.fileno()) for pidfd in self.pidfds)
+        """Whether none of them has memory or a descriptor any more. A dying process has released
+        both, its witness among them, a moment before its pidfd is readable."""
+        return all(
+            is_readable(pidfd.fileno()) or procfs.is_spent(pid)
+            for pid, pidfd in zip(self.pids, self.pidfds, strict=False)
+        )
 
     def signal(self, number: int, *, tree: bool) -> None:
         for pidfd in self.pidfds if tree else self.pidfds[:1]:

@@ -50,6 +50,7 @@ class Member:
         self.beats = True
         self.progress = 0
         self.conn: Connection | None = None
+        self._joined: Connection | None = None  # a heartbeat before the request is refused
         self._beating: asyncio.Task[None] | None = None
 
     # ------------------------------------------------------------------ sending
@@ -93,13 +94,15 @@ class Member:
                 progress=self.progress,
             )
         )
+        self._joined = self.conn
 
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(BEAT_S)
-            if self.beats and self.conn is not None and not self.conn.is_closed:
+            conn = self._joined
+            if self.beats and conn is not None and conn is self.conn and not conn.is_closed:
                 self.progress += 1
-                self.conn.send(BeatMsg(self.progress))
+                conn.send(BeatMsg(self.progress))
 
     async def close(self) -> None:
         if self._beating is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -12,17 +13,24 @@ from typing import Any
 
 from lockserver.messages import CATALOGUE, StatusMsg
 from plumbing.errors import UnderstudyError
+from plumbing.service import procfs
 from plumbing.wire.blocking import BlockingClient
+from plumbing.wire.fds import OwnedFd
 from tests.helpers import free_port, open_fds, until
 
 SETTLED_READINGS = 25  # equal readings in a row: recently closed descriptors are gone by then
 
 
 def settled_fds(pid: int) -> int:
-    """How many descriptors `pid` has once it has handled the connections that just ended."""
+    """How many descriptors `pid` has once it has handled the connections that just ended: a process
+    that still has something to do waits for a CPU, however long, and does not sleep."""
     readings: list[int] = []
 
     def is_settled() -> bool:
+        times = procfs.cpu_times(pid)
+        is_runnable = times is not None and times[0]
+        if is_runnable:
+            readings.clear()
         readings.append(len(open_fds(pid)))
         return len(readings) >= SETTLED_READINGS and len(set(readings[-SETTLED_READINGS:])) == 1
 
@@ -103,6 +111,13 @@ class ServerProcess:
 
     def _end(self, number: int) -> None:
         assert self.process is not None
+        below: list[OwnedFd] = []
+        for pid in procfs.descendants(self.pid):
+            with contextlib.suppress(ProcessLookupError):
+                below.append(OwnedFd(os.pidfd_open(pid)))
         self.process.send_signal(number)
         self.process.wait()
         self.process = None
+        for server in below:  # under `unshare` it dies a moment after what has been waited for
+            select.select([server], [], [])
+            server.close()

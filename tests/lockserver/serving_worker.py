@@ -79,8 +79,11 @@ def _main(witness_path: str, path: str, dev: int, ino: int, used: str, orders: i
             fcntl.flock(device, fcntl.LOCK_UN)
         elif what == "leave":
             seat.leave()
-        elif what == "fork" and not os.fork():
+        elif what == "fork":
+            if os.fork():
+                continue
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            print(answer, flush=True)  # the child does: it is sure to die with its parent now
             signal.pause()
         print(answer, flush=True)
 

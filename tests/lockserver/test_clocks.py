@@ -80,7 +80,7 @@ def test_time_of_day_set_back_an_hour_while_held_only_changes_the_output(
     source = Path(__file__).with_name("wall_clock.c")
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
     offset.write_text("0")
-    server = ServerProcess(pod_dir, "--silent-ms", "1000")
+    server = ServerProcess(pod_dir, "--silent-ms", "10000")
     server.command = ("env", f"LD_PRELOAD={library}", f"WALL_OFFSET={offset}", *server.command)
 
     async def scenario() -> None:

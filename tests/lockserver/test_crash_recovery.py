@@ -179,7 +179,7 @@ def test_server_stopped_for_longer_than_any_timeout_declares_no_engine_dead(
     window and the silence limit while heartbeats queue up, then SIGCONT: no event about the
     engines."""
     # The heartbeats come every 50 ms; a busy machine may keep an engine from sending a few.
-    server = start_server("--silent-ms", "900", "--window-ms", "900")
+    server = start_server("--silent-ms", "1500", "--window-ms", "1500")
     holder = start_engine("engine-0")
     token = holder.granted()
 
@@ -187,7 +187,7 @@ def test_server_stopped_for_longer_than_any_timeout_declares_no_engine_dead(
         async with Engine(pod_dir, "engine-1") as standby:
             await standby.stand_by()
             os.kill(server.pid, signal.SIGSTOP)
-            await asyncio.sleep(2)  # the stall itself: twice evidence.STALL_MS
+            await asyncio.sleep(3)  # the stall itself: three times evidence.STALL_MS
             os.kill(server.pid, signal.SIGCONT)
             lock = await asyncio.to_thread(server.lock)
             assert (lock["state"], lock["holder"]["token"]) == ("held", token)

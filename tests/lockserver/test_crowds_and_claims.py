@@ -159,7 +159,7 @@ def test_reconnect_that_overtakes_the_old_connections_end_keeps_lock_and_place(
 ):
     """Goal: the newest connection represents the supervisor. Method: holder and waiter reconnect
     before their old connections close; the old ones send one more message and then close late."""
-    server = start_server()
+    server = start_server("--silent-ms", "60000")  # these waiters send no heartbeats
     with (
         Hand(pod_dir, "engine-0") as holder,
         Hand(pod_dir, "engine-1") as first,

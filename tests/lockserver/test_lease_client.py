@@ -6,11 +6,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from unittest import mock
 
 import pytest
 
 from lockserver import witness
-from lockserver.client import LockCallbacks, LockClient
+from lockserver.client import LockCallbacks, LockClient, reconnect
 from lockserver.client.dead_man import now_ms
 from plumbing.errors import UnderstudyError
 from tests.helpers import auntil
@@ -136,7 +137,7 @@ async def test_a_holder_is_armed_from_its_grant_until_it_is_reaped(server):
         member.want("active")
         await auntil(lambda: member.heard("active"), "the grant")
         assert member.ender.at_ms is not None
-        assert 0.8 * LEASE_MS - 100 <= member.ender.at_ms - begun <= 0.8 * LEASE_MS + 1000
+        assert begun <= member.ender.at_ms - 0.8 * LEASE_MS <= now_ms()
         first = member.ender.at_ms
         await auntil(lambda: member.ender.at_ms > first, "to be armed anew by a renewal")
         member.client.set_want(None, None)
@@ -150,6 +151,7 @@ async def test_silent_server_costs_a_holder_its_lease_once(server):
     """Goal: the lock is lost at 60 % of the lease, before the kernel's 80 %, and only once, even if
     the server answers again; the next incarnation starts afresh. Method: a deaf server, then one
     that answers."""
+    server.lease_ms = 2 * LEASE_MS  # from the loss to the kernel's end there are 20 % of it
     async with holding(server) as member:
         server.is_deaf = True
         await auntil(lambda: member.heard("lease_lost"), "the lease to be lost")
@@ -220,9 +222,11 @@ async def test_cut_connection_is_not_a_loss_within_the_lease(server):
     while the server answers."""
     async with holding(server) as member:
         end = now_ms() + 1.5 * LEASE_MS
-        while now_ms() < end:
-            await beats(server, 1)
-            server.hang_up()
+        # Without long pauses between attempts there is a second for a busy machine to stall.
+        with mock.patch.object(reconnect, "RETRY_MS_MAX", 50.0):
+            while now_ms() < end:
+                await beats(server, 1)
+                server.hang_up()
         assert len(member.heard("lost")) > 3
         assert member.heard("lease_lost") == []
 

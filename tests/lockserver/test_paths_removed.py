@@ -21,18 +21,17 @@ SOCKET, GUARD, STATE = "lockserver.sock", "lockserver.lock", "lockserver.json"
 
 
 def take_away(path: str, how: str) -> None:
-    os.unlink(path)
-    if how == "a stale socket":
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-            sock.bind(path)
-    elif how == "a file":
-        with open(path, "wb"):
-            pass
+    if how == "nothing":
+        os.unlink(path)
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.bind(f"{path}.stale")
+    os.rename(f"{path}.stale", path)  # in one step: the server restores a path that is missing
 
 
 @contextlib.contextmanager
 def put_there(path: str, stranger: str):
-    """Put something else at `path`, in one step."""
+    """Put something else at `path`, in one step, and remove it at the end."""
     with contextlib.ExitStack() as stack:
         if stranger == "a listener":
             other = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -42,6 +41,7 @@ def put_there(path: str, stranger: str):
             stack.enter_context(open(f"{path}.other", "wb"))
         os.rename(f"{path}.other", path)
         yield
+        os.unlink(path)  # while it is the stranger's: the server takes a dead listener's path back
 
 
 @pytest.mark.parametrize("how", ["nothing", "a stale socket"])
@@ -84,7 +84,6 @@ def test_foreign_file_at_the_socket_path_is_reported_and_the_path_restored_later
                 assert "no engine can connect" in server.log()
                 holder.signal(signal.SIGKILL, tree=True)
                 assert await standby.granted() == 2
-            os.unlink(path)
             await auntil(lambda: "lock.path_back" in server.log(), "the path to be taken back")
             assert server.status()["problem"] is None
 

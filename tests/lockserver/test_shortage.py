@@ -29,6 +29,7 @@ from tests.lockserver.engines import Engine
 from tests.lockserver.processes import ServerProcess, settled_fds
 from understudy.status.view import pod_view
 
+PATIENT = ("--silent-ms", "60000")  # engines by hand send no heartbeats
 NOTHING = 3  # below every descriptor of the reserve: not even that is of use
 
 
@@ -69,7 +70,7 @@ def undone(client: BlockingClient) -> list[str]:
 
 
 def with_service() -> tuple[str, ...]:
-    return "--direct", "--service", f"active=127.0.0.1:{free_port()}"
+    return "--direct", "--service", f"active=127.0.0.1:{free_port()}", *PATIENT
 
 
 @pytest.mark.parametrize("died_meanwhile", [False, True], ids=["holder lives", "holder dies"])
@@ -128,7 +129,7 @@ def _releasing(client: BlockingClient):
 def test_waiting_standby_that_repeats_its_want_in_a_shortage_keeps_its_place(pod_dir, start_server):
     """Goal: a healthy standby is not evicted. Method: a second waiter behind it; it sends its want
     again when the server can open nothing; then the holder releases the lock."""
-    start_server()
+    start_server(*PATIENT)
     with (
         Hand(pod_dir, "engine-0") as holder,
         Hand(pod_dir, "engine-1") as first,
@@ -189,7 +190,7 @@ def test_takeover_and_newcomer_at_the_limit_work_with_the_reserve(
 def test_switchover_that_cannot_be_checked_is_refused_with_the_reason(pod_dir, start_server):
     """Goal: a standby that could not be looked at is not called dead. Method: ask for a switchover
     when the server can open nothing, and again when it can."""
-    server = start_server()
+    server = start_server(*PATIENT)
     with (
         Hand(pod_dir, "engine-0") as holder,
         Hand(pod_dir, "engine-1") as standby,

@@ -8,6 +8,7 @@ import json
 import os
 import resource
 import signal
+import socket
 import subprocess
 from pathlib import Path
 
@@ -27,6 +28,11 @@ def may_open(server: ServerProcess, count: int) -> None:
     """Limit the descriptors of `server`; it keeps those already open."""
     _, hard = resource.prlimit(server.pid, resource.RLIMIT_NOFILE)
     resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (min(count, hard), hard))
+
+
+def is_listening(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as sock:
+        return sock.connect_ex(path) == 0
 
 
 @pytest.mark.slow
@@ -104,7 +110,7 @@ def test_server_with_a_blocked_log_continues_and_reports_dropped_lines(pod_dir):
     command = [*server.command, "serve", "--dir", pod_dir, "--http-port", "0"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
-        until(lambda: os.path.exists(os.path.join(pod_dir, "lockserver.sock")), "the server")
+        until(lambda: is_listening(os.path.join(pod_dir, "lockserver.sock")), "the server")
         with Hand(pod_dir, "engine-0") as hand, hand.connect() as client:
             for _ in range(EVENTS):
                 client.notify(hand.want("loader"))

@@ -98,7 +98,8 @@ def test_process_that_locks_the_witness_late_ends_before_it_opens_the_device(
     server = start_server()
     holder = start_engine("engine-0")
     assert holder.granted() == 1
-    late = run(LATE, os.path.join(pod_dir, witness.name_of(holder.incarnation)))
+    path = os.path.join(pod_dir, witness.name_of(holder.incarnation))
+    late = run(LATE, path)
 
     async def scenario() -> None:
         async with Engine(pod_dir, "engine-1") as standby:
@@ -108,6 +109,7 @@ def test_process_that_locks_the_witness_late_ends_before_it_opens_the_device(
             if is_granted:
                 standby.want("active")
                 assert await standby.granted() == 2
+                await auntil(lambda: not os.path.exists(path), "the old witness to be removed")
             out, err = await asyncio.to_thread(late.communicate, "go\n")
             assert out == ""
             assert late.returncode != 0

@@ -143,7 +143,7 @@ def test_command_leaves_streams_to_an_engine_that_continues_them_unless_told_to_
             old.reap()
             old.relent()
             assert await new.granted()
-            asking.communicate(timeout=30)
+            await asyncio.to_thread(asking.communicate, timeout=30)
             assert asking.returncode == 0
 
     asyncio.run(main())
@@ -169,7 +169,7 @@ def test_interrupted_command_leaves_the_switchover_running_and_reports_it(start_
             asking = command(server, "--to=engine-2")
             await auntil(lambda: heard, "the request to the holder")
             asking.send_signal(signal.SIGINT)
-            out, err = asking.communicate(timeout=30)
+            out, err = await asyncio.to_thread(asking.communicate, timeout=30)
             assert asking.returncode == INTERRUPTED
             assert (out, err) == ("", "the switchover continues: see `lockserver status`\n")
             old.reap()
@@ -192,7 +192,7 @@ def test_switchover_command_reports_the_outcome_in_one_sentence(start_server: An
             heard = hears(old)
             await old.hold()
             refused = command(server)
-            _, err = refused.communicate(timeout=30)
+            _, err = await asyncio.to_thread(refused.communicate, timeout=30)
             assert refused.returncode == 1
             assert (
                 "no engine is waiting for the active lock: a switchover needs an engine in standby"
@@ -206,11 +206,12 @@ def test_switchover_command_reports_the_outcome_in_one_sentence(start_server: An
             old.reap()
             old.relent()
             token = await new.granted()
-            out, _ = asking.communicate(timeout=30)
+            out, _ = await asyncio.to_thread(asking.communicate, timeout=30)
             assert asking.returncode == 0
             assert out.startswith("engine-0 handed the active lock over to e-1 in ")
             assert out.endswith(f"s, token {token}\n")
-            out, _ = command(server, "--to=e-1").communicate(timeout=30)
+            again = command(server, "--to=e-1")
+            out, _ = await asyncio.to_thread(again.communicate, timeout=30)
             assert out == f"e-1 already holds the active lock, token {token}\n"
 
     asyncio.run(main())

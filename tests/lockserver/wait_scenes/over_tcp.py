@@ -19,7 +19,7 @@ async def members_of(
     scene: Scene, count: int, *flags: str
 ) -> AsyncIterator[tuple[ServerProcess, list[Member]]]:
     """A server over TCP, and `count` members of engine-0 that are connected."""
-    lease = ("--lease-ms", "300", "--lease-margin-ms", "100")
+    lease = ("--lease-ms", "1000", "--lease-margin-ms", "500")
     address = f"tcp://127.0.0.1:{free_port()}"
     server = scene.server("--listen", address, "--listen-insecure", *lease, *flags)
     found = [Member(server.flags[1], None, "engine-0", index, 2) for index in range(count)]
@@ -90,5 +90,5 @@ async def leases_of_strangers(scene: Scene) -> AsyncIterator[Told]:
 async def no_server_over_tcp(scene: Scene) -> AsyncIterator[Told]:
     async with held_by_members(scene) as (server, _, token):
         server.kill()
-        evidence = ("2 members over TCP cannot renew their leases of 300 ms",)
+        evidence = ("2 members over TCP cannot renew their leases of 1s",)
         yield Told("no_server", "engine-0", evidence, ("the active engine stops",), token=token)
