@@ -9,13 +9,16 @@ from typing import Any
 from vllm.v1.worker.cpu_worker import CPUWorker as StockCPUWorker
 # isort: on
 
-from engine.backends.vllm.worker import membership, weights
+from engine.backends.vllm import membership
+from engine.backends.vllm.worker import weights
 from engine.backends.vllm.worker.worker_cpu import CPUWorker
 
 
 class Worker(CPUWorker):
     def init_device(self) -> None:
-        member: Any = SimpleNamespace(leftover=lambda path: None, report=lambda error: None)
+        member: Any = SimpleNamespace(
+            leftover=lambda path: None, report=lambda error: None, seat=None
+        )
         membership._member = member
         super().init_device()
 

@@ -53,8 +53,9 @@ async def serve(model: str, path: str, flags: list[str]) -> None:
     from vllm.platforms import current_platform
 
     from engine.backends.vllm.api import arguments
-    from engine.backends.vllm.api.backend import StepCounter, VllmBackend
+    from engine.backends.vllm.api.backend import VllmBackend
     from engine.backends.vllm.api.http import Front, bind
+    from engine.backends.vllm.api.steps import StepCounter
 
     parsed = arguments.parse([model, *FLAGS, *flags])
     args, steps = parsed.vllm, StepCounter()

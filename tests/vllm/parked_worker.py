@@ -7,7 +7,8 @@ from typing import Any
 
 from engine.backends.vllm.worker.worker_cpu import CPUWorker, StockCPUWorker  # isort: skip - comes first
 from engine.backends.free_memory import Room
-from engine.backends.vllm.worker import membership, weights
+from engine.backends.vllm import membership
+from engine.backends.vllm.worker import weights
 from engine.backends.vllm.worker.kv_arena import AddressRange
 from engine.backends.vllm.worker.kv_host import HostRange
 
@@ -16,7 +17,9 @@ class PrivateWorker(CPUWorker):
     free_bytes = 1 << 40
 
     def init_device(self) -> None:
-        member: Any = SimpleNamespace(leftover=lambda path: None, report=lambda error: None)
+        member: Any = SimpleNamespace(
+            leftover=lambda path: None, report=lambda error: None, seat=None
+        )
         membership._member = member
         super().init_device()
 

@@ -22,8 +22,9 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what torch and vLLM say of themselves as they are imported
     from engine.backends.vllm.api import backend as backend_module
     from engine.backends.vllm.api import kept_memory
-    from engine.backends.vllm.api.backend import StepCounter, VllmBackend
+    from engine.backends.vllm.api.backend import VllmBackend
     from engine.backends.vllm.api.kept_memory import KeptMemory, KvChoice
+    from engine.backends.vllm.api.steps import StepCounter
 
 FINE = {"rank": 0, "ok": True, "code": "", "error": ""}
 STATUS = {**FINE, "weights_bytes": 10, "kv_bytes": 20, "epoch": "e", "identity": {"a": 1}}
@@ -41,6 +42,7 @@ class Engine:
             "understudy_take_kv": [taken, taken],
         }
         self.hangs = set()
+        self.is_awake = True
         self.token, self.logprob = 5, -0.5
         self.output_processor = SimpleNamespace(get_num_unfinished_requests=lambda: 0)
         self.model_config = SimpleNamespace(
@@ -56,8 +58,9 @@ class Engine:
 
     async def wake_up(self):
         self.asked.append(("wake_up",))
+        return self.is_awake
 
-    async def sleep(self, level):
+    async def sleep(self, level, mode="abort"):
         self.asked.append(("sleep", level))
 
     async def generate(self, prompt, sampling, request_id):
@@ -214,7 +217,7 @@ def test_a_wake_asks_every_rank_before_it_takes_memory(engine, tmp_path):
 
     assert asyncio.run(scenario()) == WokenMsg(14)
     assert [name for name, *_ in engine.asked] == [
-        "understudy_status",
+        "understudy_join",
         "understudy_take_kv",
         "wake_up",
     ]

@@ -12,8 +12,8 @@ import tests.vllm.ranks  # noqa: F401  # first: it imports vLLM quietly
 
 # isort: split
 from engine.backends.process import INCARNATION_ENV
-from engine.backends.vllm import collector
-from engine.backends.vllm.worker import membership, plugin
+from engine.backends.vllm import collector, membership
+from engine.backends.vllm.worker import plugin
 
 COUNT = 10_000  # objects, which are frozen or not
 

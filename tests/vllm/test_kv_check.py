@@ -16,10 +16,9 @@ with warnings.catch_warnings():
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
-from engine.backends.vllm import versions
+from engine.backends.vllm import membership, versions
 from engine.backends.vllm.kv_size import check_holds_a_sequence
-from engine.backends.vllm.worker import membership
-from engine.backends.vllm.worker.worker import GPUWorker
+from engine.backends.vllm.worker.worker_gpu import GPUWorker
 from plumbing.errors import UsageError
 from tests.vllm.ranks import config_of
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from engine.backends.vllm import contract_forms as form
 from engine.backends.vllm.contract_forms import contains, exists, takes, takes_only, within
 from engine.backends.vllm.contract_list_kv import KV
+from engine.backends.vllm.contract_list_rest import REST
 from engine.backends.vllm.contract_list_resume import RESUME
 
 # vLLM's files that are looked into.
@@ -92,7 +93,7 @@ CONTRACTS: dict[str, tuple[form.Contract, ...]] = {
             takes("load_format"),
         ),
     ),
-    "worker/membership.py": (
+    "membership.py": (
         multiproc(
             "workers are processes named VllmWorker-<rank>",
             "WorkerProc.make_worker_process",
@@ -301,5 +302,6 @@ CONTRACTS: dict[str, tuple[form.Contract, ...]] = {
         ),
     ),
     **KV,
+    **REST,
     **RESUME,
 }

@@ -5,7 +5,7 @@ Method: the names that vLLM gives its processes; a process that was not spawned.
 
 import pytest
 
-from engine.backends.vllm.worker import membership
+from engine.backends.vllm import membership
 from plumbing.errors import InvariantError
 
 

@@ -212,7 +212,7 @@ def _own(args: argparse.Namespace, unshareable: str) -> None:
     if current_platform.is_cpu():
         worker = "worker_cpu.CPUWorker"
     elif current_platform.is_cuda():
-        worker = "worker.GPUWorker"
+        worker = "worker_gpu.GPUWorker"
         # It sizes nothing, since the KV cache's size is given. But vLLM refuses to start unless
         # this part of the device is free, and beside a serving engine little is.
         args.gpu_memory_utilization = 0.01

@@ -20,13 +20,14 @@ from typing import Any
 from vllm import SamplingParams
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.metrics.loggers import StatLoggerBase
 
 from engine.backends.channel import Phases
 from engine.backends.vllm.api.continuation import Continuing
 from engine.backends.vllm.api.door import Door
 from engine.backends.vllm.api.http import TRIAL_PROMPT, Front
 from engine.backends.vllm.api.kept_memory import OWN_MEMORY, KeptMemory
+from engine.backends.vllm.api.resting import Resting
+from engine.backends.vllm.api.steps import StepCounter
 from engine.messages import (
     NO_ERA,
     CanaryMsg,
@@ -35,7 +36,7 @@ from engine.messages import (
     RestedMsg,
     WokenMsg,
 )
-from engine.progress_page import ProgressPage
+from lockserver.client import serving
 from plumbing import hop
 from plumbing.errors import UnderstudyError
 from plumbing.hop import Continuation, Hello
@@ -63,33 +64,6 @@ PARKED_PULSE_S = 0.25  # the same without clients: twenty checks a second cost 0
 LATE_S = 1.0
 
 
-class StepCounter(StatLoggerBase):
-    """Counts the steps of the engine core: progress, by which a hang is detected.
-
-    A stat logger is called for every step, also for one that only prefills. vLLM calls its
-    interface unstable, so the arguments are ignored. The count is on the page that the supervisor
-    reads, too: it moves when the loop that hands tokens to clients turns, whatever the channel's
-    thread has to wait for.
-    """
-
-    def __init__(self, page: ProgressPage | None = None) -> None:
-        self._page = page or ProgressPage()
-
-    @property
-    def count(self) -> int:
-        return self._page.count
-
-    def factory(self, vllm_config: Any, engine_index: int = 0) -> StepCounter:
-        """`AsyncLLM` calls this to make its loggers; it gets this one."""
-        return self
-
-    def record(self, *args: Any, **kwargs: Any) -> None:
-        self._page.count += 1
-
-    def log_engine_initialized(self) -> None:
-        pass
-
-
 class VllmBackend:
     """One incarnation's engine, behind its HTTP front."""
 
@@ -102,8 +76,11 @@ class VllmBackend:
             Continuing()
         ),
         kv: KeptMemory | None = None,
+        seat: serving.ServingSeat | None = None,
+        cannot_rest: str = "",
     ) -> None:
-        """`find_continuing` tells from the status of all ranks who may continue its streams."""
+        """`find_continuing` tells from the status of all ranks who may continue its streams.
+        `cannot_rest`: why it cannot rest, or nothing."""
         self.phases = Phases()
         self._engine = engine
         self._front = front
@@ -111,6 +88,7 @@ class VllmBackend:
         self._find_continuing = find_continuing
         self._continuing = Continuing()
         self._kv = kv or KeptMemory(OWN_MEMORY)
+        self._seat, self._cannot_rest = seat, cannot_rest
         self._listening: OwnedFd | None = None
         self._canaries = 0
         self._turned_s = time.monotonic()
@@ -142,6 +120,7 @@ class VllmBackend:
             identity=first["identity"],
             continuation=self._continuing.id,
             warnings=self._warnings(),
+            can_rest=self._seat is not None and not self._cannot_rest,
         )
 
     async def wake(
@@ -155,16 +134,19 @@ class VllmBackend:
     ) -> WokenMsg:
         """Take KV memory on all ranks. Keeps a copy of `listening`."""
         self.phases.step("wake")
+        if self._seat is not None:
+            self._seat.join(token)
         if is_behind_gateway:
             self._front.check_no_tls()
             self._front.traffic.door = self._make_door()
         self._listening = listening.duplicate()
         self._front.traffic.engine, self._front.traffic.token = engine, token
-        ranks = len(await self._ask_ranks("understudy_status", WAKE_ASK_S))
+        ranks = len(await self._ask_ranks("understudy_join", WAKE_ASK_S, token))
         take = partial(self._ask_ranks, "understudy_take_kv", KV_WAIT_S + PULSE_S, KV_WAIT_S)
         taken = await self._kv.take(take, engine, token, era, ranks)
         began = await self._kv.begin(self._engine, self._ask_ranks, taken)
-        await self._engine.wake_up()
+        if await self._engine.wake_up() is False:  # 0.31 says nothing
+            raise UnderstudyError("vllm.not_awake", "vLLM says that it is still asleep")
         kv_bytes = sum(rank["kv_bytes"] for rank in taken)
         return WokenMsg(kv_bytes, self._kv.memory, began.adopted, began.note, began.torn)
 
@@ -216,12 +198,22 @@ class VllmBackend:
         await self._front.drain(budget_s, resume=resume)
 
     async def rest(self, budget_s: float, *, keep_kv: bool) -> RestedMsg:
-        """Not asked for: `prepared` says so.
+        """After a drain: give all KV memory back, and be as after `prepare`.
 
         Raises:
-            UnderstudyError: always.
+            UnderstudyError: a process is not parked, or requests are in progress: this incarnation
+                must end.
         """
-        raise UnderstudyError("engine.cannot_rest", "this backend cannot rest")
+        self.phases.step("rest")
+        self._listening = None  # closed by the drain, if it was never used
+        if self._trusting is not None:
+            self._trusting.cancel()
+        resting = Resting(self._engine, self._front, self._kv, self._ask_ranks)
+        resident_bytes = await resting.rest(budget_s, keep_kv=keep_kv)
+        if self._seat is not None:
+            self._seat.leave()  # this process accepts: the last to leave
+        self.phases.step("rested")
+        return RestedMsg(resident_bytes)
 
     # ------------------------------------------------------------------ behind a gateway
 
@@ -236,8 +228,11 @@ class VllmBackend:
         )
 
     def _warnings(self) -> tuple[str, ...]:
-        problem = self._continuing.problem
-        return (f"streams end with this engine: {problem}",) if problem else ()
+        problem, why = self._continuing.problem, self._cannot_rest
+        found = [f"streams end with this engine: {problem}"] if problem else []
+        if why:
+            found.append(f"it hands over by a relaunch and never sleeps: {why}")
+        return tuple(found)
 
     def _hello(self) -> Hello:
         front, can = self._front, self._continuing
@@ -267,7 +262,7 @@ class VllmBackend:
         while True:
             await asyncio.sleep(PARKED_CHECK_S_PER_RANK * ranks)
             if not self.phases.is_parked:
-                return
+                continue
             try:
                 await self._ask_ranks("understudy_status", PARKED_WAIT_S)
             except UnderstudyError as error:

@@ -121,6 +121,11 @@ class Traffic:
         finally:
             connection.transport.close()
 
+    def renew(self) -> None:
+        """After a drain, with nothing in flight: as before the first grant."""
+        self.is_draining = self.is_handing_over = False
+        self.door, self.engine, self.token = None, "", 0
+
     def begin(self) -> None:
         self.in_flight += 1
         self.idle.clear()

@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 BACKLOG = 4096  # the lock server's own: listening again with less would cut the shared queue
 START_WAIT_S = 60.0
 START_POLL_S = 0.005
+STOP_POLL_S = 0.001  # the loop's next turns see the connections closed
 TRIAL_PROMPT = (1, 2, 3, 4, 5, 6, 7, 8)  # in every vocabulary
 TRIAL_TOKENS = 2  # a prefill and a decode
 TRIAL_WAIT_S = 600.0  # the first inference may compile kernels
@@ -272,3 +273,29 @@ class Front:
         )
         for connection in list(connections):
             connection.shutdown()
+
+    async def stop(self, budget_s: float) -> None:
+        """After `drain`: cut the connections that are still open, and wait until nothing of their
+        requests runs. Then `open` may follow again.
+
+        Raises:
+            UnderstudyError: `vllm.rest_in_flight`.
+        """
+        connections, traffic = self._app.state.server.server_state.connections, self.traffic
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        while connections or traffic.in_flight:
+            spent_s = loop.time() - began
+            if spent_s > budget_s:
+                raise UnderstudyError(
+                    "vllm.rest_in_flight",
+                    f"{traffic.in_flight} requests on {len(connections)} connections are still in"
+                    f" progress {budget_s:g} s after their connections were closed",
+                )
+            for connection in list(connections):
+                # One that is closing has only its last bytes to send.
+                if not connection.transport.is_closing() or spent_s > budget_s / 2:
+                    connection.transport.abort()
+            await asyncio.sleep(STOP_POLL_S)
+        self._lent = None
+        traffic.renew()

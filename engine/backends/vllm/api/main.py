@@ -36,6 +36,9 @@ from plumbing.service.process import raise_fd_limit
 if TYPE_CHECKING:
     from engine.backends.vllm.api.arguments import ServeArguments
     from engine.backends.vllm.api.channel_thread import ChannelThread
+    from lockserver.client import serving
+
+    Seat = serving.ServingSeat | None
 
 logger = logging.getLogger(__name__)
 
@@ -69,13 +72,13 @@ def main() -> int:
 
     channel = ChannelThread(sock)
     try:
-        process.enter(NAME)
+        seat = process.enter(NAME).seat
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal is the supervisor's
         os.environ.update(ENVIRONMENT)
         raise_fd_limit()
         collector.pause()
         count_all()
-        _serve(channel, page)
+        _serve(channel, page, seat)
     except UnderstudyError as error:
         channel.end(process.fault_report(error))
     except Exception as error:
@@ -84,7 +87,9 @@ def main() -> int:
         channel.end(FaultReportMsg("vllm.failed", text[:4096], permanent=False))
 
 
-def _serve(channel: ChannelThread, page: ProgressPage) -> NoReturn:
+def _serve(
+    channel: ChannelThread, page: ProgressPage, seat: serving.ServingSeat | None
+) -> NoReturn:
     import uvloop
 
     from engine.backends.vllm.api import arguments
@@ -92,20 +97,28 @@ def _serve(channel: ChannelThread, page: ProgressPage) -> NoReturn:
     parsed = arguments.parse(sys.argv[1:])
     _fit_cpu(parsed.vllm.tensor_parallel_size)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_run(parsed, channel, page))
+        runner.run(_run(parsed, channel, page, seat))
     raise AssertionError("the backend returned while the process lives")
 
 
-async def _run(parsed: ServeArguments, channel: ChannelThread, page: ProgressPage) -> None:
-    from engine.backends.vllm.api.backend import StepCounter, VllmBackend
+async def _run(
+    parsed: ServeArguments,
+    channel: ChannelThread,
+    page: ProgressPage,
+    seat: serving.ServingSeat | None,
+) -> None:
+    from engine.backends.vllm.api.backend import VllmBackend
     from engine.backends.vllm.api.http import Front, bind
+    from engine.backends.vllm.api.steps import StepCounter
 
     args, steps = parsed.vllm, StepCounter(page)
     sock = bind(args, _private_path())
     made = make_engine(parsed, steps)
     collector.resume()
     front = await Front.start(made.engine, args, sock, parsed.body_bytes_max)
-    backend = VllmBackend(made.engine, front, steps, made.find_continuing, made.kv)
+    backend = VllmBackend(
+        made.engine, front, steps, made.find_continuing, made.kv, seat, made.cannot_rest
+    )
     prepared = await backend.prepare()
     warnings = (*made.warnings, *prepared.warnings)
     channel.prepared(backend, structs.replace(prepared, warnings=warnings))
@@ -113,12 +126,14 @@ async def _run(parsed: ServeArguments, channel: ChannelThread, page: ProgressPag
 
 
 class _Made(NamedTuple):
-    """The engine, warnings for the operator, and how to find out who may continue its streams."""
+    """The engine, warnings for the operator, how to find out who may continue its streams, and why
+    it cannot rest."""
 
     engine: Any
     warnings: tuple[str, ...]
     find_continuing: Callable[[Sequence[dict[str, Any]]], Any]
     kv: Any
+    cannot_rest: str
 
 
 def make_engine(parsed: ServeArguments, steps: Any) -> _Made:
@@ -131,7 +146,7 @@ def make_engine(parsed: ServeArguments, steps: Any) -> _Made:
     from vllm.usage.usage_lib import UsageContext
 
     from engine.backends.vllm import kv_size
-    from engine.backends.vllm.api import continuation
+    from engine.backends.vllm.api import continuation, resting
     from engine.backends.vllm.api.kept_memory import KeptMemory
     from engine.backends.vllm.kv import eligible
 
@@ -150,6 +165,7 @@ def make_engine(parsed: ServeArguments, steps: Any) -> _Made:
         logger.warning("%s", warning)
     untested = parsed.resume_untested
     problem = eligible.problem_with(config, may_be_untested=untested) if parsed.kv.is_shared else ""
+    cannot_rest = resting.problem_with(config, may_be_untested=untested)
     hooks = continuation.Hooks.install(config, may_be_untested=untested)
     kv = KeptMemory.install(parsed.kv, config, problem, resumes=not hooks.problem)
     engine = hooks.engine_class().from_vllm_config(
@@ -160,7 +176,7 @@ def make_engine(parsed: ServeArguments, steps: Any) -> _Made:
         aggregate_engine_logging=engine_args.aggregate_engine_logging,
     )
     engine.progressed = steps.record
-    return _Made(engine, warnings, lambda ranks: hooks.find(engine, args, ranks), kv)
+    return _Made(engine, warnings, lambda ranks: hooks.find(engine, args, ranks), kv, cannot_rest)
 
 
 def _private_path() -> str:

@@ -79,6 +79,22 @@ class KeptIndex:
         self._writer = self._publisher = None
         self.problem = problem
 
+    def close(self) -> None:
+        """Leave the content to the next engine, before vLLM resets its cache. Handing a block out
+        raises from now on, until `let_go` or `open`."""
+        if self._writer is not None:
+            self._writer.close()
+        self._publisher = None
+        self._fresh.clear()
+        self._steps.clear()
+
+    def let_go(self) -> None:
+        """The index is about to be unmapped, and vLLM is paused until another one is opened."""
+        self._writer = self._publisher = None
+        self._fresh.clear()
+        self._steps.clear()
+        self._adopted.clear()
+
     # ------------------------------------------------------------------ the block pool
 
     def hashed(self, owner: str, block: int, block_hash: bytes, group: int, tokens: int) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from engine.backends.vllm import membership
 from engine.backends.vllm.kv.block_pool import KeptBlockPool
 from engine.backends.vllm.kv.kept_index import KeptIndex
 from engine.kv.adopter import Adoption, adoptable
@@ -63,6 +64,7 @@ class PoolIndex:
         self._pool, self._hash_algorithm = pool, hash_algorithm
         self._leases: list[KvLease] = []
         self._maps: list[mmap.mmap] = []
+        self._pages: list[IndexPage] = []
 
     @property
     def kept(self) -> KeptIndex:
@@ -72,19 +74,22 @@ class PoolIndex:
         """Before the first step. `checksums` are made by the workers.
 
         Raises:
-            UnderstudyError: a pool cannot be borrowed, and the index was not touched.
+            UnderstudyError: a pool cannot be borrowed, or `serving.…`: this process may not map
+                one. The index was not touched.
         """
+        membership.join_serving(asked.ranks[0].claim.token)
         for rank in asked.ranks:
             lease = borrow_pool(
                 asked.directory, rank.device, rank.claim, asked.deadline_s, on_change=logger.warning
             )
             self._leases.append(lease)
             self._maps.append(mmap.mmap(lease.index.fileno(), lease.index_bytes))
+        self._pages = [IndexPage.over(memoryview(each)) for each in self._maps]
         headers = [
             IndexHeader(pool=lease.pool, hash_algorithm=self._hash_algorithm(), **rank.facts)
             for rank, lease in zip(asked.ranks, self._leases, strict=True)
         ]
-        pages = [IndexPage.over(memoryview(each)) for each in self._maps]
+        pages = self._pages
         incarnation = asked.ranks[0].claim.incarnation
         adoption = Adoption(why_empty="adoption is off (--no-kv-adoption)")
         if asked.may_adopt:
@@ -107,6 +112,22 @@ class PoolIndex:
         self._pool.kept.give_up(why)
         for lease in self._leases:
             lease.discard(why)
+
+    def close(self) -> None:
+        """Leave the content to the next engine: before vLLM resets its prefix cache."""
+        self._pool.kept.close()
+
+    def leave(self) -> None:
+        """Map nothing any more, with vLLM paused; another `begin` may follow."""
+        self._pool.kept.let_go()
+        for page in self._pages:
+            page.release()
+        for each in self._maps:
+            each.close()
+        for lease in self._leases:
+            lease.close()
+        self._pages, self._maps, self._leases = [], [], []
+        membership.leave_serving()
 
     def _adopt(self, adoption: Adoption, block_tokens: int) -> Adoption:
         if not adoption.records:

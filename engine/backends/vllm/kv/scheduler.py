@@ -1,7 +1,7 @@
 """In the engine core: vLLM's schedulers, which keep the index of the KV pool.
 
 vLLM finds these classes by name (`scheduler_cls`), and the backend calls the core's methods by name
-(`call_utility_async`), so that three are added to it here. They never raise: the answer says what
+(`call_utility_async`), so that five are added to it here. They never raise: the answer says what
 went wrong.
 """
 
@@ -114,6 +114,22 @@ def _report(index: PoolIndex, _: Any, core: Any) -> Answer:
     return {"problem": kept.problem, "published": kept.published, "kept": kept.kept}
 
 
+def _close(index: PoolIndex, _: Any, core: Any) -> Answer:
+    if core.scheduler.has_unfinished_requests():  # more than the API process knows of
+        return {"problem": "requests are in progress"}
+    index.close()
+    return {}
+
+
+def _leave(index: PoolIndex, _: Any, core: Any) -> Answer:
+    if not core.is_scheduler_paused():
+        return {"problem": "vLLM's scheduler is not paused"}
+    index.leave()
+    return {}
+
+
+EngineCore.understudy_close_kv = _answering(_close)
+EngineCore.understudy_leave_kv = _answering(_leave)
 EngineCore.understudy_begin_kv = _answering(_begin)
 EngineCore.understudy_report_kv = _answering(_report)
 EngineCore.understudy_judge_kv = _answering(_judge)

@@ -74,8 +74,18 @@ class RankLease:
             page.invalidate_header()
             page.release()
 
+    def give_up(self, wait_s: float) -> None:
+        """After everything is unmapped: return when the service has freed the memory.
+
+        Raises:
+            UnderstudyError: as `KvLease.give_up`.
+        """
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.give_up(wait_s)
+
     def close(self) -> None:
-        """After everything is unmapped."""
+        """After everything is unmapped; its content stays for the next holder."""
         lease, self._lease = self._lease, None
         if lease is not None:
             lease.close()

@@ -21,7 +21,7 @@ def register() -> None:
     """
     if not os.environ.get(INCARNATION_ENV):
         return
-    from engine.backends.vllm.worker import membership
+    from engine.backends.vllm import membership
 
     membership.join()
     from vllm.model_executor.model_loader import register_model_loader

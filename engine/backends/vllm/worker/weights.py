@@ -25,7 +25,8 @@ from vllm.platforms import current_platform
 
 from engine.backends import session
 from engine.backends.process import BackendProcess
-from engine.backends.vllm.worker import membership, rehome
+from engine.backends.vllm import membership
+from engine.backends.vllm.worker import rehome
 from engine.backends.vllm.worker.identity import Document, Identity, same_on_every_rank
 from engine.backends.vllm.worker.model_load import ModelLoad, inner_loader
 from engine.backends.vllm.worker.pulse import Meter

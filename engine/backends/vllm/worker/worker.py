@@ -1,9 +1,8 @@
 """vLLM's workers, parked and woken: weights through gms, a KV cache without memory in a standby.
 
-Owns what our workers do differently from vLLM's, and the GPU worker. The methods that the backend
-calls in every worker (`understudy_…`) never raise and return a dictionary: after an exception on
-one rank vLLM leaves the other ranks' answers in their queues, and every later call gets the answer
-to an earlier one. Errors before the backend can call are reported to the supervisor directly.
+Owns what both our workers do differently from vLLM's. The methods that the backend calls in every
+worker (`understudy_…`), and `sleep`, never raise (`answers.py`). Errors before the backend can call
+are reported to the supervisor directly.
 
 Surprising: `wake_up` takes no memory. The backend takes it on every rank before
 (`understudy_take_kv`), checks every answer, and only then wakes vLLM.
@@ -15,8 +14,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
@@ -24,52 +22,22 @@ from msgspec import structs
 from vllm.v1.worker.gpu_worker import Worker as StockGPUWorker
 
 from engine.backends.free_memory import Room, check_can_ever_fit
+from engine.backends.vllm import membership
 from engine.backends.vllm.kv import INSTALL_ENV as KEEP_KV_ENV
 from engine.backends.vllm.kv import audit, facts
 from engine.backends.vllm.kv_size import check_holds_a_sequence
 from engine.backends.vllm.resume import INSTALL_ENV
-from engine.backends.vllm.worker import membership, weights
+from engine.backends.vllm.worker import weights
+from engine.backends.vllm.worker.answers import Answer, answering, reporting
 from engine.backends.vllm.worker.kv_arena import AddressRange, Backing, KVArena
-from engine.backends.vllm.worker.kv_cuda import CudaRange
 from engine.backends.vllm.worker.kv_lease import Lending, RankLease, lending_of
 from plumbing.errors import UnderstudyError, UsageError
 
 logger = logging.getLogger(__name__)
 
 FIX = "lower --kv-cache-memory-bytes"
-CODE_UNEXPECTED = "vllm.worker_failed"
+GIVE_UP_S = 5.0  # to unmap and free takes milliseconds; the backend asks for longer
 MEETING_FILE = "file://"  # torch's FileStore; over TCP there is no file to remove
-
-Answer = dict[str, Any]
-
-
-@contextmanager
-def reporting() -> Iterator[None]:
-    """Report errors to the supervisor; vLLM would only say that its core has failed."""
-    try:
-        yield
-    except UnderstudyError as error:
-        membership.current().report(error)
-        raise
-
-
-def answering(method: Callable[..., Answer]) -> Callable[..., Answer]:
-    """Make `method` never raise, and add the rank and whether it succeeded to its answer."""
-
-    @functools.wraps(method)
-    def answer(self: Any, *args: Any) -> Answer:
-        about: Answer = {"rank": self.rank, "ok": True, "code": "", "error": ""}
-        try:
-            return about | method(self, *args)
-        except UnderstudyError as error:
-            logger.error("%s: %s", method.__name__, error)
-            return about | {"ok": False, "code": error.code, "error": error.message}
-        except Exception as error:
-            logger.exception("%s failed", method.__name__)
-            text = f"{method.__name__} failed: {type(error).__name__}: {error}"
-            return about | {"ok": False, "code": CODE_UNEXPECTED, "error": text}
-
-    return answer
 
 
 class ParkingWorker(StockGPUWorker):
@@ -82,6 +50,7 @@ class ParkingWorker(StockGPUWorker):
     _blocks = 0
     _kv_facts: Answer | None = None  # of the blocks, if the engine core is to keep their index
     _cannot_keep = ""  # what is in the way
+    _not_parked = ""  # why the last `sleep` has failed
 
     @functools.cached_property
     def _lease(self) -> RankLease:
@@ -190,11 +159,22 @@ class ParkingWorker(StockGPUWorker):
     # ------------------------------------------------------------------ park and wake
 
     def sleep(self, level: int = 1) -> None:
-        """Park, at any level: the weights are shared and cost a standby nothing."""
+        """Park, at any level: the weights are shared and cost a standby nothing.
+
+        Never raises: after one rank's failure vLLM takes itself for awake, while the memory of the
+        others is gone. Whoever asks this rank next is told.
+        """
+        try:
+            self._park()
+            self._not_parked = ""
+        except Exception as error:
+            logger.exception("rank %d cannot be parked", self.rank)
+            self._not_parked = f"{type(error).__name__}: {error}"
+
+    def _park(self) -> None:
         weights.of_this_process().is_awake = False
         if self.arena is not None:
             self.arena.release()
-        self._lease.close()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Only check that the memory was taken.
@@ -217,6 +197,8 @@ class ParkingWorker(StockGPUWorker):
     @answering
     def understudy_status(self) -> Answer:
         ours, arena = weights.of_this_process(), self.arena
+        if self._not_parked:
+            raise _not_given_back(self._not_parked)
         return {
             "weights_bytes": ours.bytes,
             "kv_bytes": arena.kv_bytes if arena else 0,
@@ -229,15 +211,23 @@ class ParkingWorker(StockGPUWorker):
         }
 
     @answering
+    def understudy_join(self, token: int) -> Answer:
+        """Hold the serving file, before any rank maps KV memory under `token`."""
+        membership.join_serving(token)
+        return {}
+
+    @answering
     def understudy_take_kv(self, deadline_s: float, lending: Answer | None = None) -> Answer:
         """Wait until the memory is free (the second fence) and take it, or with `lending` borrow
         the device's pool; `ms` is the duration."""
         began = time.monotonic()
+        membership.check_serving()
         weights.of_this_process().is_awake = True  # no digests from now on
         pool: Answer = {}
         if self.arena is not None and lending is None:
             if self._lease.is_held:  # another rank could not borrow
-                self.sleep()
+                self._park()
+                self._lease.close()
                 weights.of_this_process().is_awake = True
             self.arena.take(deadline_s)
         elif self.arena is not None:
@@ -264,6 +254,26 @@ class ParkingWorker(StockGPUWorker):
             "identity_digest": facts.digest_of(ours.identity),
         }
         return self._kv_facts | of_weights
+
+    @answering
+    def understudy_rest(self, keep_kv: bool) -> Answer:
+        """After `sleep`, on every rank: prove that nothing is mapped, give the pool back or up, and
+        leave the serving file.
+
+        Raises:
+            UnderstudyError: `vllm.not_parked`, or the memory service's reason; it holds the serving
+                file still.
+        """
+        resident_bytes = self.arena.resident_bytes() if self.arena is not None else 0
+        is_parked = self.arena is None or self.arena.backing is Backing.PARKED
+        if self._not_parked or not is_parked or resident_bytes:
+            raise _not_given_back(self._not_parked or f"{resident_bytes} bytes are resident")
+        if keep_kv:
+            self._lease.close()
+        else:
+            self._lease.give_up(GIVE_UP_S)
+        membership.leave_serving()
+        return {"kv_resident_bytes": resident_bytes}
 
     @answering
     def understudy_forget_kv(self) -> Answer:
@@ -295,44 +305,5 @@ class ParkingWorker(StockGPUWorker):
     finish_weight_update = elastic_ep_execute = _refuse
 
 
-class GPUWorker(ParkingWorker):
-    """A worker with its own GPU."""
-
-    _are_comms_suspended = False
-
-    def room(self) -> Room:
-        free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
-        return Room(free_bytes, total_bytes, f"the memory of {self._device()}")
-
-    def kv_bytes_of_all(self, kv_bytes: int) -> int:
-        return kv_bytes
-
-    def reserve(self, kv_bytes: int) -> AddressRange:
-        return CudaRange(self._device(), kv_bytes, self.room)
-
-    def determine_available_memory(self) -> int:
-        with reporting():
-            self._enough_for_a_sequence(self._kv_bytes_asked())
-            # Again: vLLM may reserve a part of it.
-            return self._enough_for_a_sequence(int(super().determine_available_memory()))
-
-    def sleep(self, level: int = 1) -> None:
-        from vllm.distributed.parallel_state import suspend_device_comms
-
-        torch.cuda.synchronize()
-        super().sleep(level)
-        torch.cuda.empty_cache()  # the engine that wakes needs what torch has cached
-        if self.model_config.enable_nccl_comm_suspend and not self._are_comms_suspended:
-            suspend_device_comms()
-            self._are_comms_suspended = True
-
-    def wake_up(self, tags: list[str] | None = None) -> None:
-        from vllm.distributed.parallel_state import resume_device_comms
-
-        super().wake_up(tags)
-        if self._are_comms_suspended:
-            resume_device_comms()
-            self._are_comms_suspended = False
-
-    def _device(self) -> str:
-        return weights.device_of(self.rank)
+def _not_given_back(why: str) -> UnderstudyError:
+    return UnderstudyError("vllm.not_parked", f"the KV memory was not given back: {why}")

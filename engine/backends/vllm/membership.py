@@ -11,6 +11,7 @@ import re
 
 from engine.backends import process
 from engine.backends.process import BackendProcess
+from lockserver.client import serving
 from plumbing.errors import InvariantError
 from plumbing.service.process import die_with_parent
 
@@ -46,6 +47,37 @@ def current() -> BackendProcess:
     if _member is None:
         raise InvariantError("this process has not joined an incarnation; the plugin does that")
     return _member
+
+
+def join_serving(token: int) -> None:
+    """Hold the incarnation's serving file, before this process maps KV memory under `token`.
+
+    Raises:
+        UnderstudyError: `serving.over`, `serving.replaced`: it must not map any.
+    """
+    seat = _seat()
+    if seat is not None:
+        seat.join(token)
+
+
+def check_serving() -> None:
+    """Raises:
+    InvariantError: KV memory is about to be mapped without `join_serving`.
+    """
+    seat = _seat()
+    if seat is not None and not seat.token:
+        raise InvariantError("KV memory was to be mapped before the serving file was joined")
+
+
+def leave_serving() -> None:
+    """After this process has unmapped all KV memory. Harmless to repeat."""
+    seat = _seat()
+    if seat is not None:
+        seat.leave()
+
+
+def _seat() -> serving.ServingSeat | None:
+    return None if _member is None else _member.seat
 
 
 def name_of(process_name: str) -> str:

@@ -1,0 +1,117 @@
+"""Rest in place: a drained engine gives its KV memory back and stays ready to be woken.
+
+Owns the order, and whether this vLLM can do it at all. Nothing here is undone when a step fails:
+the incarnation ends, and another is launched.
+
+The surprising things:
+
+- A `sleep` that waits for requests is overtaken by one that aborts them, and never given up: it
+  would come back, and take the memory from under an engine that was woken meanwhile.
+- That `sleep` has returned does not prove that nothing is in progress, and that `wake_up` says True
+  does not prove that every rank is awake. So requests are counted and ranks are asked.
+- The prefix cache must be reset, or later requests would read memory that is not theirs. Every
+  level of `sleep` from 1 on does that. For a hand-over the index of the cache is closed before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from engine.backends.vllm import contracts, versions
+from engine.backends.vllm.api.http import Front
+from engine.backends.vllm.api.kept_memory import KeptMemory
+from plumbing.errors import UnderstudyError
+
+logger = logging.getLogger(__name__)
+
+REST_FILES = ("api/resting.py",)
+ABORT_S = 10.0  # for the step that is running
+REST_ASK_S = 15.0  # a rank that does not answer this is hung
+COUNT_POLL_S = 0.001
+
+AskRanks = Callable[..., Awaitable[Sequence[dict[str, Any]]]]
+
+
+def problem_with(config: Any, *, may_be_untested: bool) -> str:
+    """Why an engine with this `VllmConfig` cannot rest, or nothing. Reads vLLM's sources."""
+    if config.kv_transfer_config is not None:
+        return "a KV connector has the addresses of its KV cache, too"
+    broken = contracts.broken(contracts.installed(), REST_FILES)
+    if broken:
+        more = f", and {len(broken) - 1} more" if len(broken) > 1 else ""
+        changed = f"vLLM {versions.vllm_version()} is not as it was when this was built"
+        return f"{changed}: {broken[0]}{more}"
+    if config.use_v2_model_runner and not may_be_untested:
+        return (
+            "it was never tried with vLLM's model runner V2; set VLLM_USE_V2_MODEL_RUNNER=0, or try"
+            " it with --resume-untested"
+        )
+    return ""
+
+
+class Resting:
+    """One rest of one engine."""
+
+    def __init__(self, engine: Any, front: Front, kv: KeptMemory, ask_ranks: AskRanks) -> None:
+        self._engine, self._front, self._kv = engine, front, kv
+        self._ask_ranks = ask_ranks
+
+    async def rest(self, budget_s: float, *, keep_kv: bool) -> int:
+        """Returns the bytes of KV memory that are resident in any rank, which is 0.
+
+        Raises:
+            UnderstudyError: `vllm.rest_in_flight`, `vllm.not_parked`, `vllm.rest_failed`, or a
+                rank's own.
+        """
+        await self._front.stop(budget_s / 2)
+        is_idle = await self._is_idle_within(budget_s / 2)
+        if keep_kv and is_idle:
+            await self._kv.close(self._engine)
+        await self._sleep(budget_s if is_idle else None)
+        if self._in_flight:
+            raise UnderstudyError(
+                "vllm.rest_in_flight", f"vLLM sleeps with {self._in_flight} requests in progress"
+            )
+        await self._kv.leave(self._engine)  # before the ranks, who wait until the memory is free
+        ranks = await self._ask_ranks("understudy_rest", REST_ASK_S, keep_kv)
+        return sum(int(rank["kv_resident_bytes"]) for rank in ranks)
+
+    @property
+    def _in_flight(self) -> int:
+        return int(self._engine.output_processor.get_num_unfinished_requests())
+
+    async def _is_idle_within(self, budget_s: float) -> bool:
+        """Whether the engine is done with the requests of connections that were closed."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + budget_s
+        while self._in_flight:
+            if loop.time() > end:
+                return False
+            await asyncio.sleep(COUNT_POLL_S)
+        return True
+
+    async def _sleep(self, wait_s: float | None) -> None:
+        """Wait for requests that only the core knows of; None: abort those there are."""
+        try:
+            if wait_s is None:
+                await self._abort()
+                return
+            falling = asyncio.ensure_future(self._engine.sleep(level=1, mode="wait"))
+            done, _ = await asyncio.wait({falling}, timeout=wait_s)
+            if not done:
+                await self._abort()
+            async with asyncio.timeout(ABORT_S):
+                await falling
+        except Exception as error:  # vLLM says whatever went wrong in the core as it likes
+            raise UnderstudyError(
+                "vllm.rest_failed", f"vLLM does not fall asleep: {type(error).__name__}: {error}"
+            ) from error
+
+    async def _abort(self) -> None:
+        """Their clients are gone, or have waited for the whole budget."""
+        logger.warning("the requests that vLLM still has are aborted: the engine is to rest")
+        async with asyncio.timeout(ABORT_S):
+            await self._engine.sleep(level=1, mode="abort")

@@ -1,0 +1,77 @@
+"""The contracts with vLLM by which an engine rests in place; data only, a part of
+`contract_list.py`. If one is broken, the engine hands over by a relaunch and never sleeps."""
+
+from __future__ import annotations
+
+from engine.backends.vllm.contract_forms import Contract, contains, every, takes, within
+
+async_llm = within("v1/engine/async_llm.py")
+block_pool = within("v1/core/block_pool.py")
+engine_core = within("v1/engine/core.py")
+executor = within("v1/executor/abstract.py")
+scheduler = within("v1/core/sched/scheduler.py")
+
+REST: dict[str, tuple[Contract, ...]] = {
+    "api/resting.py": (
+        async_llm(
+            "an engine sleeps once its requests are done, or aborts them",
+            "AsyncLLM.sleep",
+            every(takes("level", "mode"), contains("self.engine_core.sleep_async(level, mode)")),
+        ),
+        engine_core(
+            "the core pauses, resets its caches at level 1, and only then parks its workers",
+            "EngineCore.sleep",
+            contains(
+                "clear_prefix_cache = level >= 1",
+                "self.pause_scheduler(mode=mode, clear_cache=clear_prefix_cache)",
+                "pause_future.add_done_callback(pause_complete)",
+            ),
+        ),
+        engine_core(
+            "a sleep that waits can be overtaken by one that aborts",
+            "EngineCoreProc.pause_scheduler",
+            contains(
+                "self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)",
+                "PauseState.PAUSED_NEW",
+                "self._idle_state_callbacks.append(",
+            ),
+        ),
+        engine_core(
+            "a pause ends with an idle device and with caches that are reset",
+            "EngineCore._finish_pause",
+            contains("collective_rpc('synchronize_device')", "self._reset_caches()"),
+        ),
+        engine_core(
+            "the caches that are reset include that of prefixes",
+            "EngineCore._reset_caches",
+            contains("if not self.reset_prefix_cache("),
+        ),
+        scheduler(
+            "a scheduler resets the cache of prefixes, or says that it has not",
+            "Scheduler.reset_prefix_cache",
+            every(
+                takes("reset_running_requests"),
+                contains("reset_successful = self.kv_cache_manager.reset_prefix_cache()"),
+            ),
+        ),
+        block_pool(
+            "the cache of prefixes is not reset while a block is in use",
+            "BlockPool.reset_prefix_cache",
+            contains("if num_used_blocks != 1:", "return False"),
+        ),
+        executor(
+            "workers that sleep are not parked again",
+            "Executor.sleep",
+            contains("if 'weights' in self.sleeping_tags", "self.sleeping_tags |= SLEEP_TAGS"),
+        ),
+        engine_core(
+            "the core says whether it is awake, and schedules only then",
+            "EngineCore.wake_up",
+            contains(
+                "fully_awake = not self.model_executor.is_sleeping",
+                "if fully_awake:",
+                "return fully_awake",
+            ),
+        ),
+    ),
+}

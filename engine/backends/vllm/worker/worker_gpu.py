@@ -1,0 +1,55 @@
+"""vLLM's worker with its own GPU, parked and woken as in `worker.py`."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.backends.free_memory import Room
+from engine.backends.vllm.worker import weights
+from engine.backends.vllm.worker.answers import reporting
+from engine.backends.vllm.worker.kv_arena import AddressRange
+from engine.backends.vllm.worker.kv_cuda import CudaRange
+from engine.backends.vllm.worker.worker import ParkingWorker
+
+
+class GPUWorker(ParkingWorker):
+    """A worker with its own GPU."""
+
+    _are_comms_suspended = False
+
+    def room(self) -> Room:
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
+        return Room(free_bytes, total_bytes, f"the memory of {self._device()}")
+
+    def kv_bytes_of_all(self, kv_bytes: int) -> int:
+        return kv_bytes
+
+    def reserve(self, kv_bytes: int) -> AddressRange:
+        return CudaRange(self._device(), kv_bytes, self.room)
+
+    def determine_available_memory(self) -> int:
+        with reporting():
+            self._enough_for_a_sequence(self._kv_bytes_asked())
+            # Again: vLLM may reserve a part of it.
+            return self._enough_for_a_sequence(int(super().determine_available_memory()))
+
+    def _park(self) -> None:
+        from vllm.distributed.parallel_state import suspend_device_comms
+
+        torch.cuda.synchronize()  # no kernel or copy may touch what is unmapped
+        super()._park()
+        torch.cuda.empty_cache()  # the engine that wakes needs what torch has cached
+        if self.model_config.enable_nccl_comm_suspend and not self._are_comms_suspended:
+            suspend_device_comms()
+            self._are_comms_suspended = True
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        from vllm.distributed.parallel_state import resume_device_comms
+
+        super().wake_up(tags)
+        if self._are_comms_suspended:
+            resume_device_comms()
+            self._are_comms_suspended = False
+
+    def _device(self) -> str:
+        return weights.device_of(self.rank)

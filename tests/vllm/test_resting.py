@@ -1,0 +1,228 @@
+"""Goal: an engine that rests has given everything back, or ends; nothing is left half done.
+
+Method: the backend around a fake engine and front that write down what is asked of them, and the
+real serving file. What a real vLLM does is in `test_rests.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine.backends.vllm.api.gate import Traffic
+from lockserver import serving
+from plumbing.errors import UnderstudyError
+from plumbing.wire.fds import OwnedFd
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # what torch and vLLM say of themselves as they are imported
+    from engine.backends.vllm.api import resting
+    from engine.backends.vllm.api.backend import VllmBackend
+    from engine.backends.vllm.api.kept_memory import KeptMemory, KvChoice
+    from engine.backends.vllm.api.steps import StepCounter
+
+FINE = {"rank": 0, "ok": True, "code": "", "error": ""}
+STATUS = {**FINE, "weights_bytes": 1, "kv_bytes": 2, "epoch": "e", "identity": {}}
+POOL = {"device": "HOST-0", "claim": {}, "facts": {}}
+INCARNATION = f"e-{1:016x}"
+BUDGET_S = 60.0
+
+
+class Engine:
+    """Writes down what is asked of it, and answers as it was told to."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+        self.errored = False
+        self.in_flight = 0
+        self.is_busy = False  # a sleep that waits does not return before one that aborts
+        self.aborted = asyncio.Event()
+        self.rested: dict[str, Any] = {**FINE, "kv_resident_bytes": 0}
+        self.core = {"problem": "", "adopted": 0, "why_empty": "", "torn": 0}
+        count = lambda: self.in_flight  # noqa: E731  # as vLLM's processor has it
+        self.output_processor = SimpleNamespace(get_num_unfinished_requests=count)
+        self.model_config = SimpleNamespace(max_model_len=4)
+        self.engine_core = self
+
+    async def collective_rpc(self, method: str, timeout: float, args: Any) -> Any:  # noqa: ASYNC109  # as vLLM names it
+        self.asked.append((method, *args) if method == "understudy_rest" else method)
+        return {
+            "understudy_status": [STATUS],
+            "understudy_take_kv": [{**FINE, "kv_bytes": 2, "pool": POOL}],
+            "understudy_rest": [self.rested],
+        }.get(method, [FINE])
+
+    async def call_utility_async(self, method: str, asked: Any) -> Any:
+        self.asked.append(method)
+        return self.core
+
+    async def wake_up(self) -> None:
+        self.asked.append("wake_up")
+
+    async def sleep(self, level: int, mode: str) -> None:
+        self.asked.append(("sleep", level, mode))
+        if mode == "abort":
+            self.aborted.set()
+            self.in_flight = 0
+        elif self.is_busy:
+            await self.aborted.wait()
+
+
+class Front:
+    is_open = has_ended = False
+
+    def __init__(self, engine: Engine) -> None:
+        self.traffic, self._asked = Traffic(), engine.asked
+
+    async def drain(self, budget_s: float, *, resume: bool = False) -> None:
+        self.traffic.is_draining = True
+
+    async def stop(self, budget_s: float) -> None:
+        self._asked.append("stop")
+        self.traffic.renew()
+
+
+class World:
+    """An engine that is awake for token 3, with the memory service's KV memory."""
+
+    def __init__(self, directory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("GMS_SOCKET_DIR", str(directory))
+        monkeypatch.setenv("UNDERSTUDY_INCARNATION", INCARNATION)
+        self.path, self.file = serving.create(str(directory), INCARNATION)
+        self.engine = Engine()
+        self.seat = serving.ServingSeat(self.path, self.file)
+        self.backend = VllmBackend(
+            self.engine,  # type: ignore[arg-type]
+            Front(self.engine),  # type: ignore[arg-type]
+            StepCounter(),
+            kv=KeptMemory(KvChoice(is_shared=True)),
+            seat=self.seat,
+        )
+
+    async def wake(self, token: int) -> None:
+        with OwnedFd(os.open(self.path, os.O_RDONLY)) as listening:
+            await self.backend.wake("e", token, listening)
+
+    async def awake(self) -> None:
+        self.backend.phases.step("ready")
+        await self.wake(3)
+        self.engine.asked.clear()
+        await self.backend.drain(BUDGET_S)
+
+    def is_held(self) -> bool:
+        return serving.probe(self.path, self.file, 0).value == "held"
+
+
+@pytest.fixture
+def world(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> World:
+    return World(tmp_path, monkeypatch)
+
+
+def test_a_rest_gives_back_in_order_and_a_wake_takes_again(world: World):
+    """Goal: what was published survives the reset of vLLM's cache at a hand-over; the core lets go
+    before the ranks wait until the memory is free; this process leaves last. Method: the calls of a
+    hand-over, of the wake after it under a later token, and of a rest that keeps nothing."""
+    asked = world.engine.asked
+
+    async def scenario() -> None:
+        await world.awake()
+        assert world.is_held()
+        rested = await world.backend.rest(BUDGET_S, keep_kv=True)
+        assert (rested.kv_bytes_resident, world.is_held()) == (0, False)
+        in_order = [("sleep", 1, "wait"), "understudy_leave_kv"]
+        assert asked == ["stop", "understudy_close_kv", *in_order, ("understudy_rest", True)]
+        assert world.backend.phases.is_parked
+        assert serving.probe(world.path, world.file, 3).value == "free"  # what the server does
+        asked.clear()
+        await world.wake(4)
+        assert world.is_held()
+        taking = ["understudy_join", "understudy_take_kv", "understudy_begin_kv", "wake_up"]
+        assert asked == taking
+        asked.clear()
+        await world.backend.drain(BUDGET_S)
+        await world.backend.rest(BUDGET_S, keep_kv=False)
+        assert asked == ["stop", *in_order, ("understudy_rest", False)]
+
+    asyncio.run(scenario())
+
+
+def test_a_sleep_past_its_budget_is_overtaken_and_not_given_up(world: World):
+    """A sleep that was given up would park the engine later, when it is awake again."""
+    world.engine.is_busy = True
+
+    async def scenario() -> None:
+        await world.awake()
+        await world.backend.rest(0.05, keep_kv=False)
+        assert world.engine.asked[1:3] == [("sleep", 1, "wait"), ("sleep", 1, "abort")]
+
+    asyncio.run(scenario())
+
+
+def test_requests_that_do_not_end_are_aborted_and_no_index_is_kept(world: World):
+    """Their steps would write over blocks after the index was closed."""
+    world.engine.in_flight = 1
+
+    async def scenario() -> None:
+        await world.awake()
+        await world.backend.rest(0.05, keep_kv=True)
+        assert world.engine.asked[:2] == ["stop", ("sleep", 1, "abort")]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("what", ["requests", "core", "rank"])
+def test_an_engine_that_is_not_parked_everywhere_fails_and_holds_on(
+    world: World, what: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Goal: such an incarnation ends: it does not say `rested`, cannot be woken, and still holds
+    its serving file. Method: a request that vLLM has although it sleeps, a core that keeps its
+    index, a rank with memory."""
+    engine = world.engine
+
+    async def sleep(level: int, mode: str) -> None:
+        engine.in_flight = 1 if what == "requests" else 0
+
+    async def scenario() -> str:
+        await world.awake()
+        monkeypatch.setattr(engine, "sleep", sleep)
+        if what == "core":
+            engine.core = {"problem": "it cannot"}
+        if what == "rank":
+            engine.rested = {**FINE, "ok": False, "code": "vllm.not_parked", "error": "it has some"}
+        with pytest.raises(UnderstudyError) as found:
+            await world.backend.rest(BUDGET_S, keep_kv=False)
+        with pytest.raises(UnderstudyError):
+            await world.wake(4)
+        assert world.is_held()
+        return found.value.code
+
+    code = "vllm.rest_in_flight" if what == "requests" else "vllm.not_parked"
+    assert asyncio.run(scenario()) == code
+
+
+def test_an_order_to_wake_for_a_token_that_is_over_takes_nothing(world: World):
+    """The server has sealed the file: the order was sent before, and arrives after."""
+    assert serving.probe(world.path, world.file, 3).value == "free"
+    world.backend.phases.step("ready")
+    with pytest.raises(UnderstudyError) as found:
+        asyncio.run(world.wake(3))
+    assert (found.value.code, world.engine.asked) == ("serving.over", [])
+
+
+def test_an_engine_that_cannot_rest_says_why(monkeypatch: pytest.MonkeyPatch, world: World):
+    """One contract is broken: `prepared` does not promise it, and the warning has the contract."""
+    broken = SimpleNamespace(__str__=lambda: "x")
+    config = SimpleNamespace(kv_transfer_config=None, use_v2_model_runner=False)
+    assert resting.problem_with(config, may_be_untested=False) == ""
+    monkeypatch.setattr(resting.contracts, "broken", lambda *asked: ["a pause ends", broken])
+    why = resting.problem_with(config, may_be_untested=False)
+    assert why.endswith("a pause ends, and 1 more")
+    connected = SimpleNamespace(kv_transfer_config=object())
+    assert "connector" in resting.problem_with(connected, may_be_untested=True)
+    world.backend._cannot_rest = why
+    assert world.backend._warnings() == (f"it hands over by a relaunch and never sleeps: {why}",)
