@@ -11,6 +11,7 @@ reclaims on demand. Its inactive part is therefore counted as free.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import mmap
 import os
@@ -36,6 +37,9 @@ RESERVE_BYTES = 64 << 20
 V2_FILES = ("memory.max", "memory.current", "inactive_file")
 V1_FILES = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 UNLIMITED_BYTES = 1 << 60  # version 1 has a number close to 2**63 for "no limit"
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +134,18 @@ def allocate(size_bytes: int) -> mmap.mmap:
     except OSError:  # a kernel without them; the memory works all the same
         logger.debug("no huge pages here")
     return memory
+
+
+def resident_bytes(address: int, size_bytes: int) -> int:
+    """How much of these addresses is in memory now, says the kernel (mincore).
+
+    They must be reserved by the caller, or what another thread has mapped there meanwhile counts.
+    """
+    pages = (ctypes.c_ubyte * -(-size_bytes // mmap.PAGESIZE))()
+    if _libc.mincore(address, size_bytes, pages):
+        number = ctypes.get_errno()
+        raise OSError(number, f"mincore of {size_bytes} bytes: {os.strerror(number)}")
+    return mmap.PAGESIZE * sum(page & 1 for page in bytes(pages))
 
 
 def _machine(root: str) -> Room:

@@ -94,6 +94,24 @@ class TakenMsg(Message, frozen=True, tag="taken"):
     torn: Count = 0
 
 
+class GiveMemoryMsg(Message, frozen=True, tag="give_memory"):
+    """Give all KV memory back, when nothing runs; answered by `given`, then it can be taken again.
+
+    The other ranks are asked when rank 0 has answered, which keeps the index of their pools.
+    `is_kept`: what was published stays for the next engine. Otherwise the memory must be free
+    within `wait_ms`.
+    """
+
+    is_kept: bool
+    wait_ms: Count
+
+
+class GivenMsg(Message, frozen=True, tag="given"):
+    """`resident_bytes`: what this process still had of it in memory, as the kernel counts."""
+
+    resident_bytes: Count
+
+
 class CheckMsg(Message, frozen=True, tag="check"):
     """Run the canary; answered by `checked`."""
 
@@ -179,6 +197,8 @@ LINK = Catalogue(
     ReadyMsg,
     TakeMemoryMsg,
     TakenMsg,
+    GiveMemoryMsg,
+    GivenMsg,
     CheckMsg,
     CheckedMsg,
     SubmitMsg,

@@ -31,7 +31,7 @@ from engine.messages import (
 from gms.kv.server import KvServer
 from gms.server.server import DeviceServer
 from gms.vmm.host import HostMemory
-from lockserver.client import witness
+from lockserver.client import serving, witness
 from plumbing.service.process import parent_environment
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd, close_all
@@ -56,6 +56,7 @@ class Supervisor:
         self.is_channel_closed = False
         self.incarnation = witness.new_incarnation(engine)
         self.witness_path = free_witness(str(directory), self.incarnation)
+        self.serving_path, self.serving_file = serving.create(str(directory), self.incarnation)
         self.control_path = str(directory / f"engine_{engine}.sock")
         self.backend: subprocess.Popen[bytes]
         self.woken: WokenMsg
@@ -75,6 +76,8 @@ class Supervisor:
                 **parent_environment(),
                 process.CHANNEL_ENV: str(theirs.fileno()),
                 process.WITNESS_ENV: self.witness_path,
+                process.SERVING_ENV: self.serving_path,
+                process.SERVING_ID_ENV: f"{self.serving_file.dev}:{self.serving_file.ino}",
                 process.INCARNATION_ENV: self.incarnation,
                 process.ENGINE_ID_ENV: self.engine,
                 process.ENGINE_SOCKET_ENV: self.control_path,

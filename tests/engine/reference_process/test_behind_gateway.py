@@ -38,7 +38,9 @@ STATEFUL = {
 def private_socket(directory: Path, engine: str) -> socket.socket:
     """As a supervisor makes it."""
     sock = socket.socket(socket.AF_UNIX)
-    sock.bind(str(directory / f"{engine}.http.sock"))
+    path = directory / f"{engine}.http.sock"
+    path.unlink(missing_ok=True)  # of an earlier grant
+    sock.bind(str(path))
     sock.listen(128)
     return sock
 

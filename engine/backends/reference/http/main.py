@@ -149,7 +149,7 @@ def main() -> int:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
     try:
-        process.enter("http")
+        member = process.enter("http")
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal is the supervisor's
         settings, model_name = parse(sys.argv[1:])
         read_config(settings.directory).of_rank(0, settings.ranks)  # the cheap checks
@@ -170,7 +170,7 @@ def main() -> int:
 
     gc.freeze()
     gc.enable()
-    uvloop.run(serve(settings, model_name, sock, models, page))
+    uvloop.run(serve(settings, model_name, sock, models, page, member.seat))
     raise AssertionError("the backend stopped serving by itself")
 
 

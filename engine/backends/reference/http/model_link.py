@@ -28,6 +28,8 @@ from engine.backends.reference.link import (
     CheckedMsg,
     CheckMsg,
     FailedMsg,
+    GiveMemoryMsg,
+    GivenMsg,
     ProgressedMsg,
     PublishedMsg,
     ReadyMsg,
@@ -120,7 +122,8 @@ class ModelLink(Handler):
         self._unfinished: dict[int, Generation] = {}
         self._prompt_bytes = 0
         self._ready = self._loop.create_future()
-        self._taken = self._loop.create_future()
+        self._taken: asyncio.Future[TakenMsg] | None = None
+        self._given: asyncio.Future[GivenMsg] | None = None
         self._checked: asyncio.Future[CheckedMsg] | None = None
         self.page = ProgressPage()
         self.published = 0  # blocks that the next engine was told of
@@ -179,9 +182,24 @@ class ModelLink(Handler):
 
     async def take(self, take: TakeMemoryMsg) -> TakenMsg:
         """On this rank alone."""
+        self._taken = self._loop.create_future()
         self._conn.send(take)
-        taken: TakenMsg = await asyncio.shield(self._taken)
-        return taken
+        return await self._taken
+
+    async def give_memory(self, wait_s: float, *, is_kept: bool) -> int:
+        """Have every rank give its KV memory back, rank 0 first: it uses the others' pools. How
+        many bytes are still resident."""
+        give = GiveMemoryMsg(is_kept, round(wait_s * 1000))
+        mine = await self.give(give)
+        others = await asyncio.gather(*(follower.give(give) for follower in self.followers))
+        self.published = self.kept = 0
+        return sum(given.resident_bytes for given in (mine, *others))
+
+    async def give(self, give: GiveMemoryMsg) -> GivenMsg:
+        """On this rank alone."""
+        self._given = self._loop.create_future()
+        self._conn.send(give)
+        return await self._given
 
     async def check(self) -> CheckedMsg:
         """Run one canary; calls while one runs share its result."""
@@ -255,6 +273,8 @@ class ModelLink(Handler):
                 _settle(self._ready, message)
             case TakenMsg():
                 _settle(self._taken, message)
+            case GivenMsg():
+                _settle(self._given, message)
             case CheckedMsg():
                 _settle(self._checked, message)
                 self._checked = None

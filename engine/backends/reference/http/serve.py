@@ -10,13 +10,14 @@ import asyncio
 import logging
 import socket
 import subprocess
+import time
 from collections.abc import Sequence
 
 from aiohttp import http_exceptions, web
 
 from engine.backends import process
 from engine.backends.channel import Channel, Phases
-from engine.backends.drain import until_done
+from engine.backends.drain import POLL_S, until_done
 from engine.backends.reference.grammar import Grammars
 from engine.backends.reference.http.continuation import continuation_id
 from engine.backends.reference.http.listener import SharedListener
@@ -35,6 +36,7 @@ from engine.messages import (
     WokenMsg,
 )
 from engine.progress_page import ProgressPage
+from lockserver.client import serving
 from plumbing.errors import UnderstudyError
 from plumbing.wire.fds import OwnedFd
 
@@ -51,13 +53,15 @@ async def serve(
     sock: socket.socket,
     models: Sequence[tuple[socket.socket, subprocess.Popen[bytes]]],
     page: ProgressPage,
+    seat: serving.ServingSeat | None,
 ) -> None:
     """Serve for the supervisor at the other end of `sock`, which decides when this process ends."""
     channel = Channel(sock)
     link = join_ranks(models, settings.slots, lambda failed: channel.end(_report_of(failed)), page)
     try:
         tokenizer = Tokenizer.load(settings.directory)
-        backend = ReferenceBackend(ServedModel(model_name, tokenizer, link), settings.directory)
+        served = ServedModel(model_name, tokenizer, link)
+        backend = ReferenceBackend(served, settings.directory, seat)
         ready = await backend.prepare()
     except UnderstudyError as error:
         channel.end(process.fault_report(error))
@@ -67,6 +71,7 @@ async def serve(
         ready.epoch,
         ready.identity,
         continuation=backend.continuation_id,
+        can_rest=seat is not None,
     )
     channel.prepared(backend, prepared)
     await asyncio.Event().wait()
@@ -80,7 +85,11 @@ def _report_of(failed: FailedMsg) -> FaultReportMsg:
 class ReferenceBackend:
     """One incarnation's model service: what `channel.Backend` asks for."""
 
-    def __init__(self, served: ServedModel, directory: str) -> None:
+    def __init__(
+        self, served: ServedModel, directory: str, seat: serving.ServingSeat | None
+    ) -> None:
+        """`seat`: this process's; without one it cannot rest."""
+        self._seat = seat
         self._phases = Phases()
         self._served = served
         self._directory = directory
@@ -123,6 +132,8 @@ class ReferenceBackend:
         """Take KV memory and keep `listening` for `serve`. Takes the fd."""
         with listening:
             self._phases.step("wake")
+            if self._seat is not None:
+                self._seat.join(token)
             server = self._server
             self._served.engine, self._served.token = engine, token
             self._served.is_behind_gateway = is_behind_gateway
@@ -176,15 +187,33 @@ class ReferenceBackend:
         )
         server.pre_shutdown()
         await server.shutdown(FLUSH_S)
-        await self._runner.cleanup()
 
     async def rest(self, budget_s: float, *, keep_kv: bool) -> RestedMsg:
-        """Not asked for: `prepared` says so.
+        """After a drain: give the KV memory back on every rank, and leave the serving file.
 
         Raises:
-            UnderstudyError: always.
+            UnderstudyError: `engine.in_flight`, requests that the drain has cut have not ended.
         """
-        raise UnderstudyError("engine.cannot_rest", "this backend cannot rest")
+        self._phases.step("rest")
+        end = time.monotonic() + budget_s
+        served = self._served
+        while not self._is_idle() or served.link.in_flight:
+            if time.monotonic() >= end:
+                raise UnderstudyError(
+                    "engine.in_flight",
+                    f"{served.requests_open} requests are still open after the drain, so the KV"
+                    " memory cannot be given back",
+                )
+            await asyncio.sleep(POLL_S)
+        self._listener = None
+        served.on_request = lambda protocol: None
+        served.is_draining = served.is_continued = False
+        wait_s = max(0.0, end - time.monotonic())
+        resident_bytes = await served.link.give_memory(wait_s, is_kept=keep_kv)
+        if self._seat is not None:
+            self._seat.leave()
+        self._phases.step("rested")
+        return RestedMsg(resident_bytes)
 
     @property
     def _server(self) -> web.Server:

@@ -89,6 +89,7 @@ class KeptBlocks:
             )
             if adoption.torn:
                 logger.error("blocks %s are not what was published", sorted(adoption.torn))
+        self._pages = pages
         self.adopted = adoption.records
         self.why_empty = adoption.why_empty
         self.torn = len(adoption.torn)
@@ -112,6 +113,16 @@ class KeptBlocks:
         self.writer.clear()
         for lease in self._leases:
             lease.discard(why)
+
+    def close(self) -> None:
+        """Leave the content to the next engine, and let go of the pools but for rank 0's own, whose
+        lease is its caller's. An engine that lives to do this has not died of what it adopted."""
+        self.writer.prove()
+        self.writer.close()
+        for page in self._pages:
+            page.release()
+        for lease in self._leases[1:]:
+            lease.close()
 
     def _mark(self, mark: str) -> None:
         if self.adopted:

@@ -9,10 +9,10 @@ what is in it, or is gone with the service.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import mmap
 import os
-from typing import NamedTuple
 
 from engine.backends import free_memory
 from engine.backends.process import BackendProcess
@@ -31,12 +31,65 @@ NO_BLOCKS = "--cache-tokens 0: no blocks are kept"
 DEADLINE_S = free_memory.DEADLINE_S  # for another engine's process that still maps the pool
 
 
-class KvMemory(NamedTuple):
-    """`view` is writable. Without a `lease` it is private; `note` says why."""
+class PrivateMemory:
+    """This process's own, with the reason in `note`."""
 
-    view: memoryview
-    lease: KvLease | None = None
-    note: str = ""
+    lease = None
+
+    def __init__(self, size_bytes: int, note: str) -> None:
+        self._mapped = free_memory.allocate(size_bytes)
+        self.view, self.note = memoryview(self._mapped), note
+
+    def give_back(self, wait_s: float, *, is_kept: bool) -> int:
+        """As `LentMemory.give_back`; nothing of it can be kept."""
+        self._mapped.madvise(mmap.MADV_DONTNEED)  # not unmapped yet: nobody else can be there
+        size_bytes = len(self.view)
+        self.view.release()
+        with contextlib.closing(self._mapped):
+            start = ctypes.c_ubyte.from_buffer(self._mapped)
+            resident_bytes = free_memory.resident_bytes(ctypes.addressof(start), size_bytes)
+            del start
+        return resident_bytes
+
+
+class LentMemory:
+    """The memory service's. `note` says why none of it is kept for the next engine."""
+
+    def __init__(self, lease: KvLease, device: str, kv_bytes: int, note: str) -> None:
+        """Takes `lease`, unless it raises."""
+        self.lease, self.note = lease, note
+        size_bytes = sum(lease.slab_sizes)
+        self._mapped = memory_for(device).reserve(size_bytes)
+        try:
+            self._mapped.map(0, lease.slabs, writable=True)
+        except BaseException:
+            self._mapped.free()
+            raise
+        self.view = self._mapped.view(0, kv_bytes)
+        self._filling = Filling(self._mapped.address, size_bytes, _filled)
+        lease.mark(BEGUN)
+
+    def give_back(self, wait_s: float, *, is_kept: bool) -> int:
+        """Unmap it, once nobody uses `view` any more; how many bytes are resident after that.
+
+        `is_kept`: the next engine finds it. Otherwise wait until the service has freed it.
+
+        Raises:
+            UnderstudyError: as `KvLease.give_up`.
+        """
+        self._filling.stop()
+        self._mapped.unmap()
+        resident_bytes = free_memory.resident_bytes(self._mapped.address, self._mapped.size_bytes)
+        self._mapped.free()
+        if is_kept:
+            self.lease.close()
+        else:
+            self.lease.give_up(wait_s)
+        return resident_bytes
+
+
+KvMemory = LentMemory | PrivateMemory
+"""`view` is writable."""
 
 
 class KvSource:
@@ -65,21 +118,16 @@ class KvSource:
                     why = f"no memory service: {error.message}"
                     logger.warning("%s; this engine takes private KV memory", why)
         free_memory.wait_for_room(self._kv_bytes * ranks)
-        return KvMemory(memoryview(free_memory.allocate(self._kv_bytes)), None, why)
+        return PrivateMemory(self._kv_bytes, why)
 
-    def _lent(self, take: TakeMemoryMsg, rank: int) -> KvMemory:
+    def _lent(self, take: TakeMemoryMsg, rank: int) -> LentMemory:
         lease = self.borrow(take, rank)
         note = "" if self._blocks else NO_BLOCKS
         with contextlib.ExitStack() as stack:
             stack.callback(lease.close)
-            size_bytes = sum(lease.slab_sizes)
-            mapped = memory_for(host_device(rank)).reserve(size_bytes)
-            stack.callback(mapped.free)
-            mapped.map(0, lease.slabs, writable=True)
+            memory = LentMemory(lease, host_device(rank), self._kv_bytes, note)
             stack.pop_all()
-        Filling(mapped.address, size_bytes, _filled)
-        lease.mark(BEGUN)
-        return KvMemory(mapped.view(0, self._kv_bytes), lease, note)
+        return memory
 
     def borrow(self, take: TakeMemoryMsg, rank: int) -> KvLease:
         """The pool of `rank`'s device. Raises as `memory` does, and UnreachableError."""
@@ -116,7 +164,7 @@ def _filled(huge_bytes: int) -> None:
 
 
 def page_of(lease: KvLease) -> IndexPage:
-    """The index in the lease's pool. Its mapping lives as long as the page.
+    """The index in the lease's pool. Its mapping lives until the page is released.
 
     Raises:
         UnreachableError: `wire.no_descriptors`.

@@ -33,6 +33,7 @@ from engine.backends.reference.link import (
     CheckMsg,
     ConfigureMsg,
     FailedMsg,
+    GiveMemoryMsg,
     ProgressedMsg,
     PublishedMsg,
     SubmitMsg,
@@ -43,7 +44,7 @@ from engine.backends.reference.link import (
 from engine.backends.reference.model.batch import Request
 from engine.backends.reference.model.generation import CANARY_FAILED, Generator, canary
 from engine.backends.reference.model.rank import SCRATCH, SERVING, Rank, follow
-from plumbing.errors import UnderstudyError, UsageError, WaitTimeoutError
+from plumbing.errors import InvariantError, UnderstudyError, UsageError, WaitTimeoutError
 from plumbing.service.log import configure
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.messages import Message
@@ -92,6 +93,7 @@ class ModelLoop:
         self._canary_tokens: tuple[int, ...] = ()
         self._next_progress_s = 0.0
         self._published = 0
+        self._progress = 0  # of the time before the last rest: it only ever grows
 
     def run(self) -> NoReturn:
         """Try the decoder and serve. Ends with the UnderstudyError that says why."""
@@ -128,6 +130,8 @@ class ModelLoop:
         match message:
             case TakeMemoryMsg():
                 self._take_memory(message)
+            case GiveMemoryMsg():
+                self._give_memory(message)
             case CheckMsg():
                 self._check()
             case SubmitMsg() if self._generator is not None:
@@ -152,7 +156,17 @@ class ModelLoop:
             cache = self._rank.cache(SERVING)
             prefixes = self._rank.prefixes
             self._generator = Generator(self._rank.decoder, cache, self._grammars, prefixes)
+            self._generator.progress = self._progress
         self._link.notify(taken)
+
+    def _give_memory(self, give: GiveMemoryMsg) -> None:
+        generator, self._generator = self._generator, None
+        if generator is not None:
+            if generator.has_work:
+                raise InvariantError("asked for its KV memory while requests use it")
+            self._progress, self._published = generator.progress, 0
+            del generator
+        self._link.notify(self._rank.give_memory(give))
 
     def _check(self) -> None:
         """One real inference, over the real cache unless requests are using it."""

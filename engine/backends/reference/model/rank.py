@@ -15,7 +15,14 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from engine.backends import process
-from engine.backends.reference.link import ConfigureMsg, ReadyMsg, TakeMemoryMsg, TakenMsg
+from engine.backends.reference.link import (
+    ConfigureMsg,
+    GiveMemoryMsg,
+    GivenMsg,
+    ReadyMsg,
+    TakeMemoryMsg,
+    TakenMsg,
+)
 from engine.backends.reference.model.block_memory import BlockMemory, BlockStore
 from engine.backends.reference.model.checkpoint import open_checkpoint
 from engine.backends.reference.model.decoder import Decoder, KVCache, weights_from
@@ -60,6 +67,7 @@ class Rank:
         self.kept: KeptBlocks | None = None  # …if the memory is lent
         reader, identity = map_weights(checkpoint, member)
         self._source = KvSource(member, self.kv_bytes, self._size.blocks)
+        self._seat = member.seat
         is_leader = settings.rank == 0
         self.peers = Leader(peers, config.vocab_size) if is_leader else Follower(peers[0])
         self.decoder = Decoder(config, weights_from(config, reader.view), self.peers)
@@ -117,6 +125,8 @@ class Rank:
         """
         settings, size = self._settings, self._size
         if self._memory is None:
+            if self._seat is not None:
+                self._seat.join(take.token)
             is_lent = settings.kv_memory == "gms"
             memory = self._source.memory(take, settings.rank, settings.ranks, is_lent=is_lent)
             config, slots = self.decoder.config, settings.slots
@@ -132,6 +142,26 @@ class Rank:
         if kept is None:
             return TakenMsg(size.kv_bytes, kind, note=self._memory.note)
         return TakenMsg(size.kv_bytes, kind, len(kept.adopted), kept.why_empty, kept.torn)
+
+    def give_memory(self, give: GiveMemoryMsg) -> GivenMsg:
+        """Undo `take_memory`, when nothing runs. On rank 0 the index is closed first, so that what
+        is in it stays true.
+
+        Raises:
+            UnderstudyError: as `KvLease.give_up`.
+        """
+        memory, kept, resident_bytes = self._memory, self.kept, 0
+        self._memory = self.kept = self.prefixes = self._blocks = None
+        self._caches.pop(SERVING, None)
+        if kept is not None:
+            kept.close()
+            del kept
+        if memory is not None:
+            wait_s = give.wait_ms / 1000
+            resident_bytes = memory.give_back(wait_s, is_kept=give.is_kept)
+        if self._seat is not None:
+            self._seat.leave()
+        return GivenMsg(resident_bytes)
 
     def _begin_cache(self, take: TakeMemoryMsg, memory: KvMemory, leader: Leader) -> None:
         """An error here ends the engine: what the pools' index says must not stay as it is."""
@@ -185,10 +215,13 @@ def follow(link: BlockingClient, rank: Rank) -> NoReturn:
 
 
 def _receive(link: BlockingClient, rank: Rank) -> None:
-    message = link.receive().message
-    if not isinstance(message, TakeMemoryMsg):
-        raise UnderstudyError("engine.link", f"{message.TYPE} is not for a rank above 0")
-    link.notify(rank.take_memory(message))
+    match link.receive().message:
+        case TakeMemoryMsg() as take:
+            link.notify(rank.take_memory(take))
+        case GiveMemoryMsg() as give:
+            link.notify(rank.give_memory(give))
+        case message:
+            raise UnderstudyError("engine.link", f"{message.TYPE} is not for a rank above 0")
 
 
 def _follow_step(leader: Follower, rank: Rank) -> None:
