@@ -1,4 +1,4 @@
-"""The `gms` command: `serve`, `status`, `inspect`, `verify`, `drop`, `drop-kv`."""
+"""The `gms` command: `serve`, `status`, `inspect`, `verify`, `drop`, `drop-kv`, `offload`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import asyncio
 import functools
 import os
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import click
 
+from gms import names
+from gms.copies.cli import keep_copy, make_copy, offload
 from gms.kv.server import KvServer
 from gms.operate import report
+from gms.options import DIRECTORY, FREE_TIMEOUT, ONE_DEVICE
 from gms.server.devices import VISIBLE, devices_to_serve
 from gms.server.memory_server import MemoryServer
 from gms.server.server import STALL_MS, DeviceServer
@@ -29,7 +33,6 @@ from plumbing.service.process import arm_from_environment
 from plumbing.service.signals import SignalInbox
 from plumbing.text import to_json
 
-DIRECTORY = Option("dir", str, paths.DIRECTORY, "The directory that the pod's processes share.")
 MEMORY = Option("memory", str, "host", "The kind of memory.", choices=("host", "cuda"))
 DEVICE_BYTES = Option(
     "device_bytes", size_bytes, None,
@@ -40,6 +43,11 @@ CRASHED = 70  # EX_SOFTWARE of sysexits.h: an internal error
 STALL = Option(
     "stall_s", float, STALL_MS / 1000, "Longest time in seconds a writer may make no progress.",
     minimum=0.1,
+)  # fmt: skip
+HOST_MEMORY = Option(
+    "host_memory", size_bytes, None,
+    "Host memory for copies of the weights, in equal parts for all devices; without it, weights are"
+    " not copied and cannot be offloaded.", minimum=1,
 )  # fmt: skip
 SERVE = (
     DIRECTORY,
@@ -55,15 +63,12 @@ SERVE = (
         many=True,
     ),
     DEVICE_BYTES,
+    HOST_MEMORY,
     STALL,
     Option("http_host", str, "127.0.0.1", "Address of probes, status and metrics."),
     Option("http_port", int, 9401, "Port of probes, status and metrics.", minimum=0, maximum=65535),
     ALLOWED_HOST,
 )
-DROP_TIMEOUT = Option(
-    "timeout_s", float, 30.0, "How long in seconds to wait until the memory is free.", minimum=0.0
-)
-ONE_DEVICE = Option("device", str, None, "Only this device.")
 SERVE_DEVICE = (
     DIRECTORY,
     MEMORY,
@@ -95,24 +100,29 @@ def serve(config: Resolved) -> None:
     if gpus and not is_cuda:
         raise UsageError("config.needless_device", "--device requires --memory cuda")
 
+    devices = devices_to_serve(gpus) if is_cuda else [f"HOST-{n}" for n in range(config["devices"])]
+    copies_bytes = config["host_memory"]
+
     def command(device: str, restarts: int, verb: str = "serve-device") -> list[str]:
         """How the next server of `device` is started."""
+        is_copy = names.is_offload(device)
         flags = {
             "--dir": directory,
-            "--memory": config["memory"],
+            "--memory": "host" if is_copy else config["memory"],
             "--device": device,
             "--restarts": restarts,
         }
         if verb == "serve-device":
             flags["--stall-s"] = config["stall_s"]
-        if config["device_bytes"] is not None:
+        if is_copy:
+            flags["--device-bytes"] = max(1, copies_bytes // len(devices))
+        elif config["device_bytes"] is not None:
             flags["--device-bytes"] = config["device_bytes"]
-        words = [str(word) for flag in flags.items() for word in flag]
-        return [sys.executable, "-m", "gms.cli", verb, *words]
+        return _words(verb, flags)
 
     supervisor = GmsSupervisor(
         directory,
-        devices_to_serve(gpus) if is_cuda else [f"HOST-{n}" for n in range(config["devices"])],
+        devices,
         command,
         # A server sees its own device and nothing else.
         environment=lambda device: {VISIBLE: device} if is_cuda else {},
@@ -120,8 +130,16 @@ def serve(config: Resolved) -> None:
         http_port=config["http_port"],
         allowed_hosts=config["http_allowed_host"],
         kv_command=lambda device, restarts: command(device, restarts, "serve-kv"),
+        copy_command=None
+        if copies_bytes is None
+        else lambda device: _words("keep-copy", {"--dir": directory, "--device": device}),
     )
     sys.exit(run_async(supervisor.run))
+
+
+def _words(verb: str, flags: Mapping[str, object]) -> list[str]:
+    words = (str(word) for flag in flags.items() for word in flag)
+    return [sys.executable, "-m", "gms.cli", verb, *words]
 
 
 @main.command("serve-device", hidden=True)
@@ -290,7 +308,7 @@ def drop(
 
 
 @main.command("drop-kv")
-@options((DIRECTORY, ONE_DEVICE, DROP_TIMEOUT), command="gms-client")
+@options((DIRECTORY, ONE_DEVICE, FREE_TIMEOUT), command="gms-client")
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @json_flag
 def drop_kv(config: Resolved, yes: bool, as_json: bool) -> None:
@@ -313,6 +331,10 @@ def drop_kv(config: Resolved, yes: bool, as_json: bool) -> None:
     else:
         click.echo("\n".join(map(kv_upkeep.render_dropped, document["devices"])))
 
+
+main.add_command(keep_copy)
+main.add_command(make_copy)
+main.add_command(offload)
 
 if __name__ == "__main__":
     main()

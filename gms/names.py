@@ -42,6 +42,11 @@ def is_offload(device: str) -> bool:
     return device.startswith(OFFLOAD)
 
 
+def is_host(device: str) -> bool:
+    """Whether `device` is host memory, which any process can read."""
+    return device.startswith(("HOST-", OFFLOAD))
+
+
 def socket_path(directory: str, device: str) -> str:
     """The socket of one device's server."""
     return paths.gms_socket(directory, check_device(device))

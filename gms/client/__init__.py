@@ -9,6 +9,7 @@
             session.write(name, …)                       # or session.view(name), on the host
             session.progress(done_bytes, total_bytes)    # silence is taken for a stall
         session = session.commit(identity)               # now a Reader, at the same addresses
+    # where the weights were offloaded, it has been copied from host memory, and is a Reader already
     weights = {name: session.view(name) for name in session.tensors}
     Keeper(session).start()                              # keeps the session if the service restarts
 
@@ -30,6 +31,7 @@ from gms.client.attachment import Attachment
 from gms.client.device_memory import memory_for
 from gms.client.keeper import Keeper
 from gms.client.lease import KvClaim, KvLease
+from gms.client.offloaded import Offloaded, open_copy, release, written_from_copy
 from gms.client.pool import borrow_pool, has_pool_service, pool_service_answers
 from gms.client.reader import Reader
 from gms.client.sessions import OnWait, Opening
@@ -49,6 +51,7 @@ __all__ = [
     "Keeper",
     "KvClaim",
     "KvLease",
+    "Offloaded",
     "Reader",
     "TensorRecord",
     "Writer",
@@ -57,8 +60,10 @@ __all__ = [
     "look_for_mps",
     "memory_for",
     "messages",
+    "open_copy",
     "open_session",
     "pool_service_answers",
+    "release",
 ]
 
 
@@ -110,6 +115,8 @@ def open_session(
         session: Reader | Writer
         if isinstance(grant, messages.WritingMsg):
             session = Writer(opening, client, attachment, request, grant, on_wait)
+            if grant.copy is not None:
+                session = written_from_copy(session, grant.copy, on_wait)
         else:
             session = Reader(opening, client, attachment, request, grant)
         stack.pop_all()

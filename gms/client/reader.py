@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec import structs
@@ -29,7 +29,10 @@ from plumbing.wire.messages import Message
 RECEIVE_TIMEOUT_S = 5.0  # for the rest of a frame that has begun
 # Short: the keeper retries a server that does not accept yet, and may have to close meanwhile.
 ACCEPT_TIMEOUT_S = 0.5
-DIGEST_PIECE_BYTES = 8 << 20  # large: few thread switches; small: soon stopped
+PIECE_BYTES = 8 << 20  # large: few thread switches; small: soon stopped
+
+# How an epoch is written again where it was unmapped; returns the reader that its commit makes.
+Rewrite = Callable[[Opening, BlockingClient, Attachment, msg.AttachMsg, msg.WritingMsg], "Reader"]
 
 
 class Reader(WeightsSession):
@@ -82,12 +85,21 @@ class Reader(WeightsSession):
         """SHA-256, in hex, of all slabs in order; None once `may_go_on` is false. Takes half a
         second per GiB, and other threads run meanwhile."""
         whole = hashlib.sha256()
-        for first in range(0, self.size_bytes, DIGEST_PIECE_BYTES):
+        for first in range(0, self.size_bytes, PIECE_BYTES):
             if not may_go_on():
                 return None
-            size_bytes = min(DIGEST_PIECE_BYTES, self.size_bytes - first)
+            size_bytes = min(PIECE_BYTES, self.size_bytes - first)
+            # A copy: the memory may be unmapped while another thread runs.
             whole.update(self._attachment.range.read(first, size_bytes))
         return whole.hexdigest()
+
+    def pieces(self) -> Iterator[tuple[int, bytes | memoryview]]:
+        """All slabs in order, piece by piece, each with its offset: in place, so only while nobody
+        unmaps them, or copied from a device's memory."""
+        mapped = self._attachment.range
+        look = mapped.view if self._opening.memory.kind == "host" else mapped.read
+        for first in range(0, self.size_bytes, PIECE_BYTES):
+            yield first, look(first, min(PIECE_BYTES, self.size_bytes - first))
 
     # ------------------------------------------------------------------ for the keeper
 
@@ -192,26 +204,47 @@ class Reader(WeightsSession):
     def unmap(self) -> None:
         """Release the memory and the session; the addresses stay reserved for `remap`. Close the
         keeper first: while it waits for a message it keeps the session open."""
+        with contextlib.closing(self.leave()):
+            pass
+
+    def leave(self) -> BlockingClient:
+        """Release the memory; the addresses stay. Gives the session's connection to the caller,
+        who may tell the service that this reader has nothing mapped any more."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._client.close)
             self._attachment.unmap()
+            stack.pop_all()
+        return self._client
 
-    def remap(self, deadline_s: float) -> None:
+    def remap(
+        self, deadline_s: float, copy: str | None = None, rewrite: Rewrite | None = None
+    ) -> None:
         """Attach again and map the same layout at the same addresses.
+
+        Args:
+            copy, rewrite: the host copy from which the memory may be written again, and how.
 
         Raises:
             WaitTimeoutError, RemoteError, UnreachableError: not within `deadline_s`.
-            UnderstudyError: `gms.stale_layout`, another layout is committed now. All are fatal to
-                the engine: its tensors point at addresses where nothing is mapped.
+            UnderstudyError: `gms.stale_layout`, another layout is committed now; `gms.stale_copy`,
+                the host copy stands for nothing. All are fatal to an engine that computes: its
+                tensors point at addresses where nothing is mapped.
         """
         wait_ms = round(deadline_s * 1000)
+        mode = "ro" if rewrite is None else "rw_or_ro"
         request = structs.replace(
-            self._request, mode="ro", identity=self.identity, wait_ms=wait_ms, replace=False
+            self._request, mode=mode, identity=self.identity, wait_ms=wait_ms, replace=False
         )
-        self._client, grant = self._opening.attach(
-            request, deadline_s, self._attachment, layout_hash=self.layout_hash
+        client, grant = self._opening.attach(
+            request, deadline_s, self._attachment, layout_hash=self.layout_hash, copy=copy
         )
-        self.epoch = grant.epoch
+        if isinstance(grant, msg.WritingMsg) and rewrite is not None:
+            with contextlib.ExitStack() as stack:
+                stack.callback(client.close)
+                stack.callback(self._attachment.unmap)
+                client = rewrite(self._opening, client, self._attachment, request, grant)._client
+                stack.pop_all()
+        self._client, self.epoch = client, grant.epoch
 
 
 def _closed() -> UnreachableError:

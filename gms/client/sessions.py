@@ -36,8 +36,8 @@ class Opening:
     """The way to one device's server: for a new session, and for a reader that attaches again."""
 
     def __init__(self, directory: str, device: str, memory: DeviceMemory) -> None:
-        self.memory = memory
-        self._directory = directory
+        self.memory, self.device = memory, device
+        self.directory = directory
         self._path = names.socket_path(directory, device)
 
     def connect(self, deadline_s: float = CONNECT_TIMEOUT_S) -> BlockingClient:
@@ -52,11 +52,13 @@ class Opening:
         *,
         on_wait: OnWait = lambda reason: None,
         layout_hash: str | None = None,
+        copy: str | None = None,
     ) -> tuple[BlockingClient, msg.WritingMsg | msg.EpochAttachedMsg]:
         """Wait for the grant and let `attachment`, which has nothing mapped, hold the epoch.
 
         Args:
             layout_hash: map a committed epoch of this layout, or fail.
+            copy: or write, if this host copy stands for the weights.
 
         Raises:
             What `open_session` raises; UnderstudyError `gms.stale_layout`.
@@ -70,12 +72,20 @@ class Opening:
             stack.callback(attachment.unmap)
             if isinstance(grant, msg.EpochAttachedMsg) and layout_hash in (None, grant.layout_hash):
                 self._take_slabs(client, reply.fds, grant, attachment, placeholder)
-            elif isinstance(grant, msg.WritingMsg) and layout_hash is None:
+            elif isinstance(grant, msg.WritingMsg) and (
+                layout_hash is None or (copy is not None and grant.copy == copy)
+            ):
                 attachment.hold(self._join(grant.epoch_file, placeholder))
                 # Addresses for all that it could ever write: more may become free while it loads.
                 attachment.reserve(grant.capacity_bytes)
             else:
                 close_all(reply.fds)
+                if isinstance(grant, msg.WritingMsg) and copy is not None:
+                    raise UnderstudyError(
+                        "gms.stale_copy",
+                        f"the host copy {copy} does not stand for the weights of this device any "
+                        "more; restart this engine, which loads them again",
+                    )
                 if not isinstance(grant, msg.EpochAttachedMsg):
                     raise unexpected_answer(grant.TYPE, "attach")
                 raise UnderstudyError(
@@ -119,7 +129,7 @@ class Opening:
         if not names.is_epoch_file(name):
             raise unexpected_answer(f"the epoch file {name!r}", "attach")
         try:
-            return epoch_file.join(os.path.join(self._directory, name), placeholder)
+            return epoch_file.join(os.path.join(self.directory, name), placeholder)
         except OSError as error:
             raise sockets.no_descriptors(f"hold the epoch's file {name}", error) from error
 
@@ -139,6 +149,16 @@ class WeightsSession:
         self._attachment = attachment
         self._request = request
         self.is_closed = False
+
+    @property
+    def opening(self) -> Opening:
+        """The way to the server of this session."""
+        return self._opening
+
+    @property
+    def request(self) -> msg.AttachMsg:
+        """What this session asked for."""
+        return self._request
 
     @property
     def tensors(self) -> Mapping[str, TensorRecord]:

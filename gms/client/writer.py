@@ -49,6 +49,7 @@ class Writer(WeightsSession):
             grant.granularity_bytes, grant.free_bytes, opening.memory.allocation_bytes_max
         )
         self._records: dict[str, TensorRecord] = {}
+        self._source: Reader | None = None  # what this epoch is a copy of
 
     def plan(self, total_bytes: int, tensor_bytes_max: int, slab_bytes: int | None = None) -> None:
         """Announce how much will be placed, and the size of the largest tensor.
@@ -101,25 +102,45 @@ class Writer(WeightsSession):
             )
         self._attachment.range.write(record.offset + at, data)
 
+    def copy(self, source: Reader) -> None:
+        """Make this epoch, in which nothing is placed, the same as `source`: slabs, tensors, bytes.
+
+        Raises:
+            RemoteError: `gms.out_of_memory`, …; the session is over.
+        """
+        if self._records or self._places.slab_sizes:
+            raise InvariantError("a copy is made of a whole epoch, into an empty one")
+        for size_bytes in source.slab_sizes:
+            self._open_slab(size_bytes)
+        for first, piece in source.pieces():
+            self._attachment.range.write(first, piece)
+            self.progress(first + len(piece), source.size_bytes)
+        self._source = source
+
     @property
     def tensors(self) -> Mapping[str, TensorRecord]:
         """The tensors that were placed so far, by name."""
-        return self._records
+        return self._records if self._source is None else self._source.tensors
 
     def progress(self, done_bytes: int, total_bytes: int) -> None:
         """Report that the load proceeds; without it, the writer's deadline runs out."""
         self._client.notify(msg.ProgressMsg(done_bytes, total_bytes))
 
-    def commit(self, identity: Mapping[str, Any]) -> Reader:
+    def commit(self, identity: Mapping[str, Any], *, restaged_from: str | None = None) -> Reader:
         """Publish the epoch and go on as its reader: same session, same addresses, read-only.
+
+        Args:
+            restaged_from: the host copy that stands for the device's weights, if this is its copy.
 
         Raises:
             RemoteError: `gms.still_writable`, `gms.identity_changed`, …; the load is lost.
         """
-        sizes, manifest = self._places.slab_sizes, encode(self._records.values())
+        sizes, source = self._places.slab_sizes, self._source
+        manifest = encode(self._records.values()) if source is None else source.manifest.encoded
         computed = layout_hash(sizes, manifest)
         self._attachment.make_read_only()
-        is_answered = self._request_commit(msg.CommitMsg(dict(identity), manifest, computed))
+        commit = msg.CommitMsg(dict(identity), manifest, computed, restaged_from)
+        is_answered = self._request_commit(commit)
         epoch = msg.EpochAttachedMsg(
             epoch=self.epoch,
             epoch_file=self._grant.epoch_file,
@@ -129,8 +150,10 @@ class Writer(WeightsSession):
             manifest=manifest,
         )
         self.is_closed = True  # the reader owns everything from here on
+        # The digest of a restaged epoch is known: it is the copy's.
+        is_author = restaged_from is None
         reader = Reader(
-            self._opening, self._client, self._attachment, self._request, epoch, is_author=True
+            self._opening, self._client, self._attachment, self._request, epoch, is_author=is_author
         )
         if not is_answered:
             with contextlib.ExitStack() as stack:

@@ -127,7 +127,7 @@ class DeviceMachine:
             case msg.VerifyMsg():
                 return self._upkeep.verify(event, now_ms)
             case msg.OffloadMsg():
-                return self._offload.ask(event)
+                return self._offload.ask(event, now_ms)
             case message:
                 raise ProtocolError(
                     "gms.unexpected_message", f"clients do not send {message.TYPE!r}"

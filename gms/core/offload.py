@@ -33,12 +33,24 @@ class Offload:
         self.device = device
         self._askers: dict[int, int] = {}  # request ids by session: who waits for the proof
 
-    def ask(self, event: ev.Received) -> Effects:
-        """Somebody has no use for the device's copy at present.
+    def ask(self, event: ev.Received, now_ms: float) -> Effects:
+        """Somebody has no use for the device's copy at present; if it is a reader, it has unmapped
+        it. That the kernel knows: what counts is who holds the epoch's file.
 
         Raises:
             UnderstudyError: `gms.epoch_mapped`, `gms.no_copy`, `gms.nothing_committed`, …
         """
+        reader = self.device.sessions.get(event.session)
+        if reader is None:
+            return self._begin(event)
+        reader.move(msg.OffloadMsg, now_ms)
+        left = self.device.drop(reader, "it has unmapped the weights")
+        try:
+            return [*left, *self._begin(event)]
+        except UnderstudyError as error:  # it has left all the same
+            return [*left, fx.RefuseRequest(event.session, event.request_id, error)]
+
+    def _begin(self, event: ev.Received) -> Effects:
         self._check_no_writer()
         if self.device.offloaded is not None and self.device.committed is None:
             self._askers[event.session] = event.request_id

@@ -44,6 +44,7 @@ SESSION_TRANSITIONS: Mapping[tuple[S, SessionInput], S] = {
     (S.JOURNALLING, ev.Journalled): S.READING,
     (S.READING, msg.CondemnMsg): S.READING,
     (S.READING, msg.DigestMsg): S.READING,
+    (S.READING, msg.OffloadMsg): S.CLOSED,  # it has unmapped: it is no reader any more
     (S.OPEN, msg.RejoinMsg): S.REJOINING,
     (S.REJOINING, ev.Rejoined): S.READING,
     (S.REJOINING, ev.AskedToOffer): S.OFFERING,

@@ -112,6 +112,8 @@ def the_device(directory: str, device: str | None) -> str:
         UnreachableError: `gms.no_devices`; UsageError: no such device, or several and none named.
     """
     found = _chosen(directory, device)
+    if device is None:  # host copies are meant only by their names
+        found = [each for each in found if not names.is_offload(each)] or found
     if len(found) > 1:
         raise UsageError(
             "gms.which_device", f"there are {', '.join(found)}; choose one with --device"
@@ -144,7 +146,7 @@ def _verify(directory: str, device: str) -> dict[str, Any]:
         assert isinstance(answer, msg.VerifiedMsg)
         epoch, expected, found, by = answer.epoch, answer.expected, answer.found, answer.reader
     except RemoteError as error:
-        if error.code != "gms.no_verifier" or not device.startswith("HOST-"):
+        if error.code != "gms.no_verifier" or not names.is_host(device):
             raise  # on a GPU, reading here would take a context's memory from the engines
         epoch, expected, found = _read_here(directory, device)
         by = f"gms verify (pid {os.getpid()})"

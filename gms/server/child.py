@@ -78,6 +78,11 @@ class Child:
         return f"the {kind} of {self.device}"
 
     @property
+    def is_dispensable(self) -> bool:
+        """Whether weights are served without it, however often it dies."""
+        return self.tag != names.WEIGHTS or names.is_offload(self.device)
+
+    @property
     def is_answering(self) -> bool:
         return self.answered_ms is not None
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from plumbing.service.events import Event
 from plumbing.service.metrics import Metrics
 
-STATES = ("empty", "staging", "committed", "recovering", "down")
+STATES = ("empty", "staging", "committed", "recovering", "offloaded", "down")
 MODES = ("rw", "ro", "waiting")
 EVENTS = {"gms.recovered": "recoveries_total", "gms.condemned": "condemnations_total"}
 HELP = {
@@ -21,6 +21,8 @@ HELP = {
     "reclaims_total": "Epochs whose memory became free.",
     "recoveries_total": "Epochs that readers handed back to a restarted server.",
     "condemnations_total": "Epochs that were taken out of service because their bytes were bad.",
+    "offloads_total": "Epochs freed because host memory has a sealed copy.",
+    "restages_total": "Epochs brought back from their copy in host memory.",
     "oom_waits_total": "Slabs that waited for memory to become free.",
     "protocol_errors_total": "Requests that were refused as the peer's fault.",
 }

@@ -16,6 +16,7 @@ from typing import Any
 
 from gms import names
 from gms.server.child import Child
+from gms.server.copier import CopierProcess
 from gms.server.kv_metrics import KvMetrics
 from gms.server.metrics import GmsMetrics
 from plumbing.part.absence import AbsenceFile
@@ -51,19 +52,32 @@ class GmsSupervisor:
         environment: Callable[[str], Mapping[str, str]] = lambda device: {},
         clock: Clock | None = None,
         kv_command: Callable[[str, int], Sequence[str]] | None = None,
+        copy_command: Callable[[str], Sequence[str]] | None = None,
     ) -> None:
         """`command`: how to start a device's server, given how many it had before; `kv_command`
-        likewise for the server of its KV memory, if it has one."""
+        likewise for the server of its KV memory, if it has one; `copy_command` for what keeps its
+        weights' copy in host memory, which then has a server (`command`), too."""
         self.directory = directory
         self.clock = clock or SystemClock()
         self.log = EventLog("gms", self.clock)
-        self.metrics = GmsMetrics(devices, names.WEIGHTS)
+        copied = list(devices) if copy_command is not None else []
+        hosts = [names.offload_device(device) for device in copied]
+        self.metrics = GmsMetrics([*devices, *hosts], names.WEIGHTS)
         self.log.subscribe(self.metrics.count)
         self._commands = {names.WEIGHTS: command, names.KV: kv_command or command}
         self._environment = environment
         self.children = [
             Child(device, names.socket_path(directory, device), self.clock, self.metrics, self.log)
             for device in devices
+        ]
+        self.host_children = [
+            Child(host, names.socket_path(directory, host), self.clock, self.metrics, self.log)
+            for host in hosts
+        ]
+        self.copiers = [
+            CopierProcess(device, copy_command, environment, self.log)
+            for device in copied
+            if copy_command is not None
         ]
         kv_devices = devices if kv_command is not None else ()
         self.kv_metrics = KvMetrics(self.metrics.metrics, kv_devices)
@@ -108,8 +122,8 @@ class GmsSupervisor:
             await self.http.start()
             try:
                 async with asyncio.TaskGroup() as tasks:
-                    everybody = (*self.children, *self.kv_children)
-                    running = [tasks.create_task(self._keep(child)) for child in everybody]
+                    running = [tasks.create_task(self._keep(child)) for child in self._everybody]
+                    running += [tasks.create_task(each.run()) for each in self.copiers]
                     signals = tasks.create_task(self._await_signal(inbox))
                     code = await self._exit_code
                     for task in (*running, signals):
@@ -127,7 +141,7 @@ class GmsSupervisor:
             "as_of_event_id": self.log.last_id,
             "pid": os.getpid(),
             "problem": self.http.problem,
-            "devices": [self._device(child) for child in self.children],
+            "devices": [self._device(child) for child in (*self.children, *self.host_children)],
         }
 
     def _device(self, child: Child) -> dict[str, Any]:
@@ -135,14 +149,18 @@ class GmsSupervisor:
         kv = next((each.status() for each in self.kv_children if each.device == child.device), None)
         return {**child.status(), "kv": kv}
 
+    @property
+    def _everybody(self) -> tuple[Child, ...]:
+        return (*self.children, *self.host_children, *self.kv_children)
+
     async def _keep(self, child: Child) -> None:
-        """Start a server, wait for its end, restart it, until it keeps dying. That of KV memory is
-        tried for ever: weights are served without it, and engines with memory of their own."""
+        """Start a server, wait for its end, restart it, until it keeps dying. Those of KV memory
+        and of host copies are tried for ever: weights are served without them."""
         while True:
             verdict = self._start(child) or await self._watch(child)
             if isinstance(verdict, StartAgain):
                 await asyncio.sleep(verdict.delay_ms / 1000)
-            elif child.tag == names.KV:
+            elif child.is_dispensable:
                 await asyncio.sleep(KV_RETRY_S)
             else:
                 self._end(verdict.exit_code)
@@ -195,7 +213,7 @@ class GmsSupervisor:
         data: Mapping[str, Any],
     ) -> None:
         """Show why the device has no server, and record it: a shortage once while it lasts."""
-        if isinstance(verdict, GiveUp) and child.tag == names.KV:
+        if isinstance(verdict, GiveUp) and child.is_dispensable:
             severity, then = "error", f"restarting it in {KV_RETRY_S:g} s; weights are served on"
         elif isinstance(verdict, GiveUp):
             severity, then = "error", f"giving up after {child.restarts.deaths} attempts in a row"
@@ -226,8 +244,9 @@ class GmsSupervisor:
             self._exit_code.set_result(code)
 
     async def _stop_children(self) -> None:
-        everybody = (*self.children, *self.kv_children)
-        alive = [c.process for c in everybody if c.process and c.process.returncode is None]
+        processes = [child.process for child in self._everybody]
+        processes += [copier.process for copier in self.copiers]
+        alive = [each for each in processes if each is not None and each.returncode is None]
         for process in alive:
             process.terminate()
         for process in alive:
@@ -237,7 +256,7 @@ class GmsSupervisor:
             except TimeoutError:
                 process.kill()
                 await process.wait()
-        for child in everybody:
+        for child in self._everybody:
             child.end()
 
     def _startup(self) -> Probe:

@@ -57,7 +57,7 @@ class GmsProcess:
 
     @property
     def kind(self) -> str:
-        return "host" if self.device.startswith("HOST-") else "cuda"
+        return "host" if names.is_host(self.device) else "cuda"
 
     @property
     def pid(self) -> int:

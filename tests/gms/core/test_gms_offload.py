@@ -130,6 +130,21 @@ def test_mapped_epoch_is_not_offloaded():
     assert offload(bench, copy_of(bench)) == msg.OffloadedMsg(COPY, MIB)
 
 
+def test_reader_that_asks_has_left_whether_the_memory_is_freed_or_not():
+    """On its own session: it is no reader any more; the other one still is."""
+    bench, epoch = loaded()
+    bench.attach(2)
+    bench.attach(3)
+    bench.tell(ev.Received(2, 5, msg.OffloadMsg(), copy=copy_of(bench)))
+    answer = bench.last(2)
+    assert isinstance(answer, fx.RefuseRequest)
+    assert "still mapped by engine-3" in answer.error.message
+    assert bench.device.epochs[epoch].readers == {3}
+    bench.tell(ev.Received(3, 5, msg.OffloadMsg(), copy=copy_of(bench)))
+    assert bench.last(3) == msg.OffloadedMsg(COPY, MIB)
+    assert not bench.device.sessions
+
+
 def test_nothing_is_offloaded_where_nothing_is_committed():
     assert refused(Bench(), None) == "gms.nothing_committed"
 
@@ -239,3 +254,15 @@ def test_request_that_was_overtaken_is_refused():
     answer = bench.last(9)
     assert isinstance(answer, fx.RefuseRequest)
     assert answer.error.code == "gms.not_offloaded"
+
+
+def test_reader_of_a_superseded_epoch_that_asks_frees_it():
+    """It was the last one: what it had is released, although the newer epoch is mapped."""
+    bench = Bench()
+    old = bench.load(1)
+    new = bench.load(2, mode="rw", replace=True)
+    bench.tell(ev.Received(1, 5, msg.OffloadMsg()))
+    assert bench.released == [old]
+    assert isinstance(bench.last(1), fx.RefuseRequest)
+    assert bench.device.committed is not None
+    assert bench.device.committed.id == new

@@ -1,0 +1,129 @@
+"""Keeps the host copy of a device's weights: `gms keep-copy`, a process beside the copy's server.
+
+It holds the copy's descriptors, as an engine holds those of the weights, so that a server that dies
+gets the memory back; and it has a copy made where there is none of what is committed. It maps, but
+touches nothing, so it takes no memory; it never opens a device. Nobody waits for it, so it looks
+once in a while; only the service's own words (`gms.no_copy`) depend on how it gets on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from gms import messages as msg
+from gms import names
+from gms.client import Keeper, Reader, open_copy
+from gms.copies.maker import ENGINE
+from plumbing.errors import UnderstudyError
+from plumbing.service.process import parent_environment
+from plumbing.wire.blocking import BlockingClient
+
+LOOK_S = 0.5  # a look is two questions to servers that answer in a millisecond
+ANSWER_S = 5.0
+# After a copy that could not be made: memory may be short for long, and a try takes a second.
+RETRY_S = 10.0
+
+logger = logging.getLogger(__name__)
+
+
+class CopyKeeper:
+    """The copy of one device's weights; `look` does what is due, and never raises for long."""
+
+    def __init__(self, directory: str, device: str, make: Callable[[], int]) -> None:
+        """`make` makes a copy; its result is an exit code."""
+        self._directory, self._device, self._make = directory, device, make
+        self._host = names.offload_device(device)
+        self._copy: Reader | None = None
+        self._keeper: Keeper | None = None
+        self._retry_s = 0.0
+        self._said = ""
+
+    def run(self) -> None:
+        """Until the process is ended."""
+        while True:
+            try:
+                self.look()
+            except UnderstudyError as error:  # a server that restarts, a shortage
+                self._say(f"the copy of {self._device} is not looked after: {error.message}")
+            time.sleep(LOOK_S)
+
+    def look(self) -> None:
+        """Hold the copy that there is; have one made if it is not of what is committed.
+
+        Raises:
+            UnderstudyError: a server cannot be asked, or the copy not be held.
+        """
+        weights, copy = self._status(self._device), self._status(self._host)
+        if copy["state"] != "committed":
+            # A server that has died gets the copy from our keeper.
+            if copy["state"] == "empty" and weights["state"] == "committed":
+                self.close()
+                self._make_one()
+            return
+        if weights["state"] == "committed" and not _is_same(weights, copy):
+            self.close()
+            self._make_one()
+        elif self._copy is None or self._copy.epoch != copy["epoch"]:
+            self.close()
+            self._hold(is_digested=copy["digest"] != "pending")
+
+    def close(self) -> None:
+        """Let the copy go."""
+        if self._keeper is not None:
+            self._keeper.close()
+        if self._copy is not None:
+            self._copy.close()
+        self._keeper = self._copy = None
+
+    def _hold(self, *, is_digested: bool) -> None:
+        me = msg.AttachMsg(ENGINE, f"gms-keep-{os.getpid()}", "ro")
+        copy = open_copy(self._directory, self._device, me)
+        # Whoever finds a copy without a digest computes it: its maker has left.
+        copy.is_author = not is_digested
+        self._copy, self._keeper = copy, Keeper(copy, on_change=logger.warning)
+        self._keeper.start()
+        self._say(f"host memory has a copy of the weights of {self._device}: {copy.epoch}")
+
+    def _make_one(self) -> None:
+        now_s = time.monotonic()
+        if now_s < self._retry_s:
+            return
+        code = self._make()
+        if code != 0:
+            self._retry_s = time.monotonic() + RETRY_S
+            self._say(
+                f"the weights of {self._device} could not be copied to host memory (exit code "
+                f"{code}); trying again every {RETRY_S:g} s"
+            )
+
+    def _status(self, device: str) -> dict[str, Any]:
+        path = names.socket_path(self._directory, device)
+        with BlockingClient(path, msg.CATALOGUE, connect_timeout_s=ANSWER_S) as client:
+            answer = client.request(msg.StatusMsg(), timeout_s=ANSWER_S).message
+        assert isinstance(answer, msg.StatusReplyMsg)
+        return answer.document
+
+    def _say(self, sentence: str) -> None:
+        if sentence != self._said:
+            self._said = sentence
+            logger.warning(sentence)
+
+
+def _is_same(weights: dict[str, Any], copy: dict[str, Any]) -> bool:
+    """As far as is known: two digests that differ are two loads of one checkpoint."""
+    if any(weights[key] != copy[key] for key in ("layout_hash", "identity")):
+        return False
+    return "pending" in (weights["digest"], copy["digest"]) or weights["digest"] == copy["digest"]
+
+
+def make_in_a_process(flags: list[str]) -> int:
+    """Run `gms make-copy` with these flags."""
+    words = [sys.executable, "-m", "gms.cli", "make-copy", *flags]
+    environ = {**os.environ, **parent_environment()}
+    return subprocess.run(words, env=environ, stdin=subprocess.DEVNULL, check=False).returncode

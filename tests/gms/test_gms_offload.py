@@ -1,0 +1,261 @@
+"""Offload and restage with real servers: what is freed, what comes back, what dies meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from gms import messages as msg
+from gms import names
+from gms.client import Keeper, Offloaded, Reader, release
+from gms.copies.keeper import CopyKeeper
+from gms.copies.maker import make_copy
+from plumbing.errors import RemoteError, UnderstudyError
+from tests.gms.bench import IDENTITY, MIB, GmsProcess
+from tests.gms.kinds import host_only
+from tests.gms.test_gms_recovery import inodes, kept
+from tests.helpers import until
+
+SIZE = 3 * MIB
+
+
+@pytest.fixture
+def host(gms: GmsProcess) -> Iterator[GmsProcess]:
+    """The server of the copies of what `gms` serves."""
+    server = GmsProcess(gms.directory, device=names.offload_device(gms.device)).start()
+    yield server
+    server.stop()
+
+
+class Copies(CopyKeeper):
+    """The keeper of the copies, in this process; counts those that it has had made."""
+
+    def __init__(self, gms: GmsProcess) -> None:
+        self.made: list[str] = []
+        super().__init__(gms.directory, gms.device, self._make_here)
+
+    def _make_here(self) -> int:
+        self.made.append(make_copy(self._directory, self._device))
+        return 0
+
+    def settle(self) -> str:
+        """Look until there is a digested copy; returns its epoch."""
+
+        def digested() -> str | None:
+            self.look()
+            copy = self._status(self._host)
+            return copy["epoch"] if copy["digest"] not in (None, "pending") else None
+
+        return str(until(digested, "a digested copy"))
+
+
+@pytest.fixture
+def copies(gms: GmsProcess, host: GmsProcess) -> Iterator[Copies]:
+    keeper = Copies(gms)
+    yield keeper
+    keeper.close()
+
+
+def patterned(gms: GmsProcess, seed: int = 1, **more: Any) -> Reader:
+    """Commit two tensors in slabs of their own, whose bytes depend on `seed`."""
+    writer = gms.writer(**more)
+    writer.plan(SIZE, SIZE, slab_bytes=2 * MIB)
+    for number, name in enumerate(("a", "b")):
+        nbytes = (2 - number) * MIB
+        writer.place(name, nbytes, (nbytes,), "uint8")
+        writer.write(name, bytes([seed + number]) * nbytes)
+    return writer.commit(more.get("identity", IDENTITY))
+
+
+def digested(gms: GmsProcess) -> str:
+    status = until(lambda: (s := gms.status())["digest"] not in (None, "pending") and s, "a digest")
+    return str(status["digest"])
+
+
+def away(gms: GmsProcess, copies: Copies, reader: Reader) -> Offloaded:
+    """Released, its device freed: what a resting engine does."""
+    keeper = Keeper(reader)
+    keeper.start()
+    digested(gms)
+    copies.settle()
+    gone = release(reader, keeper)
+    assert gone.free() == reader.size_bytes
+    return gone
+
+
+def test_offloaded_weights_come_back_to_the_same_addresses_with_the_same_bytes(
+    gms: GmsProcess, copies: Copies
+):
+    """Copy, release, free, restage: nothing is left on the device meanwhile; then the addresses,
+    bytes, layout and digest are those of before, and it can be done again."""
+    with patterned(gms) as reader:
+        digest, address = reader.digest(), reader.address("b")
+        for round_ in (1, 2):
+            gone = away(gms, copies, reader)
+            status = gms.status()
+            assert (status["state"], status["unowned"], status["sessions"]) == ("offloaded", [], [])
+            assert (status["committed_bytes"], status["releasing_bytes"]) == (0, 0)
+            gone.restage(20)
+            assert (reader.digest(), reader.address("b")) == (digest, address)
+            assert reader.read("a")[:1] + reader.read("b")[-1:] == b"\1\2"
+            status = gms.status()
+            assert (status["state"], status["restages_total"]) == ("committed", round_)
+            assert (status["digest"], status["offloaded"]) == (digest, None)
+        assert len(copies.made) == 1, "an epoch cannot change, so one copy is enough"
+
+
+@host_only
+def test_second_engine_maps_what_the_first_has_restaged(gms: GmsProcess, copies: Copies):
+    """The device is freed when the last engine lets go; the first to come back writes, the other
+    one maps the very same memory."""
+    with patterned(gms) as first, gms.reader(engine="engine-1", incarnation="i-1") as second:
+        keeper = Keeper(first)
+        keeper.start()
+        digested(gms)
+        copies.settle()
+        one = release(first, keeper)
+        with pytest.raises(RemoteError, match="still mapped by engine-1") as caught:
+            one.free()
+        assert caught.value.code == "gms.epoch_mapped"
+        standby = Keeper(second)
+        standby.start()
+        two = release(second, standby)
+        assert two.free() == second.size_bytes
+        two.restage(20)
+        one.restage(20)
+        assert first.epoch == second.epoch
+        assert inodes(first) == inodes(second)
+        assert first.digest() == second.digest()
+        assert gms.status()["restages_total"] == 1
+
+
+@host_only
+def test_new_engine_gets_offloaded_weights_without_a_load(gms: GmsProcess, copies: Copies):
+    """A relaunched engine asks for `rw_or_ro`, as always, and has a reader of the same bytes."""
+    with patterned(gms) as reader:
+        digest = reader.digest()
+        away(gms, copies, reader).close()
+    session = gms.open(engine="engine-1", incarnation="i-1")
+    assert isinstance(session, Reader)
+    with session:
+        assert (session.digest(), session.identity) == (digest, IDENTITY)
+        assert gms.status()["restages_total"] == 1
+
+
+@host_only
+def test_lost_copy_costs_a_load(gms: GmsProcess, host: GmsProcess, copies: Copies):
+    """Everybody who had the copy is gone: the next engine writes, and then there is a new copy."""
+    with patterned(gms) as reader:
+        away(gms, copies, reader).close()
+    copies.close()
+    host.kill()
+    host.start()
+    assert gms.status()["state"] == "offloaded"
+    with patterned(gms, seed=5) as again, kept(again):
+        assert gms.status()["state"] == "committed"
+        digested(gms)
+        copies.settle()
+        assert len(copies.made) == 2
+
+
+@host_only
+def test_copy_outlives_its_server(gms: GmsProcess, host: GmsProcess, copies: Copies):
+    """SIGKILL of the server of the copies, its keeper alive or not: who holds it hands it back."""
+    with patterned(gms) as reader:
+        digest = reader.digest()
+        gone = away(gms, copies, reader)
+        host.kill()
+        host.start()
+        until(lambda: host.status()["state"] == "committed", "the keeper to hand the copy back")
+        copies.close()
+        host.kill()
+        host.start()
+        until(lambda: host.status()["state"] == "committed", "the engine to hand the copy back")
+        host.kill()
+        gone.restage(20)  # the engine has it: it needs no server of copies
+        assert reader.digest() == digest
+
+
+@host_only
+@pytest.mark.parametrize("victim", ["offloaded", "restaged"])
+def test_device_server_that_dies_knows_what_stands_for_its_weights(
+    gms: GmsProcess, copies: Copies, victim: str
+):
+    """SIGKILL once offloaded, and once restaged: the state comes back from the journal, or from
+    the engine."""
+    with patterned(gms) as reader:
+        digest = reader.digest()
+        gone = away(gms, copies, reader)
+        if victim == "offloaded":
+            gms.kill()
+            gms.start()
+            assert gms.status()["state"] == "offloaded"
+            gone.restage(20)
+        else:
+            gone.restage(20)
+            with kept(reader):
+                gms.kill()
+                gms.start()
+                until(lambda: gms.status()["state"] == "committed", "the engine to hand it back")
+        assert reader.digest() == gms.status()["digest"] == digest
+
+
+@host_only
+def test_writer_that_dies_in_a_restage_costs_nothing(gms: GmsProcess, copies: Copies, client: Any):
+    """A process that was granted the write dies before its commit: the copy still stands."""
+    with patterned(gms) as reader:
+        digest = reader.digest()
+        gone = away(gms, copies, reader)
+        writer = gms.client()
+        grant = writer.request(msg.AttachMsg("engine-9", "i-9", "rw", IDENTITY)).message
+        assert isinstance(grant, msg.WritingMsg)
+        assert grant.copy == copies.made[0]
+        writer.close()
+        gone.restage(20)
+        assert reader.digest() == digest
+
+
+@host_only
+def test_copy_of_other_bytes_is_replaced_and_never_stands_for_the_weights(
+    gms: GmsProcess, host: GmsProcess, copies: Copies
+):
+    """The weights are condemned, and loaded with other bytes: not offloaded before the copy is of
+    these; the keeper notices, and has one made."""
+    with patterned(gms) as reader, kept(reader) as keeper:
+        digested(gms)
+        stale = copies.settle()
+        keeper.report_device_error("a page of it is bad")
+        until(lambda: gms.status()["condemnations_total"], "it to be condemned")
+    until(lambda: gms.status()["state"] == "empty", "its memory to be free")
+    with patterned(gms, seed=9) as again, kept(again):
+        digest = digested(gms)
+    with gms.client() as asker, pytest.raises(RemoteError, match="other bytes"):
+        asker.request(msg.OffloadMsg())
+    until(lambda: copies.settle() != stale, "another copy")
+    until(lambda: host.status()["digest"] == digest, "its digest")
+
+
+@host_only
+def test_without_a_copy_nothing_is_released(gms: GmsProcess):
+    """No server of copies, or none made yet: the engine keeps its weights and its keeper."""
+    with patterned(gms) as reader, kept(reader) as keeper:
+        with pytest.raises(UnderstudyError, match="host memory has no copy") as caught:
+            release(reader, keeper)
+        assert caught.value.code == "gms.no_copy"
+        assert reader.read("a")[:1] == b"\1"
+        assert keeper.state == "attached"
+
+
+@host_only
+def test_copy_that_only_its_server_has_does_not_stand_for_the_weights(
+    gms: GmsProcess, copies: Copies
+):
+    """A server may die at any moment: somebody besides it must hold the copy."""
+    with patterned(gms) as reader, kept(reader):
+        digested(gms)
+        copies.settle()
+    copies.close()
+    with gms.client() as asker, pytest.raises(RemoteError, match="only its server has it"):
+        asker.request(msg.OffloadMsg())

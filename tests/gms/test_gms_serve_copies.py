@@ -1,0 +1,88 @@
+"""`gms serve --host-memory` as operators run it: copies that are made, kept, shown and used."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from gms.client import Reader, open_session
+from plumbing.errors import UnderstudyError
+from plumbing.service import procfs
+from tests.gms.bench import IDENTITY, GmsProcess
+from tests.gms.test_gms_recovery import kept
+from tests.gms.test_gms_supervisor import Serve
+from tests.gms.test_gms_upkeep import command
+from tests.helpers import until
+
+
+class ServeCopies(Serve):
+    """With one device, and host memory for its copy."""
+
+    def __init__(self, directory: str) -> None:
+        super().__init__(directory, "host")
+
+    def launch(self, stderr: Any) -> Any:
+        self.flags = ["--memory", "host", "--host-memory", "64MiB"]
+        return super().launch(stderr)
+
+
+@pytest.fixture
+def serve(directory: str) -> Iterator[ServeCopies]:
+    running = ServeCopies(directory)
+    yield running
+    running.stop()
+
+
+def keeper_of(serve: Serve) -> int | None:
+    """The pid of what keeps the copy."""
+    for pid in procfs.descendants(serve.process.pid):
+        with open(f"/proc/{pid}/cmdline", encoding="utf-8") as words:
+            if "keep-copy" in words.read().split("\0"):
+                return pid
+    return None
+
+
+def test_copy_is_made_kept_and_used(serve: ServeCopies):
+    """Load, wait for the copy, kill its keeper and its server in turn, leave, `gms offload`,
+    attach: the bytes are those of the load; status and verify show both devices."""
+    serve.started()
+    gms, host = GmsProcess(serve.directory), GmsProcess(serve.directory, device="OFFLOAD-0")
+    with gms.load() as reader, kept(reader):
+        digest = str(until(lambda: host.status()["digest"] == reader.digest() and reader.digest(),
+                           "a digested copy"))  # fmt: skip
+        first = until(lambda: keeper_of(serve), "its keeper")
+        until(lambda: len(host.status()["sessions"]) == 1, "its keeper to hold the copy")
+        os.kill(int(first), signal.SIGKILL)
+        copy = host.status()["epoch"]
+        until(lambda: is_held_by_another(host, int(first)), "another keeper to hold the copy")
+        os.kill(host.status()["pid"], signal.SIGKILL)
+        until(lambda: is_back(host, copy), "the keeper to hand the copy back")
+        code, document = command(gms, "verify")
+        assert (code, document["result"]) == (0, "intact")
+        assert {d["device_uuid"] for d in document["devices"]} == {"HOST-0", "OFFLOAD-0"}
+    code, document = command(gms, "offload")
+    assert (code, document["devices"][0]["copy"]) == (0, copy)
+    shown = until(lambda: (d := serve.devices())[0]["state"] == "offloaded" and d, "the state")
+    assert [each["device_uuid"] for each in shown] == ["HOST-0", "OFFLOAD-0"]
+    session = open_session(
+        serve.directory, "HOST-0", engine="e", incarnation="i", mode="rw_or_ro",
+        identity=IDENTITY, wait_s=20,
+    )  # fmt: skip
+    assert isinstance(session, Reader)
+    with session:
+        assert session.digest() == digest
+
+
+def is_held_by_another(host: GmsProcess, pid: int) -> bool:
+    return any(each["pid"] != pid for each in host.status()["sessions"])
+
+
+def is_back(host: GmsProcess, copy: str) -> bool:
+    try:
+        return bool(host.status()["epoch"] == copy)
+    except UnderstudyError:
+        return False
