@@ -160,7 +160,8 @@ class RestPolicy:
     def _must_be_shut(self) -> bool:
         if not self._is_heard or self.said is None:
             return False
-        return self.said.state in WAY_DOWN or self.goal is not Tier.AWAKE
+        # One that cannot rest stays awake, whatever it was told.
+        return self.said.state in WAY_DOWN or (self.said.can_rest and self.goal is not Tier.AWAKE)
 
     def _is_idle(self, now_ms: float) -> bool:
         said, after_ms = self.said, self.rules.sleep_after_ms

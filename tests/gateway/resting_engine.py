@@ -36,7 +36,7 @@ class RestingEngine(Handler):
     def __init__(self, directory: str, name: str) -> None:
         self.directory, self.name = directory, name
         self.state, self.goal, self.by, self.seen = "standby", Tier.AWAKE, "", 0
-        self.since_ms = _now_ms()
+        self.since_ms, self.token = _now_ms(), 0
         self.engine = Engine(directory, name)
         self.engine.on_granted = self._granted
         self.http: StubEngine | None = None
@@ -56,6 +56,7 @@ class RestingEngine(Handler):
 
     def _granted(self, lock: str, incarnation: str, token: int) -> None:
         if incarnation == self.engine.incarnation and self.state == "standby":
+            self.token = token
             self._enter("waking" if self.goal is Tier.AWAKE else "resting")
             self._changed.set()
 
@@ -80,7 +81,7 @@ class RestingEngine(Handler):
                 self.http.die()
             if after == "active":
                 path = engine_http_socket(self.directory, self.name)
-                self.http = StubEngine(path, self.name, self.engine.token())
+                self.http = StubEngine(path, self.name, self.token)
                 await self.http.start()
             self._enter(after)
 
@@ -96,7 +97,7 @@ class RestingEngine(Handler):
         return AmMsg(
             engine=self.name,
             incarnation=self.engine.incarnation or "",
-            token=self.engine.token(),
+            token=self.token,
             state=self.state,
             tier=Tier.AWAKE if self.state == "active" else Tier.WARM,
             goal=self.goal,

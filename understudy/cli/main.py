@@ -24,7 +24,7 @@ from plumbing.service.browsers import ALLOWED_HOST
 from plumbing.service.cli import INTERRUPTED, options, plain_errors, run_async
 from plumbing.service.config import Option, Resolved, resolve
 from plumbing.text import to_json
-from understudy.cli import look
+from understudy.cli import look, rest
 from understudy.cli.settings import (
     DRILL_OPTIONS,
     NOT_WITH_MANIFEST,
@@ -60,6 +60,7 @@ def main() -> None:
 
 
 look.attach(main)
+rest.attach(main)
 
 
 @main.command()

@@ -204,14 +204,21 @@ def test_a_goal_that_is_refused_is_told_and_not_sent_at_once_again():
     assert table.do(ev.RestTick(), 1)[0].door is GatewayDoor.CLOSING
 
 
-@given(state=st.sampled_from(STATES), goal=st.sampled_from(Tier), token=st.sampled_from([0, 7, 8]))
+@given(
+    state=st.sampled_from(STATES),
+    goal=st.sampled_from(Tier),
+    token=st.sampled_from([0, 7, 8]),
+    can_rest=st.booleans(),
+)
 def test_the_door_is_shut_only_for_the_holder_and_only_below_awake(
-    state: str, goal: Tier, token: int
+    state: str, goal: Tier, token: int, can_rest: bool
 ):
     table = Table(sleep_after_ms=0.0)
-    table.said(state, goal, token=token)
+    table.said(state, goal, token=token, can_rest=can_rest)
     is_holder = token == 7 and state in ("waking", "active", "draining", "releasing", "resting")
-    is_below = state in ("draining", "releasing", "resting") or goal is not Tier.AWAKE
+    is_below = state in ("draining", "releasing", "resting") or (
+        can_rest and goal is not Tier.AWAKE
+    )
     assert (table.door is GatewayDoor.SHUT) is (is_holder and is_below)
 
 

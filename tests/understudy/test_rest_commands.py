@@ -1,0 +1,106 @@
+"""Goal: `understudy sleep` and `wake` return when the active engine is there, and say so otherwise.
+
+Method: the command in its own process, beside a lock server and stand-ins for engines.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+
+from plumbing.part.tier import Tier
+from tests.e2e import json_page
+from tests.gateway.gateways import LockServer
+from tests.gateway.resting_engine import RestingEngineProcess
+from tests.helpers import until
+
+SECTION = "understudy sleep, understudy wake"
+
+
+@pytest.fixture(scope="module")
+def lock_server() -> Iterator[LockServer]:
+    with tempfile.TemporaryDirectory(prefix="rest-") as directory:
+        server = LockServer(directory)
+        server.start()
+        yield server
+        server.close()
+
+
+@pytest.fixture
+def pair(lock_server: LockServer) -> Iterator[tuple[RestingEngineProcess, RestingEngineProcess]]:
+    """An active engine and a standby."""
+    active = RestingEngineProcess(lock_server.directory, "engine-0")
+    active.reaches("active")
+    standby = RestingEngineProcess(lock_server.directory, "engine-1")
+    standby.reaches("standby")
+    yield active, standby
+    for engine in (active, standby):
+        engine.kill()
+    until(lambda: lock_server.lock()["state"] == "free", "the lock to be free")
+
+
+def command(directory: str, *words: str) -> list[str]:
+    return [sys.executable, "-m", "understudy.cli.main", *words, "--dir", directory]
+
+
+def run(directory: str, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(directory, *words), capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_all_engines_are_told_and_the_active_one_is_waited_for(pair):
+    active, standby = pair
+    first = run(active.directory, "sleep", "--json")
+    again = run(active.directory, "sleep")
+    assert active.shall().state == "resting"
+    assert standby.shall().goal is Tier.WARM
+    woken = run(active.directory, "wake", "--json")
+    assert (first.returncode, again.returncode, woken.returncode) == (0, 0, 0), first.stderr
+    assert again.stdout == "engine-0 is resting already\n"
+    assert (active.shall().state, standby.shall().goal) == ("active", Tier.AWAKE)
+    documents = [json.loads(first.stdout), json.loads(woken.stdout)]
+    assert [each["result"] for each in documents] == ["rested", "woken"]
+    rows = json_page.rows_of(SECTION)
+    assert [json_page.undocumented(each, rows) for each in documents] == [[], []]
+    assert json_page.never_printed(documents, rows) == []
+
+
+def test_one_engine_can_be_told_alone(pair):
+    active, standby = pair
+    done = run(active.directory, "sleep", "engine-1")
+    assert (done.returncode, standby.shall().goal) == (0, Tier.WARM)
+    assert "engine-1 does not hold the lock; it will be resting once it does" in done.stdout
+    assert active.shall().goal is Tier.AWAKE
+
+
+def test_the_next_engine_is_waited_for_where_the_first_one_dies(pair):
+    active, standby = pair
+    with (
+        active.kept_from("draining"),
+        subprocess.Popen(command(active.directory, "sleep"), stdout=subprocess.PIPE) as sleeping,
+    ):
+        until(lambda: standby.shall().goal is Tier.WARM, "both to be told")
+        until(lambda: active.shall().goal is Tier.WARM, "both to be told")
+        active.kill()
+        assert sleeping.stdout is not None
+        assert b"engine-1 is resting" in sleeping.stdout.read()
+    assert sleeping.returncode == 0
+
+
+def test_what_cannot_be_done_is_said_with_its_exit_code(pair, tmp_path):
+    active, _ = pair
+    with active.kept_from("draining"):
+        late = run(active.directory, "sleep", "--timeout", "0.5")
+    assert late.returncode == 5
+    assert "pod.goal_timeout" in late.stderr
+    unknown = run(active.directory, "wake", "engine-7")
+    assert unknown.returncode == 2
+    assert "there are engine-0, engine-1" in unknown.stderr
+    nobody = run(str(tmp_path), "sleep")
+    assert nobody.returncode == 3

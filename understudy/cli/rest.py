@@ -1,0 +1,93 @@
+"""`understudy sleep` and `understudy wake`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+
+from plumbing.errors import UsageError
+from plumbing.part.cli import json_flag
+from plumbing.part.paths import engine_sockets
+from plumbing.part.tier import Tier
+from plumbing.service.cli import options, run_async
+from plumbing.service.config import Resolved
+from plumbing.text import to_json
+from understudy.cli.settings import DIR
+from understudy.rest.order import GoalOrder, OrderedEngine
+from understudy.rest.tell import tell
+from understudy.status.gather import unreachable
+
+timeout_flag = click.option(
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=60.0,
+    show_default=True,
+    help="How long to wait until it is there, in seconds.",
+)
+one_engine = click.argument("engine", required=False, metavar="[ENGINE]")
+
+
+def attach(group: click.Group) -> None:
+    """Add these commands to `group`."""
+    group.add_command(sleep)
+    group.add_command(wake)
+
+
+@click.command()
+@options((DIR,), command="sleep")
+@click.option("--offloaded", is_flag=True, help="Give the weights' device memory back, too.")
+@timeout_flag
+@one_engine
+@json_flag
+def sleep(
+    config: Resolved, engine: str | None, timeout: float, offloaded: bool, as_json: bool
+) -> None:
+    """Let the pod rest: no KV memory, awake again in milliseconds.
+
+    Tells all engines, or ENGINE alone, and returns when the one that holds the lock rests. The
+    next request wakes it, unless the gateway has --wake manual.
+
+    Exit codes: 0 done, 1 refused or overridden by another goal, 3 no engine, 5 not done within the
+    timeout: it goes on.
+    """
+    goal = Tier.OFFLOADED if offloaded else Tier.WARM
+    _order(config["dir"], engine, goal, timeout, as_json=as_json)
+
+
+@click.command()
+@options((DIR,), command="wake")
+@timeout_flag
+@one_engine
+@json_flag
+def wake(config: Resolved, engine: str | None, timeout: float, as_json: bool) -> None:
+    """Wake a pod that rests.
+
+    Tells all engines, or ENGINE alone, and returns when the one that holds the lock is active.
+
+    Exit codes: 0 done, 1 overridden by another goal, 3 no engine, 5 not done within the timeout: it
+    goes on.
+    """
+    _order(config["dir"], engine, Tier.AWAKE, timeout, as_json=as_json)
+
+
+def _order(where: str, engine: str | None, goal: Tier, timeout_s: float, *, as_json: bool) -> None:
+    directory = Path(os.path.abspath(where))
+    paths = engine_sockets(directory)
+    if not paths:
+        raise unreachable(directory)
+    if engine is not None:
+        if engine not in paths:
+            raise UsageError(
+                "pod.unknown_engine",
+                f"there is no engine {engine!r} in {directory}; there are {', '.join(paths)}",
+                engine=engine,
+            )
+        paths = {engine: paths[engine]}
+    order = GoalOrder(goal, [OrderedEngine(name) for name in paths], is_one=engine is not None)
+    result, took_ms = run_async(lambda: tell(order, paths, timeout_s), as_json=as_json)
+    if as_json:
+        click.echo(to_json(order.document(result, took_ms)))
+    else:
+        click.echo(order.text(result, took_ms))
