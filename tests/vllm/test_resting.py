@@ -57,7 +57,7 @@ class Engine:
             "understudy_rest": [self.rested],
         }.get(method, [FINE])
 
-    async def call_utility_async(self, method: str, asked: Any) -> Any:
+    async def call_utility_async(self, method: str, *asked: Any) -> Any:
         self.asked.append(method)
         return self.core
 
@@ -134,14 +134,15 @@ def test_a_rest_gives_back_in_order_and_a_wake_takes_again(world: World):
         assert world.is_held()
         rested = await world.backend.rest(BUDGET_S, keep_kv=True)
         assert (rested.kv_bytes_resident, world.is_held()) == (0, False)
-        in_order = [("sleep", 1, "wait"), "understudy_leave_kv"]
+        in_order = [("sleep", 1, "wait"), "understudy_leave"]
         assert asked == ["stop", "understudy_close_kv", *in_order, ("understudy_rest", True)]
         assert world.backend.phases.is_parked
         assert serving.probe(world.path, world.file, 3).value == "free"  # what the server does
         asked.clear()
         await world.wake(4)
         assert world.is_held()
-        taking = ["understudy_join", "understudy_take_kv", "understudy_begin_kv", "wake_up"]
+        joining = ["understudy_join", "understudy_join"]  # the core, and the ranks
+        taking = [*joining, "understudy_take_kv", "understudy_begin_kv", "wake_up"]
         assert asked == taking
         asked.clear()
         await world.backend.drain(BUDGET_S)
@@ -191,7 +192,7 @@ def test_an_engine_that_is_not_parked_everywhere_fails_and_holds_on(
         await world.awake()
         monkeypatch.setattr(engine, "sleep", sleep)
         if what == "core":
-            engine.core = {"problem": "it cannot"}
+            engine.core = {"code": "vllm.not_parked", "problem": "it cannot"}
         if what == "rank":
             engine.rested = {**FINE, "ok": False, "code": "vllm.not_parked", "error": "it has some"}
         with pytest.raises(UnderstudyError) as found:

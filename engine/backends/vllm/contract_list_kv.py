@@ -138,11 +138,6 @@ KV: dict[str, tuple[Contract, ...]] = {
                 lacks("schedule", "update_from_output"),
             ),
         ),
-        engine_core(
-            "the core knows whether its scheduler is paused",
-            "EngineCore.is_scheduler_paused",
-            contains("self.scheduler.pause_state != PauseState.UNPAUSED"),
-        ),
         scheduler(
             "a scheduler knows how many requests it has",
             "Scheduler.get_num_unfinished_requests",

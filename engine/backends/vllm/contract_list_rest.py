@@ -7,11 +7,29 @@ from engine.backends.vllm.contract_forms import Contract, contains, every, takes
 
 async_llm = within("v1/engine/async_llm.py")
 block_pool = within("v1/core/block_pool.py")
+core_client = within("v1/engine/core_client.py")
 engine_core = within("v1/engine/core.py")
 executor = within("v1/executor/abstract.py")
 scheduler = within("v1/core/sched/scheduler.py")
 
 REST: dict[str, tuple[Contract, ...]] = {
+    "core_serving.py": (
+        engine_core(
+            "methods that are added to the core are called by name",
+            "EngineCoreProc._handle_client_request",
+            contains("getattr(self, method_name)"),
+        ),
+        engine_core(
+            "the core says whether its scheduler is paused",
+            "EngineCore.is_scheduler_paused",
+            contains("self.scheduler.pause_state != PauseState.UNPAUSED"),
+        ),
+        core_client(
+            "methods that are added to the core are called from another process",
+            "AsyncMPClient.call_utility_async",
+            takes("method"),
+        ),
+    ),
     "api/resting.py": (
         async_llm(
             "an engine sleeps once its requests are done, or aborts them",

@@ -26,7 +26,7 @@ from engine.backends.vllm.api.continuation import Continuing
 from engine.backends.vllm.api.door import Door
 from engine.backends.vllm.api.http import TRIAL_PROMPT, Front
 from engine.backends.vllm.api.kept_memory import OWN_MEMORY, KeptMemory
-from engine.backends.vllm.api.resting import Resting
+from engine.backends.vllm.api.resting import Resting, ask_core
 from engine.backends.vllm.api.steps import StepCounter
 from engine.messages import (
     NO_ERA,
@@ -88,7 +88,7 @@ class VllmBackend:
         self._find_continuing = find_continuing
         self._continuing = Continuing()
         self._kv = kv or KeptMemory(OWN_MEMORY)
-        self._seat, self._cannot_rest = seat, cannot_rest
+        self._seat, self._cannot_rest = None if cannot_rest else seat, cannot_rest
         self._listening: OwnedFd | None = None
         self._canaries = 0
         self._turned_s = time.monotonic()
@@ -120,7 +120,7 @@ class VllmBackend:
             identity=first["identity"],
             continuation=self._continuing.id,
             warnings=self._warnings(),
-            can_rest=self._seat is not None and not self._cannot_rest,
+            can_rest=self._seat is not None,
         )
 
     async def wake(
@@ -136,6 +136,7 @@ class VllmBackend:
         self.phases.step("wake")
         if self._seat is not None:
             self._seat.join(token)
+            await ask_core(self._engine, "understudy_join", token)
         if is_behind_gateway:
             self._front.check_no_tls()
             self._front.traffic.door = self._make_door()

@@ -36,7 +36,7 @@ AWAY_S = 2.0
 # The only refusal that private memory would not meet as well.
 TOO_LARGE = "gms.kv_too_large"
 JUDGE_WAIT_S = 5.0
-REST_WAIT_S = 5.0  # the core is idle then
+CLOSE_WAIT_S = 5.0  # the core is idle then
 # How often the core is asked how much it has published, for `status`: it answers between two steps.
 REPORT_EVERY_S = 5.0
 
@@ -73,7 +73,6 @@ class KeptMemory:
         self.problem = problem
         self.published = self.kept = 0
         self._is_kept = False
-        self._is_core_in = False  # it was asked to map the index since the last wake
         self._is_lent = choice.is_shared
         self._note = ""
 
@@ -184,36 +183,22 @@ class KeptMemory:
         it cannot, nothing does, for the reset clears the index that is kept."""
         if not self._is_kept:
             return
-        answer = await self._ask_core(engine, "understudy_close_kv")
-        if answer["problem"]:
-            logger.warning("the next engine finds no KV block of this one: %s", answer["problem"])
+        try:
+            async with asyncio.timeout(CLOSE_WAIT_S):
+                answer = await engine.engine_core.call_utility_async("understudy_close_kv", "")
+            problem = answer["problem"]
+        except Exception as error:  # vLLM says whatever went wrong in the core as it likes
+            problem = f"{type(error).__name__}: {error}"
+        if problem:
+            logger.warning("the next engine finds no KV block of this one: %s", problem)
 
-    async def leave(self, engine: Any) -> None:
-        """Once vLLM sleeps: the core maps nothing any more, and all is as before the wake.
-
-        Raises:
-            UnderstudyError: `vllm.not_parked`, the core maps the index still.
-        """
-        if self._is_core_in:
-            answer = await self._ask_core(engine, "understudy_leave_kv")
-            if answer["problem"]:
-                raise UnderstudyError(
-                    "vllm.not_parked", f"the engine core keeps its index: {answer['problem']}"
-                )
-        self._is_core_in = self._is_kept = False
+    def renew(self) -> None:
+        """Once the engine core maps nothing any more: all is as before the wake."""
+        self._is_kept = False
         self._is_lent, self._note = self.choice.is_shared, ""
         self.published = self.kept = 0
 
-    async def _ask_core(self, engine: Any, method: str) -> Answer:
-        try:
-            async with asyncio.timeout(REST_WAIT_S):
-                answer: Answer = await engine.engine_core.call_utility_async(method, "")
-        except Exception as error:  # vLLM says whatever went wrong in the core as it likes
-            return {"problem": f"{type(error).__name__}: {error}"}
-        return answer
-
     async def _begin_kept(self, pools: Sequence[Answer], engine: Any) -> Answer:
-        self._is_core_in = True
         asked = {
             "directory": os.environ[SOCKET_DIR_ENV],
             "deadline_s": BEGIN_WAIT_S,

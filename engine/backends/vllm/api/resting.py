@@ -27,9 +27,10 @@ from plumbing.errors import UnderstudyError
 
 logger = logging.getLogger(__name__)
 
-REST_FILES = ("api/resting.py",)
+REST_FILES = ("api/resting.py", "core_serving.py")
 ABORT_S = 10.0  # for the step that is running
 REST_ASK_S = 15.0  # a rank that does not answer this is hung
+CORE_ASK_S = 15.0
 COUNT_POLL_S = 0.001
 
 AskRanks = Callable[..., Awaitable[Sequence[dict[str, Any]]]]
@@ -50,6 +51,25 @@ def problem_with(config: Any, *, may_be_untested: bool) -> str:
             " it with --resume-untested"
         )
     return ""
+
+
+async def ask_core(engine: Any, method: str, *asked: Any) -> None:
+    """Call `method` (`core_serving.py`) in the engine core.
+
+    Raises:
+        UnderstudyError: the core's own; `vllm.silent`.
+    """
+    try:
+        async with asyncio.timeout(CORE_ASK_S):
+            answer = await engine.engine_core.call_utility_async(method, *asked)
+    except TimeoutError as error:
+        raise UnderstudyError(
+            "vllm.silent",
+            f"vLLM's engine core did not answer {method} within {CORE_ASK_S:g} s: it hangs or is"
+            " stopped",
+        ) from error
+    if answer["problem"]:
+        raise UnderstudyError(answer["code"], f"the engine core: {answer['problem']}")
 
 
 class Resting:
@@ -75,7 +95,9 @@ class Resting:
             raise UnderstudyError(
                 "vllm.rest_in_flight", f"vLLM sleeps with {self._in_flight} requests in progress"
             )
-        await self._kv.leave(self._engine)  # before the ranks, who wait until the memory is free
+        # Before the ranks, who wait until the memory is free.
+        await ask_core(self._engine, "understudy_leave")
+        self._kv.renew()
         ranks = await self._ask_ranks("understudy_rest", REST_ASK_S, keep_kv)
         return sum(int(rank["kv_resident_bytes"]) for rank in ranks)
 

@@ -16,7 +16,6 @@ from typing import Any
 
 from msgspec import Struct
 
-from engine.backends.vllm import membership
 from engine.backends.vllm.kv.block_pool import KeptBlockPool
 from engine.backends.vllm.kv.kept_index import KeptIndex
 from engine.kv.adopter import Adoption, adoptable
@@ -74,10 +73,8 @@ class PoolIndex:
         """Before the first step. `checksums` are made by the workers.
 
         Raises:
-            UnderstudyError: a pool cannot be borrowed, or `serving.…`: this process may not map
-                one. The index was not touched.
+            UnderstudyError: a pool cannot be borrowed, and the index was not touched.
         """
-        membership.join_serving(asked.ranks[0].claim.token)
         for rank in asked.ranks:
             lease = borrow_pool(
                 asked.directory, rank.device, rank.claim, asked.deadline_s, on_change=logger.warning
@@ -127,7 +124,6 @@ class PoolIndex:
         for lease in self._leases:
             lease.close()
         self._pages, self._maps, self._leases = [], [], []
-        membership.leave_serving()
 
     def _adopt(self, adoption: Adoption, block_tokens: int) -> Adoption:
         if not adoption.records:

@@ -1,7 +1,7 @@
 """In the engine core: vLLM's schedulers, which keep the index of the KV pool.
 
 vLLM finds these classes by name (`scheduler_cls`), and the backend calls the core's methods by name
-(`call_utility_async`), so that five are added to it here. They never raise: the answer says what
+(`call_utility_async`), so that four are added to it here. They never raise: the answer says what
 went wrong.
 """
 
@@ -121,15 +121,7 @@ def _close(index: PoolIndex, _: Any, core: Any) -> Answer:
     return {}
 
 
-def _leave(index: PoolIndex, _: Any, core: Any) -> Answer:
-    if not core.is_scheduler_paused():
-        return {"problem": "vLLM's scheduler is not paused"}
-    index.leave()
-    return {}
-
-
 EngineCore.understudy_close_kv = _answering(_close)
-EngineCore.understudy_leave_kv = _answering(_leave)
 EngineCore.understudy_begin_kv = _answering(_begin)
 EngineCore.understudy_report_kv = _answering(_report)
 EngineCore.understudy_judge_kv = _answering(_judge)

@@ -30,5 +30,7 @@ def register() -> None:
     from engine.backends.vllm.worker.weights import Loader
 
     register_model_loader(LOAD_FORMAT)(Loader)
+    if membership.is_core():
+        from engine.backends.vllm import core_serving  # noqa: F401 - adds methods to the core
     if multiprocessing.parent_process() is not None:  # the main process resumes later
         collector.resume()
