@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -33,6 +33,8 @@ BLOCKS_MAX = 1 << 22  # 256 MiB of index; 2 TiB of KV in blocks of 512 KiB
 GENERATION_MAX = (1 << 32) - 1  # half of a commit word; a clear per second lasts 136 years
 
 WORD = 8
+RECORD_WORDS = RECORD_BYTES // WORD
+FIRST_RECORD_WORD = HEADER_BYTES // WORD
 # Words of the header, by number.
 COMMIT, GENERATION, ADOPTER, UNPROVEN = range(4)
 FACTS_OFFSET = 64
@@ -83,6 +85,10 @@ class IndexRecord(NamedTuple):
     """Grows with every publication to the pool: the order of age."""
     audit: int | None = None
     """Checksum of the block's bytes when it was published, where `--kv-audit` asks for it."""
+
+
+RecordFields = tuple[int, bytes, int, int, int, int | None]
+"""An `IndexRecord`, or its fields alone: to name them costs as much as to write them."""
 
 
 class _Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -213,24 +219,19 @@ class IndexPage:
     # ------------------------------------------------------------------ records
 
     def erase(self, block: int) -> None:
-        self._cells.store_word(_first_word(block), 0)
+        self._cells.store_word(FIRST_RECORD_WORD + block * RECORD_WORDS, 0)
 
-    def write_record(self, record: IndexRecord) -> None:
-        has_audit = record.audit is not None
-        body = _BODY.pack(
-            record.sequence,
-            record.tokens,
-            record.group,
-            HAS_AUDIT if has_audit else 0,
-            record.audit or 0,
-            record.block_hash,
-        )
-        first = _first_word(record.block)
-        self._cells.store_word(first, 0)
-        self._cells.store(first * WORD + WORD, body)
-        key = _key(self._cells.load_word(COMMIT), self.generation)
-        commit = zlib.crc32(body, key ^ record.block) << 32 | self.generation
-        self._cells.store_word(first, commit)
+    def write_records(self, records: Iterable[RecordFields]) -> None:
+        """One after the other: a death leaves those before it."""
+        store_word, store, generation = self._cells.store_word, self._cells.store, self.generation
+        key = _key(self._cells.load_word(COMMIT), generation)
+        for block, block_hash, group, tokens, sequence, audit in records:
+            flags = 0 if audit is None else HAS_AUDIT
+            body = _BODY.pack(sequence, tokens, group, flags, audit or 0, block_hash)
+            first = FIRST_RECORD_WORD + block * RECORD_WORDS
+            store_word(first, 0)
+            store((first + 1) * WORD, body)
+            store_word(first, zlib.crc32(body, key ^ block) << 32 | generation)
 
     def records(self, blocks: int) -> Iterator[IndexRecord]:
         """The valid records of the first `blocks` blocks, by number."""
@@ -252,10 +253,6 @@ def incarnation_word(incarnation: str) -> int:
     """An incarnation's name as one word that is not 0."""
     digest = blake2b(incarnation.encode(), digest_size=WORD).digest()
     return int.from_bytes(digest, "little") or 1
-
-
-def _first_word(block: int) -> int:
-    return (HEADER_BYTES + block * RECORD_BYTES) // WORD
 
 
 def _header_commit(facts: bytes) -> int:

@@ -12,19 +12,11 @@ even where the new use has prepared the same hash.
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
+from collections.abc import Iterable
 
 from engine.kv.audit import Checksums
-from engine.kv.writer import IndexWriter
+from engine.kv.writer import IndexWriter, Publication
 from plumbing.errors import InvariantError
-
-
-class _Prepared(NamedTuple):
-    block: int
-    use: int
-    block_hash: bytes
-    group: int
-    tokens: int
 
 
 class LatePublisher:
@@ -34,13 +26,16 @@ class LatePublisher:
     def __init__(self, writer: IndexWriter, checksums: Checksums | None = None) -> None:
         self._writer = writer
         self._checksums = checksums
-        self._scheduling: list[_Prepared] = []
-        self._in_flight: deque[list[_Prepared]] = deque()
+        self._scheduling: list[Publication] = []
+        self._in_flight: deque[list[Publication]] = deque()
 
     def prepare(self, block: int, block_hash: bytes, group: int, tokens: int) -> None:
         """The step that is being scheduled completes the present use of `block`."""
-        use = self._writer.use(block)
-        self._scheduling.append(_Prepared(block, use, block_hash, group, tokens))
+        self.prepare_all([(block, self._writer.use(block), block_hash, group, tokens)])
+
+    def prepare_all(self, completed: Iterable[Publication]) -> None:
+        """The same for many blocks, in uses that began before."""
+        self._scheduling += completed
 
     def step_sent(self) -> None:
         """The step is complete, and goes to the device."""
@@ -61,9 +56,8 @@ class LatePublisher:
             raise InvariantError("a step was processed that was never sent")
         due = self._in_flight.popleft()
         if self._checksums is None:
-            return sum(self._writer.publish(*each) for each in due)
+            return self._writer.publish_all(due)
         # Only a block whose use has ended is written to, even by steps in flight.
-        due = [each for each in due if each.use == self._writer.use(each.block)]
-        audits = self._checksums([each.block for each in due]) if due else ()
-        pairs = zip(due, audits, strict=True)
-        return sum(self._writer.publish(*each, audit) for each, audit in pairs)
+        due = [each for each in due if each[1] == self._writer.use(each[0])]
+        audits = self._checksums([each[0] for each in due]) if due else ()
+        return self._writer.publish_all(due, audits)

@@ -18,11 +18,16 @@ written to.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import repeat
 
 from engine.kv.adopter import Adoption
-from engine.kv.layout import HASH_BYTES, IndexHeader, IndexPage, IndexRecord, incarnation_word
+from engine.kv.layout import HASH_BYTES, IndexHeader, IndexPage, RecordFields, incarnation_word
 from plumbing.errors import InvariantError
+
+Publication = tuple[int, int, bytes, int, int]
+"""A block, the use of it that this is prepared for, hash, group, tokens: as `publish` takes them. A
+bare tuple, for every block that an engine fills becomes one."""
 
 
 class IndexWriter:
@@ -60,7 +65,8 @@ class IndexWriter:
             for block in adoption.torn:
                 self._page.erase(block)
             for record in adoption.records:
-                self._keep(record.block)
+                self._is_kept[record.block] = 1
+            self.kept = len(adoption.records)
             if self._page.adopter != incarnation_word(incarnation):
                 self._page.count_adopter(incarnation_word(incarnation))
 
@@ -87,16 +93,28 @@ class IndexWriter:
         audit: int | None = None,
     ) -> bool:
         """State that the block's bytes are complete; False: that use of it has ended."""
-        if self._is_closed or use != self.use(block):
-            return False
-        if len(block_hash) != HASH_BYTES:
-            raise InvariantError(f"a block hash of {len(block_hash)} bytes")
-        self._sequence += 1
-        self.published += 1
-        record = IndexRecord(block, block_hash, group, tokens, self._sequence, audit)
-        self._page.write_record(record)
-        self._keep(block)
-        return True
+        return bool(self.publish_all([(block, use, block_hash, group, tokens)], [audit]))
+
+    def publish_all(
+        self, due: Sequence[Publication], audits: Iterable[int | None] | None = None
+    ) -> int:
+        """The same for the blocks of one step; how many were published."""
+        if self._is_closed:
+            return 0
+        records = list[RecordFields]()
+        each_audit = repeat(None, len(due)) if audits is None else audits
+        for (block, use, block_hash, group, tokens), audit in zip(due, each_audit, strict=True):
+            if use != self.use(block):
+                continue
+            if len(block_hash) != HASH_BYTES:
+                raise InvariantError(f"a block hash of {len(block_hash)} bytes")
+            self._sequence += 1
+            records.append((block, block_hash, group, tokens, self._sequence, audit))
+            self.kept += not self._is_kept[block]
+            self._is_kept[block] = 1
+        self._page.write_records(records)
+        self.published += len(records)
+        return len(records)
 
     def clear(self) -> None:
         """Nothing is believed any more: the engine's cache was reset, or its content is doubted.
@@ -117,10 +135,6 @@ class IndexWriter:
     def close(self) -> None:
         """Leave the content to the next engine. No step may be sent after this."""
         self._is_closed = True
-
-    def _keep(self, block: int) -> None:
-        self.kept += not self._is_kept[block]
-        self._is_kept[block] = 1
 
 
 def _begin_empty(pages: Sequence[IndexPage], headers: Sequence[IndexHeader], cohort: str) -> None:

@@ -68,8 +68,9 @@ class KeptBlockPool(BlockPool):
         self, block_hash_with_group_id: Any, block: Any, num_tokens: int | None
     ) -> None:
         super()._insert_block_hash(block_hash_with_group_id, block, num_tokens)
-        is_its_own = block.block_hash == block_hash_with_group_id
-        if self._owner is not None and is_its_own and num_tokens is not None:
+        if self._owner is None or num_tokens is None:
+            return
+        if block.block_hash == block_hash_with_group_id:
             self.kept.hashed(
                 self._owner,
                 block.block_id,

@@ -16,22 +16,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Container, Iterable
-from typing import NamedTuple
 
 from engine.kv.audit import Checksums
 from engine.kv.publisher import LatePublisher
-from engine.kv.writer import IndexWriter
+from engine.kv.writer import IndexWriter, Publication
 
 # How many steps must succeed after an adopted block was first used before the adoption is proven: a
 # block whose bytes are fatal kills the step that reads it, or the output of a step soon after.
 PROOF_STEPS = 32
-
-
-class _Hashed(NamedTuple):
-    owner: str
-    block_hash: bytes
-    group: int
-    tokens: int
 
 
 class KeptIndex:
@@ -42,7 +34,7 @@ class KeptIndex:
         """Why it stopped publishing, for the user."""
         self._writer: IndexWriter | None = None
         self._publisher: LatePublisher | None = None
-        self._fresh: dict[int, _Hashed] = {}
+        self._fresh: dict[int, tuple[str, Publication]] = {}  # by block; with the owner
         self._steps: deque[object] = deque()
         self._adopted: set[int] = set()
         self._steps_to_proof: int | None = None
@@ -100,14 +92,16 @@ class KeptIndex:
     def hashed(self, owner: str, block: int, block_hash: bytes, group: int, tokens: int) -> None:
         """`block` holds, or soon will, what this hash stands for; for the request `owner`."""
         if self._writer is not None:
-            self._fresh[block] = _Hashed(owner, block_hash, group, tokens)
+            use = self._writer.use(block)
+            self._fresh[block] = owner, (block, use, block_hash, group, tokens)
 
     def lost(self, block: int) -> None:
         """`block` is about to be handed out, or to get another hash."""
         if self._writer is not None:
             self._writer.invalidate(block)
             self._fresh.pop(block, None)
-            self._adopted.discard(block)
+            if self._adopted:
+                self._adopted.discard(block)
 
     def cleared(self) -> None:
         if self._writer is not None:
@@ -126,10 +120,10 @@ class KeptIndex:
         """`step`, with the requests `owners`, is complete and goes to the workers."""
         if self._publisher is None:
             return
-        for block, each in self._fresh.items():
-            if each.owner in owners:
-                self._publisher.prepare(block, each.block_hash, each.group, each.tokens)
-        self._fresh.clear()
+        if self._fresh:
+            fresh = self._fresh.values()
+            self._publisher.prepare_all([each for owner, each in fresh if owner in owners])
+            self._fresh.clear()
         self._publisher.step_sent()
         self._steps.append(step)
 
@@ -144,10 +138,10 @@ class KeptIndex:
         if not self._steps or self._steps.popleft() is not step:
             self.give_up("vLLM processed its steps in another order than it sent them")
             return
-        for block, each in self._fresh.items():
-            self._publisher.prepare(block, each.block_hash, each.group, each.tokens)
-        self._fresh.clear()
-        self._publisher.amend()
+        if self._fresh:
+            self._publisher.prepare_all([each for _, each in self._fresh.values()])
+            self._fresh.clear()
+            self._publisher.amend()
         self._publisher.step_processed()
         self._prove()
 
