@@ -169,10 +169,12 @@ class Course:
         """Be told when a suspect, or a request that has broken here, has made progress."""
         is_watched = request.is_suspect or request.breaks_here > 0
         request.progress_at = len(request.tokens) + PROGRESS_TOKENS if is_watched else 0
+        request.steer()
 
     def progressed(self, request: ClientRequest) -> None:
         """It has made enough new tokens to be above suspicion."""
         request.progress_at = request.breaks_here = request.deaths = 0
+        request.steer()
         self.desk.line.end_trial(request)
         self.desk.look()
 

@@ -69,7 +69,7 @@ class Desk:
     def _end_attempt(self, request: ClientRequest) -> int:
         attempt, request.attempt = request.attempt, None
         assert attempt is not None
-        attempt.is_over = True
+        attempt.is_over, attempt.transcript = True, None
         del self.attempts[attempt.number]
         return attempt.number
 

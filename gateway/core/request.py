@@ -28,6 +28,7 @@ class LiveAttempt(Protocol):
     engine: str
     token: int
     is_over: bool
+    transcript: Transcript | None
 
 
 class ClientRequest:
@@ -39,7 +40,7 @@ class ClientRequest:
         *("waits_since_ms", "not_before_ms"),
         *("breaks_here", "refusals", "gives_up_ms", "engine_error"),
         *("continuation", "continuation_id", "is_event_stream", "is_at_boundary"),
-        *("tokens", "chunks", "transcript", "room_bytes", "charged_bytes", "held_bytes"),
+        *("transcript", "charged_bytes", "held_bytes"),
         *("forgotten_tokens", "replay", "rewriter", "paused_since_ms", "paused_under"),
         *("pauses", "paused_ms", "deaths", "tokens_at_death", "progress_at"),
     )
@@ -79,10 +80,7 @@ class ClientRequest:
         self.continuation_id = ""
         self.is_event_stream = False
         self.is_at_boundary = True  # a further event may be sent behind what was relayed
-        self.tokens = array("I")
-        self.chunks = array("I")
         self.transcript = Transcript()
-        self.room_bytes = 0  # what may come before memory is counted again
         self.charged_bytes = 0
         self.held_bytes = 0
         self.forgotten_tokens = 0  # delivered without a journal
@@ -108,6 +106,24 @@ class ClientRequest:
         if target is None:
             raise IllegalTurn(f"request {self.number}: {turn} in state {self.state}")
         self.state = target
+        self.steer()
+
+    def steer(self) -> None:
+        """Let groups of its attempt pass by `Attempt.passes`, or have each looked at. For every
+        change of what is asked here."""
+        if self.attempt is not None:
+            is_plain = self.state is RequestState.STREAMING and self.rewriter is None
+            passes = is_plain and not self.progress_at
+            self.attempt.transcript = self.transcript if passes else None
+
+    @property
+    def tokens(self) -> array[int]:
+        """Of the journal."""
+        return self.transcript.tokens
+
+    @property
+    def chunks(self) -> array[int]:
+        return self.transcript.chunks
 
     @property
     def is_suspect(self) -> bool:
@@ -140,11 +156,11 @@ class ClientRequest:
         weight = REQUEST_BYTES + self.body_bytes + self.held_bytes + journal_bytes
         weight += self.transcript.packed_bytes + room
         change = weight - self.charged_bytes
-        self.charged_bytes, self.room_bytes = weight, room
+        self.charged_bytes = weight
+        self.transcript.room_bytes = room
         return change
 
     def forget_answer(self) -> None:
         """Let go of what a resume would need."""
         self.forgotten_tokens += len(self.tokens)
-        self.tokens, self.chunks = array("I"), array("I")
         self.transcript = Transcript()

@@ -51,6 +51,12 @@ class Clients(Protocol):
 class ClientConnection(asyncio.Protocol):
     """`request` is the one that is served now."""
 
+    __slots__ = (
+        *("_ahead", "_body_since_s", "_has_body", "_is_advancing", "_is_chunked", "_is_lingering"),
+        *("_is_tunnel_open", "_owner", "_reader", "_transport", "_unsent_seen_bytes"),
+        *("deadline_s", "is_full", "peer", "request", "sent_bytes"),
+    )
+
     def __init__(self, owner: Clients) -> None:
         self.request: HttpRequest | None = None
         self.deadline_s = NEVER

@@ -17,33 +17,40 @@ GROUP_BYTES_MAX = 16 << 20
 _MARK_IN_LINE = b"\n" + GROUP_MARK
 # How engines report their own end within a stream: OpenAI's form and Anthropic's.
 _ERRORS = (b'data: {"error"', b"event: error")
-_NEWLINE, _COLON = b"\n:"
-_BLANK_AND_MARK, _ONE_TOKEN = b"\n\n" + GROUP_MARK, b"|1\n\n\r\n"
+_NEWLINE = ord("\n")
+_ONE_TOKEN = b"|1\n\n\r\n"  # ends a chunk with one group of one token
+_TOKEN_DIGITS_MAX = 9  # so that it is less than 32 bits; larger ones are parsed
 
+# The size of a chunk as it is nearly always written, by the length of the chunk with its framing.
+_SIZES = {
+    len(line) + size + 2: line
+    for size, line in ((each, b"%x\r\n" % each) for each in range(1, 4096))
+}
 
 # Whole events, and the tokens and chunks that they were made of.
 MarkedGroup: TypeAlias = "tuple[bytes, list[int], list[int]]"
 
 
-def whole_group(data: bytes) -> MarkedGroup | None:
-    """What `data` is nearly always: one chunk of HTTP with one group of one token, and no more.
+def whole_group(data: bytes) -> tuple[bytes, int] | None:
+    """The events and the token of `data` as it is nearly always: one chunk of HTTP with one group
+    of one token, and no more.
 
-    Behind a whole chunk and a whole group it need not be parsed then, which saves a twentieth of
-    all that an event takes. None: parse it.
+    Behind a whole chunk and a whole group it need not be parsed then. None: parse it. Searches from
+    the end take a third of those from the beginning.
     """
-    start = data.find(b"\r\n") + 2
-    end = data.find(b"\n", start)
-    if not data.startswith(_BLANK_AND_MARK, end):  # events of several lines
-        end = data.find(_MARK_IN_LINE, start) - 1
-    if end <= start or not data.endswith(_ONE_TOKEN) or data[start] == _COLON:
+    size_line = _SIZES.get(len(data))
+    end = data.rfind(_MARK_IN_LINE)
+    token = data[end + len(_MARK_IN_LINE) : -len(_ONE_TOKEN)]
+    if (
+        size_line is None
+        or not data.startswith(size_line)
+        or not data.endswith(_ONE_TOKEN)
+        or not token.isdigit()
+        or len(token) > _TOKEN_DIGITS_MAX
+        or data.rfind(_MARK_IN_LINE, 0, end + 1) >= 0  # another group, or one without events
+    ):
         return None
-    token = data[end + len(_BLANK_AND_MARK) : -len(_ONE_TOKEN)]
-    try:
-        if not token.isdigit() or int(data[:start], 16) != len(data) - start - 2:
-            return None
-        return data[start : end + 2], [int(token)], [1]
-    except ValueError:  # more than a size, or than a token
-        return None
+    return data[len(size_line) : end + 1], int(token)
 
 
 class GroupCutter:

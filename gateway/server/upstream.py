@@ -59,6 +59,12 @@ class Upstreams(Protocol):
 class Upstream(asyncio.Protocol):
     """One attempt's connection. After `drop` nothing of it reaches anybody."""
 
+    __slots__ = (
+        *("_cutter", "_is_between", "_is_head_told", "_is_passed_on", "_is_paused", "_outbox"),
+        *("_owner", "_request", "_sink", "_transport"),
+        *("attempt", "head_since_ms", "held", "is_dropped", "response"),
+    )
+
     def __init__(
         self,
         owner: Upstreams,
@@ -114,7 +120,7 @@ class Upstream(asyncio.Protocol):
 
     def drop(self) -> None:
         """Close, at the latest when the loop has taken the socket over."""
-        self.is_dropped = True
+        self.is_dropped, self._is_between = True, False
         self.held = []
         if self._transport is not None:
             self._transport.abort()
@@ -146,14 +152,18 @@ class Upstream(asyncio.Protocol):
         self._request = ()
 
     def data_received(self, data: bytes) -> None:
-        if self.is_dropped:
-            return
         if self._is_between and (group := whole_group(data)) is not None:
-            found = self.attempt.group(*group, self._owner.now_ms())
-            if found:
-                self._send(found)
+            events, token = group
+            if self.attempt.passes(events, token):
+                self._send(events)
+            else:
+                found = self.attempt.group(events, [token], [1], self._owner.now_ms())
+                if found:
+                    self._send(found)
             if self._outbox:
                 self._owner.perform_outbox()
+            return
+        if self.is_dropped:
             return
         response = self.response
         try:
@@ -244,7 +254,7 @@ class Upstream(asyncio.Protocol):
 
     def _end(self) -> None:
         """The response is over, as HTTP sees it; a stream without `END` is none to the core."""
-        self.is_dropped = True  # but its answer is kept
+        self.is_dropped, self._is_between = True, False  # but its answer is kept
         self._owner.handle(AnswerCame(self.attempt.number))
         if self._transport is not None:
             self._transport.abort()

@@ -133,8 +133,13 @@ class Walk:
         assert set(map(id, live.values())) == set(map(id, desk.attempts.values()))
         for request in requests:
             assert sum(request.chunks) == len(request.tokens)
+            attempt = request.attempt
+            passes = attempt is not None and attempt.transcript is not None
+            is_plain = request.state is RequestState.STREAMING and request.rewriter is None
+            assert passes == (is_plain and not request.progress_at)
             is_paused = request.state in (*REPLAYS, RequestState.PARKED)
             assert (request.paused_since_ms is not None) == is_paused
+        assert not any(each.is_over and each.transcript for each in self.attempts)
         trial = desk.line.on_trial
         assert trial is None or trial.number in desk.requests
         if self.gateway.rules.memory_bytes_max < 1 << 20:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gateway.core.joined import Joined, events_in
 from gateway.core.replay import Replay, ReplayMismatch
 from gateway.core.rewriting import Rewriter
-from gateway.core.transcript import BLOCK_BYTES, Transcript
+from gateway.core.transcript import TOKEN_MAX, Transcript
 from tests.gateway.core.model import KINDS, Play
 
 OLD = {"id": "m-old", "created": 11, "tool": "call-old"}
@@ -152,16 +152,32 @@ def test_rewriter_exchanges_values_in_one_pass_and_goes_on_counting_events():
 
 
 def test_transcript_gives_back_what_it_took_and_stays_small():
-    """Goal: nothing is lost in blocks. Method: many events; their size beside the memory."""
+    """Goal: nothing is lost in blocks. Method: many groups, of one token or of several; their size
+    beside the memory."""
     transcript, sent = Transcript(), b""
+    tokens: list[int] = []
+    chunks: list[int] = []
     assert transcript.is_empty
     for number in range(2000):
         event = b'data: {"id":"chatcmpl-1","choices":[{"delta":{"content":"%d"}}]}\n\n' % number
-        transcript.pending.append(event)
         sent += event
-        if sum(map(len, transcript.pending)) > BLOCK_BYTES:
+        if number % 100 == 50:
+            transcript.add(event, [number, TOKEN_MAX, 7], [1, 2])
+            tokens += [number, TOKEN_MAX, 7]
+            chunks += [1, 2]
+        else:
+            transcript.pending += (event, number)
+            tokens.append(number)
+            chunks.append(1)
+        if number % 300 == 0:
+            assert transcript.tokens[-1] == tokens[-1]
+        if number % 70 == 0:
             transcript.pack()
+    with pytest.raises(OverflowError):
+        transcript.add(b"data: x\n\n", [1, TOKEN_MAX + 1], [2])
     transcript.pack()
-    transcript.pending.append(b"data: [DONE]\n\n")
+    transcript.add(b"data: [DONE]\n\n", [], [])
+    assert not transcript.is_empty
     assert transcript.read() == sent + b"data: [DONE]\n\n"
+    assert (transcript.tokens.tolist(), transcript.chunks.tolist()) == (tokens, chunks)
     assert transcript.packed_bytes < len(sent) / 4
