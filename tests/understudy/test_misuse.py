@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -77,13 +78,18 @@ def test_drill_without_a_pod_asks_nobody_for_confirmation(tmp_path: Path, flags:
     assert "--yes" not in result.output
 
 
+def listens(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as sock:
+        return sock.connect_ex(path) == 0
+
+
 @contextlib.contextmanager
 def lock_server(directory: Path) -> Iterator[None]:
     command = [sys.executable, "-m", "lockserver.cli", "serve", f"--dir={directory}"]
     with subprocess.Popen([*command, "--http-port=0"]) as server:
         try:
-            path = directory / "lockserver.sock"
-            until(path.exists, "the lock server's socket")
+            path = str(directory / "lockserver.sock")
+            until(lambda: listens(path), "the lock server to listen")
             yield
         finally:
             server.kill()

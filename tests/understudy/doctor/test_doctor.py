@@ -31,6 +31,7 @@ from understudy.doctor.checks import examine
 from understudy.doctor.facts import PodFacts
 from understudy.doctor.findings import Finding, FindingStatus
 from understudy.doctor.probe import look
+from understudy.doctor.probe_directory import UNIX_LISTENS
 from understudy.up.ports import Ports
 
 FAIL, WARN, PASS, SKIP = (
@@ -136,6 +137,7 @@ def test_directory_that_another_container_mounts_for_itself_is_not_shared(direct
 @contextmanager
 def stopped(pid: int) -> Iterator[None]:
     os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
     try:
         yield
     finally:
@@ -332,21 +334,26 @@ def test_pod_in_another_pid_namespace_is_examined_without_its_pids(directory: st
 
 
 @pytest.mark.parametrize(
-    ("program", "words"),
+    ("program", "deadline_s", "words"),
     [
-        ("exec sleep 1000", "did not answer in 0.2 s"),
-        ("kill -9 $$", "process that asked the driver died"),
+        ("exec sleep 1000", 0.2, "did not answer in 0.2 s"),
+        ("kill -9 $$", probe_devices.NVML_DEADLINE_S, "process that asked the driver died"),
     ],
 )
 def test_driver_that_hangs_or_crashes_is_named_and_costs_no_more(
-    directory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, words: str
+    directory: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    program: str,
+    deadline_s: float,
+    words: str,
 ):
     """Goal: a broken driver must not break the doctor. Method: in place of the process that
     asks the driver, one that never ends, and one that is killed."""
     path = tmp_path / "python"
     path.write_text(f"#!/bin/sh\n{program}\n")
     path.chmod(0o700)
-    monkeypatch.setattr(probe_devices, "NVML_DEADLINE_S", 0.2)
+    monkeypatch.setattr(probe_devices, "NVML_DEADLINE_S", deadline_s)
     monkeypatch.setattr(sys, "executable", str(path))
     finding = examined(directory)["driver"]
     assert (finding.status, words in finding.found) == (FAIL, True), finding
@@ -408,5 +415,6 @@ def test_directory_that_is_a_link_and_a_path_that_is_too_long_are_named(director
 def listed(directory: str) -> list[str]:
     """The names in `directory` that somebody of this network listens on."""
     with open("/proc/net/unix") as table:
-        paths = [line.split()[-1] for line in table]
+        rows = [line.split() for line in table][1:]
+    paths = [row[-1] for row in rows if int(row[3], 16) & UNIX_LISTENS]
     return [os.path.basename(path) for path in paths if os.path.dirname(path) == directory]

@@ -237,9 +237,9 @@ def test_gather_waits_for_all_that_hang_together_and_names_their_devices(directo
                 sock.bind(str(directory / f"gms_HOST-{number}_weights.sock"))
                 sock.listen()
             async with FakePod(directory):
-                view = await gather(directory, timeout_s=0.2)
+                view = await gather(directory, timeout_s=1.0)
         assert [part["name"] for part in view["gms"]] == ["HOST-0", "HOST-1"]
-        assert all("did not answer in 0.2 s" in part["error"] for part in view["gms"])
+        assert all("did not answer in 1 s" in part["error"] for part in view["gms"])
         assert view["active"] == "engine-0"
 
     asyncio.run(main())

@@ -60,7 +60,7 @@ def log_of(tmp_path: Path, name: str) -> str:
 
 def test_process_that_hangs_is_found_by_its_liveness_probe_and_replaced(tmp_path: Path):
     """Goal: SIGSTOP is a hang. Method: a real server, stopped; it is deaf to SIGTERM, too."""
-    liveness = {"period_s": 0.05, "timeout_s": 0.2, "failure_threshold": 2, "grace_s": 0.1}
+    liveness = {"period_s": 0.05, "timeout_s": 1.0, "failure_threshold": 2, "grace_s": 0.1}
     startup = {"period_s": 0.05, "failure_threshold": 1000}
 
     async def main():
@@ -69,7 +69,7 @@ def test_process_that_hangs_is_found_by_its_liveness_probe_and_replaced(tmp_path
         await runner.start()
         first = runner.pids()["server"]
         os.kill(first, signal.SIGSTOP)
-        await auntil(lambda: runner.restarts()["server"] == 1, "its replacement")
+        await auntil(lambda: runner.restarts()["server"] >= 1, "its replacement")
         await auntil(lambda: not runner.not_up(), "the new one to be up")
         assert is_gone(first)
         await runner.stop()
@@ -87,7 +87,7 @@ def test_startup_that_fails_in_a_later_life_ends_the_process(tmp_path: Path):
     status = tmp_path / "status"
 
     async def main():
-        startup = {"period_s": 0.05, "failure_threshold": 40, "grace_s": 0.1}
+        startup = {"period_s": 0.05, "failure_threshold": 100, "grace_s": 0.1}
         runner = PodRunner([server(status, startup=startup)], tmp_path / "log")
         await runner.start()
         status.write_text("503")
@@ -99,7 +99,7 @@ def test_startup_that_fails_in_a_later_life_ends_the_process(tmp_path: Path):
         await runner.stop()
 
     run(main())
-    assert "startup probe failed 40 times (HTTP 503)" in log_of(tmp_path, "server")
+    assert "startup probe failed 100 times (HTTP 503)" in log_of(tmp_path, "server")
 
 
 def test_readiness_that_fails_ends_nobody(tmp_path: Path):
