@@ -11,6 +11,7 @@ import _multiprocessing
 import argparse
 import contextlib
 import ctypes
+import fcntl
 import json
 import mmap
 import os
@@ -35,9 +36,14 @@ from plumbing.wire.blocking import BlockingClient, Reply
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--as-child", action="store_true")
+    parser.add_argument("--obey", type=int, help="the descriptor of a socket")
     parser.add_argument("--grandchild", choices=("joined", "bare", "brief"))
     parser.add_argument("--ignore-sigterm", action="store_true")
     parser.add_argument("--hang-at", default="", help="a request's type, or `prepare`")
+    parser.add_argument("--hold-at", default="", help="as long as DIRECTORY/hold-TYPE exists")
+    parser.add_argument("--rest", action="store_true", help="it can")
+    parser.add_argument("--child-skips", choices=("join", "leave"))
+    parser.add_argument("--leaves-resident", action="store_true")
     parser.add_argument("--crash-at", default="", help="a request's type, or `launch`")
     parser.add_argument("--crash-if", default="", help="crash at launch while this file exists")
     parser.add_argument("--fail-canary", action="store_true")
@@ -67,10 +73,67 @@ WAIT_S = 60.0
 CHILDREN: list[subprocess.Popen[bytes]] = []  # kept: a forgotten Popen warns
 
 
+class Serving:
+    """The serving file, in this process and in its child; and a proof that no other engine serves:
+    a file that is locked by whoever may."""
+
+    def __init__(self, member: process.BackendProcess, switches: argparse.Namespace) -> None:
+        self._seat = member.seat
+        self._skips = switches.child_skips
+        self._child: socket.socket | None = None
+        self._alone = -1
+
+    def spawn(self) -> None:
+        """The child, which is told what to do over a socket."""
+        self._child, theirs = socket.socketpair()
+        self._child.settimeout(WAIT_S)
+        with theirs:
+            command = [sys.executable, __file__, "--as-child", "--obey", str(theirs.fileno())]
+            environ = process.child_environment()
+            CHILDREN.append(subprocess.Popen(command, env=environ, pass_fds=[theirs.fileno()]))
+
+    def join(self, token: int) -> None:
+        if self._seat is None:
+            return
+        self._seat.join(token)
+        self._tell(token, "join")
+        path = os.path.join(os.environ["UNDERSTUDY_DIR"], "alone")
+        self._alone = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._alone, fcntl.LOCK_EX | fcntl.LOCK_NB)  # or two engines serve
+
+    def leave(self) -> None:
+        if self._seat is None:
+            return
+        os.close(self._alone)
+        self._tell(0, "leave")
+        self._seat.leave()
+
+    def _tell(self, token: int, what: str) -> None:
+        if self._child is not None and self._skips != what:
+            self._child.sendall(token.to_bytes(8, "big"))
+            assert self._child.recv(1) == b"k"
+
+
+def obey(member: process.BackendProcess, fd: int) -> None:
+    """Join for each token that is not 0, leave for 0."""
+    orders = socket.socket(fileno=fd)
+    assert member.seat is not None
+    while order := orders.recv(8):
+        token = int.from_bytes(order, "big")
+        if token:
+            member.seat.join(token)
+        else:
+            member.seat.leave()
+        orders.sendall(b"k")
+
+
 class Backend:
-    def __init__(self, switches: argparse.Namespace, channel: BlockingClient) -> None:
+    def __init__(
+        self, switches: argparse.Namespace, channel: BlockingClient, serving: Serving
+    ) -> None:
         self.switches = switches
         self.channel = channel
+        self.residence = serving
         self.listener: socket.socket | None = None
         self.token = 0
         self.serving = False
@@ -100,6 +163,9 @@ class Backend:
             os._exit(13)
         if kind == self.switches.hang_at:
             hang()
+        if self.switches.hold_at:
+            held = os.path.join(self.switches.hold_at, f"hold-{kind}")
+            until(lambda: not os.path.exists(held))
         if isinstance(asked.message, m.HealthMsg):
             until(lambda: not os.path.exists(self.switches.answer_late_if))
         self.channel._send(  # the blocking client of the wire only asks; this end answers
@@ -115,6 +181,7 @@ class Backend:
                         note.write(f"{token} {era}")
                 self.listener = socket.socket(fileno=asked.fds[0].detach())
                 self.token, self.is_behind_gateway = token, asked.message.is_behind_gateway
+                self.residence.join(token)
                 return m.WokenMsg(kv_bytes=switches.kv_bytes)
             case m.RunCanaryMsg():
                 if switches.serve_early:
@@ -136,6 +203,9 @@ class Backend:
                     with open(switches.note_drain, "w") as note:
                         note.write("resume" if resume else "finish")
                 return m.DrainedMsg()
+            case m.RestMsg():
+                self.residence.leave()
+                return m.RestedMsg(4096 if switches.leaves_resident else 0)
         raise AssertionError(asked.message)
 
     def verdict(self) -> tuple[bool, str]:
@@ -250,6 +320,8 @@ def main() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if switches.as_child:
         member = process.enter("model")
+        if switches.obey:
+            obey(member, switches.obey)
         signal.signal(signal.SIGUSR1, lambda *_: end_main_thread())
         hang()
     if switches.crash_at == "launch" or os.path.exists(switches.crash_if):
@@ -269,7 +341,11 @@ def main() -> None:
             m.FaultReportMsg("fake.fault", switches.fault, switches.permanent, exit_code=2)
         )
         os._exit(1)
-    if switches.grandchild:
+    serving = Serving(member, switches)
+    if switches.rest and switches.grandchild:
+        serving.spawn()
+        wait_for_model(member)
+    elif switches.grandchild:
         spawn(switches.grandchild)
         if switches.grandchild == "joined":
             wait_for_model(member)
@@ -288,10 +364,11 @@ def main() -> None:
             identity={},
             warnings=tuple(switches.warn),
             continuation=switches.continuation,
+            can_rest=switches.rest,
         )
     )
     with contextlib.suppress(UnreachableError):
-        Backend(switches, channel).run()
+        Backend(switches, channel, serving).run()
     del kept
 
 

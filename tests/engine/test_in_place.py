@@ -1,0 +1,292 @@
+"""Engines that hand over and rest in place: real processes, a real lock server, kills and stops."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from engine import messages as m
+from lockserver.messages import CATALOGUE, SwitchedOverMsg, SwitchOverMsg
+from plumbing.errors import UnderstudyError, UnreachableError
+from plumbing.part.tier import AmMsg, ShallMsg, Tier
+from plumbing.wire.blocking import BlockingClient
+from tests.engine.pod import Engine, Pod, stub_lock
+from tests.engine.stub_lock import StubLock
+from tests.engine.test_hand_over import hand_over, states
+from tests.helpers import until
+
+RESTS = ("--rest", "--grandchild", "joined")
+QUICK = ("--backoff-first-ms", "20", "--backoff-max-ms", "20", "--deaths-max", "100")
+
+
+def switch_over(pod: Pod, to: str) -> SwitchedOverMsg:
+    with BlockingClient(str(pod.directory / "lockserver.sock"), CATALOGUE) as client:
+        asked = SwitchOverMsg("active", to=to, timeout_ms=60_000)
+        reply = client.request(asked, timeout_s=60).message
+    assert isinstance(reply, SwitchedOverMsg)
+    return reply
+
+
+@contextmanager
+def switching(pod: Pod, to: str) -> Iterator[None]:
+    """A switchover in the background, whatever comes of it."""
+
+    def ask() -> None:
+        with suppress(UnderstudyError):
+            switch_over(pod, to)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    yield
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def pair(pod: Pod, *switches: str, flags: tuple[str, ...] = ()) -> tuple[Engine, Engine]:
+    """The first is active, the second stands by."""
+    pod.start_lock()
+    one = pod.engine("e-0", *RESTS, *switches, flags=(*QUICK, *flags))
+    one.until("active")
+    two = pod.engine("e-1", *RESTS, *switches, flags=(*QUICK, *flags))
+    two.until("standby")
+    return one, two
+
+
+def token_of(pod: Pod) -> int:
+    token: int = pod.lock()["holder"]["token"]
+    return token
+
+
+def later_token(pod: Pod, token: int) -> int | None:
+    """That of the holder, once a server answers and it is above `token`."""
+    with suppress(UnreachableError):
+        holder = pod.lock()["holder"]
+        return holder["token"] if holder and holder["token"] > token else None
+    return None
+
+
+def until_both(one: Engine, two: Engine) -> Engine:
+    """Wait until one of them is active and the other stands by; the active one."""
+
+    def settled() -> Engine | None:
+        found = {one.state: one, two.state: two}
+        return found["active"] if found.keys() == {"active", "standby"} else None
+
+    return until(settled, "one engine to be active, and the other to stand by")
+
+
+def test_switchover_in_place_keeps_every_process_of_both_engines(pod):
+    """Goal: a switchover without a relaunch. Method: there and back; the tokens grow, and the file
+    of the first engine is sealed at the token that it handed over."""
+    one, two = pair(pod)
+    before, first = (one.pids(), two.pids()), token_of(pod)
+    assert switch_over(pod, "e-1").token == first + 1
+    document = one.until("standby")
+    assert pod.ask() == ("e-1", first + 1)
+    assert document["lock"]["token"] == 0
+    assert switch_over(pod, "e-0").token == first + 2
+    assert pod.ask() == ("e-0", first + 2)
+    two.until("standby")
+    assert (one.pids(), two.pids()) == before
+    lengths = {each.name[:11]: each.stat().st_size for each in pod.directory.glob("serving_*")}
+    assert lengths == {"serving_e-0": first, "serving_e-1": first + 1}
+    assert "understudy_engine_rests_total" in one.get("/metrics")[1]
+    assert one.status()["deaths"] == []
+
+
+def test_process_that_does_not_hold_the_serving_file_never_serves(pod):
+    """Goal: H15. Method: a child that joins nothing; the tree ends before it serves."""
+    pod.start_lock()
+    engine = pod.engine("e-0", *RESTS, "--child-skips", "join", flags=QUICK)
+    document = engine.until("standby", number=2)
+    assert document["deaths"][0]["cause"] == "serving_file_missing"
+    assert "model (pid " in document["deaths"][0]["message"]
+    assert "active" not in states(engine)
+
+
+@pytest.mark.parametrize("bad", [("--child-skips", "leave"), ("--leaves-resident",)])
+def test_rest_that_is_not_proven_ends_the_tree_and_then_the_other_is_granted(pod, bad):
+    """Goal: H18. Method: a child that keeps the file, or memory that is still mapped: the tree is
+    killed, so the switchover is done all the same."""
+    one, _ = pair(pod, *bad, flags=("--release-ms", "300"))
+    with switching(pod, "e-1"):
+        document = one.until("standby", number=2)
+    cause = {"--child-skips": "budget_exceeded", "--leaves-resident": "kv_resident"}[bad[0]]
+    assert document["deaths"][0]["cause"] == cause
+    assert pod.ask()[0] == "e-1"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", ["drain", "rest", "wake"])
+def test_process_killed_or_stopped_at_each_step_of_a_switchover(pod, step):
+    """Goal: the pod comes back by itself, never with two active engines (each fake backend locks
+    one file alone while it may serve). Method: hold the engine at the step, kill or stop each of
+    its processes; the other engine serves, or the same one again; then both are there."""
+    budgets = ("--drain-ms", "2000", "--release-ms", "2000", "--waking-ms", "2000")
+    one, two = pair(pod, "--hold-at", str(pod.directory), flags=budgets)
+    victims = [("main", signal.SIGKILL), ("model", signal.SIGKILL), ("main", signal.SIGSTOP)]
+    victims += [("model", signal.SIGSTOP)] if step == "rest" else []
+    for name, number in victims:
+        hold, token = pod.directory / f"hold-{step}", token_of(pod)
+        hold.touch()
+        state = {"drain": "draining", "rest": "releasing", "wake": "waking"}[step]
+        at = two if step == "wake" else one
+        with switching(pod, two.name):
+            at.until(state)
+            pid = at.pids()["http" if name == "main" else name]
+            os.kill(pid, number)
+            hold.unlink()
+        serves = until_both(one, two)
+        assert pod.ask()[0] == serves.name
+        assert token_of(pod) > token
+        one, two = serves, two if serves is one else one
+
+
+@pytest.mark.slow
+def test_lock_server_killed_at_each_step_of_a_switchover(pod):
+    """Goal: what was handed over stays so. Method: kill the server while an engine is held at a
+    step; it is back once the holder is done, and one engine serves under a new token, with the same
+    processes as before."""
+    one, two = pair(pod, "--hold-at", str(pod.directory))
+    pids = {each.name: each.pids() for each in (one, two)}
+    for state, step in (("draining", "drain"), ("releasing", "rest"), ("standby", "wake")):
+        hold, token = pod.directory / f"hold-{step}", token_of(pod)
+        hold.touch()
+        with switching(pod, two.name):
+            one.until(state)
+            pod.kill_lock()
+        hold.unlink()
+        one.until("standby")
+        pod.start_lock()
+        now = until(lambda before=token: later_token(pod, before), "a later grant")
+        serves = until_both(one, two)
+        assert pod.ask() == (serves.name, now)
+        one, two = serves, two if serves is one else one
+    assert {each.name: each.pids() for each in (one, two)} == pids
+
+
+@pytest.mark.slow
+def test_supervisor_killed_while_releasing_frees_the_lock_with_its_tree(pod):
+    """Goal: the witness still counts until the word is given. Method: kill the supervisor while its
+    backend is held at the rest; the other is granted, and the restarted one stands by."""
+    one, two = pair(pod, "--hold-at", str(pod.directory))
+    (hold := pod.directory / "hold-rest").touch()
+    with switching(pod, "e-1"):
+        one.until("releasing")
+        one.stop()
+        two.until("active")
+    hold.unlink()
+    pod.engine("e-0", *RESTS, flags=QUICK).until("standby")
+    assert pod.ask()[0] == "e-1"
+
+
+# ---------------------------------------------------------------- at rest
+
+
+def shall(client: BlockingClient, goal: Tier | None) -> AmMsg:
+    reply = client.request(ShallMsg(goal, "a test"), timeout_s=30).message
+    assert isinstance(reply, AmMsg)
+    return reply
+
+
+def heard_until(client: BlockingClient, state: str) -> list[AmMsg]:
+    """What is said until the engine is in `state`."""
+    said: list[AmMsg] = []
+    while not said or said[-1].state != state:
+        message = client.receive(timeout_s=30).message
+        assert isinstance(message, AmMsg)
+        said.append(message)
+    return said
+
+
+@pytest.fixture
+def lock(directory: Path) -> Iterator[StubLock]:
+    """A lock server with a gateway, that grants everything at once."""
+    with stub_lock(directory, ("loader", "active"), has_gateway=True) as (stub, _):
+        yield stub
+
+
+def test_engine_rests_and_wakes_under_its_token_and_says_so(pod, lock):
+    """Goal: rest in place. Method: to rest and back twice; the same connection hears of each
+    change, the probes are a standby's, the lock is held all the time by the same processes."""
+    engine = pod.engine("e-0", *RESTS, flags=QUICK)
+    engine.until("active")
+    pids = engine.pids()
+    with engine.client() as client:
+        assert shall(client, None).goal_seen == 0
+        for seen in (1, 3):
+            assert shall(client, Tier.WARM).goal_seen == seen
+            rested = heard_until(client, "resting")[-1]
+            assert (rested.tier, rested.goal, rested.goal_by) == (Tier.WARM, Tier.WARM, "a test")
+            assert (rested.token, rested.kv_bytes, rested.fault) == (1, 0, "")
+            assert engine.get("/ready")[0] == 200
+            assert engine.get("/serving")[0] == 503
+            assert engine.get("/live")[0] == 200
+            document = engine.status()
+            assert document["goal"]["tier"] == "warm"
+            assert "at rest" in document["engine"]["reason"]
+            shall(client, Tier.AWAKE)
+            awake = heard_until(client, "active")[-1]
+            assert (awake.token, awake.tier, awake.kv_bytes) == (1, Tier.AWAKE, 1024)
+    assert engine.pids() == pids
+    assert {want.tokens.get("active", 1) for want in lock.wants} == {1}
+    assert all(not want.over for want in lock.wants)
+    metrics = engine.get("/metrics")[1]
+    assert 'understudy_engine_rests_total{reason="goal"} 2.0' in metrics
+    assert "understudy_engine_wake_duration_seconds_count 2.0" in metrics
+
+
+def test_goal_outlives_the_supervisor_and_a_hand_over_ends_a_rest(pod, directory):
+    """Goal: who stood asleep stands asleep. Method: kill the supervisor of a resting engine; the
+    next one is granted into rest, without a wake, and hands over from there."""
+    with stub_lock(directory, ("loader", "active"), has_gateway=True) as (stub, loop):
+        first = pod.engine("e-0", *RESTS, flags=QUICK)
+        first.until("active")
+        with first.client() as client:
+            shall(client, Tier.WARM)
+            first.until("resting")
+        first.stop()
+        engine = pod.engine("e-0", *RESTS, flags=QUICK)
+        engine.until("resting")
+        assert "waking" not in states(engine)
+        loop.call(hand_over, stub)
+        until(lambda: stub.want is not None and stub.want.over == {"active": 2}, "the word")
+
+
+def test_engine_at_rest_that_loses_a_process_is_relaunched_at_rest(pod, lock):
+    """Goal: a resting engine is watched like a parked one. Method: kill its model process."""
+    engine = pod.engine("e-0", *RESTS, flags=QUICK)
+    engine.until("active")
+    with engine.client() as client:
+        shall(client, Tier.WARM)
+        engine.until("resting")
+        os.kill(engine.pids()["model"], signal.SIGKILL)
+        engine.until("resting", number=2)
+
+
+@pytest.mark.parametrize(
+    ("switches", "has_gateway", "goal", "code", "why"),
+    [
+        ((), True, Tier.WARM, "engine.cannot_rest", "does not say that it can"),
+        (RESTS, False, Tier.WARM, "engine.cannot_rest", "no gateway"),
+        (RESTS, True, Tier.COLD, "engine.no_such_tier", "`warm` or `awake`"),
+    ],
+)
+def test_goal_that_cannot_be_is_refused(pod, directory, switches, has_gateway, goal, code, why):
+    """Goal: a refusal names the reason, and changes nothing. Method: each reason."""
+    with stub_lock(directory, ("loader", "active"), has_gateway=has_gateway):
+        engine = pod.engine("e-0", *switches, flags=QUICK)
+        engine.until("active")
+        with engine.client() as client:
+            with pytest.raises(UnderstudyError, match=why) as refused:
+                client.request(m.ShallMsg(goal, "a test"))
+            assert refused.value.code == code
+        with engine.client() as client:
+            assert shall(client, None).goal is Tier.AWAKE
+        assert engine.state == "active"
