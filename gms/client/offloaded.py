@@ -33,8 +33,9 @@ from plumbing.wire.messages import Message
 
 logger = logging.getLogger(__name__)
 
-# The server of a copy answers at once: nobody waits for it to be made.
-COPY_WAIT_S = 0.0
+# How long a load waits for a copy whose server has died: it is restarted in half a second, and
+# whoever holds the copy hands it back. If it is gone, this is what the load takes longer.
+COPY_BACK_S = 5.0
 # How long an engine waits for the proof that the memory is free: the kernel frees 8 GiB a second.
 FREE_TIMEOUT_S = 30.0
 # The service of the device is restarted in half a second.
@@ -42,23 +43,35 @@ RETRY_S = 0.05
 
 
 def open_copy(
-    directory: str, device: str, request: msg.AttachMsg, epoch: str | None = None
+    directory: str,
+    device: str,
+    request: msg.AttachMsg,
+    epoch: str | None = None,
+    wait_s: float = 0.0,
 ) -> Reader:
     """Attach to the host copy of the weights of `device`: to `epoch`, if given.
 
     Raises:
         UnderstudyError: `gms.no_copy`, there is none of the identity of `request`.
+        UnreachableError: its server is away.
     """
     host = names.offload_device(device)
     opening = Opening(directory, host, HostMemory())
     wanted = msg.AttachMsg(
-        request.engine, request.incarnation, "ro", request.identity, request.rank
+        request.engine,
+        request.incarnation,
+        "ro",
+        request.identity,
+        request.rank,
+        round(wait_s * 1000),
     )
     with contextlib.ExitStack() as stack:
         attachment = Attachment(opening.memory)
         stack.callback(attachment.close)
         try:
-            client, grant = opening.attach(wanted, COPY_WAIT_S, attachment)
+            client, grant = opening.attach(wanted, wait_s, attachment)
+        except UnreachableError:
+            raise
         except UnderstudyError as error:
             raise UnderstudyError(
                 "gms.no_copy",
@@ -77,14 +90,19 @@ def open_copy(
 def written_from_copy(writer: Writer, epoch: str, on_wait: OnWait) -> Reader | Writer:
     """A reader of what `writer` (taken) has copied from the host copy `epoch` and committed; the
     writer itself where that copy is out of reach: then the weights are loaded."""
-    opening, request = writer.opening, writer.request
-    try:
-        copy = open_copy(opening.directory, opening.device, request, epoch)
-    except UnderstudyError as error:
-        on_wait(f"the weights are loaded again: {error.message}")
-        return writer
-    with copy:
-        return _written(writer, copy)
+    opening, end = writer.opening, time.monotonic() + COPY_BACK_S
+    while True:
+        left_s = max(0.0, end - time.monotonic())
+        try:
+            copy = open_copy(opening.directory, opening.device, writer.request, epoch, left_s)
+        except UnderstudyError as error:
+            if isinstance(error, UnreachableError) and left_s > RETRY_S:
+                time.sleep(RETRY_S)
+                continue
+            on_wait(f"the weights are loaded again: {error.message}")
+            return writer
+        with copy:
+            return _written(writer, copy)
 
 
 def _written(writer: Writer, copy: Reader) -> Reader:
@@ -99,7 +117,12 @@ def release(reader: Reader, keeper: Keeper) -> Offloaded:
         UnderstudyError: `gms.no_copy`. Nothing has changed, and `keeper` goes on.
     """
     request = structs.replace(reader.request, identity=reader.identity)
-    copy = open_copy(reader.opening.directory, reader.opening.device, request)
+    try:
+        copy = open_copy(reader.opening.directory, reader.opening.device, request)
+    except UnreachableError as error:
+        raise UnderstudyError(
+            "gms.no_copy", f"no server of copies in host memory answers: {error.message}"
+        ) from error
     with contextlib.ExitStack() as stack:
         stack.callback(copy.close)
         if copy.layout_hash != reader.layout_hash:

@@ -9,7 +9,7 @@ import pytest
 
 from gms import messages as msg
 from gms import names
-from gms.client import Keeper, Offloaded, Reader, release
+from gms.client import Keeper, Offloaded, Reader, offloaded, release
 from gms.copies.keeper import CopyKeeper
 from gms.copies.maker import make_copy
 from plumbing.errors import RemoteError, UnderstudyError
@@ -145,8 +145,11 @@ def test_new_engine_gets_offloaded_weights_without_a_load(gms: GmsProcess, copie
 
 
 @host_only
-def test_lost_copy_costs_a_load(gms: GmsProcess, host: GmsProcess, copies: Copies):
+def test_lost_copy_costs_a_load(
+    gms: GmsProcess, host: GmsProcess, copies: Copies, monkeypatch: pytest.MonkeyPatch
+):
     """Everybody who had the copy is gone: the next engine writes, and then there is a new copy."""
+    monkeypatch.setattr(offloaded, "COPY_BACK_S", 0.1)
     with patterned(gms) as reader:
         away(gms, copies, reader).close()
     copies.close()
@@ -241,7 +244,7 @@ def test_copy_of_other_bytes_is_replaced_and_never_stands_for_the_weights(
 def test_without_a_copy_nothing_is_released(gms: GmsProcess):
     """No server of copies, or none made yet: the engine keeps its weights and its keeper."""
     with patterned(gms) as reader, kept(reader) as keeper:
-        with pytest.raises(UnderstudyError, match="host memory has no copy") as caught:
+        with pytest.raises(UnderstudyError, match="no server of copies") as caught:
             release(reader, keeper)
         assert caught.value.code == "gms.no_copy"
         assert reader.read("a")[:1] == b"\1"

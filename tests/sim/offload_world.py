@@ -1,0 +1,515 @@
+"""A device's server and that of its host copies, engines that offload and restage, and a keeper.
+
+Both servers are the real machine, each with a driver, a disk and a kernel of its own. A process is
+one actor: its connections, and the epochs whose files it holds. What the bytes are is a number, and
+each load from disk has another: so bytes that come back are told from bytes that are loaded.
+Everything is drawn from one seed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from gms import messages as msg
+from gms.core import effects as fx
+from gms.core import events as ev
+from gms.core.events import EpochPhase
+from gms.core.machine import DeviceMachine
+from gms.core.recovery import orphans_of
+from gms.core.state import WRITER_STATES
+from plumbing.errors import UnderstudyError
+from tests.sim.gms_device import MIB, commit_of, manifest_of
+
+IDENTITY = {"model": "tiny"}
+SIZES = [MIB]
+
+
+def digest_of(content: int) -> str:
+    return f"{content:064x}"
+
+
+@dataclass(eq=False)
+class Memory:
+    """Physical memory, for as long as a server or a process has it."""
+
+    epoch: str
+    content: int = 0
+
+
+@dataclass(eq=False)
+class Actor:
+    """A process. `at` is where it stands with each server: "", asking, writing, reading."""
+
+    name: str
+    at: dict[str, str] = field(default_factory=lambda: {"device": "", "host": ""})
+    session: dict[str, int | None] = field(default_factory=lambda: {"device": None, "host": None})
+    holds: dict[str, Memory | None] = field(default_factory=lambda: {"device": None, "host": None})
+    copy: str | None = None  # that its writer was told of
+    restages_from: str | None = None
+    is_busy: bool = False
+    is_away: bool = False  # it has released the device's weights
+    is_dying: bool = False  # its connections have ended, what it maps is still mapped
+
+
+class Node:
+    """One server, and what it runs on."""
+
+    machine_type: type[DeviceMachine] = DeviceMachine
+
+    def __init__(self, name: str, world: OffloadWorld) -> None:
+        self.name, self.world = name, world
+        self.files: set[str] = set()
+        self.marked: set[str] = set()
+        self.record: ev.JournalRecord | None = None
+        self.offloaded: ev.JournalRecord | None = None
+        self.vault: dict[str, Memory] = {}
+        self.driver: deque[fx.DeviceEffect] = deque()
+        self.sessions: dict[int, Actor] = {}
+        self.boot()
+
+    def boot(self) -> None:
+        orphans = orphans_of(sorted(self.files), self.record, self.marked & self.files)
+        self.machine = self.machine_type(
+            capacity_bytes=8 * MIB,
+            granularity_bytes=4096,
+            stall_ms=1e9,
+            new_epoch_id=self.world.new_id,
+            orphans=orphans,
+            offloaded=self.offloaded,
+            is_journal_behind=self.record is not None and self.record.epoch in self.marked,
+            now_ms=self.world.now_ms,
+        )
+        self.watched = {orphan.id for orphan in orphans}
+
+    def crash(self) -> None:
+        self.vault.clear()
+        self.driver.clear()
+        if self is self.world.device:  # it forgets what is not on disk, like a report too late
+            self.world.condemning.clear()
+        for actor in self.sessions.values():
+            self.world.lose_session(actor, self.name)
+        self.sessions.clear()
+        self.boot()
+
+    def holders(self, epoch: str) -> list[Actor]:
+        held = ((a, a.holds[self.name]) for a in self.world.actors)
+        return [actor for actor, memory in held if memory is not None and memory.epoch == epoch]
+
+    def tell(self, event: ev.DeviceEvent) -> None:
+        try:
+            effects = self.machine.handle(event, self.world.now_ms)
+        except UnderstudyError as error:
+            assert isinstance(event, ev.SessionEvent)
+            effects = [fx.RefuseRequest(event.session, 0, error)]
+        for effect in effects:
+            if isinstance(effect, fx.Respond):
+                actor = self.sessions.get(effect.session)
+                if actor is not None:
+                    self.world.hear(self, actor, effect)
+            elif isinstance(effect, fx.Unwatch):
+                self.watched.discard(effect.epoch)
+            elif not isinstance(effect, fx.RecordEvent):
+                self.driver.append(effect)
+
+    def complete_one(self) -> None:
+        effect = self.driver.popleft()
+        match effect:
+            case fx.OpenEpoch():
+                self.files.add(effect.epoch)
+                self.vault[effect.epoch] = Memory(effect.epoch)
+                self.tell(ev.EpochOpened(effect.session))
+            case fx.CreateSlab():
+                self.tell(ev.SlabCreated(effect.session))
+            case fx.SealEpoch():
+                self.tell(ev.Sealed(effect.session, tensors=1))
+            case fx.WriteJournal():
+                self.record, self.offloaded = effect.record, effect.offloaded
+                self.world.journalled(self)
+                done = ev.JournalKept() if effect.session is None else ev.Journalled(effect.session)
+                self.tell(done)
+            case fx.MarkHistory():
+                self.marked.add(effect.epoch)
+                self.world.journalled(self)
+            case fx.AdoptEpoch():
+                actor = self.sessions.get(effect.session)
+                memory = actor.holds[self.name] if actor is not None else None
+                if memory is None:
+                    error = UnderstudyError("gms.bad_slab", "its process is gone")
+                    self.tell(ev.DriverFailed(effect.session, error))
+                else:
+                    self.vault[effect.epoch] = memory
+                    self.tell(ev.Adopted(effect.session, tensors=1))
+            case fx.DiscardOffer():
+                self.vault.pop(effect.epoch, None)
+            case fx.ReleaseEpoch():
+                self.vault.pop(effect.epoch, None)
+                self.watched.add(effect.epoch)
+            case _:
+                raise AssertionError(effect)
+
+    def look(self, epoch: str) -> None:
+        self.watched.discard(epoch)
+        self.files.discard(epoch)
+        self.tell(ev.EpochFree(epoch))
+
+    @property
+    def free_files(self) -> list[str]:
+        return sorted(epoch for epoch in self.watched if not self.holders(epoch))
+
+
+class OffloadWorld:
+    """Two servers and their clients, one seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.trace: list[str] = []
+        self.now_ms = 0.0
+        self._ids, self._numbers, self._contents = (itertools.count(1) for _ in range(3))
+        self.new_id = lambda: f"{next(self._ids):032x}"
+        self.actors: list[Actor] = []
+        self.condemning: set[int] = set()
+        self.condemned: set[int] = set()  # contents that are out of service for good
+        self.standing: str | None = None  # the copy that stands for the weights: on disk
+        self.loads = self.restages = self.offloads = 0
+        self.device, self.host = Node("device", self), Node("host", self)
+        for name in ("engine-0", "engine-1", "keeper"):
+            self._launch(name)
+
+    # ------------------------------------------------------------------ connections
+
+    def _launch(self, name: str) -> None:
+        self.actors.append(Actor(name))
+
+    def _send(self, node: Node, actor: Actor, message: Any, **facts: Any) -> None:
+        session = actor.session[node.name]
+        if session is None:
+            session = actor.session[node.name] = next(self._numbers)
+            node.sessions[session] = actor
+        actor.is_busy = True
+        node.tell(ev.Received(session, 1, message, **facts))
+
+    def lose_session(self, actor: Actor, name: str) -> None:
+        actor.session[name], actor.is_busy = None, False
+        if actor.at[name] != "reading":  # a writer's load is lost, and so is its memory
+            self._drop(actor, name)
+
+    def _drop(self, actor: Actor, name: str) -> None:
+        actor.at[name], actor.holds[name] = "", None
+
+    def _end(self, node: Node, actor: Actor) -> None:
+        session, actor.session[node.name] = actor.session[node.name], None
+        if session is not None and node.sessions.pop(session, None) is not None:
+            node.tell(ev.Closed(session, "closed"))
+
+    def hear(self, node: Node, actor: Actor, effect: fx.Respond) -> None:
+        name = node.name
+        answer = effect.message if isinstance(effect, fx.SendMessage) else effect
+        if isinstance(answer, msg.WaitingMsg):
+            return
+        actor.is_busy = False
+        match answer:
+            case fx.GrantWriting():
+                actor.at[name], actor.copy = "writing", answer.copy
+                actor.holds[name] = node.vault[answer.epoch]
+            case fx.SendEpoch():
+                actor.at[name], actor.holds[name] = "reading", node.vault[answer.epoch]
+                self._check_readable(node, answer.epoch)
+            case msg.CommittedMsg():
+                actor.at[name] = "reading"
+                self._check_readable(node, answer.epoch)
+                if name == "device":
+                    assert node.record is not None
+                    self.standing = None
+                    self.restages += actor.restages_from is not None
+            case msg.WantedMsg(epoch):
+                memory = actor.holds[name]
+                assert memory is not None
+                assert memory.epoch == epoch
+                self._send(node, actor, msg.OfferMsg(epoch, IDENTITY, *manifest_of(SIZES)))
+            case msg.OffloadedMsg():
+                self.offloads += 1
+                self._check_free()
+            case fx.RefuseRequest():
+                session = actor.session[name]
+                if session is not None:
+                    node.sessions.pop(session, None)
+                    actor.session[name] = None
+                    self.lose_session(actor, name)
+                    node.tell(ev.Closed(session, "refused"))
+
+    # ------------------------------------------------------------------ what engines do
+
+    def _attach(self, node: Node, actor: Actor, mode: str, *, replace: bool = False) -> None:
+        actor.at[node.name], actor.restages_from = "asking", None
+        request = msg.AttachMsg(
+            actor.name, f"i-{id(actor)}", mode, IDENTITY, wait_ms=1 << 40, replace=replace
+        )
+        self._send(node, actor, request)
+
+    def _write(self, node: Node, actor: Actor) -> None:
+        """One step of a load, a restage or a copy."""
+        memory = actor.holds[node.name]
+        assert memory is not None
+        if not memory.content:
+            if node is self.host:
+                source = actor.holds["device"]
+                assert source is not None
+                memory.content = source.content
+            else:
+                self._fill(actor, memory)
+            self._send(node, actor, msg.AllocateMsg(MIB))
+            return
+        commit = commit_of(0, IDENTITY, SIZES).message
+        assert isinstance(commit, msg.CommitMsg)
+        again = actor.restages_from if node is self.device else None
+        message = msg.CommitMsg(commit.identity, commit.manifest, commit.layout_hash, again)
+        self._send(node, actor, message)
+
+    def _fill(self, actor: Actor, memory: Memory) -> None:
+        """From the copy, if there is one to be had; else from disk."""
+        copy = actor.holds["host"]
+        if copy is None or copy.epoch != actor.copy:  # a new process, in its place
+            copy = self._copy_to_read(actor.copy)
+        if actor.copy is not None and copy is not None:
+            memory.content, actor.restages_from = copy.content, copy.epoch
+            return
+        held = self.standing is not None and self.host.holders(self.standing)
+        assert not held, "weights are loaded although a copy stands for them"
+        self.loads += 1
+        memory.content = next(self._contents)
+
+    def _waits_for_copy(self, actor: Actor) -> bool:
+        """Its server has died, and somebody is about to hand the copy back."""
+        memory, copy = actor.holds["device"], actor.copy
+        is_there = copy is None or self._copy_to_read(copy) is not None
+        if is_there or memory is None or memory.content:
+            return False
+        return bool(self.host.holders(str(copy)))
+
+    def _copy_to_read(self, epoch: str | None) -> Memory | None:
+        committed = self.host.machine.device.committed
+        if committed is None or committed.id != epoch:
+            return None
+        return self.host.vault.get(committed.id)
+
+    def _release(self, actor: Actor) -> None:
+        """It holds the copy already: unmap, and ask on its own session."""
+        actor.holds["device"], actor.at["device"], actor.is_away = None, "", True
+        if actor.session["device"] is not None:
+            self._send(self.device, actor, msg.OffloadMsg(), **self.facts())
+
+    def facts(self) -> dict[str, Any]:
+        """What the shell looks up for `offload`."""
+        committed, copy, host = self.device.machine.device.committed, self.host.record, self.host
+        if copy is not None and (not host.holders(copy.epoch) or copy.epoch in host.marked):
+            copy = None
+        is_mapped = committed is not None and bool(self.device.holders(committed.id))
+        return {"is_mapped": is_mapped, "copy": copy}
+
+    def _rejoin(self, node: Node, actor: Actor) -> None:
+        memory = actor.holds[node.name]
+        assert memory is not None
+        message = msg.RejoinMsg(actor.name, f"i-{id(actor)}", memory.epoch, tuple(SIZES), True)
+        self._send(node, actor, message)
+
+    def _digest(self, node: Node, actor: Actor) -> None:
+        memory, session = actor.holds[node.name], actor.session[node.name]
+        assert memory is not None
+        assert session is not None
+        node.tell(ev.Received(session, 0, msg.DigestMsg(digest_of(memory.content))))
+
+    def _condemn(self, actor: Actor) -> None:
+        memory, session = actor.holds["device"], actor.session["device"]
+        committed = self.device.machine.device.committed
+        assert memory is not None
+        assert session is not None
+        if committed is not None and committed.id == memory.epoch:
+            self.condemning.add(memory.content)
+        self.device.tell(ev.Received(session, 0, msg.CondemnMsg("device_error", "a bad page")))
+        self.kill(actor)  # it exits
+
+    def kill(self, actor: Actor) -> None:
+        """Its connections end; what it maps goes when it is reaped."""
+        actor.is_dying = True
+        for node in (self.device, self.host):
+            self._end(node, actor)
+
+    def _reap(self, actor: Actor) -> None:
+        self.actors.remove(actor)
+        self._launch(actor.name)
+
+    # ------------------------------------------------------------------ what could happen now
+
+    def moves(self) -> list[tuple[str, Any]]:
+        found: list[tuple[str, Any]] = []
+        for node in (self.device, self.host):
+            if node.driver:
+                found.append((f"{node.name} {type(node.driver[0]).__name__}", node.complete_one))
+            found += [(f"{node.name} {e[-3:]} free", lambda n=node, e=e: n.look(e))
+                      for e in node.free_files]  # fmt: skip
+        for actor in self.actors:
+            move = self._move_of(actor)
+            if move is not None:
+                found.append((f"{actor.name} {move[0]}", move[1]))
+        return found
+
+    def _move_of(self, actor: Actor) -> tuple[str, Any] | None:
+        if actor.is_dying:
+            return "is reaped", lambda: self._reap(actor)
+        for node in (self.device, self.host):
+            if actor.at[node.name] == "reading" and actor.session[node.name] is None:
+                return f"rejoins {node.name}", lambda n=node: self._rejoin(n, actor)
+        if actor.is_busy:
+            return None
+        for node in (self.device, self.host):
+            if actor.at[node.name] == "writing":
+                if node is self.device and self._waits_for_copy(actor):
+                    return None
+                return f"writes {node.name}", lambda n=node: self._write(n, actor)
+            epoch = self._undigested(node, actor)
+            if epoch:
+                return f"digests {node.name}", lambda n=node: self._digest(n, actor)
+        if actor.name == "keeper":
+            return self._keeper_move(actor)
+        if actor.at["device"] == "":
+            if actor.is_away and actor.at["host"] == "reading" and self.rng.random() < 0.2:
+                return "lets the copy go", lambda: self._let_go(self.host, actor)
+            if actor.is_away and self.rng.random() < 0.5:
+                return "asks again", lambda: self._ask_again(actor)
+            return "attaches", lambda: self._come_back(actor)
+        if actor.at["host"] == "reading" and self._copy_is_good(actor):
+            return "releases", lambda: self._release(actor)
+        if self.host.machine.device.committed is not None and actor.at["host"] == "":
+            return "takes the copy", lambda: self._attach(self.host, actor, "ro")
+        if actor.at["host"] == "reading":
+            return "lets the copy go", lambda: self._let_go(self.host, actor)
+        return None
+
+    def _ask_again(self, actor: Actor) -> None:
+        self._send(self.device, actor, msg.OffloadMsg(), **self.facts())
+
+    def _come_back(self, actor: Actor) -> None:
+        self._end(self.device, actor)
+        actor.is_away = False
+        self._attach(self.device, actor, "rw_or_ro")
+
+    def _let_go(self, node: Node, actor: Actor) -> None:
+        self._end(node, actor)
+        self._drop(actor, node.name)
+
+    def _undigested(self, node: Node, actor: Actor) -> bool:
+        committed, memory = node.machine.device.committed, actor.holds[node.name]
+        return (
+            committed is not None
+            and actor.at[node.name] == "reading"
+            and memory is not None
+            and committed.id == memory.epoch
+            and committed.digest is None
+        )
+
+    def _copy_is_good(self, actor: Actor) -> bool:
+        copy = self.host.machine.device.committed
+        held = actor.holds["host"]
+        return copy is not None and held is not None and held.epoch == copy.id
+
+    def _keeper_move(self, actor: Actor) -> tuple[str, Any] | None:
+        weights, copy = self.device.machine.device.committed, self.host.machine.device.committed
+        if actor.at["device"] == "reading" and actor.at["host"] == "":
+            return "makes a copy", lambda: self._attach(self.host, actor, "rw", replace=True)
+        if actor.at["device"] == "reading" and actor.at["host"] == "reading":
+            return "has made it", lambda: self._let_go(self.device, actor)
+        is_other = weights is not None and (
+            copy is None or (None not in (copy.digest, weights.digest)
+            and copy.digest != weights.digest)
+        )  # fmt: skip
+        is_idle = actor.at["device"] == "" and not self.host.machine.device.orphans
+        if is_other and is_idle:
+            if actor.at["host"] == "reading":
+                return "lets go", lambda: self._let_go(self.host, actor)
+            if actor.at["host"] == "":
+                return "reads the weights", lambda: self._attach(self.device, actor, "ro")
+        if copy is not None and actor.at["host"] == "":
+            return "keeps the copy", lambda: self._attach(self.host, actor, "ro")
+        return None
+
+    def step(self, fault_rate: float) -> None:
+        self.now_ms += 1
+        if self.rng.random() < fault_rate:
+            name, move = self.rng.choice(self._faults())
+        else:
+            moves = self.moves()
+            if not moves:
+                return
+            name, move = self.rng.choice(moves)
+        self.trace.append(name)
+        move()
+        self.check()
+
+    def _faults(self) -> list[tuple[str, Any]]:
+        nodes = (self.device, self.host)
+        found: list[tuple[str, Any]] = [(f"{node.name} crashes", node.crash) for node in nodes]
+        for actor in self.actors:
+            if not actor.is_dying:
+                found.append((f"{actor.name} dies", lambda a=actor: self.kill(a)))
+            is_reader = actor.at["device"] == "reading" and actor.session["device"] is not None
+            if is_reader and not actor.is_dying and actor.name != "keeper":
+                found.append((f"{actor.name} condemns", lambda a=actor: self._condemn(a)))
+        return found
+
+    # ------------------------------------------------------------------ what must always hold
+
+    def journalled(self, node: Node) -> None:
+        """The disk has changed: what is out of service, or offloaded, is so for good."""
+        if node is not self.device:
+            return
+        committed = node.record.epoch if node.record is not None else None
+        memories = [m for a in self.actors if (m := a.holds["device"]) is not None]
+        memories += node.vault.values()
+        is_in_force = committed not in node.marked
+        in_force = {m.content for m in memories if m.epoch == committed and is_in_force}
+        self.condemned |= self.condemning - in_force
+        if node.offloaded is not None and node.record is None:
+            if self.standing is None:
+                assert self.host.holders(node.offloaded.epoch), "only its server has the copy"
+            self.standing = node.offloaded.epoch
+        if node.offloaded is None and node.record is not None:
+            self.standing = None
+
+    def _check_readable(self, node: Node, epoch: str) -> None:
+        memory = node.vault[epoch]
+        assert memory.content, "a reader sees what was written"
+        digest = node.machine.device.epochs[epoch].digest
+        assert digest in (None, digest_of(memory.content)), "its bytes are not those of its digest"
+        if node is self.device:
+            assert memory.content not in self.condemned, "condemned bytes are back"
+
+    def _check_free(self) -> None:
+        device = self.device
+        serving = [e.id for e in device.machine.device.epochs.values()
+                   if e.phase is EpochPhase.SUPERSEDED]  # fmt: skip
+        held = [m.epoch for a in self.actors if (m := a.holds["device"]) is not None]
+        left = [epoch for epoch in (*held, *device.vault) if epoch not in serving]
+        assert not left, f"offloaded, and the memory of {left} is not free"
+
+    def check(self) -> None:
+        for node in (self.device, self.host):
+            machine = node.machine.device
+            phases = [epoch.phase for epoch in machine.epochs.values()]
+            assert phases.count(EpochPhase.COMMITTED) <= 1
+            writers = [s for s in machine.sessions.values() if s.state in WRITER_STATES]
+            assert len(writers) == phases.count(EpochPhase.STAGING)
+            both = machine.committed is not None and machine.offloaded is not None
+            assert not both, "weights are on the device and offloaded"
+
+    def settle(self) -> None:
+        """Without faults every engine has weights in the end, or has offloaded them."""
+        for _ in range(3000):
+            engines = [a for a in self.actors if a.name != "keeper"]
+            if all(a.at["device"] == "reading" and a.session["device"] for a in engines):
+                return
+            self.step(0.0)
+        raise AssertionError(f"engines without weights: {self.actors}")
