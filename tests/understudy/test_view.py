@@ -288,3 +288,27 @@ def test_gateway_beside_direct_mode_is_a_fault():
 def test_whether_a_pod_has_a_gateway(lock, document, has_socket, is_one):
     """Goal: none is missed in direct mode. Method: what each of the two says, and the socket."""
     assert has_gateway(lock, document, has_socket=has_socket) is is_one
+
+
+@pytest.mark.parametrize(
+    ("wake", "goal", "state", "line"),
+    [
+        (
+            "on-request",
+            "warm",
+            "healthy",
+            "rest   for 5m00s   gateway asked for it   a request wakes",
+        ),
+        ("manual", "warm", "down", "! the active engine rests and no request wakes it"),
+        ("manual", "awake", "healthy", "rest   for 5m00s   gateway asked for it"),
+    ],
+)
+def test_an_engine_that_rests_is_fine_if_a_request_wakes_it(wake, goal, state, line):
+    said = {"state": "resting", "for_ms": 300_000, "goal": goal, "goal_by": "gateway"}
+    found = gateway(rest={"wake": wake, "door": "shut", "engine": said})
+    server = {**lockserver(), **BEHIND}
+    view = pod_view("/d", server, [memory()], [engine("engine-0", "resting"), STANDBY], found)
+    text = "\n".join(lines(view, NOW))
+    assert (view["state"], view["active"], view["resting"]) == (state, "engine-0", True)
+    assert view["failover_ready"]
+    assert line in text

@@ -32,9 +32,34 @@ def is_direct(lockserver: Document) -> bool | None:
     return None if "error" in lockserver else lockserver.get("mode", "direct") == "direct"
 
 
-def is_open(gateway: Document | None) -> bool:
-    """Whether requests can come in: through the gateway, or without one."""
-    return gateway is None or bool(gateway.get("accepting"))
+def is_open(gateway: Document | None, *, is_resting: bool = False) -> bool:
+    """Whether requests can come in, through the gateway or without one, and will be answered."""
+    if gateway is None:
+        return True
+    return bool(gateway.get("accepting")) and not (is_resting and _waits_for_operator(gateway))
+
+
+def _rest_of(gateway: Document | None) -> dict[str, Any]:
+    """What the gateway knows of an engine that rests; empty while none does."""
+    found = (gateway or {}).get("rest") or {}
+    said = found.get("engine") or {}
+    return {**found, **said} if said.get("state") == "resting" else {}
+
+
+def _waits_for_operator(gateway: Document | None) -> bool:
+    """Whether an engine rests that no request wakes."""
+    rest = _rest_of(gateway)
+    return rest.get("wake") == "manual" and rest.get("goal") != "awake"
+
+
+def rest_line(gateway: Document | None) -> list[str]:
+    """Since when the engine rests, who asked for it, and how it wakes; none while it does not."""
+    rest = _rest_of(gateway)
+    if not rest:
+        return []
+    by = f"   {rest['goal_by']} asked for it" if rest.get("goal_by") else ""
+    how = "run `understudy wake`" if _waits_for_operator(gateway) else "a request wakes it"
+    return [f"rest   for {duration(rest.get('for_ms') or 0)}{by}   {how}"]
 
 
 def served_in_silence(lockserver: Document) -> bool:
@@ -76,6 +101,8 @@ def gateway_faults(gateway: Document | None, lockserver: Document) -> list[str]:
         faults.append("a gateway runs, but the lock server is in direct mode: stop one of the two")
     elif not is_open(gateway) and not faults:
         faults.append("the gateway does not accept connections")
+    if _waits_for_operator(gateway):
+        faults.append("the active engine rests and no request wakes it: run `understudy wake`")
     oldest_ms = load_of(gateway).get("parked_oldest_ms") or 0
     if oldest_ms > PARKED_LONG_MS:
         faults.append(f"a request has been parked for {duration(oldest_ms)}")

@@ -11,12 +11,13 @@ from datetime import datetime
 from typing import Any
 
 from plumbing.part.format import since, table
-from understudy.status.gateway_view import gateway_faults, gateway_lines, is_open
+from understudy.status.gateway_view import gateway_faults, gateway_lines, is_open, rest_line
 from understudy.status.memory_view import Document, engines_by_pid, memory_faults, memory_lines
 
 SCHEMA = 1
 PARKED = "standby"
 SERVING = "active"
+RESTING = "resting"  # holds the lock, and serves as soon as it is woken
 BUSY_STRETCH = 1.25  # a fifth of the time is lost to waiting for a CPU
 ENGINE_HEADER = ("engine", "role", "state", "since", "in flight", "last canary", "pid", "reason")
 
@@ -36,7 +37,8 @@ def pod_view(
     states = [str(_engine(engine).get("state", "unreachable")) for engine in engines]
     lock = _active(lockserver)
     holder = lock.get("holder") or {}
-    serving = _serving(holder, engines, states)
+    resting = _one_in(RESTING, engines, states)
+    serving = _serving(holder, engines, states) or resting
     standbys = states.count(PARKED)
     # A standby alone is not enough: the lock server must be able to grant it the lock.
     ready = standbys > 0 and lock.get("state") == "held" and not lock.get("problem")
@@ -46,11 +48,13 @@ def pod_view(
     elif serving and not ready and not faults:
         faults.append(f"lock active is {lock.get('state')}: it cannot be granted now")
     soundness = "degraded" if faults else "healthy"
+    is_served = serving and is_open(gateway, is_resting=resting is not None)
     return {
         "schema": SCHEMA,
         "dir": directory,
-        "state": soundness if serving and is_open(gateway) else "down",
+        "state": soundness if is_served else "down",
         "active": serving,
+        "resting": resting is not None,
         "token": holder.get("token"),
         "standbys": standbys,
         "failover_ready": ready,
@@ -83,7 +87,7 @@ def lines(view: Document, now: datetime) -> list[str]:
     if view["engines"]:
         out += table([ENGINE_HEADER, *(_engine_row(part, now) for part in view["engines"])])
     out += [line for engine in view["engines"] for line in (*_busy(engine), *_kept(engine))]
-    out += gateway_lines(view["gateway"])
+    out += rest_line(view["gateway"]) + gateway_lines(view["gateway"])
     named = engines_by_pid(view["engines"])
     out += [line for part in view["gms"] for line in memory_lines(part, now, named)]
     out += [f"! {problem}" for problem in view["problems"][:4]]
@@ -118,12 +122,17 @@ def _last_event(view: Document, now: datetime) -> str:
 
 def _serving(holder: Document, engines: Sequence[Document], states: Sequence[str]) -> str | None:
     """The engine that serves. One that does not answer still does while it holds the lock."""
-    active = [engine for engine, state in zip(engines, states, strict=True) if state == SERVING]
-    if len(active) == 1:
-        return str(_engine(active[0]).get("id"))
+    if states.count(SERVING):
+        return _one_in(SERVING, engines, states)
     silent = {part.get("name") for part in engines if "error" in part}
     name = holder.get("engine")
-    return str(name) if not active and name in silent else None
+    return str(name) if name in silent else None
+
+
+def _one_in(which: str, engines: Sequence[Document], states: Sequence[str]) -> str | None:
+    """The engine in this state, if it is one alone."""
+    found = [engine for engine, state in zip(engines, states, strict=True) if state == which]
+    return str(_engine(found[0]).get("id")) if len(found) == 1 else None
 
 
 def _active(lockserver: Document) -> Document:

@@ -32,7 +32,7 @@ LOAD = {
     "replaying": "replaying",
     "suspects": "suspects",
 }
-STATES = ("init", "standby", "waking", "active", "draining", "dead")
+STATES = ("init", "standby", "waking", "active", "draining", "releasing", "resting", "dead")
 STYLES = {"healthy": "bold green", "degraded": "bold yellow", "down": "bold red"}
 KEYS = "q quit   e events   l logs   p pod   ? help"
 
