@@ -10,6 +10,9 @@ means.
 3. *Uses*: `invalidate` begins a new use of a block; a publication names the use that it was
    prepared for, and is void in any other.
 
+An engine answers for adopted blocks from the first step that reads one of them: a pod whose primary
+is killed again and again, with nobody asking for those blocks, keeps them.
+
 The surprising thing: `close` and then `clear` keeps the content. At a hand-over the index is closed
 first and the engine's own cache reset after it, and the successor must find it whole. A closed
 index is no longer kept, so handing out a block then is a bug, and raises before the block is
@@ -28,6 +31,10 @@ from plumbing.errors import InvariantError
 Publication = tuple[int, int, bytes, int, int]
 """A block, the use of it that this is prepared for, hash, group, tokens: as `publish` takes them. A
 bare tuple, for every block that an engine fills becomes one."""
+
+# How many steps must succeed after an adopted block was first read before the adoption is proven: a
+# block whose bytes are fatal kills the step that reads it, or the output of a step soon after.
+PROOF_STEPS = 32
 
 
 class IndexWriter:
@@ -58,6 +65,9 @@ class IndexWriter:
         self._is_kept = bytearray(headers[0].blocks)
         self.kept = 0
         """Blocks of the index that the next engine would find now, for `status`."""
+        self._incarnation = incarnation_word(incarnation)
+        self._adopted: set[int] = set()  # until one of them is read
+        self._steps_to_proof = 0  # while it is blamed for a death
         if adoption is None or not adoption.records:
             _begin_empty(pages, headers, cohort)
         else:
@@ -67,8 +77,7 @@ class IndexWriter:
             for record in adoption.records:
                 self._is_kept[record.block] = 1
             self.kept = len(adoption.records)
-            if self._page.adopter != incarnation_word(incarnation):
-                self._page.count_adopter(incarnation_word(incarnation))
+            self._adopted = {record.block for record in adoption.records}
 
     def use(self, block: int) -> int:
         """The number of the present use of a block, for a later `publish`."""
@@ -82,6 +91,8 @@ class IndexWriter:
         self._page.erase(block)
         self.kept -= self._is_kept[block]
         self._is_kept[block] = 0
+        if self._adopted:
+            self._adopted.discard(block)
 
     def publish(
         self,
@@ -126,6 +137,24 @@ class IndexWriter:
             self._clears += 1
             self._is_kept = bytearray(len(self._is_kept))
             self.kept = 0
+            self._adopted.clear()
+
+    def rely_on(self, blocks: Iterable[int]) -> None:
+        """The next step reads these blocks. If one of them is adopted, a death of this engine is
+        blamed on the adoption from now on, until it is proven."""
+        if self._is_closed or not self._adopted or self._adopted.isdisjoint(blocks):
+            return
+        self._adopted.clear()
+        self._steps_to_proof = PROOF_STEPS
+        if self._page.adopter != self._incarnation:
+            self._page.count_adopter(self._incarnation)
+
+    def stepped(self) -> None:
+        """The output of a step has been processed."""
+        if self._steps_to_proof:
+            self._steps_to_proof -= 1
+            if not self._steps_to_proof:
+                self.prove()
 
     def prove(self) -> None:
         """Steps over the adopted blocks have succeeded: its next death is not blamed on them."""

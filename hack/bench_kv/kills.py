@@ -28,8 +28,8 @@ FIRST_WHOLE_S = 600.0
 WHOLE_POLL_S = 0.2  # a status of all parts takes CPU from the engine that starts
 SERVED_S = 90.0  # a takeover, and a prefill of the longest prompt
 STREAM_PROMPT = 100
-# An engine that dies before it has made so many steps over adopted blocks is held against them, and
-# the third one begins empty: 64 steps of the reference backend, 32 of vLLM. No block is completed.
+# An engine that dies within 32 steps after it has read an adopted block is held against the blocks,
+# and the third one begins empty. No block is completed.
 PROOF_PROMPT, PROOF_MADE, PROOFS = 97, 28, 3
 KINDS = ("warm", "adopted", "recomputed")
 

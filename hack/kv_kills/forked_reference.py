@@ -88,7 +88,7 @@ class ParkedReference:
         while generator.has_work:
             produced = generator.step()
             if self._kept is not None:
-                self._kept.stepped()
+                self._kept.writer.stepped()
             if produced is not None:
                 made[produced.request_id].append(produced.token)
         return made

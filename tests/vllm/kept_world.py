@@ -130,7 +130,7 @@ class Engine:
         adoption = adoptable([device.page], [HEADER], name)
         self.adopted = pool.adopt(adoption.records, BLOCK_TOKENS)
         writer = IndexWriter([device.page], [HEADER], name, name, adoption)
-        pool.kept.open(writer, [record.block for record in adoption.records])
+        pool.kept.open(writer)
 
     @property
     def in_flight(self) -> int:

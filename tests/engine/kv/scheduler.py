@@ -143,6 +143,7 @@ class Engine:
             self.references[block] += 1
             if block in self.free:
                 self.free.remove(block)
+            self.writer.rely_on([block])
             step.ops.append(Op(block, world.content(number), is_read=True))
         if len(request.blocks) == len(chain) and not request.is_half:
             self._finish(request)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import mmap
 import random
+from collections.abc import Sequence
 
 import pytest
 from msgspec import structs
@@ -20,7 +21,7 @@ from engine.kv.layout import (
     index_bytes,
 )
 from engine.kv.publisher import LatePublisher
-from engine.kv.writer import IndexWriter
+from engine.kv.writer import PROOF_STEPS, IndexWriter
 from plumbing.errors import InvariantError
 from tests.engine.kv.indexes import (
     BLOCKS,
@@ -193,8 +194,7 @@ def test_third_engine_discards_what_two_died_with():
     content = memory()
     publish(writer_over(content), 1)
     for number in (2, 3):
-        adoption = adopted_from(content, f"engine-{number}")
-        IndexWriter([page_over(content)], [HEADER], f"engine-{number}", "c", adoption)
+        heir(content, number).rely_on([5, 1])
     assert (
         adopted_from(content, "engine-4").why_empty == "2 engines in a row died with these blocks"
     )
@@ -205,10 +205,37 @@ def test_content_that_was_proven_is_not_blamed():
     content = memory()
     publish(writer_over(content), 1)
     for number in range(2, 9):
-        adoption = adopted_from(content, f"engine-{number}")
-        writer = IndexWriter([page_over(content)], [HEADER], f"engine-{number}", "c", adoption)
-        assert blocks_of(adoption) == [1]
-        writer.prove()
+        writer = heir(content, number)
+        writer.rely_on([1])
+        for _ in range(PROOF_STEPS):
+            writer.stepped()
+
+
+def test_engines_that_never_read_an_adopted_block_are_not_blamed():
+    """Goal: a primary that is killed again and again, as in a rehearsal, does not cost the cache.
+    Method: engines that die after many steps over other blocks, or over the adopted block's slot
+    in its next use; then two that die of it."""
+    content = memory()
+    publish(writer_over(content), 1)
+    publish(heir(content, 2, [1]), 2)
+    for number in range(3, 9):
+        writer = heir(content, number, [1, 2])
+        for _ in range(2 * PROOF_STEPS):
+            writer.rely_on([3])
+            writer.stepped()
+    writer = heir(content, 9, [1, 2])
+    writer.invalidate(2)
+    writer.rely_on([2])
+    for number in (10, 11):
+        heir(content, number).rely_on([1])
+    assert "died with these blocks" in adopted_from(content, "engine-12").why_empty
+
+
+def heir(content: bytearray, number: int, blocks: Sequence[int] = (1,)) -> IndexWriter:
+    """The writer of the next engine, which adopts exactly these blocks."""
+    adoption = adopted_from(content, f"engine-{number}")
+    assert blocks_of(adoption) == list(blocks)
+    return IndexWriter([page_over(content)], [HEADER], f"engine-{number}", "c", adoption)
 
 
 def ranks_of(*contents: bytearray) -> tuple[list[IndexPage], list[IndexHeader]]:

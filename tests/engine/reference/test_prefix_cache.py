@@ -95,6 +95,18 @@ def test_repeated_prompt_is_not_computed_again(decoder: Decoder):
     assert tokens_of(again) == tokens_of(first)
 
 
+def test_engine_answers_for_adopted_blocks_once_it_copies_one(decoder: Decoder):
+    """Method: the index says who is blamed: nobody for another prompt, then this engine."""
+    pool = Pool(decoder)
+    run(pool.generator(decoder, "first")[0], [Request(1, prompt(64), 3, SEEDED)])
+    generator, _ = pool.generator(decoder, "second")
+    page = IndexPage.over(memoryview(pool.index))
+    run(generator, [Request(1, prompt(64, 1), 3, SEEDED)])
+    assert page.unproven == 0
+    run(generator, [Request(2, prompt(64), 3, SEEDED)])
+    assert page.unproven == 1
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_logits_are_the_same_bits_with_the_cache_and_without(decoder: Decoder, seed: int):
     """Method: requests with common prefixes, resumed ones among them, through few blocks, so that

@@ -1,7 +1,7 @@
 """What rank 0 does with the index of the pools: adopt or begin empty at the wake, then keep it.
 
-Owns the facts of the header, whether blocks of an earlier engine are adopted, and when they count
-as proven. Which block is published when is the prefix cache's.
+Owns the facts of the header, and whether blocks of an earlier engine are adopted. Which block is
+published when is the prefix cache's.
 """
 
 from __future__ import annotations
@@ -29,10 +29,6 @@ from gms.client import ADOPTED, ADOPTING, KvLease
 from plumbing import __version__
 
 logger = logging.getLogger(__name__)
-
-# Steps of requests after which adopted blocks are not blamed for a death any more: one that is
-# poisoned shows in the first of them.
-PROOF_STEPS = 64
 
 
 def digest_of(facts: Any) -> str:
@@ -96,14 +92,6 @@ class KeptBlocks:
         self._leases = leases
         self._mark(ADOPTING)
         self.writer = IndexWriter(pages, headers, incarnation, secrets.token_hex(16), adoption)
-        self._steps_to_proof = PROOF_STEPS if adoption.records else 0
-
-    def stepped(self) -> None:
-        """A step of a request has succeeded."""
-        if self._steps_to_proof:
-            self._steps_to_proof -= 1
-            if not self._steps_to_proof:
-                self.writer.prove()
 
     def canary_passed(self) -> None:
         self._mark(ADOPTED)

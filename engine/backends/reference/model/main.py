@@ -212,7 +212,7 @@ class ModelLoop:
     def _report_kept(self) -> None:
         kept = self._rank.kept
         if kept is not None:
-            kept.stepped()
+            kept.writer.stepped()
             if kept.writer.published > self._published:
                 self._published = kept.writer.published
                 self._link.notify(PublishedMsg(self._published, kept.writer.kept))

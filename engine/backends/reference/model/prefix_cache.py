@@ -84,6 +84,8 @@ class PrefixCache:
             block = self._block_of.get(hashed)
             if block is None:
                 break
+            if self._index is not None:
+                self._index.rely_on([block])
             self._copies.load(slot, start, block)
             chain.hashes.append(hashed)
         self._touch(chain)

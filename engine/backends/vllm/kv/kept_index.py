@@ -1,7 +1,7 @@
 """Keeps the index of a KV pool in the scheduler's process; knows no vLLM.
 
-Owns which of the hashed blocks are published, and when an adoption counts as proven. The block pool
-says `hashed`, `lost`, `cleared` and `touched`; the scheduler says `sent` and `processed`.
+Owns which of the hashed blocks are published. The block pool says `hashed`, `lost`, `cleared` and
+`touched`; the scheduler says `sent` and `processed`.
 
 Two traps that the rules of `engine.kv` do not show:
 
@@ -21,10 +21,6 @@ from engine.kv.audit import Checksums
 from engine.kv.publisher import LatePublisher
 from engine.kv.writer import IndexWriter, Publication
 
-# How many steps must succeed after an adopted block was first used before the adoption is proven: a
-# block whose bytes are fatal kills the step that reads it, or the output of a step soon after.
-PROOF_STEPS = 32
-
 
 class KeptIndex:
     """Does nothing until it is opened: a parked engine has no pool."""
@@ -36,8 +32,6 @@ class KeptIndex:
         self._publisher: LatePublisher | None = None
         self._fresh: dict[int, tuple[str, Publication]] = {}  # by block; with the owner
         self._steps: deque[object] = deque()
-        self._adopted: set[int] = set()
-        self._steps_to_proof: int | None = None
 
     @property
     def is_open(self) -> bool:
@@ -54,13 +48,10 @@ class KeptIndex:
     def open(
         self,
         writer: IndexWriter,
-        adopted: Iterable[int] = (),
         checksums: Checksums | None = None,
     ) -> None:
         """Before the first step, with no step in flight. `checksums`: publish them, too."""
         self._writer, self._publisher = writer, LatePublisher(writer, checksums)
-        self._adopted = set(adopted)
-        self._steps_to_proof = None
         self._fresh.clear()
         self._steps.clear()
         self.problem = ""
@@ -85,7 +76,6 @@ class KeptIndex:
         self._writer = self._publisher = None
         self._fresh.clear()
         self._steps.clear()
-        self._adopted.clear()
 
     # ------------------------------------------------------------------ the block pool
 
@@ -100,19 +90,16 @@ class KeptIndex:
         if self._writer is not None:
             self._writer.invalidate(block)
             self._fresh.pop(block, None)
-            if self._adopted:
-                self._adopted.discard(block)
 
     def cleared(self) -> None:
         if self._writer is not None:
             self._writer.clear()
             self._fresh.clear()
-            self._adopted.clear()
 
     def touched(self, blocks: Iterable[int]) -> None:
         """A request goes on from these blocks."""
-        if self._adopted and self._steps_to_proof is None and not self._adopted.isdisjoint(blocks):
-            self._steps_to_proof = PROOF_STEPS
+        if self._writer is not None:
+            self._writer.rely_on(blocks)
 
     # ------------------------------------------------------------------ the scheduler
 
@@ -143,13 +130,5 @@ class KeptIndex:
             self._fresh.clear()
             self._publisher.amend()
         self._publisher.step_processed()
-        self._prove()
-
-    def _prove(self) -> None:
-        if self._steps_to_proof is None or self._writer is None:
-            return
-        self._steps_to_proof -= 1
-        if self._steps_to_proof <= 0:
-            self._writer.prove()
-            self._adopted.clear()
-            self._steps_to_proof = None
+        if self._writer is not None:
+            self._writer.stepped()

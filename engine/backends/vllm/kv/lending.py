@@ -95,9 +95,8 @@ class PoolIndex:
                 logger.error("KV blocks %s are not what was published", sorted(adoption.torn))
             adoption = self._adopt(adoption, headers[0].block_tokens)
         writer = IndexWriter(pages, headers, incarnation, secrets.token_hex(16), adoption)
-        adopted = [record.block for record in adoption.records]
-        self._pool.kept.open(writer, adopted, checksums if asked.has_audit else None)
-        return Begun(len(adopted), adoption.why_empty, len(adoption.torn))
+        self._pool.kept.open(writer, checksums if asked.has_audit else None)
+        return Begun(len(adoption.records), adoption.why_empty, len(adoption.torn))
 
     def trust(self) -> None:
         """The canary has passed on the adopted blocks."""
