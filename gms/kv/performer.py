@@ -1,7 +1,9 @@
 """Carries out the effects of a KV machine: frames to clients, calls to the driver.
 
 It decides nothing. Driver calls run on one thread, in order; closes that free memory run on a
-second one, so that the memory of a pool that is given up delays nobody.
+second one, so that the memory of a pool that is given up delays nobody. What answers an engine that
+wakes and never blocks (copies of descriptors of host memory) needs no thread: on a machine whose
+CPUs are all busy, each change of threads may wait for milliseconds.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from gms.kv.core.events import Claimant, PoolEvent
 from gms.kv.core.machine import KvMachine
 from gms.kv.token_file import write_tokens
 from gms.kv.vault import PoolVault
-from gms.server.driver_thread import DriverThread
+from gms.server.driver_thread import DriverThread, attempt
 from gms.server.memory_performer import MemoryPerformer
 from gms.server.watch import MemoryWatch
 from gms.vmm.interface import Allocation, release_all
@@ -89,9 +91,16 @@ class KvPerformer(MemoryPerformer):
         def failed(error: UnderstudyError) -> None:
             self._refuse(fx.RefuseRequest(effect.session, effect.request_id, error))
 
-        self._driver.submit(
-            lambda: self._vault.export(effect.pool), lambda fds: self._sent(effect, fds), failed
-        )
+        def export() -> list[OwnedFd]:
+            return self._vault.export(effect.pool)
+
+        if not self._vault.exports_at_once:
+            self._driver.submit(export, lambda fds: self._sent(effect, fds), failed)
+            return
+        try:
+            self._sent(effect, attempt(export))
+        except UnderstudyError as error:
+            failed(error)
 
     def _sent(self, effect: ev.SendPool, fds: list[OwnedFd]) -> None:
         pool = self._machine.pools.by_id.get(effect.pool)
@@ -130,12 +139,15 @@ class KvPerformer(MemoryPerformer):
         )
 
     def _keep_tokens(self, newest: tuple[Claimant, ...]) -> None:
-        self._try("keep the newest token", lambda: write_tokens(self._token_path, newest))
+        """Here, before their owner is granted anything: they are on disk before it has memory."""
+        try:
+            attempt(lambda: write_tokens(self._token_path, newest))
+        except UnderstudyError as error:
+            self._not_kept("keep the newest token", error)
 
     def _try(self, what: str, work: Callable[[], None]) -> None:
         """Best effort: a failure is only a warning."""
+        self._driver.submit(work, failed=lambda error: self._not_kept(what, error))
 
-        def failed(error: UnderstudyError) -> None:
-            self._log.record("gms.kv_file", f"could not {what}: {error.message}", "warning")
-
-        self._driver.submit(work, failed=failed)
+    def _not_kept(self, what: str, error: UnderstudyError) -> None:
+        self._log.record("gms.kv_file", f"could not {what}: {error.message}", "warning")

@@ -1,7 +1,7 @@
 """The physical memory of one device's KV pools: files, indexes, slabs.
 
-Used by the driver thread, so it needs no locks and may block. It decides nothing: the machine says
-what to make, to check and to give up.
+Used by the driver thread, so it needs no locks and may block; only `export` of host memory is for
+the server's loop. It decides nothing: the machine says what to make, to check and to give up.
 """
 
 from __future__ import annotations
@@ -37,6 +37,11 @@ class PoolVault:
         self._directory, self._device = directory, device
         self._capacity_bytes = capacity_bytes
         self._parts: dict[str, list[Allocation]] = {}
+
+    @property
+    def exports_at_once(self) -> bool:
+        """Whether `export` never blocks, so that no thread is needed for it."""
+        return self._memory.kind == HostMemory.kind
 
     def path(self, pool: str) -> str:
         """The file that every process which maps the pool holds."""

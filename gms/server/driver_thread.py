@@ -73,11 +73,9 @@ class DriverThread:
                 return
             work, done, failed = call
             try:
-                result = work()
+                result = attempt(work)
             except UnderstudyError as error:
-                self._post(failed, exhausted(error))
-            except FOREIGN as error:
-                self._post(failed, exhausted(_translated(error)))
+                self._post(failed, error)
             except BaseException as error:
                 self._post(_raise, error)
             else:
@@ -90,6 +88,23 @@ class DriverThread:
             self._loop.call_soon_threadsafe(callback, value)
         except RuntimeError:
             return  # the loop is closed: the process is exiting
+
+
+def attempt(work: Callable[[], T]) -> T:
+    """Run `work` here.
+
+    Raises:
+        UnderstudyError: as `DriverThread.submit` says.
+    """
+    try:
+        return work()
+    except UnderstudyError as error:
+        found = exhausted(error)
+        if found is error:
+            raise
+        raise found from error
+    except FOREIGN as error:
+        raise exhausted(_translated(error)) from error
 
 
 def _translated(error: BaseException) -> UnderstudyError:
