@@ -47,19 +47,28 @@ class ColdPath(Protocol):
 
 
 class Attempt:
-    """`number` is the one of the events; `is_over` once nothing of it may reach the client."""
+    """`number` is the one of the events; `is_over` once nothing of it may reach the client.
+    `continuation_id` is the engine's, as it greeted before it was asked."""
 
     __slots__ = (
-        *("_cold", "engine", "is_over", "number", "owner", "token", "transcript", "was_inside"),
+        *("_cold", "continuation_id", "engine", "is_over", "number", "owner", "token"),
+        *("transcript", "was_inside"),
     )
 
     def __init__(
-        self, number: int, request: ClientRequest, engine: str, token: int, cold: ColdPath
+        self,
+        number: int,
+        request: ClientRequest,
+        engine: str,
+        token: int,
+        continuation_id: str,
+        cold: ColdPath,
     ) -> None:
         self.number = number
         self.owner = request
         self.engine = engine
         self.token = token
+        self.continuation_id = continuation_id
         self.is_over = False
         self.transcript: Transcript | None = None  # the owner's, while groups may just pass
         self.was_inside = request.is_inside

@@ -15,7 +15,7 @@ from gateway.core.events import BreakCause
 from gateway.core.replay import Replay
 from gateway.core.request import PROGRESS_TOKENS, ClientRequest
 from gateway.core.states import RequestState, Turn
-from plumbing.hop import Continuation, Journal
+from plumbing.hop import Continuation, Hello, Journal
 
 NEWER_GRANT_MS = 200.0  # a death is followed by a grant in less; a broken connection by none
 BREAKS_HERE_MAX = 3  # the first, and two more at the same engine
@@ -37,27 +37,27 @@ class Course:
         self.desk = desk
         self._last_attempt = 0
 
-    def ask(self, request: ClientRequest, engine: str, token: int, now_ms: float) -> None:
-        """Send it to this engine, from the start or with its journal."""
+    def ask(self, request: ClientRequest, token: int, hello: Hello, now_ms: float) -> None:
+        """Send it to the engine of `hello`, from the start or with its journal."""
         is_resume = request.state is RequestState.PARKED
         self.desk.fire(request, Turn.ASK)
         self._last_attempt += 1
-        attempt = Attempt(self._last_attempt, request, engine, token, self)
+        attempt = Attempt(
+            self._last_attempt, request, hello.engine, token, hello.continuation_id, self
+        )
         self.desk.attempts[attempt.number] = request.attempt = attempt
         # An engine that has handed it over does not work on it again, though it may be asked.
         request.is_inside, request.asked_ms = not request.is_handed_over, now_ms
         self.desk.line.remove(request)
         journal = Journal(request.tokens, request.chunks) if is_resume else None
         self.desk.outbox.append(
-            ev.AskEngine(request.number, attempt.number, engine, token, journal)
+            ev.AskEngine(request.number, attempt.number, hello.engine, token, journal)
         )
 
     # ---- heads
 
-    def head(
-        self, attempt: Attempt, came: ev.HeadCame, continuation_id: str, now_ms: float
-    ) -> None:
-        """A response begins, of an engine with this continuation id."""
+    def head(self, attempt: Attempt, came: ev.HeadCame, now_ms: float) -> None:
+        """A response begins."""
         request = attempt.owner
         request.is_inside = True
         is_signed = (came.engine, came.token) == (attempt.engine, attempt.token)
@@ -73,15 +73,15 @@ class Course:
             else:
                 self.desk.fail(request, answers.refused_resume(attempt.engine, came.status))
         else:
-            self._begin(attempt, came, continuation_id)
+            self._begin(attempt, came)
 
-    def _begin(self, attempt: Attempt, came: ev.HeadCame, continuation_id: str) -> None:
+    def _begin(self, attempt: Attempt, came: ev.HeadCame) -> None:
         request = attempt.owner
         request.is_event_stream = came.is_event_stream
         request.refusals = 0
         is_whole = came.continuation is Continuation.RETRY and request.is_inference
-        if came.is_marked and continuation_id and not request.is_lean:
-            request.continuation_id = continuation_id
+        if came.is_marked and attempt.continuation_id and not request.is_lean:
+            request.continuation_id = attempt.continuation_id
             self.desk.fire(request, Turn.STREAM)
             self.desk.outbox.append(ev.SendHead(request.number, attempt.number, came.continuation))
             self.desk.weigh(request)

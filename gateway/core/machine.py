@@ -151,8 +151,7 @@ class Gateway:
             return
         match event:
             case ev.HeadCame():
-                continuation_id = self.hello.continuation_id if self.hello is not None else ""
-                self._course.head(attempt, event, continuation_id, now_ms)
+                self._course.head(attempt, event, now_ms)
             case ev.AnswerCame():
                 self._course.answered(attempt, now_ms)
             case ev.AnswerBroke():
@@ -175,8 +174,7 @@ class Gateway:
             if failure is not None:
                 self._desk.fail(request, failure)
             else:
-                grant = self._grant
-                self._course.ask(request, grant.engine, grant.token, self._now_ms)
+                self._course.ask(request, self._grant.token, self.hello, self._now_ms)
         self._is_busy = False
 
     def _objection(self, request: ClientRequest, hello: Hello) -> answers.Failure | None:

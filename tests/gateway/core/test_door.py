@@ -62,6 +62,18 @@ def test_what_was_said_before_the_rest_does_not_count_after_it():
     assert names(gateway.handle(OPEN, 3.0)) == ["GreetEngine"]
 
 
+def test_an_answer_that_begins_behind_the_shut_door_can_be_continued():
+    """Goal: an engine that is told to rest by somebody else answers and hands over what it was
+    asked before. Method: the head of a stream comes once the door is shut."""
+    gateway = gateway_with()
+    (asked,) = ask(gateway, 1)
+    gateway.handle(SHUT, 2.0)
+    gateway.handle(ev.HeadCame(asked.attempt, 200, "e1", 5, Continuation.EXACT, True), 3.0)
+    assert gateway.attempts[asked.attempt].group(EVENT, [1], [1], 3.0) == EVENT
+    handed = gateway.handle(ev.AnswerBroke(asked.attempt, ev.BreakCause.HANDED_OVER), 4.0)
+    assert names(handed) == ["DropAttempt", "StreamPaused", "WantEngine"]
+
+
 def test_a_stream_that_was_handed_over_goes_on_as_soon_as_the_engine_is_awake():
     """Goal: no wait for a newer grant, which does not come. Method: the engine parks a stream, and
     another connection breaks, as when its socket closes."""

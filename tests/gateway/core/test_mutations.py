@@ -169,9 +169,9 @@ def counts_replayed_tokens(self, request, now_ms):
     self.desk.totals.tokens += len(request.tokens)
 
 
-def trusts_any_token(self, attempt, came, continuation_id, now_ms):
+def trusts_any_token(self, attempt, came, now_ms):
     attempt.token = came.token
-    head(self, attempt, came, continuation_id, now_ms)
+    head(self, attempt, came, now_ms)
 
 
 joined, head = Course.joined, Course.head
