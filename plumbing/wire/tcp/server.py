@@ -80,6 +80,7 @@ class TcpServer(BaseServer):
         if self._sock is None:
             return
         self._stop_listening()
+        await asyncio.sleep(0)  # a handshake closes its socket only if it has begun
         for task in self._handshakes:
             task.cancel()
         await asyncio.gather(*self._handshakes, return_exceptions=True)

@@ -73,7 +73,7 @@ def test_what_keeps_a_process_from_running(tree):
     """Goal: stopped and frozen are told apart, from running and from gone; method: SIGSTOP, and a
     freezer where there is one."""
     _, child = tree
-    assert procfs.halted(child) is None
+    until(lambda: procfs.halted(child) is None, "it to run")  # it may wait for the disk at first
     assert procfs.halted(GONE) is None
     os.kill(child, signal.SIGSTOP)
     until(lambda: procfs.halted(child) == "stopped", "it to be stopped")
@@ -83,7 +83,7 @@ def test_what_keeps_a_process_from_running(tree):
         freezer.freeze()
         assert procfs.halted(child) == "frozen"
         freezer.thaw()
-        assert procfs.halted(child) is None
+        until(lambda: procfs.halted(child) is None, "it to go on")
 
 
 def test_what_is_known_of_a_living_process(tree):

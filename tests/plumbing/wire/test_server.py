@@ -186,13 +186,13 @@ def test_first_frame_and_rest_of_a_frame_have_deadlines(
 ):
     """Goal: a client that sends nothing, or half a frame, gets an error and is dropped; after its
     first message it may be idle forever. Method: short deadlines."""
-    monkeypatch.setattr(base_server, "FIRST_FRAME_DEADLINE_S", 0.05)
-    monkeypatch.setattr(connection, "FRAME_DEADLINE_S", 0.05)
     with (
         ServerThread(str(tmp_path / "echo.sock")) as thread,
         BlockingClient(thread.path, CATALOGUE) as good,
     ):
         good.request(Echo("spoken"))
+        monkeypatch.setattr(base_server, "FIRST_FRAME_DEADLINE_S", 0.05)
+        monkeypatch.setattr(connection, "FRAME_DEADLINE_S", 0.05)
         for data, code in (
             (b"", "wire.first_frame_deadline"),
             (encode_frame(CATALOGUE.encode(Echo("half")), 0)[:-3], "wire.frame_deadline"),

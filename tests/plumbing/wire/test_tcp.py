@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
 import subprocess
@@ -85,6 +86,25 @@ def test_tcp_server_answers_and_both_sides_are_notified_of_the_end(
         before = len(open_fds())
         await exchange(ours, theirs)
         await auntil(lambda: len(open_fds()) <= before, "everything to be closed")
+
+    run_on(loop, main())
+
+
+@loops
+def test_tcp_server_that_closes_with_a_connection_just_accepted_closes_it_too(loop: str):
+    """Goal: no socket is left to the garbage collector, which complains. Method: accept, then close
+    before the loop turns."""
+
+    async def main() -> None:
+        server = TcpServer(
+            TcpAddress("127.0.0.1", 0), CATALOGUE, EchoHandler(), service="echo", security=None
+        )
+        await server.start()
+        with socket.create_connection(("127.0.0.1", server.port), 60) as client:
+            server._accept_all()
+            await server.close()
+            gc.collect()
+            assert client.recv(1) == b""
 
     run_on(loop, main())
 

@@ -66,6 +66,10 @@ def test_tcp_peer_without_tls_is_refused(
         handler = EchoHandler()
         async with serving(ours, handler) as (server, address):
             writer = await stranger_says(address, data)
+            await auntil(
+                lambda: server._handshakes or server.refused_count, "its handshake to begin"
+            )
+            monkeypatch.setattr(tcp, "HANDSHAKE_DEADLINE_S", 5.0)  # of those who come now
             assert await answers(address, theirs)
             await auntil(lambda: server.refused_count, "the refusal")
             assert why in str(server.last_refusal)
