@@ -52,7 +52,11 @@ class GmsProcess:
                 **({"CUDA_VISIBLE_DEVICES": self.device} if self.kind == "cuda" else {}),
             },
         )
-        until(self.is_up, "the server's hello")
+        try:
+            until(self.is_up, "the server's hello")
+        except BaseException:
+            self.stop()
+            raise
         return self
 
     @property

@@ -8,7 +8,7 @@ import os
 import resource
 from collections.abc import Iterator
 
-from tests.helpers import open_fds
+from tests.helpers import open_fds, steady_fds
 
 STANDARD_FDS = 3
 
@@ -38,6 +38,6 @@ def descriptors_left(count: int) -> Iterator[None]:
 
 def _limit(pid: int, count: int) -> int:
     """The lowest limit that leaves `count` numbers free."""
-    used = open_fds(pid)
+    used = open_fds(pid) if pid == os.getpid() else steady_fds(pid)
     free = (number for number in itertools.count() if number not in used)
     return next(itertools.islice(free, count, None))

@@ -176,9 +176,13 @@ def test_every_death_is_followed_by_one_recovery_in_the_supervisors_events(
     gms = GmsProcess(serve.directory, device=first)
     server = until(lambda: _pid_of_committed(gms), "the memory to be committed")
     for _ in range(3):
+        # What it says before it is watched dies with it.
+        until(lambda now=server: _pid_of(serve) == now, "the supervisor to watch it")
         os.kill(server, signal.SIGKILL)
         server = until(lambda last=server: _pid_of_committed(gms, last), "the memory to be back")
     until(lambda: _pid_of(serve) == server, "the supervisor to know the last server")
+    # It knows the server from the snapshot; the events follow on the same connection.
+    until(lambda: len(of_type(serve, "gms.recovered")) >= 3, "the last recovery to be relayed")
     recovered = of_type(serve, "gms.recovered")
     assert [record["data"]["epoch"] for record in recovered] == [epoch] * 3
     assert {record["data"]["device_uuid"] for record in recovered} == {first}

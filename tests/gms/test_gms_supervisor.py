@@ -143,8 +143,11 @@ def test_metrics_are_there_from_the_first_scrape_and_follow(shared: Serve):
     assert f'understudy_gms_sessions{{{second},mode="ro"}} 0.0' in page
     with load(shared):
         wanted = f'understudy_gms_epoch_state{{{first},state="committed",tag="weights"}} 1'
-        until(lambda: wanted in shared.get("/metrics")[1], "the commit to show")
-        assert f'sessions{{{first},mode="ro"}} 1.0' in shared.get("/metrics")[1]
+        session = f'sessions{{{first},mode="ro"}} 1.0'
+        until(
+            lambda: wanted in (page := shared.get("/metrics")[1]) and session in page,
+            "the commit and its writer as a reader to show",
+        )
 
 
 @pytest.mark.slow

@@ -37,7 +37,11 @@ class KvProcess:
 
     def start(self) -> KvProcess:
         self.process = subprocess.Popen(self.words, stderr=subprocess.DEVNULL, env=self.environ)
-        until(self._is_up, "the KV server's hello")
+        try:
+            until(self._is_up, "the KV server's hello")
+        except BaseException:
+            self.stop()
+            raise
         return self
 
     def client(self) -> BlockingClient:
