@@ -99,6 +99,16 @@ class Engine:
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.status()}\n{self.errors.read_text()}") from None
 
+    def until_death(self, cause: str, words: str) -> None:
+        """Wait for a death with this cause and `words` in its message; a busy machine may cause
+        others before."""
+
+        def died() -> bool:
+            deaths = (self.status() or {}).get("deaths", [])
+            return any(each["cause"] == cause and words in each["message"] for each in deaths)
+
+        until(died, f"a death because {words}")
+
     def pids(self) -> dict[str, int]:
         document = self.status()
         assert document is not None

@@ -18,7 +18,7 @@ from engine.messages import LeaveMsg
 from lockserver.messages import HandOverMsg
 from plumbing.part.paths import engine_http_socket
 from plumbing.wire.limits import SOCKET_PATH_BYTES_MAX
-from tests.engine.pod import ROOT, Engine, LoopThread, Pod, environment, program, stub_lock
+from tests.engine.pod import ROOT, LoopThread, Pod, environment, program, stub_lock
 from tests.engine.stub_lock import StubLock
 from tests.helpers import until
 
@@ -53,16 +53,6 @@ def ask(path: Path) -> str:
     with connect(path) as sock:
         sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
         return sock.makefile().readline()
-
-
-def dies_unhealthy(engine: Engine, words: str) -> None:
-    """Wait for such a death, with `words` in its message."""
-
-    def died() -> bool:
-        deaths = (engine.status() or {}).get("deaths", [])
-        return any(each["cause"] == "unhealthy" and words in each["message"] for each in deaths)
-
-    until(died, f"a death because {words}")
 
 
 def test_engine_serves_on_its_private_socket(pod: Pod, lock: Lock, private: Path):
@@ -122,7 +112,7 @@ def test_idle_canary_takes_the_way_of_requests(pod: Pod, lock: Lock, directory: 
 
     until(lambda: passed() >= 3, "canaries that pass")
     bad.touch()
-    dies_unhealthy(engine, "by http: token 7 is 8")
+    engine.until_death("unhealthy", "by http: token 7 is 8")
 
 
 def test_backend_that_does_not_accept_is_found(pod: Pod, lock: Lock, directory: Path):
@@ -132,7 +122,7 @@ def test_backend_that_does_not_accept_is_found(pod: Pod, lock: Lock, directory: 
     engine = pod.engine("e-0", "--accept-none-if", str(stuck), flags=(*QUICK, *HASTY))
     engine.until("active")
     stuck.touch()
-    dies_unhealthy(engine, "the idle canary made no token")
+    engine.until_death("unhealthy", "the idle canary made no token")
 
 
 def test_socket_that_was_removed_is_found(pod: Pod, lock: Lock, private: Path):
@@ -141,7 +131,7 @@ def test_socket_that_was_removed_is_found(pod: Pod, lock: Lock, private: Path):
     engine = pod.engine("e-0", flags=(*QUICK, *HASTY))
     engine.until("active")
     private.unlink()
-    dies_unhealthy(engine, f"cannot connect to {private}")
+    engine.until_death("unhealthy", f"cannot connect to {private}")
     engine.until("active", number=2)
 
 

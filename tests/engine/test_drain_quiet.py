@@ -13,6 +13,7 @@ from engine.backends.drain import QUIET_MS, is_quiet, silent_ms, until_done
 from tests.helpers import auntil
 
 BUDGET_S = 60.0
+TRIES = 10
 
 
 class Stalled(asyncio.Protocol):
@@ -52,10 +53,17 @@ def test_fresh_connection_gets_its_time_and_then_is_quiet():
     at first, quiet by itself later, and `until_done` waits just for that."""
 
     async def main() -> None:
-        async with pair() as (transport, _):
-            assert not is_quiet(transport)
-            assert await until_done(lambda: [transport], lambda: True, BUDGET_S)
-            assert silent_ms(transport.get_extra_info("socket")) >= QUIET_MS
+        for _ in range(TRIES):
+            async with pair() as (transport, _):
+                sock = transport.get_extra_info("socket")
+                was_quiet = is_quiet(transport)
+                if silent_ms(sock) >= QUIET_MS:
+                    continue  # a busy machine has kept this process from looking in time
+                assert not was_quiet
+                assert await until_done(lambda: [transport], lambda: True, BUDGET_S)
+                assert silent_ms(sock) >= QUIET_MS
+                return
+        pytest.fail(f"{TRIES} times this process looked too late")
 
     asyncio.run(main())
 

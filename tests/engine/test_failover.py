@@ -11,7 +11,7 @@ import pytest
 
 from plumbing.service import procfs
 from tests.engine.pod import Engine, Pod
-from tests.helpers import until
+from tests.helpers import is_over, until
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_any_death_hands_over_and_comes_back(pair, target):
     assert len(old) == 2
     first.kill(target)
     second.until("active")
-    assert not any(procfs.is_alive(pid) for pid in old)
+    assert all(map(is_over, old))
     name, token = pod.ask()
     assert name == "engine-1"
     assert token > first_token
@@ -66,7 +66,7 @@ def test_sigterm_drains_reaps_releases_exits(pair):
     old = procfs.descendants(first.process.pid)
     first.terminate()
     assert first.wait() == 0
-    assert not any(procfs.is_alive(pid) for pid in old)
+    assert all(map(is_over, old))
     assert pod.ask()[0] == "engine-1"
 
 

@@ -98,7 +98,7 @@ def test_hand_over_has_the_drains_budget(pod, lock):
 def test_sigterm_in_a_hand_over_ends_the_engine(pod, lock):
     """Goal: SIGTERM wins. Method: a drain that hangs, then SIGTERM, and the budget."""
     stub, loop = lock
-    engine = pod.engine("e-0", "--hang-at", "drain", flags=("--drain-ms", "1000"))
+    engine = pod.engine("e-0", "--hang-at", "drain", flags=("--drain-ms", "2000"))
     engine.until("active")
     loop.call(hand_over, stub)
     engine.until("draining")

@@ -21,7 +21,7 @@ from lockserver import witness
 from plumbing.service import procfs
 from tests.engine.pod import Engine, LoopThread, Pod
 from tests.engine.test_shortages import NONE, observer
-from tests.helpers import descriptors_below, free_witness, until
+from tests.helpers import descriptors_below, free_witness, is_over, until
 from tests.lockserver.lease_server import LeaseServer
 from tests.plumbing.wire.certificates import Authority
 
@@ -166,7 +166,7 @@ def test_a_stopped_supervisor_is_ended_by_the_kernel_with_its_backend(pod, serve
     engine = pod.engine("engine-0", "--grandchild", "joined", flags=flags, wrapper=wrapper)
     engine.until("active")
     inside = procfs.descendants(engine.process.pid)
-    supervisor = min(inside) if wrapper else engine.process.pid
+    supervisor = inside[0] if wrapper else engine.process.pid
     tree = [*procfs.descendants(supervisor), supervisor]
     assert len(tree) == 3
     os.kill(supervisor, signal.SIGSTOP)
@@ -275,7 +275,7 @@ def test_two_members_wake_stop_and_come_back_together(pod, server, loop, tmp_pat
                 trees = [procfs.descendants(member.process.pid) for member in members]
                 for member, incarnation in enumerate(incarnations):
                     loop.call(server.lose, "engine-0", incarnation, 1 - member)
-        assert not any(procfs.is_alive(pid) for tree in trees for pid in tree)
+        assert all(is_over(pid) for tree in trees for pid in tree)
         for document in documents:
             assert document["deaths"][0]["cause"] == "member_lost"
             assert "its lease ran out" in document["deaths"][0]["message"]

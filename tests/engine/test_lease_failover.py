@@ -29,7 +29,7 @@ from plumbing.service import procfs
 from plumbing.wire.blocking import BlockingClient
 from tests.engine.pod import Engine, Pod, environment, program
 from tests.engine.wire_cut import Proxy
-from tests.helpers import free_port, until
+from tests.helpers import free_port, is_over, until
 from tests.lockserver.processes import ServerProcess
 
 LEASE_MS = 3000  # a machine with much to do stops a process for a second
@@ -180,7 +180,7 @@ def test_a_dead_supervisor_is_replaced_when_its_lease_has_run_out(pair):
     assert len(old) >= 2
     first.kill("supervisor")
     granted = host.grant_of("engine-1")
-    assert not any(procfs.is_alive(pid) for pid in old)
+    assert all(map(is_over, old))
     (expired,) = host.events("lock.lease_expired")
     assert expired["data"]["engine"] == "engine-0"
     assert expired["id"] < granted["id"]
@@ -288,7 +288,7 @@ def test_a_stopped_holder_is_dead_before_another_is_granted(host):
     tree = [first.process.pid, *procfs.descendants(first.process.pid)]
     os.kill(first.process.pid, signal.SIGSTOP)
     host.grant_of("engine-1")
-    assert not any(procfs.is_alive(pid) for pid in tree)
+    assert all(map(is_over, tree))
     assert first.wait() == -signal.SIGKILL
     second.until("active")
 

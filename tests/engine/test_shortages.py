@@ -20,7 +20,7 @@ from engine.supervisor import held_files
 from plumbing.wire.blocking import BlockingClient
 from tests.engine.pod import Engine, stub_lock
 from tests.engine.test_leftovers import files_of, prefix
-from tests.helpers import descriptors_below, open_fds, until
+from tests.helpers import descriptors_below, open_fds, steady_fds, until
 
 LIMIT = "at its limit of"
 NONE = 3  # no descriptor below this one is ever free
@@ -65,7 +65,7 @@ def observer(engine: Engine) -> Iterator[Observer]:
 
 def below_each_free_descriptor(pid: int, count: int) -> list[int]:
     """Limits that leave `pid` 0, 1, … `count` - 1 free descriptors."""
-    used = open_fds(pid)
+    used = steady_fds(pid)
     return [number for number in range(max(used) + count + 1) if number not in used][:count]
 
 

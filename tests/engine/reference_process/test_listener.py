@@ -137,7 +137,7 @@ def test_connection_that_sends_no_request_is_closed_and_another_is_not():
             return hosts[-1]
 
         with owner:
-            listener = SharedListener(lend(owner), factory, first_request_s=0.05)
+            listener = SharedListener(lend(owner), factory, first_request_s=0.5)
             listener.start()
             loop = asyncio.get_running_loop()
             with connect(owner) as good:

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import aiohttp
@@ -35,7 +35,7 @@ from tests.engine.reference_process.test_behind_gateway import (
     joined,
     read_to_the_end,
 )
-from tests.helpers import auntil, open_fds
+from tests.helpers import STEADY_LOOKS, auntil, open_fds
 
 BUDGET_MS = 20_000
 PROMPT_TOKENS, TURNS, TURN_TOKENS = 100, 5, 33
@@ -84,7 +84,7 @@ def test_engine_rests_without_kv_memory_and_wakes_as_it_was(
                 # The servers of this test run in this process: it would have the memory.
                 assert not [link for link in open_fds().values() if POOL in link]
                 if before is None:
-                    before = descriptors()
+                    before = await settled(descriptors)
                 async with aiohttp.ClientSession() as client:
                     asked = asyncio.ensure_future(complete(client, url))
                     await activate(stub, sock, 1)
@@ -96,6 +96,18 @@ def test_engine_rests_without_kv_memory_and_wakes_as_it_was(
             await auntil(lambda: descriptors() == before, "the descriptors of the first rest")
 
     asyncio.run(main())
+
+
+async def settled(look: Callable[[], list[list[str]]]) -> list[list[str]]:
+    """What `look` says once it has said the same for a while: connections have been closed."""
+    seen: list[list[list[str]]] = []
+
+    def is_steady() -> bool:
+        seen.append(look())
+        return len(seen) >= STEADY_LOOKS and all(each == seen[-1] for each in seen[-STEADY_LOOKS:])
+
+    await auntil(is_steady, "the descriptors to stay the same")
+    return seen[-1]
 
 
 async def serve_until(
