@@ -103,9 +103,9 @@ def test_a_restarted_lock_server_gets_its_socket_back_while_requests_are_answere
     assert who(gateway.port) == serving
     lock_server.start()
     until(lambda: gateway.status()["lock_server"]["connected"], "the new one")
-    assert gateway.status()["problems"] == []
+    until(lambda: gateway.status()["problems"] == [], "the problem to be over")
     assert who(gateway.port) == serving
-    assert lock_server.status()["service"]["active"]["state"] == "lent"
+    until(lambda: lock_server.status()["service"]["active"]["state"] == "lent", "the hand-back")
 
 
 def test_without_descriptors_the_spare_still_accepts_and_status_says_what_to_raise(
@@ -130,7 +130,7 @@ def test_without_descriptors_the_spare_still_accepts_and_status_says_what_to_rai
             shown = "the socket cannot be copied for the next process that accepts"
             until(lambda: any(each.startswith(shown) for each in problems()), "the other one")
         until(gateway.has_spare, "another spare")
-        assert problems() == []
+        until(lambda: problems() == [], "the problems to be over")
 
 
 def test_a_second_gateway_is_refused_and_the_first_serves_on(

@@ -125,6 +125,7 @@ def test_an_idle_engine_rests_and_a_request_wakes_it(
     assert gateway.get("ready")[0] == 200
     assert gateway.status()["rest"]["engine"]["goal_by"] == "gateway"
     assert gateway.metric("understudy_gateway_engine_resting") == 1
+    assert gateway.metric("understudy_gateway_sleeps_total") == 1
     text = subprocess.run(
         [sys.executable, "-m", REAL, "status", "--dir", gateway.directory],
         capture_output=True,
@@ -139,7 +140,6 @@ def test_an_idle_engine_rests_and_a_request_wakes_it(
     until(
         lambda: gateway.counts("understudy_gateway_wake_seconds_count", 1), "the wake to be counted"
     )
-    assert gateway.metric("understudy_gateway_sleeps_total") == 1
     assert {"gateway.sleep", "gateway.wake"} <= set(gateway.events())
     # It rests again, and nobody had to do anything.
     engine.reaches("resting")
@@ -246,8 +246,8 @@ def test_with_manual_wakes_a_request_is_told_how_to_wake_the_engine(
     """Goal: 503 after the hold, with a stable code; not ready; an operator's wake is enough."""
     gateway = start_alone("--wake", "manual", "--hold-ms", "200")
     engine = engines.resting()
-    until(lambda: gateway.get("ready")[0] == 503, "the gateway to know")
-    assert gateway.get("ready")[1]["reason"] == "resting"
+    until(lambda: gateway.get("ready")[1]["reason"] == "resting", "the gateway to know")
+    assert gateway.get("ready")[0] == 503
     status, body, headers = post(gateway.port)
     assert (status, body["error"]["code"]) == (503, "gateway.resting")
     assert "understudy wake" in body["error"]["message"]

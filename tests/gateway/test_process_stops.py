@@ -52,7 +52,7 @@ def test_a_second_sigterm_ends_at_once(gateway: GatewayProcess):
     gateway.process.send_signal(signal.SIGTERM)
     until(lambda: gateway.status()["stopping"], "the stop to begin")
     assert gateway.ends(signal.SIGTERM) == 0
-    assert ended(child)
+    until(lambda: ended(child), "its child to end with it")
     assert stream.rest() == b""
 
 

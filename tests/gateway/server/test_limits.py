@@ -256,7 +256,9 @@ def test_the_access_log_has_no_users_text(tmp_path, caplog):
         await bench.once("/understudy/secret")
 
     with_bench(tmp_path, scenario, access_log=True)
-    answered, refused = [record.getMessage() for record in caplog.records]
+    # On a busy machine the loop's debug mode warns of a step that took long.
+    records = [each for each in caplog.records if each.name == "gateway.access"]
+    answered, refused = [record.getMessage() for record in records]
     assert f'"POST {CHAT}" 200' in answered
     assert "engine engine-0, id " in answered
     assert refused.startswith("refused with 404")
