@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 
-from hack.device import death, driver, fence, service
+from hack.device import death, driver, fence, rest, service
 from hack.device.part import Part, Skipped
 from plumbing.service.process import arm_from_environment, raise_fd_limit
 
@@ -25,6 +25,7 @@ PARTS = {
     "server": (service.server, 45.0),
     "crash": (service.crash, 60.0),
     "fence": (fence.fence, 150.0),
+    "rest": (rest.rest, 60.0),
     "costs": (driver.costs, 50.0),
     "attach": (service.attach, 70.0),
     "death": (death.death, 100.0),

@@ -30,6 +30,7 @@ from plumbing.wire.fds import OwnedFd
 FDS_MAX = 250  # in one message: Linux takes at most 253
 REQUEST_BYTES_MAX = 64 << 10
 PAGE = 4096  # bytes of each read and write
+ONES = 0x01010101
 IDENTITY = {"model": "device-check", "shards": {"a": "1"}}
 
 
@@ -70,6 +71,7 @@ class Requests:
         self.ranges: list[CudaReservation] = []
         self.outgoing: list[OwnedFd] = []
         self.call: Recorder | None = None
+        self.graph: tuple[Any, Any] | None = None
 
     def do_open(self, context: bool) -> dict[str, Any]:
         self.memory = CudaMemory(self.device, context=context)
@@ -139,6 +141,30 @@ class Requests:
     def do_unmap(self) -> None:
         while self.ranges:
             self.ranges.pop().free()
+
+    def do_vacate(self) -> None:
+        """No memory behind the addresses of the first range, and none kept."""
+        self.ranges[0].unmap()
+        self.do_release()
+
+    def do_occupy(self, size_bytes: int) -> None:
+        """New memory behind all of the first range."""
+        self.do_create(size_bytes)
+        self.ranges[0].map(0, self.slabs, writable=True)
+
+    def do_capture(self) -> None:
+        """A graph that fills the first range with ones."""
+        at = self.ranges[0]
+        self.graph = kernels.capture_fill(self.driver, at.address, at.size_bytes, ONES)
+
+    def do_replay(self) -> None:
+        if self.graph is not None:
+            stream, graph = self.graph
+            self.driver.call("GraphLaunch", graph, stream)
+            self.driver.call("StreamSynchronize", stream)
+        else:
+            at = self.ranges[0]
+            self.driver.call("MemsetD32", at.address, ONES, at.size_bytes // 4)
 
     def do_set_access(self, writable: bool) -> None:
         at = self.ranges[0]
