@@ -124,13 +124,29 @@ class Engine:
             block_size=BLOCK_TOKENS,
             hash_block_size=BLOCK_TOKENS,
         )
-        self._requests = 0
+        self._requests = self._wakes = 0
         self._sent: deque[tuple[Any, Iterator[None], dict[str, list[int]]]] = deque()
-        pool = self.scheduler.kv_cache_manager.block_pool
-        adoption = adoptable([device.page], [HEADER], name)
+        self.wake()
+
+    def wake(self) -> None:
+        """Adopt what is published."""
+        self._wakes += 1
+        pool, device = self.scheduler.kv_cache_manager.block_pool, self.device
+        adoption = adoptable([device.page], [HEADER], self._name)
         self.adopted = pool.adopt(adoption.records, BLOCK_TOKENS)
-        writer = IndexWriter([device.page], [HEADER], name, name, adoption)
+        cohort = f"{self._name}-{self._wakes}"
+        writer = IndexWriter([device.page], [HEADER], self._name, cohort, adoption)
         pool.kept.open(writer)
+
+    def rest(self) -> None:
+        """Hand the memory over, with nothing in progress, as the backend and vLLM do it."""
+        self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        while self.in_flight:
+            self.process()
+        kept = self.scheduler.kv_cache_manager.block_pool.kept
+        kept.close()
+        assert self.scheduler.reset_prefix_cache(reset_running_requests=True)
+        kept.let_go()
 
     @property
     def in_flight(self) -> int:

@@ -56,6 +56,28 @@ def test_every_record_is_true_whenever_the_engine_dies(config: Any):
     assert published > adopted
 
 
+def test_engines_that_hand_over_in_turn_adopt_all_that_is_true(config: Any):
+    """Two engines live on while they rest, and each finds whole what the other has left; and what
+    it had hashed itself before it rested is forgotten."""
+    adopted = 0
+    for seed in range(SEEDS):
+        rng, device = random.Random(seed), Device()
+        first, second = (Engine(config, device, rng, f"e{seed}-{name}") for name in "ab")
+        second.rest()
+        first.rest()
+        for turn in range(4):
+            engine = (first, second)[turn % 2]
+            left = device.check()
+            engine.wake()
+            assert engine.adopted == left == len(engine.hashed_blocks())
+            adopted += left
+            live(engine, rng, rng.randrange(STEPS))
+            engine.rest()
+            assert engine.hashed_blocks() == set()
+            assert engine.scheduler.kept.problem == ""
+    assert adopted > SEEDS
+
+
 def test_with_nothing_in_flight_every_block_of_the_cache_is_published(config: Any):
     for seed in range(SEEDS):
         rng, device = random.Random(seed), Device()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +29,7 @@ from engine.backends.vllm.worker.kv_host import HostRange
 from engine.backends.vllm.worker.worker import StockGPUWorker
 from gms.vmm.host import HostMemory
 from gms.vmm.interface import release_all
+from lockserver import serving
 from plumbing.errors import InvariantError, UnderstudyError, UsageError, WaitTimeoutError
 
 SIZE = (4 << 20) + 64
@@ -298,6 +300,37 @@ def test_methods_that_the_backend_calls_never_raise(
     answer = found.understudy_distrust("why")  # these weights cannot be distrusted
     assert (answer["ok"], answer["code"]) == (False, "vllm.worker_failed")
     assert "AttributeError" in answer["error"]
+
+
+def test_rank_that_cannot_park_says_so_later_and_keeps_its_place(
+    arena: KVArena, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """Goal: vLLM is never told of a rank that fails to park, and the backend always is. Method: an
+    unmap that fails once: no exception from `sleep`, a refusal of every question after it, and the
+    serving file is left only by the sleep that succeeds. Nothing is mapped before it is joined."""
+    path, file = serving.create(str(tmp_path), f"e-{1:016x}")
+    seat = serving.ServingSeat(path, file)
+    monkeypatch.setattr(membership, "_member", SimpleNamespace(seat=seat))
+    weights = SimpleNamespace(is_awake=False, bytes=0, epoch="", identity={"models": {}})
+    monkeypatch.setattr(worker.weights, "_of_this_process", weights)
+    found = make_worker()
+    found.arena = arena
+    allocate(arena)
+    assert "before the serving file was joined" in found.understudy_take_kv(0.0)["error"]
+    assert found.understudy_join(1)["ok"]
+    assert found.understudy_take_kv(0.0)["ok"]
+    assert found.understudy_rest(False)["code"] == "vllm.not_parked"
+    with monkeypatch.context() as broken:
+        broken.setattr(arena, "release", lambda: 1 / 0)
+        found.sleep()
+    for answer in (found.understudy_status(), found.understudy_rest(False)):
+        assert (answer["ok"], answer["code"]) == (False, "vllm.not_parked")
+        assert "ZeroDivisionError" in answer["error"]
+    assert seat.token == 1
+    found.sleep()
+    assert found.understudy_rest(False)["kv_resident_bytes"] == 0
+    assert (seat.token, arena.backing) == (0, Backing.PARKED)
+    seat.close()
 
 
 # What only reads, says how it is, or has been made to refuse by refusing what it needs first.

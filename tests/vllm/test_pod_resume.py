@@ -10,16 +10,21 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 
+from engine.core.events import State
 from engine.kv.layout import IndexPage
+from engine.messages import CONTROL
 from plumbing import hop
 from plumbing.hop import Journal
-from plumbing.part.paths import engine_http_socket
+from plumbing.part.paths import engine_http_socket, engine_socket
+from plumbing.part.tier import ShallMsg, Tier
 from plumbing.service.procfs import is_spent
+from plumbing.wire.blocking import BlockingClient
 from tests.e2e.processes import pod_ports
 from tests.helpers import auntil
 from tests.vllm.conftest import WHOLE_DEADLINE_S
@@ -158,12 +163,49 @@ def alter_a_byte(server: int, tokens: int) -> int:
     return len(blocks)
 
 
+def kv_files(pids: Sequence[int]) -> set[str]:
+    """The memory of KV pools that these processes have open or mapped, as the kernel has it."""
+    found = set()
+    for pid in pids:
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                found.add(os.readlink(fd))
+        maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+        found |= {line.split(None, 5)[-1] for line in maps.splitlines()}
+    return {name for name in found if "understudy_kv-" in name}
+
+
+async def rest_and_wake(directory: Path, name: str, engine: Engine, expected: list[int]) -> None:
+    """Three times: no process has KV memory while it rests, and the answer is the same after it,
+    by the same processes."""
+    view = await gather(directory)
+    (part,) = (each for each in view["engines"] if each["engine"]["id"] == name)
+    pids = part["backend"]["pids"]
+    holders = [*pids.values(), view["gms"][0]["kv"]["pid"]]
+    with contextlib.closing(BlockingClient(engine_socket(str(directory), name), CONTROL)) as client:
+
+        def reach(goal: Tier, state: State) -> None:
+            am = client.request(ShallMsg(goal, "a test"), timeout_s=ANSWER_S).message
+            while am.state != state:
+                am = client.receive(ANSWER_S).message
+
+        for _ in range(3):
+            assert kv_files(holders)
+            await asyncio.to_thread(reach, Tier.WARM, State.RESTING)
+            assert kv_files(holders) == set()
+            await asyncio.to_thread(reach, Tier.AWAKE, State.ACTIVE)
+            assert made_by(await asyncio.to_thread(engine.stream))[0].tokens == expected
+    view = await gather(directory)
+    assert pids in [each["backend"]["pids"] for each in view["engines"]]
+
+
 def test_a_stream_of_a_dead_engine_goes_on_at_the_other(tmp_path: Path, model: Path):
     """SIGKILL the engine core in the middle of a stream that is seeded and penalised. What came is
     cut behind a whole group and says nothing of an end; the other engine has the same continuation
     id, takes up the journal, and the whole is the answer that was not interrupted. It has adopted
     the blocks of the dead engine, those of the cut stream among them, and prefills behind them;
-    but not behind a block of which a byte was altered after the death."""
+    but not behind a block of which a byte was altered after the death. Then that engine rests and
+    wakes."""
 
     async def scenario() -> None:
         pod = LocalPod(
@@ -224,6 +266,7 @@ def test_a_stream_of_a_dead_engine_goes_on_at_the_other(tmp_path: Path, model: P
             assert made_by(resumed)[1] == made_by(expected)[1]
             assert made_by(resumed)[0].tokens == made_by(expected)[0].tokens
             assert made_by(expected)[1].startswith(begun)
+            await rest_and_wake(tmp_path, standby, second, made_by(expected)[0].tokens)
         finally:
             await runner.stop()
 
