@@ -198,6 +198,7 @@ def _look(directory: str) -> Look:
         UnreachableError: there is neither.
     """
     from lockserver.messages import CATALOGUE
+    from lockserver.status.resting import resting
     from lockserver.status.text import text_of
 
     try:
@@ -213,7 +214,7 @@ def _look(directory: str) -> Look:
         if found is None:
             raise offline from error
         document = found
-    return Look(document, text_of(document), offline)
+    return Look(document, text_of(document, resting=resting(directory, document)), offline)
 
 
 @main.command()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from plumbing.part.format import duration
@@ -29,19 +29,24 @@ BEHIND_GATEWAY = {
 TOGETHER = "\u00a0"  # a space at which no line is broken
 
 
-def text_of(document: Document, columns: int | None = None) -> str:
-    """`document` as text; `columns`: the terminal's unless given."""
+def text_of(
+    document: Document, columns: int | None = None, resting: Mapping[str, str] | None = None
+) -> str:
+    """`document` as text; `columns`: the terminal's unless given. `resting`: a sentence about each
+    holder that rests, by engine."""
     width = max(COLUMNS_MIN, columns or shutil.get_terminal_size().columns)
-    lines = list(_lines(document))
+    lines = list(_lines(document, resting or {}))
     return "\n".join(folded for label, text in lines for folded in _fold(label, text, width))
 
 
-def _lines(document: Document) -> Iterator[tuple[str, str]]:
+def _lines(document: Document, resting: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     server = document["server"]
     where = f"pid {server['pid']}  since {server['since']}" if server["online"] else "offline view"
     yield _head("lockserver", f"{where}  last token {document['token']}  {server['dir']}")
     for name, lock in document["locks"].items():
         yield _head(name, f"{lock['state']:<{LABEL}}{_who(lock)}")
+        if lock["holder"] and lock["holder"]["engine"] in resting:
+            yield _line("rests", resting[lock["holder"]["engine"]])
         for waiter in lock["waiters"]:
             mark = "  silent: skipped" if waiter["silent"] else ""
             yield _line("waiting", f"{waiter['engine']}  {_since(waiter)}{mark}")

@@ -1,0 +1,72 @@
+"""Engines that rest by themselves when nobody asks, in a pod of real processes: `--sleep-after`.
+
+Stock clients stream through the gateway, and are judged as in every other test of a pod.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lockserver.status.resting import resting
+from lockserver.status.text import text_of
+from tests.e2e.pods import Pod, PodHome
+from tests.helpers import POLL_S
+from understudy.status.gather import lockserver_part, status_of
+
+DEADLINE_S = 60.0
+COLUMNS = 400  # no line is folded
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[PodHome]:
+    """A pod whose engine rests after a second."""
+    environment = {"UNDERSTUDY_SLEEP_AFTER": "1s"}
+    found = PodHome(tmp_path_factory.mktemp("pod"), model, env=environment)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+async def rests(pod: Pod) -> str:
+    """Wait until the engine that holds the lock rests, and a standby waits; its name."""
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            view = await pod.view()
+            if view["resting"] and view["failover_ready"]:
+                assert view["state"] == "healthy", view["problems"]
+                return str(view["active"])
+            await asyncio.sleep(POLL_S)
+
+
+async def answered(pod: Pod) -> None:
+    async with pod.load(2) as load:
+        await load.answers(4)
+    assert not load.refused()
+    assert not load.lost()
+
+
+@pytest.mark.slow
+def test_idle_pod_rests_and_the_next_request_wakes_it(home: PodHome):
+    """Goal: nobody is refused, lost or answered wrongly, nor after the death of an engine at rest,
+    and the pod rests again by itself each time."""
+
+    async def scenario(pod: Pod) -> None:
+        first = await rests(pod)
+        await answered(pod)
+        assert await rests(pod) == first
+        server = await status_of(lockserver_part(pod.directory))
+        said = resting(str(pod.directory), server)[first]
+        assert "asked to be warm by gateway" in said
+        assert said in text_of(server, COLUMNS, {first: said})
+        os.kill((await pod.engine_tree(first))[0], signal.SIGKILL)
+        await answered(pod)
+        assert await rests(pod) != first
+
+    home.run(scenario)
