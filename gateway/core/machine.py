@@ -163,7 +163,9 @@ class Gateway:
         """Ask the engine for every request whose turn it is."""
         if self._is_busy or not self._is_granted or self._grant is None:
             return
-        if not self._door.is_open and self._desk.line.waiting and not self._is_wanted:
+        if not self._desk.line.waiting:  # nearly always, and looked at four times a request
+            return
+        if not self._door.is_open and not self._is_wanted:
             self._is_wanted = True
             self._desk.outbox.append(ev.WantEngine())
         if not self._door.is_open or self.hello is None:

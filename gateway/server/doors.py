@@ -86,7 +86,7 @@ class HttpDoors:
 
     def accept(self, listening: OwnedFd, address: str) -> None:
         """Take this socket and accept from now on, in place of an earlier one."""
-        self.exchange.is_spare = False
+        self.exchange.serve()
         if self._listener is not None:
             self._listener.stop()
         tls = self.certificate.context if self.certificate is not None else None

@@ -10,6 +10,7 @@ events wait in `_inbox` while effects are performed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import time
 from collections import deque
@@ -63,7 +64,7 @@ class HttpExchange:
         self._loop = asyncio.get_running_loop()
         self._tick: asyncio.TimerHandle | None = None
         self._last_number = 0
-        self.is_spare = True  # nobody's requests come here yet
+        self._serves = asyncio.Event()  # else nobody's requests come here yet
 
     # ------------------------------------------------------------------ for clients' connections
 
@@ -192,9 +193,14 @@ class HttpExchange:
             if upstream.is_dropped:  # not earlier: uvloop would close the socket twice
                 transport.abort()
 
+    def serve(self) -> None:
+        """Clients come here from now on: an engine that is waited for is greeted at once."""
+        self._serves.set()
+
     async def _greet(self, effect: ev.GreetEngine) -> None:
-        if self.is_spare:
-            await asyncio.sleep(SPARE_GREETS_AFTER_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SPARE_GREETS_AFTER_S):
+                await self._serves.wait()
         try:
             hello = await greet(engine_http_socket(self._directory, effect.engine))
         except (OSError, ValueError) as error:

@@ -71,7 +71,9 @@ class ServiceListener:
         """Take `fd`, a bound and listening stream socket."""
         self._sock = socket.socket(fileno=fd.detach())
         self._sock.setblocking(False)  # a flag of the open file, the same for all its holders
-        self._is_tcp = self._sock.family in (socket.AF_INET, socket.AF_INET6)
+        if self._sock.family in (socket.AF_INET, socket.AF_INET6):
+            for level, option, value in KEEPALIVE:  # what is accepted from it has them too
+                self._sock.setsockopt(level, option, value)
         self._factory = factory
         self._places = places
         self._tls = tls
@@ -142,9 +144,6 @@ class ServiceListener:
         self._unmade -= 1
         try:
             connection.setblocking(False)
-            if self._is_tcp:
-                for level, option, value in KEEPALIVE:
-                    connection.setsockopt(level, option, value)
             await self._loop.connect_accepted_socket(
                 lambda: protocol,
                 connection,

@@ -186,9 +186,7 @@ class Bench:
         pass
 
 
-@asynccontextmanager
-async def bench(directory: str, **settings: Any) -> AsyncIterator[Bench]:
-    """Doors with these settings; afterwards no descriptor is left."""
+def configured(directory: str, **settings: Any) -> ConfigureGatewayMsg:
     values: dict[str, Any] = {
         "directory": os.fsencode(directory),
         "hold_ms": 10_000,
@@ -198,8 +196,14 @@ async def bench(directory: str, **settings: Any) -> AsyncIterator[Bench]:
         "keepalive_comments_ms": 0,
         "access_log": False,
     }
+    return ConfigureGatewayMsg(**(values | settings))
+
+
+@asynccontextmanager
+async def bench(directory: str, **settings: Any) -> AsyncIterator[Bench]:
+    """Doors with these settings; afterwards no descriptor is left."""
     made = Bench(directory, None, 0)  # type: ignore[arg-type] # made in the next line
-    made.doors = HttpDoors(ConfigureGatewayMsg(**(values | settings)), made)
+    made.doors = HttpDoors(configured(directory, **settings), made)
     sock = socket.create_server(("127.0.0.1", 0), backlog=4096)
     made.port = sock.getsockname()[1]
     made.doors.accept(OwnedFd(sock.detach()), f"127.0.0.1:{made.port}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from pathlib import Path
 
 import msgspec
@@ -10,11 +11,13 @@ import pytest
 
 import gateway.server.exchange
 from gateway.server import greeting
+from gateway.server.doors import HttpDoors
 from gateway.server.greeting import greet
 from plumbing.hop import Hello
+from plumbing.wire.fds import OwnedFd
 from plumbing.wire.limits import FRAME_BYTES_MAX
 from tests.gateway import stub_engine
-from tests.gateway.server.harness import ERA, with_bench
+from tests.gateway.server.harness import ERA, configured, with_bench
 from tests.gateway.stub_engine import StubEngine
 from tests.helpers import auntil
 
@@ -44,29 +47,30 @@ def test_engine_that_makes_its_socket_after_its_grant_is_greeted_at_once(
     asyncio.run(main())
 
 
-def test_spare_leaves_an_engine_that_has_just_woken_to_those_with_clients(tmp_path, monkeypatch):
-    """Goal: the engine's first answers are not for a child that needs none. Method: a child is
-    granted an engine while it is the spare, and again when it accepts: who has greeted?"""
-    greeted: list[bool] = []
+def test_spare_greets_an_engine_once_it_is_given_clients(tmp_path, monkeypatch):
+    """Goal: an engine's first answers are not for a child that needs none, and a child that is
+    promoted meanwhile waits for nothing. Method: doors are granted an engine while they have no
+    socket to accept from, and then get one."""
+    greeted: list[str] = []
+
+    async def recorded(path: str) -> Hello:
+        greeted.append(path)
+        return await greet(path)
+
+    monkeypatch.setattr(gateway.server.exchange, "greet", recorded)
+    monkeypatch.setattr(gateway.server.exchange, "SPARE_GREETS_AFTER_S", 3600.0)
 
     async def scenario(bench):
-        exchange = bench.doors.exchange
-
-        async def recorded(path: str) -> Hello:
-            greeted.append(exchange.is_spare)
-            return await greet(path)
-
-        monkeypatch.setattr(gateway.server.exchange, "greet", recorded)
-        monkeypatch.setattr(gateway.server.exchange, "SPARE_GREETS_AFTER_S", 3600.0)
         engine = await bench.engine()
-        assert not exchange.is_spare  # it was given a socket to accept from
-        exchange.is_spare = True
-        bench.doors.granted(engine.name, engine.token - 1, ERA)
-        await asyncio.sleep(0)  # a turn of the loop, in which it would greet
-        exchange.is_spare = False
-        bench.doors.granted(engine.name, engine.token, ERA)
-        await auntil(lambda: bench.doors.beat(1).upstream.is_connected, "the hello")
-        assert greeted == [False]
+        spare = HttpDoors(configured(str(tmp_path)), bench)
+        spare.granted(engine.name, engine.token, ERA)
+        for _ in range(10):  # turns of the loop; it would greet in the first one
+            await asyncio.sleep(0)
+        assert not greeted
+        service = socket.create_server(("127.0.0.1", 0))
+        spare.accept(OwnedFd(service.detach()), "the service")
+        await auntil(lambda: spare.beat(1).upstream.is_connected, "the hello")
+        await spare.stop(0)
 
     with_bench(tmp_path, scenario)
 

@@ -49,6 +49,21 @@ def test_a_thousand_idle_connections_disturb_nobody(tmp_path):
     with_bench(tmp_path, scenario)
 
 
+def test_what_is_accepted_is_watched_for_a_client_that_is_gone(tmp_path):
+    """Goal: each connection has the options that the listening socket was given once."""
+
+    async def scenario(bench):
+        await bench.client()
+        await auntil(lambda: bench.load.connections == 1, "it to be accepted")
+        await auntil(lambda: next(iter(bench.doors.clients)).peer, "its transport")
+        (client,) = bench.doors.clients
+        sock = client._transport.get_extra_info("socket")
+        for level, option, value in listener.KEEPALIVE:
+            assert sock.getsockopt(level, option) == value
+
+    with_bench(tmp_path, scenario)
+
+
 def test_a_new_client_takes_the_place_of_the_one_that_was_idle_longest(tmp_path, monkeypatch):
     """Goal: at the limit idle connections make room, busy ones do not."""
     monkeypatch.setattr(listener, "connections_max", lambda: 3)
