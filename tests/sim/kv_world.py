@@ -4,7 +4,9 @@ and die: the real machine under random schedules.
 The model around it is small on purpose. A process locks the pool's file before it asks for memory,
 and keeps lock and memory until it is reaped, some time after its connection has ended. The driver
 completes calls when it likes. The lock server's fence is left out: an engine may claim while
-another is alive, stopped or dying, and the machine alone must keep them apart.
+another is alive, stopped or dying, and the machine alone must keep them apart. An engine may also
+hand its pool over and claim it again under a later token, or rest, which gives its memory up; and
+an operator drops what nobody uses.
 """
 
 from __future__ import annotations
@@ -76,7 +78,7 @@ class KvWorld:
         self.watched: set[str] = set()
         self.calls: deque[Callable[[], None]] = deque()  # of the driver, of this server
         self.is_full = False
-        self.takeovers = self.lent = 0
+        self.takeovers = self.lent = self.handed_over = self.freed = self.dropped = 0
         self.boot()
 
     # ------------------------------------------------------------------ the schedule
@@ -104,6 +106,8 @@ class KvWorld:
             self.note(f"{'stop' if process.is_stopped else 'continue'} {process.claimant}")
         elif choice < 0.15:
             self.is_full = not self.is_full
+        elif choice < 0.16:
+            self.drop_pool()
         elif choice < 0.25:
             self.reap()
         elif choice < 0.40:
@@ -135,6 +139,24 @@ class KvWorld:
         self.incarnations += 1
         claimant = Claimant("new", f"new-{self.incarnations}", self.token, self.era)
         self.processes.append(Process(claimant, self.rng.choice(SIZES)))
+
+    def drop_pool(self) -> None:
+        """An operator's command. The shell asks the kernel first whether anybody maps it."""
+        if self.machine is None:
+            return
+        pool = self.machine.pools.current
+        users = [p for p in self.processes if pool is not None and p.flock == pool.id]
+        if users and not self.machine.borrowers.holders:
+            return
+        try:
+            self.tell(device_events.Received(next(self.conn_ids), 1, msg.DropPoolMsg(), 9))
+        except UnderstudyError:
+            return
+        assert pool is not None, "no pool was dropped"
+        assert not users, f"a pool was dropped that {users[0].claimant} maps"
+        self.note(f"drop {pool.id}")
+        self.dropped += 1
+        self.vault[pool.id].is_bad = True  # and is never lent again
 
     def kill(self, process: Process) -> None:
         self.note(f"kill {process.claimant}")
@@ -227,6 +249,12 @@ class KvWorld:
             case (ev.SendPool(), Memory() as memory):
                 process.memory = memory
                 self.takeovers += bool(memory.written) and memory.written[-1] != process.claimant
+            case fx.SendMessage(message=msg.PoolFreedMsg() as said):
+                assert said.pool not in self.vault, "memory that the server holds was called free"
+                held = [p.claimant for p in self.processes if p.flock == said.pool]
+                assert not held, f"memory that {held[0]} maps was called free"
+                self.freed += 1
+                self.disconnect(process)
             case fx.RefuseRequest():
                 self.disconnect(process)
                 is_gone = got.error.code == "gms.kv_pool_gone"
@@ -247,8 +275,34 @@ class KvWorld:
             process.memory = process.flock = None
             self.disconnect(process)
             self.kill(process)
+        elif do < 0.75:
+            self.hand_over(process)
+        elif do < 0.8:
+            self.rest(process, memory)
         elif process.mark:
             memory.written.append(process.claimant)
+
+    def hand_over(self, process: Process) -> None:
+        """Give the lease back, live on, and claim again under the token of a later grant."""
+        process.memory = process.flock = None
+        process.mark = process.discarded = ""
+        self.disconnect(process)
+        self.token += 1
+        c = process.claimant
+        process.claimant = Claimant(c.engine, c.incarnation, self.token, self.era)
+        self.handed_over += 1
+
+    def rest(self, process: Process, memory: Memory) -> None:
+        """Unmap, leave the file, and have the memory freed; later claim again. Whose token is stale
+        ends, and the memory stays for whoever has the newer one."""
+        process.memory = process.flock = None
+        process.mark = process.discarded = ""
+        if self.send(process, msg.GiveUpMsg(WAIT_MS)):
+            mine = process.claimant
+            for claim in self.claims:
+                is_newer = claim.era == mine.era and claim.token > mine.token
+                assert not is_newer, f"{mine} freed what {claim} had claimed"
+            memory.is_bad = True
 
     def disconnect(self, process: Process) -> None:
         conn, process.conn = process.conn, None

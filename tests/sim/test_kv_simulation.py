@@ -10,10 +10,13 @@ from collections.abc import Callable
 
 import pytest
 
+from gms.kv.core import events as ev
 from gms.kv.core.borrowers import Borrowers
+from gms.kv.core.events import PoolPhase
 from gms.kv.core.machine import KvMachine
 from gms.kv.core.pools import Pools
 from gms.kv.core.state import Pool
+from plumbing.errors import UnderstudyError
 from tests.sim.kv_world import KvWorld
 from tests.sim.seeds import replayable, seeds
 
@@ -23,14 +26,18 @@ STEPS = 300
 def test_no_schedule_lends_memory_to_two_engines_or_makes_it_twice():
     """Goal: one incarnation in the memory, one pool, the newest token, fresh means zero, discarded
     is never lent, and in the end the next engine gets it."""
-    takeovers = lent = 0
+    worlds = []
     for seed in seeds(400):
         world = KvWorld(seed)
+        worlds.append(world)
         with replayable(seed, lambda world=world: world.trace):
             world.run(STEPS)
-        takeovers, lent = takeovers + world.takeovers, lent + world.lent
-    assert takeovers > 20  # else the schedules prove nothing
-    assert lent > 400
+    # Else the schedules prove nothing.
+    assert sum(each.takeovers for each in worlds) > 20
+    assert sum(each.lent for each in worlds) > 400
+    assert sum(each.handed_over for each in worlds) > 20
+    assert sum(each.freed for each in worlds) > 5
+    assert sum(each.dropped for each in worlds) > 5
 
 
 def no_look_at_the_file(patch: pytest.MonkeyPatch) -> None:
@@ -88,6 +95,51 @@ def any_size_fits(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Pool, "fits", lambda self, claim: True)
 
 
+def stale_tokens_free(patch: pytest.MonkeyPatch) -> None:
+    """Whoever was lent the pool may give it up."""
+    leave, check = Borrowers.leave, Borrowers._check_token
+
+    def left(self, event, message, now_ms):
+        patch.setattr(Borrowers, "_check_token", lambda self, claimant: None)
+        try:
+            return leave(self, event, message, now_ms)
+        finally:
+            patch.setattr(Borrowers, "_check_token", check)
+
+    patch.setattr(Borrowers, "leave", left)
+
+
+def given_up_is_free(patch: pytest.MonkeyPatch) -> None:
+    """The word of one process is taken for that of its engine."""
+    give_up = Pools.give_up
+
+    def given_up(self, pool, by):
+        effects = give_up(self, pool, by)
+        if effects:
+            pool.turn("release")
+            effects.append(ev.ReleasePool(pool.id))
+        return effects
+
+    patch.setattr(Pools, "give_up", given_up)
+
+
+def given_up_is_kept(patch: pytest.MonkeyPatch) -> None:
+    """The next engine is lent what was to be freed."""
+    patch.setattr(Pools, "give_up", lambda self, pool, by: [])
+
+
+def drops_are_not_judged(patch: pytest.MonkeyPatch) -> None:
+    """An operator's word counts, whoever has the memory."""
+
+    def drop(self, event):
+        pool = self.pools.current
+        if pool is None or pool.phase is not PoolPhase.KEPT:
+            raise UnderstudyError("gms.no_kv_pool", "there is none")
+        return self.pools.discard(pool, "an operator dropped it")
+
+    patch.setattr(KvMachine, "_drop", drop)
+
+
 RULES: list[tuple[Callable[[pytest.MonkeyPatch], None], str]] = [
     (no_look_at_the_file, "beside|same time"),
     (no_look_at_the_sessions, "beside|same time|second pool|two pools|mapped pool"),
@@ -97,6 +149,10 @@ RULES: list[tuple[Callable[[pytest.MonkeyPatch], None], str]] = [
     (discards_are_forgotten, "discarded pool"),
     (unknown_zeroes_are_believed, "written before"),
     (any_size_fits, "another size"),
+    (stale_tokens_free, "freed what"),
+    (given_up_is_free, "mapped pool"),
+    (given_up_is_kept, "discarded pool"),
+    (drops_are_not_judged, "was dropped that"),
 ]
 
 

@@ -143,6 +143,8 @@ class KvMachine:
             raise UnderstudyError(*self.pools.unowned[0].why)
         if pool is None:
             raise UnderstudyError("gms.no_kv_pool", "there is no KV memory to drop")
+        if pool.phase is PoolPhase.MAKING:  # for somebody who has left since
+            raise UnderstudyError(*pool.why)
         answer = msg.PoolDroppedMsg(pool.id, pool.memory_bytes)
         effects = self.pools.discard(pool, "an operator dropped it")
         return [*effects, fx.SendMessage(event.session, event.request_id, answer)]

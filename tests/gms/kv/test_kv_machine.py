@@ -331,6 +331,18 @@ def test_operator_drops_a_pool_that_no_engine_uses():
     assert desk.make() != pool
 
 
+def test_pool_that_is_being_made_is_not_called_dropped():
+    """Method: whoever asked for it leaves before the driver has made it."""
+    desk = Desk()
+    desk.borrow(1)
+    desk.tell(Closed(1))
+    drop = Received(9, 1, msg.DropPoolMsg())
+    assert refused(desk, drop).code == "gms.kv_making"
+    pool = desk.make()
+    desk.tell(drop)
+    assert desk.last_to(9) == msg.PoolDroppedMsg(pool, SIZE + INDEX)
+
+
 def test_engine_that_rests_gives_the_memory_up_and_hears_when_it_is_free():
     """Goal: freed only when no process maps it, and said only then. Method: two processes of one
     engine, of which one gives up while the other still holds; then it claims again."""
