@@ -16,7 +16,7 @@ import logging
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from plumbing.errors import UsageError, WaitTimeoutError
@@ -37,6 +37,8 @@ RESERVE_BYTES = 64 << 20
 V2_FILES = ("memory.max", "memory.current", "inactive_file")
 V1_FILES = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 UNLIMITED_BYTES = 1 << 60  # version 1 has a number close to 2**63 for "no limit"
+
+BLOCK_BYTES = 512  # of st_blocks (man 2 stat)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
@@ -120,6 +122,26 @@ def keep_trying(
             logger.warning("%s; waiting up to %g s", reason, deadline_s)
             is_first = False
         time.sleep(POLL_S)
+
+
+def has_room_for(fds: Sequence[int], read: Callable[[], Room] = read_room) -> bool:
+    """Whether what is not there yet of these files of shared memory could be there at once. It
+    would count against this process's control groups, which touches it first."""
+    files = [os.fstat(fd) for fd in fds]
+    missing_bytes = sum(file.st_size - file.st_blocks * BLOCK_BYTES for file in files)
+    if missing_bytes <= 0:
+        return True
+    room = read()
+    if missing_bytes + RESERVE_BYTES <= room.free_bytes:
+        return True
+    logger.warning(
+        "KV memory takes its pages one by one, as they are used: %s of it are not there yet, and"
+        " %s are free (%s)",
+        size(missing_bytes),
+        size(room.free_bytes),
+        room.limited_by,
+    )
+    return False
 
 
 def allocate(size_bytes: int) -> mmap.mmap:

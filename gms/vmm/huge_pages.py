@@ -60,12 +60,21 @@ class Filling:
     process the faults.
     """
 
-    def __init__(self, address: int, size_bytes: int, on_end: Callable[[int], None]) -> None:
-        """`on_end` is called on the thread, with how many bytes are in huge pages."""
+    def __init__(
+        self,
+        address: int,
+        size_bytes: int,
+        on_end: Callable[[int], None],
+        *,
+        has_room: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """On the thread, `has_room` is asked first whether this process may have all of it, and
+        `on_end` is told how many bytes are in huge pages."""
         self._is_stopped = False
 
         def run() -> None:
-            on_end(fill(address, size_bytes, lambda: not self._is_stopped))
+            may_fill = has_room()
+            on_end(fill(address, size_bytes, lambda: may_fill and not self._is_stopped))
 
         self._thread = threading.Thread(target=run, name="huge-pages", daemon=True)
         with contextlib.suppress(RuntimeError):  # no thread can be started: the faults do it all

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,11 @@ from engine.backends.free_memory import (
     Room,
     allocate,
     check_can_ever_fit,
+    has_room_for,
     read_room,
     wait_for_room,
 )
+from gms.vmm.host import HostMemory
 from plumbing.errors import UnderstudyError, WaitTimeoutError
 
 MIB = 1 << 20
@@ -108,3 +111,19 @@ def test_allocated_memory_is_zero_and_writable():
         assert memory[MIB - 1] == 0
         memory[0] = 7
         assert memory[0] == 7
+
+
+@pytest.mark.parametrize(
+    ("touched_mib", "free_mib", "has_room"),
+    [(0, 68, True), (0, 67, False), (3, 65, True), (3, 64, False), (4, 0, True)],
+)
+def test_shared_memory_is_filled_if_what_is_missing_of_it_is_free(touched_mib, free_mib, has_room):
+    """Slabs of 1 and 3 MiB, of which some pages are there; 64 MiB are reserved."""
+    slabs = [HostMemory().create(each * MIB, "slab") for each in (1, 3)]
+    for slab in slabs:
+        os.pwrite(slab.fileno(), b"x" * min(slab.size_bytes, touched_mib * MIB), 0)
+        touched_mib -= min(slab.size_bytes // MIB, touched_mib)
+    room = Room(free_mib * MIB, 1 << 40, "a test")
+    assert has_room_for([slab.fileno() for slab in slabs], lambda: room) is has_room
+    for slab in slabs:
+        slab.release()

@@ -11,6 +11,7 @@ import pytest
 
 from gms.vmm import huge_pages
 from gms.vmm.host import HostMemory, HostReservation
+from tests.helpers import until
 
 MIB = 1 << 20
 HUGE = huge_pages.HUGE_BYTES
@@ -106,4 +107,16 @@ def test_large_ranges_begin_where_a_huge_page_can():
         each.write(3 * MIB - 1, b"x")
     for each in ranges:
         each.free()
+    allocation.release()
+
+
+def test_memory_for_which_there_is_no_room_is_not_filled(reservation: HostReservation):
+    allocation = HostMemory().create(4 * MIB, "t")
+    reservation.map(0, [allocation], writable=True)
+    done: list[int] = []
+    filling = huge_pages.Filling(reservation.address, 4 * MIB, done.append, has_room=lambda: False)
+    until(lambda: done, "the filling to end")
+    filling.stop()
+    assert (done, os.fstat(allocation.fileno()).st_blocks) == ([0], 0)
+    reservation.free()
     allocation.release()

@@ -66,7 +66,13 @@ class LentMemory:
             self._mapped.free()
             raise
         self.view = self._mapped.view(0, kv_bytes)
-        self._filling = Filling(self._mapped.address, size_bytes, _filled)
+        fds = [slab.fileno() for slab in lease.slabs]
+        self._filling = Filling(
+            self._mapped.address,
+            size_bytes,
+            _filled,
+            has_room=lambda: free_memory.has_room_for(fds),
+        )
         lease.mark(BEGUN)
 
     def give_back(self, wait_s: float, *, is_kept: bool) -> int:

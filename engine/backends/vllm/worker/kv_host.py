@@ -19,7 +19,13 @@ import mmap
 import os
 from collections.abc import Callable, Sequence
 
-from engine.backends.free_memory import RESERVE_BYTES, Room, keep_trying, read_room
+from engine.backends.free_memory import (
+    RESERVE_BYTES,
+    Room,
+    has_room_for,
+    keep_trying,
+    read_room,
+)
 from gms.client import Allocation, Filling
 from plumbing.errors import InvariantError, UnderstudyError
 
@@ -113,7 +119,13 @@ class HostRange:
         except BaseException:
             self.park()
             raise
-        self._filling = Filling(self.address, self._room_bytes, self._filled)
+        fds = [slab.fileno() for slab in slabs]
+        self._filling = Filling(
+            self.address,
+            self._room_bytes,
+            self._filled,
+            has_room=lambda: has_room_for(fds, self._read),
+        )
 
     def resident_bytes(self) -> int:
         """Resident memory of the range, from the kernel."""
