@@ -18,6 +18,7 @@ and a thread of the lease hands the pool back to the restarted service.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 
@@ -64,6 +65,7 @@ def borrow_pool(
     claim: KvClaim,
     deadline_s: float,
     *,
+    away_s: float = math.inf,
     on_wait: OnText = lambda reason: None,
     on_change: OnText = lambda sentence: None,
     memory: DeviceMemory | None = None,
@@ -72,6 +74,7 @@ def borrow_pool(
     restarting.
 
     Args:
+        away_s: how long to wait, of that, for a service that does not answer.
         on_wait: called with a sentence whenever the reason for waiting changes.
         on_change: called on the lease's thread when the service is lost, or back.
         memory: what the slabs are mapped with; by default the kind that `device` has.
@@ -84,12 +87,15 @@ def borrow_pool(
         WaitTimeoutError: `gms.kv_busy`, the service did not answer in time.
     """
     end = time.monotonic() + deadline_s
+    away_end = math.inf
     while True:
         try:
             return _borrow(directory, device, claim, end, on_wait, on_change, memory)
         except UnderstudyError as error:
-            is_passing = isinstance(error, UnreachableError) or error.code in PASSING
-            if not is_passing or time.monotonic() + BACKOFF_S > end:
+            now = time.monotonic()
+            is_away = isinstance(error, UnreachableError)
+            away_end = min(away_end, now + away_s) if is_away else math.inf
+            if not (is_away or error.code in PASSING) or now + BACKOFF_S > min(end, away_end):
                 raise
             time.sleep(BACKOFF_S)
 

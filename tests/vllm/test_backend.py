@@ -302,7 +302,10 @@ def test_private_memory_is_taken_where_none_is_lent_or_nothing_is_kept(
     assert len(asked) == 1, "no rank borrows"
 
 
-def test_a_pool_that_can_never_fit_is_no_reason_not_to_wake(engine, tmp_path, monkeypatch):
+@pytest.mark.parametrize("passable", ["gms.kv_too_large", "wire.unreachable", "wire.closed"])
+def test_a_pool_that_can_never_fit_or_a_service_that_vanishes_is_no_reason_not_to_wake(
+    engine, tmp_path, monkeypatch, passable
+):
     """By default every rank is asked again, for private memory; another refusal ends the wake, and
     so does this one where the service's memory was asked for."""
     asked = []
@@ -320,11 +323,11 @@ def test_a_pool_that_can_never_fit_is_no_reason_not_to_wake(engine, tmp_path, mo
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(kv_socket_path(str(tmp_path), "HOST-0"))
         server.listen()
-        engine.collective_rpc = refusing("gms.kv_too_large")
+        engine.collective_rpc = refusing(passable)
         woken = _woken(engine, tmp_path, monkeypatch, no_core, choice=AUTO)
         assert (woken.kv_memory, asked) == ("private", [2, 1])
         assert "too much" in woken.kv_note
-        for code, choice in (("gms.kv_too_large", SHARED), ("gms.kv_busy", AUTO)):
+        for code, choice in ((passable, SHARED), ("gms.kv_busy", AUTO)):
             engine.collective_rpc = refusing(code)
             with pytest.raises(UnderstudyError, match="too much"):
                 _woken(engine, tmp_path, monkeypatch, no_core, choice=choice)

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -380,3 +381,22 @@ def test_kv_server_that_keeps_dying_does_not_take_the_weights_down(
     assert asyncio.run(scenario()) == 0
     told = [event.message for event in supervisor.log.kept_since(0)]
     assert any("restarting it in 10 s; weights are served on" in text for text in told)
+
+
+def test_service_that_does_not_answer_is_waited_for_as_long_as_was_said(
+    directory: str, device: str, monkeypatch: pytest.MonkeyPatch
+):
+    """By a clock that only sleeping moves: at the deadline, or before it where so much is said."""
+    now = [0.0]
+    clock = SimpleNamespace(
+        monotonic=lambda: now[0], sleep=lambda s: now.__setitem__(0, now[0] + s)
+    )
+    monkeypatch.setattr("gms.client.pool.time", clock)
+    claim = KvClaim("engine-0", "i", 1, ERA, SIZE_BYTES, INDEX_BYTES)
+    took_s = []
+    for limits in ({}, {"away_s": 2.0}):
+        began_s = now[0]
+        with pytest.raises(UnreachableError):
+            borrow_pool(directory, device, claim, 45.0, **limits)
+        took_s.append(round(now[0] - began_s))
+    assert took_s == [45, 2]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal
@@ -33,8 +34,8 @@ SCHEDULERS = "engine.backends.vllm.kv"
 BEGIN_WAIT_S = 10.0
 # A memory service that has died is back in half a second; until then nobody serves.
 AWAY_S = 2.0
-# The only refusal that private memory would not meet as well.
-TOO_LARGE = "gms.kv_too_large"
+# What private memory would not meet as well: it can never fit there, or the service is gone.
+NOT_OF_PRIVATE = ("gms.kv_too_large", "wire.unreachable", "wire.closed")
 JUDGE_WAIT_S = 5.0
 CLOSE_WAIT_S = 5.0  # the core is idle then
 # How often the core is asked how much it has published, for `status`: it answers between two steps.
@@ -110,11 +111,13 @@ class KeptMemory:
         directory, incarnation = os.environ[SOCKET_DIR_ENV], os.environ[INCARNATION_ENV]
         why = await self._why_private(directory, ranks) if self.choice.may_be_private else ""
         if not why:
-            lending = Lending(directory, engine, incarnation, token, era)
+            self._is_lent, self._note = True, ""
+            away_s = AWAY_S if self.choice.may_be_private else math.inf
+            lending = Lending(directory, engine, incarnation, token, era, away_s)
             try:
                 return await take(structs.asdict(lending))
             except UnderstudyError as error:
-                if not (self.choice.may_be_private and error.code == TOO_LARGE):
+                if not (self.choice.may_be_private and error.code in NOT_OF_PRIVATE):
                     raise
                 why = error.message
         self._is_lent, self._note = False, f"private KV memory: {why}"

@@ -20,13 +20,15 @@ logger = logging.getLogger(__name__)
 
 
 class Lending(msgspec.Struct, frozen=True):
-    """By what right memory is borrowed: the grant of `active`, and the service's directory."""
+    """By what right memory is borrowed: the grant of `active`, and the service's directory; and how
+    long to wait for a service that does not answer."""
 
     directory: str
     engine: str
     incarnation: str
     token: int
     era: str
+    away_s: float
 
     def claim(self, size_bytes: int, blocks: int, rank: int) -> KvClaim:
         """Only rank 0's pool has records; the others' have a header."""
@@ -50,13 +52,19 @@ class RankLease:
     def is_held(self) -> bool:
         return self._lease is not None
 
-    def borrow(self, directory: str, device: str, claim: KvClaim, deadline_s: float) -> KvLease:
+    def borrow(self, lending: Lending, device: str, claim: KvClaim, deadline_s: float) -> KvLease:
         """Raises:
         UnderstudyError: as `gms.client.borrow_pool`.
         """
         if self._lease is None:
             self._lease = borrow_pool(
-                directory, device, claim, deadline_s, on_wait=logger.info, on_change=logger.warning
+                lending.directory,
+                device,
+                claim,
+                deadline_s,
+                away_s=lending.away_s,
+                on_wait=logger.info,
+                on_change=logger.warning,
             )
         return self._lease
 

@@ -240,7 +240,7 @@ class ParkingWorker(StockGPUWorker):
         """What the engine core needs, to keep the index of this rank's pool."""
         device = weights.device_of(self.rank)
         claim = lending.claim(arena.pool_bytes, self._blocks, self.rank)
-        lease = self._lease.borrow(lending.directory, device, claim, deadline_s)
+        lease = self._lease.borrow(lending, device, claim, deadline_s)
         arena.borrow(lease.slabs, is_new=lease.is_fresh)
         self._lease.begin()
         return {"device": device, "claim": structs.asdict(claim), "facts": self._all_kv_facts()}
