@@ -121,6 +121,29 @@ def test_rest_that_is_not_proven_ends_the_tree_and_then_the_other_is_granted(pod
     cause = {"--child-skips": "budget_exceeded", "--leaves-resident": "kv_resident"}[bad[0]]
     assert document["deaths"][0]["cause"] == cause
     assert pod.ask()[0] == "e-1"
+    until(lambda: len([*pod.directory.glob("serving_e-0_*")]) == 1, "the dead one's file to go")
+
+
+def test_hand_over_that_the_lock_server_refuses_ends_the_tree(pod, directory):
+    """Goal: H18. Method: a server that refuses what the engine says is over: as long as its
+    processes live, no engine could be granted the lock."""
+    with stub_lock(directory, ("loader",)) as (stub, loop):
+        engine = pod.engine("e-0", *RESTS, flags=QUICK)
+        until(lambda: stub.want is not None and "active" in stub.want.locks, "the want of active")
+        assert stub.want is not None
+        loop.call(stub.grant, "active", "e-0", str(stub.want.incarnation))
+        engine.until("active")
+        loop.call(hand_over, stub)
+        until(lambda: stub.want is not None and stub.want.over == {"active": 1}, "the word")
+
+        def refuse() -> None:
+            for conn in stub.server.connections:
+                conn.fault(UnderstudyError("lock.bad_want", "no engine holds it"), close=False)
+
+        loop.call(refuse)
+        document = engine.until("standby", number=2)
+        assert document["deaths"][0]["cause"] == "hand_over_refused"
+        until(lambda: stub.want is not None and not stub.want.over, "the next want")
 
 
 @pytest.mark.slow
