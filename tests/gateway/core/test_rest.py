@@ -130,7 +130,8 @@ def test_a_child_that_does_not_obey_opens_the_door_and_its_end_lets_the_engine_r
     assert table.beat(child=1) == []
     (opened,) = table.do(ev.RestTick(), CLOSING_MS)
     assert opened.door is GatewayDoor.OPEN
-    assert table.do(ev.RestTick(), AFTER_MS)[0].door is GatewayDoor.CLOSING
+    assert table.do(ev.RestTick(), AFTER_MS - 1) == []  # not again at once
+    assert table.do(ev.RestTick(), 1)[0].door is GatewayDoor.CLOSING
     table.beat(child=1)
     assert goals(table.do(ev.ChildGone(2))) == [Tier.WARM]
 
@@ -171,10 +172,21 @@ def test_only_an_operator_wakes_it_where_that_is_asked_for():
     assert not table.policy.door.does_open
     assert "understudy wake" in table.policy.door.reason
     assert goals(table.beat(in_flight=1, wanting=1)) == []
-    # Somebody else's goal.
+    # Somebody else's goal: children do the same as before, so there is nothing new to obey.
+    number = table.policy.door.number
     (door,) = table.said("resting", Tier.AWAKE)
-    assert door.does_open
-    assert door.number == table.policy.door.number
+    assert (door.does_open, door.number) == (True, number)
+
+
+def test_what_engine_and_children_said_before_the_goal_does_not_count_after_it():
+    table = Table()
+    table.do(ev.RestTick(), AFTER_MS)
+    number = table.policy.door.number
+    table.beat()
+    # The engine has not read the goal yet, and a child's beat is from before the door was shut.
+    assert table.said("active", Tier.AWAKE) == []
+    assert table.do(ev.ChildSaid(1, number, 1, 1, 0.0)) == []
+    assert table.door is GatewayDoor.SHUT
 
 
 def test_a_rest_that_an_operator_asked_for_ends_with_the_next_request():
