@@ -82,6 +82,11 @@ class GoalOrder:
         holding = [each for each in self.engines if each.holds]
         return max(holding, key=lambda each: each.now.token if each.now else 0, default=None)
 
+    @property
+    def is_heard_by_all(self) -> bool:
+        """Whether every engine has answered, or cannot."""
+        return all(each.has_said for each in self.engines)
+
     def verdict(self) -> str | None:
         """What was done, in one word; None: not yet.
 
@@ -91,7 +96,7 @@ class GoalOrder:
         """
         holder = self.holder
         if holder is None:
-            if not all(each.has_said for each in self.engines):
+            if not self.is_heard_by_all:
                 return None
             self._check_somebody_obeys()
             return KEPT if self.is_one else None

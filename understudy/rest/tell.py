@@ -7,6 +7,7 @@ again, since an engine may be relaunched meanwhile, and told again.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -20,6 +21,7 @@ from plumbing.wire.unix_connection import connect
 from understudy.rest.order import GoalOrder
 
 BY = "understudy"
+OTHERS_S = 2.0  # for the engines that nobody waits for: one that is stopped never answers
 RETRY_S = 0.1  # a restarted supervisor takes some 200 ms to listen again
 LOOK, TELL = 1, 2  # the requests on each connection
 
@@ -72,6 +74,11 @@ async def tell(order: GoalOrder, paths: Mapping[str, str], timeout_s: float) -> 
                     await changed.wait()
         except TimeoutError:
             result = order.late(timeout_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(OTHERS_S):
+                while isinstance(result, str) and not order.is_heard_by_all:
+                    changed.clear()
+                    await changed.wait()
         for line in lines:
             line.cancel()
     if isinstance(result, UnderstudyError):
