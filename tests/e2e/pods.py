@@ -9,6 +9,7 @@ checks.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -118,9 +119,9 @@ class Pod:
 
     def gms_server(self) -> int:
         """The process that serves the weights of the only device."""
-        found = [Path(f"/proc/{pid}/cmdline") for pid in children(self.pid("gms"))]
-        (weights,) = [each for each in found if b"serve-device" in each.read_bytes()]
-        return int(weights.parent.name)
+        below = children(self.pid("gms"))
+        (weights,) = [pid for pid in below if b"serve-device" in _command_line(pid)]
+        return weights
 
     async def memory(self, device: str = "HOST-0") -> Mapping[str, Any]:
         """The status of the server of `device`; {} while it does not answer."""
@@ -347,6 +348,13 @@ class PodHome:
         if pod is not None:
             continue_all(pod.processes())
             await pod.runner.stop()
+
+
+def _command_line(pid: int) -> bytes:
+    """Empty for a process that has ended meanwhile."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
 
 
 def _readers(device: Mapping[str, Any]) -> set[tuple[str, int]]:

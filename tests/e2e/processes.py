@@ -8,6 +8,7 @@ import select
 import signal
 from collections.abc import Iterable, Sequence
 
+from plumbing.service import procfs
 from tests.helpers import auntil, free_port, free_ports, open_fds
 from understudy.up.ports import Ports
 
@@ -73,15 +74,26 @@ def fd_counts(pids: Iterable[int]) -> dict[int, int]:
 
 
 async def settled_fds(pids: Sequence[int]) -> dict[int, int]:
-    """How many descriptors each has, once the connections of the last status query are closed."""
-    seen: list[dict[int, int]] = []
+    """How many descriptors each has, once the connections of the last status query are closed.
+
+    A process that has something to do waits for a CPU, however long: only looks at one that sleeps
+    count."""
+    seen: dict[int, list[int]] = {pid: [] for pid in pids}
+
+    def look(pid: int) -> bool:
+        counts = seen[pid]
+        times = procfs.cpu_times(pid)
+        if times is not None and not times[0]:
+            counts.append(len(open_fds(pid)))
+        latest = counts[-SETTLED_AFTER:]
+        return len(latest) == SETTLED_AFTER and len(set(latest)) == 1
 
     def is_settled() -> bool:
-        seen.append(fd_counts(pids))
-        return len(seen) > SETTLED_AFTER and all(each == seen[-1] for each in seen[-SETTLED_AFTER:])
+        looks = [look(pid) for pid in pids]
+        return all(looks)
 
     await auntil(is_settled, "the descriptors to stay the same")
-    return seen[-1]
+    return {pid: counts[-1] for pid, counts in seen.items()}
 
 
 async def same_fds(before: dict[int, int]) -> None:

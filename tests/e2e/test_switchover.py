@@ -20,6 +20,10 @@ from typing import Any
 
 import pytest
 
+from lockserver.messages import CATALOGUE, SwitchOverMsg
+from plumbing.errors import RemoteError
+from plumbing.part.paths import LOCKSERVER_SOCKET
+from plumbing.part.peers import ask
 from tests.e2e.kept_connections import kept_connections
 from tests.e2e.pods import AS_USERS_RUN_IT, CLIENTS, Load, Pod, PodHome
 from tests.e2e.processes import Processes, continue_all, kill
@@ -185,6 +189,7 @@ def test_switchover_without_a_ready_standby_is_refused_and_changes_nothing(home:
         before = await pod.whole()
         (other,) = before.standbys
         supervisor = pod.pid(other)
+        path = str(pod.directory / LOCKSERVER_SOCKET)
 
         async def refused(code: str, says: str, *flags: str) -> None:
             status, error = await switch(pod, *flags)
@@ -198,7 +203,10 @@ def test_switchover_without_a_ready_standby_is_refused_and_changes_nothing(home:
             with stopped(supervisor), Processes(pod.tree(other)[1:]) as backend:
                 backend.signal(signal.SIGKILL)
                 await auntil(lambda: not backend.alive(), "the backend's end")
-                await refused("lock.no_standby", "some of its processes are gone")
+                # A command takes so long to start that the supervisor may be silent by then.
+                with pytest.raises(RemoteError, match="some of its processes are gone") as at_once:
+                    await ask(path, CATALOGUE, SwitchOverMsg("active", None, 1000))
+                assert at_once.value.code == "lock.no_standby"
                 await until_silent(pod, other)
                 await refused("lock.no_standby", "is waiting, but silent", f"--to={other}")
             await until_not_waiting(pod, other)
@@ -297,7 +305,7 @@ def test_timeout_ends_only_the_wait_and_a_second_request_is_refused(
 
     async def scenario(pod: Pod) -> None:
         async with pod.load() as load:
-            async with draining(pod, load, "--timeout=4") as (before, command):
+            async with draining(pod, load, "--timeout=8") as (before, command):
                 under_way = (await pod.lock())["switchover"]
                 assert (under_way["from"], under_way["to"]) == (before.engine, *before.standbys)
                 assert (under_way["pid"], under_way["overdue"]) == (command.pid, False)

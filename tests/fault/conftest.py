@@ -10,8 +10,9 @@ from tests.e2e.pods import PodHome, make_model
 
 # A restarted lock server calls a silent holder unresponsive after this; it changes nothing else.
 WINDOW_MS = 300
-# An engine without a heartbeat for this long is skipped and reported; two heartbeats' time.
-SILENT_MS = 1000
+# An engine without a heartbeat for this long is skipped and reported; four heartbeats, so that one
+# that waits for a CPU is not.
+SILENT_MS = 2000
 # Longer than any test: clients in the backlog must be answered by an engine.
 HOLD_MS = 600_000
 

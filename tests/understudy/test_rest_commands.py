@@ -5,6 +5,7 @@ Method: the command in its own process, beside a lock server and stand-ins for e
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -34,13 +35,15 @@ def lock_server() -> Iterator[LockServer]:
 @pytest.fixture
 def pair(lock_server: LockServer) -> Iterator[tuple[RestingEngineProcess, RestingEngineProcess]]:
     """An active engine and a standby."""
-    active = RestingEngineProcess(lock_server.directory, "engine-0")
-    active.reaches("active")
-    standby = RestingEngineProcess(lock_server.directory, "engine-1")
-    standby.reaches("standby")
-    yield active, standby
-    for engine in (active, standby):
-        engine.kill()
+    with contextlib.ExitStack() as stack:
+
+        def start(name: str, state: str) -> RestingEngineProcess:
+            engine = RestingEngineProcess(lock_server.directory, name)
+            stack.callback(engine.kill)
+            engine.reaches(state)
+            return engine
+
+        yield start("engine-0", "active"), start("engine-1", "standby")
     until(lambda: lock_server.lock()["state"] == "free", "the lock to be free")
 
 
@@ -96,7 +99,7 @@ def test_the_next_engine_is_waited_for_where_the_first_one_dies(pair):
 def test_what_cannot_be_done_is_said_with_its_exit_code(pair, tmp_path):
     active, _ = pair
     with active.kept_from("draining"):
-        late = run(active.directory, "sleep", "--timeout", "0.5")
+        late = run(active.directory, "sleep", "--timeout", "2")
     assert late.returncode == 5
     assert "pod.goal_timeout" in late.stderr
     unknown = run(active.directory, "wake", "engine-7")
