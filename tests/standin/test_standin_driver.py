@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import signal
@@ -40,7 +39,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     build.use(monkeypatch)
     call("Init", 0)
     call("CtxSetCurrent", 0)  # as on a fresh thread, whatever ran before on this one
-    gc.collect()  # an earlier test's mappings would close their descriptors during this one
     before = open_fds()
     yield
     assert open_fds() == before

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import mmap
 import os
 import subprocess
@@ -35,7 +34,6 @@ def slab(size_bytes: int, name: str = "understudy-0123abcd-0") -> Iterator[int]:
 @pytest.fixture
 def held() -> int:
     """What earlier tests of this process have left for the garbage collector."""
-    gc.collect()
     return physical_bytes([os.getpid()])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import socket
 import subprocess
@@ -103,7 +102,6 @@ def test_tcp_server_that_closes_with_a_connection_just_accepted_closes_it_too(lo
         with socket.create_connection(("127.0.0.1", server.port), 60) as client:
             server._accept_all()
             await server.close()
-            gc.collect()
             assert client.recv(1) == b""
 
     run_on(loop, main())
