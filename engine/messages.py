@@ -134,6 +134,23 @@ class RestedMsg(Message, frozen=True, tag="rested"):
     kv_bytes_resident: Count = 0
 
 
+class PlaceWeightsMsg(Message, frozen=True, tag="place_weights"):
+    """While prepared: release the weights in every process, so that the memory service may free
+    them, or map them again where they were. May be repeated. A wake maps them by itself."""
+
+    is_away: bool
+    budget_ms: Count
+
+
+class WeightsPlacedMsg(Message, frozen=True, tag="weights_placed"):
+    """The answer to `place_weights`. `note`: why they are not away, or their memory is not free;
+    it may be asked again."""
+
+    is_away: bool
+    freed_bytes: Count = 0
+    note: Sentence = ""
+
+
 # ---------------------------------------------------------------- backend → supervisor, unasked
 
 
@@ -142,7 +159,8 @@ class PreparedMsg(Message, frozen=True, tag="prepared"):
 
     `warnings` are for users: settings that work, at a cost they may not expect. `continuation` is
     `continuation_id` of `plumbing.hop.Hello`: streams continue only at an engine with an equal one.
-    It is empty where none can be continued. `can_rest`: it can be asked to `rest`.
+    It is empty where none can be continued. `can_rest`: it can be asked to `rest`; `can_offload`:
+    also to `place_weights`.
     """
 
     weights_bytes: Count
@@ -152,6 +170,7 @@ class PreparedMsg(Message, frozen=True, tag="prepared"):
     warnings: tuple[Sentence, ...] = ()
     continuation: ContinuationId = ""
     can_rest: bool = False
+    can_offload: bool = False
 
 
 class FaultReportMsg(Message, frozen=True, tag="fault_report"):
@@ -170,6 +189,7 @@ class FaultReportMsg(Message, frozen=True, tag="fault_report"):
 CHANNEL = Catalogue(
     *(WakeMsg, WokenMsg, RunCanaryMsg, CanaryMsg, ServeMsg, ServingMsg),
     *(HealthMsg, HealthyMsg, DrainMsg, DrainedMsg, RestMsg, RestedMsg),
+    *(PlaceWeightsMsg, WeightsPlacedMsg),
     *(PreparedMsg, FaultReportMsg),
 )
 

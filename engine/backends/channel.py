@@ -12,7 +12,7 @@ import os
 import socket
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import NoReturn, Protocol
+from typing import NoReturn, Protocol, runtime_checkable
 
 from engine import messages as msg
 from plumbing.errors import ProtocolError, UnderstudyError
@@ -38,6 +38,7 @@ class Phase(StrEnum):
 TRANSITIONS: Mapping[tuple[Phase, str], Phase] = {
     (Phase.PREPARING, "ready"): Phase.PREPARED,
     (Phase.PREPARED, "wake"): Phase.AWAKE,
+    (Phase.PREPARED, "place_weights"): Phase.PREPARED,
     (Phase.PREPARED, "drain"): Phase.DRAINING,
     (Phase.AWAKE, "run_canary"): Phase.AWAKE,
     (Phase.AWAKE, "serve"): Phase.SERVING,
@@ -106,6 +107,15 @@ class BackendHandler(Protocol):
 
     async def rest(self, budget_s: float, *, keep_kv: bool) -> msg.RestedMsg:
         """Undo `wake` and what `drain` has set, in every process; see `RestMsg`."""
+        ...
+
+
+@runtime_checkable
+class Offloads(Protocol):
+    """What a backend has besides if its `prepared` says `can_offload`."""
+
+    async def place_weights(self, budget_s: float, *, is_away: bool) -> msg.WeightsPlacedMsg:
+        """Release the weights in every process, or map them again; see `PlaceWeightsMsg`."""
         ...
 
 
@@ -188,4 +198,7 @@ async def _handle(backend: BackendHandler, message: Message, fds: list[OwnedFd])
             return msg.DrainedMsg()
         case msg.RestMsg():
             return await backend.rest(message.budget_ms / 1000, keep_kv=message.keep_kv)
+        case msg.PlaceWeightsMsg() if isinstance(backend, Offloads):
+            budget_s = message.budget_ms / 1000
+            return await backend.place_weights(budget_s, is_away=message.is_away)
     raise ProtocolError("engine.backend_phase", f"{message.TYPE} is not a request to a backend")

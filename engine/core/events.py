@@ -48,10 +48,11 @@ class Launch(EngineEvent, frozen=True):
 class Prepared(EngineEvent, frozen=True):
     """The weights are mapped, and every process of the tree holds the witness.
 
-    `can_rest`: it can give its KV memory back and be woken again.
+    `can_rest`: it can give its KV memory back and be woken again. `can_offload`: its weights, too.
     """
 
     can_rest: bool = False
+    can_offload: bool = False
 
 
 class Granted(EngineEvent, frozen=True):
@@ -148,6 +149,16 @@ class Rested(EngineEvent, frozen=True):
     """No process maps KV memory or accepts, and the serving file is free."""
 
 
+class WeightsPlaced(EngineEvent, frozen=True):
+    """Whether no process maps the weights any more: they are in host memory, if so."""
+
+    is_away: bool
+
+
+# What a backend may send at the wrong moment: its fault, not ours.
+FROM_BACKEND = (Prepared, Woken, CanaryPassed, Serving, Drained, Rested, WeightsPlaced)
+
+
 class Reaped(EngineEvent, frozen=True):
     """Every process of the tree is gone; `verdict` is why there will be no relaunch, if so."""
 
@@ -202,6 +213,16 @@ class RestBackend(EngineEffect, frozen=True):
     """
 
     keep_kv: bool
+
+
+class PlaceWeights(EngineEffect, frozen=True):
+    """Let the backend release its weights, or map them again, then post `WeightsPlaced`."""
+
+    is_away: bool
+
+
+class ShowTier(EngineEffect, frozen=True):
+    """What is resident has changed: tell those who look on."""
 
 
 class Claim(EngineEffect, frozen=True):

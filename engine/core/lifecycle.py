@@ -25,6 +25,8 @@ What a reader may not expect:
   so that requests accepted by then are answered. SIGTERM wins over it at any time.
 - A goal below `awake` (`Shall`) changes nothing but a holder that can rest. It is kept over deaths,
   and one that comes while the engine is on its way is obeyed when it is active or resting.
+- Where the weights are (`PlaceWeights`) is no state: only a standby and a resting engine let them
+  go, and both stay what they are. A wake brings them back on its way.
 - `releasing` follows `draining` alone, so only an engine that has served hands over in place
   (docs/lock.md, H16): a wake that is broken off ends by death.
 - Behind a gateway both may leave streams to the next engine (`resume`); the drain is for the rest.
@@ -40,7 +42,7 @@ from engine.core.table import HOLDING as HOLDING
 from engine.core.table import IGNORED as IGNORED
 from engine.core.table import TRANSITIONS as TRANSITIONS
 from engine.core.table import Situation as Situation
-from engine.core.table import must_rest
+from engine.core.table import must_be_away, must_rest
 from engine.core.table import tier_of as tier_of
 from plumbing.part.tier import Tier
 
@@ -86,7 +88,18 @@ class Lifecycle:
         effects += self._fire(event)
         while (due := _due(self.now)) is not None:
             effects += self._fire(due)
-        return effects
+        return effects + self._place()
+
+    def _place(self) -> list[EngineEffect]:
+        """The weights go where the goal wants them, once nothing is computed with them. A wake maps
+        them by itself."""
+        now = self.now
+        is_parked = now.state in (State.STANDBY, State.RESTING)
+        asks_away = must_be_away(now) if is_parked else False
+        if asks_away is now.asks_away:
+            return []
+        self.now = replace(now, asks_away=asks_away)
+        return [ev.PlaceWeights(asks_away)] if is_parked else []
 
     def _fire(self, event: EngineEvent) -> list[EngineEffect]:
         before = self.now
@@ -127,11 +140,18 @@ def _learn(now: Situation, event: EngineEvent) -> Situation:
                 shall=now.shall,
             )
         case ev.Prepared():
-            return replace(now, reached_standby=True, can_rest=event.can_rest)
+            return replace(
+                now,
+                reached_standby=True,
+                can_rest=event.can_rest,
+                can_offload=event.can_offload,
+            )
+        case ev.WeightsPlaced():
+            return replace(now, is_away=event.is_away)
         case ev.Granted():
             return replace(now, token=event.token)
         case ev.Woken():
-            return replace(now, step=WakingStep.CANARY)
+            return replace(now, step=WakingStep.CANARY, is_away=False)
         case ev.CanaryPassed():
             return replace(now, step=WakingStep.SERVE)
         case ev.HandOver() if now.state is State.RESTING:

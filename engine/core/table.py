@@ -20,10 +20,12 @@ AWAKE = frozenset({State.ACTIVE, State.DRAINING, State.RELEASING})
 NOTHING = frozenset({State.DEAD, State.INIT})
 
 
-def tier_of(state: State) -> Tier:
-    """How much is resident in `state`."""
+def tier_of(state: State, *, is_away: bool = False) -> Tier:
+    """How much is resident in `state`; `is_away`: of the weights, nothing."""
     if state in NOTHING:
         return Tier.COLD
+    if is_away:
+        return Tier.OFFLOADED
     return Tier.AWAKE if state in AWAKE else Tier.WARM
 
 
@@ -45,6 +47,9 @@ class Situation:
     reason: str = "not launched yet"
     reached_standby: bool = False  # this incarnation
     can_rest: bool = False  # this incarnation
+    can_offload: bool = False  # this incarnation
+    asks_away: bool = False  # the backend was last asked to have its weights in host memory
+    is_away: bool = False  # no process of it maps the weights
     shall: ev.Shall = ev.STAY_AWAKE  # the last goal, whichever incarnation it was said to
     over: int = 0  # the last token that this incarnation has handed over in place
 
@@ -100,6 +105,10 @@ def must_wake(now: Situation) -> bool:
     return not must_rest(now)
 
 
+def must_be_away(now: Situation) -> bool:
+    return now.can_offload and now.shall.goal is Tier.OFFLOADED
+
+
 def _may_release(now: Situation) -> bool:
     return now.can_rest and not now.is_leaving
 
@@ -142,6 +151,9 @@ WITHDRAWN = Row(State.DEAD, (NAMED, ev.KillTree()))
 DRAINED = Row(State.DRAINING, then=_drain)
 WOKEN = Row(State.WAKING, (ev.Ask(WakingStep.WAKE),))
 
+# Where a backend may report that it has released its weights, or has them back.
+PLACING = (State.STANDBY, State.RESTING, State.WAKING)
+
 TRANSITIONS: Mapping[tuple[State, type[EngineEvent]], Row] = {
     (State.DEAD, ev.Launch): Row(State.INIT, then=_start, guard=_may_launch),
     (State.INIT, ev.Prepared): Row(State.STANDBY, (QUEUED,)),
@@ -175,6 +187,8 @@ TRANSITIONS: Mapping[tuple[State, type[EngineEvent]], Row] = {
     },
     (State.ACTIVE, ev.Shall): replace(DRAINED, when=must_rest, otherwise=Row(State.ACTIVE)),
     (State.RESTING, ev.Shall): replace(WOKEN, when=must_wake, otherwise=Row(State.RESTING)),
+    # Weights are placed while nothing is computed; a wake maps them before it takes KV memory.
+    **{(state, ev.WeightsPlaced): Row(state, (ev.ShowTier(),)) for state in PLACING},
     # Leaving: only an active engine has requests to finish first.
     (State.INIT, ev.Terminate): KILLED,
     (State.STANDBY, ev.Terminate): WITHDRAWN,
@@ -229,6 +243,7 @@ IGNORED: Mapping[State, frozenset[type[EngineEvent]]] = {
         [
             *(ev.Granted, ev.OtherGranted, ev.HandOver, ev.BudgetSpent),
             *(ev.Prepared, ev.Woken, ev.CanaryPassed, ev.Serving, ev.Drained, ev.Rested),
+            ev.WeightsPlaced,
         ]
     ),
 }

@@ -51,9 +51,6 @@ LISTENER_RETRY_MS = 50.0
 # Who wakes an engine for which no gateway would let requests wait.
 DIRECT = "direct mode"
 
-# What a backend may send at the wrong moment: its fault, not ours.
-BACKEND_EVENTS = (ev.Prepared, ev.Woken, ev.CanaryPassed, ev.Serving, ev.Drained, ev.Rested)
-
 
 class Engine:
     """One engine, from its first launch until `exit` is set."""
@@ -160,7 +157,7 @@ class Engine:
         try:
             effects = self.lifecycle.handle(event)
         except IllegalEvent as error:
-            if not isinstance(event, BACKEND_EVENTS):
+            if not isinstance(event, ev.FROM_BACKEND):
                 raise InvariantError(str(error)) from error
             effects = self.lifecycle.handle(Failed("backend_fault", f"out of order: {error}"))
         for effect in effects:
@@ -200,6 +197,10 @@ class Engine:
             case ev.RestBackend():
                 budget_ms = self.settings.budgets_ms[State.RELEASING]
                 self._running.residency.rest(budget_ms, keep_kv=effect.keep_kv)
+            case ev.PlaceWeights():
+                self._running.place(is_away=effect.is_away)
+            case ev.ShowTier():
+                self.changed()
             case ev.Claim():
                 self.history.granted(effect.token)
                 self.lock.hold(effect.token)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from engine.core.events import Shall, State
 from engine.core.lifecycle import HOLDING, tier_of
+from engine.messages import PreparedMsg
 from engine.supervisor.engine import Engine
 from plumbing.errors import UnderstudyError
 from plumbing.part.tier import AmMsg, ShallMsg, Tier
@@ -53,7 +54,7 @@ class Goals:
             incarnation=now.incarnation or "",
             token=now.token,
             state=now.state.value,
-            tier=tier_of(now.state),
+            tier=tier_of(now.state, is_away=now.is_away),
             goal=now.shall.goal,
             goal_by=now.shall.by,
             goal_seen=self._seen,
@@ -79,9 +80,18 @@ class Goals:
         objection = self._objection()
         if objection is not None:
             raise UnderstudyError("engine.cannot_rest", objection)
-        if goal is not Tier.WARM:
-            why = f"{self._engine.settings.engine} can be `warm` or `awake`, not `{goal}`"
+        who, prepared = self._engine.settings.engine, self._prepared
+        if goal is Tier.OFFLOADED and prepared is not None and not prepared.can_offload:
+            why = f"{who} can be `warm` or `awake`: its backend cannot release its weights"
             raise UnderstudyError("engine.no_such_tier", why)
+        if goal is Tier.COLD:
+            why = f"{who} can be `offloaded`, `warm` or `awake`, not `{goal}`"
+            raise UnderstudyError("engine.no_such_tier", why)
+
+    @property
+    def _prepared(self) -> PreparedMsg | None:
+        incarnation = self._engine.incarnation
+        return incarnation.prepared if incarnation is not None else None
 
     def _objection(self) -> str | None:
         """Why this engine cannot rest, as far as is known yet."""
@@ -105,5 +115,10 @@ class Goals:
         if now.state is State.DEAD:
             return "" if now.is_leaving or now.is_handed_over else now.reason
         if now.shall.goal is not Tier.AWAKE and now.state in HOLDING:
-            return self._objection() or ""
-        return ""
+            return self._objection() or self._note()
+        return self._note()
+
+    def _note(self) -> str:
+        """What keeps the weights from being offloaded."""
+        incarnation = self._engine.incarnation
+        return incarnation.placing.note if incarnation is not None else ""

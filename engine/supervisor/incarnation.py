@@ -18,7 +18,7 @@ from engine import messages
 from engine.backends import process
 from engine.backends.registry import objection_behind_gateway
 from engine.core import events as ev
-from engine.core.events import EngineEvent, Failed, WakingStep
+from engine.core.events import EngineEvent, Failed, State, WakingStep
 from engine.core.loading import Loading, LoadPermit
 from engine.progress_page import PROGRESS_ENV, ProgressPage
 from engine.supervisor.canaries import Canaries
@@ -26,6 +26,7 @@ from engine.supervisor.channel import BackendChannel
 from engine.supervisor.cpu_share import CpuShare
 from engine.supervisor.kv_layout import KvLayout
 from engine.supervisor.leftovers import Leftovers
+from engine.supervisor.placing import Placing
 from engine.supervisor.process_death import ProcessDeath
 from engine.supervisor.residency import Residency
 from engine.supervisor.settings import EngineSettings
@@ -109,6 +110,7 @@ class Incarnation:
         self.residency = Residency(
             incarnation_id, self.channel, self.tree, self.canaries, post=post, log=log
         )
+        self.placing = Placing(self.channel, post=post, log=log)
 
     # ------------------------------------------------------------------ its life
 
@@ -198,6 +200,7 @@ class Incarnation:
             if self._settings.is_remote and self.witness_path is not None:
                 with contextlib.suppress(OSError):  # then the next supervisor does
                     witness.discard(self.witness_path, *self._witness_id)  # no server here will
+            self.placing.stop()
             self._on_gone()
             self.progress.close()
 
@@ -265,7 +268,8 @@ class Incarnation:
             return self._failed("kv_differs", process.fault_report(error))
         if self._layout.note not in (None, before):
             self._log.record("engine.kv_layout", self._layout.note or "", "warning")
-        return ev.Prepared(self.can_rest) if is_agreed else self._layout.waits_for
+        can_offload = self.can_rest and self.prepared.can_offload
+        return ev.Prepared(self.can_rest, can_offload) if is_agreed else self._layout.waits_for
 
     # ------------------------------------------------------------------ what it is asked
 
@@ -277,6 +281,7 @@ class Incarnation:
     def wake(self, token: int, era: str, listener: OwnedFd, private_path: str | None) -> None:
         """As `Residency`'s; `era` is that of `token`."""
         wake = messages.WakeMsg(token, self._settings.engine, private_path is not None, era)
+        self.placing.stop()
         self.residency.wake(wake, listener, private_path, proven=self.can_rest)
 
     def ask(self, step: WakingStep) -> None:
@@ -294,6 +299,10 @@ class Incarnation:
 
     def ask_health(self, on_reply: Callable[[messages.HealthyMsg], None]) -> None:
         self.channel.ask(messages.HealthMsg(), messages.HealthyMsg, on_reply)
+
+    def place(self, *, is_away: bool) -> None:
+        """As `Placing`'s; it maps what a wake would map."""
+        self.placing.place(self._settings.budgets_ms[State.WAKING], is_away=is_away)
 
     def drain(self, budget_ms: int, *, resume: bool) -> None:
         drain = messages.DrainMsg(budget_ms, resume)

@@ -61,7 +61,7 @@ class EngineStatus:
                 "members": settings.members,
             },
             "goal": {
-                "tier": tier_of(now.state).value,
+                "tier": tier_of(now.state, is_away=now.is_away).value,
                 "goal": now.shall.goal.value,
                 "by": now.shall.by or None,
                 "can_rest": now.can_rest,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+
 import click
 
 from gms.options import DIRECTORY, FREE_TIMEOUT, ONE_DEVICE
@@ -11,6 +14,8 @@ from plumbing.service.config import Resolved
 from plumbing.service.log import configure
 from plumbing.service.process import arm_from_environment
 from plumbing.text import to_json
+
+NICE = 10  # nobody waits for a copy
 
 
 @click.command()
@@ -48,4 +53,6 @@ def make_copy(config: Resolved) -> None:
 
     configure("gms", device_uuid=config["device"])
     arm_from_environment()
+    with contextlib.suppress(OSError):  # not allowed in every container
+        os.nice(NICE)
     maker.make_copy(config["dir"], config["device"])

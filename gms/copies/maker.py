@@ -6,7 +6,6 @@ The copy is an epoch of another server, of host memory, with the same slabs, ten
 
 from __future__ import annotations
 
-import contextlib
 import os
 
 from gms import names
@@ -14,7 +13,6 @@ from gms.client import Reader, Writer, open_session
 from plumbing.errors import InvariantError
 
 ENGINE = "gms"  # as which it attaches, and what keeps the copy, too
-NICE = 10  # nobody waits for a copy
 WAIT_S = 10.0  # for the memory of the copy that this one replaces
 
 
@@ -24,8 +22,6 @@ def make_copy(directory: str, device: str) -> str:
     Raises:
         UnderstudyError: nothing is committed, host memory has too little room, …
     """
-    with contextlib.suppress(OSError):  # not allowed in every container
-        os.nice(NICE)
     me = f"gms-copy-{os.getpid()}"
     source = open_session(
         directory, device, engine=ENGINE, incarnation=me, mode="ro", identity=None, wait_s=0

@@ -36,7 +36,10 @@ from plumbing.wire.blocking import BlockingClient
 from tests.e2e import json_page
 from tests.e2e.json_page import TABLES, rows_of
 from tests.e2e.pods import AS_USERS_RUN_IT, Pod, PodHome
+from tests.gms.bench import GmsProcess
 from tests.gms.kv.kv_bench import KvProcess
+from tests.gms.test_gms_offload import Copies, digested
+from tests.gms.test_gms_recovery import kept
 from tests.helpers import POLL_S, free_port
 from tests.lockserver.processes import ServerProcess
 from understudy.kubelet.http_get import get
@@ -120,6 +123,7 @@ def printed(home: PodHome, tmp_path_factory: pytest.TempPathFactory) -> Printed:
         await remains(found, directory, tmp_path_factory.mktemp("off"))
         await asyncio.to_thread(no_engine_active, found, tmp_path_factory.mktemp("lock"))
         await asyncio.to_thread(no_kv_memory, found, tmp_path_factory.mktemp("kv"))
+        await asyncio.to_thread(offloaded_weights, found, tmp_path_factory.mktemp("offload"))
         await found.run("gms drop", "--even-if-mapped", "--yes", where=directory)
         # Its weights are out of service: the exit code shows it, and a document is still printed.
         await found.run("understudy status", "--check", where=directory, codes=(DEGRADED,))
@@ -231,6 +235,24 @@ def no_kv_memory(found: Printed, directory: Path) -> None:
         found.add("gms drop-kv", json.loads(CliRunner().invoke(gms.cli.main, words).stdout))
     finally:
         server.stop()
+
+
+def offloaded_weights(found: Printed, directory: Path) -> None:
+    """A device whose weights are only in host memory."""
+    device = GmsProcess(str(directory)).start()
+    copies = GmsProcess(str(directory), device="OFFLOAD-0").start()
+    keeper = Copies(device)
+    try:
+        with device.load() as reader, kept(reader):
+            digested(device)
+            keeper.settle()
+        for name in ("offload", "status"):
+            words = [name, f"--dir={directory}", "--json"]
+            found.add(f"gms {name}", json.loads(CliRunner().invoke(gms.cli.main, words).stdout))
+    finally:
+        keeper.close()
+        copies.stop()
+        device.stop()
 
 
 @contextmanager

@@ -112,6 +112,22 @@ class GivenMsg(Message, frozen=True, tag="given"):
     resident_bytes: Count
 
 
+class PlaceMsg(Message, frozen=True, tag="place"):
+    """Without KV memory: release the weights, or map them again; answered by `placed`. Taking
+    memory maps them, too."""
+
+    is_away: bool
+    wait_ms: Count
+
+
+class PlacedMsg(Message, frozen=True, tag="placed"):
+    """`note`: what is in the way of a release."""
+
+    is_away: bool
+    freed_bytes: Count
+    note: Sentence = ""
+
+
 class CheckMsg(Message, frozen=True, tag="check"):
     """Run the canary; answered by `checked`."""
 
@@ -199,6 +215,8 @@ LINK = Catalogue(
     TakenMsg,
     GiveMemoryMsg,
     GivenMsg,
+    PlaceMsg,
+    PlacedMsg,
     CheckMsg,
     CheckedMsg,
     SubmitMsg,

@@ -29,6 +29,7 @@ SAMPLES: dict[type[EngineEvent], EngineEvent] = {
     ev.Drained: ev.Drained(),
     ev.Shall: ev.Shall(Tier.WARM, "a test"),
     ev.Rested: ev.Rested(),
+    ev.WeightsPlaced: ev.WeightsPlaced(is_away=True),
     ev.Reaped: ev.Reaped(),
 }
 MAIN_LINE = [

@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 from aiohttp.test_utils import TestServer
 
-from engine.backends.reference.http import model_link
+from engine.backends.reference.http import cause
 from engine.backends.reference.http.model_link import QUEUE_MAX, ModelLink, join_ranks
 from engine.backends.reference.http.routes import ServedModel, make_app
 from engine.backends.reference.http.text import Tokenizer
@@ -201,7 +201,7 @@ def test_failure_of_a_rank_is_reported_before_the_loss_that_it_is_to_others(
 ):
     """Goal: a permanent fault is not taken for one to retry. Method: both ranks have reported, or
     one has only ended, before the first of it is read, as on a busy machine."""
-    monkeypatch.setattr(model_link, "CAUSE_WAIT_S", 3600.0)
+    monkeypatch.setattr(cause, "CAUSE_WAIT_S", 3600.0)
 
     async def main() -> None:
         failures: list[FailedMsg] = []
@@ -225,7 +225,7 @@ def test_failure_of_a_rank_is_reported_before_the_loss_that_it_is_to_others(
 def test_loss_of_a_rank_without_a_cause_is_reported_all_the_same(monkeypatch: pytest.MonkeyPatch):
     """Goal: no failure is kept back for ever. Method: one rank reports a loss, the other nothing,
     and lives on."""
-    monkeypatch.setattr(model_link, "CAUSE_WAIT_S", 0.01)
+    monkeypatch.setattr(cause, "CAUSE_WAIT_S", 0.01)
 
     async def main() -> None:
         failures: list[FailedMsg] = []

@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
+from engine.backends.reference.http.cause import Cause
 from engine.backends.reference.link import (
     LINK,
     PROMPT_BYTES_UNFINISHED_MAX,
-    RANK_LOST,
     TOKEN_BYTES,
     CancelMsg,
     CheckedMsg,
@@ -30,6 +30,8 @@ from engine.backends.reference.link import (
     FailedMsg,
     GiveMemoryMsg,
     GivenMsg,
+    PlacedMsg,
+    PlaceMsg,
     ProgressedMsg,
     PublishedMsg,
     ReadyMsg,
@@ -52,9 +54,6 @@ T = TypeVar("T", bound=Message)
 # Requests that wait for a slot; further clients are asked to retry instead of waiting for minutes.
 QUEUE_MAX = 256
 
-# The lost rank's own report was sent, or its link closed, before its loss was noticed.
-CAUSE_WAIT_S = 0.5
-
 
 def join_ranks(
     models: Sequence[tuple[socket.socket, subprocess.Popen[bytes]]],
@@ -73,30 +72,6 @@ def join_ranks(
     ]
     links[0].followers, links[0].page = links[1:], page
     return links[0]
-
-
-class Cause:
-    """Why a model of several ranks has failed.
-
-    A rank that fails reports why and ends; those that computed with it report `engine.rank_lost`.
-    All of that may have arrived before any of it is read, in any order.
-    """
-
-    def __init__(self, on_failed: Callable[[FailedMsg], None]) -> None:
-        self._on_failed = on_failed
-        self._is_reported = False
-
-    def failed(self, failed: FailedMsg) -> None:
-        """Report it, unless it is a loss: then a cause that arrives soon goes first."""
-        if failed.code == RANK_LOST:
-            asyncio.get_running_loop().call_later(CAUSE_WAIT_S, self._report, failed)
-        else:
-            self._report(failed)
-
-    def _report(self, failed: FailedMsg) -> None:
-        if not self._is_reported:
-            self._is_reported = True
-            self._on_failed(failed)
 
 
 class ModelLink(Handler):
@@ -124,6 +99,7 @@ class ModelLink(Handler):
         self._ready = self._loop.create_future()
         self._taken: asyncio.Future[TakenMsg] | None = None
         self._given: asyncio.Future[GivenMsg] | None = None
+        self._placed: asyncio.Future[PlacedMsg] | None = None
         self._checked: asyncio.Future[CheckedMsg] | None = None
         self.page = ProgressPage()
         self.published = 0  # blocks that the next engine was told of
@@ -201,6 +177,23 @@ class ModelLink(Handler):
         self._conn.send(give)
         return await self._given
 
+    async def place(self, wait_s: float, *, is_away: bool) -> PlacedMsg:
+        """Have every rank release its weights, or map them again."""
+        message = PlaceMsg(is_away, round(wait_s * 1000))
+        links = (self, *self.followers)
+        placed = await asyncio.gather(*(link.place_alone(message) for link in links))
+        return PlacedMsg(
+            all(each.is_away for each in placed),
+            sum(each.freed_bytes for each in placed),
+            next((each.note for each in placed if each.note), ""),
+        )
+
+    async def place_alone(self, message: PlaceMsg) -> PlacedMsg:
+        """On this rank alone; one question at a time."""
+        self._placed = self._loop.create_future()
+        self._conn.send(message)
+        return await self._placed
+
     async def check(self) -> CheckedMsg:
         """Run one canary; calls while one runs share its result."""
         if self._checked is None:
@@ -275,6 +268,8 @@ class ModelLink(Handler):
                 _settle(self._taken, message)
             case GivenMsg():
                 _settle(self._given, message)
+            case PlacedMsg():
+                _settle(self._placed, message)
             case CheckedMsg():
                 _settle(self._checked, message)
                 self._checked = None

@@ -33,6 +33,7 @@ from engine.messages import (
     HealthyMsg,
     PreparedMsg,
     RestedMsg,
+    WeightsPlacedMsg,
     WokenMsg,
 )
 from engine.progress_page import ProgressPage
@@ -72,6 +73,7 @@ async def serve(
         ready.identity,
         continuation=backend.continuation_id,
         can_rest=seat is not None,
+        can_offload=True,
     )
     channel.prepared(backend, prepared)
     await asyncio.Event().wait()
@@ -91,6 +93,7 @@ class ReferenceBackend:
         """`seat`: this process's; without one it cannot rest."""
         self._seat = seat
         self._phases = Phases()
+        self._placing = asyncio.Lock()
         self._served = served
         self._directory = directory
         self._listener: SharedListener | None = None
@@ -214,6 +217,15 @@ class ReferenceBackend:
             self._seat.leave()
         self._phases.step("rested")
         return RestedMsg(resident_bytes)
+
+    async def place_weights(self, budget_s: float, *, is_away: bool) -> WeightsPlacedMsg:
+        """Release the weights on every rank, or map them again."""
+        self._phases.step("place_weights")
+        async with self._placing:
+            if not self._phases.is_parked:  # woken meanwhile, which has mapped them
+                return WeightsPlacedMsg(False)
+            placed = await self._served.link.place(budget_s, is_away=is_away)
+        return WeightsPlacedMsg(placed.is_away, placed.freed_bytes, placed.note)
 
     @property
     def _server(self) -> web.Server:

@@ -34,6 +34,7 @@ from engine.backends.reference.link import (
     ConfigureMsg,
     FailedMsg,
     GiveMemoryMsg,
+    PlaceMsg,
     ProgressedMsg,
     PublishedMsg,
     SubmitMsg,
@@ -132,6 +133,8 @@ class ModelLoop:
                 self._take_memory(message)
             case GiveMemoryMsg():
                 self._give_memory(message)
+            case PlaceMsg():
+                self._link.notify(self._rank.place(message))
             case CheckMsg():
                 self._check()
             case SubmitMsg() if self._generator is not None:

@@ -15,10 +15,13 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from engine.backends import process
+from engine.backends.kept_weights import KeptWeights
 from engine.backends.reference.link import (
     ConfigureMsg,
     GiveMemoryMsg,
     GivenMsg,
+    PlacedMsg,
+    PlaceMsg,
     ReadyMsg,
     TakeMemoryMsg,
     TakenMsg,
@@ -33,7 +36,6 @@ from engine.backends.reference.model.kv_size import size_kv
 from engine.backends.reference.model.prefix_cache import PrefixCache
 from engine.backends.reference.model.weights import map_weights
 from engine.messages import KvMemoryKind
-from gms.client import Keeper
 from plumbing.errors import InvariantError, UnderstudyError
 from plumbing.wire.blocking import BlockingClient
 
@@ -44,6 +46,7 @@ SCRATCH, SERVING = 0, 1  # the numbers of the two caches
 # A process that distrusts its weights is about to exit, and its report with it: a memory service
 # that has just died is back within a second, and no engine serves meanwhile.
 REPORT_WAIT_S = 2.0
+RESTAGE_S = 60.0  # as long as a wake may take: weights come back at some 2 GB a second
 
 
 class Rank:
@@ -74,11 +77,7 @@ class Rank:
         scratch_bytes = KVCache.bytes_needed(config, 1, SCRATCH_CONTEXT)
         scratch = KVCache(config, bytearray(scratch_bytes), 1, SCRATCH_CONTEXT, SCRATCH)
         self._caches = {SCRATCH: scratch}
-        # Keeps the session through the deaths of the memory service, while this thread computes.
-        self._keeper = Keeper(
-            reader, may_digest=lambda: not self.has_memory, on_change=logger.warning
-        )
-        self._keeper.start()
+        self._weights = KeptWeights(reader, may_digest=lambda: not self.has_memory)
         self.ready = ReadyMsg(
             weights_bytes=checkpoint.weights_bytes,
             kv_bytes=self.kv_bytes,
@@ -104,13 +103,14 @@ class Rank:
         end = time.monotonic() + REPORT_WAIT_S
         if self.kept is not None:
             self.kept.discard("a canary failed")
-        self._keeper.report_canary_failure(f"rank {self._settings.rank}: a canary failed")
+        keeper = self._weights.keeper
+        keeper.report_canary_failure(f"rank {self._settings.rank}: a canary failed")
         try:
             if isinstance(self.peers, Leader):
                 self.peers.distrust()
         except UnderstudyError as error:
             logger.warning("a failed canary was not reported on every rank: %s", error.message)
-        if not self._keeper.wait_until_reported(max(0.0, end - time.monotonic())):
+        if not keeper.wait_until_reported(max(0.0, end - time.monotonic())):
             logger.warning("a failed canary was not reported: no memory service is running")
 
     @property
@@ -124,6 +124,7 @@ class Rank:
         earlier engine has left in the pools.
         """
         settings, size = self._settings, self._size
+        self._weights.bring_back(RESTAGE_S)
         if self._memory is None:
             if self._seat is not None:
                 self._seat.join(take.token)
@@ -162,6 +163,20 @@ class Rank:
         if self._seat is not None:
             self._seat.leave()
         return GivenMsg(resident_bytes)
+
+    def place(self, place: PlaceMsg) -> PlacedMsg:
+        """Release the weights, or map them again; see `PlaceMsg`.
+
+        Raises:
+            UnderstudyError: they cannot be mapped again.
+        """
+        if not place.is_away:
+            self._weights.bring_back(place.wait_ms / 1000)
+            return PlacedMsg(False, 0)
+        if self.has_memory:
+            raise InvariantError("asked for its weights while it has KV memory")
+        freed_bytes, note = self._weights.let_go()
+        return PlacedMsg(self._weights.is_away, freed_bytes, note[:4096])
 
     def _begin_cache(self, take: TakeMemoryMsg, memory: KvMemory, leader: Leader) -> None:
         """An error here ends the engine: what the pools' index says must not stay as it is."""
@@ -220,6 +235,8 @@ def _receive(link: BlockingClient, rank: Rank) -> None:
             link.notify(rank.take_memory(take))
         case GiveMemoryMsg() as give:
             link.notify(rank.give_memory(give))
+        case PlaceMsg() as place:
+            link.notify(rank.place(place))
         case message:
             raise UnderstudyError("engine.link", f"{message.TYPE} is not for a rank above 0")
 
