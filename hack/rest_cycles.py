@@ -1,6 +1,6 @@
 """Rests and wakes of the active engine under clients that stream all the while: is anything lost?
 
-    python -m hack.rest_cycles [--cycles 1000] [--clients 4] [--backend reference|vllm]
+    python -m hack.rest_cycles [--cycles 1000] [--clients 8] [--backend reference|vllm]
         [--wake manual|on-request] [--model DIR] [--json]
 
 In each cycle the engine is told to rest in the middle of its streams, which the gateway keeps, and
@@ -100,13 +100,13 @@ class Campaign:
     async def _cycle(self, seen: Cycles) -> None:
         engine, began_ms = self._pod.active, clock.now_ms()
         await engine.shall(Tier.WARM)
-        rested_ms = await engine.until(State.RESTING, began_ms)
         if self._wakes:
+            rested_ms = await engine.until(State.RESTING, began_ms)
             seen.kv_bytes_left += kv_bytes(self._pids())
             woken_ms = clock.now_ms()
             await engine.shall(Tier.AWAKE)
-        else:
-            woken_ms = await engine.until(State.WAKING, rested_ms)
+        else:  # streams that wait wake it as soon as it rests, before it could say so
+            rested_ms = woken_ms = await engine.until(State.WAKING, began_ms)
         active_ms = await engine.until(State.ACTIVE, rested_ms)
         seen.release_ms.append(rested_ms - began_ms)
         seen.wake_ms.append(active_ms - woken_ms)
@@ -117,15 +117,18 @@ class Campaign:
     @contextlib.asynccontextmanager
     async def _load(self, seen: Cycles) -> AsyncIterator[None]:
         stopping, prompts = asyncio.Event(), self._pod.drill.prompts
-        async with asyncio.TaskGroup() as group:
-            for number in range(self._clients):
-                done = seen.exchanges.append
-                client = stream_without_pause(self._pod.target, prompts, number, done, stopping)
-                group.create_task(client)
-            try:
-                yield
-            finally:
-                stopping.set()
+        done = seen.exchanges.append
+        clients = [
+            asyncio.ensure_future(
+                stream_without_pause(self._pod.target, prompts, number, done, stopping)
+            )
+            for number in range(self._clients)
+        ]
+        try:
+            yield
+        finally:
+            stopping.set()
+            await asyncio.gather(*clients)
 
     async def held(self) -> Held:
         """While the engine rests and nobody asks."""
@@ -259,7 +262,7 @@ def main() -> None:
         prog="python -m hack.rest_cycles", description="rests and wakes under streams"
     )
     parser.add_argument("--cycles", type=int, default=1000)
-    parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--backend", choices=sorted(BACKENDS), default="reference")
     parser.add_argument("--wake", choices=WAKES, default="manual", help="[default: manual]")
     parser.add_argument("--model", type=Path, help="a checkpoint [default: a random one]")
