@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.core.events import BreakCause, HeadCame
+from gateway.core.transcript import TOKEN_MAX
 from gateway.server import groups
 from gateway.server.groups import GroupCutter
 from gateway.server.upstream import Upstream
@@ -118,6 +119,7 @@ class Recorder:
         self.sent, self.last = b"", None
 
     def passes(self, events, token):
+        assert token <= TOKEN_MAX
         self.groups.append((events, [token], [1]))
         return True
 
@@ -169,6 +171,15 @@ READS = {
     "two groups": ([chunk(ONE + TWO)], [(b"data: 1\n\n", [1]), (b"data: 2\n\n", [2])]),
     "two chunks": ([chunk(ONE) + chunk(TWO)], [(b"data: 1\n\n", [1]), (b"data: 2\n\n", [2])]),
     "lines": ([chunk(b"event: x\n" + ONE)], [(b"event: x\ndata: 1\n\n", [1])]),
+    "a comment within an event": (
+        [chunk(b"data: 1\n: u=1|1\n\n" + TWO)],
+        [(b"data: 1\n", [1]), (b"data: 2\n\n", [2])],
+    ),
+    "no events, then some": ([chunk(b": u=1|1\n\n" + TWO)], [(b"", [1]), (b"data: 2\n\n", [2])]),
+    "more than a token": (
+        [chunk(b"data: 1\n\n: u=%d|1\n\n" % (TOKEN_MAX + 1))],
+        [(b"data: 1\n\n", [TOKEN_MAX + 1])],
+    ),
     "an extension": ([b"%x;a=b\r\n%b\r\n" % (len(ONE), ONE)], [(b"data: 1\n\n", [1])]),
 }
 
