@@ -26,7 +26,7 @@ from typing import Any
 from engine.core.events import State
 from hack.bench_sleep.pods import BACKENDS, BenchedBackend, StandingPod
 from hack.report import commit, machine, spread
-from plumbing.errors import UnderstudyError
+from plumbing.errors import RemoteError, UnderstudyError
 from plumbing.part.tier import Tier
 from plumbing.service.cli import INTERRUPTED, fail, run_async
 from plumbing.service.signals import SignalInbox
@@ -70,9 +70,12 @@ async def measure(pod: StandingPod, backend: BenchedBackend, rounds: int, found:
     for tier in TIERS:
         if tier.value not in backend.goals_ms:
             continue
-        for number in range(WARM_UP_ROUNDS + rounds):
-            into = found.tiers[tier] if number >= WARM_UP_ROUNDS else TierTimes()
-            await _round(pod, tier, number, into, found.problems)
+        try:
+            for number in range(WARM_UP_ROUNDS + rounds):
+                into = found.tiers[tier] if number >= WARM_UP_ROUNDS else TierTimes()
+                await _round(pod, tier, number, into, found.problems)
+        except RemoteError as error:  # it does not know this tier
+            found.problems.append(str(error))
     for _ in range(RESTARTS):
         found.restart_ms.append(await backend.restart_ms(pod))
 
