@@ -135,7 +135,8 @@ def test_a_rest_gives_back_in_order_and_a_wake_takes_again(world: World):
         rested = await world.backend.rest(BUDGET_S, keep_kv=True)
         assert (rested.kv_bytes_resident, world.is_held()) == (0, False)
         in_order = [("sleep", 1, "wait"), "understudy_leave"]
-        assert asked == ["stop", "understudy_close_kv", *in_order, ("understudy_rest", True)]
+        closing = ["understudy_judge_kv", "understudy_close_kv"]
+        assert asked == ["stop", *closing, *in_order, ("understudy_rest", True)]
         assert world.backend.phases.is_parked
         assert serving.probe(world.path, world.file, 3).value == "free"  # what the server does
         asked.clear()

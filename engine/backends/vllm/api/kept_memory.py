@@ -186,6 +186,7 @@ class KeptMemory:
         it cannot, nothing does, for the reset clears the index that is kept."""
         if not self._is_kept:
             return
+        await self.judge(engine)  # an adoption that is not judged counts as one that has failed
         try:
             async with asyncio.timeout(CLOSE_WAIT_S):
                 answer = await engine.engine_core.call_utility_async("understudy_close_kv", "")
