@@ -309,7 +309,7 @@ class Engine:
         running, is_behind = self.incarnation, self.lock.is_behind_gateway
         if running is None:
             return
-        if not is_behind:
+        if not is_behind and self.lifecycle.now.shall.goal is not Tier.AWAKE:
             self.post(ev.Shall(Tier.AWAKE, DIRECT))
         residency, state = running.residency, self.lifecycle.state
         is_serving = state in (State.WAKING, State.ACTIVE) and residency.is_wake_asked

@@ -91,6 +91,8 @@ class History:
             },
         )
         self._since_ms, self.budget_ms = self._clock.now_ms(), budget_ms
+        if record.source is State.RELEASING:
+            self.in_flight = self.published_blocks = self.kept_blocks = 0
         if record.target is State.ACTIVE:
             self._active()
 

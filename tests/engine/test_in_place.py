@@ -97,7 +97,9 @@ def test_switchover_in_place_keeps_every_process_of_both_engines(pod):
     lengths = {each.name[:11]: each.stat().st_size for each in pod.directory.glob("serving_*")}
     assert lengths == {"serving_e-0": first, "serving_e-1": first + 1}
     assert "understudy_engine_rests_total" in one.get("/metrics")[1]
-    assert one.status()["deaths"] == []
+    document = one.status()
+    assert document["deaths"] == []
+    assert document["goal"] == {"tier": "awake", "goal": "awake", "by": None, "can_rest": True}
 
 
 def test_process_that_does_not_hold_the_serving_file_never_serves(pod):
