@@ -14,25 +14,18 @@ import logging
 import os
 import select
 import threading
-import time
 from collections.abc import Callable
 
 from gms import messages as msg
 from gms.client.reader import Reader
+from gms.client.rejoining import TEMPORARY, rejoin
 from plumbing.errors import UnderstudyError, UnreachableError
 from plumbing.part.format import duration
 from plumbing.shortage import explain
 from plumbing.wire import sockets
 
-# The first attempts fall into the restart of a server, which takes half a second; after that the
-# whole container is being restarted. A failed attempt costs microseconds, and a pause as long as
-# the wait so far would double the time without a service.
-BACKOFF_S, BACKOFF_S_MAX = 0.02, 0.1
 REJOIN_TIMEOUT_S = 90.0  # longer than a server keeps a survivor waiting (gms.core.recovery)
 CLOSE_TIMEOUT_S = 5.0  # waits are interrupted, and digests check between two pieces
-
-# What may succeed the next time.
-TEMPORARY = (UnderstudyError, OSError, MemoryError)
 
 ATTACHED, REJOINING = "attached", "rejoining"
 
@@ -158,29 +151,24 @@ class Keeper:
                     self._reader.send(msg.DigestMsg(None), reply.request_id)
 
     def _rejoin(self, why: UnderstudyError | OSError | MemoryError) -> None:
-        """Retry until it succeeds: the engine serves without a service too."""
         self.state = REJOINING
-        began, delay_s, reported = time.monotonic(), 0.0, ""
-        while not self._is_closing:
-            sentence = why.message if isinstance(why, UnderstudyError) else str(why)
-            if sentence != reported:
-                reported = sentence
-                self._on_change(
-                    f"no memory service for epoch {self._reader.epoch[:8]} ({sentence}); the "
-                    "weights stay mapped, retrying"
-                )
-            self._pause(delay_s)
-            delay_s = min(max(BACKOFF_S, delay_s * 2), BACKOFF_S_MAX)
-            try:
-                self._reader.rejoin(REJOIN_TIMEOUT_S, may_go_on=lambda: not self._is_closing)
-                self._repeat_reports()
-            except TEMPORARY as error:
-                why = error
-                continue
+        took_ms = rejoin(
+            self._try_to_attach,
+            lambda reason: self._on_change(
+                f"no memory service for epoch {self._reader.epoch[:8]} ({reason}); the weights stay"
+                " mapped, retrying"
+            ),
+            why,
+            self._wake,
+            lambda: not self._is_closing,
+        )
+        if took_ms is not None:
             self.state = ATTACHED
-            took_ms = (time.monotonic() - began) * 1000
             self._on_change(f"attached to the memory service again after {duration(took_ms)}")
-            return
+
+    def _try_to_attach(self) -> None:
+        self._reader.rejoin(REJOIN_TIMEOUT_S, may_go_on=lambda: not self._is_closing)
+        self._repeat_reports()
 
     def _repeat_reports(self) -> None:
         """Send what this service may not have received."""
@@ -190,11 +178,6 @@ class Keeper:
             for why, detail in self._reports.items():
                 self._reader.condemn(why, detail)
             self._is_reported.set()
-
-    def _pause(self, delay_s: float) -> None:
-        poll = select.poll()
-        poll.register(self._wake, select.POLLIN)
-        poll.poll(delay_s * 1000)
 
     # ------------------------------------------------------------------ digests
 

@@ -18,6 +18,7 @@ from msgspec import Struct
 
 from gms import kv_messages as msg
 from gms.client.device_memory import memory_for
+from gms.client.rejoining import BACKOFF_S, TEMPORARY, rejoin
 from gms.messages import DETAIL_LENGTH_MAX
 from gms.vmm.interface import Allocation, DeviceMemory, release_all
 from plumbing.errors import ProtocolError, RemoteError, UnderstudyError, UnreachableError
@@ -32,13 +33,11 @@ if TYPE_CHECKING:
 ACCEPT_TIMEOUT_S = 0.5  # a server that does not accept for so long is tried again
 HAND_BACK_TIMEOUT_S = 30.0  # two trial maps for each slab, of which there are at most 249
 RECEIVE_TIMEOUT_S = 5.0  # for the rest of a frame that has begun
-BACKOFF_S, BACKOFF_S_MAX = 0.02, 0.1  # a server restarts in a quarter of a second
 CLOSE_TIMEOUT_S = 5.0
 ANSWER_GRACE_S = 5.0  # the server ends an overdue wait by itself; how much longer we wait for that
 
 # It never will take this pool back: it has another by now, and this one ends with this engine.
 FINAL = ("gms.kv_pool_gone",)
-TEMPORARY = (UnderstudyError, OSError, MemoryError)
 
 HELD, REJOINING, DETACHED = "held", "rejoining", "detached"
 
@@ -232,39 +231,29 @@ class KvLease:
     def _rejoin(self, why: BaseException) -> None:
         self.state = REJOINING
         self._client.close()
-        began, delay_s, said = time.monotonic(), 0.0, ""
-        while not self._is_closing:
-            sentence = getattr(why, "message", None) or str(why)
-            if sentence != said:
-                said = sentence
-                self._on_change(
-                    f"no KV memory service for pool {self.pool[:8]} ({sentence}); this engine keeps"
-                    " its KV memory and serves on"
-                )
-            self._pause(delay_s)
-            delay_s = min(max(BACKOFF_S, delay_s * 2), BACKOFF_S_MAX)
-            try:
-                self._hand_back()
-            except RemoteError as error:
-                why = error
-                if error.code in FINAL:
-                    self.state = DETACHED
-                    self._on_change(f"{error.message}; this engine serves on")
-                    return
-            except TEMPORARY as error:
-                why = error
-            else:
-                self.state = HELD
-                self._report()  # what was said meanwhile
-                took_ms = 1000 * (time.monotonic() - began)
-                self._on_change(f"the KV memory service is back after {took_ms:.0f} ms")
-                return
+        took_ms = rejoin(
+            self._try_to_hand_back,
+            lambda reason: self._on_change(
+                f"no KV memory service for pool {self.pool[:8]} ({reason}); this engine keeps its"
+                " KV memory and serves on"
+            ),
+            why,
+            self._wake.fileno(),
+            lambda: not self._is_closing,
+        )
+        if took_ms is not None and self.state != DETACHED:
+            self.state = HELD
+            self._report()  # what was said meanwhile
+            self._on_change(f"the KV memory service is back after {took_ms:.0f} ms")
 
-    def _pause(self, delay_s: float) -> None:
-        """Until `close`, at most `delay_s`. No `select`: an engine has descriptors above 1,023."""
-        poll = select.poll()
-        poll.register(self._wake.fileno(), select.POLLIN)
-        poll.poll(delay_s * 1000)
+    def _try_to_hand_back(self) -> None:
+        try:
+            self._hand_back()
+        except RemoteError as error:
+            if error.code not in FINAL:
+                raise
+            self.state = DETACHED
+            self._on_change(f"{error.message}; this engine serves on")
 
     def _hand_back(self) -> None:
         """Report the pool to a new service, with all of its descriptors."""

@@ -24,7 +24,8 @@ import time
 
 from gms import epoch_file, names
 from gms import kv_messages as msg
-from gms.client.lease import ACCEPT_TIMEOUT_S, BACKOFF_S, KvClaim, KvLease, OnText, unexpected
+from gms.client.lease import ACCEPT_TIMEOUT_S, KvClaim, KvLease, OnText, unexpected
+from gms.client.rejoining import BACKOFF_S
 from gms.vmm.interface import DeviceMemory
 from plumbing.errors import UnderstudyError, UnreachableError, WaitTimeoutError
 from plumbing.service.process import make_fd_room
