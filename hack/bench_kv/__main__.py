@@ -1,6 +1,6 @@
 """What a KV cache that outlives its engine is worth, and what it costs.
 
-    python -m hack.bench_kv [--json] [--backend vllm|reference] [--kills 5] [--quick]
+    python hack/bench_kv.py [--json] [--backend vllm|reference] [--kills 5] [--quick]
 
 A pod is killed again and again: how long is the first token of a prompt away once the next engine
 serves, if it adopts the prompt's blocks, beside a warm cache and a prompt that nobody has asked.
@@ -42,6 +42,13 @@ ADOPTED_MIN = 0.99
 THROUGHPUT_MIN = 0.99
 COMPUTED_FROM_TOKENS = 900  # what shorter prompts save is lost in the rest
 
+DURATIONS = """\
+With vLLM on two idle cores this takes about half an hour, and much longer on a busy machine. The
+kills take most of it: 30 for first tokens (2 kinds, 3 lengths, --kills 5) and 10 under streams
+(--audited 10), and before each the engine that was killed last has to be back, which takes half a
+minute; one of the reference backend is back after a few seconds. Then 20 pairs of throughput
+(--pairs 20). 0 leaves a part out. --quick: two minutes.
+"""
 PLATFORM = "from vllm.platforms import current_platform as p; print(p.is_cuda())"
 
 T = TypeVar("T")
@@ -217,7 +224,12 @@ def _lines(found: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m hack.bench_kv")
+    parser = argparse.ArgumentParser(
+        prog="python hack/bench_kv.py",
+        description="What a KV cache that outlives its engine is worth, and what it costs.",
+        epilog=DURATIONS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--backend", choices=("vllm", "reference"), default="vllm")
     parser.add_argument("--kills", type=int, help="for each length, adopted and recomputed")
     parser.add_argument("--audited", type=int, help="kills under streams, with checksums")
