@@ -56,17 +56,18 @@ class Placing:
         self._timer = loop.call_later(self._budget_ms / 1000, self._spent)
 
     def _placed(self, number: int, placed: messages.WeightsPlacedMsg) -> None:
-        self._post(ev.WeightsPlaced(placed.is_away))
+        if number == self._asked:
+            self._cancel()
+            self.note = placed.note if self._is_away else ""
+        self._post(ev.WeightsPlaced(placed.is_away))  # which shows the note, too
         if number != self._asked:
             return
-        self._cancel()
         if placed.freed_bytes:
             self._log.record(
                 "engine.offloaded",
                 f"{size(placed.freed_bytes)} of weights are offloaded to host memory",
                 data={"freed_bytes": placed.freed_bytes},
             )
-        self.note = placed.note if self._is_away else ""
         if self.note:
             self._timer = asyncio.get_running_loop().call_later(AGAIN_S, self._ask)
 

@@ -84,9 +84,14 @@ async def _round(
     pod: StandingPod, tier: Tier, number: int, into: TierTimes, problems: list[str]
 ) -> None:
     """One rest and one wake by a request."""
+    if tier is Tier.OFFLOADED:  # the memory is free once both engines have let it go
+        await pod.standby.shall(tier)
+        await pod.standby.until_away(is_last=False)
     began_ms = clock.now_ms()
     await pod.active.shall(tier)
     rested_ms = await pod.active.until(State.RESTING, began_ms)
+    if tier is Tier.OFFLOADED:
+        await pod.active.until_away(is_last=True)
     await asyncio.sleep(IDLE_S)
     prompt = pod.drill.prompts[number % len(pod.drill.prompts)]
     exchange = await send(pod.target, prompt)

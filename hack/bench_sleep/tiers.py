@@ -73,6 +73,18 @@ class EngineTiers(Handler):
         """
         return await self._until(lambda am: am.state == state, since_ms, f"be {state}")
 
+    async def until_away(self, *, is_last: bool) -> None:
+        """Until nothing of it maps weights; of the last engine, until their memory is free.
+
+        Raises:
+            UnreachableError, WaitTimeoutError.
+        """
+        now_ms = self.words[-1][0]
+        away = Tier.OFFLOADED
+        await self._until(
+            lambda am: am.tier is away and not (is_last and am.fault), now_ms, "be offloaded"
+        )
+
     async def _until(self, is_so: Callable[[AmMsg], bool], since_ms: float, what: str) -> float:
         try:
             async with asyncio.timeout(CHANGE_S):
