@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from engine.core.events import State
@@ -38,7 +40,7 @@ def test_it_is_done_when_the_holder_is_there_and_has_answered():
     for state in ("releasing", "resting"):
         made.heard("e0", am("e0", state))
     assert made.verdict() == "rested"
-    assert "e0 is resting, without KV memory, after 12 ms" in made.text("rested", 12.0)
+    assert made.text("rested", 12.0) == "e0 is resting after 12 ms"
     assert made.document("rested", 12.0)["engine"] == "e0"
 
 
@@ -58,6 +60,9 @@ def test_a_rest_of_another_tier_is_not_there():
     made = order(Tier.OFFLOADED)
     made.heard("e0", am("e0", "resting", Tier.OFFLOADED), is_answer=True)
     assert made.verdict() is None
+    made.heard("e0", am("e0", "resting", Tier.OFFLOADED, fault="no copy yet"))
+    what = r"e0 is resting \(no copy yet\) and not resting with its weights offloaded after 1s"
+    assert re.match(what, made.late(1.0).message)
     made.heard("e0", am("e0", "resting", Tier.OFFLOADED, tier=Tier.OFFLOADED))
     assert made.verdict() == "rested"
 

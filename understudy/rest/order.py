@@ -18,6 +18,11 @@ from plumbing.part.tier import AmMsg, Tier
 
 SCHEMA = 1
 DONE = {True: ("woken", "already_awake"), False: ("rested", "already_resting")}
+WANTED = {
+    Tier.AWAKE: "awake",
+    Tier.WARM: "resting",
+    Tier.OFFLOADED: "resting with its weights offloaded",
+}
 KEPT = "kept"  # the goal of an engine that does not hold the lock
 
 
@@ -137,7 +142,7 @@ class GoalOrder:
 
     def late(self, timeout_s: float) -> UnderstudyError:
         """The error where it was not done in time."""
-        holder, wanted = self.holder, "awake" if self.goal is Tier.AWAKE else "resting"
+        holder, wanted = self.holder, WANTED[self.goal]
         if holder is None or holder.now is None:
             told = ", ".join(each.name for each in self.engines if each.answered is not None)
             if told:
@@ -173,10 +178,10 @@ class GoalOrder:
         words = {
             "woken": f"{name} is awake after {duration(took_ms)}",
             "already_awake": f"{name} is awake already",
-            "rested": f"{name} is resting, without KV memory, after {duration(took_ms)}",
-            "already_resting": f"{name} is resting already",
+            "rested": f"{name} is {WANTED[self.goal]} after {duration(took_ms)}",
+            "already_resting": f"{name} is {WANTED[self.goal]} already",
         }
-        wanted = "awake" if self.goal is Tier.AWAKE else "resting"
+        wanted = WANTED[self.goal]
         kept = f"{self.engines[0].name} does not hold the lock; it will be {wanted} once it does"
         not_told = [each for each in self.engines if each.answered is None]
         rest = [f"{each.name} was not told: {_why_not(each)}" for each in not_told]
