@@ -20,20 +20,23 @@ from typing import Any
 
 import pytest
 
+from engine.messages import CONTROL
 from lockserver.messages import CATALOGUE, SwitchOverMsg
 from plumbing.errors import RemoteError
-from plumbing.part.paths import LOCKSERVER_SOCKET
+from plumbing.part.paths import LOCKSERVER_SOCKET, engine_socket
 from plumbing.part.peers import ask
+from plumbing.part.tier import AmMsg, ShallMsg, Tier
 from tests.e2e.kept_connections import kept_connections
 from tests.e2e.pods import AS_USERS_RUN_IT, CLIENTS, Load, Pod, PodHome
 from tests.e2e.processes import Processes, continue_all, kill
-from tests.helpers import POLL_S, auntil
+from tests.helpers import POLL_S, auntil, open_fds
 from understudy.drill.killer import Whole
 
 LOCKSERVER = str(Path(sys.executable).parent / "lockserver")
 DEADLINE_S = 60.0
 OK, REFUSED, UNREACHABLE, TIMEOUT = 0, 1, 3, 5
 TIMES = 3
+KV_NAME = "/memfd:understudy_kv-"  # of each part of a pool
 
 
 class Command:
@@ -177,6 +180,58 @@ def test_switchovers_under_load_lose_and_refuse_no_request(home: PodHome):
         assert (await pod.lock())["switchover"] is None
 
     home.run(scenario)
+
+
+@pytest.mark.slow
+def test_rests_under_streams_lose_and_refuse_no_request(home: PodHome):
+    """Goal: an engine may be told to rest at any time. Method: several times in the middle of
+    streams, which the gateway keeps and which wake it again; then with no request at all, when no
+    process of the pod has KV memory left, says the kernel. The processes stay the same."""
+
+    async def scenario(pod: Pod) -> None:
+        active = (await pod.whole()).engine
+        processes = await pod.engine_tree(active)
+
+        async def told(goal: Tier | None) -> AmMsg:
+            path = engine_socket(str(pod.directory), active)
+            answer = (await ask(path, CONTROL, ShallMsg(goal, "test"))).message
+            assert isinstance(answer, AmMsg)
+            return answer
+
+        async def until(state: str, goals: int) -> None:
+            async def look() -> bool:
+                am = await told(None)
+                return am.state == state and am.goal_seen >= goals
+
+            await until_so(look, f"{active} to be {state}")
+
+        async with pod.load() as load:
+            for _ in range(TIMES):
+                await load.answers(1)
+                goals = (await told(Tier.WARM)).goal_seen
+                await until("active", goals + 1)  # it was woken by the gateway
+            await load.answers()
+            nothing_lost(load)
+        assert with_kv_memory(pod)
+        goals = (await told(Tier.WARM)).goal_seen
+        await until("resting", goals)
+        assert not with_kv_memory(pod)
+        await told(Tier.AWAKE)
+        assert (await pod.whole()).engine == active
+        assert await pod.engine_tree(active) == processes
+
+    home.run(scenario)
+
+
+def with_kv_memory(pod: Pod) -> list[int]:
+    """The processes that map a KV pool, or could."""
+    pids = pod.processes()
+    return [
+        pid
+        for pid in pids
+        if any(KV_NAME in link for link in open_fds(pid).values())
+        or KV_NAME in Path(f"/proc/{pid}/maps").read_text()
+    ]
 
 
 @pytest.mark.slow
