@@ -145,7 +145,7 @@ def test_an_idle_engine_rests_and_a_request_wakes_it(
     engine.reaches("resting")
 
 
-def test_requests_and_streams_live_through_rests_that_they_do_not_know_of(
+def test_requests_live_through_rests_that_they_do_not_know_of(
     waking: GatewayProcess, engines: Engines, pool: ThreadPoolExecutor
 ):
     """Goal: none is refused, lost or wrong. Method: requests without pause, while somebody else
