@@ -67,7 +67,8 @@ async def answer(reader: asyncio.StreamReader) -> bytes:
 def test_drain_finishes_accepted_requests_and_no_others(http: str):
     """Goal: a drain loses and refuses no request. Method: while one request is in flight, a kept
     connection and a silent one send requests: both are answered and told to close. A connection
-    made meanwhile stays in the backlog with its request; an idle one is closed last."""
+    made meanwhile stays in the backlog with its request; an idle one is closed last. After a rest
+    the server opens again, as if it had never been drained."""
 
     async def main() -> None:
         app = App()
@@ -103,7 +104,16 @@ def test_drain_finishes_accepted_requests_and_no_others(http: str):
         connection.settimeout(BUDGET_S)
         assert connection.recv(1000) == REQUEST
         connection.close()
-        for _, writer in (kept, fresh, idle, busy, late):
+        await front.stop(BUDGET_S)
+        await front.open(OwnedFd(lent.dup().detach()))
+        again = await asyncio.open_connection(*where)
+        again[1].write(REQUEST)
+        assert b"connection: close" not in await answer(again[0])
+        cut = asyncio.create_task(again[0].read())
+        await front.drain(0.0)
+        await front.stop(BUDGET_S)
+        assert await cut == b""
+        for _, writer in (kept, fresh, idle, busy, late, again):
             writer.close()
         lent.close()
         front._app.state.server.should_exit = True
