@@ -44,7 +44,7 @@ from understudy.kubelet.runner import PodRunner, run_pod
 
 KV_NAME = "/memfd:understudy_kv-"  # of every part of a KV pool
 WARM_UP_CYCLES = 30  # allocators grow at first
-AWAKE_S_MAX = 0.1  # between a wake and the next rest, at random
+AWAKE_S_MAX = 0.3  # between a wake and the next rest, at random
 SETTLE_S = 20.0  # for the connections of the clients to be closed, and for late frees
 GROWTH_MAX = 0.01
 WAKES = ("manual", "on-request")
