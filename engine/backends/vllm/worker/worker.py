@@ -267,7 +267,9 @@ class ParkingWorker(StockGPUWorker):
         resident_bytes = self.arena.resident_bytes() if self.arena is not None else 0
         is_parked = self.arena is None or self.arena.backing is Backing.PARKED
         if self._not_parked or not is_parked or resident_bytes:
-            raise _not_given_back(self._not_parked or f"{resident_bytes} bytes are resident")
+            state = "parked" if is_parked else "still mapped"
+            why = self._not_parked or f"it is {state}, with {resident_bytes} bytes resident"
+            raise _not_given_back(why)
         if keep_kv:
             self._lease.close()
         else:
