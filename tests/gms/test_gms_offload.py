@@ -46,6 +46,8 @@ class Copies(CopyKeeper):
         def digested() -> str | None:
             self.look()
             copy = self._status(self._host)
+            if self._copy is not None and copy["digest"] == "pending":
+                self._copy.send(msg.DigestMsg(self._copy.digest()))  # likewise
             return copy["epoch"] if copy["digest"] not in (None, "pending") else None
 
         return str(until(digested, "a digested copy"))
@@ -66,7 +68,11 @@ def patterned(gms: GmsProcess, seed: int = 1, **more: Any) -> Reader:
         nbytes = (2 - number) * MIB
         writer.place(name, nbytes, (nbytes,), "uint8")
         writer.write(name, bytes([seed + number]) * nbytes)
-    return writer.commit(more.get("identity", IDENTITY))
+    reader = writer.commit(more.get("identity", IDENTITY))
+    # At once: a keeper computes it on a thread that a busy machine may starve.
+    reader.send(msg.DigestMsg(reader.digest()))
+    reader.is_author = False
+    return reader
 
 
 def digested(gms: GmsProcess) -> str:
