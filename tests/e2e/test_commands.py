@@ -256,11 +256,15 @@ def check_leavings(directory: Path) -> None:
     """State and logs stay, for the next start and for the operator; no socket and no half-written
     file.
 
-    Witnesses and epochs are evidence: the next start judges and removes those of the dead.
+    Witnesses, serving files and epochs are evidence: the next start judges and removes those of the
+    dead.
     """
     for path in directory.iterdir():
         assert not path.is_socket()
-        known = r"(log|random-model|.*\.(json|lock|epoch|pool)|witness_engine-[01]_[0-9a-f]{16})"
+        known = (
+            r"(log|random-model|.*\.(json|lock|epoch|pool)"
+            r"|(witness|serving)_engine-[01]_[0-9a-f]{16})"
+        )
         assert re.fullmatch(known, path.name), path.name
     logs = {path.name for path in (directory / "log").iterdir()}
     parts = {"lockserver", "gms", "gateway", "engine-0", "engine-1"}

@@ -142,7 +142,7 @@ def test_allocations_lie_side_by_side_and_are_mapped_all_or_none():
     reservation.write(PAGE - 2, b"span")
     reservation.make_read_only()
     assert reservation.read(PAGE - 2, 4) == b"span"
-    with pytest.raises(TypeError):
+    with pytest.raises(InvariantError, match="read-only"):
         reservation.write(0, b"x")
     for each in (first, second):
         assert not each.is_writable

@@ -196,9 +196,9 @@ def test_not_waiting_for_a_dying_process_makes_a_second_copy(monkeypatch):
 
     real = grants.decide
 
-    def hasty(request, epochs, writer):
+    def hasty(request, epochs, writer, offloaded=None):
         known = [e for e in epochs if e.phase is not EpochPhase.RELEASING]
-        return real(request, known, writer)
+        return real(request, known, writer, offloaded)
 
     monkeypatch.setattr(grants, "decide", hasty)
     with pytest.raises(AssertionError, match="doubled"):

@@ -35,7 +35,12 @@ def test_failed_canary_is_waited_for_until_it_is_reported(
     """Reported first, then waited for, not for ever; a report in vain is in the log."""
     rank, keeper = Rank.__new__(Rank), Keeper(is_attached=is_attached)
     kept = SimpleNamespace(discard=keeper.calls.append)
-    rank.__dict__.update(_keeper=keeper, peers=None, kept=kept, _settings=SimpleNamespace(rank=3))
+    rank.__dict__.update(
+        _weights=SimpleNamespace(keeper=keeper),
+        peers=None,
+        kept=kept,
+        _settings=SimpleNamespace(rank=3),
+    )
     with caplog.at_level(logging.WARNING):
         rank.distrust()
     assert keeper.calls == ["a canary failed", "rank 3: a canary failed", True]
