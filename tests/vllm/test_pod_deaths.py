@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -66,23 +67,35 @@ async def cut_a_stream(pod: Pod, before: Whole, victim: Processes) -> None:
     """Kill `victim` while the supervisor is stopped, and check what a client sees of it."""
     stopped = (await pod.engine(before.engine))["engine"]["pid"]
     port = int(before.service.rpartition(":")[2])
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    body = json.dumps(STREAM).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
-    writer.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
-    seen = await reader.readuntil(b"data: ")
     os.kill(stopped, signal.SIGSTOP)
     try:
-        victim.signal(signal.SIGKILL)
-        async with asyncio.timeout(DEADLINE_S):
-            seen += await reader.read()
+        seen = await asyncio.to_thread(read_a_cut_stream, port, victim)
     finally:
         os.kill(stopped, signal.SIGCONT)
-    writer.close()
     assert seen.startswith(b"HTTP/1.1 200")
     assert b"error" not in seen
-    assert b"[DONE]" not in seen
-    assert not seen.endswith(b"0\r\n\r\n")
+    # On a busy machine the core may have made the last token before it is killed.
+    if b'"finish_reason":"length"' not in seen:
+        assert b"[DONE]" not in seen
+        assert not seen.endswith(b"0\r\n\r\n")
+
+
+def read_a_cut_stream(port: int, victim: Processes) -> bytes:
+    """All bytes of a stream whose engine is killed at its first token. In a thread, since the loop
+    has the load to care for, and the core goes on meanwhile."""
+    body = json.dumps(STREAM).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+    with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S) as client:
+        client.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
+        seen = b""
+        while b"data: " not in seen:
+            more = client.recv(65536)
+            assert more, seen
+            seen += more
+        victim.signal(signal.SIGKILL)
+        while more := client.recv(65536):
+            seen += more
+    return seen
 
 
 async def taken_over(pod: Pod, target: str, strike: Strike, *causes: str) -> None:
