@@ -3,8 +3,9 @@
 Owns the pidfds of the engine that is about to be killed, opened *before* the kill, because pids are
 recycled. When the lock server announces the next grant, each of these processes must have exited,
 or have neither memory nor descriptors left; otherwise it could still touch memory that now belongs
-to the new engine. The kernel is asked, not the pod. The other moments are for the timeline of the
-report page only: they pass through an event loop that is busy with the load.
+to the new engine. One that hands over in place must have let go of its serving file instead
+(docs/lock.md, promise 7). The kernel is asked, not the pod. The other moments are for the timeline
+of the report page only: they pass through an event loop that is busy with the load.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from plumbing.errors import UnderstudyError
 from plumbing.part.paths import LOCKSERVER_SOCKET
 from plumbing.part.peers import PeerWatch
 from plumbing.service.clock import SystemClock
-from plumbing.service.procfs import is_spent
+from plumbing.service.procfs import holds_flock, is_spent
 from plumbing.service.procfs import name as process_name
 from plumbing.wire.messages import Message
 from understudy.drill.records import GONE, LOCK, EngineDeath, EngineKill, Moment, Records
@@ -53,15 +54,20 @@ class OldTree:
     names: dict[int, str] = field(default_factory=dict)  # pidfd → "pid 17 (engine)"
     pids: dict[int, int] = field(default_factory=dict)  # pidfd → 17
     witness: int | None = None
+    serving: tuple[int, int] | None = None  # the file that each of them holds while it may serve
 
     @classmethod
-    def of(cls, pids: Iterable[int]) -> OldTree:
+    def of(cls, pids: Iterable[int], serving_file: tuple[int, int] | None = None) -> OldTree:
+        """`serving_file`: st_dev and st_ino of the one of an engine that is to hand over; it counts
+        if all of `pids` hold it now."""
         tree = cls()
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):  # it has just exited by itself
                 name = process_name(pid)
                 pidfd = os.pidfd_open(pid)
                 tree.names[pidfd], tree.pids[pidfd] = f"pid {pid} ({name})", pid
+        if serving_file and all(holds_flock(pid, *serving_file) for pid in tree.pids.values()):
+            tree.serving = serving_file
         return tree
 
     @classmethod
@@ -90,8 +96,13 @@ class OldTree:
         return [
             name
             for pidfd, name in self.names.items()
-            if pidfd not in ended and not is_spent(self.pids[pidfd])
+            if pidfd not in ended and self._can_act(self.pids[pidfd])
         ]
+
+    def _can_act(self, pid: int) -> bool:
+        if self.serving is not None and not holds_flock(pid, *self.serving):
+            return False
+        return not is_spent(pid)
 
     def close(self) -> None:
         """Release them; a stopped process that was not detected continues."""
@@ -139,6 +150,10 @@ class Observer:
     def is_watching_lock(self) -> bool:
         """Whether the lock server is connected, so that a grant will be seen."""
         return self._states.get(LOCK, (GONE, ""))[0] != GONE
+
+    def incarnation_of(self, engine: str) -> str | None:
+        """The one that lives, as far as is known."""
+        return self._running.get(engine)
 
     def expect(self, kill: EngineKill, tree: OldTree) -> None:
         """Attribute events from now on to `kill`; takes ownership of `tree`."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lockserver.client import messages as lock_messages
+from lockserver.client import serving
 from plumbing.errors import UnderstudyError
 from plumbing.part.format import duration
 from plumbing.part.paths import LOCKSERVER_SOCKET
@@ -70,9 +71,10 @@ class Upgrader:
         self.say(f"{engine} is in standby with {SETTING}={VALUE} after {duration(took_ms)}")
 
     async def _switch_over(self, before: Whole, to: str, upgrade: Upgrade) -> None:
-        tree = OldTree.of(backend_processes(self.runner.pids()[before.engine]))
+        pids = backend_processes(self.runner.pids()[before.engine])
+        tree = OldTree.of(pids, self._serving_file(before.engine))
         upgrade.source, upgrade.old_token = before.engine, before.token
-        # At the grant, the old backend must be gone here, too.
+        # At the grant, the old backend must be gone here, too, or have stopped serving.
         self.observer.expect(
             EngineKill(SWITCHOVER, before.engine, before.token, clock.now_ms()), tree
         )
@@ -89,6 +91,11 @@ class Upgrader:
         upgrade.target, upgrade.new_token = done.engine, done.token
         upgrade.switchover_ms = float(done.took_ms)
         self.say(f"{done.source} handed over to {done.engine} after {done.took_ms} ms")
+
+    def _serving_file(self, engine: str) -> tuple[int, int] | None:
+        incarnation = self.observer.incarnation_of(engine)
+        found = serving.find(str(self.directory), incarnation) if incarnation else None
+        return (found.dev, found.ino) if found else None
 
     def _is_upgraded(self, engine: str) -> bool:
         """Whether every process of the engine runs with the new configuration."""
