@@ -29,20 +29,19 @@ from pathlib import Path
 from typing import Any
 
 from engine.core.events import State
-from hack.bench_sleep.pods import BACKENDS, StandingPod
+from hack.bench_sleep.pods import BACKENDS, StandingPod, run_standing
 from hack.report import commit, machine, spread
 from plumbing.errors import UnderstudyError
 from plumbing.part.tier import Tier
 from plumbing.service.cli import INTERRUPTED, fail, run_async
 from plumbing.service.procfs import descendants, rss_bytes
-from plumbing.service.signals import SignalInbox
 from understudy.drill.clients import clock, stream_without_pause
 from understudy.drill.records import Exchange, Outcome
 from understudy.drill.run import Drill, DrillPlan
 from understudy.drill.verdict import classify
-from understudy.kubelet.runner import PodRunner, run_pod
+from understudy.host import BLOCK_BYTES, MEMFD_KV
+from understudy.kubelet.runner import PodRunner
 
-KV_NAME = "/memfd:understudy_kv-"  # of every part of a KV pool
 WARM_UP_CYCLES = 30  # allocators grow at first
 AWAKE_S_MAX = 0.3  # between a wake and the next rest, at random
 SETTLE_S = 20.0  # for the connections of the clients to be closed, and for late frees
@@ -168,11 +167,11 @@ def kv_bytes(pids: Sequence[int]) -> int:
         with contextlib.suppress(OSError):  # it has just ended
             for each in os.scandir(f"/proc/{pid}/fd"):
                 with contextlib.suppress(OSError):  # it was closed just now
-                    if os.readlink(each.path).startswith(KV_NAME):
+                    if os.readlink(each.path).startswith(MEMFD_KV):
                         found = os.stat(each.path)
-                        blocks[found.st_ino] = found.st_blocks * 512
+                        blocks[found.st_ino] = found.st_blocks * BLOCK_BYTES
             with open(f"/proc/{pid}/maps", encoding="utf-8") as file:
-                mapped = [line for line in file if KV_NAME in line]
+                mapped = [line for line in file if MEMFD_KV in line]
             for line in mapped:  # its size is known only where a descriptor is left
                 blocks.setdefault(int(line.split()[4]), 1)
     return sum(blocks.values())
@@ -231,29 +230,16 @@ async def run(base: Path, flags: argparse.Namespace) -> dict[str, Any] | None:
     drill = Drill(local.directory, DrillPlan(), say, runner)
     seen, held = Cycles(), list[Held]()
 
-    async def body() -> bool:
-        try:
-            pod = await StandingPod.of(local.directory, drill, await drill.prepare())
-            campaign = Campaign(pod, runner, flags.clients, wakes=flags.wake == "manual")
-            try:
-                await campaign.run(WARM_UP_CYCLES, Cycles())
-                held.append(await campaign.held())
-                await campaign.run(flags.cycles, seen)
-                held.append(await campaign.held())
-            finally:
-                pod.close()
-        except UnderstudyError as error:
-            seen.problems.append(f"ended early: {error}")
-        return True
+    async def body(pod: StandingPod) -> None:
+        campaign = Campaign(pod, runner, flags.clients, wakes=flags.wake == "manual")
+        await campaign.run(WARM_UP_CYCLES, Cycles())
+        held.append(await campaign.held())
+        await campaign.run(flags.cycles, seen)
+        held.append(await campaign.held())
 
-    inbox = SignalInbox()
-    try:
-        ended = await run_pod(runner, body, inbox.get, say)
-    finally:
-        inbox.close()
-    before, after, *_ = [*held, None, None]
-    if ended is None:
+    if not await run_standing(runner, drill, local.directory, body, seen.problems, say):
         return None
+    before, after, *_ = [*held, None, None]
     return document(flags.backend, flags.wake, seen, before, after, drill)
 
 

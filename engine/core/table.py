@@ -13,9 +13,7 @@ from engine.core import events as ev
 from engine.core.events import EngineEffect, EngineEvent, State, WakingStep
 from plumbing.part.tier import Tier
 
-HOLDING = frozenset({State.WAKING, State.ACTIVE, State.DRAINING, State.RELEASING, State.RESTING})
-
-
+HOLDING = (State.WAKING, State.ACTIVE, State.DRAINING, State.RELEASING, State.RESTING)
 AWAKE = frozenset({State.ACTIVE, State.DRAINING, State.RELEASING})
 NOTHING = frozenset({State.DEAD, State.INIT})
 
@@ -151,6 +149,8 @@ WITHDRAWN = Row(State.DEAD, (NAMED, ev.KillTree()))
 DRAINED = Row(State.DRAINING, then=_drain)
 WOKEN = Row(State.WAKING, (ev.Ask(WakingStep.WAKE),))
 
+# What lasts as long as something that has a budget.
+PASSING = (State.INIT, State.WAKING, State.DRAINING, State.RELEASING)
 # Where a backend may report that it has released its weights, or has them back.
 PLACING = (State.STANDBY, State.RESTING, State.WAKING)
 
@@ -198,31 +198,13 @@ TRANSITIONS: Mapping[tuple[State, type[EngineEvent]], Row] = {
     (State.RELEASING, ev.Terminate): KILLED,
     (State.RESTING, ev.Terminate): KILLED,
     (State.DEAD, ev.Terminate): Row(State.DEAD, then=_exit_or_relaunch),
-    (State.INIT, ev.TerminateNow): KILLED,
-    (State.STANDBY, ev.TerminateNow): WITHDRAWN,
-    (State.WAKING, ev.TerminateNow): KILLED,
-    (State.ACTIVE, ev.TerminateNow): KILLED,
-    (State.DRAINING, ev.TerminateNow): KILLED,
-    (State.RELEASING, ev.TerminateNow): KILLED,
-    (State.RESTING, ev.TerminateNow): KILLED,
     (State.DEAD, ev.TerminateNow): Row(State.DEAD, then=_exit_or_relaunch),
-    (State.INIT, ev.BudgetSpent): KILLED,
-    (State.WAKING, ev.BudgetSpent): KILLED,
-    (State.DRAINING, ev.BudgetSpent): KILLED,
-    (State.RELEASING, ev.BudgetSpent): KILLED,
+    **{(state, ev.TerminateNow): KILLED for state in (State.INIT, *HOLDING)},
+    (State.STANDBY, ev.TerminateNow): WITHDRAWN,
+    **{(state, ev.BudgetSpent): KILLED for state in PASSING},
     # Another engine was granted the lock that this one holds.
-    (State.WAKING, ev.OtherGranted): KILLED,
-    (State.ACTIVE, ev.OtherGranted): KILLED,
-    (State.DRAINING, ev.OtherGranted): KILLED,
-    (State.RELEASING, ev.OtherGranted): KILLED,
-    (State.RESTING, ev.OtherGranted): KILLED,
-    (State.INIT, ev.Failed): KILLED,
-    (State.STANDBY, ev.Failed): KILLED,
-    (State.WAKING, ev.Failed): KILLED,
-    (State.ACTIVE, ev.Failed): KILLED,
-    (State.DRAINING, ev.Failed): KILLED,
-    (State.RELEASING, ev.Failed): KILLED,
-    (State.RESTING, ev.Failed): KILLED,
+    **{(state, ev.OtherGranted): KILLED for state in HOLDING},
+    **{(state, ev.Failed): KILLED for state in State if state is not State.DEAD},
     # A process may be seen dead before its fault report is read; `Reaped` waits for that.
     (State.DEAD, ev.Failed): Row(State.DEAD, guard=_is_reaping),
     (State.DEAD, ev.Reaped): Row(State.DEAD, (UNNAMED,), then=_exit_or_relaunch, guard=_is_reaping),

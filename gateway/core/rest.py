@@ -30,9 +30,9 @@ from plumbing.part.tier import Tier
 
 # For all children to obey, which takes a millisecond; one that is stopped is killed after 3 s.
 CLOSING_MS = 1_000.0
-# The states of an engine that holds the lock.
+# The states of an engine that holds the lock; first those in which nothing may be asked of it.
 WAY_DOWN = frozenset({"draining", "releasing", "resting"})
-UP = frozenset({"waking", "active"})
+HOLDING = WAY_DOWN | {"waking", "active"}
 
 
 class _ChildView(Struct):
@@ -86,8 +86,7 @@ class RestPolicy:
     def _is_heard(self) -> bool:
         """Whether the holder of the lock has spoken as such, under the grant that is known here."""
         said = self.said
-        is_holding = said is not None and (said.state in WAY_DOWN or said.state in UP)
-        return is_holding and said is not None and said.token == self.token
+        return said is not None and said.state in HOLDING and said.token == self.token
 
     # ------------------------------------------------------------------ what happens
 
@@ -174,7 +173,8 @@ class RestPolicy:
         """The children were told to ask nothing: is all quiet, now that nothing can begin?"""
         is_late = now_ms - self._closing_since_ms >= CLOSING_MS
         if is_late or not self._is_idle(now_ms):
-            self._awake_since_ms = now_ms if is_late else self._awake_since_ms
+            if is_late:
+                self._awake_since_ms = now_ms
             self._set(GatewayDoor.OPEN)
         elif all(each.door == self.door.number for each in self._children.values()):
             quiet = duration(self.quiet_ms(now_ms))

@@ -28,6 +28,9 @@ LOOK_S = 0.5  # a look is two questions to servers that answer in a millisecond
 ANSWER_S = 5.0
 # After a copy that could not be made: memory may be short for long, and a try takes a second.
 RETRY_S = 10.0
+# 1 TiB at 1 GiB/s takes 17 minutes. What takes longer is stopped or hung, and holds up every look.
+MAKE_S_MAX = 3600.0
+TIMED_OUT = 124  # as timeout(1) exits
 
 logger = logging.getLogger(__name__)
 
@@ -126,4 +129,11 @@ def make_in_a_process(flags: list[str]) -> int:
     """Run `gms make-copy` with these flags."""
     words = [sys.executable, "-m", "gms.cli", "make-copy", *flags]
     environ = {**os.environ, **parent_environment()}
-    return subprocess.run(words, env=environ, stdin=subprocess.DEVNULL, check=False).returncode
+    try:
+        made = subprocess.run(
+            words, env=environ, stdin=subprocess.DEVNULL, check=False, timeout=MAKE_S_MAX
+        )
+    except subprocess.TimeoutExpired:
+        logger.warning("`gms make-copy` was killed: it had not ended after %g s", MAKE_S_MAX)
+        return TIMED_OUT
+    return made.returncode

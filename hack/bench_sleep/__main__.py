@@ -24,17 +24,16 @@ from pathlib import Path
 from typing import Any
 
 from engine.core.events import State
-from hack.bench_sleep.pods import BACKENDS, BenchedBackend, StandingPod
+from hack.bench_sleep.pods import BACKENDS, BenchedBackend, StandingPod, run_standing
 from hack.report import commit, machine, spread
 from plumbing.errors import RemoteError, UnderstudyError
 from plumbing.part.tier import Tier
 from plumbing.service.cli import INTERRUPTED, fail, run_async
-from plumbing.service.signals import SignalInbox
 from understudy.drill.clients import clock, send
 from understudy.drill.records import Outcome
 from understudy.drill.run import Drill, DrillPlan
 from understudy.drill.verdict import classify
-from understudy.kubelet.runner import PodRunner, run_pod
+from understudy.kubelet.runner import PodRunner
 
 TIERS = (Tier.WARM, Tier.OFFLOADED, Tier.COLD)
 PHASES = ("told", "wake", "answer")  # to wake; until it is active; until the first byte
@@ -146,24 +145,9 @@ async def run(base: Path, name: str, rounds: int, model: Path | None) -> Figures
     local = await backend.make(base, model)
     runner = PodRunner(local.containers(), base / "log", say)
     drill = Drill(local.directory, DrillPlan(), say, runner)
-
-    async def body() -> bool:
-        try:
-            pod = await StandingPod.of(local.directory, drill, await drill.prepare())
-            try:
-                await measure(pod, backend, rounds, found)
-            finally:
-                pod.close()
-        except UnderstudyError as error:
-            found.problems.append(f"ended early: {error}")
-        return True
-
-    inbox = SignalInbox()
-    try:
-        ended = await run_pod(runner, body, inbox.get, say)
-    finally:
-        inbox.close()
-    return found if ended is not None else None
+    body = partial(measure, backend=backend, rounds=rounds, found=found)
+    whole = await run_standing(runner, drill, local.directory, body, found.problems, say)
+    return found if whole else None
 
 
 def main() -> None:

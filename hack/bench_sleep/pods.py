@@ -17,9 +17,11 @@ from hack.bench_sleep.tiers import EngineTiers
 from hack.vllm.pod import environment, make_pod, model_of
 from hack.vllm.stock import Stock
 from plumbing.errors import UnderstudyError
+from plumbing.service.signals import SignalInbox
 from understudy.drill.clients import Target, clock, send
 from understudy.drill.killer import backend_processes
 from understudy.drill.run import Drill
+from understudy.kubelet.runner import PodRunner, run_pod
 from understudy.status.gather import engine_parts, status_of
 from understudy.up.local_pod import LocalPod
 from understudy.up.ports import free_pod_ports
@@ -49,6 +51,35 @@ class StandingPod:
     def close(self) -> None:
         self.active.close()
         self.standby.close()
+
+
+async def run_standing(
+    runner: PodRunner,
+    drill: Drill,
+    directory: Path,
+    body: Callable[[StandingPod], Awaitable[None]],
+    problems: list[str],
+    say: Callable[[str], None],
+) -> bool:
+    """`body` with the whole pod of `runner`; what ends it early is added to `problems`. False: a
+    signal has interrupted it."""
+
+    async def stand() -> bool:
+        try:
+            pod = await StandingPod.of(directory, drill, await drill.prepare())
+            try:
+                await body(pod)
+            finally:
+                pod.close()
+        except UnderstudyError as error:
+            problems.append(f"ended early: {error}")
+        return True
+
+    inbox = SignalInbox()
+    try:
+        return await run_pod(runner, stand, inbox.get, say) is not None
+    finally:
+        inbox.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,5 +143,8 @@ BACKENDS: Mapping[str, BenchedBackend] = {
     "reference": BenchedBackend(
         _reference, relaunched_ms, {"warm": (30.0, 100.0), "offloaded": (60.0, None)}
     ),
-    "vllm": BenchedBackend(_vllm, stock_restart_ms, {"warm": (80.0, 200.0)}, 200.0),
+    # Its workers cannot release their weights yet: that goal is missed, and the report says so.
+    "vllm": BenchedBackend(
+        _vllm, stock_restart_ms, {"warm": (80.0, 200.0), "offloaded": (200.0, None)}, 200.0
+    ),
 }

@@ -31,12 +31,12 @@ from tests.e2e.pods import AS_USERS_RUN_IT, CLIENTS, Load, Pod, PodHome
 from tests.e2e.processes import Processes, continue_all, kill
 from tests.helpers import POLL_S, auntil, open_fds
 from understudy.drill.killer import Whole
+from understudy.host import MEMFD_KV
 
 LOCKSERVER = str(Path(sys.executable).parent / "lockserver")
 DEADLINE_S = 60.0
 OK, REFUSED, UNREACHABLE, TIMEOUT = 0, 1, 3, 5
 TIMES = 3
-KV_NAME = "/memfd:understudy_kv-"  # of each part of a pool
 
 
 class Command:
@@ -229,8 +229,8 @@ def with_kv_memory(pod: Pod) -> list[int]:
     return [
         pid
         for pid in pids
-        if any(KV_NAME in link for link in open_fds(pid).values())
-        or KV_NAME in Path(f"/proc/{pid}/maps").read_text()
+        if any(MEMFD_KV in link for link in open_fds(pid).values())
+        or MEMFD_KV in Path(f"/proc/{pid}/maps").read_text()
     ]
 
 

@@ -129,6 +129,8 @@ async def without_gateway(scene: Scene, *, is_connected: bool) -> AsyncIterator[
             yield Told("no_gateway", None, (who, "does not accept"), ("gateway status --dir",))
     if not is_connected:
         await auntil(lambda: not server.status()["gateways"], "its end to be seen")
+        # A tick decides when they have waited for too long.
+        await auntil(lambda: "no gateway accepts" in str(server.status()["problem"]), "the fault")
         fix = (f"gateway serve --dir {scene.directory}", "--direct")
         yield Told("no_gateway", None, ("no gateway is connected",), fix)
 
