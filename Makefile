@@ -70,7 +70,7 @@ test-system: setup ## real containers, systemd and Slurm; as root, with podman, 
 	$(DEVELOP) $(PY) -m pytest tests/deploy -m system $(ARGS)
 
 test-core: setup ## the pure cores only: tables, properties, simulations; seconds
-	$(PY) -m pytest tests/lockserver/core tests/gms/core tests/engine/core tests/gateway/core tests/sim $(ARGS)
+	$(PY) -m pytest tests/lockserver/core tests/gms/core tests/engine/core tests/gateway/core tests/pool/core tests/sim $(ARGS)
 
 test-vllm: setup-vllm ## the vLLM backend on the CPU: one kill of each process, and its contracts
 	$(VLLM_PY) -m pytest tests/vllm -n $(WORKERS) --dist loadfile --no-loadscope-reorder -o faulthandler_timeout=300 $(ARGS)

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("plumbing", "lockserver", "gms", "engine", "gateway", "understudy")
+PACKAGES = ("plumbing", "lockserver", "gms", "engine", "gateway", "pool", "understudy")
 
 # Who may import whom, by dotted prefix; the longest prefix that fits a module is its layer. What
 # is in none of our packages is not looked at here.
@@ -36,9 +36,10 @@ LAYERS = {
     "plumbing.part": PLUMBING,
     "lockserver": ("lockserver", *PLUMBING),
     "gms": ("gms", *PLUMBING),
-    "engine": ("engine", *CLIENTS, *PLUMBING),
-    "gateway": ("gateway", "lockserver.client", *PLUMBING),
-    "understudy": ("understudy", "engine", "gateway", *CLIENTS, *PLUMBING),
+    "pool": ("pool", *CLIENTS, *PLUMBING),
+    "engine": ("engine", "pool.client", *CLIENTS, *PLUMBING),
+    "gateway": ("gateway", "pool.client", "lockserver.client", *PLUMBING),
+    "understudy": ("understudy", "engine", "gateway", "pool", *CLIENTS, *PLUMBING),
 }
 
 # Libraries that live in a few places only: a path is a directory with its slash, or a file's name
@@ -68,6 +69,7 @@ CORES = (
     "engine.core",
     "engine.kv",
     "gateway.core",
+    "pool.core",
 )
 PURE = (
     *CORES,

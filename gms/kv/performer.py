@@ -14,7 +14,7 @@ from gms import kv_messages as msg
 from gms import names
 from gms.core import effects as fx
 from gms.kv.core import events as ev
-from gms.kv.core.events import Claimant, PoolEvent
+from gms.kv.core.events import Claimant, KvPoolEvent
 from gms.kv.core.machine import KvMachine
 from gms.kv.token_file import write_tokens
 from gms.kv.vault import PoolVault
@@ -37,7 +37,7 @@ class KvPerformer(MemoryPerformer):
         device: str,
         directory: str,
         connections: Mapping[int, Connection],
-        handle: Callable[[PoolEvent], None],
+        handle: Callable[[KvPoolEvent], None],
         log: EventLog,
         threads: tuple[DriverThread, DriverThread],
         vault: PoolVault,

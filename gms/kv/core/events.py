@@ -51,41 +51,41 @@ class Claimant(Struct, frozen=True):
         return f"{self.engine} (token {self.token})"
 
 
-class PoolEvent(DeviceEvent, frozen=True):
+class KvPoolEvent(DeviceEvent, frozen=True):
     pool: str
 
 
-class PoolMade(PoolEvent, frozen=True):
+class PoolMade(KvPoolEvent, frozen=True):
     """Its file and memory exist."""
 
     slab_sizes: tuple[int, ...]
 
 
-class PoolNotMade(PoolEvent, frozen=True):
+class PoolNotMade(KvPoolEvent, frozen=True):
     """Nothing of it is left; `gms.device_full`: other processes may release some memory."""
 
     error: UnderstudyError
 
 
-class PoolFree(PoolEvent, frozen=True):
+class PoolFree(KvPoolEvent, frozen=True):
     """The kernel says that no process holds its file."""
 
 
-class PoolHoldersSeen(PoolEvent, frozen=True):
+class PoolHoldersSeen(KvPoolEvent, frozen=True):
     """The processes that have its file open, where visible."""
 
     pids: tuple[int, ...]
 
 
-class PoolReleased(PoolEvent, frozen=True):
+class PoolReleased(KvPoolEvent, frozen=True):
     """Its file and memory are gone, or (`problem`) as far as the driver let go."""
 
 
-class PoolTakenBack(PoolEvent, frozen=True):
+class PoolTakenBack(KvPoolEvent, frozen=True):
     """The memory that a survivor handed back passed its checks, and the driver holds it."""
 
 
-class PoolNotTakenBack(PoolEvent, frozen=True):
+class PoolNotTakenBack(KvPoolEvent, frozen=True):
     """… it did not; that survivor's session ends with the error."""
 
     session: int
@@ -107,34 +107,34 @@ class BorrowerRefused(SessionEvent, frozen=True): ...
 class BorrowerFreed(SessionEvent, frozen=True): ...
 
 
-class PoolEffect(DeviceEffect, frozen=True):
+class KvPoolEffect(DeviceEffect, frozen=True):
     pool: str
 
 
-class MakePool(PoolEffect, frozen=True):
+class MakePool(KvPoolEffect, frozen=True):
     """Make file, index and slabs; then `PoolMade` or `PoolNotMade`."""
 
     size_bytes: int
     index_bytes: int
 
 
-class WatchPool(PoolEffect, frozen=True):
+class WatchPool(KvPoolEffect, frozen=True):
     """Watch its file until it is free, once: `PoolFree`."""
 
 
-class UnwatchPool(PoolEffect, frozen=True):
+class UnwatchPool(KvPoolEffect, frozen=True):
     """It need not be known any more whether it is free."""
 
 
-class MarkDiscarded(PoolEffect, frozen=True):
+class MarkDiscarded(KvPoolEffect, frozen=True):
     """Mark its file, so that no restart brings it back; best effort."""
 
 
-class ReleasePool(PoolEffect, frozen=True):
+class ReleasePool(KvPoolEffect, frozen=True):
     """Remove its file and free its memory; then `PoolReleased`."""
 
 
-class TakePoolBack(PoolEffect, frozen=True):
+class TakePoolBack(KvPoolEffect, frozen=True):
     """Check what `session` handed back and hold it; `PoolTakenBack` or `PoolNotTakenBack`."""
 
     session: int

@@ -78,7 +78,7 @@ class KvMachine:
                 effects = self._closed(session_id)
             case device_events.DeadlinePassed():
                 effects = []
-            case ev.PoolEvent():
+            case ev.KvPoolEvent():
                 effects = self._happened(event, now_ms)
             case _:
                 raise InvariantError(f"{type(event).__name__} is no event of this machine")
@@ -204,7 +204,7 @@ class KvMachine:
 
     # ------------------------------------------------------------------ what has happened to pools
 
-    def _happened(self, event: ev.PoolEvent, now_ms: float) -> Effects:
+    def _happened(self, event: ev.KvPoolEvent, now_ms: float) -> Effects:
         pool = self.pools.by_id.get(event.pool)
         if pool is None and isinstance(event, ev.PoolFree | ev.PoolHoldersSeen):
             return []  # a try that was under way when the watch ended

@@ -1,0 +1,298 @@
+"""The pool's events and effects: plain values, no behaviour.
+
+The shell hands in events with `Pool.handle` and performs effects in order. What other processes say
+is level-triggered: `DemandCame`, `EngineSaid`, `HolderNamed` and `MemoryIs` carry the sender's whole
+truth of now, may be repeated, and may come late. Effects are goals of the same kind: the shell says
+them again on every new connection, without asking the core.
+
+The proofs come from the kernel: a witness that nobody holds (`EngineDead`), and memory that the
+memory service has given back to the device (`MemoryIs`). Nothing is booked out on anybody's word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+
+from msgspec import Struct
+
+from plumbing.part.tier import Tier
+from pool.core.states import GoalGeneration, ModelState
+
+
+class TicketKind(StrEnum):
+    """Why a request waits."""
+
+    NEW = "new"
+    AGAIN = "again"  # it was sent, nothing came back, and its model had to yield; only once
+    PARKED = "parked"  # its stream has begun
+
+
+class Order(StrEnum):
+    """What an operator asks of a model."""
+
+    LOAD = "load"  # raise it, as if a request had come
+    SLEEP = "sleep"  # to its resting tier, once nobody needs it
+    UNLOAD = "unload"  # to cold
+    PIN = "pin"
+    UNPIN = "unpin"
+    RESET = "reset"  # of a model that has failed
+
+
+# -------------------------------------------------------------------------------------- events
+
+
+class PoolEvent(Struct, frozen=True):
+    """What has happened, for `Pool.handle`."""
+
+
+class Ticket(Struct, frozen=True):
+    """A request that waits in a gateway, or a stream that is parked there. `since_ms`: on the
+    pool's clock, from when its wait counts; for `AGAIN` and `PARKED` that is the drain."""
+
+    id: int  # unique within its gateway, growing in the order of arrival
+    since_ms: float
+    priority: int = 0  # lower is sooner
+    deadline_ms: float | None = None
+    kind: TicketKind = TicketKind.NEW
+
+
+class ModelDemand(Struct, frozen=True):
+    """What one gateway has for one model. `door`: the number of the last `SetModelDoor` that all its
+    children obey. `keep_alive_ms`: the longest that recent requests have asked for; None: the
+    model's own; inf: for ever."""
+
+    tickets: tuple[Ticket, ...] = ()
+    in_flight: int = 0  # requests that an engine has
+    cannot_park: int = 0  # of these: neither continuable nor to be sent again
+    last_request_ms: float | None = None  # on the pool's clock
+    keep_alive_ms: float | None = None
+    door: int = 0
+
+
+class DemandCame(PoolEvent, frozen=True):
+    """All that a gateway has: a model that is not named has nothing."""
+
+    gateway: str
+    models: Mapping[str, ModelDemand]
+
+
+class GatewayGone(PoolEvent, frozen=True):
+    """It is not connected; its requests are, as far as anybody knows, where they were."""
+
+    gateway: str
+
+
+class EngineSaid(PoolEvent, frozen=True):
+    """An engine's word (`plumbing.part.tier.AmMsg`). `goal_seen`: the newest goal of ours that it
+    has obeyed or is obeying; what an older one says about the tier counts for nothing."""
+
+    engine: str
+    model: str
+    incarnation: str  # "" between two of them
+    token: int  # of its grant of `active:<model>`; 0: it has none
+    state: str  # of `engine.core.lifecycle`
+    tier: Tier
+    goal_seen: GoalGeneration | None
+    base_bytes: Mapping[str, int]  # by device, measured; empty: not yet
+    weights_bytes: Mapping[str, int]
+    kv_bytes: Mapping[str, int]  # that it needs awake
+    in_flight: int
+    can_resume: bool
+    can_rest: bool
+    fault: str = ""
+    is_permanent: bool = False  # the fault: another try would end the same way
+
+
+class EngineLost(PoolEvent, frozen=True):
+    """Its supervisor cannot be heard. That proves nothing about memory."""
+
+    engine: str
+
+
+class EngineDead(PoolEvent, frozen=True):
+    """The witness of this incarnation is free: all its processes are dead."""
+
+    engine: str
+    incarnation: str
+
+
+class HolderNamed(PoolEvent, frozen=True):
+    """The lock server's word on `active:<model>`; engine "" and token 0: nobody."""
+
+    model: str
+    engine: str
+    token: int
+    era: str
+
+
+class MemoryIs(PoolEvent, frozen=True):
+    """What the memory service holds on one device, by model; what is not named is free."""
+
+    device: str
+    weights_bytes: Mapping[str, int]
+    kv_bytes: Mapping[str, int]
+    copy_bytes: Mapping[str, int]  # for the device `HOST` only
+
+
+class DeviceIs(PoolEvent, frozen=True):
+    """A device's size, and what of it is used by nobody that the pool knows."""
+
+    device: str
+    total_bytes: int
+    outside_bytes: int
+
+
+class Ordered(PoolEvent, frozen=True):
+    model: str
+    order: Order
+    is_forced: bool = False  # unload a pinned model
+
+
+class LeaseAsked(PoolEvent, frozen=True):
+    """A neighbour waits for memory, with a witness that lives as long as it does."""
+
+    lease: str
+    device: str
+    bytes: int
+    since_ms: float
+    priority: int = 0
+
+
+class LeaseOver(PoolEvent, frozen=True):
+    """Its processes are dead, or it has given the memory back, or it waits no more."""
+
+    lease: str
+
+
+class PoolTick(PoolEvent, frozen=True):
+    """Time has passed: not later than `Pool.due_ms`."""
+
+
+# -------------------------------------------------------------------------------------- effects
+
+
+class PoolEffect(Struct, frozen=True):
+    """What the shell does, in the order given."""
+
+
+class SaveState(PoolEffect, frozen=True):
+    """Write `Pool.snapshot()` before any effect behind this one."""
+
+
+class Running(StrEnum):
+    """What becomes of the requests that a model has while its door is shut."""
+
+    FINISH = "finish"
+    PARK = "park"  # those that cannot be parked or sent again still finish
+    CUT = "cut"  # the last resort: a marked error for those
+
+
+class OpenDoor(Struct, frozen=True, tag="open"):
+    """Send requests to this engine; a newer grant replaces it without asking anybody."""
+
+    engine: str
+    token: int
+
+
+class ShutDoor(Struct, frozen=True, tag="shut"):
+    """Requests wait as tickets. `expected_ms`: until the model is awake, as far as is known."""
+
+    running: Running
+    expected_ms: float | None
+    reason: str
+
+
+class RefusedDoor(Struct, frozen=True, tag="refused"):
+    """Requests are answered with this error, those that wait too."""
+
+    code: str
+    sentence: str
+    retry_after_s: int | None
+
+
+Door = OpenDoor | ShutDoor | RefusedDoor
+
+
+class SetModelDoor(PoolEffect, frozen=True):
+    """To every gateway. `number` grows with every change of any door."""
+
+    model: str
+    number: int
+    door: Door
+    state: ModelState
+
+
+class TellEngine(PoolEffect, frozen=True):
+    """`plumbing.part.tier.ShallMsg`."""
+
+    engine: str
+    goal: Tier
+    generation: GoalGeneration
+
+
+class FreeKv(PoolEffect, frozen=True):
+    """Nobody is to wake: the memory service may free this model's KV memory, which it refuses while
+    anybody maps it."""
+
+    model: str
+
+
+class FreeWeights(PoolEffect, frozen=True):
+    """No engine of this model runs: the memory service may free its weights on the devices, and
+    the copy in host memory if `and_copy`."""
+
+    model: str
+    and_copy: bool
+
+
+class KillEngine(PoolEffect, frozen=True):
+    """It has not reached its goal within the budget: its supervisor kills the tree and does not
+    start another one before its goal is above cold."""
+
+    engine: str
+    reason: str
+
+
+class GrantLease(PoolEffect, frozen=True):
+    lease: str
+
+
+class RefuseLease(PoolEffect, frozen=True):
+    lease: str
+    code: str
+    sentence: str
+
+
+# -------------------------------------------------------------------------------------- records
+
+
+class PoolRecord(PoolEffect, frozen=True):
+    """For metrics and the event log; nothing to do."""
+
+
+class ModelChanged(PoolRecord, frozen=True):
+    model: str
+    old: ModelState
+    new: ModelState
+    reason: str
+
+
+class Switched(PoolRecord, frozen=True):
+    """A model is awake for which a request, or an operator, has waited. Times in ms; 0: there was
+    no such phase."""
+
+    model: str
+    victims: tuple[str, ...]
+    wait_ms: float  # of the oldest ticket, in all
+    drain_ms: float
+    release_ms: float
+    raise_ms: float
+
+
+class Alarm(PoolRecord, frozen=True):
+    """Something that an operator should look at: memory that does not come back, a lie."""
+
+    code: str
+    model: str
+    sentence: str

@@ -1,0 +1,73 @@
+"""The words of the pool: a model's states, what is booked on devices, who asks for what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+
+from msgspec import Struct
+
+from plumbing.part.tier import Tier
+
+HOST = "HOST"  # the host's memory, beside the devices: copies of weights are booked on it
+
+
+class ModelState(StrEnum):
+    """What is known of a model, or is being done with it. Idle is a timer on `AWAKE`."""
+
+    COLD = "cold"
+    LOADING = "loading"  # processes start and load weights
+    OFFLOADED = "offloaded"
+    WARM = "warm"
+    PENDING = "pending"  # wanted, no room yet; keeps the tier it held, its floor
+    WAKING = "waking"
+    AWAKE = "awake"
+    DRAINING = "draining"  # its door is shut; running requests end or are parked
+    RELEASING = "releasing"  # memory leaves, and is booked until that is proven
+    UNLOADING = "unloading"  # its processes are being killed
+    FAILED = "failed"
+
+
+AT_REST = {Tier.OFFLOADED: ModelState.OFFLOADED, Tier.WARM: ModelState.WARM}
+
+
+class EntryKind(StrEnum):
+    """What memory is booked for."""
+
+    BASE = "base"  # of an engine: context, graphs, workspaces; all that is neither weights nor KV
+    WEIGHTS = "weights"
+    COPY = "copy"  # of the weights, in host memory
+    KV = "kv"
+    LEASE = "lease"  # of a neighbour
+    OUTSIDE = "outside"  # used by what the pool knows nothing of
+
+
+class EntryKey(Struct, frozen=True):
+    """One line of the ledger. `owner` is a model, for `BASE` an engine, for `LEASE` its id."""
+
+    device: str
+    kind: EntryKind
+    owner: str
+
+
+class GoalGeneration(Struct, frozen=True):
+    """Which of two goals is the newer one. `era` is the pool's state file, `start` counts the
+    starts of the pool with it, `number` the goals since then."""
+
+    era: str
+    start: int
+    number: int
+
+    def is_older(self, other: GoalGeneration) -> bool:
+        """Of another era is none older: there the later message counts."""
+        mine, theirs = (self.start, self.number), (other.start, other.number)
+        return self.era == other.era and mine < theirs
+
+
+class EngineSizes(Struct, frozen=True):
+    """Bytes that one engine needs, by device."""
+
+    base: Mapping[str, int]
+    weights: Mapping[str, int]  # shared with the shadow
+    kv: Mapping[str, int]
+    is_estimated: bool = False  # from the files of the model; nobody has measured yet
