@@ -1,9 +1,9 @@
 """The pool's events and effects: plain values, no behaviour.
 
 The shell hands in events with `Pool.handle` and performs effects in order. What other processes say
-is level-triggered: `DemandCame`, `EngineSaid`, `HolderNamed` and `MemoryIs` carry the sender's whole
-truth of now, may be repeated, and may come late. Effects are goals of the same kind: the shell says
-them again on every new connection, without asking the core.
+is level-triggered: `DemandCame`, `EngineSaid`, `HolderNamed` and `MemoryIs` carry the sender's
+whole truth of now, may be repeated, and may come late. Effects are goals of the same kind: the
+shell says them again on every new connection, without asking the core.
 
 The proofs come from the kernel: a witness that nobody holds (`EngineDead`), and memory that the
 memory service has given back to the device (`MemoryIs`). Nothing is booked out on anybody's word.
@@ -58,8 +58,8 @@ class Ticket(Struct, frozen=True):
 
 
 class ModelDemand(Struct, frozen=True):
-    """What one gateway has for one model. `door`: the number of the last `SetModelDoor` that all its
-    children obey. `keep_alive_ms`: the longest that recent requests have asked for; None: the
+    """What one gateway has for one model. `door`: the number of the last `SetModelDoor` that all
+    its children obey. `keep_alive_ms`: the longest that recent requests have asked for; None: the
     model's own; inf: for ever."""
 
     tickets: tuple[Ticket, ...] = ()
