@@ -16,6 +16,7 @@ from plumbing.wire.limits import SOCKET_PATH_BYTES_MAX
 DIRECTORY = "/run/understudy"  # the default of every --dir
 LOCKSERVER_SOCKET = "lockserver.sock"
 GATEWAY_SOCKET = "gateway.sock"
+POOL_SOCKET = "pool.sock"
 HTTP_SUFFIX = ".http.sock"  # of an engine's private socket; an engine's id has no dot
 WEIGHTS = "weights"  # the tags of a device's two memory servers
 KV = "kv"
@@ -50,6 +51,16 @@ def engine_http_socket(directory: str, engine: str) -> str:
 def gateway_socket(directory: str) -> str:
     """The control socket of the gateway."""
     return os.path.join(directory, GATEWAY_SOCKET)
+
+
+def pool_socket(directory: str) -> str:
+    """The socket of the pool, for the gateway, leases and users."""
+    return os.path.join(directory, POOL_SOCKET)
+
+
+def pool_state(directory: str) -> str:
+    """What the pool must know after a restart."""
+    return os.path.join(directory, "pool.json")
 
 
 def engine_state(directory: str, engine: str) -> str:

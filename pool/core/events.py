@@ -13,11 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
+from typing import Annotated
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from plumbing.part.tier import Tier
-from pool.core.states import GoalGeneration, ModelState
+from pool.core.states import COUNT_MAX, PRIORITY_MAX, TICKETS_MAX, GoalGeneration, ModelState
+
+# The bounds of what a gateway says: these values travel as they are (`pool.messages`).
+Count = Annotated[int, Meta(ge=0, le=COUNT_MAX)]
+Millis = Annotated[float, Meta(ge=0.0)]
+Priority = Annotated[int, Meta(ge=-PRIORITY_MAX, le=PRIORITY_MAX)]
 
 
 class TicketKind(StrEnum):
@@ -46,28 +52,28 @@ class PoolEvent(Struct, frozen=True):
     """What has happened, for `Pool.handle`."""
 
 
-class Ticket(Struct, frozen=True):
+class Ticket(Struct, frozen=True, forbid_unknown_fields=True):
     """A request that waits in a gateway, or a stream that is parked there. `since_ms`: on the
     pool's clock, from when its wait counts; for `AGAIN` and `PARKED` that is the drain."""
 
-    id: int  # unique within its gateway, growing in the order of arrival
-    since_ms: float
-    priority: int = 0  # lower is sooner
-    deadline_ms: float | None = None
+    id: Count  # unique within its gateway, growing in the order of arrival
+    since_ms: Millis
+    priority: Priority = 0  # lower is sooner
+    deadline_ms: Millis | None = None
     kind: TicketKind = TicketKind.NEW
 
 
-class ModelDemand(Struct, frozen=True):
+class ModelDemand(Struct, frozen=True, forbid_unknown_fields=True):
     """What one gateway has for one model. `door`: the number of the last `SetModelDoor` that all
     its children obey. `keep_alive_ms`: the longest that recent requests have asked for; None: the
     model's own; inf: for ever."""
 
-    tickets: tuple[Ticket, ...] = ()
-    in_flight: int = 0  # requests that an engine has
-    cannot_park: int = 0  # of these: neither continuable nor to be sent again
-    last_request_ms: float | None = None  # on the pool's clock
-    keep_alive_ms: float | None = None
-    door: int = 0
+    tickets: Annotated[tuple[Ticket, ...], Meta(max_length=TICKETS_MAX)] = ()
+    in_flight: Count = 0  # requests that an engine has
+    cannot_park: Count = 0  # of these: neither continuable nor to be sent again
+    last_request_ms: Millis | None = None  # on the pool's clock
+    keep_alive_ms: Millis | None = None
+    door: Count = 0
 
 
 class DemandCame(PoolEvent, frozen=True):

@@ -11,6 +11,13 @@ from plumbing.part.tier import Tier
 
 HOST = "HOST"  # the host's memory, beside the devices: copies of weights are booked on it
 
+NAME_CHARS_MAX = 25  # of a model: the lock `loader:<model>` has 32 at most
+MODELS_MAX = 100  # what one decision looks at within a millisecond, and one slot of the state holds
+TICKETS_MAX = 512  # of one model in one gateway: the largest queue that a pool file may ask for
+PRIORITY_MAX = 1000  # either way
+COUNT_MAX = 2**63 - 1
+BYTES_MAX = 2**62  # beyond any device, and sums of a few still fit 64 bits
+
 
 class ModelState(StrEnum):
     """What is known of a model, or is being done with it. Idle is a timer on `AWAKE`."""

@@ -1,0 +1,40 @@
+"""What the gateway and leases import of the pool.
+
+Nobody waits for the pool: whoever has heard it goes on with its last word while it is away.
+"""
+
+from __future__ import annotations
+
+from pool import messages
+from pool.client.link import PoolCallbacks, PoolLink
+from pool.core.events import (
+    Door,
+    ModelDemand,
+    OpenDoor,
+    RefusedDoor,
+    Running,
+    ShutDoor,
+    Ticket,
+    TicketKind,
+)
+from pool.core.states import TICKETS_MAX, ModelState
+from pool.messages import DemandMsg, DoorsMsg, PooledModel
+
+__all__ = [
+    "TICKETS_MAX",
+    "DemandMsg",
+    "Door",
+    "DoorsMsg",
+    "ModelDemand",
+    "ModelState",
+    "OpenDoor",
+    "PoolCallbacks",
+    "PoolLink",
+    "PooledModel",
+    "RefusedDoor",
+    "Running",
+    "ShutDoor",
+    "Ticket",
+    "TicketKind",
+    "messages",
+]

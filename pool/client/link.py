@@ -1,0 +1,138 @@
+"""A gateway's connection to the pool: its demand goes there, the doors of all models come back.
+
+The surprising things: the demand is the first message on every connection, and is asked for when it
+is sent, so that any number of changes at once cost one message; and a lost connection changes
+nothing, since the last doors count until newer ones come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from lockserver.client.reconnect import keep_connected
+from plumbing.errors import RemoteError, UnderstudyError
+from plumbing.part.paths import pool_socket
+from plumbing.wire.connection import Connection, Handler
+from plumbing.wire.fds import OwnedFd, close_all
+from plumbing.wire.messages import FaultMsg, Message
+from plumbing.wire.unix_connection import connect
+from pool.core.events import ModelDemand
+from pool.messages import CATALOGUE, DemandMsg, DoorsMsg
+
+# Between two messages. A message of 512 tickets costs the pool a millisecond, and a door that is
+# opened this much later costs a request nothing that it would notice.
+DEMAND_S = 0.005
+
+
+def _ignore(*_: object) -> None:
+    """The default of every callback."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolCallbacks:
+    """What a `PoolLink` calls, on its loop; none may block.
+
+    - `on_doors(doors)`: all models. The same may come again.
+    - `on_connected()`, `on_lost(reason)`: what was heard counts all the same.
+    - `on_refused(error)`: the pool refuses this gateway, or what it said. Retried with back-off.
+    """
+
+    on_doors: Callable[[DoorsMsg], object] = _ignore
+    on_connected: Callable[[], object] = _ignore
+    on_lost: Callable[[str], object] = _ignore
+    on_refused: Callable[[UnderstudyError], object] = _ignore
+
+
+class PoolLink(Handler):
+    """Keeps one gateway's connection to the pool of `directory`."""
+
+    def __init__(
+        self,
+        directory: str,
+        demand: Callable[[], Mapping[str, ModelDemand]],
+        callbacks: PoolCallbacks = PoolCallbacks(),
+        *,
+        gateway: str | None = None,
+    ) -> None:
+        """Connect later, in `run`.
+
+        Args:
+            demand: what this gateway has, by model; called whenever it is sent.
+            gateway: this process's id, 16 hex digits; random unless given.
+        """
+        self.gateway = gateway or secrets.token_hex(8)
+        self.problem: str | None = "not connected yet"  # why the pool cannot be heard
+        self._path = pool_socket(directory)
+        self._demand, self._callbacks = demand, callbacks
+        self._pool = ""  # whose doors were heard last
+        self._conn: Connection | None = None
+        self._ended = asyncio.Event()
+        self._due: asyncio.TimerHandle | None = None
+        self._next_s = 0.0  # on the loop's clock: not sent before
+
+    @property
+    def is_connected(self) -> bool:
+        return self._conn is not None
+
+    def changed(self) -> None:
+        """The demand is another one: send it, together with what changes in the next moment."""
+        if self._conn is not None and self._due is None:
+            loop = asyncio.get_running_loop()
+            self._due = loop.call_at(max(self._next_s, loop.time()), self._send)
+
+    async def run(self) -> None:
+        """Stay connected until cancelled."""
+        try:
+            await keep_connected(self._connect, self._ended, self._failed)
+        finally:
+            if self._conn is not None:
+                self._conn.close("the gateway is ending")
+                self._forget_conn()
+
+    async def _connect(self) -> None:
+        await connect(self._path, CATALOGUE, self)
+
+    def _failed(self, why: str) -> None:
+        self.problem = why
+
+    def _send(self) -> None:
+        self._due = None
+        if self._conn is not None:
+            self._next_s = asyncio.get_running_loop().time() + DEMAND_S
+            self._conn.send(DemandMsg(self.gateway, self._pool, dict(self._demand())))
+
+    def _forget_conn(self) -> None:
+        self._conn = None
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
+
+    # ------------------------------------------------------------------ as the wire's handler
+
+    def opened(self, conn: Connection) -> None:
+        self._conn = conn
+        self._send()
+        self._callbacks.on_connected()
+
+    def received(
+        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
+    ) -> None:
+        close_all(fds)
+        match message:
+            case DoorsMsg():
+                self.problem, self._pool = None, message.pool
+                self._callbacks.on_doors(message)
+            case FaultMsg():
+                self.problem = message.message
+                error = RemoteError(message.code, message.message, **message.details)
+                self._callbacks.on_refused(error)
+
+    def closed(self, conn: Connection, reason: str) -> None:
+        if self._conn is conn:
+            self._forget_conn()
+            self.problem = self.problem or f"the connection ended: {reason}"
+            self._callbacks.on_lost(reason)
+        self._ended.set()

@@ -1,0 +1,146 @@
+"""The messages on the pool's socket, `pool.sock`: with the gateway, with leases, with operators.
+
+`demand` and `doors` are level-triggered: each carries all that its sender has to say, is sent first
+on every connection and again at every change, and may be repeated. Times are CLOCK_MONOTONIC, which
+the processes of one machine share. Must not know what follows from a message: that is `pool/core`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct, field
+
+from plumbing.part.observe import EventMsg as EventMsg
+from plumbing.part.observe import StatusMsg as StatusMsg
+from plumbing.part.observe import StatusReplyMsg as StatusReplyMsg
+from plumbing.part.observe import WatchMsg as WatchMsg
+from plumbing.part.tier import Tier
+from plumbing.wire.messages import Catalogue, Message, messages_in
+from pool.core.events import Count, Door, Millis, ModelDemand, Order, Priority
+from pool.core.states import BYTES_MAX, MODELS_MAX, NAME_CHARS_MAX, ModelState
+
+DEVICES_MAX = 64
+# 512 tickets of 100 bytes are 50 KiB: all that a pool's queue may hold, five times over.
+FRAME_BYTES_MAX = 256 * 1024
+
+ModelName = Annotated[str, Meta(min_length=1, max_length=NAME_CHARS_MAX)]
+DeviceName = Annotated[str, Meta(min_length=1, max_length=64)]
+PoolBytes = Annotated[int, Meta(ge=0, le=BYTES_MAX)]
+Sentence = Annotated[str, Meta(max_length=4096)]
+Code = Annotated[str, Meta(max_length=64)]
+HexId = Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
+
+
+# ---------------------------------------------------------------- the gateway
+
+
+class DemandMsg(Message, frozen=True, tag="demand"):
+    """Gateway → pool: all that a gateway has, as in `DemandCame`; a model that is not named has
+    nothing. Where a model has more tickets than one message may carry, those are left out that
+    would be last in the order of the policy.
+
+    `gateway`: this process; a restarted gateway is another one, and what the old one had is gone.
+    `pool`: whose doors `door` counts, from the `doors` that was heard last; "" before the first.
+    """
+
+    gateway: HexId
+    pool: Annotated[str, Meta(pattern="^([0-9a-f]{16})?$")] = ""
+    models: Annotated[dict[ModelName, ModelDemand], Meta(max_length=MODELS_MAX)] = field(
+        default_factory=dict
+    )
+
+
+class PooledModel(Struct, frozen=True, forbid_unknown_fields=True):
+    """One model: what the gateway may do with its requests (`SetModelDoor`), and what its users may
+    know. `number` is that of the door; `since_ms`: of the state; `memory`: booked bytes by device.
+    """
+
+    number: Count
+    door: Door
+    state: ModelState
+    since_ms: Millis = 0.0
+    reason: Sentence = ""
+    tier: Tier = Tier.COLD
+    memory: Annotated[dict[DeviceName, PoolBytes], Meta(max_length=DEVICES_MAX)] = field(
+        default_factory=dict
+    )
+
+
+class DoorsMsg(Message, frozen=True, tag="doors"):
+    """Pool → gateway: all models. One that is not named does not exist. `pool`: this process of the
+    pool; the numbers of its doors compare with no other's."""
+
+    pool: HexId
+    models: Annotated[dict[ModelName, PooledModel], Meta(max_length=MODELS_MAX)]
+
+
+# ---------------------------------------------------------------- a lease → pool, and back
+
+
+class LeaseMsg(Message, frozen=True, tag="lease"):
+    """Book memory for a neighbour: first on its connection, and again after the pool has restarted.
+    `witness`: the name of the file in the pod's directory on which every process of the neighbour
+    holds a shared flock, from before this is sent until it is dead."""
+
+    lease: HexId
+    device: DeviceName
+    size_bytes: Annotated[int, Meta(ge=1, le=BYTES_MAX)]
+    witness: Annotated[str, Meta(pattern="^lease_[0-9a-f]{16}$")]
+    since_ms: Millis
+    priority: Priority = 0
+    command: Annotated[str, Meta(max_length=256)] = ""  # for status: what it is for
+
+
+class LeaseWaitingMsg(Message, frozen=True, tag="lease_waiting"):
+    """Not yet, and why. Sent at every change; a refusal is an error instead."""
+
+    why: Sentence
+
+
+class LeaseGrantedMsg(Message, frozen=True, tag="lease_granted"):
+    """The memory is booked until the witness is free."""
+
+    lease: HexId
+
+
+# ---------------------------------------------------------------- operators → pool, and back
+
+
+class OrderMsg(Message, frozen=True, tag="order"):
+    """What an operator asks of a model. Answered by `ordered` at once: what follows takes its
+    time."""
+
+    model: ModelName
+    order: Order
+    is_forced: bool = False  # unload a pinned model
+
+
+class SetMsg(Message, frozen=True, tag="set"):
+    """Change a setting of a running pool: `value` as in the pool file; None: back to what the file
+    says. `model` None: of the whole pool. Kept over restarts of the pool. Answered by `ordered`."""
+
+    setting: Annotated[str, Meta(min_length=1, max_length=64)]
+    value: Annotated[str, Meta(max_length=64)] | None
+    model: ModelName | None = None
+
+
+class OrderedMsg(Message, frozen=True, tag="ordered"):
+    """The order was taken. `result` is `accepted`, or `already_…` where there is nothing to do."""
+
+    result: Code
+    state: ModelState | None  # of the model, now
+    sentence: Sentence
+
+
+class ExplainMsg(Message, frozen=True, tag="explain"):
+    """Why a model is in its state, and what it waits for; None: all models."""
+
+    model: ModelName | None = None
+
+
+class ExplainedMsg(Message, frozen=True, tag="explained"):
+    document: dict[str, Any]
+
+
+CATALOGUE = Catalogue(*messages_in(globals()), frame_bytes_max=FRAME_BYTES_MAX)

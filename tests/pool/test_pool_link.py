@@ -1,0 +1,102 @@
+"""Goal: a gateway's link to the pool says its demand first, joins changes, and reconnects.
+
+Method: a real server on the real path, which collects what it is sent.
+"""
+
+import asyncio
+
+import pytest
+
+from plumbing.part.paths import pool_socket
+from plumbing.wire.connection import Handler
+from plumbing.wire.server import Server
+from pool.client import ModelDemand, OpenDoor, PoolCallbacks, PooledModel, PoolLink
+from pool.core.states import ModelState
+from pool.messages import CATALOGUE, DoorsMsg
+from tests.helpers import auntil
+
+POOL = "fedcba9876543210"
+
+
+class CollectingPool(Handler):
+    """Keeps every message, and the connection that it came on."""
+
+    def __init__(self, directory):
+        self.conns, self.said = [], []
+        self.server = Server(pool_socket(directory), CATALOGUE, self, service="pool")
+
+    def opened(self, conn):
+        self.conns.append(conn)
+
+    def received(self, conn, message, request_id, fds):
+        self.said.append(message)
+
+    def closed(self, conn, reason):
+        self.conns.remove(conn)
+
+
+@pytest.fixture
+def directory(tmp_path):
+    tmp_path.chmod(0o700)
+    return str(tmp_path)
+
+
+def test_demand_is_first_on_every_connection(directory):
+    asyncio.run(demand_is_first(directory))
+
+
+async def demand_is_first(directory):
+    """Goal: a restarted pool hears the demand of now, and the gateway whose doors it still obeys.
+    Method: doors are sent, the server ends, another one starts."""
+    demand, doors, lost = {"chat": ModelDemand(in_flight=1)}, [], []
+    callbacks = PoolCallbacks(on_doors=doors.append, on_lost=lost.append)
+    link = PoolLink(directory, lambda: demand, callbacks)
+    first = CollectingPool(directory)
+    await first.server.start()
+    running = asyncio.create_task(link.run())
+    try:
+        await auntil(lambda: first.said, "the first demand")
+        assert (first.said[0].pool, first.said[0].models) == ("", demand)
+        said = DoorsMsg(POOL, {"chat": PooledModel(1, OpenDoor("engine-0", 2), ModelState.AWAKE)})
+        first.conns[0].send(said)
+        await auntil(lambda: doors, "the doors")
+        assert doors == [said]
+        assert link.problem is None
+
+        await first.server.close()
+        await auntil(lambda: lost, "the loss")
+        assert link.problem is not None
+        demand["chat"] = ModelDemand(in_flight=2)
+        second = CollectingPool(directory)
+        await second.server.start()
+        await auntil(lambda: second.said, "the demand of the new connection")
+        assert (second.said[0].pool, second.said[0].models) == (POOL, demand)
+        await second.server.close()
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+def test_changes_at_once_are_one_message(directory):
+    asyncio.run(changes_are_one_message(directory))
+
+
+async def changes_are_one_message(directory):
+    """Goal: a burst of requests costs the pool a message, with the last state in it. Method: a
+    thousand changes in one turn of the loop."""
+    demand = {"chat": ModelDemand()}
+    link = PoolLink(directory, lambda: demand)
+    pool = CollectingPool(directory)
+    await pool.server.start()
+    running = asyncio.create_task(link.run())
+    try:
+        await auntil(lambda: pool.said, "the first demand")
+        for number in range(1, 1001):
+            demand["chat"] = ModelDemand(in_flight=number)
+            link.changed()
+        await auntil(lambda: len(pool.said) > 1, "the change")
+        assert [each.models["chat"].in_flight for each in pool.said] == [0, 1000]
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await pool.server.close()

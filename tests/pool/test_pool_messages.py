@@ -1,0 +1,102 @@
+"""Goal: what arrives on the pool's socket is bounded, and the values of the core travel unchanged.
+
+Method: encode and decode with the catalogue, as both ends of a connection do.
+"""
+
+import math
+
+import msgspec
+import pytest
+
+from plumbing.errors import ProtocolError
+from plumbing.wire.limits import FRAME_BYTES_MAX
+from pool import messages as msg
+from pool.core.events import (
+    ModelDemand,
+    OpenDoor,
+    RefusedDoor,
+    Running,
+    ShutDoor,
+    Ticket,
+    TicketKind,
+)
+from pool.core.states import MODELS_MAX, TICKETS_MAX, ModelState
+
+ID = "0123456789abcdef"
+
+
+def travelled(message):
+    return msg.CATALOGUE.decode(msg.CATALOGUE.encode(message, 7), 0)
+
+
+@pytest.mark.parametrize(
+    "door",
+    [
+        OpenDoor("engine-0", 3),
+        ShutDoor(Running.PARK, None, "older requests wait for coder"),
+        RefusedDoor("pool.no_room", "chat is pinned (22 GiB)", None),
+    ],
+)
+def test_doors_arrive_as_the_core_has_set_them(door):
+    said = msg.DoorsMsg(ID, {"chat": msg.PooledModel(5, door, ModelState.AWAKE)})
+    assert travelled(said) == (said, 7)
+
+
+def test_demand_arrives_as_the_gateway_has_it():
+    """Goal: also a keep-alive for ever, and a ticket without a deadline."""
+    tickets = (Ticket(1, 20.5, -1, 99.0, TicketKind.PARKED), Ticket(2, 21.5))
+    demand = ModelDemand(tickets, 3, 1, 20.0, math.inf, 4)
+    said = msg.DemandMsg(ID, ID, {"chat": demand})
+    assert travelled(said) == (said, 7)
+
+
+def test_largest_demand_fits_one_frame():
+    """Goal: a full queue never costs the gateway its connection. Method: a model with as many
+    tickets as one may have, all fields at their longest, and as many other models as there may be
+    with one ticket each."""
+    long = Ticket(2**63 - 1, 1e18, -1000, 1e18, TicketKind.PARKED)
+    full = ModelDemand((long,) * TICKETS_MAX, 2**63 - 1, 2**63 - 1, 1e18, 1e18, 2**63 - 1)
+    name = "m" * 22
+    models = {f"{name}{n:03d}": ModelDemand((long,)) for n in range(MODELS_MAX - 1)}
+    said = msg.DemandMsg(ID, ID, {**models, "full": full})
+    assert len(msg.CATALOGUE.encode(said)) < msg.CATALOGUE.frame_bytes_max <= FRAME_BYTES_MAX
+    assert travelled(said) == (said, 7)
+
+
+def body(**changed):
+    ticket = {"id": 1, "since_ms": 1.0}
+    model = {"tickets": [ticket | changed.pop("ticket", {})]} | changed.pop("model", {})
+    said = {"type": "demand", "id": 1, "gateway": ID, "models": {"chat": model}} | changed
+    return msgspec.msgpack.encode(said)
+
+
+@pytest.mark.parametrize(
+    ("changed", "code"),
+    [
+        ({"ticket": {"since_ms": math.nan}}, "wire.bad_field"),
+        ({"ticket": {"since_ms": -1.0}}, "wire.bad_field"),
+        ({"ticket": {"priority": 1001}}, "wire.bad_field"),
+        ({"ticket": {"id": 2**63}}, "wire.bad_field"),
+        ({"ticket": {"kind": "stolen"}}, "wire.bad_field"),
+        ({"ticket": {"size": 1}}, "wire.unknown_field"),
+        ({"model": {"in_flight": -1}}, "wire.bad_field"),
+        ({"model": {"tickets": [{"id": 1, "since_ms": 1.0}] * 513}}, "wire.bad_field"),
+        ({"model": {"secret": 1}}, "wire.unknown_field"),
+        ({"models": {"m" * 26: {}}}, "wire.bad_field"),
+        ({"models": {f"m{n}": {} for n in range(101)}}, "wire.bad_field"),
+        ({"gateway": "x"}, "wire.bad_field"),
+    ],
+)
+def test_unbounded_demand_is_refused(changed, code):
+    """Goal: a gateway that has gone mad costs its connection. Method: one bad value each."""
+    msg.CATALOGUE.decode(body(), 0)  # what is changed is the fault
+    with pytest.raises(ProtocolError) as refused:
+        msg.CATALOGUE.decode(body(**changed), 0)
+    assert refused.value.code == code
+
+
+@pytest.mark.parametrize("witness", ["witness_engine-0-0123456789abcdef", "lease_../../etc"])
+def test_lease_names_no_file_but_its_own(witness):
+    said = msg.LeaseMsg(ID, "HOST-0", 1, witness, 0.0)
+    with pytest.raises(ProtocolError, match="witness"):
+        travelled(said)
