@@ -54,10 +54,12 @@ class DemandMsg(Message, frozen=True, tag="demand"):
 class PooledModel(Struct, frozen=True, forbid_unknown_fields=True):
     """One model: what the gateway may do with its requests (`SetModelDoor`), and what its users may
     know. `number` is that of the door; `since_ms`: of the state; `memory`: booked bytes by device.
+
+    `door` None: the pool has just started, and does not know yet. What it said before counts.
     """
 
     number: Count
-    door: Door
+    door: Door | None
     state: ModelState
     since_ms: Millis = 0.0
     reason: Sentence = ""

@@ -84,9 +84,11 @@ class DemandCame(PoolEvent, frozen=True):
 
 
 class GatewayGone(PoolEvent, frozen=True):
-    """It is not connected; its requests are, as far as anybody knows, where they were."""
+    """It is not connected; its requests are, as far as anybody knows, where they were. `is_dead`:
+    its process has ended, and so have its requests."""
 
     gateway: str
+    is_dead: bool = False
 
 
 class EngineSaid(PoolEvent, frozen=True):
