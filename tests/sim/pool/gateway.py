@@ -1,0 +1,312 @@
+"""Gateways: a parent that talks to the pool; children that hold requests and obey doors late."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from pool.core.events import (
+    DemandCame,
+    Door,
+    ModelDemand,
+    OpenDoor,
+    RefusedDoor,
+    Running,
+    SetModelDoor,
+    ShutDoor,
+    Ticket,
+    TicketKind,
+)
+from tests.sim.pool.timeline import Line
+
+if TYPE_CHECKING:
+    from tests.sim.pool.engine import Engine
+    from tests.sim.pool.world import World
+
+IN_FLIGHT_MAX = 4  # of one child, for one model
+SHUT = ShutDoor(Running.FINISH, None, "no pool yet")
+
+
+class Kind(Enum):
+    """How a request can be continued."""
+
+    STREAM = "stream"  # parked at a token
+    RETRY = "retry"  # asked again: nothing was delivered
+    NONE = "none"
+
+
+class Request:
+    """One request of one client, from arrival to its only end."""
+
+    def __init__(
+        self, child: Child, number: int, model: str, kind: Kind, needs_ms: float, priority: int
+    ) -> None:
+        self.child, self.id, self.model, self.kind = child, number, model, kind
+        self.left_ms, self.priority = needs_ms, priority
+        self.since_ms = child.world.timeline.now_ms
+        self.came_ms = self.since_ms
+        self.deadline_ms: float | None = None
+        self.ticket = TicketKind.NEW
+        self.has_yielded = False  # it was sent again once for a yield
+        self.engine: Engine | None = None  # that has it
+        self.sent_ms = 0.0
+        self.tries = 0
+        self.has_begun = False  # an engine has accepted it
+        self.outcome = ""
+
+    @property
+    def can_park(self) -> bool:
+        if self.kind is Kind.STREAM:
+            return self.engine is None or self.engine.can_resume
+        return self.kind is Kind.RETRY and not self.has_yielded
+
+    def is_left(self, engine: Engine) -> bool:
+        """Whether its client or its gateway no longer waits for this engine."""
+        return self.engine is not engine
+
+    def answered(self, engine: Engine) -> None:
+        if self.engine is engine:
+            self.child.leave(self)
+            self.end("answered")
+
+    def broken(self, engine: Engine) -> None:
+        """Its engine has died, or did not accept it."""
+        if self.engine is engine:
+            self.child.broken(self)
+
+    def end(self, outcome: str) -> None:
+        assert not self.outcome, f"request {self.id} ends twice: {self.outcome}, {outcome}"
+        self.outcome = outcome
+        self.child.world.law.ended(self)
+
+
+class Lane:
+    """What one child has for one model."""
+
+    def __init__(self) -> None:
+        self.life = self.number = 0  # of which pool, and which of its doors
+        self.door: Door = SHUT
+        self.holder: tuple[Engine, int] | None = None  # the newest grant
+        self.tickets: dict[int, Request] = {}
+        self.running: dict[int, Request] = {}
+
+
+class Child:
+    def __init__(self, world: World, gateway: Gateway) -> None:
+        self.world, self.gateway = world, gateway
+        self.is_alive = True
+        self.lanes = {model: Lane() for model in world.rules}
+
+    # ------------------------------------------------------------------ requests come and go
+
+    def arrive(self, request: Request) -> None:
+        lane = self.lanes[request.model]
+        self.gateway.last_ms[request.model] = self.world.timeline.now_ms
+        if isinstance(lane.door, RefusedDoor):
+            request.end("refused")
+            return
+        self.wait(request)
+        self.dispatch(lane)
+        self.gateway.changed()
+
+    def wait(self, request: Request) -> None:
+        lane = self.lanes[request.model]
+        assert request.id not in lane.tickets, f"request {request.id} has two tickets"
+        assert request.id not in lane.running, f"request {request.id} waits and runs"
+        assert not request.outcome, f"request {request.id} waits although it has ended"
+        lane.tickets[request.id] = request
+
+    def expire(self, request: Request, outcome: str) -> None:
+        """Its client leaves, or its deadline has come."""
+        if request.outcome or not self.is_alive:
+            return
+        if request.engine is not None:
+            if outcome == "expired":
+                return  # a deadline is for waiting
+            self.leave(request)
+        else:
+            del self.lanes[request.model].tickets[request.id]
+        request.end(outcome)
+        self.gateway.changed()
+
+    def leave(self, request: Request) -> None:
+        """It is at no engine any more."""
+        engine = request.engine
+        assert engine is not None
+        lane = self.lanes[request.model]
+        del lane.running[request.id]
+        request.engine = None
+        spent = self.world.timeline.now_ms - request.sent_ms
+        if request.kind is Kind.STREAM:
+            request.left_ms = max(0.0, request.left_ms - spent)
+        self.world.timeline.soon(engine.disconnected, request)
+        self.dispatch(lane)
+        self.gateway.changed()
+
+    def broken(self, request: Request) -> None:
+        """Failover: what can be continued waits for the next engine, at its old place."""
+        self.leave(request)
+        if request.kind is Kind.NONE and request.has_begun:
+            request.end("lost")
+        else:
+            is_begun = request.kind is Kind.STREAM and request.has_begun
+            self.again(request, TicketKind.PARKED if is_begun else request.ticket)
+
+    def again(self, request: Request, ticket: TicketKind) -> None:
+        if ticket is not TicketKind.NEW:
+            request.ticket = ticket
+            request.since_ms = self.world.timeline.now_ms
+        self.wait(request)
+        self.world.timeline.soon(self.dispatch, self.lanes[request.model])
+
+    # ------------------------------------------------------------------ doors
+
+    def obey(self, order: SetModelDoor, life: int) -> None:
+        lane = self.lanes[order.model]
+        if not self.is_alive or (life, order.number) <= (lane.life, lane.number):
+            return
+        lane.life, lane.number, lane.door = life, order.number, order.door
+        match order.door:
+            case OpenDoor():
+                self.dispatch(lane)
+            case ShutDoor(running=running):
+                if running is not Running.FINISH:
+                    self.park(lane)
+                if running is Running.CUT:
+                    self.cut(lane)
+            case RefusedDoor():
+                for request in list(lane.tickets.values()):
+                    del lane.tickets[request.id]
+                    request.end("refused")
+        self.gateway.changed()
+
+    def park(self, lane: Lane) -> None:
+        for request in list(lane.running.values()):
+            if request.can_park:
+                is_begun = request.kind is Kind.STREAM and request.has_begun
+                self.leave(request)
+                request.has_yielded = True
+                self.again(request, TicketKind.PARKED if is_begun else TicketKind.AGAIN)
+
+    def cut(self, lane: Lane) -> None:
+        for request in list(lane.running.values()):
+            self.leave(request)
+            request.end("cut")
+
+    def target(self, lane: Lane) -> Engine | None:
+        """Who is sent requests: the engine of the open door, or a newer holder."""
+        door = lane.door
+        if not lane.life and lane.holder is not None:
+            return lane.holder[0]  # it has never heard of a pool: whoever accepts
+        if not isinstance(door, OpenDoor):
+            return None
+        if lane.holder is not None and lane.holder[1] > door.token:
+            return lane.holder[0]
+        return self.world.engines.get(door.engine)
+
+    def dispatch(self, lane: Lane) -> None:
+        """Parked streams first, then by priority and arrival."""
+        engine = self.target(lane) if lane.tickets and self.is_alive else None
+        if engine is None or not self.world.accepts(engine):
+            return
+        while lane.tickets and len(lane.running) < IN_FLIGHT_MAX:
+            request = min(lane.tickets.values(), key=place)
+            del lane.tickets[request.id]
+            lane.running[request.id] = request
+            self.world.law.sent(request)
+            request.engine, request.sent_ms = engine, self.world.timeline.now_ms
+            request.tries += 1
+            self.world.timeline.soon(engine.receive, request)
+
+
+def place(request: Request) -> tuple[bool, int, int]:
+    return request.ticket is not TicketKind.PARKED, request.priority, request.id
+
+
+class Gateway:
+    """The parent: one picture of all its children."""
+
+    def __init__(self, world: World, name: str, children: int) -> None:
+        self.world, self.name = world, name
+        self.last_ms: dict[str, float] = {}
+        self.children = [Child(world, self) for _ in range(children)]
+        self.up = self.down = Line()
+        self.is_linked = self.is_losing = False
+        self.is_due = False
+
+    def granted(self, model: str, engine: Engine, token: int) -> None:
+        for child in self.children:
+            lane = child.lanes[model]
+            if lane.holder is None or token > lane.holder[1]:
+                lane.holder = (engine, token)
+                child.dispatch(lane)
+
+    def accepting(self, model: str) -> None:
+        """An engine of this model begins to accept."""
+        for child in self.children:
+            child.dispatch(child.lanes[model])
+        self.changed()
+
+    def set_door(self, order: SetModelDoor, life: int) -> None:
+        for child in self.children:
+            self.world.timeline.soon(child.obey, order, life)
+
+    def changed(self) -> None:
+        """Said soon, and once for whatever changes until then."""
+        if self.is_linked and not self.is_due:
+            self.is_due = True
+            self.world.timeline.soon(self.say)
+
+    def say(self) -> None:
+        self.is_due = False
+        if self.is_linked:
+            self.world.timeline.send(self.up, self.world.pool.hear_gateway, self.demand())
+
+    def demand(self) -> DemandCame:
+        """Doors of an earlier pool count for nothing."""
+        models, life = {}, self.world.law.starts
+        for model in self.world.rules:
+            lanes = [child.lanes[model] for child in self.children]
+            tickets = tuple(
+                Ticket(
+                    id=request.id,
+                    since_ms=request.since_ms,
+                    priority=request.priority,
+                    deadline_ms=request.deadline_ms,
+                    kind=request.ticket,
+                )
+                for lane in lanes
+                for request in lane.tickets.values()
+            )
+            running = [request for lane in lanes for request in lane.running.values()]
+            last_ms = self.last_ms.get(model)
+            number = min(lane.number if lane.life == life else 0 for lane in lanes)
+            if tickets or running or number or last_ms is not None:
+                models[model] = ModelDemand(
+                    tickets=tickets,
+                    in_flight=len(running),
+                    cannot_park=sum(not request.can_park for request in running),
+                    last_request_ms=last_ms,
+                    door=number,
+                )
+        return DemandCame(gateway=self.name, models=models)
+
+    def die(self) -> None:
+        """All its clients see their connections end; another one starts without a request."""
+        for child in self.children:
+            child.is_alive = False
+            for lane in child.lanes.values():
+                for request in list(lane.running.values()):
+                    if request.engine is not None:
+                        self.world.timeline.soon(request.engine.disconnected, request)
+                    request.engine = None
+                    request.end("lost")
+                for request in lane.tickets.values():
+                    request.end("lost")
+        self.world.pool.unlink_gateway(self)
+        self.children = [Child(self.world, self) for _ in self.children]
+        self.world.pool.gateway_died(self.name)
+        self.last_ms, self.name = {}, f"{self.name}+"
+        for model, lock in self.world.locks.items():
+            if lock.holder is not None:
+                self.granted(model, lock.holder, lock.token)

@@ -1,0 +1,225 @@
+"""What must always hold in a simulated pool (P1 to P17), as the world sees it.
+
+The law keeps its own books of what the pool has heard and has told; it reads no field of the core
+but its file. Each message of an assertion begins with the invariant's number.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from engine.core.events import State
+from plumbing.part.tier import Tier
+from pool.core.events import (
+    GrantLease,
+    KillEngine,
+    ModelChanged,
+    OpenDoor,
+    PoolEffect,
+    RefusedDoor,
+    SetModelDoor,
+    ShutDoor,
+    TellEngine,
+    TicketKind,
+)
+from pool.core.states import HOST, GoalGeneration, ModelState
+from tests.sim.pool.engine import RANK
+from tests.sim.pool.law_books import Books
+from tests.sim.pool.law_bound import bound_ms
+
+if TYPE_CHECKING:
+    from tests.sim.pool.engine import Engine
+    from tests.sim.pool.gateway import Request
+
+RAISED = (ModelState.LOADING, ModelState.WAKING)
+
+
+class Law(Books):
+    # ------------------------------------------------------------------ what the pool tells
+
+    def told(self, effect: PoolEffect) -> None:
+        match effect:
+            case TellEngine():
+                self.told_goal(effect)
+            case SetModelDoor():
+                self.told_door(effect)
+            case ModelChanged():
+                self.told_state(effect)
+            case GrantLease():
+                lease = self.asked.get(effect.lease) or self.leases.get(effect.lease)
+                assert lease is not None, f"P16: a lease nobody asked for: {effect.lease}"
+                self.leases[effect.lease] = lease
+                self.fits((lease.device,), f"lease {effect.lease} is granted")
+            case KillEngine():
+                self.faulted.add(self.world.engines[effect.engine].model)
+
+    def told_goal(self, effect: TellEngine) -> None:
+        last, now = self.last.get(effect.engine), effect.generation
+        if last is not None:
+            assert not now.is_older(last.generation), (
+                f"P14: {effect.engine} is told {number(now)} after {number(last.generation)}"
+            )
+            if now == last.generation:
+                assert effect.goal is last.goal, f"P14: {number(now)} means two goals"
+                return
+        self.last[effect.engine] = effect
+        self.goals.setdefault(effect.engine, []).append(effect)
+        engine = self.world.engines[effect.engine]
+        before = RANK[last.goal] if last is not None else 0
+        if RANK[effect.goal] > before:
+            rules = self.world.rules[engine.model]
+            self.fits(rules.devices, f"{effect.engine} is told {effect.goal}")
+        if RANK[effect.goal] < RANK[Tier.AWAKE]:
+            self.lowered(engine)
+
+    def lowered(self, engine: Engine) -> None:
+        """P5: an engine that serves is told to rest only when nobody can send it anything."""
+        if engine.state is not State.ACTIVE:
+            return
+        for gateway in self.world.gateways:
+            for child in gateway.children:
+                lane = child.lanes[engine.model]
+                is_shut = bool(lane.life) and not isinstance(lane.door, OpenDoor)
+                assert is_shut, f"P5: {engine.name} rests behind an open door"
+                assert not lane.running, f"P5: {engine.name} rests while a gateway counts requests"
+        assert not engine.requests, f"P5: {engine.name} rests while it counts requests"
+
+    def told_door(self, effect: SetModelDoor) -> None:
+        model, now = effect.model, self.world.timeline.now_ms
+        is_new = effect.number > self.numbers.get(model, 0)
+        assert effect.number >= self.numbers.get(model, 0), f"P14: the door of {model} goes back"
+        was_open = isinstance(self.doors.get(model), OpenDoor)
+        assert is_new or effect.door == self.doors.get(model), (
+            f"P14: {model}: one number, two doors"
+        )
+        self.numbers[model], self.doors[model] = effect.number, effect.door
+        if isinstance(effect.door, OpenDoor):
+            if not was_open:
+                self.opened_ms[model] = now
+        elif was_open and isinstance(effect.door, ShutDoor):
+            self.shut_ms[model] = now
+            self.shut(model, now)
+
+    def shut(self, model: str, now: float) -> None:
+        """An open door is shut: is that policy, and may it be?"""
+        if model in self.faulted or model in self.orders:
+            return
+        assert model not in self.pinned, f"P6: pinned {model} yields"
+        rules = self.world.rules[model]
+        demands = self.of(model)
+        has_work = any(each.in_flight or each.tickets for each in demands)
+        if has_work:
+            age = now - self.opened_ms[model]
+            assert age >= rules.min_runtime_ms, f"P6: {model} yields after {age:.0f} ms of work"
+        others = any(self.is_wanted(other) for other in self.world.rules if other != model)
+        last = max((each.last_request_ms or 0.0 for each in demands), default=0.0)
+        is_idle = not has_work and now - last >= rules.keep_alive_ms
+        waits = self.asked.keys() - self.leases.keys()
+        assert others or is_idle or waits, f"P9: {model} yields to nobody"
+
+    def told_state(self, effect: ModelChanged) -> None:
+        model, old, new = effect.model, effect.old, effect.new
+        self.states[model] = new
+        self.seen.add((old, new))
+        if old is ModelState.PENDING and new in RAISED:
+            self.switches += 1
+            is_asked = self.is_wanted(model) or model in self.faulted or model in self.orders
+            assert is_asked, f"P9: {model} is raised for nobody"
+            self.delays_no_head(model)
+
+    def delays_no_head(self, model: str) -> None:
+        """P17: an older ticket's model, which what is free and leaving would do for, still fits."""
+        now, mine = self.world.timeline.now_ms, self.order_of(model)
+        for other in self.world.rules:
+            order = self.order_of(other)
+            if other == model or order is None or mine is None or order >= mine:
+                continue
+            if other in self.faulted or self.states.get(other) in (*RAISED, ModelState.AWAKE):
+                continue
+            if self.will_fit({other}) and not self.will_fit({other, model}):
+                raise AssertionError(f"P17: {model} takes the room of {other} at {now:.0f}")
+
+    def fits(self, devices: tuple[str, ...], why: str) -> None:
+        """P1: what is used or may be, by the goals that engines have or may still obey."""
+        world = self.world
+        for name in (*devices, HOST):
+            device = world.devices.get(name)
+            if device is None:
+                continue
+            parts = self.may_use(name)
+            outside = self.outside.get(name, device.outside_bytes)
+            margin = 0 if name == HOST else world.pool_rules.margin_bytes
+            total = sum(parts.values()) + outside + margin
+            assert total <= device.total_bytes, (
+                f"P1: {why}, and {name} has {device.total_bytes}: {parts}, outside {outside}"
+            )
+
+    # ------------------------------------------------------------------ what really happens
+
+    def short(self, device: str, what: str) -> None:
+        """P2: somebody finds no room. A device that others use, or wrong estimates, excuse it."""
+        if not self.world.is_excused(device):
+            parts = self.world.devices[device].parts
+            raise AssertionError(f"P2: no room on {device} for {what}: {parts}")
+
+    def active(self, engine: Engine) -> None:
+        others = [
+            other.name
+            for other in self.world.engines.values()
+            if other is not engine and other.model == engine.model
+            if other.state in (State.ACTIVE, State.RELEASING, State.WAKING)
+        ]
+        assert not others, f"P4: {engine.name} and {others} are awake"
+        assert engine.lock.incarnation == engine.incarnation, f"P4: {engine.name} has no lock"
+        for gateway in self.world.gateways:
+            self.world.timeline.soon(gateway.accepting, engine.model)
+
+    def sent(self, request: Request) -> None:
+        lane = request.child.lanes[request.model]
+        assert not lane.life or isinstance(lane.door, OpenDoor), "P5: sent past a shut door"
+        if request.ticket is not TicketKind.PARKED:
+            parked = [r for r in lane.tickets.values() if r.ticket is TicketKind.PARKED]
+            assert not parked, f"P15: request {request.id} is sent before a parked stream"
+        self.waited(request)
+
+    def ended(self, request: Request) -> None:
+        self.outcomes[request.outcome] = self.outcomes.get(request.outcome, 0) + 1
+        if request.outcome == "refused":
+            door = request.child.lanes[request.model].door
+            assert isinstance(door, RefusedDoor), "P3: refused by nobody"
+        if request.outcome in ("expired", "cancelled"):
+            self.waited(request)
+
+    def waited(self, request: Request) -> None:
+        """P7, P15: where nothing fails, every wait is below the bound."""
+        if not self.world.is_calm:
+            return
+        wait = self.world.timeline.now_ms - request.since_ms
+        bound = bound_ms(self.world, request)
+        if bound is None:
+            return
+        self.longest = max(self.longest, wait / bound)
+        name = "P15" if request.ticket is TicketKind.PARKED else "P7"
+        assert wait <= bound, f"{name}: {request.model} waits {wait:.0f} ms, bound {bound:.0f}"
+
+    def granted(self, engine: Engine) -> None:
+        """P12: who is granted the lock and shall be awake wakes, whoever is dead."""
+        if engine.goal is Tier.AWAKE and not engine.is_busy:
+            assert engine.state is not State.RESTING, f"P12: {engine.name} waits for the pool"
+
+    def settled(self) -> None:
+        """P12: whoever stands by for an open door would serve without asking."""
+        for engine in self.world.engines.values():
+            door, last = self.doors.get(engine.model), self.last.get(engine.name)
+            if isinstance(door, OpenDoor) and engine.state is State.STANDBY and engine.is_linked:
+                is_ready = last is not None and last.goal is Tier.AWAKE
+                assert is_ready, f"P12: {engine.name} stands by, and would not serve"
+
+    def check(self) -> None:
+        """After every step of the pool."""
+        for name, device in self.world.devices.items():
+            assert device.used_bytes <= device.total_bytes, f"P2: {name} holds too much"
+
+
+def number(generation: GoalGeneration) -> str:
+    return f"{generation.era}/{generation.start}/{generation.number}"

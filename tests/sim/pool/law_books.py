@@ -1,0 +1,157 @@
+"""What the pool has heard and has told, as its neighbours know it: the law's own books."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from plumbing.part.tier import Tier
+from pool.core.events import (
+    DemandCame,
+    DeviceIs,
+    EngineDead,
+    EngineSaid,
+    LeaseAsked,
+    LeaseOver,
+    ModelDemand,
+    Order,
+    Ordered,
+    PoolEvent,
+    TellEngine,
+)
+from pool.core.states import HOST, EngineSizes, ModelState
+from tests.sim.pool.engine import RANK
+
+if TYPE_CHECKING:
+    from tests.sim.pool.world import World
+
+
+class Books:
+    def __init__(self, world: World) -> None:
+        self.world = world
+        # what the pool has told, ever
+        self.goals: dict[str, list[TellEngine]] = {}  # by engine, not yet known to be superseded
+        self.last: dict[str, TellEngine] = {}
+        self.numbers: dict[str, int] = {}  # of doors
+        self.doors: dict[str, object] = {}
+        self.leases: dict[str, LeaseAsked] = {}  # granted
+        # what this pool has heard
+        self.outside: dict[str, int] = {}
+        self.demand: dict[str, dict[str, ModelDemand]] = {}
+        self.sizes: dict[str, EngineSizes] = dict(world.estimates)
+        self.asked: dict[str, LeaseAsked] = {}
+        self.orders: dict[str, float] = {}  # when a model was last ordered about
+        self.pinned = {name for name, rules in world.rules.items() if rules.is_pinned}
+        self.opened_ms: dict[str, float] = {}
+        self.shut_ms: dict[str, float] = {}
+        self.faulted: set[str] = set()  # models whose engines failed or were killed, ever
+        self.states: dict[str, ModelState] = {}
+        self.seen: set[tuple[str, str]] = set()  # coverage: state and event
+        self.outcomes: dict[str, int] = {}
+        self.switches = self.starts = 0
+        self.longest = 0.0  # wait, as a part of the bound
+
+    # ------------------------------------------------------------------ the pool's life
+
+    def pool_started(self) -> None:
+        self.starts += 1
+        self.demand.clear()
+        self.numbers.clear()
+        self.asked.clear()
+        self.outside.clear()
+        self.states.clear()
+
+    def heard(self, event: PoolEvent) -> None:
+        match event:
+            case DemandCame():
+                self.demand[event.gateway] = dict(event.models)
+            case DeviceIs():
+                self.outside[event.device] = event.outside_bytes
+            case EngineSaid():
+                if event.base_bytes:
+                    self.sizes[event.model] = self.world.sizes[event.model]
+                if event.fault:
+                    self.faulted.add(event.model)
+                told = self.goals.get(event.engine)
+                if told and event.goal_seen is not None:
+                    self.goals[event.engine] = [
+                        order for order in told if not order.generation.is_older(event.goal_seen)
+                    ]
+            case EngineDead():
+                self.faulted.add(self.world.engines[event.engine].model)
+            case Ordered():
+                self.orders[event.model] = self.world.timeline.now_ms
+                if event.order is Order.PIN:
+                    self.pinned.add(event.model)
+                if event.order is Order.UNPIN or event.is_forced:
+                    self.pinned.discard(event.model)
+            case LeaseAsked():
+                self.asked[event.lease] = event
+            case LeaseOver():
+                self.asked.pop(event.lease, None)
+                self.leases.pop(event.lease, None)
+
+    # ------------------------------------------------------------------ what follows from it
+
+    def may_use(self, name: str) -> dict[str, int]:
+        """By part: as large as the pool knows it."""
+        world, device = self.world, self.world.devices[name]
+        parts: dict[str, int] = {}
+        for engine in world.engines.values():
+            sizes, model = self.sizes[engine.model], engine.model
+            goal = max(
+                [RANK[engine.goal], *(RANK[o.goal] for o in self.goals.get(engine.name, ()))]
+            )
+            if goal >= 1 or engine.tree is not None:
+                parts[f"base {engine.name}"] = sizes.base.get(name, 0)
+            if goal >= 2 or ("weights", model) in device.parts:
+                parts[f"weights {model}"] = sizes.weights.get(name, 0)
+            if goal >= 3 or ("kv", model) in device.parts:
+                parts[f"kv {model}"] = sizes.kv.get(name, 0)
+            if name == HOST and ("copy", model) in device.parts:
+                parts[f"copy {model}"] = device.parts["copy", model]
+        for lease, asked in self.leases.items():
+            if asked.device == name:
+                parts[f"lease {lease}"] = asked.bytes
+        return parts
+
+    def order_of(self, model: str) -> tuple[float, float] | None:
+        """Of its first ticket, as the policy sorts; a turn makes what is left of it younger."""
+        now, rules = self.world.timeline.now_ms, self.world.pool_rules
+        drained = self.shut_ms.get(model, 0.0)
+        orders = []
+        for demand in self.of(model):
+            for ticket in demand.tickets:
+                since = max(ticket.since_ms, drained)
+                aged = (now - since) // rules.starve_after_ms
+                orders.append((ticket.priority - aged, since))
+        return min(orders, default=None)
+
+    def will_fit(self, raised: set[str]) -> bool:
+        """Once all that was told to go has gone."""
+        world = self.world
+        for name in {each for model in raised for each in world.rules[model].devices}:
+            device, used = world.devices[name], 0
+            for engine in world.engines.values():
+                sizes, last = self.sizes[engine.model], self.last.get(engine.name)
+                rank = RANK[last.goal] if last is not None else 0
+                if self.states.get(engine.model) is ModelState.DRAINING:
+                    rank = min(rank, RANK[Tier.WARM])
+                if engine.model in raised and engine.name.endswith(".a"):
+                    rank = RANK[Tier.AWAKE]
+                if not engine.name.endswith(".a"):
+                    used += sizes.base.get(name, 0) * (rank > 0)
+                    continue
+                parts = (sizes.base, sizes.weights, sizes.kv)
+                for part in parts[: (0, 1, 2, 3)[rank]]:
+                    used += part.get(name, 0)
+            used += sum(each.bytes for each in self.leases.values() if each.device == name)
+            usable = device.total_bytes - world.pool_rules.margin_bytes
+            if used + self.outside.get(name, 0) > usable:
+                return False
+        return True
+
+    def of(self, model: str) -> list[ModelDemand]:
+        return [models[model] for models in self.demand.values() if model in models]
+
+    def is_wanted(self, model: str) -> bool:
+        return model in self.orders or any(each.tickets for each in self.of(model))

@@ -1,0 +1,241 @@
+"""The pool's process around the real core: connections, effects in order, its file, its deaths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from pool.core.events import (
+    DemandCame,
+    EngineDead,
+    EngineLost,
+    EngineSaid,
+    FreeKv,
+    FreeWeights,
+    GatewayGone,
+    GrantLease,
+    KillEngine,
+    LeaseAsked,
+    LeaseOver,
+    PoolEffect,
+    PoolEvent,
+    PoolTick,
+    RefuseLease,
+    SaveState,
+    SetModelDoor,
+    TellEngine,
+)
+from tests.sim.pool.core_api import Pool, new_pool, restored_pool
+from tests.sim.pool.memory import seen_device, seen_memory
+from tests.sim.pool.timeline import Line
+
+if TYPE_CHECKING:
+    from tests.sim.pool.engine import Engine
+    from tests.sim.pool.gateway import Gateway
+    from tests.sim.pool.world import World
+
+TICK = PoolTick()
+SPINS_MAX = 60  # ticks at one instant
+
+
+class PoolProcess:
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.core: Pool | None = None
+        self.file: Any = None  # the last snapshot on disk
+        self.goals: dict[str, TellEngine] = {}  # said again on every new connection
+        self.doors: dict[str, SetModelDoor] = {}
+        self.lines: dict[str, Line] = {}  # from the lock server, the memory service, the kernel
+        self.dead_gateways: list[str] = []
+        self.dies_before = -1  # which of its next effects it does not perform
+        self.steps = self.spins = 0
+
+    # ------------------------------------------------------------------ its life
+
+    def start(self) -> None:
+        if self.core is not None:
+            return
+        world = self.world
+        now = world.timeline.now_ms
+        self.core = restored_pool(world, self.file, now) if self.file else new_pool(world, now)
+        self.goals, self.doors = {}, {}
+        self.lines = {name: Line() for name in ("locks", "memory", "devices", "witnesses")}
+        world.law.pool_started()
+        for lock in world.locks.values():
+            self.tell_soon(lock.named)
+        for name in world.devices:
+            self.send("devices", seen_device(world, name))
+            self.send("memory", seen_memory(world, name))
+        for engine in world.engines.values():
+            for incarnation in engine.dead:
+                self.watch(engine, incarnation)
+            self.link_soon(engine)
+        for name in self.dead_gateways:
+            self.gateway_died(name)
+        for gateway in world.gateways:
+            self.link_gateway_soon(gateway)
+        for lease in world.leases.values():
+            lease.ask_again()
+
+    def die(self) -> None:
+        if self.core is None:
+            return
+        self.core, self.dies_before = None, -1
+        for line in self.lines.values():
+            line.is_open = False
+        for engine in self.world.engines.values():
+            engine.up.is_open = engine.down.is_open = engine.is_linked = engine.is_losing = False
+        for gateway in self.world.gateways:
+            gateway.up.is_open = gateway.down.is_open = gateway.is_linked = False
+            gateway.is_losing = False
+
+    # ------------------------------------------------------------------ events
+
+    def feed(self, event: PoolEvent) -> None:
+        core = self.core
+        if core is None:
+            return
+        self.steps += 1
+        world = self.world
+        world.law.heard(event)
+        for effect in core.handle(event, world.timeline.now_ms):
+            if self.dies_before == 0:
+                self.die()
+                return
+            self.dies_before -= self.dies_before > 0
+            self.perform(effect)
+        world.law.check()
+
+    def tick(self) -> None:
+        self.feed(TICK)
+        core, now = self.core, self.world.timeline.now_ms
+        is_due = core is not None and core.due_ms is not None and core.due_ms <= now
+        self.spins = self.spins + 1 if is_due else 0
+        assert self.spins < SPINS_MAX, "P11: the pool is due again at once, for ever"
+
+    def perform(self, effect: PoolEffect) -> None:
+        world, timeline = self.world, self.world.timeline
+        world.law.told(effect)
+        match effect:
+            case SaveState():
+                assert self.core is not None
+                self.file = self.core.snapshot()
+            case TellEngine():
+                engine = world.engines[effect.engine]
+                self.goals[effect.engine] = effect
+                world.memory[engine.model].goal_is(effect.goal)
+                if engine.is_linked:
+                    self.tell_goal(engine, effect)
+            case SetModelDoor():
+                self.doors[effect.model] = effect
+                for gateway in world.gateways:
+                    if gateway.is_linked:
+                        timeline.send(gateway.down, gateway.set_door, effect, world.law.starts)
+            case FreeKv() | FreeWeights():
+                timeline.send(self.lines["memory"], world.memory[effect.model].obey, effect)
+            case KillEngine():
+                engine = world.engines[effect.engine]
+                if engine.is_linked:
+                    timeline.send(engine.down, engine.kill, effect.reason)
+            case GrantLease():
+                timeline.soon(world.leases[effect.lease].granted)
+            case RefuseLease():
+                timeline.soon(world.leases[effect.lease].refused)
+
+    def tell_goal(self, engine: Engine, effect: TellEngine) -> None:
+        send = self.world.timeline.send
+        send(engine.down, engine.shall, effect.goal, effect.generation)
+        if self.world.timeline.rng.random() < 0.05:  # a goal may be repeated
+            send(engine.down, engine.shall, effect.goal, effect.generation)
+
+    # ------------------------------------------------------------------ engines
+
+    def link_soon(self, engine: Engine) -> None:
+        self.world.timeline.after(self.world.span("link"), self.link, engine)
+
+    def link(self, engine: Engine) -> None:
+        if self.core is None or engine.is_linked or not engine.is_up or engine.is_losing:
+            return
+        engine.up, engine.down, engine.is_linked = Line(), Line(), True
+        engine.say()
+        if engine.name in self.goals:
+            self.tell_goal(engine, self.goals[engine.name])
+
+    def unlink(self, engine: Engine) -> None:
+        """The connection ends; what was on its way is lost."""
+        if engine.is_linked:
+            engine.is_linked, engine.is_losing = False, True
+            engine.up.is_open = engine.down.is_open = False
+            self.post("witnesses", self.lose, engine)
+
+    def lose(self, engine: Engine) -> None:
+        engine.is_losing = False
+        self.feed(EngineLost(engine.name))
+        self.link_soon(engine)
+
+    def hear_engine(self, engine: Engine, said: EngineSaid) -> None:
+        self.feed(said)
+        if said.incarnation in engine.dead:  # its witness is looked at
+            self.watch(engine, said.incarnation)
+
+    def watch(self, engine: Engine, incarnation: str) -> None:
+        self.send("witnesses", EngineDead(engine.name, incarnation))
+
+    # ------------------------------------------------------------------ gateways
+
+    def link_gateway_soon(self, gateway: Gateway) -> None:
+        self.world.timeline.after(self.world.span("link"), self.link_gateway, gateway)
+
+    def link_gateway(self, gateway: Gateway) -> None:
+        if self.core is None or gateway.is_linked or gateway.is_losing:
+            return
+        gateway.up, gateway.down, gateway.is_linked = Line(), Line(), True
+        gateway.say()
+        for order in self.doors.values():
+            self.world.timeline.send(gateway.down, gateway.set_door, order, self.world.law.starts)
+
+    def unlink_gateway(self, gateway: Gateway) -> None:
+        if gateway.is_linked:
+            gateway.is_linked, gateway.is_losing = False, True
+            gateway.up.is_open = gateway.down.is_open = False
+            self.post("witnesses", self.lose_gateway, gateway, gateway.name)
+
+    def lose_gateway(self, gateway: Gateway, name: str) -> None:
+        """One that is only cut off has what it had."""
+        gateway.is_losing = False
+        self.feed(GatewayGone(name))
+        self.link_gateway_soon(gateway)
+
+    def gateway_died(self, name: str) -> None:
+        """Proven: it has nothing any more."""
+        if name not in self.dead_gateways:
+            self.dead_gateways.append(name)
+        self.send("witnesses", DemandCame(gateway=name, models={}))
+
+    def hear_gateway(self, said: DemandCame) -> None:
+        self.feed(said)
+
+    # ------------------------------------------------------------------ everybody else
+
+    def send(self, line: str, event: PoolEvent) -> None:
+        """A message to the pool, which is lost if it dies before."""
+        self.post(line, self.feed, event)
+
+    def post(self, line: str, what: Callable[..., None], *args: Any) -> None:
+        if self.core is not None:
+            self.world.timeline.send(self.lines[line], what, *args)
+
+    def tell_soon(self, make: Callable[[], PoolEvent]) -> None:
+        self.send("locks", make())
+
+    def memory_changed(self, device: str) -> None:
+        self.send("memory", seen_memory(self.world, device))
+
+    def outside_changed(self, device: str) -> None:
+        self.send("devices", seen_device(self.world, device))
+
+    def lease_asks(self, asked: LeaseAsked) -> None:
+        self.send("witnesses", asked)
+
+    def lease_over(self, lease: str) -> None:
+        self.send("witnesses", LeaseOver(lease))
