@@ -4,6 +4,7 @@ other; both are new at every decision."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import StrEnum
 
 from msgspec import Struct
 
@@ -38,44 +39,64 @@ class ModelRules(Struct, frozen=True):
 
 
 class TicketView(Struct, frozen=True):
-    """Of one model's tickets (or the one of a lease or an order), those that decide: its oldest in
-    the order of the policy."""
+    """Of one model's tickets (or the one of a lease or an order), the one that decides: what
+    `tickets.first_ticket` has chosen. Between models its wait counts from its model's last drain,
+    if it is older than that."""
 
     priority: int
     since_ms: float
     is_parked: bool = False
 
 
+class Leaving(StrEnum):
+    """Why a model is on its way down."""
+
+    HEAD = "head"  # another one's ticket needs its room
+    IDLE = "idle"  # nobody has asked for it
+    ORDER = "order"  # an operator's
+
+
 class ModelView(Struct, frozen=True):
-    """A model, or an engine's floor, as the policy judges it. `needs`: bytes by device, and on
-    `HOST`, in all that the model and its shadow would have booked at a tier."""
+    """A model, or a lease, as the policy judges it. `needs`: bytes by device, and on `HOST`, that
+    the model without its shadow has booked at a tier; a tier that is not named is unknown, and
+    takes the whole of its devices. A granted lease is a pinned model that is awake."""
 
     name: str
     rules: ModelRules
     state: ModelState
     tier: Tier  # what it holds now, or is falling to
     needs: Mapping[Tier, Mapping[str, int]]
-    ticket: TicketView | None  # None: nobody waits for it
-    awake_since_ms: float | None
-    last_request_ms: float
-    in_flight: int
-    cannot_park: int
-    is_raised_for_ticket: bool  # it is on its way up because somebody waits
-    is_loading_again: bool  # after a death
-    has_copy: bool  # so that it can be offloaded
-    shadow: Tier | None  # what its shadow holds
-    switch_ms: float  # the mean cost of waking it, resumed prefill included
-    load_ms: float  # the budget of a raise
-    release_ms: float
+    booked: Mapping[str, int] = {}  # for it without its shadow, and until it is proven to be free
+    ticket: TicketView | None = None  # None: nobody waits for it
+    awake_since_ms: float | None = None
+    asleep_since_ms: float | None = None  # since when it is below awake, at whatever tier
+    last_request_ms: float = 0.0
+    in_flight: int = 0
+    cannot_park: int = 0
+    is_raised_for_ticket: bool = False  # it is on its way up because somebody waits
+    is_loading_again: bool = False  # after a death
+    has_plan: bool = False  # a head that got `Yield`, and is neither raised nor gone since
+    has_copy: bool = False  # so that it can be offloaded
+    leaving: Leaving | None = None  # while it drains, releases or unloads
+    back_off_until_ms: float | None = None  # it has failed, and is not tried before then
+    keep_alive_ms: float | None = None  # as recent requests ask; None: its rules'; inf: for ever
+    shadow: Tier | None = None  # what its shadow holds, or is falling to; None: it has none
+    shadow_bytes: Mapping[str, int] = {}  # that the shadow has booked besides, or would have
+    switch_ms: float = 0.0  # the mean cost of waking it, resumed prefill included
+    load_ms: float = 60_000.0  # the budget of a raise
+    release_ms: float = 0.0
+    is_lease: bool = False
 
 
 class DeviceView(Struct, frozen=True):
-    """`free_bytes` now, in the books; `leaving_bytes`: booked, and on its way out already."""
+    """`free_bytes` now, in the books, the margin and what is outside taken off; it may be negative.
+    `leaving_bytes`: booked, and on its way out already, whoever's it is."""
 
     name: str
     total_bytes: int
     free_bytes: int
-    leaving_bytes: int
+    leaving_bytes: int = 0
+    outside_bytes: int = 0
 
 
 class Raise(Struct, frozen=True):
@@ -99,7 +120,8 @@ class Yield(Struct, frozen=True):
 
 
 class Wait(Struct, frozen=True):
-    """Look again at `until_ms`; None: at the next event. `why`: a sentence for operators."""
+    """Look again at `until_ms`; None: at the next event. `why`: a sentence for operators, which
+    does not change while the reason is the same (so it names no remaining time)."""
 
     until_ms: float | None
     why: str
@@ -115,9 +137,13 @@ Decision = Raise | Yield | Wait | Never
 
 
 class Plan(Struct, frozen=True):
-    """`heads` and backfills by model, in the order of the policy; `rests`: models that go down
-    because nobody has asked for them; `due_ms`: when time alone changes the plan."""
+    """`decisions`: for each model with a ticket that is not awake or on its way up, in the order of
+    the policy. `rests`: models that go down because nobody has asked for them. `unyields`: models
+    whose room no head needs any more, and that still drain. `shadows`: shadows that may be launched
+    now. `due_ms`: when time alone changes the plan."""
 
     decisions: Mapping[str, Decision]
     rests: tuple[Victim, ...] = ()
+    unyields: tuple[str, ...] = ()
+    shadows: tuple[str, ...] = ()
     due_ms: float | None = None

@@ -1,0 +1,101 @@
+"""How long a ticket can wait at most, part by part, so that `explain` can print them.
+
+    max_wait + (D_i + S_i) + Σ_j (W_j + P_j + D_j + S_j) + W_i + starve_after · (p − p_best)
+
+i is the ticket's model, j each model that shares devices with it, also through others. W is the
+budget of a raise, P the protection of a turn, D a drain, S the release of memory. A competitor has
+at most one turn first, since what a yielding model still wants is younger than the ticket; and the
+second term is that of a ticket just behind its own model's barrier. Once the last term is over, no
+later ticket goes before it.
+
+Models that never yield take no turns. The bound is of a ticket whose model fits: it says nothing
+where a lease or a stranger takes the room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from pool.core.victims import protection_ms
+from pool.core.view import ModelView, PoolRules
+
+
+class TurnBound(Struct, frozen=True):
+    """The longest turn of one competitor, from its raise to the proof that its memory is free."""
+
+    model: str
+    raise_ms: float
+    protection_ms: float
+    drain_ms: float  # infinite: requests that cannot be parked are never cut
+    release_ms: float
+
+    @property
+    def total_ms(self) -> float:
+        return self.raise_ms + self.protection_ms + self.drain_ms + self.release_ms
+
+
+class WaitBound(Struct, frozen=True):
+    """The parts of the bound, in the order of the formula."""
+
+    max_wait_ms: float
+    own_drain_ms: float
+    own_release_ms: float
+    turns: tuple[TurnBound, ...]
+    raise_ms: float
+    behind_ms: float  # until no ticket of a better priority goes first any more
+
+    @property
+    def total_ms(self) -> float:
+        own_ms = self.max_wait_ms + self.own_drain_ms + self.own_release_ms + self.raise_ms
+        return own_ms + sum(turn.total_ms for turn in self.turns) + self.behind_ms
+
+
+def drain_ms(model: ModelView) -> float:
+    """Until the last request has ended or is parked; infinite if some can be neither."""
+    if not model.cannot_park:
+        return model.rules.park_ms
+    return float("inf") if model.rules.cut_ms is None else model.rules.cut_ms
+
+
+def bound(name: str, priority: int, models: Sequence[ModelView], rules: PoolRules) -> WaitBound:
+    """Of a ticket of that priority for the model `name`."""
+    sharing = sharing_with(name, models)
+    (model,) = (each for each in models if each.name == name)
+    in_use = [each.rules.priority for each in (model, *sharing)]
+    in_use += [each.ticket.priority for each in (model, *sharing) if each.ticket is not None]
+    behind = max(0, priority - min(in_use))
+    return WaitBound(
+        max_wait_ms=model.rules.max_wait_ms,
+        own_drain_ms=drain_ms(model),
+        own_release_ms=model.release_ms,
+        turns=tuple(
+            TurnBound(
+                each.name,
+                each.load_ms,
+                protection_ms(each, rules),
+                drain_ms(each),
+                each.release_ms,
+            )
+            for each in sharing
+            if not each.rules.is_pinned
+        ),
+        raise_ms=model.load_ms,
+        behind_ms=behind * rules.starve_after_ms,
+    )
+
+
+def sharing_with(name: str, models: Sequence[ModelView]) -> list[ModelView]:
+    """All models that share devices with it, also through others."""
+    (model,) = (each for each in models if each.name == name)
+    devices = {*model.rules.devices}
+    rest = [each for each in models if each.name != name]
+    found: list[ModelView] = []
+    while True:
+        near = [each for each in rest if not devices.isdisjoint(each.rules.devices)]
+        if not near:
+            return sorted(found, key=lambda each: each.name)
+        rest = [each for each in rest if devices.isdisjoint(each.rules.devices)]
+        found += near
+        devices.update(*(each.rules.devices for each in near))

@@ -1,0 +1,313 @@
+"""What should happen next: a pure function of what is so now.
+
+    claims      models with a ticket that are below awake; those whose plan stands first, then by
+                level and age
+    head        a claim that could fit, with no claim before it on its devices: it may evict
+    backfill    any other claim, if it fits into room that no head needs
+
+Nothing is remembered from one call to the next. That a plan stands is the bit `has_plan` of its
+model, which the machine sets when it obeys `Yield`: then the head goes first, whatever came since,
+until it is awake, gone or impossible. A model that is booked and on its way up blocks nobody.
+
+The surprising thing: a claim that cannot fit claims nothing. If only what never yields is in its
+way (pinned models, leases, strangers) its tickets are told so at once; if it is memory that nobody
+can be asked for (of an engine that is lost, say), it waits, and others go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from plumbing.part.tier import Tier
+from pool.core import reasons, victims
+from pool.core.rests import rests_of
+from pool.core.states import HOST, ModelState
+from pool.core.tickets import next_level_ms, order_of
+from pool.core.victims import Head
+from pool.core.view import (
+    Decision,
+    DeviceView,
+    Leaving,
+    ModelView,
+    Never,
+    Plan,
+    PoolRules,
+    Raise,
+    Victim,
+    Wait,
+    Yield,
+)
+
+MAY_BE_RAISED = frozenset(
+    {ModelState.COLD, ModelState.OFFLOADED, ModelState.WARM, ModelState.PENDING}
+)
+_CLAIMS_NOTHING = frozenset({ModelState.AWAKE, ModelState.WAKING, ModelState.FAILED})
+_GOES_DOWN = frozenset({ModelState.DRAINING, ModelState.RELEASING, ModelState.UNLOADING})
+_HAS_SHADOW = frozenset({ModelState.OFFLOADED, ModelState.WARM, ModelState.AWAKE})
+_NEVER_MS = float("inf")
+_BLOCKED = Wait(None, "")
+
+
+def plan(
+    now_ms: float,
+    models: Sequence[ModelView],
+    devices: Mapping[str, DeviceView],
+    rules: PoolRules,
+) -> Plan:
+    """What each claim is to do, and who rests."""
+    return _Planner(now_ms, models, devices, rules).plan()
+
+
+class _Planner:
+    """One call. `free` shrinks as models are raised; `room` is what of it no head needs."""
+
+    def __init__(
+        self,
+        now_ms: float,
+        models: Sequence[ModelView],
+        devices: Mapping[str, DeviceView],
+        rules: PoolRules,
+    ) -> None:
+        self.now_ms, self.models, self.devices, self.rules = now_ms, models, devices, rules
+        self.free = {name: device.free_bytes for name, device in devices.items()}
+        self.room = dict(self.free)
+        self.claimed: dict[str, Head] = {}
+        self.waiting: list[Head] = []  # heads that are not raised in this call
+        self.going: set[str] = set()  # models that a head asks, or will ask
+        self.asked: set[str] = set()
+        self.short_of: set[str] = set()  # devices on which somebody waits for room
+        self.due_ms = float("inf")
+        self.usable = {
+            name: device.total_bytes
+            - device.outside_bytes
+            - (0 if name == HOST else rules.margin_bytes)
+            for name, device in devices.items()
+        }
+        self.held_for_ever = dict.fromkeys(devices, 0)
+        for model in models:
+            for name, size_bytes in reasons.held_for_ever(model).items():
+                self.held_for_ever[name] = self.held_for_ever.get(name, 0) + size_bytes
+
+    def plan(self) -> Plan:
+        decisions: dict[str, Decision] = {}
+        blocked: list[tuple[Head, Head]] = []
+        claims = self._claims()
+        for claim in claims:
+            name = claim.model.name
+            decisions[name] = decision = self._excluded(claim) or _BLOCKED
+            before = self._before(claim)
+            if decision is _BLOCKED and before is None:
+                decisions[name] = self._head(claim)
+            elif decision is _BLOCKED and before is not None:
+                blocked.append((claim, before))
+                self._claim(claim)
+        for claim, before in blocked:
+            decisions[claim.model.name] = self._backfill(claim, before)
+        unyields = self._unyields()
+        rests, rest_due_ms = rests_of(self.models, self.asked, self.now_ms)
+        shadows = self._shadows()
+        due_ms = min(self.due_ms, rest_due_ms, self._order_due_ms(claims))
+        return Plan(decisions, rests, unyields, shadows, None if due_ms == _NEVER_MS else due_ms)
+
+    # ------------------------------------------------------------------ who claims what
+
+    def _claims(self) -> list[Head]:
+        found = []
+        for model in self.models:
+            if model.ticket is None or model.state in _CLAIMS_NOTHING:
+                continue
+            if model.state is ModelState.LOADING and model.is_raised_for_ticket:
+                continue
+            extra = self._extra(model)
+            if model.state is ModelState.LOADING and not extra:
+                continue
+            places = model.rules.devices
+            if HOST in extra and HOST not in places:
+                places = (*places, HOST)
+            order = order_of(model.ticket, self.now_ms, self.rules)
+            found.append(Head(model, model.ticket, order, extra, places))
+        found.sort(key=lambda claim: (not claim.model.has_plan, claim.order, claim.model.name))
+        return found
+
+    def _order_due_ms(self, claims: Sequence[Head]) -> float:
+        """When age alone may put one claim before another: never between equal priorities."""
+        if len({claim.ticket.priority for claim in claims}) < 2:
+            return _NEVER_MS
+        return min(
+            next_level_ms(claim.ticket.since_ms, self.now_ms, self.rules) for claim in claims
+        )
+
+    def _before(self, claim: Head) -> Head | None:
+        """The first claim on one of its devices."""
+        for name in claim.places:
+            if name in self.claimed:
+                return self.claimed[name]
+        return None
+
+    def _claim(self, claim: Head) -> None:
+        for name in claim.places:
+            self.claimed.setdefault(name, claim)
+
+    def _awake(self, model: ModelView) -> Mapping[str, int]:
+        """What it has booked awake; all of its devices if nobody knows."""
+        needs = model.needs.get(Tier.AWAKE)
+        if needs is None:
+            return {name: self.usable.get(name, 0) for name in model.rules.devices}
+        if model.rules.shadow_keeps and model.shadow is Tier.COLD:
+            return _sum(needs, model.shadow_bytes)
+        return needs
+
+    def _extra(self, model: ModelView) -> dict[str, int]:
+        """What is to be booked to raise it; on its way down, on top of where that ends."""
+        held = model.needs.get(model.tier, {}) if model.state in _GOES_DOWN else model.booked
+        return {
+            name: needed - held.get(name, 0)
+            for name, needed in self._awake(model).items()
+            if needed > held.get(name, 0)
+        }
+
+    def _excluded(self, claim: Head) -> Decision | None:
+        """The decision on a claim that can be no head now, whatever is before it."""
+        model = claim.model
+        for name in claim.places:
+            if name not in self.devices:
+                return Wait(None, f"device {name} has not been measured yet")
+        back_off_ms = model.back_off_until_ms
+        if back_off_ms is not None and back_off_ms > self.now_ms:
+            return self._wait(back_off_ms, f"{model.name} has failed and is tried again later")
+        if model.state is ModelState.UNLOADING:
+            return Wait(None, f"{model.name} is being unloaded")
+        own = reasons.held_for_ever(model)
+        awake = self._awake(model)
+        for name in claim.extra:
+            needed = awake[name]
+            others = self.held_for_ever.get(name, 0) - own.get(name, 0)
+            if needed > self.usable.get(name, 0) - others:
+                device, margin_bytes = self.devices[name], self.rules.margin_bytes
+                return Never(reasons.never(model, needed, device, self.models, margin_bytes))
+        return None
+
+    # ------------------------------------------------------------------ heads
+
+    def _head(self, claim: Head) -> Decision:
+        model, extra = claim.model, claim.extra
+        if model.state not in MAY_BE_RAISED:
+            self._reserve(claim, {})
+            return Wait(None, reasons.moving(model))
+        if self._raises(claim, self.free):
+            return Raise()
+        short = {}
+        for name, more in extra.items():
+            missing = more - self.free[name] - self.devices[name].leaving_bytes
+            if missing > 0:
+                short[name] = missing
+        if not short:
+            self._reserve(claim, {})
+            return Yield(())
+        models = self._models_on(short)
+        found = victims.candidates(claim, short, models, self.now_ms, self.rules)
+        ready_ms = victims.ready_ms(found, short)
+        if ready_ms is None:
+            return Wait(None, reasons.stuck(claim, self.free, models))
+        chosen = victims.choose([each for each in found if each.ready_ms <= ready_ms], short)
+        self._reserve(claim, chosen)
+        if ready_ms <= self.now_ms:
+            self.asked.update(victim.model for victim in chosen if not victim.is_shadow)
+            return Yield(tuple(chosen))
+        why = reasons.waiting(claim, self.free, found, chosen, self.rules)
+        return self._wait(None if ready_ms == _NEVER_MS else ready_ms, why)
+
+    def _models_on(self, devices: Collection[str]) -> list[ModelView]:
+        if HOST in devices:
+            return [*self.models]
+        return [
+            model for model in self.models if any(name in devices for name in model.rules.devices)
+        ]
+
+    def _wait(self, until_ms: float | None, why: str) -> Wait:
+        if until_ms is not None:
+            self.due_ms = min(self.due_ms, until_ms)
+        return Wait(until_ms, why)
+
+    def _raises(self, claim: Head, room: Mapping[str, int]) -> bool:
+        """Whether it fits there; then it is booked."""
+        if any(more > room[name] for name, more in claim.extra.items()):
+            return False
+        self._claim(claim)
+        self._take(claim.extra)
+        return True
+
+    def _take(self, extra: Mapping[str, int]) -> None:
+        for name, more in extra.items():
+            self.free[name] -= more
+            self.room[name] -= more
+
+    def _reserve(self, claim: Head, chosen: Mapping[Victim, Mapping[str, int]]) -> None:
+        """Others may have what is left once this head is raised, of what is free already."""
+        self._claim(claim)
+        self.waiting.append(claim)
+        self.going.update(victim.model for victim in chosen)
+        self.short_of.update(claim.places)
+        for name, more in claim.extra.items():
+            freed = sum(each.get(name, 0) for each in chosen.values())
+            coming = self.devices[name].leaving_bytes + freed
+            self.room[name] = min(self.free[name], self.free[name] + coming - more)
+
+    # ------------------------------------------------------------------ the others
+
+    def _backfill(self, claim: Head, before: Head) -> Decision:
+        model = claim.model
+        if model.state not in MAY_BE_RAISED:
+            self.short_of.update(claim.places)
+            return Wait(None, reasons.moving(model))
+        if model.name not in self.going and self._raises(claim, self.room):
+            return Raise(is_backfill=True)
+        self.short_of.update(claim.places)
+        return Wait(None, f"{model.name} is behind {before.model.name}")
+
+    def _unyields(self) -> tuple[str, ...]:
+        """Models that drain though no head needs their room: asked for one that is gone, or resting
+        when a request came."""
+        found = []
+        leaving = {name: device.leaving_bytes for name, device in self.devices.items()}
+        for model in self.models:
+            if model.state is not ModelState.DRAINING or model.name in self.going:
+                continue
+            has_turned = model.leaving is Leaving.IDLE and model.ticket is not None
+            if model.leaving is not Leaving.HEAD and not has_turned:
+                continue
+            kept = model.needs.get(model.tier, {})
+            gives = {name: size - kept.get(name, 0) for name, size in model.booked.items()}
+            if any(self._needs(claim, model, gives, leaving) for claim in self.waiting):
+                continue
+            found.append(model.name)
+            for name, size_bytes in gives.items():
+                leaving[name] = leaving.get(name, 0) - size_bytes
+        return tuple(found)
+
+    def _needs(
+        self, claim: Head, model: ModelView, gives: Mapping[str, int], leaving: Mapping[str, int]
+    ) -> bool:
+        """Whether the head would be short without what this model gives."""
+        return claim.model is not model and any(
+            more > self.free[name] + leaving[name] - gives[name]
+            for name, more in claim.extra.items()
+            if gives.get(name, 0) > 0
+        )
+
+    def _shadows(self) -> tuple[str, ...]:
+        """Cold shadows for which there is room, where nobody waits for any."""
+        found = []
+        for model in self.models:
+            if model.shadow is not Tier.COLD or model.state not in _HAS_SHADOW:
+                continue
+            if model.name in self.asked or not self.short_of.isdisjoint(model.rules.devices):
+                continue
+            if all(more <= self.room.get(name, -1) for name, more in model.shadow_bytes.items()):
+                found.append(model.name)
+                self._take(model.shadow_bytes)
+        return tuple(found)
+
+
+def _sum(some: Mapping[str, int], more: Mapping[str, int]) -> Mapping[str, int]:
+    return {name: some.get(name, 0) + more.get(name, 0) for name in {**some, **more}}

@@ -1,0 +1,123 @@
+"""Why a head waits, in one sentence for operators: what it needs, what is free, who holds the rest.
+
+No sentence names a remaining time: it would be another one at every look. `Wait.until_ms` stands
+beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from plumbing.part.format import duration, size
+from pool.core.states import HOST, ModelState
+from pool.core.victims import Candidate, Head, Obstacle, has_shadow, protection_ms
+from pool.core.view import DeviceView, ModelView, PoolRules, Victim
+
+_HARD_TO_MOVE = frozenset({ModelState.UNLOADING, ModelState.RELEASING, ModelState.FAILED})
+NAMED_MAX = 4  # holders in one sentence: it is read by people
+
+
+def held_for_ever(model: ModelView) -> Mapping[str, int]:
+    """What of it no other model can have: all of a pinned one, and a shadow that is kept."""
+    if not model.rules.is_pinned:
+        return {}
+    if not model.rules.shadow_keeps or not has_shadow(model):
+        return model.booked
+    both = {*model.booked, *model.shadow_bytes}
+    return {name: model.booked.get(name, 0) + model.shadow_bytes.get(name, 0) for name in both}
+
+
+def never(
+    model: ModelView,
+    needed: int,
+    device: DeviceView,
+    models: Sequence[ModelView],
+    margin_bytes: int,
+) -> str:
+    """Only what never yields is in the way."""
+    where = _where(device.name)
+    parts = []
+    for other in models:
+        held = held_for_ever(other).get(device.name, 0) if other is not model else 0
+        if held:
+            verb = "holds" if other.is_lease else "is pinned and holds"
+            parts.append(f"{other.name} {verb} {size(held)}")
+    if len(parts) > NAMED_MAX:
+        parts[NAMED_MAX:] = [f"{len(parts) - NAMED_MAX} more"]
+    if device.outside_bytes:
+        parts.append(f"{size(device.outside_bytes)} are used by programs outside the pool")
+    if device.name != HOST and margin_bytes:
+        parts.append(f"{size(margin_bytes)} are kept free")
+    holders = ", ".join(parts)
+    return (
+        f"{model.name} needs {size(needed)} {where}, which has {size(device.total_bytes)}"
+        f"{': ' if holders else ''}{holders}"
+    )
+
+
+def waiting(
+    head: Head,
+    free: Mapping[str, int],
+    found: Sequence[Candidate],
+    chosen: Collection[Victim],
+    rules: PoolRules,
+) -> str:
+    """Somebody who is needed cannot be asked yet."""
+    names = {victim.model for victim in chosen if not victim.is_shadow}
+    parts = [
+        _obstacle(each, head.model, rules)
+        for each in found
+        if each.obstacle is not Obstacle.NONE and each.model.name in names
+    ]
+    return f"{_wants(head, free)}: {'; '.join(parts[:NAMED_MAX])}"
+
+
+def stuck(head: Head, free: Mapping[str, int], models: Sequence[ModelView]) -> str:
+    """Nobody who could be asked has enough, and it is not held for ever either."""
+    parts = []
+    for other in models:
+        held = sum(other.booked.get(name, 0) for name in head.extra)
+        if held and other.name != head.model.name and other.state in _HARD_TO_MOVE:
+            parts.append(f"{other.name} is {other.state.value} and holds {size(held)}")
+    rest = "; ".join(parts[:NAMED_MAX]) or "the rest is booked by processes that cannot be asked"
+    return f"{_wants(head, free)}: {rest}"
+
+
+def moving(model: ModelView) -> str:
+    """It was asked to make room, or rests, and cannot turn round any more."""
+    match model.state:
+        case ModelState.LOADING:
+            return f"{model.name} is loading"
+        case ModelState.DRAINING:
+            return f"{model.name} has made room and waits for its next turn"
+        case _:
+            return f"memory of {model.name} is being released; then it is its turn again"
+
+
+def _wants(head: Head, free: Mapping[str, int]) -> str:
+    name = max(head.extra, key=lambda each: head.extra[each] - free[each])
+    return (
+        f"{head.model.name} needs {size(head.extra[name])} more {_where(name)}, "
+        f"where {size(max(0, free[name]))} are free"
+    )
+
+
+def _obstacle(each: Candidate, head: ModelView, rules: PoolRules) -> str:
+    name = each.model.name
+    match each.obstacle:
+        case Obstacle.PROTECTED:
+            turn = duration(protection_ms(each.model, rules))
+            return f"{name} has work and is protected for {turn} from when it was awake"
+        case Obstacle.YOUNG:
+            after = duration(head.rules.max_wait_ms)
+            return f"{name} has work, which only a ticket older than {after} may interrupt"
+        case Obstacle.BETTER:
+            return f"{name} has work of a better priority"
+        case Obstacle.RAISED:
+            return f"{name} is {each.model.state.value}, because requests wait for it"
+        case Obstacle.NONE:
+            return f"{name} may be asked"
+
+
+def _where(device: str) -> str:
+    return "in host memory" if device == HOST else f"on device {device}"

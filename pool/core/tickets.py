@@ -1,0 +1,87 @@
+"""Who is before whom: the order of tickets, within a model and between models.
+
+    level = priority − ⌊age ÷ starve_after⌋      the lower one first, then the one that came first
+
+So a better priority is worth a fixed time, and nobody waits behind it for ever. Between models a
+ticket that its model's last turn has not served counts from that turn's drain: with its old age its
+model would get a second turn before others had one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from plumbing.part.tier import Tier
+from pool.core.events import Ticket, TicketKind
+from pool.core.states import ModelState
+from pool.core.view import ModelRules, ModelView, PoolRules, TicketView
+
+LEASE_PREFIX = "lease/"  # no model is called so: a name with a slash is not accepted for one
+
+
+def level_of(priority: int, since_ms: float, now_ms: float, rules: PoolRules) -> int:
+    """The priority that its age has earned it."""
+    return priority - int(max(0.0, now_ms - since_ms) // rules.starve_after_ms)
+
+
+def order_of(ticket: TicketView, now_ms: float, rules: PoolRules) -> tuple[int, float]:
+    """What tickets are sorted by."""
+    return level_of(ticket.priority, ticket.since_ms, now_ms, rules), ticket.since_ms
+
+
+def first_ticket(
+    tickets: Iterable[Ticket], drained_ms: float | None, now_ms: float, rules: PoolRules
+) -> TicketView | None:
+    """The one of a model's tickets that decides for it, as other models see it. `drained_ms`: when
+    its last drain began; None: it had no turn yet."""
+    first: Ticket | None = None
+    first_order = (0, 0.0)
+    floor_ms = float("-inf") if drained_ms is None else drained_ms
+    starve_after_ms = rules.starve_after_ms
+    for ticket in tickets:
+        since_ms = max(floor_ms, ticket.since_ms)
+        age_ms = now_ms - since_ms
+        aged = int(age_ms // starve_after_ms) if age_ms > 0 else 0
+        order = (ticket.priority - aged, since_ms)
+        if first is None or order < first_order:
+            first, first_order = ticket, order
+    if first is None:
+        return None
+    return TicketView(first.priority, first_order[1], first.kind is TicketKind.PARKED)
+
+
+def next_level_ms(since_ms: float, now_ms: float, rules: PoolRules) -> float:
+    """When a ticket of that age counts for more."""
+    levels = int(max(0.0, now_ms - since_ms) // rules.starve_after_ms)
+    return since_ms + (levels + 1) * rules.starve_after_ms
+
+
+def next_change_ms(
+    tickets: Collection[Ticket], drained_ms: float | None, now_ms: float, rules: PoolRules
+) -> float | None:
+    """Not later than when time alone makes another ticket of the model the first one; None: never,
+    because of tickets of one priority the oldest stays first."""
+    if len({ticket.priority for ticket in tickets}) < 2:
+        return None
+    floor_ms = float("-inf") if drained_ms is None else drained_ms
+    return min(next_level_ms(max(ticket.since_ms, floor_ms), now_ms, rules) for ticket in tickets)
+
+
+def lease_view(
+    lease: str, device: str, size_bytes: int, priority: int, since_ms: float, *, is_granted: bool
+) -> ModelView:
+    """A lease as the policy sees it: a model of one tier, which waits like any other, and which
+    nobody can make yield once it is there."""
+    needs = {device: size_bytes}
+    rules = ModelRules(devices=(device,), priority=priority, is_pinned=is_granted)
+    return ModelView(
+        name=LEASE_PREFIX + lease,
+        rules=rules,
+        state=ModelState.AWAKE if is_granted else ModelState.PENDING,
+        tier=Tier.AWAKE if is_granted else Tier.COLD,
+        needs={Tier.COLD: {}, Tier.AWAKE: needs},
+        booked=needs if is_granted else {},
+        ticket=None if is_granted else TicketView(priority, since_ms),
+        awake_since_ms=since_ms if is_granted else None,
+        is_lease=True,
+    )

@@ -1,0 +1,38 @@
+"""Goal: the bound of a wait is the formula of the documentation. Method: small pools, by hand."""
+
+from pool.core.bound import bound, sharing_with
+from tests.pool.core.views import NO_MARGIN, a_model
+
+TIMES = {"load_ms": 1_000.0, "release_ms": 100.0}
+
+
+def test_four_models_on_one_device():
+    """5 s, own drain and release 2.1, three turns of 1 + 10 + 2 + 0.1, own raise 1."""
+    models = [a_model(name, **TIMES) for name in "abcd"]
+    found = bound("a", 0, models, NO_MARGIN)
+    assert [turn.model for turn in found.turns] == ["b", "c", "d"]
+    assert found.total_ms == 5_000 + 2_100 + 3 * 13_100 + 1_000
+
+
+def test_worse_priority_and_requests_that_cannot_be_parked():
+    models = [
+        a_model("a", priority=3, **TIMES),
+        a_model("b", priority=1, cannot_park=1, **TIMES),
+    ]
+    found = bound("a", 3, models, NO_MARGIN)
+    assert found.behind_ms == 2 * 60_000
+    assert found.turns[0].drain_ms == 30_000
+    never_cut = a_model("b", cannot_park=1, rules={"cut_ms": None}, **TIMES)
+    assert bound("a", 3, [models[0], never_cut], NO_MARGIN).total_ms == float("inf")
+
+
+def test_sharing_goes_through_others_and_pinned_models_take_no_turns():
+    models = [
+        a_model("a", on=("0",)),
+        a_model("b", on=("0", "1")),
+        a_model("c", on=("1",)),
+        a_model("far", on=("2",)),
+        a_model("pinned", on=("1",), rules={"is_pinned": True}),
+    ]
+    assert [each.name for each in sharing_with("a", models)] == ["b", "c", "pinned"]
+    assert [turn.model for turn in bound("a", 0, models, NO_MARGIN).turns] == ["b", "c"]

@@ -1,0 +1,86 @@
+"""Models and devices for the policy's tests, in whole GiB: what matters stands in the test."""
+
+from plumbing.part.tier import Tier
+from pool.core.states import ModelState
+from pool.core.view import DeviceView, ModelRules, ModelView, PoolRules, TicketView
+
+GIB = 1 << 30
+NO_MARGIN = PoolRules(margin_bytes=0)
+BELOW = {
+    ModelState.COLD: Tier.COLD,
+    ModelState.OFFLOADED: Tier.OFFLOADED,
+    ModelState.AWAKE: Tier.AWAKE,
+    ModelState.WAKING: Tier.AWAKE,
+    ModelState.LOADING: Tier.COLD,
+    ModelState.UNLOADING: Tier.COLD,
+    ModelState.FAILED: Tier.COLD,
+}
+UP = (ModelState.LOADING, ModelState.WAKING, ModelState.AWAKE)
+
+
+def a_model(
+    name,
+    state=ModelState.WARM,
+    *,
+    base=0,
+    weights=0,
+    kv=10,
+    on=("0",),
+    waits_since=None,
+    priority=0,
+    rules=None,
+    tier=None,
+    shadow_base=0,
+    **more,
+):
+    """A model with its sizes on each of its devices; `waits_since`: when its ticket came."""
+    sizes = {
+        Tier.COLD: 0,
+        Tier.OFFLOADED: base,
+        Tier.WARM: base + weights,
+        Tier.AWAKE: base + weights + kv,
+    }
+    needs = {each: dict.fromkeys(on, size * GIB) for each, size in sizes.items()}
+    tier = BELOW.get(state, Tier.WARM) if tier is None else tier
+    falls = state in (ModelState.DRAINING, ModelState.RELEASING, ModelState.UNLOADING)
+    more.setdefault("booked", needs[Tier.AWAKE] if state in UP or falls else needs[tier])
+    if shadow_base:
+        more.setdefault("shadow", Tier.WARM)
+        more["shadow_bytes"] = dict.fromkeys(on, shadow_base * GIB)
+    if state is ModelState.AWAKE:
+        more.setdefault("awake_since_ms", 0.0)
+    if state in (ModelState.LOADING, ModelState.WAKING):
+        more.setdefault("is_raised_for_ticket", True)
+    ticket = None if waits_since is None else TicketView(priority, waits_since)
+    more.setdefault("has_copy", True)
+    return ModelView(
+        name,
+        ModelRules(devices=tuple(on), priority=priority, **(rules or {})),
+        state,
+        tier,
+        needs,
+        ticket=ticket,
+        **more,
+    )
+
+
+def devices_of(models, totals, *, margin=0, outside=None):
+    """Devices of these sizes, with what the models have booked, and what of it is leaving."""
+    outside = outside or {}
+    found = {}
+    for name, total in totals.items():
+        booked = sum(
+            model.booked.get(name, 0)
+            + (model.shadow_bytes.get(name, 0) if model.shadow not in (None, Tier.COLD) else 0)
+            for model in models
+        )
+        leaving = sum(
+            model.booked.get(name, 0) - model.needs[model.tier].get(name, 0)
+            for model in models
+            if model.state in (ModelState.DRAINING, ModelState.RELEASING, ModelState.UNLOADING)
+        )
+        used = booked + (margin + outside.get(name, 0)) * GIB
+        found[name] = DeviceView(
+            name, total * GIB, total * GIB - used, leaving, outside.get(name, 0) * GIB
+        )
+    return found
