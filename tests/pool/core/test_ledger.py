@@ -1,0 +1,103 @@
+"""Goal: the books add up after every entry, and nothing is booked without room. Method: tables, and
+random entries beside a plain sum (Hypothesis)."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plumbing.errors import InvariantError
+from plumbing.part.tier import Tier
+from pool.core.ledger import Ledger, needs_of
+from pool.core.states import HOST, EngineSizes, EntryKey, EntryKind
+
+KV = EntryKey("0", EntryKind.KV, "a")
+WEIGHTS = EntryKey("1", EntryKind.WEIGHTS, "a")
+
+
+def a_ledger(**totals):
+    ledger = Ledger(margin_bytes=10)
+    for name in ("0", "1"):
+        ledger.set_device(name, 100, 0)
+    for name, total in totals.items():
+        ledger.set_device(name, total, 0)
+    return ledger
+
+
+def test_all_are_booked_or_none():
+    ledger = a_ledger()
+    with pytest.raises(InvariantError):
+        ledger.book({KV: 50, WEIGHTS: 91})
+    assert ledger.entries == {}
+    ledger.book({KV: 50, WEIGHTS: 90})
+    assert (ledger.free_bytes("0"), ledger.free_bytes("1")) == (40, 0)
+
+
+def test_what_leaves_counts_until_it_is_dropped():
+    ledger = a_ledger()
+    ledger.book({KV: 50})
+    ledger.mark_leaving([KV, WEIGHTS])
+    view = ledger.views()["0"]
+    assert (view.free_bytes, view.leaving_bytes) == (40, 50)
+    ledger.mark_staying([KV])
+    assert ledger.views()["0"].leaving_bytes == 0
+    ledger.drop(KV)
+    ledger.drop(KV)
+    assert ledger.free_bytes("0") == 90
+
+
+def test_books_that_were_wrong_say_so():
+    ledger = a_ledger()
+    ledger.settle(KV, 95)
+    ledger.set_device("0", 100, 20)
+    assert ledger.free_bytes("0") == -25
+    assert not ledger.fits({EntryKey("0", EntryKind.BASE, "e"): 1})
+    assert ledger.fits({KV: 95})  # it is there
+
+
+def test_nothing_is_free_where_nobody_has_measured_and_host_memory_has_no_margin():
+    ledger = a_ledger(HOST=100)
+    assert ledger.free_bytes(HOST) == 100
+    assert ledger.free_bytes("9") == 0
+    assert not ledger.fits({EntryKey("9", EntryKind.KV, "a"): 1})
+
+
+def test_file_gives_back_what_was_booked():
+    ledger = a_ledger()
+    ledger.book({KV: 50})
+    ledger.settle(WEIGHTS, 99)
+    other = a_ledger()
+    other.restore(ledger.snapshot())
+    assert other.entries == ledger.entries
+    assert other.free_bytes("1") == ledger.free_bytes("1") == -9
+
+
+KEYS = st.builds(EntryKey, st.sampled_from("01"), st.sampled_from(EntryKind), st.sampled_from("ab"))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), KEYS, st.integers(0, 60))))
+def test_free_is_what_nobody_has_booked(steps):
+    ledger = a_ledger()
+    plain = {}
+    for is_drop, key, size in steps:
+        if is_drop:
+            ledger.drop(key)
+            plain.pop(key, None)
+        elif ledger.fits({key: size}):
+            ledger.book({key: size})
+            plain[key] = size
+        for name in "01":
+            booked = sum(each for key, each in plain.items() if key.device == name)
+            assert ledger.free_bytes(name) == 90 - booked >= 0
+
+
+def test_needs_leave_out_what_nobody_has_measured():
+    sizes = EngineSizes({"0": 1, "1": 1}, {"0": 5, "1": 6}, {"0": 9, "1": 9})
+    assert needs_of(sizes) == {
+        Tier.COLD: {},
+        Tier.OFFLOADED: {"0": 1, "1": 1, HOST: 11},
+        Tier.WARM: {"0": 6, "1": 7, HOST: 11},
+        Tier.AWAKE: {"0": 15, "1": 16, HOST: 11},
+    }
+    assert [*needs_of(None)] == [Tier.COLD]
+    assert [*needs_of(EngineSizes({"0": 1}, {}, {}))] == [Tier.COLD, Tier.OFFLOADED]

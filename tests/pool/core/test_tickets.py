@@ -1,0 +1,45 @@
+"""Goal: who is before whom. Method: tickets of known ages and priorities."""
+
+from pool.core.events import Ticket, TicketKind
+from pool.core.states import ModelState
+from pool.core.tickets import first_ticket, lease_view, level_of, next_change_ms
+from pool.core.view import PoolRules, TicketView
+from tests.pool.core.views import GIB
+
+RULES = PoolRules()
+NOW = 1_000_000.0
+
+
+def test_a_minute_of_waiting_is_worth_one_priority():
+    ages = (0.0, 59_999.0, 60_000.0, 180_000.0)
+    assert [level_of(3, NOW - age, NOW, RULES) for age in ages] == [3, 3, 2, 0]
+    assert level_of(3, NOW + 5.0, NOW, RULES) == 3  # a clock that is ahead earns nothing
+
+
+def test_first_is_the_best_level_and_then_the_oldest():
+    tickets = [Ticket(1, NOW - 10.0, 1), Ticket(2, NOW - 5.0, 0), Ticket(3, NOW - 6.0, 0)]
+    assert first_ticket(tickets, None, NOW, RULES) == TicketView(0, NOW - 6.0)
+    assert first_ticket(tickets, None, NOW + 59_990.0, RULES) == TicketView(1, NOW - 10.0)
+    assert first_ticket([], None, NOW, RULES) is None
+
+
+def test_tickets_that_missed_their_models_last_turn_count_from_its_drain():
+    """Goal: a long queue gives its model no second turn before others had one."""
+    tickets = [Ticket(1, NOW - 500.0), Ticket(2, NOW - 90.0, kind=TicketKind.PARKED)]
+    assert first_ticket(tickets, NOW - 100.0, NOW, RULES) == TicketView(0, NOW - 100.0)
+
+
+def test_change_is_due_only_between_priorities():
+    same = [Ticket(1, NOW - 10.0), Ticket(2, NOW)]
+    assert next_change_ms(same, None, NOW, RULES) is None
+    mixed = [Ticket(1, NOW - 10.0, 1), Ticket(2, NOW)]
+    assert next_change_ms(mixed, None, NOW, RULES) == NOW - 10.0 + 60_000.0
+
+
+def test_lease_waits_like_a_model_and_then_stays():
+    waiting = lease_view("train", "0", 20 * GIB, 1, NOW, is_granted=False)
+    assert (waiting.name, waiting.state) == ("lease/train", ModelState.PENDING)
+    granted = lease_view("train", "0", 20 * GIB, 1, NOW, is_granted=True)
+    assert granted.rules.is_pinned
+    assert granted.booked == {"0": 20 * GIB}
+    assert granted.ticket is None
