@@ -18,7 +18,7 @@ from pool.core.states import HOST, EngineSizes, EntryKey, EntryKind
 from pool.core.view import DeviceView
 
 
-class Ledger:
+class PoolLedger:
     """All entries of the pool. Sums are kept, so that every question is answered at once."""
 
     def __init__(self, margin_bytes: int) -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from plumbing.errors import InvariantError
 from plumbing.part.tier import Tier
-from pool.core.ledger import Ledger, needs_of
+from pool.core.ledger import PoolLedger, needs_of
 from pool.core.states import HOST, EngineSizes, EntryKey, EntryKind
 
 KV = EntryKey("0", EntryKind.KV, "a")
@@ -15,7 +15,7 @@ WEIGHTS = EntryKey("1", EntryKind.WEIGHTS, "a")
 
 
 def a_ledger(**totals):
-    ledger = Ledger(margin_bytes=10)
+    ledger = PoolLedger(margin_bytes=10)
     for name in ("0", "1"):
         ledger.set_device(name, 100, 0)
     for name, total in totals.items():
