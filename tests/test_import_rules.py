@@ -25,6 +25,7 @@ PACKAGES = ("plumbing", "lockserver", "gms", "engine", "gateway", "pool", "under
 PLUMBING = ("plumbing",)
 BASICS = tuple(f"plumbing.{name}" for name in ("errors", "shortage", "text", "__version__"))
 CLIENTS = ("gms.client", "lockserver.client")
+POOL_WORDS = ("pool.core.events", "pool.core.states")  # doors and demand, as both sides see them
 LAYERS = {
     "plumbing": ("plumbing.errors",),
     "plumbing.errors": (),
@@ -38,7 +39,7 @@ LAYERS = {
     "gms": ("gms", *PLUMBING),
     "pool": ("pool", *CLIENTS, *PLUMBING),
     "engine": ("engine", "pool.client", *CLIENTS, *PLUMBING),
-    "gateway": ("gateway", "pool.client", "lockserver.client", *PLUMBING),
+    "gateway": ("gateway", "pool.client", *POOL_WORDS, "lockserver.client", *PLUMBING),
     "understudy": ("understudy", "engine", "gateway", "pool", *CLIENTS, *PLUMBING),
 }
 

@@ -9,7 +9,16 @@ from __future__ import annotations
 import json
 from typing import NamedTuple
 
+from pool.core.events import RefusedDoor
+
 RETRY_AFTER_S = 1  # as the lock server's own 503
+BUSY = (429, 503)  # of answers to ask again for
+STATUS_OF = {"model_not_found": 404}  # of what the pool refuses
+KINDS = {
+    404: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable",
+}
 
 
 class Failure(NamedTuple):
@@ -18,10 +27,11 @@ class Failure(NamedTuple):
     status: int
     code: str
     message: str
+    retry_s: int | None = RETRY_AFTER_S  # None: asking again does not help
 
     @property
     def retry_after_s(self) -> int | None:
-        return RETRY_AFTER_S if self.status == 503 else None
+        return self.retry_s if self.status in BUSY else None
 
 
 def no_engine(waits_for: str) -> Failure:
@@ -30,6 +40,36 @@ def no_engine(waits_for: str) -> Failure:
 
 def resting(why: str) -> Failure:
     return Failure(503, "gateway.resting", f"{why}; retry")
+
+
+def no_model(name: str, known: str) -> Failure:
+    what = f"there is no model {name!r} here" if name else "the request names no model"
+    return Failure(404, "model_not_found", f"{what}; there are {known}")
+
+
+def refused_door(door: RefusedDoor) -> Failure:
+    status = STATUS_OF.get(door.code, 503)
+    return Failure(status, door.code, door.sentence, door.retry_after_s)
+
+
+def queue_full(why: str) -> Failure:
+    return Failure(429, "pool.queue_full", f"{why}; retry later")
+
+
+def not_awake(model: str, waits_for: str, retry_s: int) -> Failure:
+    what = f"{model} is not awake by this request's deadline: {waits_for}; retry"
+    return Failure(503, "pool.not_awake", what, max(RETRY_AFTER_S, retry_s))
+
+
+def busy(model: str, in_flight: int) -> Failure:
+    what = f"{model} works on {in_flight} requests, as many as it may, and others were first; retry"
+    return Failure(503, "pool.busy", what)
+
+
+def cut(model: str, why: str) -> Failure:
+    because = f" ({why})" if why else ""
+    what = f"{model} had to make room for another model{because} before this answer was whole"
+    return Failure(503, "pool.cut", f"{what}; retry")
 
 
 def too_large(body_bytes: int, limit_bytes: int) -> Failure:
@@ -102,10 +142,10 @@ def error_event(failure: Failure, path: str) -> bytes:
 
 def _error(failure: Failure, path: str) -> dict[str, object]:
     if _is_anthropic(path):
-        kind = "overloaded_error" if failure.status == 503 else "api_error"
+        kind = "overloaded_error" if failure.status in BUSY else "api_error"
         text = f"{failure.message} [{failure.code}]"
         return {"type": "error", "error": {"type": kind, "message": text}}
-    kind = "service_unavailable" if failure.status == 503 else "gateway_error"
+    kind = KINDS.get(failure.status, "gateway_error")
     said = {"message": failure.message, "type": kind, "param": None, "code": failure.code}
     return {"error": said}
 

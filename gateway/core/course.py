@@ -10,6 +10,7 @@ from __future__ import annotations
 from gateway.core import answers
 from gateway.core import events as ev
 from gateway.core.attempt import Attempt
+from gateway.core.commons import Numbers
 from gateway.core.desk import Desk
 from gateway.core.events import BreakCause
 from gateway.core.replay import Replay
@@ -33,18 +34,16 @@ BUSY = (429, 503)
 class Course:
     """What attempts report (`attempt.ColdPath`), and what follows for their requests."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: Desk, numbers: Numbers) -> None:
         self.desk = desk
-        self._last_attempt = 0
+        self._numbers = numbers
 
     def ask(self, request: ClientRequest, token: int, hello: Hello, now_ms: float) -> None:
         """Send it to the engine of `hello`, from the start or with its journal."""
         is_resume = request.state is RequestState.PARKED
         self.desk.fire(request, Turn.ASK)
-        self._last_attempt += 1
-        attempt = Attempt(
-            self._last_attempt, request, hello.engine, token, hello.continuation_id, self
-        )
+        number = self._numbers.next()
+        attempt = Attempt(number, request, hello.engine, token, hello.continuation_id, self)
         self.desk.attempts[attempt.number] = request.attempt = attempt
         # An engine that has handed it over does not work on it again, though it may be asked.
         request.is_inside, request.asked_ms = not request.is_handed_over, now_ms
@@ -187,8 +186,9 @@ class Course:
         request.lived_ms = now_ms - request.asked_ms
         if cause is not BreakCause.ERROR_EVENT:
             request.engine_error = b""
-        if cause is BreakCause.HANDED_OVER:
-            request.is_inside, request.is_handed_over = False, True
+        if cause in (BreakCause.HANDED_OVER, BreakCause.YIELDED):  # it is in no engine now
+            request.is_inside = False
+            request.is_handed_over = cause is BreakCause.HANDED_OVER
         self.desk.drop(request)
         if request.state is RequestState.RELAYING:
             self.desk.fail(request, answers.BROKEN, event=request.engine_error)
@@ -221,7 +221,7 @@ class Course:
 
     def _wait_for_grant(self, request: ClientRequest, cause: BreakCause, now_ms: float) -> None:
         """When it may be asked again if the grant stays what it is."""
-        if cause is BreakCause.SUPERSEDED:
+        if cause in (BreakCause.SUPERSEDED, BreakCause.YIELDED):
             request.not_before_ms = now_ms
             return
         request.not_before_ms = now_ms + NEWER_GRANT_MS

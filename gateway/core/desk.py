@@ -14,8 +14,8 @@ from gateway.core import answers
 from gateway.core import events as ev
 from gateway.core.answers import Failure
 from gateway.core.attempt import Attempt
-from gateway.core.census import Totals
-from gateway.core.events import Ending, GatewayEffect, GatewayRules
+from gateway.core.commons import Commons
+from gateway.core.events import Ending, GatewayRules
 from gateway.core.order import WaitingLine
 from gateway.core.request import REQUEST_BYTES, ClientRequest
 from gateway.core.states import RequestState, Turn
@@ -28,16 +28,22 @@ UNSENT = (RequestState.WAITING, RequestState.ASKED, RequestState.ANSWERING)
 class Desk:
     """Owns the requests. `look` is called when another one may have its turn."""
 
-    def __init__(self, rules: GatewayRules, look: Callable[[], None]) -> None:
+    def __init__(self, rules: GatewayRules, look: Callable[[], None], commons: Commons) -> None:
         self.rules = rules
+        self.commons = commons
         self.look = look
         self.requests: dict[int, ClientRequest] = {}
         self.attempts: dict[int, Attempt] = {}  # those that are not over
         self.line = WaitingLine(rules.resumes_max)
-        self.outbox: list[GatewayEffect] = []
-        self.totals = Totals()
-        self.memory_bytes = 0
+        self.outbox = commons.outbox
+        self.totals = commons.totals
         self.resuming = 0  # replays under way
+        commons.requests.append(self.requests)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of all lanes together."""
+        return self.commons.memory_bytes
 
     def add(self, came: ev.RequestCame, now_ms: float) -> ClientRequest:
         request = ClientRequest(
@@ -48,9 +54,9 @@ class Desk:
             is_stream=came.is_stream,
             now_ms=now_ms,
         )
-        weight = self.memory_bytes + REQUEST_BYTES + came.body_bytes
+        weight = self.commons.memory_bytes + REQUEST_BYTES + came.body_bytes
         request.is_lean = weight > self.rules.memory_bytes_max
-        self.memory_bytes += request.weigh()
+        self.commons.memory_bytes += request.weigh()
         self.requests[request.number] = request
         self.line.add(request)
         return request
@@ -109,7 +115,7 @@ class Desk:
         self.line.remove(request)
         self.line.end_trial(request)
         del self.requests[request.number]
-        self.memory_bytes -= request.charged_bytes
+        self.commons.memory_bytes -= request.charged_bytes
         self.totals.requests[ending] += 1
         tokens = request.delivered_tokens
         self.totals.tokens += tokens
@@ -122,12 +128,15 @@ class Desk:
 
     def weigh(self, request: ClientRequest) -> None:
         """Count its memory again, and stay below the cap."""
-        self.memory_bytes += request.weigh()
+        self.commons.memory_bytes += request.weigh()
         if len(request.tokens) > JOURNAL_TOKENS_MAX:
             self._give_journal_up(request, "tokens")
-        while self.memory_bytes > self.rules.memory_bytes_max:
+        while self.commons.memory_bytes > self.rules.memory_bytes_max:
             streams = [
-                each for each in self.requests.values() if each.state is RequestState.STREAMING
+                each
+                for requests in self.commons.requests
+                for each in requests.values()
+                if each.state is RequestState.STREAMING
             ]
             if not streams:
                 return
@@ -138,6 +147,6 @@ class Desk:
         request.forget_answer()
         request.is_lean = True
         change = request.weigh()
-        self.memory_bytes += change
+        self.commons.memory_bytes += change
         self.totals.continuations_lost += 1
         self.outbox.append(ev.ContinuationLost(request.number, reason, -change))

@@ -17,6 +17,7 @@ and an answer that is held whole. It may forget a request after `EndAnswer`, `Ab
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 from http import HTTPStatus
 
@@ -34,6 +35,7 @@ class BreakCause(StrEnum):
     WRONG_TOKEN = "wrong_token"  # a response under another token or engine than the grant's
     SUPERSEDED = "superseded"  # another engine was granted the lock
     HANDED_OVER = "handed_over"  # the engine said `hop.HANDED_OVER`: it parks its streams itself
+    YIELDED = "yielded"  # its model makes room for another one; nothing is wrong with the engine
 
 
 class Ending(StrEnum):
@@ -62,13 +64,19 @@ class GatewayEvent(msgspec.Struct, frozen=True):
 
 
 class RequestCame(GatewayEvent, frozen=True):
-    """A client's request has been read whole."""
+    """A client's request has been read whole. What follows `is_stream` counts in a pool only:
+    `wait_ms`: how long it may wait at most for its model; `keep_alive_ms`: how long the model shall
+    stay awake after it, None: as it is set."""
 
     request: int
     path: str  # without the query
     body_bytes: int
     is_inference: bool  # a known path that may be asked twice: nothing but the answer changes
     is_stream: bool  # the body asks for a stream
+    model: str = ""
+    priority: int = 0  # lower is sooner
+    wait_ms: float = math.inf
+    keep_alive_ms: float | None = None
 
 
 class HeadCame(GatewayEvent, frozen=True):
@@ -122,6 +130,7 @@ class ConnectFailed(GatewayEvent, frozen=True):
 
 class ClientLeft(GatewayEvent, frozen=True):
     request: int
+    model: str = ""
 
 
 class EngineGranted(GatewayEvent, frozen=True):
@@ -130,12 +139,14 @@ class EngineGranted(GatewayEvent, frozen=True):
     engine: str
     token: int
     era: str
+    model: str = ""
 
 
 class NobodyGranted(GatewayEvent, frozen=True):
     """Nobody holds the lock. Answers that are under way go on."""
 
     reason: str
+    model: str = ""
 
 
 class DoorSet(GatewayEvent, frozen=True):
@@ -186,11 +197,15 @@ class WantEngine(GatewayEffect, frozen=True):
     """A request waits behind a door that is not open: tell the parent now. Once for each door."""
 
 
+class DemandChanged(GatewayEffect, frozen=True):
+    """`Lanes.demand` of a model is another one: tell the parent."""
+
+
 class AskEngine(GatewayEffect, frozen=True):
     """Send the request to this engine, on a connection that no other request uses meanwhile.
 
     With a journal it is a resume. The journal is borrowed: it is true until the next event.
-    `Gateway.attempts[attempt]` is the object that the bytes of the answer go through.
+    `Gateway.attempt(attempt)` is the object that the bytes of the answer go through.
     """
 
     request: int

@@ -22,6 +22,7 @@ from gateway.core import answers
 from gateway.core import events as ev
 from gateway.core.attempt import Attempt
 from gateway.core.census import Census, Totals
+from gateway.core.commons import Commons, Numbers
 from gateway.core.course import Course
 from gateway.core.desk import Desk
 from gateway.core.events import BreakCause, GatewayEffect, GatewayEvent, GatewayRules
@@ -35,17 +36,19 @@ CONTINUING = (Continuation.EXACT, Continuation.STATE)
 
 
 class Gateway:
-    """All requests of one child process."""
+    """All requests of one child process; in a pool, those for one model (`lane.py`)."""
 
-    def __init__(self, rules: GatewayRules) -> None:
+    def __init__(
+        self, rules: GatewayRules, commons: Commons | None = None, lane: int = 0, step: int = 1
+    ) -> None:
         self.rules = rules
         self.hello: Hello | None = None  # of the engine that is granted now
-        self._desk = Desk(rules, self._look)
-        self._course = Course(self._desk)
+        self._desk = Desk(rules, self._look, commons or Commons())
+        self._course = Course(self._desk, Numbers(lane, step))
         self._grant: ev.EngineGranted | None = None  # the newest
         self._is_granted = False  # nobody has lost it since
         self._reason = "the lock server has not said yet which engine is active"
-        self._greeting = 0
+        self._greetings = Numbers(lane, step)
         self._greet_ms: float | None = None  # when to greet again,
         self._no_hello = ""  # and why
         self._door = ev.DoorSet(0)
@@ -57,6 +60,9 @@ class Gateway:
     def attempts(self) -> dict[int, Attempt]:
         """Those that are not over."""
         return self._desk.attempts
+
+    def attempt(self, number: int) -> Attempt:
+        return self._desk.attempts[number]
 
     @property
     def outbox(self) -> Sequence[GatewayEffect]:
@@ -80,6 +86,12 @@ class Gateway:
         """
         self._now_ms = now_ms
         self._is_busy = True
+        self._happened(event, now_ms)
+        self._is_busy = False
+        self._look()
+        return self.take()
+
+    def _happened(self, event: GatewayEvent, now_ms: float) -> None:
         match event:
             case ev.RequestCame():
                 self._came(event, now_ms)
@@ -98,9 +110,6 @@ class Gateway:
                 self._pass_time(now_ms)
             case _:
                 self._attempted(event, now_ms)
-        self._is_busy = False
-        self._look()
-        return self.take()
 
     @property
     def needs_ticks(self) -> bool:
@@ -165,19 +174,30 @@ class Gateway:
             return
         if not self._desk.line.waiting:  # nearly always, and looked at four times a request
             return
-        if not self._door.is_open and not self._is_wanted:
-            self._is_wanted = True
-            self._desk.outbox.append(ev.WantEngine())
-        if not self._door.is_open or self.hello is None:
+        if not self._may_ask() or self.hello is None:
             return
         self._is_busy = True
         for request in self._desk.line.due(lambda: self._desk.resuming, self._now_ms):
+            if not self._has_room:
+                break
             failure = self._objection(request, self.hello)
             if failure is not None:
                 self._desk.fail(request, failure)
             else:
                 self._course.ask(request, self._grant.token, self.hello, self._now_ms)
         self._is_busy = False
+
+    def _may_ask(self) -> bool:
+        """Whether the door is open. The parent is told of the first request behind it."""
+        if not self._door.is_open and not self._is_wanted:
+            self._is_wanted = True
+            self._desk.outbox.append(ev.WantEngine())
+        return self._door.is_open
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether the engine takes one more request."""
+        return True
 
     def _objection(self, request: ClientRequest, hello: Hello) -> answers.Failure | None:
         """Why this engine cannot be asked for it, ever."""
@@ -200,6 +220,10 @@ class Gateway:
             return  # said again, or by a lock server that has lost its file and was told of it
         self._supersede(is_death=old is not None, now_ms=now_ms)
         self.hello = None
+        self._meet(grant, now_ms)
+
+    def _meet(self, grant: ev.EngineGranted, now_ms: float) -> None:
+        """Another engine stands here now."""
         self._door, self._is_wanted = ev.DoorSet(grant.token), False
         self._greet(now_ms)
 
@@ -211,13 +235,17 @@ class Gateway:
             return  # only the reason
         self._is_wanted = False
         if door.is_shut:
-            self.hello, self._greet_ms = None, None
-            self._greeting += 1  # what an earlier greeting brings is about the past
+            self._part()
         elif old.is_shut:
             for request in self._desk.line.waiting.values():
                 request.waits_since_ms = now_ms  # until now it waited for a wake, not in vain
             self._begin_anew(is_death=False, now_ms=now_ms)  # while it rests nothing is in it
             self._greet(now_ms)
+
+    def _part(self) -> None:
+        """The engine must be greeted anew before it is asked for anything."""
+        self.hello, self._greet_ms = None, None
+        self._greetings.next()  # what an earlier greeting brings is about the past
 
     def _supersede(self, *, is_death: bool, now_ms: float) -> None:
         """No engine of an older grant says anything any more."""
@@ -248,14 +276,13 @@ class Gateway:
 
     def _greet(self, now_ms: float) -> None:
         assert self._grant is not None
-        self._greeting += 1
         self._greet_ms = None
         self._desk.outbox.append(
-            ev.GreetEngine(self._greeting, self._grant.engine, self._grant.token)
+            ev.GreetEngine(self._greetings.next(), self._grant.engine, self._grant.token)
         )
 
     def _greeted(self, event: ev.HelloCame | ev.HelloFailed, now_ms: float) -> None:
-        if event.greeting != self._greeting or self._grant is None:
+        if event.greeting != self._greetings.last or self._grant is None:
             return
         if isinstance(event, ev.HelloCame):
             hello = event.hello
@@ -265,12 +292,15 @@ class Gateway:
             self._no_hello = f"{hello.engine} answered, under token {hello.token}"
         else:
             self._no_hello = event.reason
-        self._greet_ms = now_ms + GREET_AGAIN_MS
+        self._greet_ms = now_ms + self._greet_again_ms
 
     # ---- time
 
     @property
-    def _hold_ms(self) -> float:
+    def _greet_again_ms(self) -> float:
+        return GREET_AGAIN_MS
+
+    def _hold_ms(self, request: ClientRequest) -> float:
         """How long a request waits for an engine. One that rests and will wake is none that is
         missing, so that time counts from when the door opens."""
         is_resting = self._is_granted and self._door.is_shut and self._door.does_open
@@ -294,7 +324,7 @@ class Gateway:
         for request in list(self._desk.line.waiting.values()):
             is_given_up = request.gives_up_ms is not None
             if request.state is RequestState.WAITING:
-                if now_ms - request.waits_since_ms >= self._hold_ms:
+                if now_ms - request.waits_since_ms >= self._hold_ms(request):
                     self._desk.fail(request, keeps_breaking if is_given_up else self._no_engine)
             elif now_ms - (request.paused_since_ms or 0.0) >= self.rules.park_timeout_ms:
                 timeout_s = self.rules.park_timeout_ms / 1000

@@ -5,6 +5,9 @@
     suspects                      last, one at a time, streams first
     new requests                  oldest first, behind the first two but not behind suspects
 
+In a pool, requests have priorities, and in each queue the one with the smallest `order_key` is
+first: the time when it came, as much later as its priority is worse (`lane.py`).
+
 A *suspect* was in the engine at two deaths and has made fewer than 32 tokens between them, or was
 there for less than ten seconds where its tokens cannot be seen. One that kills engines is among
 them, and whoever was there beside it. Alone, each shows what it is: it makes progress and is
@@ -52,7 +55,9 @@ class WaitingLine:
         self.resumes_max = resumes_max
         self.waiting: dict[int, ClientRequest] = {}
         self.on_trial: ClientRequest | None = None  # the suspect whose turn it is
-        self._queues: dict[Precedence, list[int]] = {rank: [] for rank in Precedence}  # heaps
+        self._queues: dict[Precedence, list[tuple[float, int]]] = {
+            rank: [] for rank in Precedence
+        }  # heaps
         self._delayed: dict[int, ClientRequest] = {}
 
     def add(self, request: ClientRequest) -> None:
@@ -96,16 +101,17 @@ class WaitingLine:
     def _queue_due(self, now_ms: float) -> None:
         for request in [each for each in self._delayed.values() if each.not_before_ms <= now_ms]:
             del self._delayed[request.number]
-            heapq.heappush(self._queues[Precedence.of(request)], request.number)
+            heapq.heappush(self._queues[Precedence.of(request)], request.order_key)
 
     def _first(self, rank: Precedence) -> ClientRequest | None:
         """The oldest of this queue; what is not waiting here any more is thrown away."""
         queue = self._queues[rank]
         while queue:
-            request = self.waiting.get(queue[0])
+            number = queue[0][1]
+            request = self.waiting.get(number)
             if (
                 request is not None
-                and queue[0] not in self._delayed
+                and number not in self._delayed
                 and Precedence.of(request) is rank
             ):
                 return request

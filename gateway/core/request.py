@@ -6,6 +6,7 @@ Only facts, and `fire`, the only way to change the state. What follows from them
 
 from __future__ import annotations
 
+import math
 from array import array
 from typing import Protocol
 
@@ -43,6 +44,7 @@ class ClientRequest:
         *("transcript", "charged_bytes", "held_bytes"),
         *("forgotten_tokens", "replay", "rewriter", "paused_since_ms", "paused_under"),
         *("pauses", "paused_ms", "deaths", "tokens_at_death", "progress_at"),
+        *("priority", "order_key", "wait_ms", "was_requeued"),
     )
 
     def __init__(
@@ -95,6 +97,12 @@ class ClientRequest:
         self.deaths = 0  # of engines that had it, without progress in between
         self.tokens_at_death = 0
         self.progress_at = 0  # tell the desk at so many tokens; 0: never
+
+        self.order_key = (0.0, number)  # the smallest of a queue is asked first
+        # In a pool:
+        self.priority = 0
+        self.wait_ms = math.inf  # for its model, if nothing was sent
+        self.was_requeued = False  # it was sent, and its model had to yield before it was answered
 
     def fire(self, turn: Turn) -> None:
         """Take one turn of the table.

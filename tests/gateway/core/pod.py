@@ -150,13 +150,14 @@ class Pod:
         prompt = str(more.pop("prompt", f"prompt {number}"))
         client = Client(number, kind, prompt, max_tokens, **more)  # type: ignore[arg-type]
         self.clients[number] = client
-        path = PATHS.get(kind, kind)
-        self.handle(
-            ev.RequestCame(
-                number, path, client.body_bytes, path in PATHS.values(), client.is_stream
-            )
-        )
+        self.handle(self._came(client))
         return client
+
+    def _came(self, client: Client) -> ev.RequestCame:
+        path = PATHS.get(client.kind, client.kind)
+        return ev.RequestCame(
+            client.number, path, client.body_bytes, path in PATHS.values(), client.is_stream
+        )
 
     def leave(self, client: Client) -> None:
         client.outcome = "left"
@@ -216,13 +217,16 @@ class Pod:
         client.outcome, client.ended_ms = outcome, self.now_ms
 
     def _greet(self, effect: ev.GreetEngine) -> None:
-        if not self.is_alive or effect.token != self.token:
+        if not self._serves(effect.engine, effect.token):
             self.handle(ev.HelloFailed(effect.greeting, "connection refused"))
             return
-        hello = Hello(effect.engine, self.token, self.continuation_id, self.continuation, 1 << 20)
+        hello = Hello(effect.engine, effect.token, self.continuation_id, self.continuation, 1 << 20)
         self.handle(ev.HelloCame(effect.greeting, hello))
 
     # ---- engines
+
+    def _serves(self, engine: str, token: int) -> bool:
+        return self.is_alive and token == self.token
 
     def _ask(self, effect: ev.AskEngine) -> None:
         client = self.clients[effect.request]
@@ -238,7 +242,7 @@ class Pod:
             client,
             effect.engine,
             effect.token,
-            self.gateway.attempts[effect.attempt],
+            self.gateway.attempt(effect.attempt),
         )
         self.upstreams[effect.attempt] = upstream
         self.asks.append((client, effect.token))
@@ -251,7 +255,7 @@ class Pod:
     def _answer(self, upstream: Upstream, journal: list[int] | None) -> None:
         if not upstream.is_open:
             return
-        if not self.is_alive or upstream.token != self.token:
+        if not self._serves(upstream.engine, upstream.token):
             upstream.is_open = False
             self.handle(ev.ConnectFailed(upstream.attempt))
             return

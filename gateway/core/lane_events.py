@@ -1,0 +1,30 @@
+"""What a lane of a pool is told beside the gateway's own events, and its settings: plain values."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from gateway.core.events import GatewayEvent
+from pool.core.events import Door
+
+# An engine's batch, as vLLM's on small GPUs. What is sent beyond it waits inside of the engine,
+# where it can be neither ordered nor sent again.
+MAX_IN_FLIGHT = 256
+
+
+class LaneRules(Struct, frozen=True):
+    """The settings of one model. Times are in ms."""
+
+    max_in_flight: int = MAX_IN_FLIGHT
+    queue_max: int = 128  # requests that wait for this model, of which nothing was sent
+    wait_ms: float = 300_000.0  # each for so long
+    starve_after_ms: float = 60_000.0  # a request that is so much older is sooner by one priority
+    keep_alive_ms: float = 300_000.0  # of requests that name no other
+
+
+class LaneDoorSet(GatewayEvent, frozen=True):
+    """The pool says what may be done with requests for `model`; repeats change nothing."""
+
+    model: str
+    number: int
+    door: Door
