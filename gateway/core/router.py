@@ -7,6 +7,7 @@ judge, and the gateway changes nothing in it.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -47,11 +48,9 @@ class Router:
 def priority_of(*said: object) -> int:
     """The first of `said` that is a number, within limits."""
     for each in said:
-        try:
-            if each is not None and not isinstance(each, bool):
-                return max(-PRIORITY_MAX, min(PRIORITY_MAX, int(each)))  # type: ignore[call-overload]
-        except (TypeError, ValueError, OverflowError):
-            continue
+        if isinstance(each, int | str | bytes) and not isinstance(each, bool):
+            with contextlib.suppress(ValueError):
+                return max(-PRIORITY_MAX, min(PRIORITY_MAX, int(each)))
     return 0
 
 
