@@ -24,7 +24,8 @@ from contextlib import suppress
 
 from lockserver import flocks
 from lockserver.core.names import PREFIX as PREFIX
-from lockserver.core.names import WitnessFile, WitnessState
+from lockserver.core.names import WitnessFile
+from lockserver.core.names import WitnessState as WitnessState
 from lockserver.core.names import name_of as name_of
 from lockserver.core.names import new_incarnation as new_incarnation
 from plumbing.errors import UnderstudyError

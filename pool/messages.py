@@ -41,11 +41,9 @@ class DemandMsg(Message, frozen=True, tag="demand"):
     would be last in the order of the policy.
 
     `gateway`: this process; a restarted gateway is another one, and what the old one had is gone.
-    `pool`: whose doors `door` counts, from the `doors` that was heard last; "" before the first.
     """
 
     gateway: HexId
-    pool: Annotated[str, Meta(pattern="^([0-9a-f]{16})?$")] = ""
     models: Annotated[dict[ModelName, ModelDemand], Meta(max_length=MODELS_MAX)] = field(
         default_factory=dict
     )
@@ -70,10 +68,8 @@ class PooledModel(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DoorsMsg(Message, frozen=True, tag="doors"):
-    """Pool → gateway: all models. One that is not named does not exist. `pool`: this process of the
-    pool; the numbers of its doors compare with no other's."""
+    """Pool → gateway: all models. One that is not named does not exist."""
 
-    pool: HexId
     models: Annotated[dict[ModelName, PooledModel], Meta(max_length=MODELS_MAX)]
 
 

@@ -15,7 +15,7 @@ from lockserver.server.directory import LockDirectory
 from lockserver.server.event_outbox import EventOutbox
 from lockserver.server.gateway_desk import GatewayDesk, why_idle
 from lockserver.server.metrics import LockMetrics
-from lockserver.server.prober import Prober, ProcessWatch
+from lockserver.server.prober import Prober
 from lockserver.server.remote import Remote
 from lockserver.server.service_desk import ServiceDesk
 from lockserver.server.settings import LockSettings
@@ -27,6 +27,7 @@ from plumbing.service.clock import Clock
 from plumbing.service.events import EventLog
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import Reserve
+from plumbing.wire.process_watch import ProcessWatch
 from plumbing.wire.server import Server
 
 SPARE_FDS = 4  # for a look at a witness, a copy to lend, a new state file: closed again at once

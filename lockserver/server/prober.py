@@ -28,8 +28,6 @@ from lockserver.core.machine import LockMachine
 from lockserver.core.names import WitnessState
 from lockserver.members.leases import Leases
 from lockserver.server.witness_desk import WitnessDesk
-from plumbing.wire.fds import OwnedFd
-from plumbing.wire.peer import Peer, is_gone
 
 DENSE_S = 0.0002
 DENSE_FOR_S = 0.020
@@ -138,42 +136,3 @@ class Prober:
         held = self._witnesses.scan(seal=True, keep=evidence.kept_witnesses(known))
         if held is not None and serves is not None:
             self._feed(DirectoryScanned(frozenset(held), frozenset(serves[0]), sealed))
-
-
-class ProcessWatch:
-    """Calls `on_gone(supervisor)` once when the process behind its pidfd has exited."""
-
-    def __init__(self, on_gone: Callable[[str], None]) -> None:
-        self._on_gone = on_gone
-        self._loop = asyncio.get_running_loop()
-        self._pidfds: dict[str, OwnedFd] = {}
-
-    def watch(self, supervisor: str, peer: Peer) -> None:
-        """Watch the peer's pidfd (takes it), if it has one, instead of the last one."""
-        pidfd = peer.take_pidfd()
-        if pidfd is None:
-            return
-        self.forget(supervisor)
-        self._pidfds[supervisor] = pidfd
-        self._loop.add_reader(pidfd.fileno(), self._readable, supervisor)
-
-    def look(self, supervisor: str) -> None:
-        """Check now: its connection has closed, which usually means that the process has exited."""
-        pidfd = self._pidfds.get(supervisor)
-        if pidfd is not None and is_gone(pidfd.fileno()):
-            self._readable(supervisor)
-
-    def forget(self, supervisor: str) -> None:
-        """Stop watching; harmless if it is not watched."""
-        pidfd = self._pidfds.pop(supervisor, None)
-        if pidfd is not None:
-            self._loop.remove_reader(pidfd.fileno())
-            pidfd.close()
-
-    def close(self) -> None:
-        for supervisor in tuple(self._pidfds):
-            self.forget(supervisor)
-
-    def _readable(self, supervisor: str) -> None:
-        self.forget(supervisor)
-        self._on_gone(supervisor)

@@ -67,7 +67,6 @@ class PoolLink(Handler):
         self.problem: str | None = "not connected yet"  # why the pool cannot be heard
         self._path = pool_socket(directory)
         self._demand, self._callbacks = demand, callbacks
-        self._pool = ""  # whose doors were heard last
         self._conn: Connection | None = None
         self._ended = asyncio.Event()
         self._due: asyncio.TimerHandle | None = None
@@ -102,7 +101,7 @@ class PoolLink(Handler):
         self._due = None
         if self._conn is not None:
             self._next_s = asyncio.get_running_loop().time() + DEMAND_S
-            self._conn.send(DemandMsg(self.gateway, self._pool, dict(self._demand())))
+            self._conn.send(DemandMsg(self.gateway, dict(self._demand())))
 
     def _forget_conn(self) -> None:
         self._conn = None
@@ -123,7 +122,7 @@ class PoolLink(Handler):
         close_all(fds)
         match message:
             case DoorsMsg():
-                self.problem, self._pool = None, message.pool
+                self.problem = None
                 self._callbacks.on_doors(message)
             case FaultMsg():
                 self.problem = message.message

@@ -6,9 +6,9 @@ import asyncio
 import os
 import subprocess
 
-from lockserver.server.prober import ProcessWatch
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.peer import Peer
+from plumbing.wire.process_watch import ProcessWatch
 from tests.helpers import auntil
 
 SUPERVISOR = "0123456789abcdef"

@@ -15,8 +15,6 @@ from pool.core.states import ModelState
 from pool.messages import CATALOGUE, DoorsMsg
 from tests.helpers import auntil
 
-POOL = "fedcba9876543210"
-
 
 class CollectingPool(Handler):
     """Keeps every message, and the connection that it came on."""
@@ -46,8 +44,8 @@ def test_demand_is_first_on_every_connection(directory):
 
 
 async def demand_is_first(directory):
-    """Goal: a restarted pool hears the demand of now, and the gateway whose doors it still obeys.
-    Method: doors are sent, the server ends, another one starts."""
+    """Goal: a restarted pool hears the demand of now. Method: doors are sent, the server ends,
+    another one starts."""
     demand, doors, lost = {"chat": ModelDemand(in_flight=1)}, [], []
     callbacks = PoolCallbacks(on_doors=doors.append, on_lost=lost.append)
     link = PoolLink(directory, lambda: demand, callbacks)
@@ -56,8 +54,8 @@ async def demand_is_first(directory):
     running = asyncio.create_task(link.run())
     try:
         await auntil(lambda: first.said, "the first demand")
-        assert (first.said[0].pool, first.said[0].models) == ("", demand)
-        said = DoorsMsg(POOL, {"chat": PooledModel(1, OpenDoor("engine-0", 2), ModelState.AWAKE)})
+        assert first.said[0].models == demand
+        said = DoorsMsg({"chat": PooledModel(1, OpenDoor("engine-0", 2), ModelState.AWAKE)})
         first.conns[0].send(said)
         await auntil(lambda: doors, "the doors")
         assert doors == [said]
@@ -70,7 +68,7 @@ async def demand_is_first(directory):
         second = CollectingPool(directory)
         await second.server.start()
         await auntil(lambda: second.said, "the demand of the new connection")
-        assert (second.said[0].pool, second.said[0].models) == (POOL, demand)
+        assert second.said[0].models == demand
         await second.server.close()
     finally:
         running.cancel()

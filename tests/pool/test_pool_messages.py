@@ -38,7 +38,7 @@ def travelled(message):
     ],
 )
 def test_doors_arrive_as_the_core_has_set_them(door):
-    said = msg.DoorsMsg(ID, {"chat": msg.PooledModel(5, door, ModelState.AWAKE)})
+    said = msg.DoorsMsg({"chat": msg.PooledModel(5, door, ModelState.AWAKE)})
     assert travelled(said) == (said, 7)
 
 
@@ -46,7 +46,7 @@ def test_demand_arrives_as_the_gateway_has_it():
     """Goal: also a keep-alive for ever, and a ticket without a deadline."""
     tickets = (Ticket(1, 20.5, -1, 99.0, TicketKind.PARKED), Ticket(2, 21.5))
     demand = ModelDemand(tickets, 3, 1, 20.0, math.inf, 4)
-    said = msg.DemandMsg(ID, ID, {"chat": demand})
+    said = msg.DemandMsg(ID, {"chat": demand})
     assert travelled(said) == (said, 7)
 
 
@@ -58,7 +58,7 @@ def test_largest_demand_fits_one_frame():
     full = ModelDemand((long,) * TICKETS_MAX, 2**63 - 1, 2**63 - 1, 1e18, 1e18, 2**63 - 1)
     name = "m" * 22
     models = {f"{name}{n:03d}": ModelDemand((long,)) for n in range(MODELS_MAX - 1)}
-    said = msg.DemandMsg(ID, ID, {**models, "full": full})
+    said = msg.DemandMsg(ID, {**models, "full": full})
     assert len(msg.CATALOGUE.encode(said)) < msg.CATALOGUE.frame_bytes_max <= FRAME_BYTES_MAX
     assert travelled(said) == (said, 7)
 
