@@ -119,10 +119,12 @@ class EngineLost(PoolEvent, frozen=True):
 
 
 class EngineDead(PoolEvent, frozen=True):
-    """The witness of this incarnation is free: all its processes are dead."""
+    """The witness of this incarnation is free: all its processes are dead. With `asked`, the answer
+    to `AskWitness`: so is every witness that this engine has left; the incarnation is ""."""
 
     engine: str
     incarnation: str
+    asked: int = 0
 
 
 class HolderNamed(PoolEvent, frozen=True):
@@ -135,12 +137,17 @@ class HolderNamed(PoolEvent, frozen=True):
 
 
 class MemoryIs(PoolEvent, frozen=True):
-    """What the memory service holds on one device, by model; what is not named is free."""
+    """What the memory service holds on one device, by model; what is not named is free.
+
+    It may be older than what an engine has taken since, so free memory is proven only by what was
+    looked at after a question: `asked` has the number of the newest `AskMemory` for each model that
+    this answers, or that an earlier one of this device has answered."""
 
     device: str
     weights_bytes: Mapping[str, int]
     kv_bytes: Mapping[str, int]
     copy_bytes: Mapping[str, int]  # for the device `HOST` only
+    asked: Mapping[str, int] = {}
 
 
 class DeviceIs(PoolEvent, frozen=True):
@@ -252,6 +259,22 @@ class FreeWeights(PoolEffect, frozen=True):
 
     model: str
     and_copy: bool
+
+
+class AskMemory(PoolEffect, frozen=True):
+    """Look at what the memory service holds of this model, on each of its devices and on `HOST`,
+    and answer with `MemoryIs`."""
+
+    model: str
+    number: int
+
+
+class AskWitness(PoolEffect, frozen=True):
+    """Its supervisor obeys a goal of cold. Answer with `EngineDead` once no process of any of its
+    incarnations is alive, however long that takes."""
+
+    engine: str
+    number: int
 
 
 class KillEngine(PoolEffect, frozen=True):

@@ -1,0 +1,234 @@
+"""What is booked for a model, when, and what proves that it has left.
+
+Owns the ledger and the word of the memory service. An entry enters before anybody is told to take
+memory. It leaves on three proofs, in this order:
+
+1. every engine of the model obeys the lower goal, by its own word. A death is no proof of that: a
+   supervisor that has not seen the goal launches again with the old one;
+2. a question is asked after that. What was said before may be older than what was taken since;
+3. the answer says that nothing is held: the kernel's for the base of an engine (`AskWitness`), the
+   memory service's for the rest (`AskMemory`).
+
+Must not know of states, tickets or doors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from plumbing.part.tier import Tier
+from pool.core.events import (
+    AskMemory,
+    AskWitness,
+    DeviceIs,
+    FreeKv,
+    FreeWeights,
+    MemoryIs,
+    PoolEffect,
+)
+from pool.core.known import KnownEngine, KnownModel
+from pool.core.ledger import PoolLedger
+from pool.core.model import lower
+from pool.core.model_table import RANK
+from pool.core.states import HOST, EngineSizes, EntryKey, EntryKind
+
+Entries = dict[EntryKey, int]
+
+
+class Books:
+    """The ledger, and what is proven."""
+
+    def __init__(self, margin_bytes: int, devices: tuple[str, ...]) -> None:
+        """`devices`: all of the pool, with `HOST` if there is host memory for copies."""
+        self.ledger = PoolLedger(margin_bytes)
+        self.devices = devices
+        self.memory: dict[str, MemoryIs] = {}
+        self.number = 0  # of the last question
+
+    # ------------------------------------------------------------------ what a model needs
+
+    def is_known(self, device: str) -> bool:
+        """Whether what is there has been heard since the pool has started."""
+        is_counted = device not in self.devices or device in self.ledger.totals
+        return is_counted and (device not in self.devices or device in self.memory)
+
+    def copies(self, known: KnownModel) -> bool:
+        """Whether its weights are copied to host memory, which happens after its first load."""
+        sizes, total = known.sizes, self.ledger.totals.get(HOST, 0)
+        return sizes is not None and 0 < sum(sizes.weights.values()) <= total
+
+    def entries_at(
+        self, known: KnownModel, tier: Tier, engines: tuple[KnownEngine, ...] | None = None
+    ) -> Entries:
+        """All that `known` has booked at a tier, with those of its `engines` that may go there."""
+        sizes, name = known.sizes, known.name
+        engines = known.engines if engines is None else engines
+        up = [each for each in engines if lower(each.cap, tier) is not Tier.COLD]
+        entries: Entries = {}
+        if not up:
+            return entries
+        if sizes is None:
+            sizes = self._whole(known)
+        for device in known.rules.devices:
+            for engine in up:
+                entries[EntryKey(device, EntryKind.BASE, engine.name)] = sizes.base.get(device, 0)
+            if RANK[tier] >= RANK[Tier.WARM]:
+                key = EntryKey(device, EntryKind.WEIGHTS, name)
+                entries[key] = sizes.weights.get(device, 0)
+            if tier is Tier.AWAKE:
+                entries[EntryKey(device, EntryKind.KV, name)] = sizes.kv.get(device, 0)
+        if self.copies(known):
+            entries[EntryKey(HOST, EntryKind.COPY, name)] = sum(sizes.weights.values())
+        return entries
+
+    def _whole(self, known: KnownModel) -> EngineSizes:
+        """Of a model whose size nobody knows: all of its devices, for its first engine."""
+        ledger = self.ledger
+        whole = {
+            d: max(0, ledger.usable_bytes(d)) for d in known.rules.devices if d in ledger.totals
+        }
+        return EngineSizes(base=whole, weights={}, kv={}, is_estimated=True)
+
+    def booked(self, known: KnownModel) -> Entries:
+        """All lines of this model and of its engines."""
+        entries = self.ledger.entries
+        return {key: entries[key] for key in self._keys(known) if key in entries}
+
+    def _keys(self, known: KnownModel) -> Iterator[EntryKey]:
+        for device in known.rules.devices:
+            for engine in known.engines:
+                yield EntryKey(device, EntryKind.BASE, engine.name)
+            yield EntryKey(device, EntryKind.WEIGHTS, known.name)
+            yield EntryKey(device, EntryKind.KV, known.name)
+        yield EntryKey(HOST, EntryKind.COPY, known.name)
+
+    def book(self, entries: Entries) -> bool:
+        """Book what is missing of these, all or nothing; whether there was room."""
+        missing = {
+            key: size
+            for key, size in entries.items()
+            if size > self.ledger.entries.get(key, -1) or key in self.ledger.leaving
+        }
+        if not self.ledger.fits(missing):
+            return False
+        self.ledger.book(missing)
+        return True
+
+    # ------------------------------------------------------------------ what is said
+
+    def hear_device(self, event: DeviceIs) -> None:
+        self.ledger.set_device(event.device, event.total_bytes, event.outside_bytes)
+
+    def hear_memory(self, event: MemoryIs, models: Mapping[str, KnownModel]) -> None:
+        """What is held is booked, whatever there is room for."""
+        self.memory[event.device] = event
+        for kind, sizes in self._held(event):
+            for name, size_bytes in sizes.items():
+                key = EntryKey(event.device, kind, name)
+                if name in models and size_bytes > self.ledger.entries.get(key, 0):
+                    self.ledger.settle(key, size_bytes)
+
+    @staticmethod
+    def _held(event: MemoryIs) -> Iterator[tuple[EntryKind, Mapping[str, int]]]:
+        yield EntryKind.WEIGHTS, event.weights_bytes
+        yield EntryKind.KV, event.kv_bytes
+        yield EntryKind.COPY, event.copy_bytes
+
+    def learn_sizes(self, known: KnownModel) -> None:
+        """Take what its engines have measured; what is booked for their goals follows."""
+        words = [engine.said for engine in known.engines if engine.said is not None]
+        measured = [said for said in words if said.base_bytes]
+        if not measured:
+            return
+        before = known.sizes or EngineSizes({}, {}, {})
+        sizes = EngineSizes(
+            base=_largest([said.base_bytes for said in measured]),
+            weights=_largest([said.weights_bytes for said in measured]) or before.weights,
+            kv=_largest([said.kv_bytes for said in measured]) or before.kv,
+        )
+        if sizes == known.sizes:
+            return
+        known.sizes = sizes
+        for key, size_bytes in self.entries_at(known, Tier.AWAKE).items():
+            if key in self.ledger.entries:
+                held = self._bytes_held(key)
+                self.ledger.settle(key, max(size_bytes, held))
+
+    def book_living(self, known: KnownModel) -> None:
+        """An engine that lives has its base, whoever has launched it."""
+        for engine in known.living():
+            for key, size_bytes in self.entries_at(known, Tier.OFFLOADED, (engine,)).items():
+                if key.kind is EntryKind.BASE and key not in self.ledger.entries:
+                    self.ledger.settle(key, size_bytes)
+
+    # ------------------------------------------------------------------ what leaves
+
+    def let_go(self, known: KnownModel, wanted: Entries) -> Iterator[PoolEffect]:
+        """Drop what is booked, not wanted, and proven to be free; ask for the proofs."""
+        leaving = [key for key in self.booked(known) if key not in wanted]
+        self.ledger.mark_leaving(leaving)
+        if not leaving:
+            known.asked, known.asked_for = None, frozenset()
+            return
+        yield from self._ask_witnesses(known, leaving)
+        ready = frozenset(key for key in leaving if self._may_be_free(known, key))
+        if ready - known.asked_for:
+            self.number += 1
+            known.asked, known.asked_for = self.number, ready
+            if any(key.kind is EntryKind.KV for key in ready):
+                yield FreeKv(known.name)
+            if any(key.kind is EntryKind.COPY for key in ready) or (
+                all(engine.is_gone for engine in known.engines)
+            ):
+                yield FreeWeights(known.name, and_copy=True)
+            yield AskMemory(known.name, self.number)
+        else:
+            known.asked_for = ready
+        for key in ready:
+            if self._is_free(known, key):
+                self.ledger.drop(key)
+
+    def _ask_witnesses(self, known: KnownModel, leaving: list[EntryKey]) -> Iterator[PoolEffect]:
+        names = {key.owner for key in leaving if key.kind is EntryKind.BASE}
+        for engine in known.engines:
+            if engine.name not in names or engine.goal is not Tier.COLD or not engine.has_obeyed:
+                continue
+            if engine.is_gone:
+                for key in leaving:
+                    if key.kind is EntryKind.BASE and key.owner == engine.name:
+                        self.ledger.drop(key)
+            elif engine.asked is None:
+                self.number += 1
+                engine.asked = self.number
+                yield AskWitness(engine.name, self.number)
+
+    def _may_be_free(self, known: KnownModel, key: EntryKey) -> bool:
+        """Whether none of its engines has it or is going to take it."""
+        match key.kind:
+            case EntryKind.KV:
+                return all(engine.is_without_kv for engine in known.engines)
+            case EntryKind.WEIGHTS:
+                return all(engine.is_without_weights for engine in known.engines)
+            case EntryKind.COPY:
+                return all(engine.is_gone for engine in known.engines)
+            case _:
+                return False
+
+    def _is_free(self, known: KnownModel, key: EntryKey) -> bool:
+        memory = self.memory.get(key.device)
+        if memory is None or known.asked is None:
+            return False
+        return memory.asked.get(known.name, 0) >= known.asked and not self._bytes_held(key)
+
+    def _bytes_held(self, key: EntryKey) -> int:
+        memory = self.memory.get(key.device)
+        if memory is None:
+            return 0
+        for kind, sizes in self._held(memory):
+            if kind is key.kind:
+                return sizes.get(key.owner, 0)
+        return 0
+
+
+def _largest(found: list[Mapping[str, int]]) -> dict[str, int]:
+    return {name: max(each.get(name, 0) for each in found) for each in found for name in each}

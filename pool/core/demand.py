@@ -1,0 +1,61 @@
+"""What all gateways have: tickets and requests in flight, by model.
+
+A gateway that is not connected keeps what it has said: its requests are, as far as anybody knows,
+where they were. One of another name takes its place: a pod has one service address, so a new
+gateway means that the old one is no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from pool.core.events import DemandCame, ModelDemand, Ticket
+
+NOTHING = ModelDemand()
+
+
+class Demand:
+    """The last word of every gateway."""
+
+    def __init__(self) -> None:
+        self._said: dict[str, Mapping[str, ModelDemand]] = {}
+        self._gone: set[str] = set()
+
+    def hear(self, event: DemandCame) -> None:
+        if event.gateway not in self._said:
+            for name in self._gone:
+                del self._said[name]
+            self._gone.clear()
+        self._gone.discard(event.gateway)
+        self._said[event.gateway] = event.models
+
+    def lose(self, gateway: str) -> None:
+        if gateway in self._said:
+            self._gone.add(gateway)
+
+    def _of(self, model: str) -> Iterator[ModelDemand]:
+        return (models.get(model, NOTHING) for models in self._said.values())
+
+    def tickets(self, model: str) -> list[Ticket]:
+        return [ticket for demand in self._of(model) for ticket in demand.tickets]
+
+    def in_flight(self, model: str) -> int:
+        return sum(demand.in_flight for demand in self._of(model))
+
+    def cannot_park(self, model: str) -> int:
+        return sum(demand.cannot_park for demand in self._of(model))
+
+    def last_request_ms(self, model: str) -> float | None:
+        found = [demand.last_request_ms for demand in self._of(model)]
+        return max((ms for ms in found if ms is not None), default=None)
+
+    def keep_alive_ms(self, model: str) -> float | None:
+        found = [demand.keep_alive_ms for demand in self._of(model)]
+        return max((ms for ms in found if ms is not None), default=None)
+
+    def is_quiet(self, model: str, door: int) -> bool:
+        """Whether every gateway obeys this door and has nothing at an engine. With no gateway to
+        ask, nobody knows."""
+        if not self._said or self._gone:
+            return False
+        return all(each.door >= door and not each.in_flight for each in self._of(model))

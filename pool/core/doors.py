@@ -1,0 +1,105 @@
+"""What a gateway may do with requests for a model: a function of what is known of it."""
+
+from __future__ import annotations
+
+from pool.core.events import Door, OpenDoor, RefusedDoor, Running, ShutDoor
+from pool.core.known import KnownModel
+from pool.core.states import ModelState
+
+FAILED_RETRY_S = 60  # somebody has to look at it first
+NO_ROOM_RETRY_S = 60
+
+
+def door_of(known: KnownModel, now_ms: float) -> Door:
+    """The door of a model whose state is known."""
+    model = known.model
+    match model.state:
+        case ModelState.AWAKE | ModelState.WAKING | ModelState.LOADING if _is_open(known):
+            return _open(known) or _shut(known, now_ms)
+        case ModelState.FAILED:
+            retry_s = None if model.is_permanent else FAILED_RETRY_S
+            why = (
+                f"model {known.name} has failed: {model.fault};"
+                f" `understudy pool reset {known.name}` lets it try again"
+            )
+            return RefusedDoor("pool.failed", why, retry_s)
+        case ModelState.UNLOADING | ModelState.RELEASING | ModelState.DRAINING if (
+            known.is_unload_ordered
+        ):
+            why = f"an operator is unloading model {known.name}"
+            if model.state is ModelState.UNLOADING:
+                return RefusedDoor("pool.not_loaded", why, None)
+        case ModelState.COLD | ModelState.PENDING if (
+            not known.rules.is_on_demand and known.load_ordered_ms is None and _is_cold(known)
+        ):
+            why = (
+                f"model {known.name} is not loaded, and is not loaded on demand; an operator can:"
+                f" `understudy pool load {known.name}`"
+            )
+            return RefusedDoor("pool.not_loaded", why, None)
+    if known.never is not None and model.state is ModelState.PENDING:
+        why = f"model {known.name} does not fit: {known.never}"
+        return RefusedDoor("pool.no_room", why, NO_ROOM_RETRY_S)
+    return _shut(known, now_ms)
+
+
+def _is_cold(known: KnownModel) -> bool:
+    return known.model.floor.value == "cold"
+
+
+def _is_open(known: KnownModel) -> bool:
+    """An open door stays open over a failover: the gateway replaces its engine by itself, and
+    nobody waits for the pool."""
+    if known.model.state is ModelState.AWAKE:
+        return True
+    return known.model.is_again and isinstance(known.door, OpenDoor)
+
+
+def _open(known: KnownModel) -> OpenDoor | None:
+    holder = known.holder
+    if holder is not None:
+        return OpenDoor(holder.engine, holder.token)
+    return known.door if isinstance(known.door, OpenDoor) else None
+
+
+def _shut(known: KnownModel, now_ms: float) -> ShutDoor:
+    model, costs = known.model, known.costs
+    running = model.running if model.state in WITH_REQUESTS else Running.FINISH
+    spent_ms = now_ms - model.since_ms
+    expected_ms = None
+    match model.state:
+        case ModelState.WAKING if costs.wake_ms is not None:
+            expected_ms = max(0.0, costs.wake_ms - spent_ms)
+        case ModelState.LOADING if costs.load_ms is not None:
+            expected_ms = max(0.0, costs.load_ms + (costs.wake_ms or 0.0) - spent_ms)
+    return ShutDoor(running, expected_ms, reason_of(known))
+
+
+WITH_REQUESTS = frozenset({ModelState.DRAINING, ModelState.RELEASING, ModelState.UNLOADING})
+
+
+def reason_of(known: KnownModel) -> str:
+    """Why requests wait, in one sentence."""
+    name, model = known.name, known.model
+    match model.state:
+        case ModelState.PENDING:
+            return f"model {name} waits for room: {known.wait or 'it has just been asked for'}"
+        case ModelState.LOADING:
+            return f"model {name} is being loaded: {model.reason}"
+        case ModelState.WAKING:
+            return f"model {name} is waking up"
+        case ModelState.DRAINING:
+            return f"model {name} finishes its requests: {model.reason}"
+        case ModelState.RELEASING | ModelState.UNLOADING:
+            return f"model {name} gives its memory back: {model.reason}"
+        case _:
+            return f"model {name} is {model.state}"
+
+
+def door_key(known: KnownModel, door: Door) -> tuple[object, ...]:
+    """What makes it another door. A reason that changes is no news for those who wait."""
+    match door:
+        case ShutDoor():
+            return known.model.state, door.running
+        case _:
+            return known.model.state, door

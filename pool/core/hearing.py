@@ -1,0 +1,238 @@
+"""What neighbours say, taken in: each message is judged whole before anything of it is believed.
+
+A wrong message raises `WrongMessage` and changes nothing. What follows from the new facts is
+`signals.py` and the policy.
+"""
+
+from __future__ import annotations
+
+from plumbing.part.tier import Tier
+from pool.core import events as ev
+from pool.core.known import KnownEngine, KnownModel, Stander
+from pool.core.model_table import REST, ModelSignal
+from pool.core.signals import DueSignal
+from pool.core.situation import Lease, OrderRefused, PoolSituation, WrongMessage
+from pool.core.states import EntryKey, EntryKind, ModelState
+from pool.core.view import Leaving
+
+# States in which an engine that obeys our last goal cannot be awake any more.
+ASLEEP = frozenset({ModelState.COLD, *REST, ModelState.PENDING, ModelState.FAILED})
+LEASES_MAX = 64  # each is a file with a witness that the shell watches
+
+
+def hear(pool: PoolSituation, event: ev.PoolEvent) -> None:
+    """Take in one event.
+
+    Raises:
+        WrongMessage: nothing has changed.
+        OrderRefused: nothing has changed.
+    """
+    match event:
+        case ev.DemandCame():
+            _demand(pool, event)
+        case ev.GatewayGone():
+            pool.demand.lose(event.gateway)
+        case ev.EngineSaid():
+            _engine(pool, event)
+        case ev.EngineLost():
+            _named(pool, event.engine).is_connected = False
+        case ev.EngineDead():
+            _dead(pool, event)
+        case ev.HolderNamed():
+            _holder(pool, event)
+        case ev.MemoryIs():
+            _check_device(pool, event.device)
+            pool.books.hear_memory(event, pool.models)
+            pool.changes += 1
+        case ev.DeviceIs():
+            _check_device(pool, event.device)
+            pool.books.hear_device(event)
+            pool.changes += 1
+        case ev.Ordered():
+            _order(pool, event)
+        case ev.LeaseAsked():
+            _lease(pool, event)
+        case ev.LeaseOver():
+            lease = pool.leases.pop(event.lease, None)
+            if lease is not None:
+                pool.books.ledger.drop(lease_key(lease))
+                pool.changes += 1
+
+
+def lease_key(lease: Lease) -> EntryKey:
+    return EntryKey(lease.asked.device, EntryKind.LEASE, lease.asked.lease)
+
+
+# ------------------------------------------------------------------ gateways
+
+
+def _demand(pool: PoolSituation, event: ev.DemandCame) -> None:
+    for name in event.models:
+        if name not in pool.models:
+            raise WrongMessage(f"{event.gateway} names model {name}, which this pool does not have")
+    for name, demand in event.models.items():
+        if demand.door > pool.door_number:  # of a pool before this one, whose state file is lost
+            pool.renumber_doors(demand.door)
+        asked_ms = demand.last_request_ms
+        if asked_ms is not None:
+            known = pool.models[name]
+            known.last_request_ms = max(known.last_request_ms, min(asked_ms, pool.now_ms))
+    pool.demand.hear(event)
+
+
+# ------------------------------------------------------------------ engines
+
+
+def _named(pool: PoolSituation, name: str) -> KnownEngine:
+    engine = pool.engines.get(name)
+    if engine is None:
+        raise WrongMessage(f"{name} is no engine of this pool")
+    return engine
+
+
+def _engine(pool: PoolSituation, said: ev.EngineSaid) -> None:
+    engine = _named(pool, said.engine)
+    known = pool.models[engine.model]
+    _judge(known, engine, said)
+    if engine.incarnation and said.incarnation != engine.incarnation:
+        known.lost_one, known.lost_name = True, engine.name
+    engine.said, engine.is_connected = said, True
+    if engine.incarnation:
+        engine.is_gone = False
+    seen = said.goal_seen
+    if engine.generation is not None and seen is not None and engine.generation.is_older(seen):
+        # A state file that is older than what was told from it: it is told again, as the newest.
+        pool.number = max(pool.number, seen.number if seen.start == pool.start else 0)
+        engine.goal = None
+    _claim(known, engine, said)
+    pool.books.learn_sizes(known)
+    pool.books.book_living(known)
+    pool.changes += 1
+
+
+def _judge(known: KnownModel, engine: KnownEngine, said: ev.EngineSaid) -> None:
+    """Raises: WrongMessage."""
+    if said.model != known.name:
+        raise WrongMessage(f"{said.engine} belongs to model {known.name}, not to {said.model}")
+    for sizes in (said.base_bytes, said.weights_bytes, said.kv_bytes):
+        for device, size_bytes in sizes.items():
+            if device not in known.rules.devices or size_bytes < 0:
+                raise WrongMessage(
+                    f"{said.engine} says that it has {size_bytes} bytes on {device}, but model"
+                    f" {known.name} is on {', '.join(known.rules.devices)}"
+                )
+    if said.tier is Tier.AWAKE and not said.token:
+        raise WrongMessage(f"{said.engine} is awake without the lock active:{known.name}")
+    if known.is_unknown or said.goal_seen != engine.generation or said.incarnation in engine.dead:
+        return
+    if said.tier is Tier.AWAKE and known.model.state in ASLEEP and said.incarnation:
+        raise WrongMessage(
+            f"{said.engine} is awake, and has obeyed a goal below that: model {known.name} is"
+            f" {known.model.state}"
+        )
+
+
+def _claim(known: KnownModel, engine: KnownEngine, said: ev.EngineSaid) -> None:
+    """Its token names it as the holder, unless a newer one is known."""
+    if not said.token or not engine.incarnation:
+        return
+    if known.holder is None or said.token > known.holder.token:
+        era = known.holder.era if known.holder is not None else None
+        known.holder = Stander(engine.name, said.token, era)
+
+
+def _dead(pool: PoolSituation, event: ev.EngineDead) -> None:
+    engine = _named(pool, event.engine)
+    known = pool.models[engine.model]
+    if event.incarnation and event.incarnation == engine.incarnation:
+        known.lost_one, known.lost_name = True, engine.name
+    if event.incarnation:
+        engine.learn_dead(event.incarnation)
+    is_answer = event.asked and event.asked == engine.asked
+    if is_answer and engine.goal is Tier.COLD and engine.has_obeyed:
+        engine.is_gone = True
+    pool.changes += 1
+
+
+def _holder(pool: PoolSituation, event: ev.HolderNamed) -> None:
+    known = pool.models.get(event.model)
+    if known is None:
+        raise WrongMessage(f"the lock server names model {event.model}, which is not in this pool")
+    if not event.engine:
+        known.holder = None
+        return
+    if known.engine(event.engine) is None:
+        raise WrongMessage(f"{event.engine} holds active:{event.model} and is no engine of it")
+    holder = known.holder
+    if holder is not None and holder.era == event.era and holder.token > event.token:
+        return  # late
+    known.holder = Stander(event.engine, event.token, event.era)
+    pool.changes += 1
+
+
+def _check_device(pool: PoolSituation, device: str) -> None:
+    if device not in pool.books.devices:
+        raise WrongMessage(f"{device} is no device of this pool")
+
+
+# ------------------------------------------------------------------ people
+
+
+def _order(pool: PoolSituation, event: ev.Ordered) -> None:
+    known = pool.models.get(event.model)
+    if known is None:
+        raise OrderRefused("model_not_found", f"this pool has no model {event.model}")
+    model = known.model
+    match event.order:
+        case ev.Order.LOAD if model.state is ModelState.FAILED:
+            raise OrderRefused(
+                "pool.failed",
+                f"model {known.name} has failed: {model.fault}; `understudy pool reset"
+                f" {known.name}` first",
+            )
+        case ev.Order.LOAD:
+            if model.state is not ModelState.AWAKE and known.load_ordered_ms is None:
+                known.load_ordered_ms = pool.now_ms
+            known.is_sleep_ordered = known.is_unload_ordered = False
+        case ev.Order.SLEEP:
+            _check_pinned(known, f"`understudy pool unpin {known.name}` first")
+            known.load_ordered_ms, known.is_sleep_ordered = None, True
+        case ev.Order.UNLOAD:
+            if not event.is_forced:
+                _check_pinned(known, "unload it with --force")
+            known.load_ordered_ms, known.is_sleep_ordered = None, False
+            _unload(pool, known)
+        case ev.Order.PIN | ev.Order.UNPIN:
+            known.pinned = event.order is ev.Order.PIN
+        case ev.Order.RESET:
+            pool.fire(known, DueSignal(ModelSignal.RESET, "an operator has reset it"))
+    pool.changes += 1
+
+
+def _check_pinned(known: KnownModel, way_out: str) -> None:
+    if known.is_pinned:
+        raise OrderRefused("pool.pinned", f"model {known.name} is pinned: {way_out}")
+
+
+def _unload(pool: PoolSituation, known: KnownModel) -> None:
+    before = known.model.state
+    if before in (ModelState.COLD, ModelState.FAILED):
+        return
+    pool.fire(known, DueSignal(ModelSignal.ORDER_COLD, "an operator unloads it"))
+    known.is_unload_ordered, known.leaving = True, Leaving.ORDER
+
+
+def _lease(pool: PoolSituation, event: ev.LeaseAsked) -> None:
+    _check_device(pool, event.device)
+    if event.bytes < 0:
+        raise WrongMessage(f"a lease of {event.bytes} bytes")
+    lease = pool.leases.get(event.lease)
+    if lease is None:
+        if len(pool.leases) >= LEASES_MAX:
+            why = f"{LEASES_MAX} leases are granted or waiting, which is the limit"
+            pool.say(ev.RefuseLease(event.lease, "pool.too_many_leases", why))
+            return
+        pool.leases[event.lease] = Lease(event)
+    elif lease.is_granted:
+        pool.say(ev.GrantLease(event.lease))
+    pool.changes += 1

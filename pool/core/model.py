@@ -1,0 +1,157 @@
+"""The states of one model as one table.
+
+    cold ──want──▶ pending ──room──▶ loading ──is rest──▶ waking ──is awake──▶ awake
+      ▲              ▲  └──room (floor offloaded, warm)──────▲                   │yield
+      │              │                                                           ▼
+      └── offloaded, warm ◀──freed── releasing ◀──quiet── draining ◀─────────────┘
+      └── failed ◀──freed── unloading ◀── spent, order, yield(cold), a death on the way down
+
+`TRANSITIONS` is the enforcer: a pair that it lacks, or whose guard does not hold, raises
+`IllegalModelSignal` and changes nothing. `machine.py` decides what gives a signal; only what the
+kernel and the memory service have proven gives FREED. Must not know of engines, tickets or memory.
+
+What a reader may not expect:
+
+- `floor` is the tier that a model holds at rest and while it is pending. While it drains and
+  releases, it is the tier to which it falls. `aim` is what it loads for: after a death at rest,
+  that is its floor.
+- SPENT in `draining` goes through three stages: finish, park, cut. Only then is it killed. A kill
+  after the second one would cost requests that may still finish.
+- A model that dies while it loads stays `loading`: its supervisor has launched the next incarnation
+  already. `is_exhausted` says when that must end, and the machine then gives SPENT.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from plumbing.errors import InvariantError
+from plumbing.part.tier import Tier
+from pool.core.events import Running
+from pool.core.model_table import RANK, REST, TRANSITIONS, ModelRow, ModelSignal
+from pool.core.states import ModelState
+
+FAULTS_MAX = 3  # in FAULT_WINDOW_MS: then a model has failed, until somebody resets it
+FAULT_WINDOW_MS = 600_000.0
+
+NEXT_STAGE = {Running.FINISH: Running.PARK, Running.PARK: Running.CUT}
+
+
+def lower(one: Tier, other: Tier) -> Tier:
+    return min(one, other, key=RANK.__getitem__)
+
+
+class IllegalModelSignal(InvariantError):
+    """A signal that the table does not have for this state. The state is unchanged."""
+
+
+@dataclass(slots=True)
+class Model:
+    """One model's state, and what decides where a signal leads."""
+
+    name: str
+    state: ModelState = ModelState.COLD
+    floor: Tier = Tier.COLD
+    aim: Tier = Tier.AWAKE  # of `loading`
+    since_ms: float = 0.0  # in this state, or in this stage of a drain
+    is_wanted: bool = False
+    running: Running = Running.FINISH  # the stage of a drain
+    is_again: bool = False  # it loads or wakes again, after a death
+    is_recovering: bool = False  # nobody has said yet what it is
+    faults_ms: tuple[float, ...] = ()  # when: those of the last ten minutes
+    fault: str = ""  # the last one
+    is_permanent: bool = False  # another try would end in the same way
+    reason: str = ""  # for this state
+
+    @property
+    def goal(self) -> Tier:
+        """What its engines are told."""
+        match self.state:
+            case ModelState.LOADING:
+                return self.aim
+            case ModelState.WAKING | ModelState.AWAKE | ModelState.DRAINING:
+                return Tier.AWAKE
+            case ModelState.COLD | ModelState.UNLOADING | ModelState.FAILED:
+                return Tier.COLD
+            case _:
+                return self.floor
+
+    def is_exhausted(self, now_ms: float) -> bool:
+        """Whether it has failed too often to try again."""
+        recent = [ms for ms in self.faults_ms if now_ms - ms < FAULT_WINDOW_MS]
+        return self.is_permanent or len(recent) >= FAULTS_MAX
+
+    def may(self, signal: ModelSignal, tier: Tier | None = None) -> bool:
+        return self._row(signal, tier, self.since_ms) is not None
+
+    def fire(
+        self,
+        signal: ModelSignal,
+        now_ms: float,
+        reason: str,
+        *,
+        tier: Tier | None = None,
+        is_permanent: bool = False,
+    ) -> bool:
+        """Apply one signal; whether the state has changed.
+
+        Raises:
+            IllegalModelSignal: nothing has changed.
+        """
+        row = self._row(signal, tier, now_ms)
+        if row is None:
+            where = f"{signal}({tier})" if tier is not None else signal
+            raise IllegalModelSignal(f"model {self.name}: {where} in state {self.state}")
+        if row.is_fault:
+            recent = [ms for ms in self.faults_ms if now_ms - ms < FAULT_WINDOW_MS]
+            self.faults_ms = (*recent, now_ms)[-FAULTS_MAX:]
+            self.fault, self.is_permanent = reason, self.is_permanent or is_permanent
+        self._learn(signal, tier, now_ms)
+        return self._enter(row.target, signal, now_ms, reason)
+
+    def _row(self, signal: ModelSignal, tier: Tier | None, now_ms: float) -> ModelRow | None:
+        row = TRANSITIONS.get((self.state, signal))
+        asked = tier or Tier.AWAKE
+        for each in row.all() if row is not None else ():
+            if each.when is None or each.when(self, asked, now_ms):
+                return each
+        return None
+
+    def _learn(self, signal: ModelSignal, tier: Tier | None, now_ms: float) -> None:
+        """What the signal says, apart from the state that it leads to."""
+        match self.state, signal:
+            case _, ModelSignal.WANT:
+                self.is_wanted = True
+            case _, ModelSignal.UNWANT:
+                self.is_wanted = False
+            case ModelState.AWAKE, ModelSignal.YIELD if tier is not None:
+                self.floor = tier
+            case _, ModelSignal.YIELD if tier is not None:
+                self.floor = lower(self.floor, tier)
+            case _, ModelSignal.ORDER_COLD:
+                self.floor = Tier.COLD
+            case ((ModelState.LOADING | ModelState.COLD), ModelSignal.IS_REST) if tier is not None:
+                self.floor = tier
+            case ModelState.DRAINING, ModelSignal.SPENT:
+                self.running = NEXT_STAGE.get(self.running, self.running)
+                self.since_ms = now_ms
+            case ModelState.UNLOADING, ModelSignal.SPENT:
+                self.since_ms = now_ms
+            case ModelState.FAILED, ModelSignal.RESET:
+                self.faults_ms, self.fault, self.is_permanent = (), "", False
+
+    def _enter(self, target: ModelState, signal: ModelSignal, now_ms: float, reason: str) -> bool:
+        before = self.state
+        if target is before:
+            return False
+        match target:
+            case ModelState.LOADING:
+                self.aim = self.floor if before in REST else Tier.AWAKE
+            case ModelState.DRAINING:
+                self.running = Running.FINISH
+            case ModelState.COLD | ModelState.UNLOADING | ModelState.FAILED:
+                self.floor = Tier.COLD
+        has_died = signal in (ModelSignal.DIED, ModelSignal.OVER)
+        self.is_again = has_died or (self.is_again and target is ModelState.WAKING)
+        self.state, self.since_ms, self.reason = target, now_ms, reason
+        return True

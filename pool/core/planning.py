@@ -1,0 +1,206 @@
+"""Asks the policy, and does what it says, as far as books and tables allow.
+
+A decision is about now: it is made again after every change, so what cannot be done is not retried
+here. Nothing is raised on a device of which something is not known yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from plumbing.part.tier import Tier
+from pool.core import events as ev
+from pool.core.books import Entries
+from pool.core.hearing import lease_key
+from pool.core.known import KnownModel
+from pool.core.model_table import ModelSignal
+from pool.core.signals import DueSignal
+from pool.core.situation import Lease, PoolSituation
+from pool.core.states import EntryKey, EntryKind, ModelState
+from pool.core.tickets import LEASE_PREFIX, lease_view, next_change_ms
+from pool.core.view import (
+    Decision,
+    DeviceView,
+    Leaving,
+    ModelView,
+    Never,
+    Plan,
+    PoolRules,
+    Raise,
+    Victim,
+    Wait,
+    Yield,
+)
+from pool.core.views import ticket_of, view_of
+
+Planner = Callable[[float, Sequence[ModelView], Mapping[str, DeviceView], PoolRules], Plan]
+
+
+def is_blind(pool: PoolSituation, known: KnownModel) -> bool:
+    """Whether something on its devices, or of the model itself, is not known yet."""
+    if known.is_unknown or known.model.is_recovering:
+        return True
+    devices = set(known.rules.devices)
+    if not all(pool.books.is_known(device) for device in pool.books.devices):
+        return True
+    return any(
+        other.is_unknown and devices & set(other.rules.devices) for other in pool.models.values()
+    )
+
+
+def decide(pool: PoolSituation, planner: Planner) -> None:
+    """One plan, obeyed."""
+    views = [
+        view_of(
+            known,
+            ticket_of(known, pool.demand, pool.now_ms, pool.rules),
+            pool.demand,
+            pool.books,
+            is_blind=is_blind(pool, known),
+        )
+        for known in pool.models.values()
+        if not known.is_unknown
+    ]
+    views += [_lease_view(lease) for lease in pool.leases.values() if _is_seen(pool, lease)]
+    plan = planner(pool.now_ms, views, pool.books.ledger.views(), pool.rules)
+    dues = [plan.due_ms, *(_ticket_due_ms(pool, known) for known in pool.models.values())]
+    pool.plan_due_ms = min((ms for ms in dues if ms is not None), default=None)
+    for name, decision in plan.decisions.items():
+        if name.startswith(LEASE_PREFIX):
+            _decide_lease(pool, name.removeprefix(LEASE_PREFIX), decision)
+        else:
+            _decide_model(pool, pool.models[name], decision)
+    for known in pool.models.values():
+        if known.never is not None and known.name not in plan.decisions:
+            known.never = None
+    for name in plan.unyields:
+        _unyield(pool, pool.models[name])
+    for victim in plan.rests:
+        _yield(pool, victim, Leaving.IDLE, "nobody has asked for it")
+    for name in plan.shadows:
+        launch_shadows(pool, pool.models[name])
+
+
+def _ticket_due_ms(pool: PoolSituation, known: KnownModel) -> float | None:
+    tickets = pool.demand.tickets(known.name)
+    return next_change_ms(tickets, known.drained_ms, pool.now_ms, pool.rules) if tickets else None
+
+
+def _decide_model(pool: PoolSituation, known: KnownModel, decision: Decision) -> None:
+    match decision:
+        case Raise():
+            _raise(pool, known)
+        case Yield():
+            if not known.has_plan:
+                known.has_plan, known.victims = True, ()
+                pool.changes += 1
+            for victim in decision.victims:
+                known.victims = tuple(dict.fromkeys((*known.victims, victim.model)))
+                _yield(pool, victim, Leaving.HEAD, f"model {known.name} needs its room")
+            known.never = None
+        case Wait():
+            known.wait, known.never = decision.why, None
+        case Never():
+            known.has_plan, known.never = False, decision.why
+
+
+def _raise(pool: PoolSituation, known: KnownModel) -> None:
+    if is_blind(pool, known) or not known.model.may(ModelSignal.ROOM):
+        return
+    if known.model.floor is Tier.COLD:
+        _choose_engine(known)
+    wanted = pool.books.entries_at(known, Tier.AWAKE)
+    if not pool.books.book(wanted):
+        return
+    ticket = ticket_of(known, pool.demand, pool.now_ms, pool.rules)
+    known.wanted_since_ms = ticket.since_ms if ticket is not None else pool.now_ms
+    known.is_raised_for_ticket = True
+    pool.fire(known, DueSignal(ModelSignal.ROOM, "its room is booked"))
+
+
+def _choose_engine(known: KnownModel) -> None:
+    """Of a cold model one engine is raised, if its shadow does not belong to it: one that can be
+    heard and has not failed."""
+    engines = sorted(
+        known.engines,
+        key=lambda each: (not each.is_connected, each.said is not None and bool(each.said.fault)),
+    )
+    for place, engine in enumerate(engines):
+        is_raised = place == 0 or known.rules.shadow_keeps
+        engine.cap = Tier.AWAKE if is_raised else Tier.COLD
+
+
+def launch_shadows(pool: PoolSituation, known: KnownModel) -> None:
+    """There is room for a shadow that nobody else needs."""
+    for engine in known.shadows():
+        if engine.cap is not Tier.COLD:
+            continue
+        engine.cap = Tier.AWAKE
+        wanted: Entries = {
+            key: size
+            for key, size in pool.books.entries_at(known, Tier.OFFLOADED, (engine,)).items()
+            if key.kind is EntryKind.BASE
+        }
+        if pool.books.book(wanted):
+            pool.aim(known)
+        else:
+            engine.cap = Tier.COLD
+
+
+def _yield(pool: PoolSituation, victim: Victim, why: Leaving, reason: str) -> None:
+    known = pool.models[victim.model]
+    if not victim.is_shadow:
+        pool.yields(known, victim.tier, why, reason)
+        return
+    for engine in known.shadows():
+        if engine.cap is not victim.tier:
+            engine.cap = victim.tier
+            pool.aim(known)
+            pool.changes += 1
+
+
+def _unyield(pool: PoolSituation, known: KnownModel) -> None:
+    if known.model.state is ModelState.DRAINING and known.leaving is not Leaving.ORDER:
+        pool.fire(known, DueSignal(ModelSignal.UNYIELD, "nobody needs its room any more"))
+
+
+# ------------------------------------------------------------------ leases
+
+
+def _is_seen(pool: PoolSituation, lease: Lease) -> bool:
+    if lease.is_granted:
+        return True
+    device = lease.asked.device
+    return all(pool.books.is_known(each) for each in pool.books.devices) and not any(
+        known.is_unknown and device in known.rules.devices for known in pool.models.values()
+    )
+
+
+def _lease_view(lease: Lease) -> ModelView:
+    asked = lease.asked
+    return lease_view(
+        asked.lease,
+        asked.device,
+        asked.bytes,
+        asked.priority,
+        asked.since_ms,
+        is_granted=lease.is_granted,
+    )
+
+
+def _decide_lease(pool: PoolSituation, name: str, decision: Decision) -> None:
+    lease = pool.leases[name]
+    match decision:
+        case Raise():
+            entries: dict[EntryKey, int] = {lease_key(lease): lease.asked.bytes}
+            if pool.books.book(entries):
+                pool.leases[name] = Lease(lease.asked, is_granted=True)
+                pool.changes += 1
+                pool.say(ev.GrantLease(name))
+        case Yield():
+            for victim in decision.victims:
+                _yield(pool, victim, Leaving.HEAD, f"lease {name} needs its room")
+        case Never():
+            del pool.leases[name]
+            pool.changes += 1
+            pool.say(ev.RefuseLease(name, "pool.no_room", f"lease {name}: {decision.why}"))

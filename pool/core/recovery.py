@@ -1,0 +1,151 @@
+"""The start of a pool: from its state file, or from what its neighbours are.
+
+With a file, every model goes on in the state that was saved: whatever a neighbour was told is in
+there, and all that it may have taken is booked. A model is `recovering` until each of its engines
+that may live has been heard. Until then it is neither raised nor asked to yield, however long that
+lasts; a deadline would free memory on a guess.
+
+Without a file nobody knows what lives. Nothing is told to the engines of a model before all of them
+have been heard and none is on its way; then the model *is* what they are. Until then nothing is
+raised on its devices.
+"""
+
+from __future__ import annotations
+
+from plumbing.part.tier import Tier
+from pool.core import events as ev
+from pool.core.books import Books
+from pool.core.known import SETTLED, Costs, KnownEngine, KnownModel
+from pool.core.model import Model
+from pool.core.model_table import ModelSignal
+from pool.core.signals import DueSignal
+from pool.core.situation import Lease, ModelSetup, PoolSetup, PoolSituation
+from pool.core.snapshot import PoolSnapshot, SavedEngine, SavedModel
+from pool.core.states import EntryKey, GoalGeneration, ModelState
+from pool.core.view import Leaving
+
+
+def begin(
+    setup: PoolSetup, now_ms: float, era: str, snapshot: PoolSnapshot | None
+) -> PoolSituation:
+    """The situation before the first event."""
+    books = Books(setup.rules.margin_bytes, setup.devices)
+    pool = PoolSituation(
+        rules=setup.rules, models={}, engines={}, books=books, era=era, now_ms=now_ms
+    )
+    for name, each in setup.models.items():
+        known = _new_model(name, each, now_ms)
+        pool.models[name] = known
+        pool.engines |= {engine.name: engine for engine in known.engines}
+    if snapshot is not None:
+        _restore(pool, snapshot)
+    return pool
+
+
+def _new_model(name: str, setup: ModelSetup, now_ms: float) -> KnownModel:
+    return KnownModel(
+        model=Model(name, since_ms=now_ms, is_recovering=True),
+        rules=setup.rules,
+        engines=tuple(KnownEngine(engine, name) for engine in setup.engines),
+        sizes=setup.sizes,
+        is_unknown=True,
+        last_request_ms=now_ms,
+    )
+
+
+def _restore(pool: PoolSituation, snapshot: PoolSnapshot) -> None:
+    pool.era, pool.start = snapshot.era, snapshot.start + 1
+    pool.door_number, pool.books.number = snapshot.door_number, snapshot.question
+    for device, kinds in snapshot.entries.items():
+        for kind, owners in kinds.items():
+            for owner, size_bytes in owners.items():
+                pool.books.ledger.settle(EntryKey(device, kind, owner), size_bytes)
+    for asked in snapshot.leases:
+        pool.leases[asked.lease] = Lease(asked, is_granted=True)
+    for name, engine in pool.engines.items():
+        if name in snapshot.engines:
+            _restore_engine(engine, snapshot.engines[name], snapshot.era)
+    for name, known in pool.models.items():
+        if name in snapshot.models:
+            _restore_model(known, snapshot.models[name], pool.now_ms)
+
+
+def _restore_engine(engine: KnownEngine, saved: SavedEngine, era: str) -> None:
+    engine.goal, engine.cap, engine.is_gone = saved.goal, saved.cap, saved.is_gone
+    if saved.goal is not None:
+        engine.generation = GoalGeneration(era, saved.start, saved.number)
+
+
+def _restore_model(known: KnownModel, saved: SavedModel, now_ms: float) -> None:
+    model = known.model
+    model.state, model.floor, model.aim = saved.state, saved.floor, saved.aim
+    model.running, model.is_again, model.reason = saved.running, saved.is_again, saved.reason
+    model.faults_ms = tuple(ms for ms in saved.faults_ms if ms <= now_ms)
+    model.fault, model.is_permanent = saved.fault, saved.is_permanent
+    model.since_ms, known.is_unknown = now_ms, False
+    known.pinned, known.load_ordered_ms = saved.pinned, saved.load_ordered_ms
+    known.is_unload_ordered = saved.is_unload_ordered
+    known.leaving = Leaving(saved.leaving) if saved.leaving else None
+    known.costs = Costs(saved.load_ms, saved.wake_ms, saved.release_ms)
+    known.last_request_ms = min(saved.last_request_ms, now_ms)
+    known.sizes = saved.sizes or known.sizes
+    known.door, known.door_number = saved.door, saved.door_number
+    if model.state in (ModelState.AWAKE, ModelState.DRAINING):
+        known.awake_since_ms = now_ms
+    else:
+        known.asleep_since_ms = now_ms
+
+
+def say_again(pool: PoolSituation) -> None:
+    """What was told before this start, for the shell to tell on its new connections."""
+    for engine in pool.engines.values():
+        if engine.goal is not None and engine.generation is not None:
+            pool.say(ev.TellEngine(engine.name, engine.goal, engine.generation))
+    for known in pool.models.values():
+        if known.door is not None:
+            state = known.model.state
+            pool.say(ev.SetModelDoor(known.name, known.door_number, known.door, state))
+        if not known.is_unknown:
+            pool.aim(known)
+
+
+def recover(pool: PoolSituation, known: KnownModel) -> None:
+    """End its recovery, if enough has been heard."""
+    if not known.model.is_recovering:
+        return
+    if known.is_unknown:
+        if all(_is_settled(engine) for engine in known.engines):
+            _adopt(pool, known)
+    elif all(engine.is_gone or engine.said is not None for engine in known.engines):
+        known.model.is_recovering = False
+        pool.changes += 1
+
+
+def _is_settled(engine: KnownEngine) -> bool:
+    """Heard, and not on its way: its own budgets end what it does."""
+    said = engine.said
+    return (
+        said is not None
+        and said.state in SETTLED
+        and bool(said.incarnation) is (said.state != "dead")
+    )
+
+
+def _adopt(pool: PoolSituation, known: KnownModel) -> None:
+    """The model is what its engines are."""
+    living = [engine for engine in known.engines if engine.incarnation]
+    for engine in known.engines:
+        engine.cap = Tier.AWAKE if engine in living else Tier.COLD
+    words = [engine.said for engine in living if engine.said is not None]
+    tier = max((said.tier for said in words), key=list(Tier).index, default=Tier.COLD)
+    known.is_unknown = False
+    why = "found so at the start of the pool"
+    if tier is Tier.AWAKE:
+        pool.fire(known, DueSignal(ModelSignal.IS_AWAKE, why))
+    elif tier is not Tier.COLD:
+        pool.fire(known, DueSignal(ModelSignal.IS_REST, why, tier))
+    known.model.is_recovering = False
+    for key, size_bytes in pool.books.entries_at(known, known.model.goal).items():
+        pool.books.ledger.settle(key, max(size_bytes, pool.books.ledger.entries.get(key, 0)))
+    pool.aim(known)
+    pool.changes += 1

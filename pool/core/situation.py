@@ -1,0 +1,219 @@
+"""Everything the pool knows, and the three ways to change it: fire, aim, say.
+
+One owner: `machine.py`, and the modules that it calls. What is said to somebody goes through `say`,
+in the order in which it must be performed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from msgspec import Struct
+
+from plumbing.errors import UnderstudyError
+from plumbing.part.tier import Tier
+from pool.core import budgets
+from pool.core import events as ev
+from pool.core.books import Books
+from pool.core.demand import Demand
+from pool.core.known import KnownEngine, KnownModel
+from pool.core.model_table import REST, ModelSignal
+from pool.core.signals import DueSignal
+from pool.core.states import EngineSizes, GoalGeneration, ModelState
+from pool.core.view import Leaving, ModelRules, PoolRules
+
+
+class WrongMessage(UnderstudyError):
+    """A neighbour has said what cannot be. Nothing has changed; its connection is to be closed."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("pool.wrong_message", message)
+
+
+class OrderRefused(UnderstudyError):
+    """An order that will not be obeyed. Nothing has changed."""
+
+
+class ModelSetup(Struct, frozen=True):
+    """One model of the pool file. `sizes`: estimated from the file or the model; None: unknown."""
+
+    rules: ModelRules
+    engines: tuple[str, ...]
+    sizes: EngineSizes | None = None
+
+
+class PoolSetup(Struct, frozen=True):
+    """The pool file. `devices`: all, with `HOST` if there is host memory for copies."""
+
+    models: Mapping[str, ModelSetup]
+    devices: tuple[str, ...]
+    rules: PoolRules = PoolRules()
+
+
+class Lease(Struct, frozen=True):
+    """A neighbour's memory: asked for, or granted and booked."""
+
+    asked: ev.LeaseAsked
+    is_granted: bool = False
+
+
+@dataclass(slots=True)
+class PoolSituation:
+    """The state of the pool."""
+
+    rules: PoolRules
+    models: dict[str, KnownModel]
+    engines: dict[str, KnownEngine]
+    books: Books
+    era: str
+    start: int = 1
+    number: int = 0  # of the last generation in this start
+    door_number: int = 0
+    demand: Demand = field(default_factory=Demand)
+    leases: dict[str, Lease] = field(default_factory=dict)
+    now_ms: float = 0.0
+    plan_due_ms: float | None = None
+    out: list[ev.PoolEffect] = field(default_factory=list)
+    changes: int = 0  # of states, goals and books: what the policy would see
+
+    def say(self, effect: ev.PoolEffect) -> None:
+        self.out.append(effect)
+
+    # ------------------------------------------------------------------ fire
+
+    def fire(self, known: KnownModel, due: DueSignal) -> None:
+        """Apply a signal, and what a new state brings with it."""
+        model, before = known.model, known.model.state
+        since_ms, faults = model.since_ms, model.faults_ms
+        model.fire(
+            due.signal, self.now_ms, due.reason, tier=due.tier, is_permanent=due.is_permanent
+        )
+        self.changes += 1
+        if model.faults_ms != faults:
+            known.back_off_until_ms = self.now_ms + budgets.back_off_ms(known)
+        if model.state is not before:
+            self._entered(known, before, self.now_ms - since_ms, due)
+        elif due.signal is ModelSignal.SPENT and model.state is ModelState.UNLOADING:
+            self._alarm(known)
+        self.aim(known)
+
+    def _entered(
+        self, known: KnownModel, before: ModelState, spent_ms: float, due: DueSignal
+    ) -> None:
+        model, ledger = known.model, self.books.ledger
+        self.say(ev.ModelChanged(known.name, before, model.state, due.reason))
+        match before:
+            case ModelState.LOADING if model.state is not ModelState.UNLOADING:
+                known.costs.learn("load_ms", spent_ms)
+            case ModelState.WAKING if model.state is ModelState.AWAKE and not model.is_again:
+                known.costs.learn("wake_ms", spent_ms)
+            case ModelState.RELEASING if model.state is not ModelState.UNLOADING:
+                known.costs.learn("release_ms", spent_ms)
+        known.spent_ms[before] = spent_ms
+        match model.state:
+            case ModelState.AWAKE:
+                self._is_awake(known, before)
+            case ModelState.DRAINING:
+                known.drained_ms = self.now_ms
+                stays = self.books.entries_at(known, model.floor)
+                ledger.mark_leaving(key for key in self.books.booked(known) if key not in stays)
+            case ModelState.UNLOADING if due.signal is ModelSignal.SPENT:
+                for engine in known.engines:
+                    if not engine.is_gone:
+                        self.say(ev.KillEngine(engine.name, due.reason))
+            case ModelState.LOADING | ModelState.WAKING:
+                known.has_plan, known.never, known.wait = False, None, ""
+            case ModelState.COLD | ModelState.FAILED | ModelState.PENDING:
+                known.leaving = None
+        if model.state in (ModelState.COLD, ModelState.FAILED, *REST):
+            known.is_raised_for_ticket = known.has_plan = False
+            known.leaving, known.never, known.wait = None, None, ""
+        if model.state in (ModelState.COLD, ModelState.FAILED, ModelState.PENDING):
+            known.is_unload_ordered = False
+        if before is ModelState.AWAKE:
+            known.asleep_since_ms, known.awake_since_ms = self.now_ms, None
+
+    def _is_awake(self, known: KnownModel, before: ModelState) -> None:
+        if before is ModelState.DRAINING:
+            self.books.ledger.mark_staying(self.books.booked(known))
+        elif known.is_raised_for_ticket:
+            since_ms = known.wanted_since_ms
+            others = [self.models[name] for name in known.victims if name in self.models]
+            self.say(
+                ev.Switched(
+                    model=known.name,
+                    victims=known.victims,
+                    wait_ms=self.now_ms - since_ms if since_ms is not None else 0.0,
+                    drain_ms=_longest(others, ModelState.DRAINING),
+                    release_ms=_longest(others, ModelState.RELEASING),
+                    raise_ms=known.spent_ms.get(ModelState.WAKING, 0.0),
+                )
+            )
+        known.awake_since_ms, known.asleep_since_ms = self.now_ms, None
+        known.is_raised_for_ticket = known.has_plan = False
+        known.load_ordered_ms = known.back_off_until_ms = known.never = known.leaving = None
+        known.victims, known.wait = (), ""
+
+    def _alarm(self, known: KnownModel) -> None:
+        """Memory does not come back: it stays booked, and nobody counts on it."""
+        booked = self.books.booked(known)
+        self.books.ledger.mark_staying(booked)
+        waits = [each.name for each in known.engines if not (each.has_obeyed or each.is_gone)]
+        alive = [each.name for each in known.engines if each.has_obeyed and not each.is_gone]
+        holders = sorted({f"{key.kind} on {key.device}" for key in booked})
+        who = ""
+        if waits:
+            who = f"; {', '.join(waits)} has not answered the order to stop"
+        elif alive:
+            who = f"; processes of {', '.join(alive)} are still alive"
+        self.say(
+            ev.Alarm(
+                "pool.memory_not_freed",
+                known.name,
+                f"model {known.name} was unloaded and still has {', '.join(holders)}{who}",
+            )
+        )
+
+    # ------------------------------------------------------------------ aim
+
+    def aim(self, known: KnownModel) -> None:
+        """Tell its engines their goals, where these have changed."""
+        if known.is_unknown:
+            return
+        for engine in known.engines:
+            goal = known.goal_of(engine)
+            if goal is not engine.goal:
+                self.tell(engine, goal)
+
+    def tell(self, engine: KnownEngine, goal: Tier) -> None:
+        """A goal under a new generation."""
+        self.number += 1
+        self.changes += 1
+        engine.goal, engine.asked = goal, None
+        engine.generation = GoalGeneration(self.era, self.start, self.number)
+        if goal is not Tier.COLD:
+            engine.is_gone = False
+        self.say(ev.TellEngine(engine.name, goal, engine.generation))
+
+    def renumber_doors(self, above: int) -> None:
+        """Say every door again, under a number that no gateway has obeyed."""
+        self.door_number = above
+        for known in self.models.values():
+            known.door_key = ()
+
+    def yields(self, known: KnownModel, tier: Tier, why: Leaving, reason: str) -> None:
+        """Send a model down to a tier, if its table allows it."""
+        engine = known.stander()
+        if engine is not None and engine.said is not None and not engine.said.can_rest:
+            tier = Tier.COLD  # its engine cannot rest in place
+        if not known.model.may(ModelSignal.YIELD, tier):
+            return
+        before, floor = known.model.state, known.model.floor
+        self.fire(known, DueSignal(ModelSignal.YIELD, reason, tier))
+        if known.model.state is not before or known.model.floor is not floor:
+            known.leaving = why
+
+
+def _longest(models: list[KnownModel], state: ModelState) -> float:
+    return max((known.spent_ms.get(state, 0.0) for known in models), default=0.0)
