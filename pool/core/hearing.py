@@ -11,7 +11,7 @@ from pool.core import events as ev
 from pool.core.known import KnownEngine, KnownModel, Stander
 from pool.core.model_table import REST, ModelSignal
 from pool.core.signals import DueSignal
-from pool.core.situation import Lease, OrderRefused, PoolSituation, WrongMessage
+from pool.core.situation import OrderRefused, PoolLease, PoolSituation, WrongMessage
 from pool.core.states import EntryKey, EntryKind, ModelState
 from pool.core.view import Leaving
 
@@ -59,7 +59,7 @@ def hear(pool: PoolSituation, event: ev.PoolEvent) -> None:
                 pool.changes += 1
 
 
-def lease_key(lease: Lease) -> EntryKey:
+def lease_key(lease: PoolLease) -> EntryKey:
     return EntryKey(lease.asked.device, EntryKind.LEASE, lease.asked.lease)
 
 
@@ -232,7 +232,7 @@ def _lease(pool: PoolSituation, event: ev.LeaseAsked) -> None:
             why = f"{LEASES_MAX} leases are granted or waiting, which is the limit"
             pool.say(ev.RefuseLease(event.lease, "pool.too_many_leases", why))
             return
-        pool.leases[event.lease] = Lease(event)
+        pool.leases[event.lease] = PoolLease(event)
     elif lease.is_granted:
         pool.say(ev.GrantLease(event.lease))
     pool.changes += 1

@@ -49,7 +49,7 @@ SIGNALS_MAX = 24  # of one model, after one event: longer than any path through 
 ROUNDS_MAX = 200  # of signals and plan after one event: each changes at least one model
 
 
-class Pool:
+class ModelPool:
     """The machine: `handle` is its only way to change."""
 
     def __init__(

@@ -28,11 +28,17 @@ from dataclasses import dataclass
 from plumbing.errors import InvariantError
 from plumbing.part.tier import Tier
 from pool.core.events import Running
-from pool.core.model_table import RANK, REST, TRANSITIONS, ModelRow, ModelSignal
+from pool.core.model_table import (
+    FAULT_WINDOW_MS,
+    FAULTS_MAX,
+    RANK,
+    REST,
+    TRANSITIONS,
+    ModelFacts,
+    ModelRow,
+    ModelSignal,
+)
 from pool.core.states import ModelState
-
-FAULTS_MAX = 3  # in FAULT_WINDOW_MS: then a model has failed, until somebody resets it
-FAULT_WINDOW_MS = 600_000.0
 
 NEXT_STAGE = {Running.FINISH: Running.PARK, Running.PARK: Running.CUT}
 
@@ -46,40 +52,8 @@ class IllegalModelSignal(InvariantError):
 
 
 @dataclass(slots=True)
-class Model:
-    """One model's state, and what decides where a signal leads."""
-
-    name: str
-    state: ModelState = ModelState.COLD
-    floor: Tier = Tier.COLD
-    aim: Tier = Tier.AWAKE  # of `loading`
-    since_ms: float = 0.0  # in this state, or in this stage of a drain
-    is_wanted: bool = False
-    running: Running = Running.FINISH  # the stage of a drain
-    is_again: bool = False  # it loads or wakes again, after a death
-    is_recovering: bool = False  # nobody has said yet what it is
-    faults_ms: tuple[float, ...] = ()  # when: those of the last ten minutes
-    fault: str = ""  # the last one
-    is_permanent: bool = False  # another try would end in the same way
-    reason: str = ""  # for this state
-
-    @property
-    def goal(self) -> Tier:
-        """What its engines are told."""
-        match self.state:
-            case ModelState.LOADING:
-                return self.aim
-            case ModelState.WAKING | ModelState.AWAKE | ModelState.DRAINING:
-                return Tier.AWAKE
-            case ModelState.COLD | ModelState.UNLOADING | ModelState.FAILED:
-                return Tier.COLD
-            case _:
-                return self.floor
-
-    def is_exhausted(self, now_ms: float) -> bool:
-        """Whether it has failed too often to try again."""
-        recent = [ms for ms in self.faults_ms if now_ms - ms < FAULT_WINDOW_MS]
-        return self.is_permanent or len(recent) >= FAULTS_MAX
+class Model(ModelFacts):
+    """One model: `fire` is its only way to change."""
 
     def may(self, signal: ModelSignal, tier: Tier | None = None) -> bool:
         return self._row(signal, tier, self.since_ms) is not None

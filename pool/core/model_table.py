@@ -1,6 +1,7 @@
 """The table of a model's states: which signal is legal in which state, and where it leads.
 
-Owns `ModelSignal` and `TRANSITIONS`. `model.py` walks it, and says what a reader may not expect.
+Owns `TRANSITIONS` and what it looks at (`ModelFacts`). `model.py` walks it, and says what a reader
+may not expect.
 """
 
 from __future__ import annotations
@@ -8,14 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
 from plumbing.part.tier import Tier
 from pool.core.events import Running
 from pool.core.states import ModelState
-
-if TYPE_CHECKING:
-    from pool.core.model import Model
 
 RANK: Mapping[Tier, int] = {tier: rank for rank, tier in enumerate(Tier)}
 
@@ -39,7 +36,48 @@ class ModelSignal(StrEnum):
     ORDER_COLD = "order cold"
 
 
-Guard = Callable[["Model", Tier, float], bool]  # `Tier.AWAKE` where the signal has no tier
+FAULTS_MAX = 3  # in FAULT_WINDOW_MS: then a model has failed, until somebody resets it
+FAULT_WINDOW_MS = 600_000.0
+
+
+@dataclass(slots=True)
+class ModelFacts:
+    """A model's state, and what decides where a signal leads."""
+
+    name: str
+    state: ModelState = ModelState.COLD
+    floor: Tier = Tier.COLD
+    aim: Tier = Tier.AWAKE  # of `loading`
+    since_ms: float = 0.0  # in this state, or in this stage of a drain
+    is_wanted: bool = False
+    running: Running = Running.FINISH  # the stage of a drain
+    is_again: bool = False  # it loads or wakes again, after a death
+    is_recovering: bool = False  # nobody has said yet what it is
+    faults_ms: tuple[float, ...] = ()  # when: those of the last ten minutes
+    fault: str = ""  # the last one
+    is_permanent: bool = False  # another try would end in the same way
+    reason: str = ""  # for this state
+
+    @property
+    def goal(self) -> Tier:
+        """What its engines are told."""
+        match self.state:
+            case ModelState.LOADING:
+                return self.aim
+            case ModelState.WAKING | ModelState.AWAKE | ModelState.DRAINING:
+                return Tier.AWAKE
+            case ModelState.COLD | ModelState.UNLOADING | ModelState.FAILED:
+                return Tier.COLD
+            case _:
+                return self.floor
+
+    def is_exhausted(self, now_ms: float) -> bool:
+        """Whether it has failed too often to try again."""
+        recent = [ms for ms in self.faults_ms if now_ms - ms < FAULT_WINDOW_MS]
+        return self.is_permanent or len(recent) >= FAULTS_MAX
+
+
+Guard = Callable[[ModelFacts, Tier, float], bool]  # `Tier.AWAKE` where the signal has no tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,32 +99,32 @@ def _falls_to(tier: Tier) -> Guard:
     return lambda model, asked, _: asked is tier and RANK[model.floor] > RANK[tier]
 
 
-def _is_below_awake(_model: Model, asked: Tier, _now_ms: float) -> bool:
+def _is_below_awake(_model: ModelFacts, asked: Tier, _now_ms: float) -> bool:
     return asked is not Tier.AWAKE
 
 
-def _may_be_unloaded(model: Model, asked: Tier, _now_ms: float) -> bool:
+def _may_be_unloaded(model: ModelFacts, asked: Tier, _now_ms: float) -> bool:
     """While it loads for somebody, only if it loads again after a death."""
     return asked is not Tier.AWAKE and (model.is_again or not model.is_wanted)
 
 
-def _aims_awake(model: Model, _tier: Tier, _now_ms: float) -> bool:
+def _aims_awake(model: ModelFacts, _tier: Tier, _now_ms: float) -> bool:
     return model.aim is Tier.AWAKE
 
 
-def _is_wanted(model: Model, _tier: Tier, _now_ms: float) -> bool:
+def _is_wanted(model: ModelFacts, _tier: Tier, _now_ms: float) -> bool:
     return model.is_wanted
 
 
-def _is_recovering(model: Model, _tier: Tier, _now_ms: float) -> bool:
+def _is_recovering(model: ModelFacts, _tier: Tier, _now_ms: float) -> bool:
     return model.is_recovering
 
 
-def _is_exhausted(model: Model, _tier: Tier, now_ms: float) -> bool:
+def _is_exhausted(model: ModelFacts, _tier: Tier, now_ms: float) -> bool:
     return model.is_exhausted(now_ms)
 
 
-def _is_cut(model: Model, _tier: Tier, _now_ms: float) -> bool:
+def _is_cut(model: ModelFacts, _tier: Tier, _now_ms: float) -> bool:
     return model.running is Running.CUT
 
 

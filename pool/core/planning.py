@@ -15,7 +15,7 @@ from pool.core.hearing import lease_key
 from pool.core.known import KnownModel
 from pool.core.model_table import ModelSignal
 from pool.core.signals import DueSignal
-from pool.core.situation import Lease, PoolSituation
+from pool.core.situation import PoolLease, PoolSituation
 from pool.core.states import EntryKey, EntryKind, ModelState
 from pool.core.tickets import LEASE_PREFIX, lease_view, next_change_ms
 from pool.core.view import (
@@ -167,7 +167,7 @@ def _unyield(pool: PoolSituation, known: KnownModel) -> None:
 # ------------------------------------------------------------------ leases
 
 
-def _is_seen(pool: PoolSituation, lease: Lease) -> bool:
+def _is_seen(pool: PoolSituation, lease: PoolLease) -> bool:
     if lease.is_granted:
         return True
     device = lease.asked.device
@@ -176,7 +176,7 @@ def _is_seen(pool: PoolSituation, lease: Lease) -> bool:
     )
 
 
-def _lease_view(lease: Lease) -> ModelView:
+def _lease_view(lease: PoolLease) -> ModelView:
     asked = lease.asked
     return lease_view(
         asked.lease,
@@ -194,7 +194,7 @@ def _decide_lease(pool: PoolSituation, name: str, decision: Decision) -> None:
         case Raise():
             entries: dict[EntryKey, int] = {lease_key(lease): lease.asked.bytes}
             if pool.books.book(entries):
-                pool.leases[name] = Lease(lease.asked, is_granted=True)
+                pool.leases[name] = PoolLease(lease.asked, is_granted=True)
                 pool.changes += 1
                 pool.say(ev.GrantLease(name))
         case Yield():

@@ -19,7 +19,7 @@ from pool.core.known import SETTLED, Costs, KnownEngine, KnownModel
 from pool.core.model import Model
 from pool.core.model_table import ModelSignal
 from pool.core.signals import DueSignal
-from pool.core.situation import Lease, ModelSetup, PoolSetup, PoolSituation
+from pool.core.situation import ModelSetup, PoolLease, PoolSetup, PoolSituation
 from pool.core.snapshot import PoolSnapshot, SavedEngine, SavedModel
 from pool.core.states import EntryKey, GoalGeneration, ModelState
 from pool.core.view import Leaving
@@ -61,7 +61,7 @@ def _restore(pool: PoolSituation, snapshot: PoolSnapshot) -> None:
             for owner, size_bytes in owners.items():
                 pool.books.ledger.settle(EntryKey(device, kind, owner), size_bytes)
     for asked in snapshot.leases:
-        pool.leases[asked.lease] = Lease(asked, is_granted=True)
+        pool.leases[asked.lease] = PoolLease(asked, is_granted=True)
     for name, engine in pool.engines.items():
         if name in snapshot.engines:
             _restore_engine(engine, snapshot.engines[name], snapshot.era)

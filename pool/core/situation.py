@@ -51,7 +51,7 @@ class PoolSetup(Struct, frozen=True):
     rules: PoolRules = PoolRules()
 
 
-class Lease(Struct, frozen=True):
+class PoolLease(Struct, frozen=True):
     """A neighbour's memory: asked for, or granted and booked."""
 
     asked: ev.LeaseAsked
@@ -71,7 +71,7 @@ class PoolSituation:
     number: int = 0  # of the last generation in this start
     door_number: int = 0
     demand: Demand = field(default_factory=Demand)
-    leases: dict[str, Lease] = field(default_factory=dict)
+    leases: dict[str, PoolLease] = field(default_factory=dict)
     now_ms: float = 0.0
     plan_due_ms: float | None = None
     out: list[ev.PoolEffect] = field(default_factory=list)

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from plumbing.part.tier import Tier
 from pool.core import events as ev
-from pool.core.machine import Pool
+from pool.core.machine import ModelPool
 from pool.core.situation import ModelSetup, PoolSetup
 from pool.core.snapshot import PoolSnapshot
 from pool.core.states import EngineSizes, GoalGeneration, ModelState
@@ -93,7 +93,7 @@ class Pod:
         self.doors: dict[str, ev.SetModelDoor] = {}
         self.obeyed = dict.fromkeys(models, 0)
         self.all: list[ev.PoolEffect] = []
-        self.pool = Pool(self.setup, self.now_ms, ERA, snapshot)
+        self.pool = ModelPool(self.setup, self.now_ms, ERA, snapshot)
 
     # ------------------------------------------------------------------ what is said
 
