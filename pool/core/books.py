@@ -165,14 +165,14 @@ class Books:
 
     def let_go(self, known: KnownModel, wanted: Entries) -> Iterator[PoolEffect]:
         """Drop what is booked, not wanted, and proven to be free; ask for the proofs."""
+        yield from self._ask_witnesses(known)
         leaving = [key for key in self.booked(known) if key not in wanted]
         self.ledger.mark_leaving(leaving)
         if not leaving:
             known.asked, known.asked_for = None, frozenset()
             return
-        yield from self._ask_witnesses(known, leaving)
         ready = frozenset(key for key in leaving if self._may_be_free(known, key))
-        if ready - known.asked_for:
+        if any(key.kind is not EntryKind.BASE for key in ready - known.asked_for):
             self.number += 1
             known.asked, known.asked_for = self.number, ready
             if any(key.kind is EntryKind.KV for key in ready):
@@ -188,16 +188,10 @@ class Books:
             if self._is_free(known, key):
                 self.ledger.drop(key)
 
-    def _ask_witnesses(self, known: KnownModel, leaving: list[EntryKey]) -> Iterator[PoolEffect]:
-        names = {key.owner for key in leaving if key.kind is EntryKind.BASE}
+    def _ask_witnesses(self, known: KnownModel) -> Iterator[PoolEffect]:
         for engine in known.engines:
-            if engine.name not in names or engine.goal is not Tier.COLD or not engine.has_obeyed:
-                continue
-            if engine.is_gone:
-                for key in leaving:
-                    if key.kind is EntryKind.BASE and key.owner == engine.name:
-                        self.ledger.drop(key)
-            elif engine.asked is None:
+            is_stopped = engine.goal is Tier.COLD and engine.has_obeyed
+            if is_stopped and not engine.is_gone and engine.asked is None:
                 self.number += 1
                 engine.asked = self.number
                 yield AskWitness(engine.name, self.number)
@@ -212,9 +206,12 @@ class Books:
             case EntryKind.COPY:
                 return all(engine.is_gone for engine in known.engines)
             case _:
-                return False
+                engine = known.engine(key.owner)
+                return engine is not None and engine.is_gone
 
     def _is_free(self, known: KnownModel, key: EntryKey) -> bool:
+        if key.kind is EntryKind.BASE:
+            return True  # its witnesses were the proof
         memory = self.memory.get(key.device)
         if memory is None or known.asked is None:
             return False

@@ -29,8 +29,12 @@ class Demand:
         self._gone.discard(event.gateway)
         self._said[event.gateway] = event.models
 
-    def lose(self, gateway: str) -> None:
-        if gateway in self._said:
+    def lose(self, gateway: str, *, is_dead: bool) -> None:
+        """It is not connected. `is_dead`: and its requests have ended with it."""
+        if is_dead:
+            self._said.pop(gateway, None)
+            self._gone.discard(gateway)
+        elif gateway in self._said:
             self._gone.add(gateway)
 
     def _of(self, model: str) -> Iterator[ModelDemand]:

@@ -19,6 +19,7 @@ from msgspec import Meta, Struct
 
 from plumbing.part.tier import Tier
 from pool.core.states import COUNT_MAX, PRIORITY_MAX, TICKETS_MAX, GoalGeneration, ModelState
+from pool.core.view import ModelRules, PoolRules
 
 # The bounds of what a gateway says: these values travel as they are (`pool.messages`).
 Count = Annotated[int, Meta(ge=0, le=COUNT_MAX)]
@@ -180,6 +181,13 @@ class LeaseOver(PoolEvent, frozen=True):
     lease: str
 
 
+class RulesChanged(PoolEvent, frozen=True):
+    """An operator has changed a setting of a running pool. `model` None: `rules` are the pool's."""
+
+    model: str | None
+    rules: ModelRules | PoolRules
+
+
 class PoolTick(PoolEvent, frozen=True):
     """Time has passed: not later than `Pool.due_ms`."""
 
@@ -282,6 +290,7 @@ class KillEngine(PoolEffect, frozen=True):
     start another one before its goal is above cold."""
 
     engine: str
+    generation: GoalGeneration
     reason: str
 
 

@@ -13,7 +13,7 @@ from pool.core.model_table import REST, ModelSignal
 from pool.core.signals import DueSignal
 from pool.core.situation import OrderRefused, PoolLease, PoolSituation, WrongMessage
 from pool.core.states import EntryKey, EntryKind, ModelState
-from pool.core.view import Leaving
+from pool.core.view import Leaving, ModelRules, PoolRules
 
 # States in which an engine that obeys our last goal cannot be awake any more.
 ASLEEP = frozenset({ModelState.COLD, *REST, ModelState.PENDING, ModelState.FAILED})
@@ -31,7 +31,7 @@ def hear(pool: PoolSituation, event: ev.PoolEvent) -> None:
         case ev.DemandCame():
             _demand(pool, event)
         case ev.GatewayGone():
-            pool.demand.lose(event.gateway)
+            pool.demand.lose(event.gateway, is_dead=event.is_dead)
         case ev.EngineSaid():
             _engine(pool, event)
         case ev.EngineLost():
@@ -50,6 +50,8 @@ def hear(pool: PoolSituation, event: ev.PoolEvent) -> None:
             pool.changes += 1
         case ev.Ordered():
             _order(pool, event)
+        case ev.RulesChanged():
+            _rules(pool, event)
         case ev.LeaseAsked():
             _lease(pool, event)
         case ev.LeaseOver():
@@ -206,6 +208,21 @@ def _order(pool: PoolSituation, event: ev.Ordered) -> None:
             known.pinned = event.order is ev.Order.PIN
         case ev.Order.RESET:
             pool.fire(known, DueSignal(ModelSignal.RESET, "an operator has reset it"))
+    pool.changes += 1
+
+
+def _rules(pool: PoolSituation, event: ev.RulesChanged) -> None:
+    known = pool.models.get(event.model) if event.model is not None else None
+    match event.rules:
+        case PoolRules() if event.model is None:
+            pool.rules = event.rules
+            pool.books.ledger.margin_bytes = event.rules.margin_bytes
+        case ModelRules() if known is not None and event.rules.devices == known.rules.devices:
+            known.rules = event.rules
+        case _:
+            raise OrderRefused(
+                "pool.cannot_change", f"the pool cannot change {event.rules} of {event.model}"
+            )
     pool.changes += 1
 
 

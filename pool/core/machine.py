@@ -24,8 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from msgspec.structs import replace
-
 from plumbing.errors import InvariantError
 from plumbing.part.tier import Tier
 from pool.core import events as ev
@@ -42,7 +40,7 @@ from pool.core.signals import DueSignal, next_signal
 from pool.core.situation import PoolSetup
 from pool.core.snapshot import PoolSnapshot, saved
 from pool.core.states import EntryKind, ModelState
-from pool.core.view import Leaving, ModelRules, PoolRules
+from pool.core.view import Leaving
 from pool.core.views import ticket_of
 
 SIGNALS_MAX = 24  # of one model, after one event: longer than any path through the table
@@ -69,13 +67,6 @@ class ModelPool:
     def snapshot(self) -> PoolSnapshot:
         """What `SaveState` writes."""
         return saved(self.situation)
-
-    def set_rules(self, rules: PoolRules, models: dict[str, ModelRules]) -> None:
-        """Settings that were changed at runtime; `models` has all of them. The next event sees
-        them."""
-        self.situation.rules = rules
-        for name, known in self.situation.models.items():
-            known.rules = replace(models[name], devices=known.rules.devices)
 
     def handle(self, event: ev.PoolEvent, now_ms: float) -> list[ev.PoolEffect]:
         """What follows from `event`, to be performed in order.

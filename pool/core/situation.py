@@ -119,9 +119,7 @@ class PoolSituation:
                 stays = self.books.entries_at(known, model.floor)
                 ledger.mark_leaving(key for key in self.books.booked(known) if key not in stays)
             case ModelState.UNLOADING if due.signal is ModelSignal.SPENT:
-                for engine in known.engines:
-                    if not engine.is_gone:
-                        self.say(ev.KillEngine(engine.name, due.reason))
+                self._kill(known, due.reason)
             case ModelState.LOADING | ModelState.WAKING:
                 known.has_plan, known.never, known.wait = False, None, ""
             case ModelState.COLD | ModelState.FAILED | ModelState.PENDING:
@@ -154,6 +152,15 @@ class PoolSituation:
         known.is_raised_for_ticket = known.has_plan = False
         known.load_ordered_ms = known.back_off_until_ms = known.never = known.leaving = None
         known.victims, known.wait = (), ""
+
+    def _kill(self, known: KnownModel, reason: str) -> None:
+        """Its trees at once, and a newer goal of cold behind that: the one to be obeyed."""
+        for engine in known.engines:
+            if not engine.is_gone:
+                self.number += 1
+                generation = GoalGeneration(self.era, self.start, self.number)
+                self.say(ev.KillEngine(engine.name, generation, reason))
+                engine.goal = None
 
     def _alarm(self, known: KnownModel) -> None:
         """Memory does not come back: it stays booked, and nobody counts on it."""
