@@ -10,12 +10,14 @@ The surprising things: only progress, or a canary that passed, proves anything, 
 request leaves without progress a canary runs at once, and clients that give up and retry do not
 hide a hang. A hang is measured from when this side *saw* work in flight. And a supervisor that did
 not run itself (stopped, thawed, starved) cannot blame the backend: time in which nobody looked does
-not count, and after a long gap every deadline starts again.
+not count, and after a long gap every deadline starts again. A parked engine is not asked, which
+would cost an idle machine too much: it is only seen whether its processes are stopped.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -32,6 +34,10 @@ LATE_MS = 250
 STOPPED_MS = 1_000
 
 
+# A second apart, so that whoever stops a process for a moment, to look at it, does not lose it.
+STOPPED_LOOKS_MAX = 5
+
+
 class Action(StrEnum):
     ASK = "ask"
     CANARY = "canary"
@@ -42,6 +48,24 @@ class Unhealthy:
     """The verdict, in words."""
 
     reason: str
+
+
+class ParkedHealth:
+    """One parked incarnation. Looks are counted, not time: a supervisor that was stopped together
+    with its backend cannot blame it."""
+
+    def __init__(self) -> None:
+        self._looks = 0
+
+    def looked(self, stopped: Sequence[str]) -> Unhealthy | None:
+        """`stopped`: the processes that a signal has stopped; none while it is not parked."""
+        self._looks = self._looks + 1 if stopped else 0
+        if self._looks < STOPPED_LOOKS_MAX:
+            return None
+        return Unhealthy(
+            f"{' and '.join(stopped)} of the backend {'is' if len(stopped) == 1 else 'are'} stopped"
+            " (SIGSTOP), so it could not be woken"
+        )
 
 
 class GenerationHealth:

@@ -40,6 +40,7 @@ from engine.core import events as ev
 from engine.core.events import EngineEffect, EngineEvent, State, WakingStep
 from engine.core.table import HOLDING as HOLDING
 from engine.core.table import IGNORED as IGNORED
+from engine.core.table import PARKED as PARKED
 from engine.core.table import TRANSITIONS as TRANSITIONS
 from engine.core.table import Situation as Situation
 from engine.core.table import must_be_away, must_rest
@@ -94,7 +95,7 @@ class Lifecycle:
         """The weights go where the goal wants them, once nothing is computed with them. A wake maps
         them by itself."""
         now = self.now
-        is_parked = now.state in (State.STANDBY, State.RESTING)
+        is_parked = now.state in PARKED
         asks_away = must_be_away(now) if is_parked else False
         if asks_away is now.asks_away:
             return []

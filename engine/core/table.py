@@ -14,6 +14,7 @@ from engine.core.events import EngineEffect, EngineEvent, State, WakingStep
 from plumbing.part.tier import Tier
 
 HOLDING = (State.WAKING, State.ACTIVE, State.DRAINING, State.RELEASING, State.RESTING)
+PARKED = frozenset({State.STANDBY, State.RESTING})
 AWAKE = frozenset({State.ACTIVE, State.DRAINING, State.RELEASING})
 NOTHING = frozenset({State.DEAD, State.INIT})
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from engine.core import events as ev
 from engine.core.events import EngineEvent, Failed, State, WakingStep
-from engine.core.lifecycle import IllegalEvent, Lifecycle
+from engine.core.lifecycle import PARKED, IllegalEvent, Lifecycle
 from engine.core.patience import Signs
 from engine.messages import FaultReportMsg, HealthyMsg
 from engine.supervisor import over_tcp, state_file
@@ -129,7 +129,7 @@ class Engine:
 
     def _tick(self) -> None:
         if self.incarnation is not None:
-            self.incarnation.tick()
+            self.incarnation.tick(is_parked=self.lifecycle.state in PARKED)
             is_loading = self.lifecycle.state is State.INIT
             self.incarnation.cpus.tick(is_loading=is_loading, serving=self._serving)
         self.pressure.sample(self.clock.now_ms())

@@ -19,6 +19,7 @@ from engine.backends import process
 from engine.backends.registry import objection_behind_gateway
 from engine.core import events as ev
 from engine.core.events import EngineEvent, Failed, State, WakingStep
+from engine.core.health import ParkedHealth
 from engine.core.loading import Loading, LoadPermit
 from engine.progress_page import PROGRESS_ENV, ProgressPage
 from engine.supervisor.canaries import Canaries
@@ -111,6 +112,7 @@ class Incarnation:
             incarnation_id, self.channel, self.tree, self.canaries, post=post, log=log
         )
         self.placing = Placing(self.channel, post=post, log=log)
+        self._parked = ParkedHealth()
 
     # ------------------------------------------------------------------ its life
 
@@ -161,11 +163,14 @@ class Incarnation:
             "UNDERSTUDY_MEMBERS": str(settings.members),
         }
 
-    def tick(self) -> None:
-        """Once a second: look for new processes, and for what they hold."""
+    def tick(self, *, is_parked: bool) -> None:
+        """Once a second: look for new processes, for what they hold, and whether they run."""
         self.tree.scan()
         is_prepared = self.prepared is not None
         self._leftovers.tick(self.tree.everyone(), is_prepared=is_prepared)
+        verdict = self._parked.looked(self.tree.stopped() if is_parked else ())
+        if verdict is not None:
+            self._post(Failed("stopped", verdict.reason))
 
     def _dying(self, what: str) -> None:
         self._post(Failed("child_exit", what))

@@ -150,6 +150,14 @@ class Tree:
         """The processes that must live, by name."""
         return {each.name: pid for pid, each in self._processes.items() if each.must_live}
 
+    def stopped(self) -> list[str]:
+        """Those that must live and that a signal has stopped, for a sentence. Without a descriptor
+        to look, nobody is."""
+        with contextlib.suppress(OSError):
+            named = self.pids().items()
+            return [f"{name} (pid {pid})" for name, pid in named if procfs.is_stopped(pid)]
+        return []
+
     def everyone(self) -> list[int]:
         """Every living process of the tree that has been seen."""
         return list(self._processes)

@@ -56,6 +56,12 @@ def name(pid: int) -> str:
     return _shown(f"/proc/{pid}/comm").strip()
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped `pid`; one that a debugger holds is not."""
+    fields = _stat(pid)
+    return fields is not None and fields[0] == "T"
+
+
 def halted(pid: int) -> str | None:
     """What keeps `pid` from running, in one word, where it shows; None if nothing does.
 

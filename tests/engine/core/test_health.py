@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.health import Action, GenerationHealth, Unhealthy
+from engine.core.health import (
+    STOPPED_LOOKS_MAX,
+    Action,
+    GenerationHealth,
+    ParkedHealth,
+    Unhealthy,
+)
 from engine.core.patience import Patience, Signs
 
 
@@ -355,3 +361,18 @@ def test_verdict_never_comes_within_the_budget(steps):
             assert now - moved_ms >= patience.budget_ms(signs) >= 3000
             assert has_standby or now - moved_ms >= 30_000
             return
+
+
+def test_parked_backend_is_given_up_after_several_looks_in_a_row():
+    """Stopped, once running in between, then stopped for good: the sentence has the processes; and
+    looks count, not time."""
+    parked, who = ParkedHealth(), ["http (pid 7)", "model (pid 8)"]
+    for _ in range(STOPPED_LOOKS_MAX - 1):
+        assert parked.looked(who) is None
+    assert parked.looked([]) is None
+    looks = [parked.looked(who) for _ in range(STOPPED_LOOKS_MAX)]
+    assert looks[:-1] == [None] * (STOPPED_LOOKS_MAX - 1)
+    assert looks[-1] == Unhealthy(
+        "http (pid 7) and model (pid 8) of the backend are stopped (SIGSTOP), so it could not be"
+        " woken"
+    )
