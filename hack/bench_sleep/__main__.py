@@ -4,7 +4,8 @@
 
 One pod of two engines behind a gateway. In each round the active engine is told to rest; a request
 then wakes it, and is timed from the client's side to the first byte of its answer. Every answer is
-compared with the one from before. Then the same backend is stopped and started in the same run.
+compared with the one from before. A few rounds begin cold, with no engine and no weights. Then the
+same backend is stopped and started in the same run.
 Exits 1 if an answer differs or a goal is missed. With vLLM, run it with the Python of .venv-vllm.
 The goals hold for an idle machine.
 """
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.core.events import State
+from hack.bench_sleep.cold import ColdPod
 from hack.bench_sleep.pods import BACKENDS, BenchedBackend, StandingPod, run_standing
 from hack.report import commit, machine, spread
 from plumbing.errors import RemoteError, UnderstudyError
@@ -40,6 +42,7 @@ PHASES = ("told", "wake", "answer")  # to wake; until it is active; until the fi
 WARM_UP_ROUNDS = 3  # what is done for the first time is slower
 IDLE_S = 0.05  # at rest, before the request that ends it
 RESTARTS = 3
+COLD_ROUNDS = 3  # a start takes seconds, with vLLM twenty
 PROBLEMS_MAX = 10
 
 
@@ -54,7 +57,7 @@ class TierTimes:
     def to_dict(self) -> dict[str, Any] | None:
         if not self.to_awake_ms:
             return None
-        phases = {name: spread(found) for name, found in self.phases_ms.items()}
+        phases = {name: spread(found) for name, found in self.phases_ms.items() if found}
         return {"rounds": len(self.to_awake_ms), **spread(self.to_awake_ms), "phases_ms": phases}
 
 
@@ -62,21 +65,38 @@ class TierTimes:
 class Figures:
     tiers: dict[Tier, TierTimes] = field(default_factory=lambda: {t: TierTimes() for t in TIERS})
     restart_ms: list[float] = field(default_factory=list)
+    cold_by: str | None = None
     problems: list[str] = field(default_factory=list)
 
 
 async def measure(pod: StandingPod, backend: BenchedBackend, rounds: int, found: Figures) -> None:
-    for tier in TIERS:
-        if tier.value not in backend.goals_ms:
-            continue
+    for tier in (Tier.WARM, Tier.OFFLOADED):
         try:
             for number in range(WARM_UP_ROUNDS + rounds):
                 into = found.tiers[tier] if number >= WARM_UP_ROUNDS else TierTimes()
                 await _round(pod, tier, number, into, found.problems)
         except RemoteError as error:  # it does not know this tier
             found.problems.append(str(error))
+    await pod.standby.shall(Tier.AWAKE)
     for _ in range(RESTARTS):
         found.restart_ms.append(await backend.restart_ms(pod))
+    await _cold_rounds(pod, min(rounds, COLD_ROUNDS), found)
+
+
+async def _cold_rounds(pod: StandingPod, rounds: int, found: Figures) -> None:
+    """After all others: who is active may be another engine afterwards."""
+    cold, into = ColdPod(str(pod.directory), [pod.active, pod.standby]), found.tiers[Tier.COLD]
+    for number in range(rounds):
+        await cold.freeze()
+        prompt = pod.drill.prompts[number % len(pod.drill.prompts)]
+        exchange, began_ms = await cold.wake(pod.target, prompt)
+        found.cold_by = cold.by
+        outcome = classify(exchange, pod.drill.records.expected)
+        if outcome is not Outcome.OK or exchange.first_token_ms is None:
+            found.problems.append(f"round {number} at cold: {outcome}, {exchange.detail}"[:300])
+        else:
+            into.to_awake_ms.append(exchange.first_token_ms - began_ms)
+        await cold.complete()
 
 
 async def _round(
@@ -129,6 +149,7 @@ def document(name: str, found: Figures) -> dict[str, Any]:
         "backend": name,
         "to_awake_ms": {tier.value: found.tiers[tier].to_dict() for tier in TIERS},
         "goals_ms": backend.goals_ms,
+        "cold_by": found.cold_by,
         "release_ms": spread(warm.release_ms) if warm.release_ms else None,
         "stock_restart_ms": restart,
         "faster_by": faster_by,

@@ -40,9 +40,14 @@ async def model_of(base: Path, given: str | None) -> Path:
 
 
 def make_pod(
-    base: Path, model: Path, ranks: int, flags: Sequence[str], device_bytes: str | int | None = None
+    base: Path,
+    model: Path,
+    ranks: int,
+    flags: Sequence[str],
+    device_bytes: str | int | None = None,
+    host_memory: str | None = None,
 ) -> LocalPod:
-    """The pod; creates its directory and its empty TMPDIR."""
+    """The pod; creates its directory and its empty TMPDIR. `host_memory`: for copies of weights."""
     directory = base / "pod"
     directory.mkdir(mode=0o700)
     temporary(base).mkdir(exist_ok=True)
@@ -54,5 +59,5 @@ def make_pod(
         backend_args=tuple(flags),
         device_bytes=device_bytes,
         tensor_parallel=ranks,
-        env=environment(base),
+        env=environment(base) | ({"UNDERSTUDY_HOST_MEMORY": host_memory} if host_memory else {}),
     )
