@@ -160,7 +160,7 @@ class PreparedMsg(Message, frozen=True, tag="prepared"):
     `warnings` are for users: settings that work, at a cost they may not expect. `continuation` is
     `continuation_id` of `plumbing.hop.Hello`: streams continue only at an engine with an equal one.
     It is empty where none can be continued. `can_rest`: it can be asked to `rest`; `can_offload`:
-    also to `place_weights`.
+    also to `place_weights`; if not, `cannot_offload` may have the reason, as part of a sentence.
     """
 
     weights_bytes: Count
@@ -171,6 +171,7 @@ class PreparedMsg(Message, frozen=True, tag="prepared"):
     continuation: ContinuationId = ""
     can_rest: bool = False
     can_offload: bool = False
+    cannot_offload: Sentence = ""
 
 
 class FaultReportMsg(Message, frozen=True, tag="fault_report"):

@@ -111,8 +111,8 @@ class BackendHandler(Protocol):
 
 
 @runtime_checkable
-class Offloads(Protocol):
-    """What a backend has besides if its `prepared` says `can_offload`."""
+class Offloads(BackendHandler, Protocol):
+    """One whose `prepared` may say `can_offload`."""
 
     async def place_weights(self, budget_s: float, *, is_away: bool) -> msg.WeightsPlacedMsg:
         """Release the weights in every process, or map them again; see `PlaceWeightsMsg`."""

@@ -52,6 +52,12 @@ class KeptWeights:
         gone.restage(budget_s, on_wait=logger.warning)
         self._gone, self.keeper = None, self._kept()
 
+    def close(self) -> None:
+        """Keep nothing any more; a reader that maps its weights stays as it is."""
+        self.keeper.close()
+        if self._gone is not None:
+            self._gone.close()
+
     def _kept(self) -> Keeper:
         # It keeps the session through the deaths of the memory service, while others compute.
         keeper = Keeper(self.reader, may_digest=self._may_digest, on_change=logger.warning)

@@ -82,7 +82,8 @@ class Goals:
             raise UnderstudyError("engine.cannot_rest", objection)
         who, prepared = self._engine.settings.engine, self._prepared
         if goal is Tier.OFFLOADED and prepared is not None and not prepared.can_offload:
-            why = f"{who} can be `warm` or `awake`: its backend cannot release its weights"
+            reason = prepared.cannot_offload or "its backend cannot release its weights"
+            why = f"{who} can be `warm` or `awake`: {reason}"
             raise UnderstudyError("engine.no_such_tier", why)
         if goal is Tier.COLD:
             why = f"{who} can be `offloaded`, `warm` or `awake`, not `{goal}`"

@@ -17,8 +17,10 @@ from engine.supervisor.channel import BackendChannel
 from plumbing.part.format import size
 from plumbing.service.events import EventLog
 
-# A copy of the weights is made within seconds of the first load.
-AGAIN_S = 1.0
+# A copy of the weights is made within seconds of the first load. Later, what is in the way may stay
+# for hours, and vLLM's workers spin for a second after every question.
+AGAIN_S_MIN = 1.0
+AGAIN_S_MAX = 16.0
 
 
 class Placing:
@@ -31,12 +33,14 @@ class Placing:
         self._channel, self._post, self._log = channel, post, log
         self._is_away = False  # what is wanted
         self._budget_ms = 0
+        self._again_s = AGAIN_S_MIN
         self._timer: asyncio.TimerHandle | None = None
         self._asked = 0  # which request the answer is awaited of
 
     def place(self, budget_ms: int, *, is_away: bool) -> None:
         """Ask, and ask again until the memory is free or something else is wanted."""
         self._budget_ms, self._is_away = budget_ms, is_away
+        self._again_s = AGAIN_S_MIN
         self._ask()
 
     def stop(self) -> None:
@@ -69,7 +73,8 @@ class Placing:
                 data={"freed_bytes": placed.freed_bytes},
             )
         if self.note:
-            self._timer = asyncio.get_running_loop().call_later(AGAIN_S, self._ask)
+            self._timer = asyncio.get_running_loop().call_later(self._again_s, self._ask)
+            self._again_s = min(2 * self._again_s, AGAIN_S_MAX)
 
     def _spent(self) -> None:
         verb = "released" if self._is_away else "mapped again"

@@ -24,7 +24,8 @@ class PrivateWorker(CPUWorker):
         super().init_device()
 
     def load_model(self, **kwargs: Any) -> None:
-        ours: Any = SimpleNamespace(is_awake=False, bytes=0, epoch="", identity={})
+        ours: Any = SimpleNamespace(is_awake=False, is_away=False, bytes=0, epoch="", identity={})
+        ours.cannot_offload = ""
         weights._of_this_process = ours
         StockCPUWorker.load_model(self, **kwargs)
 

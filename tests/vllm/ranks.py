@@ -102,8 +102,8 @@ class Rank:
 
     def close(self) -> None:
         """End as a worker ends; what its models point at is gone then."""
-        if self.weights.keeper is not None:
-            self.weights.keeper.close()
+        if self.weights.kept is not None:
+            self.weights.kept.close()
         if self.weights._session is not None:
             self.weights._session.close()
 

@@ -28,6 +28,7 @@ with warnings.catch_warnings():
 
 FINE = {"rank": 0, "ok": True, "code": "", "error": ""}
 STATUS = {**FINE, "weights_bytes": 10, "kv_bytes": 20, "epoch": "e", "identity": {"a": 1}}
+STATUS["cannot_offload"] = ""
 
 
 class Engine:

@@ -26,7 +26,7 @@ from engine.backends.vllm import membership
 from engine.backends.vllm.worker import worker
 from engine.backends.vllm.worker.kv_arena import Backing, KVArena
 from engine.backends.vllm.worker.kv_host import HostRange
-from engine.backends.vllm.worker.worker import StockGPUWorker
+from engine.backends.vllm.worker.offloading import StockGPUWorker
 from gms.vmm.host import HostMemory
 from gms.vmm.interface import release_all
 from lockserver import serving
@@ -261,7 +261,7 @@ def test_waking_without_memory_is_refused_and_repeating_is_harmless(
     arena: KVArena, monkeypatch: pytest.MonkeyPatch
 ):
     """vLLM's words: asleep twice, awake before memory was taken (an error), then twice."""
-    ours = SimpleNamespace(is_awake=False)
+    ours = SimpleNamespace(is_awake=False, is_away=False)
     monkeypatch.setattr(worker.weights, "_of_this_process", ours)
     found = make_worker()
     found.sleep()
@@ -289,7 +289,8 @@ def test_methods_that_the_backend_calls_never_raise(
 ):
     """No room: a code and a sentence. A bug: a code and its text. Never an exception, which would
     leave the other ranks' answers for the next question."""
-    monkeypatch.setattr(worker.weights, "_of_this_process", SimpleNamespace(is_awake=False))
+    ours = SimpleNamespace(is_awake=False, is_away=False)
+    monkeypatch.setattr(worker.weights, "_of_this_process", ours)
     found = make_worker()
     found.arena = arena
     allocate(arena)
@@ -312,6 +313,7 @@ def test_rank_that_cannot_park_says_so_later_and_keeps_its_place(
     seat = serving.ServingSeat(path, file)
     monkeypatch.setattr(membership, "_member", SimpleNamespace(seat=seat))
     weights = SimpleNamespace(is_awake=False, bytes=0, epoch="", identity={"models": {}})
+    weights.is_away = False
     monkeypatch.setattr(worker.weights, "_of_this_process", weights)
     found = make_worker()
     found.arena = arena

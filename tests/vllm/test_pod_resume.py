@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
@@ -175,9 +175,15 @@ def kv_files(pids: Sequence[int]) -> set[str]:
     return {name for name in found if "understudy_kv-" in name}
 
 
+def maps_epoch(pids: Iterable[int], epoch: str) -> bool:
+    """Whether any of these processes maps the weights `epoch`; its copy is another epoch."""
+    maps = [Path(f"/proc/{pid}/maps").read_text(errors="replace") for pid in pids]
+    return any(f"/memfd:understudy-{epoch[:8]}-" in text for text in maps)
+
+
 async def rest_and_wake(directory: Path, name: str, engine: Engine, expected: list[int]) -> None:
-    """Three times: no process has KV memory while it rests, and the answer is the same after it,
-    by the same processes."""
+    """Three times, twice without its weights: no process has KV memory while it rests, nor maps
+    weights that it has released, and the answer is the same after it, by the same processes."""
     view = await gather(directory)
     (part,) = (each for each in view["engines"] if each["engine"]["id"] == name)
     pids = part["backend"]["pids"]
@@ -186,13 +192,16 @@ async def rest_and_wake(directory: Path, name: str, engine: Engine, expected: li
 
         def reach(goal: Tier, state: State) -> None:
             am = client.request(ShallMsg(goal, "a test"), timeout_s=ANSWER_S).message
-            while am.state != state:
+            while (am.state, am.tier) != (state, goal):
                 am = client.receive(ANSWER_S).message
 
-        for _ in range(3):
+        for goal in (Tier.WARM, Tier.OFFLOADED, Tier.OFFLOADED):
             assert kv_files(holders)
-            await asyncio.to_thread(reach, Tier.WARM, State.RESTING)
+            epoch = (await gather(directory))["gms"][0]["epoch"]
+            assert maps_epoch(pids.values(), epoch)
+            await asyncio.to_thread(reach, goal, State.RESTING)
             assert kv_files(holders) == set()
+            assert maps_epoch(pids.values(), epoch) is (goal is Tier.WARM)
             await asyncio.to_thread(reach, Tier.AWAKE, State.ACTIVE)
             assert made_by(await asyncio.to_thread(engine.stream))[0].tokens == expected
     view = await gather(directory)
@@ -205,7 +214,7 @@ def test_a_stream_of_a_dead_engine_goes_on_at_the_other(tmp_path: Path, model: P
     id, takes up the journal, and the whole is the answer that was not interrupted. It has adopted
     the blocks of the dead engine, those of the cut stream among them, and prefills behind them;
     but not behind a block of which a byte was altered after the death. Then that engine rests and
-    wakes."""
+    wakes, also without its weights."""
 
     async def scenario() -> None:
         pod = LocalPod(
@@ -216,7 +225,11 @@ def test_a_stream_of_a_dead_engine_goes_on_at_the_other(tmp_path: Path, model: P
             backend_args=ARGUMENTS,
             # A pod without a gateway, whose lock server nevertheless lends to gateways only.
             is_direct=True,
-            env={**VLLM_RANDOM_MODEL.env, "UNDERSTUDY_DIRECT": "no"},
+            env={
+                **VLLM_RANDOM_MODEL.env,
+                "UNDERSTUDY_DIRECT": "no",
+                "UNDERSTUDY_HOST_MEMORY": "256MiB",
+            },
         )
         containers = [
             replace(each, liveness=None, starts_in_order=False) for each in pod.containers()

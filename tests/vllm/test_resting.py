@@ -27,7 +27,8 @@ with warnings.catch_warnings():
     from engine.backends.vllm.api.steps import StepCounter
 
 FINE = {"rank": 0, "ok": True, "code": "", "error": ""}
-STATUS = {**FINE, "weights_bytes": 1, "kv_bytes": 2, "epoch": "e", "identity": {}}
+STATUS = FINE | {"weights_bytes": 1, "kv_bytes": 2, "epoch": "e", "identity": {}}
+STATUS["cannot_offload"] = ""
 POOL = {"device": "HOST-0", "claim": {}, "facts": {}}
 INCARNATION = f"e-{1:016x}"
 BUDGET_S = 60.0
@@ -43,6 +44,7 @@ class Engine:
         self.is_busy = False  # a sleep that waits does not return before one that aborts
         self.aborted = asyncio.Event()
         self.rested: dict[str, Any] = {**FINE, "kv_resident_bytes": 0}
+        self.placed: dict[str, Any] = {**FINE, "is_away": True, "freed_bytes": 1, "note": ""}
         self.core = {"problem": "", "adopted": 0, "why_empty": "", "torn": 0}
         count = lambda: self.in_flight  # noqa: E731  # as vLLM's processor has it
         self.output_processor = SimpleNamespace(get_num_unfinished_requests=count)
@@ -50,11 +52,13 @@ class Engine:
         self.engine_core = self
 
     async def collective_rpc(self, method: str, timeout: float, args: Any) -> Any:  # noqa: ASYNC109  # as vLLM names it
-        self.asked.append((method, *args) if method == "understudy_rest" else method)
+        has_more = method in ("understudy_rest", "understudy_place_weights")
+        self.asked.append((method, *args) if has_more else method)
         return {
             "understudy_status": [STATUS],
             "understudy_take_kv": [{**FINE, "kv_bytes": 2, "pool": POOL}],
             "understudy_rest": [self.rested],
+            "understudy_place_weights": [self.placed],
         }.get(method, [FINE])
 
     async def call_utility_async(self, method: str, *asked: Any) -> Any:
@@ -220,11 +224,13 @@ def test_an_engine_that_cannot_rest_says_why(monkeypatch: pytest.MonkeyPatch, wo
     """One contract is broken: `prepared` does not promise it, and the warning has the contract."""
     broken = SimpleNamespace(__str__=lambda: "x")
     config = SimpleNamespace(kv_transfer_config=None, use_v2_model_runner=False)
-    assert resting.problem_with(config, may_be_untested=False) == ""
+    sources = resting.contracts.installed()
+    assert resting.offload_problem(sources) == ""
+    assert resting.problem_with(config, sources, may_be_untested=False) == ""
     monkeypatch.setattr(resting.contracts, "broken", lambda *asked: ["a pause ends", broken])
-    why = resting.problem_with(config, may_be_untested=False)
+    why = resting.problem_with(config, sources, may_be_untested=False)
     assert why.endswith("a pause ends, and 1 more")
     connected = SimpleNamespace(kv_transfer_config=object())
-    assert "connector" in resting.problem_with(connected, may_be_untested=True)
+    assert "connector" in resting.problem_with(connected, sources, may_be_untested=True)
     world.backend._cannot_rest = why
     assert world.backend._warnings() == (f"it hands over by a relaunch and never sleeps: {why}",)

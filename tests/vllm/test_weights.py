@@ -5,6 +5,7 @@ Two engines' ranks in this process, with real checkpoints and a real service; se
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -24,8 +25,10 @@ from engine.backends import session
 from engine.backends.reference.random_model import write_random_model
 from engine.backends.vllm.worker import identity, rehome, sharing
 from engine.backends.vllm.worker.binding import SHARED_BYTES_MIN
+from gms import names
 from plumbing.errors import RemoteError, UnderstudyError, UsageError
 from tests.gms.bench import GmsProcess
+from tests.gms.test_gms_offload import Copies
 from tests.helpers import until
 
 
@@ -161,7 +164,7 @@ def test_weights_survive_the_death_of_the_service(
     second.load(checkpoint)
     before = model.model.layers[0].mlp.down_proj.weight.clone()
     gms.kill()
-    keepers = [each.weights.keeper for each in (first, second)]
+    keepers = [each.weights.kept.keeper for each in (first, second) if each.weights.kept]
     until(lambda: all(keeper.state == "rejoining" for keeper in keepers), "the loss to be seen")
     assert torch.equal(model.model.layers[0].mlp.down_proj.weight, before)
     gms.start()
@@ -169,6 +172,46 @@ def test_weights_survive_the_death_of_the_service(
     third = rank("engine-2")
     third.load(checkpoint)
     assert third.weights.epoch == first.weights.epoch
+
+
+def test_weights_of_a_model_come_back_where_they_were(
+    rank: Callable[[str], Rank], checkpoint: Path, gms: GmsProcess, monkeypatch: pytest.MonkeyPatch
+):
+    """Load, copy, release: nothing of the shared tensors is mapped, the device is free, and private
+    tensors stay. Mapped again, the same tensors have the same numbers at the same addresses; and
+    once more. Without a copy they stay, with the reason."""
+    monkeypatch.setattr(os, "setpriority", lambda *asked: None)  # a busy machine starves digests
+    host = GmsProcess(gms.directory, device=names.offload_device(gms.device)).start()
+    copies = Copies(gms)
+    try:
+        one = rank("engine-0")
+        (model,) = one.load(checkpoint)
+        ours = one.weights
+        assert ours.let_go()[0] == 0
+        assert "no copy" in ours.let_go()[1]
+        assert not ours.is_away
+        until(lambda: gms.status()["digest"] not in (None, "pending"), "its digest")
+        copies.settle()
+        before = {name: tensor.clone() for name, tensor in model.named_parameters()}
+        down = model.model.layers[0].mlp.down_proj.weight
+        at, epoch = down.data_ptr(), ours.epoch
+        for _ in range(2):
+            assert ours.let_go() == (ours.bytes, "")
+            assert ours.is_away
+            assert gms.status()["state"] == "offloaded"
+            assert where(at).startswith("---p")
+            assert torch.equal(model.model.norm.weight, before["model.norm.weight"])
+            ours.bring_back(30)
+            assert not ours.is_away
+            assert is_shared(down)
+            assert down.data_ptr() == at
+            for name, tensor in model.named_parameters():
+                assert torch.equal(tensor, before[name]), name
+        assert ours.epoch != epoch
+        assert gms.status()["epoch"] == ours.epoch
+    finally:
+        copies.close()
+        host.stop()
 
 
 def test_canary_failures_of_two_incarnations_condemn_the_epoch(

@@ -1,5 +1,6 @@
-"""The contracts with vLLM by which an engine rests in place; data only, a part of
-`contract_list.py`. If one is broken, the engine hands over by a relaunch and never sleeps."""
+"""The contracts with vLLM by which an engine rests in place, and rests without its weights; data
+only, a part of `contract_list.py`. If one of the first is broken, the engine hands over by a
+relaunch and never sleeps; if one of `worker/offloading.py` is, its weights stay where they are."""
 
 from __future__ import annotations
 
@@ -10,7 +11,10 @@ block_pool = within("v1/core/block_pool.py")
 core_client = within("v1/engine/core_client.py")
 engine_core = within("v1/engine/core.py")
 executor = within("v1/executor/abstract.py")
+gpu_worker = within("v1/worker/gpu_worker.py")
+multiproc = within("v1/executor/multiproc_executor.py")
 scheduler = within("v1/core/sched/scheduler.py")
+worker_base = within("v1/worker/worker_base.py")
 
 REST: dict[str, tuple[Contract, ...]] = {
     "core_serving.py": (
@@ -90,6 +94,33 @@ REST: dict[str, tuple[Contract, ...]] = {
                 "if fully_awake:",
                 "return fully_awake",
             ),
+        ),
+    ),
+    "worker/offloading.py": (
+        gpu_worker(
+            "a worker runs a step in one method",
+            "Worker.execute_model",
+            every(takes("scheduler_output"), contains("self.model_runner.execute_model(")),
+        ),
+        gpu_worker(
+            "a worker runs an empty step in one method",
+            "Worker.execute_dummy_batch",
+            contains("self.model_runner._dummy_run("),
+        ),
+        worker_base(
+            "steps go through the worker, not past it to its model",
+            "WorkerWrapperBase.execute_model",
+            contains("self.worker.execute_model(scheduler_output)"),
+        ),
+        multiproc(
+            "a step of the core is a call of the workers' method for steps",
+            "MultiprocExecutor.execute_model",
+            contains("'execute_model'"),
+        ),
+        scheduler(
+            "a scheduler that is paused begins no request",
+            "Scheduler.schedule",
+            contains("self._pause_state == PauseState.UNPAUSED"),
         ),
     ),
 }

@@ -26,6 +26,7 @@ from engine.backends.vllm.api.continuation import Continuing
 from engine.backends.vllm.api.door import Door
 from engine.backends.vllm.api.http import TRIAL_PROMPT, Front
 from engine.backends.vllm.api.kept_memory import OWN_MEMORY, KeptMemory
+from engine.backends.vllm.api.offloading import Offloading
 from engine.backends.vllm.api.resting import Resting, ask_core
 from engine.backends.vllm.api.steps import StepCounter
 from engine.messages import (
@@ -34,6 +35,7 @@ from engine.messages import (
     HealthyMsg,
     PreparedMsg,
     RestedMsg,
+    WeightsPlacedMsg,
     WokenMsg,
 )
 from lockserver.client import serving
@@ -78,9 +80,10 @@ class VllmBackend:
         kv: KeptMemory | None = None,
         seat: serving.ServingSeat | None = None,
         cannot_rest: str = "",
+        cannot_offload: str = "",
     ) -> None:
         """`find_continuing` tells from the status of all ranks who may continue its streams.
-        `cannot_rest`: why it cannot rest, or nothing."""
+        `cannot_rest`: why it cannot rest, or nothing; `cannot_offload`: not without its weights."""
         self.phases = Phases()
         self._engine = engine
         self._front = front
@@ -89,6 +92,7 @@ class VllmBackend:
         self._continuing = Continuing()
         self._kv = kv or KeptMemory(OWN_MEMORY)
         self._seat, self._cannot_rest = None if cannot_rest else seat, cannot_rest
+        self._offloading = Offloading(self._ask_ranks, cannot_offload)
         self._listening: OwnedFd | None = None
         self._canaries = 0
         self._turned_s = time.monotonic()
@@ -113,6 +117,7 @@ class VllmBackend:
         self._kv.prepared(statuses)
         self.phases.step("ready")
         first = statuses[0]
+        cannot_offload = self._offloading.problem_with(statuses)
         return PreparedMsg(
             weights_bytes=sum(status["weights_bytes"] for status in statuses),
             kv_bytes=sum(status["kv_bytes"] for status in statuses),
@@ -121,6 +126,8 @@ class VllmBackend:
             continuation=self._continuing.id,
             warnings=self._warnings(),
             can_rest=self._seat is not None,
+            can_offload=self._seat is not None and not cannot_offload,
+            cannot_offload=cannot_offload,
         )
 
     async def wake(
@@ -143,6 +150,7 @@ class VllmBackend:
         self._listening = listening.duplicate()
         self._front.traffic.engine, self._front.traffic.token = engine, token
         ranks = len(await self._ask_ranks("understudy_join", WAKE_ASK_S, token))
+        await self._offloading.restore()
         take = partial(self._ask_ranks, "understudy_take_kv", KV_WAIT_S + PULSE_S, KV_WAIT_S)
         taken = await self._kv.take(take, engine, token, era, ranks)
         began = await self._kv.begin(self._engine, self._ask_ranks, taken)
@@ -216,6 +224,13 @@ class VllmBackend:
         self.phases.step("rested")
         return RestedMsg(resident_bytes)
 
+    async def place_weights(self, budget_s: float, *, is_away: bool) -> WeightsPlacedMsg:
+        """Release the weights on every rank, or map them again."""
+        self.phases.step("place_weights")
+        return await self._offloading.place(
+            budget_s, is_away=is_away, is_parked=lambda: self.phases.is_parked
+        )
+
     # ------------------------------------------------------------------ behind a gateway
 
     def _make_door(self) -> Door:
@@ -262,10 +277,10 @@ class VllmBackend:
         ranks = self._engine.vllm_config.parallel_config.world_size
         while True:
             await asyncio.sleep(PARKED_CHECK_S_PER_RANK * ranks)
-            if not self.phases.is_parked:
-                continue
             try:
-                await self._ask_ranks("understudy_status", PARKED_WAIT_S)
+                async with self._offloading.lock:  # ranks that place their weights take their time
+                    if self.phases.is_parked:
+                        await self._ask_ranks("understudy_status", PARKED_WAIT_S)
             except UnderstudyError as error:
                 on_dead(error)
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, NoReturn, TypeVar
 
-from engine.backends.channel import BackendHandler, Channel
+from engine.backends.channel import Channel, Offloads
 from engine.messages import (
     NO_ERA,
     CanaryMsg,
@@ -20,6 +20,7 @@ from engine.messages import (
     HealthyMsg,
     PreparedMsg,
     RestedMsg,
+    WeightsPlacedMsg,
     WokenMsg,
 )
 from plumbing.wire.fds import OwnedFd
@@ -37,7 +38,7 @@ class ChannelThread:
         self._thread.start()
         self._is_made.wait()
 
-    def prepared(self, backend: BackendHandler, prepared: PreparedMsg) -> None:
+    def prepared(self, backend: Offloads, prepared: PreparedMsg) -> None:
         """Report `prepared` and accept requests for `backend`; call this on the backend's loop."""
         bridge = _Bridge(backend, asyncio.get_running_loop())
         self._loop.call_soon_threadsafe(self._channel.prepared, bridge, prepared)
@@ -60,7 +61,7 @@ class ChannelThread:
 class _Bridge:
     """A backend that runs on another loop; only `health` runs on the caller's thread."""
 
-    def __init__(self, backend: BackendHandler, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, backend: Offloads, loop: asyncio.AbstractEventLoop) -> None:
         self._backend = backend
         self._loop = loop
 
@@ -93,6 +94,9 @@ class _Bridge:
 
     async def rest(self, budget_s: float, *, keep_kv: bool) -> RestedMsg:
         return await self._on_its_loop(self._backend.rest(budget_s, keep_kv=keep_kv))
+
+    async def place_weights(self, budget_s: float, *, is_away: bool) -> WeightsPlacedMsg:
+        return await self._on_its_loop(self._backend.place_weights(budget_s, is_away=is_away))
 
     async def _on_its_loop(self, work: Coroutine[Any, Any, T]) -> T:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))

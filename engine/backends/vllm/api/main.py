@@ -117,7 +117,14 @@ async def _run(
     collector.resume()
     front = await Front.start(made.engine, args, sock, parsed.body_bytes_max)
     backend = VllmBackend(
-        made.engine, front, steps, made.find_continuing, made.kv, seat, made.cannot_rest
+        made.engine,
+        front,
+        steps,
+        made.find_continuing,
+        made.kv,
+        seat,
+        made.cannot_rest,
+        made.cannot_offload,
     )
     prepared = await backend.prepare()
     warnings = (*made.warnings, *prepared.warnings)
@@ -127,13 +134,14 @@ async def _run(
 
 class _Made(NamedTuple):
     """The engine, warnings for the operator, how to find out who may continue its streams, and why
-    it cannot rest."""
+    it cannot rest, or not without its weights."""
 
     engine: Any
     warnings: tuple[str, ...]
     find_continuing: Callable[[Sequence[dict[str, Any]]], Any]
     kv: Any
     cannot_rest: str
+    cannot_offload: str
 
 
 def make_engine(parsed: ServeArguments, steps: Any) -> _Made:
@@ -145,7 +153,7 @@ def make_engine(parsed: ServeArguments, steps: Any) -> _Made:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
 
-    from engine.backends.vllm import kv_size
+    from engine.backends.vllm import contracts, kv_size
     from engine.backends.vllm.api import continuation, resting
     from engine.backends.vllm.api.kept_memory import KeptMemory
     from engine.backends.vllm.kv import eligible
@@ -165,7 +173,10 @@ def make_engine(parsed: ServeArguments, steps: Any) -> _Made:
         logger.warning("%s", warning)
     untested = parsed.resume_untested
     problem = eligible.problem_with(config, may_be_untested=untested) if parsed.kv.is_shared else ""
-    cannot_rest = resting.problem_with(config, may_be_untested=untested)
+    sources = contracts.installed()
+    cannot_rest = resting.problem_with(config, sources, may_be_untested=untested)
+    cannot_offload = resting.offload_problem(sources)
+    del sources  # parsed, it takes memory
     hooks = continuation.Hooks.install(config, may_be_untested=untested)
     kv = KeptMemory.install(parsed.kv, config, problem, resumes=not hooks.problem)
     engine = hooks.engine_class().from_vllm_config(
@@ -176,7 +187,14 @@ def make_engine(parsed: ServeArguments, steps: Any) -> _Made:
         aggregate_engine_logging=engine_args.aggregate_engine_logging,
     )
     engine.progressed = steps.record
-    return _Made(engine, warnings, lambda ranks: hooks.find(engine, args, ranks), kv, cannot_rest)
+    return _Made(
+        engine,
+        warnings,
+        lambda ranks: hooks.find(engine, args, ranks),
+        kv,
+        cannot_rest,
+        cannot_offload,
+    )
 
 
 def _private_path() -> str:

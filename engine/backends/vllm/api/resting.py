@@ -23,11 +23,13 @@ from typing import Any
 from engine.backends.vllm import contracts, versions
 from engine.backends.vllm.api.http import Front
 from engine.backends.vllm.api.kept_memory import KeptMemory
+from engine.backends.vllm.contracts import Sources
 from plumbing.errors import UnderstudyError
 
 logger = logging.getLogger(__name__)
 
 REST_FILES = ("api/resting.py", "core_serving.py")
+OFFLOAD_FILES = ("worker/offloading.py",)
 ABORT_S = 10.0  # for the step that is running
 REST_ASK_S = 15.0  # a rank that does not answer this is hung
 CORE_ASK_S = 15.0
@@ -36,21 +38,33 @@ COUNT_POLL_S = 0.001
 AskRanks = Callable[..., Awaitable[Sequence[dict[str, Any]]]]
 
 
-def problem_with(config: Any, *, may_be_untested: bool) -> str:
-    """Why an engine with this `VllmConfig` cannot rest, or nothing. Reads vLLM's sources."""
+def problem_with(config: Any, sources: Sources, *, may_be_untested: bool) -> str:
+    """Why an engine with this `VllmConfig` cannot rest, or nothing. Reads vLLM's `sources`."""
     if config.kv_transfer_config is not None:
         return "a KV connector has the addresses of its KV cache, too"
-    broken = contracts.broken(contracts.installed(), REST_FILES)
-    if broken:
-        more = f", and {len(broken) - 1} more" if len(broken) > 1 else ""
-        changed = f"vLLM {versions.vllm_version()} is not as it was when this was built"
-        return f"{changed}: {broken[0]}{more}"
+    changed = _changed_in(sources, REST_FILES)
+    if changed:
+        return changed
     if config.use_v2_model_runner and not may_be_untested:
         return (
             "it was never tried with vLLM's model runner V2; set VLLM_USE_V2_MODEL_RUNNER=0, or try"
             " it with --resume-untested"
         )
     return ""
+
+
+def offload_problem(sources: Sources) -> str:
+    """Why no engine of this vLLM can rest without its weights, or nothing."""
+    return _changed_in(sources, OFFLOAD_FILES)
+
+
+def _changed_in(sources: Sources, files: tuple[str, ...]) -> str:
+    broken = contracts.broken(sources, files)
+    if not broken:
+        return ""
+    more = f", and {len(broken) - 1} more" if len(broken) > 1 else ""
+    changed = f"vLLM {versions.vllm_version()} is not as it was when this was built"
+    return f"{changed}: {broken[0]}{more}"
 
 
 async def ask_core(engine: Any, method: str, *asked: Any) -> None:

@@ -97,7 +97,7 @@ class ModelLoad:
         self.needed_bytes = sum(tensor.nbytes for tensor in self._model.parameters())
         sharing.keep_in_place(self._model, self._device)
         why = sharing.obstacle(self._model, self._device)
-        self._is_shared = why is None
+        self.is_shared = why is None
         if why is not None:
             if config.model_loader_extra_config["unshareable"] != PRIVATE:
                 raise sharing.refusal(self.name, why)
@@ -111,9 +111,9 @@ class ModelLoad:
         """
         assert isinstance(self._attached, Reader)
         about = rehome.read_about(self._attached, self._number)
-        if about is None or about.is_shared != self._is_shared:
+        if about is None or about.is_shared != self.is_shared:
             raise self._incompatible(about)
-        return self._bound(about) if self._is_shared else self._loaded(inner_loader(self._config))
+        return self._bound(about) if self.is_shared else self._loaded(inner_loader(self._config))
 
     def write(self, meter: Meter) -> nn.Module:
         """The model, after its tensors were loaded and moved into the epoch.
@@ -123,7 +123,7 @@ class ModelLoad:
             UnderstudyError: `model.unbound`, `model.written`; from the service.
         """
         assert isinstance(self._attached, Writer)
-        if self._is_shared:
+        if self.is_shared:
             return self._bound(self._write(self._attached, meter))
         meter.expect(self.needed_bytes)
         with Pulse(meter):
@@ -153,7 +153,7 @@ class ModelLoad:
         return UnderstudyError(
             "model.unbound",
             f"epoch {self._attached.epoch} {there} {self.name}, which this engine would"
-            f" {'share' if self._is_shared else 'load privately'}; run the same release of"
+            f" {'share' if self.is_shared else 'load privately'}; run the same release of"
             " understudy and of vLLM, with the same flags, in every container",
         )
 

@@ -24,13 +24,14 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.platforms import current_platform
 
 from engine.backends import session
+from engine.backends.kept_weights import KeptWeights
 from engine.backends.process import BackendProcess
 from engine.backends.vllm import membership
 from engine.backends.vllm.worker import rehome
 from engine.backends.vllm.worker.identity import Document, Identity, same_on_every_rank
 from engine.backends.vllm.worker.model_load import ModelLoad, inner_loader
 from engine.backends.vllm.worker.pulse import Meter
-from gms.client import Keeper, Reader, Writer
+from gms.client import Reader, Writer
 from plumbing.errors import InvariantError, UnderstudyError
 
 __all__ = ["RankWeights", "device_of", "of_this_process", "same_on_every_rank"]
@@ -71,10 +72,10 @@ class RankWeights:
     """
 
     def __init__(self, member: BackendProcess) -> None:
-        self.epoch = ""
         self.identity: Document = {}
         self.bytes = 0
-        self.keeper: Keeper | None = None
+        self.kept: KeptWeights | None = None  # since `settle`
+        self.cannot_offload = ""  # why it cannot release them, or nothing
         self.is_awake = False
         self._member = member
         self._models = 0
@@ -100,6 +101,10 @@ class RankWeights:
             self._session = self._attach(config, vllm_config)
         number, self._models = self._models, self._models + 1
         load = ModelLoad(self._session, number, config, vllm_config, model_config, prefix)
+        if not load.is_shared:
+            self.cannot_offload = (
+                f"it has a private copy of {load.name}, which the memory service cannot free"
+            )
         if self._meter is None:
             return load.read()
         with session.loading(self._device, load.name, load.dtype, load.needed_bytes):
@@ -120,6 +125,16 @@ class RankWeights:
 
     # ------------------------------------------------------------------ all of them
 
+    @property
+    def epoch(self) -> str:
+        """Of the mapped weights; another one after they were away."""
+        return self.kept.reader.epoch if self.kept is not None else ""
+
+    @property
+    def is_away(self) -> bool:
+        """Nothing is mapped where the model's tensors are: whoever touches them dies (SIGSEGV)."""
+        return self.kept is not None and self.kept.is_away
+
     def settle(self) -> None:
         """All models are loaded: publish what was written, keep the session, tell the supervisor.
 
@@ -135,9 +150,8 @@ class RankWeights:
                 f"epoch {reader.epoch} has a draft model and this engine has none; start every"
                 " engine with the same --speculative-config",
             )
-        self._session, self.epoch, self.bytes = reader, reader.epoch, reader.size_bytes
-        self.keeper = Keeper(reader, may_digest=lambda: not self.is_awake, on_change=logger.warning)
-        self.keeper.start()
+        self._session, self.bytes = reader, reader.size_bytes
+        self.kept = KeptWeights(reader, may_digest=lambda: not self.is_awake)
         self._member.attached(self.epoch, same_on_every_rank(self.identity), self._rank)
 
     def _commit(self, writer: Writer) -> Reader:
@@ -162,13 +176,31 @@ class RankWeights:
         )
         return reader
 
+    # ------------------------------------------------------------------ away and back
+
+    def let_go(self) -> tuple[int, str]:
+        """Release them and have their memory freed: how much is free, or what is in the way."""
+        if self.kept is None or self.cannot_offload:
+            return 0, self.cannot_offload or "this rank has no weights yet"
+        return self.kept.let_go()
+
+    def bring_back(self, budget_s: float) -> None:
+        """Map them where they were, if they are not.
+
+        Raises:
+            UnderstudyError: as `KeptWeights.bring_back`; the process must end.
+        """
+        if self.kept is not None:
+            self.kept.bring_back(budget_s)
+
     def distrust(self, detail: str) -> None:
         """Report that a canary on these weights failed; when a second incarnation does, they are
         loaded again. Waits `REPORT_WAIT_S` at most for the report to be sent."""
-        if self.keeper is None:
+        if self.kept is None:
             return
-        self.keeper.report_canary_failure(detail)
-        if not self.keeper.wait_until_reported(REPORT_WAIT_S):
+        keeper = self.kept.keeper
+        keeper.report_canary_failure(detail)
+        if not keeper.wait_until_reported(REPORT_WAIT_S):
             logger.warning(
                 "the failed canary was not reported: the memory service is not reachable"
             )

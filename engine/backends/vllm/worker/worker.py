@@ -19,7 +19,6 @@ from typing import Any, NoReturn
 
 import torch
 from msgspec import structs
-from vllm.v1.worker.gpu_worker import Worker as StockGPUWorker
 
 from engine.backends.free_memory import Room, check_can_ever_fit
 from engine.backends.vllm import membership
@@ -31,6 +30,7 @@ from engine.backends.vllm.worker import weights
 from engine.backends.vllm.worker.answers import Answer, answering, reporting
 from engine.backends.vllm.worker.kv_arena import AddressRange, Backing, KVArena
 from engine.backends.vllm.worker.kv_lease import Lending, RankLease, lending_of
+from engine.backends.vllm.worker.offloading import OffloadingWorker
 from plumbing.errors import UnderstudyError, UsageError
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ GIVE_UP_S = 5.0  # to unmap and free takes milliseconds; the backend asks for lo
 MEETING_FILE = "file://"  # torch's FileStore; over TCP there is no file to remove
 
 
-class ParkingWorker(StockGPUWorker):
+class ParkingWorker(OffloadingWorker):
     """What both workers have in common; its `super()` is the platform's worker (vLLM's CPU worker
     is a subclass of its GPU worker)."""
 
@@ -208,6 +208,7 @@ class ParkingWorker(StockGPUWorker):
             "identity": weights.same_on_every_rank(ours.identity),
             "cannot_resume": self._cannot_resume,
             "cannot_keep_kv": self._cannot_keep,
+            "cannot_offload": ours.cannot_offload,
         }
 
     @answering
@@ -222,6 +223,7 @@ class ParkingWorker(StockGPUWorker):
         the device's pool; `ms` is the duration."""
         began = time.monotonic()
         membership.check_serving()
+        self.check_weights()
         weights.of_this_process().is_awake = True  # no digests from now on
         pool: Answer = {}
         if self.arena is not None and lending is None:

@@ -36,7 +36,7 @@ class GPUWorker(ParkingWorker):
     def _park(self) -> None:
         from vllm.distributed.parallel_state import suspend_device_comms
 
-        torch.cuda.synchronize()  # no kernel or copy may touch what is unmapped
+        self.finish_work()
         super()._park()
         torch.cuda.empty_cache()  # the engine that wakes needs what torch has cached
         if self.model_config.enable_nccl_comm_suspend and not self._are_comms_suspended:
@@ -50,6 +50,9 @@ class GPUWorker(ParkingWorker):
         if self._are_comms_suspended:
             resume_device_comms()
             self._are_comms_suspended = False
+
+    def finish_work(self) -> None:
+        torch.cuda.synchronize()  # no kernel or copy may touch what is unmapped
 
     def _device(self) -> str:
         return weights.device_of(self.rank)
