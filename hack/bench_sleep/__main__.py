@@ -85,7 +85,7 @@ async def measure(pod: StandingPod, backend: BenchedBackend, rounds: int, found:
 
 async def _cold_rounds(pod: StandingPod, rounds: int, found: Figures) -> None:
     """After all others: who is active may be another engine afterwards."""
-    cold, into = ColdPod(str(pod.directory), [pod.active, pod.standby]), found.tiers[Tier.COLD]
+    cold, into = ColdPod(pod.directory, [pod.active, pod.standby]), found.tiers[Tier.COLD]
     for number in range(rounds):
         await cold.freeze()
         prompt = pod.drill.prompts[number % len(pod.drill.prompts)]

@@ -11,8 +11,10 @@ import asyncio
 import contextlib
 import os
 import signal
+from pathlib import Path
 
 from engine.core.events import State
+from gms import names
 from hack.bench_sleep.tiers import EngineTiers
 from plumbing.errors import RemoteError, UnderstudyError
 from plumbing.part.tier import Tier
@@ -30,7 +32,7 @@ BY_GOAL, BY_KILL = "goal", "kill"  # how engines end: told to be cold, or killed
 class ColdPod:
     """Makes the pod in `directory` cold again and again; `by` says how its engines end."""
 
-    def __init__(self, directory: str, engines: list[EngineTiers]) -> None:
+    def __init__(self, directory: Path, engines: list[EngineTiers]) -> None:
         """The first of `engines` is the one that starts while the other stays cold."""
         self.by = BY_GOAL
         self._directory, self._engines = directory, engines
@@ -52,6 +54,8 @@ class ColdPod:
                 await self._kill(engine)
             await engine.until(State.DEAD, began_ms)
         for part in memory_parts(self._directory):
+            if part.name.startswith(names.OFFLOAD):
+                continue  # a copy stays: nothing refers to it any more
             document = await status_of(part)
             if "pid" in document:
                 os.kill(document["pid"], signal.SIGKILL)
