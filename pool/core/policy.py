@@ -16,7 +16,8 @@ can be asked for (of an engine that is lost, say), it waits, and others go on.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from plumbing.part.tier import Tier
 from pool.core import reasons, victims
@@ -84,9 +85,13 @@ class _Planner:
             for name, device in devices.items()
         }
         self.held_for_ever = dict.fromkeys(devices, 0)
+        self.models_on: dict[str, list[ModelView]] = {HOST: [*models]}
         for model in models:
-            for name, size_bytes in reasons.held_for_ever(model).items():
-                self.held_for_ever[name] = self.held_for_ever.get(name, 0) + size_bytes
+            for name in model.rules.devices:
+                self.models_on.setdefault(name, []).append(model)
+            if model.rules.is_pinned:
+                for name, size_bytes in reasons.held_for_ever(model).items():
+                    self.held_for_ever[name] = self.held_for_ever.get(name, 0) + size_bytes
 
     def plan(self) -> Plan:
         decisions: dict[str, Decision] = {}
@@ -177,12 +182,12 @@ class _Planner:
             return self._wait(back_off_ms, f"{model.name} has failed and is tried again later")
         if model.state is ModelState.UNLOADING:
             return Wait(None, f"{model.name} is being unloaded")
-        own = reasons.held_for_ever(model)
-        awake = self._awake(model)
-        for name in claim.extra:
-            needed = awake[name]
-            others = self.held_for_ever.get(name, 0) - own.get(name, 0)
-            if needed > self.usable.get(name, 0) - others:
+        for name, more in claim.extra.items():
+            needed = more if model.state in _GOES_DOWN else more + model.booked.get(name, 0)
+            others = self.held_for_ever[name]
+            if model.rules.is_pinned:
+                others -= reasons.held_for_ever(model).get(name, 0)
+            if needed > self.usable[name] - others:
                 device, margin_bytes = self.devices[name], self.rules.margin_bytes
                 return Never(reasons.never(model, needed, device, self.models, margin_bytes))
         return None
@@ -192,7 +197,7 @@ class _Planner:
     def _head(self, claim: Head) -> Decision:
         model, extra = claim.model, claim.extra
         if model.state not in MAY_BE_RAISED:
-            self._reserve(claim, {})
+            self._reserve(claim)
             return Wait(None, reasons.moving(model))
         if self._raises(claim, self.free):
             return Raise()
@@ -202,27 +207,20 @@ class _Planner:
             if missing > 0:
                 short[name] = missing
         if not short:
-            self._reserve(claim, {})
+            self._reserve(claim)
             return Yield(())
-        models = self._models_on(short)
+        models = {each.name: each for name in short for each in self.models_on[name]}.values()
         found = victims.candidates(claim, short, models, self.now_ms, self.rules)
         ready_ms = victims.ready_ms(found, short)
         if ready_ms is None:
             return Wait(None, reasons.stuck(claim, self.free, models))
         chosen = victims.choose([each for each in found if each.ready_ms <= ready_ms], short)
-        self._reserve(claim, chosen)
+        self._reserve(claim, chosen, tuple(short))
         if ready_ms <= self.now_ms:
             self.asked.update(victim.model for victim in chosen if not victim.is_shadow)
             return Yield(tuple(chosen))
         why = reasons.waiting(claim, self.free, found, chosen, self.rules)
         return self._wait(None if ready_ms == _NEVER_MS else ready_ms, why)
-
-    def _models_on(self, devices: Collection[str]) -> list[ModelView]:
-        if HOST in devices:
-            return [*self.models]
-        return [
-            model for model in self.models if any(name in devices for name in model.rules.devices)
-        ]
 
     def _wait(self, until_ms: float | None, why: str) -> Wait:
         if until_ms is not None:
@@ -242,15 +240,20 @@ class _Planner:
             self.free[name] -= more
             self.room[name] -= more
 
-    def _reserve(self, claim: Head, chosen: Mapping[Victim, Mapping[str, int]]) -> None:
+    def _reserve(
+        self,
+        claim: Head,
+        chosen: Mapping[Victim, Sequence[int]] = MappingProxyType({}),
+        short: tuple[str, ...] = (),
+    ) -> None:
         """Others may have what is left once this head is raised, of what is free already."""
         self._claim(claim)
         self.waiting.append(claim)
         self.going.update(victim.model for victim in chosen)
         self.short_of.update(claim.places)
+        freed = dict(zip(short, map(sum, zip(*chosen.values(), strict=True)), strict=True))
         for name, more in claim.extra.items():
-            freed = sum(each.get(name, 0) for each in chosen.values())
-            coming = self.devices[name].leaving_bytes + freed
+            coming = self.devices[name].leaving_bytes + freed.get(name, 0)
             self.room[name] = min(self.free[name], self.free[name] + coming - more)
 
     # ------------------------------------------------------------------ the others

@@ -6,7 +6,7 @@ beside it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from plumbing.part.format import duration, size
 from pool.core.states import HOST, ModelState
@@ -72,7 +72,7 @@ def waiting(
     return f"{_wants(head, free)}: {'; '.join(parts[:NAMED_MAX])}"
 
 
-def stuck(head: Head, free: Mapping[str, int], models: Sequence[ModelView]) -> str:
+def stuck(head: Head, free: Mapping[str, int], models: Iterable[ModelView]) -> str:
     """Nobody who could be asked has enough, and it is not held for ever either."""
     parts = []
     for other in models:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
+from operator import gt, itemgetter
 
 from msgspec import Struct
 
@@ -67,11 +68,12 @@ class Obstacle(StrEnum):
 
 
 class Step(Struct, frozen=True):
-    """One way for a model to give room. `freed`: in all that it gives, from what it holds now."""
+    """One way for a model to give room. `freed`: in all that it gives, from what it holds now, on
+    each device that is short, in their order."""
 
-    rank: tuple[int, bool, float, float, str, int]
+    rank: tuple[int, tuple[bool, float, float, str], int]
     tier: Tier
-    freed: Mapping[str, int]
+    freed: Sequence[int]
 
 
 class Candidate(Struct, frozen=True):
@@ -131,41 +133,42 @@ def candidates(
 ) -> list[Candidate]:
     """All who could ever give room on the devices that are short of it."""
     found = []
+    names = tuple(short)
     for model in models:
         is_head = model.name == head.model.name
         if has_shadow(model) and not model.rules.shadow_keeps:
-            freed = {name: model.shadow_bytes.get(name, 0) for name in short}
-            if any(freed.values()):
-                step = Step(_rank(0, model, is_last=is_head), Tier.COLD, freed)
+            freed = [model.shadow_bytes.get(name, 0) for name in names]
+            if any(freed):
+                step = Step((0, _who(model, is_last=is_head), 0), Tier.COLD, freed)
                 found.append(Candidate(model, (step,), now_ms, is_shadow=True))
         if is_head or model.rules.is_pinned:
             continue
-        candidate = _candidate(head, short, model, now_ms, rules)
+        candidate = _candidate(head, names, model, now_ms, rules)
         if candidate is not None and candidate.steps:
             found.append(candidate)
     return found
 
 
 def _candidate(
-    head: Head, short: Mapping[str, int], model: ModelView, now_ms: float, rules: PoolRules
+    head: Head, names: Sequence[str], model: ModelView, now_ms: float, rules: PoolRules
 ) -> Candidate | None:
     match model.state:
         case ModelState.OFFLOADED | ModelState.WARM | ModelState.PENDING:
-            return Candidate(model, _steps(model, short, model.tier), now_ms)
+            return Candidate(model, _steps(model, names, model.tier), now_ms)
         case ModelState.DRAINING | ModelState.RELEASING:
-            return Candidate(model, _steps(model, short, model.tier), now_ms)
+            return Candidate(model, _steps(model, names, model.tier), now_ms)
         case ModelState.AWAKE:
             idle_ms = idle_from_ms(model)
             if idle_ms <= now_ms:
-                return Candidate(model, _steps(model, short, "idle"), now_ms)
+                return Candidate(model, _steps(model, names, "idle"), now_ms)
             ready_ms, obstacle = _ready(head, model, now_ms, rules)
             return Candidate(
-                model, _steps(model, short, "working"), min(ready_ms, idle_ms), obstacle
+                model, _steps(model, names, "working"), min(ready_ms, idle_ms), obstacle
             )
         case ModelState.LOADING if _may_unload(head, model, now_ms, rules):
-            return Candidate(model, _steps(model, short, "loading"), now_ms)
+            return Candidate(model, _steps(model, names, "loading"), now_ms)
         case ModelState.LOADING | ModelState.WAKING:
-            steps = _steps(model, short, "working")
+            steps = _steps(model, names, "working")
             return Candidate(model, steps, float("inf"), Obstacle.RAISED)
         case _:
             return None
@@ -191,29 +194,27 @@ def _ready(head: Head, model: ModelView, now_ms: float, rules: PoolRules) -> tup
     return (ready_ms, obstacle) if ready_ms > now_ms else (now_ms, Obstacle.NONE)
 
 
-def _steps(model: ModelView, short: Mapping[str, int], what: str) -> tuple[Step, ...]:
+def _steps(model: ModelView, names: Sequence[str], what: str) -> tuple[Step, ...]:
     """From what it holds downwards, as far as that gives room where it is short."""
     steps: list[Step] = []
-    holds = _holds(model)
-    has_ticket = model.ticket is not None and model.state is not ModelState.AWAKE
+    held = _holds(model)
+    who = _who(model, is_last=model.ticket is not None and model.state is not ModelState.AWAKE)
+    before = [0] * len(names)
     for klass, tier in _DESCENTS[what, model.has_copy]:
         needs = model.needs.get(tier)
-        if needs is None and tier is not Tier.COLD:
-            continue
-        freed = {name: _freed(model, holds, needs or {}, name, tier) for name in short}
-        before = steps[-1].freed if steps else {}
-        if any(size_bytes > before.get(name, 0) for name, size_bytes in freed.items()):
-            steps.append(Step(_rank(klass, model, len(steps), is_last=has_ticket), tier, freed))
+        if needs is None:
+            if tier is not Tier.COLD:
+                continue
+            needs = {}
+        freed = [held.get(name, 0) - needs.get(name, 0) for name in names]
+        if tier is Tier.COLD and model.rules.shadow_keeps and has_shadow(model):
+            # A cold model has no shadow; one that is not kept was asked for that before.
+            shadow = model.shadow_bytes
+            freed = [has + shadow.get(name, 0) for has, name in zip(freed, names, strict=True)]
+        if freed != before and any(map(gt, freed, before)):
+            steps.append(Step((klass, who, len(steps)), tier, freed))
+            before = freed
     return tuple(steps)
-
-
-def _freed(
-    model: ModelView, holds: Mapping[str, int], needs: Mapping[str, int], device: str, tier: Tier
-) -> int:
-    """A cold model has no shadow; one that does not keep its shadow was asked for that before."""
-    freed = max(0, holds.get(device, 0) - needs.get(device, 0))
-    takes_shadow = tier is Tier.COLD and model.rules.shadow_keeps and has_shadow(model)
-    return freed + model.shadow_bytes.get(device, 0) if takes_shadow else freed
 
 
 def has_shadow(model: ModelView) -> bool:
@@ -229,11 +230,9 @@ def _holds(model: ModelView) -> Mapping[str, int]:
     return model.booked
 
 
-def _rank(
-    klass: int, model: ModelView, depth: int = 0, *, is_last: bool = False
-) -> tuple[int, bool, float, float, str, int]:
-    awake_since_ms = model.awake_since_ms or 0.0
-    return (klass, is_last, model.last_request_ms, awake_since_ms, model.name, depth)
+def _who(model: ModelView, *, is_last: bool = False) -> tuple[bool, float, float, str]:
+    """What victims of one class are sorted by."""
+    return (is_last, model.last_request_ms, model.awake_since_ms or 0.0, model.name)
 
 
 # ------------------------------------------------------------------------------------ choosing
@@ -241,51 +240,44 @@ def _rank(
 
 def ready_ms(found: Iterable[Candidate], short: Mapping[str, int]) -> float | None:
     """From when those that may be asked then have enough room. None: never, as things stand."""
-    missing = dict(short)
+    missing = [*short.values()]
     for each in sorted(found, key=lambda candidate: candidate.ready_ms):
-        deepest = each.steps[-1].freed
-        for name in missing:
-            missing[name] -= deepest[name]
-        if all(size_bytes <= 0 for size_bytes in missing.values()):
+        missing = _less(missing, each.steps[-1].freed)
+        if max(missing) <= 0:
             return each.ready_ms
     return None
 
 
-def choose(found: Iterable[Candidate], short: Mapping[str, int]) -> dict[Victim, Mapping[str, int]]:
+def choose(found: Iterable[Candidate], short: Mapping[str, int]) -> dict[Victim, Sequence[int]]:
     """Whom to ask, with what each gives. They do have enough (`ready_ms`)."""
-    order = sorted(
-        ((step, each) for each in found for step in each.steps), key=lambda pair: pair[0].rank
-    )
-    missing = dict(short)
-    taken: list[tuple[Step, Candidate]] = []
-    deepest: dict[tuple[str, bool], list[Step]] = {}
-    for step, each in order:
-        if all(size_bytes <= 0 for size_bytes in missing.values()):
+    order = [(step.rank, step, each) for each in found for step in each.steps]
+    order.sort(key=itemgetter(0))
+    missing = [*short.values()]
+    taken: list[tuple[Step, list[Step]]] = []
+    chosen: dict[tuple[str, bool], list[Step]] = {}
+    for _, step, each in order:
+        if max(missing) <= 0:
             break
-        steps = deepest.setdefault((each.model.name, each.is_shadow), [])
-        more = _more(step, steps[-1] if steps else None)
-        if any(more[name] > 0 for name, size_bytes in missing.items() if size_bytes > 0):
+        steps = chosen.setdefault((each.model.name, each.is_shadow), [])
+        more = _less(step.freed, steps[-1].freed) if steps else step.freed
+        if any(gain > 0 and lack > 0 for gain, lack in zip(more, missing, strict=True)):
             steps.append(step)
-            taken.append((step, each))
-            for name in missing:
-                missing[name] -= more[name]
-    for step, each in reversed(taken):
-        steps = deepest[each.model.name, each.is_shadow]
+            taken.append((step, steps))
+            missing = _less(missing, more)
+    for step, steps in reversed(taken):
         if steps[-1] is not step:
             continue  # deeper than this, and that is needed
-        more = _more(step, steps[-2] if len(steps) > 1 else None)
-        if all(size_bytes + more[name] <= 0 for name, size_bytes in missing.items()):
+        more = _less(step.freed, steps[-2].freed) if len(steps) > 1 else step.freed
+        without = [lack + gain for lack, gain in zip(missing, more, strict=True)]
+        if max(without) <= 0:
             steps.pop()
-            for name in missing:
-                missing[name] += more[name]
+            missing = without
     return {
         Victim(name, steps[-1].tier, is_shadow): steps[-1].freed
-        for (name, is_shadow), steps in deepest.items()
+        for (name, is_shadow), steps in chosen.items()
         if steps
     }
 
 
-def _more(step: Step, before: Step | None) -> Mapping[str, int]:
-    if before is None:
-        return step.freed
-    return {name: size_bytes - before.freed[name] for name, size_bytes in step.freed.items()}
+def _less(some: Sequence[int], other: Sequence[int]) -> list[int]:
+    return [mine - taken for mine, taken in zip(some, other, strict=True)]

@@ -106,24 +106,15 @@ def shallower(victim):
     ]
 
 
-@settings(max_examples=300, deadline=None)
-@given(pools())
-def test_what_is_raised_fits_at_once(pool):
-    models, devices = pool
-    found = plan(NOW, models, devices, NO_MARGIN)
+def what_is_raised_fits_at_once(models, devices, by_name, found):
     raised = [each for each in models if isinstance(found.decisions.get(each.name), Raise)]
     for name, device in devices.items():
         more = sum(max(0, extra_of(each).get(name, 0)) for each in raised)
         assert more <= max(device.free_bytes, 0)
 
 
-@settings(max_examples=300, deadline=None)
-@given(pools())
-def test_victims_are_allowed_to_be_asked(pool):
+def victims_are_allowed_to_be_asked(models, devices, by_name, found):
     """Nobody pinned or on its way up for a ticket, and nobody with work before its time."""
-    models, devices = pool
-    by_name = {each.name: each for each in models}
-    found = plan(NOW, models, devices, NO_MARGIN)
     for name, decision in found.decisions.items():
         head = by_name[name]
         for victim in decision.victims if isinstance(decision, Yield) else ():
@@ -145,12 +136,7 @@ def test_victims_are_allowed_to_be_asked(pool):
                 assert level <= asked.rules.priority
 
 
-@settings(max_examples=300, deadline=None)
-@given(pools())
-def test_victims_are_enough_and_none_too_many_or_too_deep(pool):
-    models, devices = pool
-    by_name = {each.name: each for each in models}
-    found = plan(NOW, models, devices, NO_MARGIN)
+def victims_are_enough_and_none_too_many_or_too_deep(models, devices, by_name, found):
     for name, decision in found.decisions.items():
         if not isinstance(decision, Yield):
             continue
@@ -166,24 +152,14 @@ def test_victims_are_enough_and_none_too_many_or_too_deep(pool):
                     assert not is_copied or not is_enough(head, [*others, less], devices, by_name)
 
 
-@settings(max_examples=300, deadline=None)
-@given(pools())
-def test_backfill_leaves_every_head_what_it_needs(pool):
-    models, devices = pool
-    by_name = {each.name: each for each in models}
-    found = plan(NOW, models, devices, NO_MARGIN)
+def backfill_leaves_every_head_what_it_needs(models, devices, by_name, found):
     raised = [each for each in models if isinstance(found.decisions.get(each.name), Raise)]
     for name, decision in found.decisions.items():
         if isinstance(decision, Yield):
             assert is_enough(by_name[name], decision.victims, devices, by_name, raised)
 
 
-@settings(max_examples=300, deadline=None)
-@given(pools())
-def test_only_the_first_claim_of_a_device_evicts(pool):
-    models, devices = pool
-    by_name = {each.name: each for each in models}
-    found = plan(NOW, models, devices, NO_MARGIN)
+def only_the_first_claim_of_a_device_evicts(models, devices, by_name, found):
     claimed = set()
     for name, decision in found.decisions.items():
         head = by_name[name]
@@ -197,6 +173,25 @@ def test_only_the_first_claim_of_a_device_evicts(pool):
         for name in found.decisions
     ]
     assert order == sorted(order)
+
+
+LAWS = (
+    what_is_raised_fits_at_once,
+    victims_are_allowed_to_be_asked,
+    victims_are_enough_and_none_too_many_or_too_deep,
+    backfill_leaves_every_head_what_it_needs,
+    only_the_first_claim_of_a_device_evicts,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(pools())
+def test_every_plan_keeps_the_laws(pool):
+    models, devices = pool
+    by_name = {each.name: each for each in models}
+    found = plan(NOW, models, devices, NO_MARGIN)
+    for law in LAWS:
+        law(models, devices, by_name, found)
 
 
 def _order(ticket: TicketView):
