@@ -179,7 +179,8 @@ class _Planner:
                 return Wait(None, f"device {name} has not been measured yet")
         back_off_ms = model.back_off_until_ms
         if back_off_ms is not None and back_off_ms > self.now_ms:
-            return self._wait(back_off_ms, f"{model.name} has failed and is tried again later")
+            self.due_ms = min(self.due_ms, back_off_ms)
+            return Wait(back_off_ms, f"{model.name} has failed and is tried again later")
         if model.state is ModelState.UNLOADING:
             return Wait(None, f"{model.name} is being unloaded")
         for name, more in claim.extra.items():
@@ -219,13 +220,11 @@ class _Planner:
         if ready_ms <= self.now_ms:
             self.asked.update(victim.model for victim in chosen if not victim.is_shadow)
             return Yield(tuple(chosen))
+        # Who waits for what changes whenever one of them becomes ready, or idle.
+        changes_ms = [at_ms for each in found for at_ms in (each.ready_ms, each.idle_ms)]
+        self.due_ms = min([self.due_ms, *(at_ms for at_ms in changes_ms if at_ms > self.now_ms)])
         why = reasons.waiting(claim, self.free, found, chosen, self.rules)
-        return self._wait(None if ready_ms == _NEVER_MS else ready_ms, why)
-
-    def _wait(self, until_ms: float | None, why: str) -> Wait:
-        if until_ms is not None:
-            self.due_ms = min(self.due_ms, until_ms)
-        return Wait(until_ms, why)
+        return Wait(None if ready_ms == _NEVER_MS else ready_ms, why)
 
     def _raises(self, claim: Head, room: Mapping[str, int]) -> bool:
         """Whether it fits there; then it is booked."""

@@ -78,11 +78,12 @@ class Step(Struct, frozen=True):
 
 class Candidate(Struct, frozen=True):
     """Who may give room, from when, and how: `steps` from the first to the deepest. `ready_ms`:
-    infinite if only an event can tell."""
+    infinite if only an event can tell. `idle_ms`: when a model that is quiet will be idle."""
 
     model: ModelView
     steps: Sequence[Step]
     ready_ms: float
+    idle_ms: float = float("inf")
     obstacle: Obstacle = Obstacle.NONE
     is_shadow: bool = False
 
@@ -162,14 +163,13 @@ def _candidate(
             if idle_ms <= now_ms:
                 return Candidate(model, _steps(model, names, "idle"), now_ms)
             ready_ms, obstacle = _ready(head, model, now_ms, rules)
-            return Candidate(
-                model, _steps(model, names, "working"), min(ready_ms, idle_ms), obstacle
-            )
+            steps = _steps(model, names, "working")
+            return Candidate(model, steps, min(ready_ms, idle_ms), idle_ms, obstacle)
         case ModelState.LOADING if _may_unload(head, model, now_ms, rules):
             return Candidate(model, _steps(model, names, "loading"), now_ms)
         case ModelState.LOADING | ModelState.WAKING:
             steps = _steps(model, names, "working")
-            return Candidate(model, steps, float("inf"), Obstacle.RAISED)
+            return Candidate(model, steps, float("inf"), obstacle=Obstacle.RAISED)
         case _:
             return None
 
