@@ -61,6 +61,9 @@ def main() -> None:
             write = writes_to(session)
             write(b"\7" * nbytes)
             say("placed")
+        elif word == "report" and isinstance(session, Writer):
+            session.progress(int(rest[0]), 1000 * MIB)
+            say("reported")
         elif word == "commit" and isinstance(session, Writer):
             session = session.commit(session._request.identity or {})
             say("committed", epoch=session.epoch)

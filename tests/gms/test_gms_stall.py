@@ -58,7 +58,13 @@ def test_writer_that_hangs_is_dropped_and_named_until_it_is_gone(
     hung.expect("writer")
     hung.do("place 4")
     waiter = client(engine="engine-1")
-    waiter.expect("waiting")
+    steps = itertools.count(1)
+
+    def is_waited_for() -> bool:
+        hung.do(f"report {next(steps)}")  # a process takes its time to start
+        return bool(hasty.status()["waiting"])
+
+    until(is_waited_for, "the next writer to wait")
     os.kill(hung.pid, signal.SIGSTOP)
     try:
         until(lambda: not hasty.status()["sessions"], "the writer to be given up")

@@ -68,14 +68,15 @@ def engine(start_engine, server: ServerProcess) -> EngineProcess:
 
 def test_events_prints_the_remembered_events_and_exits(engine, server, pod_dir):
     """Goal: past events can be read afterwards. Method: a grant, then the command."""
+    before = server.status()["as_of_event_id"]
     done = run("events", "--json", directory=pod_dir)
     assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in done.stdout.splitlines()]
     assert [record["id"] for record in records] == list(range(1, len(records) + 1))
-    assert len(records) == server.status()["as_of_event_id"]
+    assert before <= len(records) <= server.status()["as_of_event_id"]
     assert {"lockserver.started", "lock.granted"} <= {record["type"] for record in records}
     text = run("events", directory=pod_dir).stdout
-    assert len(text.splitlines()) == len(records)
+    assert len(text.splitlines()) >= len(records)
     assert "active lock granted to engine-0, token 1" in text
 
 

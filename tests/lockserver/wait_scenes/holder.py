@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from tests.helpers import auntil
+from tests.lockserver.engines import EngineProcess
+from tests.lockserver.processes import ServerProcess
 from tests.lockserver.wait_scenes.scene import (
     QUICK,
     Scene,
@@ -30,12 +32,17 @@ async def silent_holder(scene: Scene) -> AsyncIterator[Told]:
     yield Told("unresponsive", "engine-0", evidence, fix, token=1, pid=supervisor)
 
 
-@asynccontextmanager
-async def orphans(scene: Scene) -> AsyncIterator[Told]:
+async def orphaned(scene: Scene) -> tuple[ServerProcess, EngineProcess]:
     """The supervisor is dead, and the processes that it started outlive it."""
     server, holder = scene.held(fate="outlives_parent")
     holder.signal(signal.SIGKILL, tree=False)
     await auntil(lambda: server.lock()["cause"] == "process_gone", "the death to be seen")
+    return server, holder
+
+
+@asynccontextmanager
+async def orphans(scene: Scene) -> AsyncIterator[Told]:
+    _, holder = await orphaned(scene)
     pids = backends_of(holder)
     evidence = (*with_names(pids), "its supervisor has exited")
     yield Told("releasing", "engine-0", evidence, (kills(*pids),), token=1)

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 from tests.helpers import auntil
 from tests.lockserver.engines import Engine
-from tests.lockserver.wait_scenes.holder import orphans
+from tests.lockserver.wait_scenes.holder import orphaned
 from tests.lockserver.wait_scenes.scene import QUICK, Scene, Told, kills, lives
 
 
@@ -71,8 +71,9 @@ async def queue_for_the_weights(scene: Scene) -> AsyncIterator[Told]:
 
 @asynccontextmanager
 async def queue_behind_the_dead(scene: Scene) -> AsyncIterator[Told]:
-    async with orphans(scene):
-        waiter = scene.engine("engine-1")
-        evidence = ("the lock is releasing: see above",)
-        fix = ("engine-1 is granted the lock once it is free",)
-        yield Told("queue", "engine-1", evidence, fix, pid=waiter.pids[0], is_fault=False)
+    server, _ = await orphaned(scene)
+    waiter = scene.engine("engine-1")
+    await auntil(lambda: server.lock()["waiters"], "the waiter to be in line")
+    evidence = ("the lock is releasing: see above",)
+    fix = ("engine-1 is granted the lock once it is free",)
+    yield Told("queue", "engine-1", evidence, fix, pid=waiter.pids[0], is_fault=False)
