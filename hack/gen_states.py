@@ -17,6 +17,7 @@ from gateway.core import states as gateway_states
 from gms.core import state as gms_state
 from gms.kv.core import state as kv_state
 from lockserver.core import lock
+from pool.core import model_table
 
 PAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "docs/states.md")
 
@@ -111,6 +112,17 @@ def child_edges() -> list[Edge]:
     return [(str(source), turn, str(target)) for (source, turn), target in found]
 
 
+def model_edges() -> list[Edge]:
+    """Each state that a signal may lead to, once."""
+    found = model_table.TRANSITIONS.items()
+    edges = [
+        (str(source), str(signal), str(row.target))
+        for (source, signal), first in found
+        for row in first.all()
+    ]
+    return list(dict.fromkeys(edges))
+
+
 def probe_table() -> list[str]:
     states = list(State)
     lines = ["| | " + " | ".join(states) + " |", "|---" * (len(states) + 1) + "|"]
@@ -156,6 +168,13 @@ def page() -> str:
     lines += [
         "It may end in each of them. At most one is `serving`: it accepts connections. A `spare`",
         "takes its place at once. A `retiring` one finishes its requests.",
+        "",
+    ]
+    lines += ["## A model in a pool", "", *diagram(model_edges()), *table(model_edges())]
+    lines += [
+        "Where a signal may lead to several states, the first of the table whose condition holds is",
+        "next: how much of the model is resident, whether somebody waits for it, how often it has",
+        "failed. Only proof that memory is free gives `freed`.",
         "",
     ]
     return "\n".join(lines).rstrip() + "\n"

@@ -13,7 +13,7 @@ from pool.core.states import ModelState
 
 BUDGET_MS = 60_000.0  # the least that anything is given
 BUDGET_FACTOR = 2.0  # of what it took before
-FIRST_LOAD_MS = 7_200_000.0  # a first load that nobody has measured: as the engine's own budget
+FIRST_LOAD_MS = 1_800_000.0  # of a first load, which nobody has measured: large models take minutes
 CUT_MS = 10_000.0  # from the marked error of the last requests to the kill
 HEADLESS_MS = 60_000.0  # for the lock server to grant a living shadow
 BACK_OFF_MS = (1_000.0, 5_000.0)  # after the first fault, and the next ones

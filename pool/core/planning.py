@@ -131,7 +131,10 @@ def _choose_engine(known: KnownModel) -> None:
 
 
 def launch_shadows(pool: PoolSituation, known: KnownModel) -> None:
-    """There is room for a shadow that nobody else needs."""
+    """There is room for a shadow that nobody else needs. While it starts it maps the weights, so
+    an offloaded model launches none."""
+    if known.model.state not in (ModelState.WARM, ModelState.AWAKE):
+        return
     for engine in known.shadows():
         if engine.cap is not Tier.COLD:
             continue
