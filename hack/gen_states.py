@@ -172,9 +172,9 @@ def page() -> str:
     ]
     lines += ["## A model in a pool", "", *diagram(model_edges()), *table(model_edges())]
     lines += [
-        "Where a signal may lead to several states, the first of the table whose condition holds is",
-        "next: how much of the model is resident, whether somebody waits for it, how often it has",
-        "failed. Only proof that memory is free gives `freed`.",
+        "Where a signal may lead to several states, it depends on how much of the model is",
+        "resident, whether somebody waits for it, and how often it has failed. Only proof that",
+        "memory is free gives `freed`.",
         "",
     ]
     return "\n".join(lines).rstrip() + "\n"

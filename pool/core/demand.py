@@ -20,6 +20,7 @@ class Demand:
     def __init__(self) -> None:
         self._said: dict[str, Mapping[str, ModelDemand]] = {}
         self._gone: set[str] = set()
+        self.is_heard = False  # by any gateway since the start: until then nobody knows who waits
 
     def hear(self, event: DemandCame) -> None:
         if event.gateway not in self._said:
@@ -27,6 +28,7 @@ class Demand:
                 del self._said[name]
             self._gone.clear()
         self._gone.discard(event.gateway)
+        self.is_heard = True
         self._said[event.gateway] = event.models
 
     def lose(self, gateway: str, *, is_dead: bool) -> None:

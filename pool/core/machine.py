@@ -15,7 +15,7 @@ What is surely true at every step:
 - Memory is booked before a goal that takes it is told, and booked out by `books.py` alone.
 - A goal has a generation of its own. One that was superseded is never said again.
 - A door is shut before the goal of an engine behind it is lowered: QUIET needs every gateway to
-  obey the shut door first.
+  obey the shut door first, and where a death has made it yield at once, doors are said first.
 
 Must not know of clocks, sockets or files. `snapshot.py` and `recovery.py` have its restarts.
 """
@@ -82,9 +82,10 @@ class ModelPool:
             self._is_started = True
             recovery.say_again(pool)
         self._settle()
-        self._set_doors()
-        self.due_ms = self._next_due_ms()
         out, pool.out = pool.out, []
+        self._set_doors()
+        out, pool.out = [*pool.out, *out], []
+        self.due_ms = self._next_due_ms()
         is_told = any(not isinstance(effect, ev.PoolRecord) for effect in out)
         return [ev.SaveState(), *out] if is_told else out
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from plumbing.part.tier import Tier
 from pool.core import events as ev
 from pool.core.books import Books
+from pool.core.doors import door_key
 from pool.core.known import SETTLED, Costs, KnownEngine, KnownModel
 from pool.core.model import Model
 from pool.core.model_table import ModelSignal
@@ -80,6 +81,7 @@ def _restore_model(known: KnownModel, saved: SavedModel, now_ms: float) -> None:
     model = known.model
     model.state, model.floor, model.aim = saved.state, saved.floor, saved.aim
     model.running, model.is_again, model.reason = saved.running, saved.is_again, saved.reason
+    model.is_wanted = saved.is_wanted
     model.faults_ms = tuple(ms for ms in saved.faults_ms if ms <= now_ms)
     model.fault, model.is_permanent = saved.fault, saved.is_permanent
     model.since_ms, known.is_unknown = now_ms, False
@@ -89,7 +91,9 @@ def _restore_model(known: KnownModel, saved: SavedModel, now_ms: float) -> None:
     known.costs = Costs(saved.load_ms, saved.wake_ms, saved.release_ms)
     known.last_request_ms = min(saved.last_request_ms, now_ms)
     known.sizes = saved.sizes or known.sizes
-    known.door, known.door_number = saved.door, saved.door_number
+    if saved.door is not None:
+        known.door, known.door_number = saved.door, saved.door_number
+        known.door_key = door_key(known, saved.door)
     if model.state in (ModelState.AWAKE, ModelState.DRAINING):
         known.awake_since_ms = now_ms
     else:

@@ -43,7 +43,7 @@ def next_signal(
     """The next one; None: its state agrees with the facts. `is_wanted`: somebody waits for it."""
     return (
         _standing(known, now_ms)
-        or _wanted(known, is_wanted=is_wanted)
+        or _wanted(known, demand, is_wanted=is_wanted)
         or _word(known)
         or _quiet(known, demand)
         or _freed(known, books)
@@ -117,11 +117,11 @@ def _died(known: KnownModel, name: str) -> DueSignal | None:
 # ------------------------------------------------------------------ who wants it
 
 
-def _wanted(known: KnownModel, *, is_wanted: bool) -> DueSignal | None:
+def _wanted(known: KnownModel, demand: Demand, *, is_wanted: bool) -> DueSignal | None:
     model = known.model
     if is_wanted and (not model.is_wanted or model.state in (ModelState.COLD, *REST)):
         return DueSignal(ModelSignal.WANT, "a request waits for it")
-    if not is_wanted and model.is_wanted:
+    if not is_wanted and model.is_wanted and demand.is_heard:
         return DueSignal(ModelSignal.UNWANT, "nobody waits for it any more")
     return None
 

@@ -25,6 +25,7 @@ class SavedModel(Struct, frozen=True, array_like=True):
     aim: Tier
     running: Running
     is_again: bool
+    is_wanted: bool
     faults_ms: tuple[float, ...]
     fault: str
     is_permanent: bool
@@ -100,6 +101,7 @@ def _saved_model(pool: PoolSituation, name: str) -> SavedModel:
         aim=model.aim,
         running=model.running,
         is_again=model.is_again,
+        is_wanted=model.is_wanted,
         faults_ms=model.faults_ms,
         fault=model.fault,
         is_permanent=model.is_permanent,

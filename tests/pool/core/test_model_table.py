@@ -17,10 +17,10 @@ from pool.core.states import ModelState
 
 S, G = ModelState, ModelSignal
 
-# x: illegal; =: stays; otherwise the state that it leads to. A condition stands before a colon:
-# cold, offloaded, warm: the floor is that; to-…: the signal's tier is that; wanted, awake (the aim),
-# again, recovering, exhausted, cut: as the model's attributes say; !: not. The first that fits
-# counts; where none does, the signal is illegal.
+# x: illegal; =: stays; otherwise the state that it leads to; with a ! behind it, it is a fault. A
+# condition stands before a colon: cold, offloaded, warm: the floor is that; to-…: the signal's tier
+# is that; wanted, awake (the aim), again, recovering, exhausted, cut: as the model's attributes
+# say; with a ! before it: not. The first that fits counts; where none does, it is illegal.
 MATRIX = """
             |cold|loading|offloaded|warm|pending|waking|awake|draining|releasing|unloading|failed
 want        |pending|=|pending|pending|=|=|=|=|=|=|=
