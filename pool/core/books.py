@@ -163,11 +163,15 @@ class Books:
 
     # ------------------------------------------------------------------ what leaves
 
-    def let_go(self, known: KnownModel, wanted: Entries) -> Iterator[PoolEffect]:
-        """Drop what is booked, not wanted, and proven to be free; ask for the proofs."""
+    def let_go(self, known: KnownModel, wanted: Entries, stays: Entries) -> Iterator[PoolEffect]:
+        """Drop what is booked, not wanted, and proven to be free; ask for the proofs. `stays`: what
+        it has at the end of a drain. The policy counts on the rest."""
         yield from self._ask_witnesses(known)
-        leaving = [key for key in self.booked(known) if key not in wanted]
-        self.ledger.mark_leaving(leaving)
+        booked = self.booked(known)
+        leaving = [key for key in booked if key not in wanted]
+        going = [] if known.is_overdue else [key for key in booked if key not in stays]
+        self.ledger.mark_staying(booked)
+        self.ledger.mark_leaving(going)
         if not leaving:
             known.asked, known.asked_for = None, frozenset()
             return

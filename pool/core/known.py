@@ -116,6 +116,7 @@ class KnownModel:
     is_raised_for_ticket: bool = False
     has_plan: bool = False
     leaving: Leaving | None = None
+    is_overdue: bool = False  # its memory should have left long ago
     wait: str = ""  # why it waits
     never: str | None = None  # why it will not fit
     victims: tuple[str, ...] = ()

@@ -145,7 +145,9 @@ class ModelPool:
         if model.goal is Tier.OFFLOADED and model.state is not ModelState.RELEASING:
             wanted |= self._reloaded(known)
         before = len(pool.books.ledger.entries)
-        for effect in pool.books.let_go(known, wanted):
+        is_draining = model.state is ModelState.DRAINING
+        stays = pool.books.entries_at(known, model.floor) if is_draining else wanted
+        for effect in pool.books.let_go(known, wanted, stays):
             pool.say(effect)
         if len(pool.books.ledger.entries) != before:
             pool.changes += 1

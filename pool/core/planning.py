@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from msgspec.structs import replace
+
 from plumbing.part.tier import Tier
 from pool.core import events as ev
 from pool.core.books import Entries
@@ -181,7 +183,7 @@ def _is_seen(pool: PoolSituation, lease: PoolLease) -> bool:
 
 def _lease_view(lease: PoolLease) -> ModelView:
     asked = lease.asked
-    return lease_view(
+    view = lease_view(
         asked.lease,
         asked.device,
         asked.bytes,
@@ -189,6 +191,7 @@ def _lease_view(lease: PoolLease) -> ModelView:
         asked.since_ms,
         is_granted=lease.is_granted,
     )
+    return replace(view, has_plan=lease.has_plan)
 
 
 def _decide_lease(pool: PoolSituation, name: str, decision: Decision) -> None:
@@ -201,6 +204,9 @@ def _decide_lease(pool: PoolSituation, name: str, decision: Decision) -> None:
                 pool.changes += 1
                 pool.say(ev.GrantLease(name))
         case Yield():
+            if not lease.has_plan:
+                pool.leases[name] = PoolLease(lease.asked, has_plan=True)
+                pool.changes += 1
             for victim in decision.victims:
                 _yield(pool, victim, Leaving.HEAD, f"lease {name} needs its room")
         case Never():

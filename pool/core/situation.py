@@ -56,6 +56,7 @@ class PoolLease(Struct, frozen=True):
 
     asked: ev.LeaseAsked
     is_granted: bool = False
+    has_plan: bool = False  # models were asked to make room for it
 
 
 @dataclass(slots=True)
@@ -101,7 +102,7 @@ class PoolSituation:
     def _entered(
         self, known: KnownModel, before: ModelState, spent_ms: float, due: DueSignal
     ) -> None:
-        model, ledger = known.model, self.books.ledger
+        model = known.model
         self.say(ev.ModelChanged(known.name, before, model.state, due.reason))
         match before:
             case ModelState.LOADING if model.state is not ModelState.UNLOADING:
@@ -116,8 +117,6 @@ class PoolSituation:
                 self._is_awake(known, before)
             case ModelState.DRAINING:
                 known.drained_ms = self.now_ms
-                stays = self.books.entries_at(known, model.floor)
-                ledger.mark_leaving(key for key in self.books.booked(known) if key not in stays)
             case ModelState.UNLOADING if due.signal is ModelSignal.SPENT:
                 self._kill(known, due.reason)
             case ModelState.LOADING | ModelState.WAKING:
@@ -129,13 +128,12 @@ class PoolSituation:
             known.leaving, known.never, known.wait = None, None, ""
         if model.state in (ModelState.COLD, ModelState.FAILED, ModelState.PENDING):
             known.is_unload_ordered = False
+        known.is_overdue = False
         if before is ModelState.AWAKE:
             known.asleep_since_ms, known.awake_since_ms = self.now_ms, None
 
     def _is_awake(self, known: KnownModel, before: ModelState) -> None:
-        if before is ModelState.DRAINING:
-            self.books.ledger.mark_staying(self.books.booked(known))
-        elif known.is_raised_for_ticket:
+        if before is not ModelState.DRAINING and known.is_raised_for_ticket:
             since_ms = known.wanted_since_ms
             others = [self.models[name] for name in known.victims if name in self.models]
             self.say(
@@ -165,7 +163,7 @@ class PoolSituation:
     def _alarm(self, known: KnownModel) -> None:
         """Memory does not come back: it stays booked, and nobody counts on it."""
         booked = self.books.booked(known)
-        self.books.ledger.mark_staying(booked)
+        known.is_overdue = True
         waits = [each.name for each in known.engines if not (each.has_obeyed or each.is_gone)]
         alive = [each.name for each in known.engines if each.has_obeyed and not each.is_gone]
         holders = sorted({f"{key.kind} on {key.device}" for key in booked})
