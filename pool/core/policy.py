@@ -44,7 +44,8 @@ MAY_BE_RAISED = frozenset(
 )
 _CLAIMS_NOTHING = frozenset({ModelState.AWAKE, ModelState.WAKING, ModelState.FAILED})
 _GOES_DOWN = frozenset({ModelState.DRAINING, ModelState.RELEASING, ModelState.UNLOADING})
-_HAS_SHADOW = frozenset({ModelState.OFFLOADED, ModelState.WARM, ModelState.AWAKE})
+# A shadow maps the weights while it starts: an offloaded model's would need room for them.
+_MAY_LAUNCH_SHADOW = frozenset({ModelState.WARM, ModelState.AWAKE})
 _NEVER_MS = float("inf")
 _BLOCKED = Wait(None, "")
 
@@ -301,7 +302,7 @@ class _Planner:
         """Cold shadows for which there is room, where nobody waits for any."""
         found = []
         for model in self.models:
-            if model.shadow is not Tier.COLD or model.state not in _HAS_SHADOW:
+            if model.shadow is not Tier.COLD or model.state not in _MAY_LAUNCH_SHADOW:
                 continue
             if model.name in self.asked or not self.short_of.isdisjoint(model.rules.devices):
                 continue

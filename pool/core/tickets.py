@@ -68,7 +68,14 @@ def next_change_ms(
 
 
 def lease_view(
-    lease: str, device: str, size_bytes: int, priority: int, since_ms: float, *, is_granted: bool
+    lease: str,
+    device: str,
+    size_bytes: int,
+    priority: int,
+    since_ms: float,
+    *,
+    is_granted: bool,
+    has_plan: bool = False,
 ) -> ModelView:
     """A lease as the policy sees it: a model of one tier, which waits like any other, and which
     nobody can make yield once it is there."""
@@ -83,5 +90,6 @@ def lease_view(
         booked=needs if is_granted else {},
         ticket=None if is_granted else TicketView(priority, since_ms),
         awake_since_ms=since_ms if is_granted else None,
+        has_plan=has_plan,
         is_lease=True,
     )

@@ -1,0 +1,263 @@
+"""Goal: the corners of the policy: who is in nobody's way, who may be broken off, what is kept for
+whom. Method: one small pool for each, on devices of whole GiB."""
+
+import pytest
+
+from plumbing.part.tier import Tier
+from pool.core.policy import plan
+from pool.core.states import HOST, ModelState
+from pool.core.tickets import lease_view
+from pool.core.view import Leaving, Never, Raise, Victim, Wait, Yield
+from tests.pool.core.views import GIB, NO_MARGIN, a_model, devices_of
+
+S = ModelState
+NOW = 1_000_000.0
+
+
+def planned(models, totals, *, now=NOW, **more):
+    return plan(now, models, devices_of(models, totals, **more), NO_MARGIN)
+
+
+def test_model_that_was_woken_a_moment_ago_is_not_idle():
+    """Goal: the requests that it was woken for have time to come through the door."""
+    fresh = a_model("x", S.AWAKE, awake_since_ms=NOW, last_request_ms=0.0, switch_ms=500.0)
+    models = [a_model("a", waits_since=NOW - 9_000.0), fresh]
+    assert planned(models, {"0": 15}).decisions["a"].until_ms == NOW + 500.0
+
+
+def test_model_is_idle_after_two_seconds_however_costly_its_wake_is():
+    quiet = a_model("x", S.AWAKE, awake_since_ms=0.0, last_request_ms=NOW, switch_ms=90_000.0)
+    models = [a_model("a", waits_since=NOW), quiet]
+    assert planned(models, {"0": 15}).decisions["a"].until_ms == NOW + 2_000.0
+    assert planned(models, {"0": 15}, now=NOW + 2_000.0).decisions["a"] == Yield(
+        (Victim("x", Tier.WARM),)
+    )
+
+
+def test_waiting_requests_are_work_even_with_nothing_in_flight():
+    """Its door has just opened, and they are about to be sent."""
+    models = [
+        a_model("a", waits_since=NOW),
+        a_model("x", S.AWAKE, waits_since=NOW - 1.0, awake_since_ms=NOW - 5_000.0),
+    ]
+    assert planned(models, {"0": 15}).decisions["a"].until_ms == NOW + 5_000.0
+
+
+def test_a_costly_switch_protects_for_longer():
+    busy = a_model("x", S.AWAKE, in_flight=1, awake_since_ms=NOW, switch_ms=25_000.0)
+    models = [a_model("a", waits_since=NOW), busy]
+    assert planned(models, {"0": 15}).decisions["a"].until_ms == NOW + 25_000.0
+
+
+@pytest.mark.parametrize(
+    ("loading", "is_asked"),
+    [
+        ({"is_raised_for_ticket": False}, True),
+        ({"waits_since": NOW - 9.0}, False),
+        ({"waits_since": NOW - 9.0, "is_loading_again": True}, True),
+        ({"waits_since": NOW - 99.0, "is_loading_again": True}, False),
+        (
+            {
+                "waits_since": NOW - 99.0,
+                "is_loading_again": True,
+                "back_off_until_ms": NOW + 1.0,
+            },
+            True,
+        ),
+        ({"is_raised_for_ticket": False, "rules": {"is_pinned": True}}, False),
+    ],
+    ids=["unwanted", "wanted", "again, younger", "again, older", "backing off", "pinned"],
+)
+def test_load_is_broken_off_only_if_nobody_older_needs_it(loading, is_asked):
+    models = [a_model("a", kv=5, waits_since=NOW - 50.0), a_model("x", S.LOADING, **loading)]
+    decision = planned(models, {"0": 10}).decisions["a"]
+    if is_asked:
+        assert decision == Yield((Victim("x", Tier.COLD),))
+    else:
+        assert not isinstance(decision, (Yield, Raise))
+
+
+def test_model_on_its_way_up_blocks_nobody_and_is_waited_for():
+    """Goal: an idle model yields to the next head while the first one is still waking."""
+    models = [
+        a_model("a", waits_since=NOW),
+        a_model("up", S.WAKING, waits_since=NOW - 9.0),
+        a_model("x", S.AWAKE),
+    ]
+    assert planned(models, {"0": 20}).decisions == {"a": Yield((Victim("x", Tier.WARM),))}
+    only_up = planned(models[:2], {"0": 15}).decisions["a"]
+    assert (only_up.until_ms, "up is waking" in only_up.why) == (None, True)
+
+
+def test_failed_model_is_no_head_before_its_back_off_ends():
+    models = [
+        a_model("a", waits_since=1.0, back_off_until_ms=NOW + 700.0),
+        a_model("b", waits_since=2.0),
+    ]
+    found = planned(models, {"0": 10})
+    assert found.decisions["b"] == Raise()
+    assert found.decisions["a"].until_ms == NOW + 700.0 == found.due_ms
+
+
+def test_head_that_nobody_can_help_blocks_nobody():
+    """Goal: memory that cannot be asked for is waited for, and others go on."""
+    stuck = a_model("hung", S.UNLOADING, leaving=Leaving.ORDER)
+    models = [
+        a_model("big", kv=12, waits_since=1.0),
+        a_model("b", kv=5, waits_since=2.0),
+        a_model("x", S.AWAKE, kv=5),
+        stuck,
+    ]
+    devices = devices_of(models, {"0": 15})
+    devices = {"0": type(devices["0"])("0", 15 * GIB, 0, leaving_bytes=0)}
+    found = plan(NOW, models, devices, NO_MARGIN)
+    assert found.decisions["big"].until_ms is None
+    assert "hung is unloading and holds 10.0 GiB" in found.decisions["big"].why
+    assert found.decisions["b"] == Yield((Victim("x", Tier.WARM),))
+
+
+def test_never_claims_nothing():
+    models = [
+        a_model("big", kv=12, waits_since=1.0),
+        a_model("b", kv=5, waits_since=2.0),
+        a_model("x", S.AWAKE, kv=10, rules={"is_pinned": True}),
+    ]
+    found = planned(models, {"0": 15})
+    assert isinstance(found.decisions["big"], Never)
+    assert found.decisions["b"] == Raise()
+
+
+def test_room_of_a_waiting_head_is_kept_though_it_is_free():
+    """Goal: backfill takes nothing that a head needs once its victim may be asked."""
+    models = [
+        a_model("a", kv=12, waits_since=1.0),
+        a_model("small", kv=4, waits_since=2.0),
+        a_model("x", S.AWAKE, kv=10, in_flight=1, awake_since_ms=NOW),
+    ]
+    found = planned(models, {"0": 15})
+    assert found.decisions["a"].until_ms == NOW + 10_000.0
+    assert found.decisions["small"] == Wait(None, "small is behind a")
+
+
+def test_model_whose_floor_a_head_takes_is_no_backfill():
+    models = [
+        a_model("a", kv=10, waits_since=1.0),
+        a_model("b", weights=3, kv=1, waits_since=2.0, last_request_ms=2.0),
+    ]
+    found = planned(models, {"0": 12})
+    assert found.decisions["a"] == Yield((Victim("b", Tier.OFFLOADED),))
+    assert found.decisions["b"] == Wait(None, "b is behind a")
+
+
+def test_claim_behind_another_is_before_those_behind_it():
+    """Goal: a model of two devices is not overtaken on the one while it waits for the other."""
+    models = [
+        a_model("a", on=("0",), waits_since=1.0),
+        a_model("both", on=("0", "1"), waits_since=2.0),
+        a_model("c", on=("1",), waits_since=3.0),
+        a_model("x", S.AWAKE, on=("0",), in_flight=1, awake_since_ms=NOW),
+        a_model("y", S.AWAKE, on=("1",)),
+    ]
+    found = planned(models, {"0": 15, "1": 15})
+    assert found.decisions["both"].why == "both is behind a"
+    assert found.decisions["c"] == Wait(None, "c is behind both")
+
+
+def test_way_down_in_steps_and_at_once_without_a_copy():
+    for has_copy, need, tier in (
+        (True, 10, Tier.WARM),
+        (True, 12, Tier.OFFLOADED),
+        (True, 15, Tier.COLD),
+        (False, 12, Tier.COLD),
+    ):
+        idle = a_model("x", S.AWAKE, base=2, weights=3, kv=10, has_copy=has_copy)
+        found = planned([a_model("a", kv=need, waits_since=NOW), idle], {"0": 15})
+        assert found.decisions == {"a": Yield((Victim("x", tier),))}
+
+
+def test_work_goes_on_while_something_at_rest_has_room():
+    """Goal: warm and idle models yield before one with work, and that before one offloaded."""
+    busy = a_model("busy", S.AWAKE, in_flight=1, kv=10)
+    warm = a_model("warm", weights=10)
+    rest = a_model("rest", S.OFFLOADED, base=10)
+    head = a_model("a", kv=10, waits_since=NOW - 9_000.0)
+    for others, victim in (
+        ([busy, warm], Victim("warm", Tier.OFFLOADED)),
+        ([busy, rest], Victim("busy", Tier.WARM)),
+    ):
+        assert planned([head, *others], {"0": 20}).decisions["a"] == Yield((victim,))
+
+
+def test_model_that_leaves_is_asked_to_leave_deeper():
+    leaving = a_model("x", S.RELEASING, weights=5, kv=5, leaving=Leaving.HEAD)
+    models = [a_model("a", kv=8, waits_since=NOW, has_plan=True), leaving]
+    assert planned(models, {"0": 10}).decisions["a"] == Yield((Victim("x", Tier.OFFLOADED),))
+
+
+@pytest.mark.parametrize("leaving", Leaving)
+def test_model_that_drains_turns_round_if_its_room_is_not_needed(leaving):
+    """For a request of its own, unless an operator sends it down."""
+    models = [a_model("x", S.DRAINING, waits_since=NOW, leaving=leaving)]
+    unyields = planned(models, {"0": 10}).unyields
+    assert unyields == (() if leaving is Leaving.ORDER else ("x",))
+    resting = [a_model("x", S.DRAINING, leaving=leaving)]
+    unyields = planned(resting, {"0": 10}).unyields
+    assert unyields == (("x",) if leaving is Leaving.HEAD else ())
+
+
+def test_of_two_that_drain_only_the_one_that_is_not_needed_turns_round():
+    models = [
+        a_model("a", kv=10, waits_since=NOW, has_plan=True),
+        a_model("x", S.DRAINING, leaving=Leaving.HEAD, in_flight=1),
+        a_model("y", S.DRAINING, leaving=Leaving.HEAD, in_flight=1),
+    ]
+    assert planned(models, {"0": 20}).unyields == ("x",)
+
+
+def test_copies_in_host_memory_yield_to_what_needs_it():
+    copies = {Tier.OFFLOADED: {HOST: 5 * GIB}}
+    old = a_model("old", S.OFFLOADED, on=(HOST,), base=5, kv=0)
+    old = type(old)("old", a_model("old").rules, S.OFFLOADED, Tier.OFFLOADED, copies, old.booked)
+    head = a_model("a", on=("0", HOST), kv=4, waits_since=NOW)
+    devices = devices_of([head, old], {"0": 10, HOST: 6})
+    assert plan(NOW, [head, old], devices, NO_MARGIN).decisions["a"] == Yield(
+        (Victim("old", Tier.COLD),)
+    )
+
+
+def test_lease_waits_and_then_never_yields():
+    waiting = lease_view("train", "0", 10 * GIB, 0, NOW, is_granted=False)
+    idle = a_model("x", S.AWAKE)
+    found = planned([waiting, idle], {"0": 15})
+    assert found.decisions == {"lease/train": Yield((Victim("x", Tier.WARM),))}
+    granted = lease_view("train", "0", 10 * GIB, 0, NOW, is_granted=True)
+    found = planned([granted, a_model("a", waits_since=NOW)], {"0": 15})
+    assert found.decisions["a"].why.endswith("15.0 GiB: lease/train holds 10.0 GiB")
+
+
+def test_device_that_nobody_has_measured_is_waited_for():
+    found = planned([a_model("a", on=("0", "1"), waits_since=NOW)], {"0": 15})
+    assert found.decisions["a"] == Wait(None, "device 1 has not been measured yet")
+
+
+def test_shadow_is_launched_only_into_room_that_nobody_waits_for():
+    resting = a_model("x", shadow_base=2, shadow=Tier.COLD)
+    head = a_model("a", kv=10, waits_since=NOW)
+    busy = a_model("busy", S.AWAKE, in_flight=1, kv=5, awake_since_ms=NOW)
+    assert planned([resting], {"0": 2}).shadows == ("x",)
+    assert planned([resting], {"0": 1}).shadows == ()
+    assert planned([resting, head], {"0": 12}).shadows == ("x",)
+    assert planned([resting, head], {"0": 11}).shadows == ()
+    assert planned([resting, head, busy], {"0": 12}).shadows == ()
+    assert planned([a_model("x", S.OFFLOADED, shadow_base=2, shadow=Tier.COLD)], {"0": 9}) == (
+        planned([], {"0": 9})
+    )
+
+
+def test_room_of_a_kept_shadow_is_part_of_what_a_model_needs():
+    keeps = a_model(
+        "a", kv=10, waits_since=NOW, shadow_base=2, shadow=Tier.COLD, rules={"shadow_keeps": True}
+    )
+    idle = a_model("x", weights=3)
+    assert planned([keeps, idle], {"0": 14}).decisions["a"] == Yield((Victim("x", Tier.OFFLOADED),))
+    assert planned([keeps, idle], {"0": 15}).decisions["a"] == Raise()

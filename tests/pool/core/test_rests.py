@@ -1,0 +1,82 @@
+"""Goal: who goes down because nobody has asked for it, and when. Method: a table of lone models."""
+
+import pytest
+
+from plumbing.part.tier import Tier
+from pool.core.rests import rests_of
+from pool.core.states import ModelState
+from pool.core.view import Victim
+from tests.pool.core.views import a_model
+
+S = ModelState
+ASKED = 1_000_000.0  # the last request
+MINUTE = 60_000.0
+
+
+@pytest.mark.parametrize(
+    ("model", "due_ms", "tier"),
+    [
+        (a_model("x", S.AWAKE), ASKED + 5 * MINUTE, Tier.WARM),
+        (a_model("x", S.AWAKE, keep_alive_ms=MINUTE), ASKED + MINUTE, Tier.WARM),
+        (
+            a_model("x", S.AWAKE, keep_alive_ms=0.0, awake_since_ms=ASKED - 1.0),
+            ASKED + 10_000.0 - 1.0,
+            Tier.WARM,
+        ),
+        (a_model("x", S.AWAKE, rules={"rest": Tier.OFFLOADED}), ASKED + 5 * MINUTE, Tier.OFFLOADED),
+        (
+            a_model("x", S.AWAKE, rules={"rest": Tier.OFFLOADED}, has_copy=False),
+            ASKED + 5 * MINUTE,
+            Tier.WARM,
+        ),
+        (
+            a_model("x", rules={"offload_after_ms": MINUTE}, asleep_since_ms=ASKED + 7.0),
+            ASKED + 7.0 + MINUTE,
+            Tier.OFFLOADED,
+        ),
+        (
+            a_model("x", rules={"rest": Tier.OFFLOADED}, asleep_since_ms=ASKED + 7.0),
+            ASKED + 5 * MINUTE,
+            Tier.OFFLOADED,
+        ),
+        (
+            a_model("x", S.OFFLOADED, rules={"unload_after_ms": MINUTE}, asleep_since_ms=ASKED),
+            ASKED + MINUTE,
+            Tier.COLD,
+        ),
+    ],
+    ids=[
+        *("keep-alive", "as requests ask", "not before its least time", "deeper rest"),
+        *("no copy", "offload after", "evicted above its rest", "unload after"),
+    ],
+)
+def test_model_rests_when_it_is_due(model, due_ms, tier):
+    model = _asked_last(model)
+    assert rests_of([model], (), due_ms - 1.0) == ((), due_ms)
+    assert rests_of([model], (), due_ms)[0] == (Victim("x", tier),)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        a_model("x", S.AWAKE, rules={"is_pinned": True}),
+        a_model("x", S.AWAKE, in_flight=1),
+        a_model("x", S.AWAKE, waits_since=0.0),
+        a_model("x", S.AWAKE, keep_alive_ms=float("inf")),
+        a_model("x", S.DRAINING),
+        a_model("x", S.PENDING, rules={"unload_after_ms": 1.0}),
+        a_model("x", rules={"offload_after_ms": 1.0}, has_copy=False),
+    ],
+    ids=["pinned", "busy", "wanted", "for ever", "leaving", "pending", "no copy"],
+)
+def test_model_does_not_rest(model):
+    assert rests_of([_asked_last(model)], (), 10 * ASKED) == ((), float("inf"))
+
+
+def test_victim_of_a_head_does_not_rest_as_well():
+    assert rests_of([_asked_last(a_model("x", S.AWAKE))], {"x"}, 10 * ASKED)[0] == ()
+
+
+def _asked_last(model):
+    fields = {name: getattr(model, name) for name in model.__struct_fields__}
+    return type(model)(**{**fields, "last_request_ms": ASKED})
