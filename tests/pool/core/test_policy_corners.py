@@ -18,6 +18,96 @@ def planned(models, totals, *, now=NOW, **more):
     return plan(now, models, devices_of(models, totals, **more), NO_MARGIN)
 
 
+def test_pinned_model_keeps_even_what_costs_least():
+    models = [
+        a_model("a", kv=5, waits_since=NOW),
+        a_model("pinned", weights=5, rules={"is_pinned": True}),
+        a_model("x", S.AWAKE, kv=5),
+    ]
+    assert planned(models, {"0": 10}).decisions["a"] == Yield((Victim("x", Tier.WARM),))
+
+
+def test_pinned_model_may_be_raised_beside_what_it_holds_itself():
+    models = [a_model("a", weights=5, kv=10, waits_since=NOW, rules={"is_pinned": True})]
+    assert planned(models, {"0": 15}).decisions["a"] == Raise()
+
+
+def test_least_recently_asked_of_a_class_yields():
+    models = [
+        a_model("a", kv=5, waits_since=NOW),
+        a_model("new", weights=5, last_request_ms=2.0),
+        a_model("old", weights=5, last_request_ms=1.0),
+    ]
+    assert planned(models, {"0": 10}).decisions["a"] == Yield((Victim("old", Tier.OFFLOADED),))
+
+
+def test_memory_of_a_dead_engine_is_not_counted_twice():
+    """Goal: what a model at rest still has booked beyond its tier leaves already, and its victim
+    step gives no more than the tier. Method: only what the waking model has would be enough."""
+    stale = a_model("x", weights=3, kv=10, booked={"0": 13 * GIB})
+    up = a_model("up", S.WAKING, kv=1, waits_since=NOW - 9.0)
+    head = a_model("a", kv=17, waits_since=NOW)
+    models = [head, stale, up]
+    (device,) = devices_of(models, {"0": 17}).values()
+    device = type(device)("0", device.total_bytes, device.free_bytes, leaving_bytes=10 * GIB)
+    found = plan(NOW, models, {"0": device}, NO_MARGIN)
+    assert isinstance(found.decisions["a"], Wait)
+
+
+def test_model_that_is_unloaded_blocks_nobody():
+    models = [
+        a_model("a", S.UNLOADING, kv=1, waits_since=1.0, leaving=Leaving.HEAD),
+        a_model("b", kv=10, waits_since=2.0),
+        a_model("x", S.AWAKE),
+    ]
+    found = planned(models, {"0": 11})
+    assert found.decisions["a"] == Wait(None, "a is being unloaded")
+    assert found.decisions["b"] == Yield((Victim("x", Tier.WARM),))
+
+
+def test_load_for_a_ticket_blocks_nobody_though_it_has_grown():
+    """Its size was measured, and is above what was booked for it."""
+    models = [
+        a_model("a", S.LOADING, kv=8, waits_since=1.0, booked={"0": 5 * GIB}),
+        a_model("b", kv=5, waits_since=2.0),
+    ]
+    assert planned(models, {"0": 10}).decisions == {"b": Raise()}
+
+
+def test_claims_on_host_memory_are_in_each_others_way():
+    models = [
+        a_model("a", on=("0", HOST), kv=4, waits_since=1.0),
+        a_model("b", on=("1", HOST), kv=4, waits_since=2.0),
+    ]
+    models = [type(each)(**_but(each, rules=_on(each.rules))) for each in models]
+    found = planned(models, {"0": 9, "1": 9, HOST: 6})
+    assert found.decisions == {"a": Raise(), "b": Wait(None, "b is behind a")}
+    with_margin = type(NO_MARGIN)(margin_bytes=GIB)
+    devices = devices_of(models, {"0": 9, "1": 9, HOST: 4})
+    assert plan(NOW, models, devices, with_margin).decisions["a"] == Raise()
+
+
+def _but(view, **fields):
+    return {**{name: getattr(view, name) for name in view.__struct_fields__}, **fields}
+
+
+def _on(rules):
+    """Without host memory, which belongs to nobody's devices."""
+    return type(rules)(**_but(rules, devices=rules.devices[:1]))
+
+
+def test_age_changes_the_order_only_between_priorities():
+    busy = a_model("x", S.AWAKE, in_flight=1, priority=-9)
+    for priority, due_ms in ((0, None), (1, NOW + 20_000.0)):
+        models = [
+            a_model("a", waits_since=NOW),
+            a_model("b", waits_since=NOW - 40_000.0, priority=priority),
+        ]
+        found = planned([*models, busy], {"0": 15})
+        assert [*found.decisions] == (["b", "a"] if due_ms is None else ["a", "b"])
+        assert due_ms is None or found.due_ms == due_ms
+
+
 def test_model_that_was_woken_a_moment_ago_is_not_idle():
     """Goal: the requests that it was woken for have time to come through the door."""
     fresh = a_model("x", S.AWAKE, awake_since_ms=NOW, last_request_ms=0.0, switch_ms=500.0)
@@ -56,6 +146,7 @@ def test_a_costly_switch_protects_for_longer():
         ({"waits_since": NOW - 9.0}, False),
         ({"waits_since": NOW - 9.0, "is_loading_again": True}, True),
         ({"waits_since": NOW - 99.0, "is_loading_again": True}, False),
+        ({"waits_since": NOW - 99.0, "is_loading_again": True, "head": {"has_plan": True}}, True),
         (
             {
                 "waits_since": NOW - 99.0,
@@ -66,10 +157,15 @@ def test_a_costly_switch_protects_for_longer():
         ),
         ({"is_raised_for_ticket": False, "rules": {"is_pinned": True}}, False),
     ],
-    ids=["unwanted", "wanted", "again, younger", "again, older", "backing off", "pinned"],
+    ids=[
+        *("unwanted", "wanted", "again, younger", "again, older", "a plan that stands"),
+        *("backing off", "pinned"),
+    ],
 )
 def test_load_is_broken_off_only_if_nobody_older_needs_it(loading, is_asked):
-    models = [a_model("a", kv=5, waits_since=NOW - 50.0), a_model("x", S.LOADING, **loading)]
+    head = a_model("a", kv=5, waits_since=NOW - 50.0, **loading.get("head", {}))
+    loading = {name: each for name, each in loading.items() if name != "head"}
+    models = [head, a_model("x", S.LOADING, **loading)]
     decision = planned(models, {"0": 10}).decisions["a"]
     if is_asked:
         assert decision == Yield((Victim("x", Tier.COLD),))
@@ -252,6 +348,14 @@ def test_shadow_is_launched_only_into_room_that_nobody_waits_for():
     assert planned([a_model("x", S.OFFLOADED, shadow_base=2, shadow=Tier.COLD)], {"0": 9}) == (
         planned([], {"0": 9})
     )
+
+
+def test_cold_model_takes_its_kept_shadow_along():
+    keeps = a_model(
+        "x", S.OFFLOADED, base=2, shadow_base=2, shadow=Tier.OFFLOADED, rules={"shadow_keeps": True}
+    )
+    models = [a_model("a", kv=4, waits_since=NOW), keeps]
+    assert planned(models, {"0": 4}).decisions["a"] == Yield((Victim("x", Tier.COLD),))
 
 
 def test_room_of_a_kept_shadow_is_part_of_what_a_model_needs():

@@ -44,16 +44,33 @@ MINUTE = 60_000.0
             ASKED + MINUTE,
             Tier.COLD,
         ),
+        (
+            a_model(
+                "x",
+                rules={"offload_after_ms": 1.0, "unload_after_ms": MINUTE},
+                asleep_since_ms=ASKED,
+                has_copy=False,
+            ),
+            ASKED + MINUTE,
+            Tier.COLD,
+        ),
     ],
     ids=[
         *("keep-alive", "as requests ask", "not before its least time", "deeper rest"),
         *("no copy", "offload after", "evicted above its rest", "unload after"),
+        "unload after, no copy",
     ],
 )
 def test_model_rests_when_it_is_due(model, due_ms, tier):
     model = _asked_last(model)
     assert rests_of([model], (), due_ms - 1.0) == ((), due_ms)
     assert rests_of([model], (), due_ms)[0] == (Victim("x", tier),)
+
+
+def test_deepest_of_two_that_are_due_counts():
+    rules = {"offload_after_ms": 1.0, "unload_after_ms": 2.0}
+    model = a_model("x", rules=rules, asleep_since_ms=ASKED)
+    assert rests_of([_asked_last(model)], (), ASKED + 2.0)[0] == (Victim("x", Tier.COLD),)
 
 
 @pytest.mark.parametrize(
