@@ -43,16 +43,17 @@ class ColdPod:
         Raises:
             UnderstudyError: an engine does not end.
         """
-        for engine in self._engines:
+        for number, engine in enumerate(self._engines):
             began_ms = clock.now_ms()
             try:
                 await engine.shall(Tier.COLD)
             except RemoteError as error:
                 if error.code != "engine.no_such_tier":
                     raise
-                self.by = BY_KILL
+                self.by = BY_KILL  # a refusal has ended the connection
+                self._engines[number] = await EngineTiers.to(str(self._directory), engine.engine)
                 await self._kill(engine)
-            await engine.until(State.DEAD, began_ms)
+            await self._engines[number].until(State.DEAD, began_ms)
         for part in memory_parts(self._directory):
             if part.name.startswith(names.OFFLOAD):
                 continue  # a copy stays: nothing refers to it any more
@@ -76,12 +77,11 @@ class ColdPod:
         raise UnderstudyError("bench.no_answer", f"no answer within {START_S_MAX:g} s of a start")
 
     async def complete(self) -> None:
-        """Have the other engine stand by again."""
-        began_ms = clock.now_ms()
-        for engine in self._engines[1:]:
+        """Have the pod whole again. Engines that were killed come back by themselves, and either
+        may be the one that serves."""
+        for engine in self._engines:
             await engine.shall(Tier.AWAKE)
-            if engine.now.state != State.STANDBY:
-                await engine.until(State.STANDBY, began_ms)
+            await engine.until_up()
 
     async def _kill(self, engine: EngineTiers) -> None:
         (part,) = (each for each in engine_parts(self._directory) if each.name == engine.engine)

@@ -28,6 +28,7 @@ from understudy.up.ports import free_pod_ports
 from understudy.up.random_model import ONE_THREAD, VLLM_RANDOM_MODEL, make_random_model
 
 HOST_MEMORY = "1GiB"  # for copies of the weights; a limit, not a size
+DEATHS_MAX = "100"  # a standby is killed for each restart, and again for each cold round
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +131,7 @@ async def _reference(base: Path, model: Path | None) -> LocalPod:
     directory.mkdir(mode=0o700)
     found = model or await make_random_model(base / "model")
     env = {**ONE_THREAD, "UNDERSTUDY_HOST_MEMORY": HOST_MEMORY}
+    env["UNDERSTUDY_DEATHS_MAX"] = DEATHS_MAX
     return LocalPod(directory, found, free_pod_ports(), env=env)
 
 

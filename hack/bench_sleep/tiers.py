@@ -21,7 +21,7 @@ from plumbing.wire.unix_connection import connect
 from understudy.drill.clients import clock
 
 BY = "hack.bench_sleep"
-CHANGE_S = 60.0  # longer than any budget of a rest or a wake
+CHANGE_S = 180.0  # longer than any budget of a rest or a wake, and than a start of vLLM
 
 
 class EngineTiers(Handler):
@@ -84,6 +84,15 @@ class EngineTiers(Handler):
         await self._until(
             lambda am: am.tier is away and not (is_last and am.fault), now_ms, "be offloaded"
         )
+
+    async def until_up(self) -> None:
+        """Until it serves or stands by.
+
+        Raises:
+            UnreachableError, WaitTimeoutError.
+        """
+        up = (State.ACTIVE, State.STANDBY)
+        await self._until(lambda am: am.state in up, self.words[-1][0], "start")
 
     async def _until(self, is_so: Callable[[AmMsg], bool], since_ms: float, what: str) -> float:
         try:
