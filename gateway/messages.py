@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct, field
 
+from gateway.core.lane_events import LaneRules
 from gateway.core.rest_events import GatewayDoor
 from plumbing.hop import Continuation
 from plumbing.part.observe import EventMsg as EventMsg
@@ -21,7 +22,10 @@ from plumbing.part.observe import StatusMsg as StatusMsg
 from plumbing.part.observe import StatusReplyMsg as StatusReplyMsg
 from plumbing.part.observe import WatchMsg as WatchMsg
 from plumbing.wire.messages import Catalogue, Message
+from pool.client import ModelDemand, PooledModel
 
+# 512 tickets of each of a hundred models; a parked stream has one, so the queue is no limit here.
+CHANNEL_FRAME_BYTES_MAX = 4 << 20
 CHANNEL_ENV = "UNDERSTUDY_CHANNEL"  # the number of the child's end of the channel
 
 INT64_MAX = 2**63 - 1
@@ -37,6 +41,7 @@ Port = Annotated[int, Meta(ge=0, le=65535)]
 Name = Annotated[str, Meta(min_length=1, max_length=64)]
 Path = Annotated[str, Meta(max_length=4096)]
 Sentence = Annotated[str, Meta(max_length=4096)]
+ModelName = Annotated[str, Meta(max_length=64)]
 Severity = Annotated[str, Meta(max_length=8)]
 
 # ---------------------------------------------------------------- parent → child
@@ -57,6 +62,9 @@ class ConfigureGatewayMsg(Message, frozen=True, tag="configure"):
     tls_key: Path = ""
     api_keys: Path = ""
     tracing: Annotated[str, Meta(max_length=16)] = "off"  # of `gateway.server.tracing.MODES`
+    lanes: Mapping[str, LaneRules] = field(default_factory=dict)  # of a pool's models; empty: none
+    aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of these
+    queue_max: Count = 512  # requests that wait for any of them
 
 
 class AcceptMsg(Message, frozen=True, tag="accept"):
@@ -74,17 +82,26 @@ class StopMsg(Message, frozen=True, tag="stop"):
 
 
 class GrantMsg(Message, frozen=True, tag="grant"):
-    """`engine` holds the lock under `token`, which compares within `era` only."""
+    """`engine` holds the lock, that of `model`, under `token`, which compares within `era` only."""
 
     engine: Name
     token: Count
     era: Annotated[str, Meta(max_length=64)]
+    model: ModelName = ""
 
 
 class NobodyMsg(Message, frozen=True, tag="nobody"):
     """Nobody holds the lock, because of `reason`."""
 
     reason: Sentence
+    model: ModelName = ""
+
+
+class ModelDoorsMsg(Message, frozen=True, tag="model_doors"):
+    """What a child may do with the requests for each model of the pool. The numbers are the
+    parent's; answered by `model_demand` with the same numbers."""
+
+    models: Mapping[str, PooledModel]
 
 
 class DoorMsg(Message, frozen=True, tag="door"):
@@ -188,6 +205,13 @@ class GatewayBeatMsg(Message, frozen=True, tag="beat"):
     quiet_ms: float = 0.0
 
 
+class ModelDemandMsg(Message, frozen=True, tag="model_demand"):
+    """All that a child has for each model: before its first beat, at every change, and with beats.
+    A model that is not named has nothing."""
+
+    models: Mapping[str, ModelDemand]
+
+
 class GatewayEventMsg(Message, frozen=True, tag="happened"):
     """For the event log: no bodies, no tokens, no keys."""
 
@@ -199,7 +223,8 @@ class GatewayEventMsg(Message, frozen=True, tag="happened"):
 
 CHANNEL = Catalogue(
     *(ConfigureGatewayMsg, AcceptMsg, StopMsg, GrantMsg, NobodyMsg, DoorMsg),
-    *(GatewayBeatMsg, GatewayEventMsg),
+    *(ModelDoorsMsg, GatewayBeatMsg, ModelDemandMsg, GatewayEventMsg),
+    frame_bytes_max=CHANNEL_FRAME_BYTES_MAX,
 )
 
 # ---------------------------------------------------------------- the control socket

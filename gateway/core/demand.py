@@ -1,13 +1,17 @@
 """What all children of a gateway have for the pool, as one: the parent's side of tickets.
 
-A child's word is all that it has, and counts until its next word or its end. The surprising thing:
-a door counts as obeyed only once every child that has spoken obeys it. A child that has not spoken
-is no exception: it is told all doors before it is let accept, and speaks before that.
+A child's word is all that it has, and counts until its next word or its end. Doors have numbers of
+the parent's own towards children, since those of a pool that has started again compare with no
+other's.
+
+The surprising thing: a door counts as obeyed only once every child that has spoken obeys it. A
+child that has not spoken is no exception: it is told all doors before it is let accept, and speaks
+before that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from pool.core.events import ModelDemand, Ticket
 
@@ -16,10 +20,13 @@ STARVE_AFTER_MS = 60_000.0  # of the pool's order, in which those beyond the lim
 CHILD_STEP = 1 << 40  # ids of a later child are above those of an earlier one
 
 
-class Demands:
-    """Of one gateway."""
+class ChildDemands:
+    """Of one gateway, for these models."""
 
-    def __init__(self) -> None:
+    def __init__(self, models: Collection[str]) -> None:
+        self._models = tuple(models)
+        self._told: dict[str, tuple[int, int]] = {}  # our number of a model's door, and the pool's
+        self._last = 0
         self._children: dict[int, Mapping[str, ModelDemand]] = {}
 
     def said(self, child: int, models: Mapping[str, ModelDemand]) -> None:
@@ -28,12 +35,20 @@ class Demands:
     def gone(self, child: int) -> None:
         self._children.pop(child, None)
 
-    def whole(self, doors: Mapping[str, int]) -> dict[str, ModelDemand]:
-        """The demand for each model of `doors`, the numbers that children were told last. Without
-        any child nothing is sent, and the next one is told those."""
-        return {model: self._of(model, number) for model, number in doors.items()}
+    def tell(self, model: str, number: int) -> int:
+        """All children are told the pool's door `number` for this model now, as the one that is
+        returned."""
+        self._last += 1
+        self._told[model] = (self._last, number)
+        return self._last
 
-    def _of(self, model: str, number: int) -> ModelDemand:
+    def whole(self) -> dict[str, ModelDemand]:
+        """The demand for each model. `door` is 0 while the present one is not obeyed. Without any
+        child nothing is sent, and the next one is told the present door."""
+        return {model: self._of(model) for model in self._models}
+
+    def _of(self, model: str) -> ModelDemand:
+        told, number = self._told.get(model, (0, 0))
         found = {
             child: models[model] for child, models in self._children.items() if model in models
         }
@@ -56,7 +71,7 @@ class Demands:
             cannot_park=sum(each.cannot_park for each in found.values()),
             last_request_ms=newest.last_request_ms,
             keep_alive_ms=newest.keep_alive_ms,
-            door=min((each.door for each in found.values()), default=number),
+            door=number if all(each.door >= told for each in found.values()) else 0,
         )
 
 

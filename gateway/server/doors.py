@@ -11,6 +11,7 @@ import os
 import time
 
 from gateway.core.events import DoorSet, EngineGranted, GatewayRules, NobodyGranted
+from gateway.core.lanes import Lanes
 from gateway.core.machine import Gateway
 from gateway.core.rest_events import GatewayDoor
 from gateway.messages import (
@@ -18,6 +19,8 @@ from gateway.messages import (
     DoorMsg,
     GatewayBeatMsg,
     GatewayLoad,
+    ModelDemandMsg,
+    ModelDoorsMsg,
     UpstreamState,
 )
 from gateway.server.accounts import Accounts
@@ -26,6 +29,7 @@ from gateway.server.exchange import HttpExchange
 from gateway.server.files import ApiKeys, Certificate
 from gateway.server.listener import ServiceListener
 from gateway.server.main import Parent
+from gateway.server.models import ModelService
 from gateway.server.refusals import Refused
 from gateway.server.request_reader import BodyMemory
 from gateway.server.requests import BODY_BYTES_MAX, Headers, HttpRequest
@@ -61,18 +65,25 @@ class HttpDoors:
             has_access_log=settings.access_log,
             spans=open_spans(settings.tracing),
         )
-        self._core = Gateway(
-            GatewayRules(
-                hold_ms=settings.hold_ms,
-                park_timeout_ms=settings.park_timeout_ms,
-                resumes_max=settings.resumes_max,
-                memory_bytes_max=settings.memory_bytes,
-            )
+        rules = GatewayRules(
+            hold_ms=settings.hold_ms,
+            park_timeout_ms=settings.park_timeout_ms,
+            resumes_max=settings.resumes_max,
+            memory_bytes_max=settings.memory_bytes,
         )
+        self._core: Gateway | Lanes
+        self._models: ModelService | None = None
+        if settings.lanes:
+            self._core = Lanes(rules, settings.lanes, settings.queue_max)
+            self._models = ModelService(self._core, settings.aliases)
+        else:
+            self._core = Gateway(rules)
         self._idle = asyncio.Event()
         directory = os.fsdecode(settings.directory)
         self.exchange = HttpExchange(
-            self._core, directory, self._accounts, self._idle.set, parent.beat_now
+            *(self._core, directory, self._accounts, self._idle.set, parent.beat_now),
+            models=self._models,
+            demand=parent.demand_changed,
         )
         self._listener: ServiceListener | None = None
         self.clients: set[ClientConnection] = set()
@@ -92,18 +103,28 @@ class HttpDoors:
         tls = self.certificate.context if self.certificate is not None else None
         self._listener = ServiceListener(listening, self._make_client, self, tls)
 
-    def granted(self, engine: str, token: int, era: str) -> None:
-        self._granted = (engine, token)
-        self.exchange.handle(EngineGranted(engine, token, era))
+    def granted(self, engine: str, token: int, era: str, model: str = "") -> None:
+        self._granted = ("", 0) if model else (engine, token)
+        self.exchange.handle(EngineGranted(engine, token, era, model))
 
-    def nobody(self, reason: str) -> None:
+    def nobody(self, reason: str, model: str = "") -> None:
         self._granted = ("", 0)
-        self.exchange.handle(NobodyGranted(reason))
+        self.exchange.handle(NobodyGranted(reason, model))
 
     def set_door(self, door: DoorMsg) -> None:
         self._door_number = door.number
         is_open, is_shut = door.door is GatewayDoor.OPEN, door.door is GatewayDoor.SHUT
         self.exchange.handle(DoorSet(door.token, is_open, is_shut, door.does_open, door.reason))
+
+    def set_model_doors(self, doors: ModelDoorsMsg) -> None:
+        if self._models is not None:
+            for event in self._models.set_doors(doors.models):
+                self.exchange.handle(event)
+
+    def demand(self) -> ModelDemandMsg | None:
+        if self._models is None:
+            return None
+        return ModelDemandMsg(self._models.lanes.demand(self.exchange.now_ms()))
 
     async def stop(self, budget_ms: float) -> None:
         """Accept no more, close idle connections, and return once every request has ended; after

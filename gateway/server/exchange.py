@@ -18,10 +18,13 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from gateway.core import events as ev
+from gateway.core.lanes import Lanes
 from gateway.core.machine import TICK_MS, Gateway
+from gateway.core.router import Wishes
 from gateway.server.accounts import Accounts
 from gateway.server.client import ClientConnection
 from gateway.server.greeting import greet
+from gateway.server.models import ModelService, OwnAnswer
 from gateway.server.open_request import OpenRequest
 from gateway.server.refusals import error_response
 from gateway.server.requests import HttpRequest
@@ -33,22 +36,26 @@ HEAD_MS = 10_000.0  # from the first byte of a response's head to its end
 QUOTED_CHARS_MAX = 300  # of what is wrong with a hello, which may quote it
 # An engine that has just woken answers first those who have clients waiting.
 SPARE_GREETS_AFTER_S = 0.1
+NO_WISHES = Wishes("")
 KEEPALIVE_COMMENT = b": keepalive\n\n"
 
 
 class HttpExchange:
     """All requests of one child. `idle` is called when the last one has ended, `want` when one
-    waits for an engine that rests."""
+    waits for an engine that rests. `models`: those of a pool, whose `demand` may change."""
 
     def __init__(
         self,
-        core: Gateway,
+        core: Gateway | Lanes,
         directory: str,
         accounts: Accounts,
         idle: Callable[[], None],
         want: Callable[[], None],
+        models: ModelService | None = None,
+        demand: Callable[[], None] = lambda: None,
     ) -> None:
         self.core = core
+        self._models, self._demand = models, demand
         self.requests: dict[int, OpenRequest] = {}  # by the core's number
         self._directory = directory
         self._accounts = accounts
@@ -69,8 +76,17 @@ class HttpExchange:
     # ------------------------------------------------------------------ for clients' connections
 
     def came(self, client: ClientConnection, http: HttpRequest) -> None:
+        wishes = NO_WISHES
+        if self._models is not None:
+            found = self._models.find(http)
+            if isinstance(found, OwnAnswer):
+                if found.code:
+                    self._accounts.refused(found.code, found.status, http.request_id)
+                client.answer(found.response(http))
+                return
+            wishes = found
         self._last_number += 1
-        request = OpenRequest(self._last_number, client, http, self.now_ms())
+        request = OpenRequest(self._last_number, client, http, self.now_ms(), wishes.model)
         self.requests[request.number] = self._by_client[client] = request
         self.handle(
             ev.RequestCame(
@@ -79,6 +95,10 @@ class HttpExchange:
                 len(http.body),
                 request.may_be_asked_twice,
                 bool(http.body) and http.asks_for_stream,
+                wishes.model,
+                wishes.priority,
+                wishes.wait_ms,
+                wishes.keep_alive_ms,
             )
         )
         request.is_fresh = False  # what has waited for an engine is not the gateway's own time
@@ -87,7 +107,7 @@ class HttpExchange:
         request = self._by_client.pop(client, None)
         if request is not None:
             request.sent_bytes = client.sent_bytes
-            self.handle(ev.ClientLeft(request.number))
+            self.handle(ev.ClientLeft(request.number, request.model))
 
     def drained(self, client: ClientConnection) -> None:
         """A client that was full has room again."""
@@ -159,6 +179,8 @@ class HttpExchange:
                 self._start(self._greet(effect))
             case ev.WantEngine():
                 self._want()
+            case ev.DemandChanged():
+                self._demand()
             case ev.GatewayRecord():
                 self._note(effect)
             case _:
@@ -168,7 +190,7 @@ class HttpExchange:
         request = self.requests[effect.request]
         upstream = Upstream(
             self,
-            self.core.attempts[effect.attempt],
+            self.core.attempt(effect.attempt),
             request.client,
             request.for_engine(effect.journal),
             is_to_head=request.http.is_to_head,

@@ -30,6 +30,9 @@ from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import Message
 from plumbing.wire.unix_connection import UnixConnection
 
+# Between two words on what waits for the models of a pool, which is told at every change: a full
+# queue takes a millisecond to tell.
+DEMAND_S = 0.005
 ORPHANED = 1  # the exit code when the parent is gone
 
 logger = logging.getLogger(__name__)
@@ -42,14 +45,20 @@ class Doors(Protocol):
         """Take this socket and accept from now on, in place of an earlier one. It is shared with
         other processes: close it, never `shutdown()` it."""
 
-    def granted(self, engine: str, token: int, era: str) -> None:
-        """`engine` holds the lock. The same grant may come again."""
+    def granted(self, engine: str, token: int, era: str, model: str = "") -> None:
+        """`engine` holds the lock, that of `model`. The same grant may come again."""
 
-    def nobody(self, reason: str) -> None:
+    def nobody(self, reason: str, model: str = "") -> None:
         """Nobody holds the lock."""
 
     def set_door(self, door: msg.DoorMsg) -> None:
         """What may be done with requests; the next beat has its number."""
+
+    def set_model_doors(self, doors: msg.ModelDoorsMsg) -> None:
+        """What may be done with requests for each model; `demand` has the numbers then."""
+
+    def demand(self) -> msg.ModelDemandMsg | None:
+        """What there is for each model of a pool; None without one."""
 
     async def stop(self, budget_ms: float) -> None:
         """Accept no more, close idle connections, and return once every request has ended; after
@@ -68,6 +77,9 @@ class Parent(Protocol):
     def beat_now(self) -> None:
         """Beat soon, since `is_accepting` or `problem` has changed, or an engine is wanted."""
 
+    def demand_changed(self) -> None:
+        """Tell it soon."""
+
 
 MakeDoors = Callable[[msg.ConfigureGatewayMsg, Parent], Doors]
 
@@ -85,6 +97,9 @@ class ParentLink(Handler):
         self._stopping: set[asyncio.Task[None]] = set()
         self._progress = 0
         self._is_beat_due = False
+        self._demand: msg.ModelDemandMsg | None = None  # what was said last
+        self._demand_due: asyncio.TimerHandle | None = None
+        self._demand_s = 0.0  # on the loop's clock: not said before
 
     # ------------------------------------------------------------------ as the doors' parent
 
@@ -96,6 +111,11 @@ class ParentLink(Handler):
         if not self._is_beat_due:
             self._is_beat_due = True
             self._loop.call_soon(self._beat)
+
+    def demand_changed(self) -> None:
+        if self._demand_due is None:
+            at_s = max(self._demand_s, self._loop.time())
+            self._demand_due = self._loop.call_at(at_s, self._tell_demand)
 
     # ------------------------------------------------------------------ as the wire's handler
 
@@ -118,9 +138,12 @@ class ParentLink(Handler):
                 doors.accept(fds[0], message.address)
                 self.beat_now()
             case msg.GrantMsg():
-                doors.granted(message.engine, message.token, message.era)
+                doors.granted(message.engine, message.token, message.era, message.model)
             case msg.NobodyMsg():
-                doors.nobody(message.reason)
+                doors.nobody(message.reason, message.model)
+            case msg.ModelDoorsMsg():
+                doors.set_model_doors(message)
+                self._tell_demand()
             case msg.DoorMsg():
                 doors.set_door(message)
                 self.beat_now()
@@ -154,8 +177,22 @@ class ParentLink(Handler):
         self._beat_regularly()
 
     def _beat_regularly(self) -> None:
+        self._tell_demand()
         self._beat()
         self._loop.call_later(msg.BEAT_MS / 1000, self._beat_regularly)
+
+    def _tell_demand(self) -> None:
+        """What there is for the models of a pool, if it is not what was said last."""
+        if self._demand_due is not None:
+            self._demand_due.cancel()
+            self._demand_due = None
+        if self._conn is None or self._doors is None or self._conn.is_backed_up:
+            return
+        self._demand_s = self._loop.time() + DEMAND_S
+        demand = self._doors.demand()
+        if demand is not None and demand != self._demand:
+            self._demand = demand
+            self._conn.send(demand)
 
     def _beat(self) -> None:
         self._is_beat_due = False
@@ -167,6 +204,7 @@ class ParentLink(Handler):
 
     async def _stop(self, doors: Doors, budget_ms: float) -> None:
         await doors.stop(budget_ms)
+        self._tell_demand()
         self._beat()  # the last word: what was counted
         if self._conn is not None:
             self._conn.close_soon("this child has finished")

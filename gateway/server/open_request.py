@@ -28,14 +28,20 @@ class OpenRequest:
     """One request, its client, and the connection that works for it, if any."""
 
     __slots__ = (
-        *("came_ms", "client", "continuation", "engine", "http", "is_fresh", "number"),
+        *("came_ms", "client", "continuation", "engine", "http", "is_fresh", "model", "number"),
         *("sent_bytes", "status", "upstream"),
     )
 
     def __init__(
-        self, number: int, client: ClientConnection, http: HttpRequest, came_ms: float
+        self,
+        number: int,
+        client: ClientConnection,
+        http: HttpRequest,
+        came_ms: float,
+        model: str = "",
     ) -> None:
         self.number = number
+        self.model = model  # "" without a pool
         self.client = client
         self.http = http
         self.came_ms = came_ms

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 from urllib.parse import unquote_to_bytes
 
@@ -27,6 +27,11 @@ PRIVATE = HEADER_PREFIX.encode()
 REQUEST_ID = b"x-request-id"
 SANE_ID = re.compile(rb"[!-~]{1,%d}" % ID_CHARS_MAX)
 
+# What a client may say to the gateway itself about a request for a model of a pool.
+WISHES = frozenset(
+    {b"x-understudy-model", b"x-understudy-priority", b"x-understudy-keep-alive", b"prefer"}
+)
+
 Headers: TypeAlias = "list[tuple[bytes, bytes]]"
 
 
@@ -42,6 +47,7 @@ class HttpRequest:
     is_http_1_0: bool = False
     keeps_alive: bool = True
     is_tunnel: bool = False
+    wishes: Headers = field(default_factory=list)  # those headers of `WISHES` that came
 
     @property
     def is_to_head(self) -> bool:
@@ -114,6 +120,7 @@ def make_request(
         is_http_1_0=version == "1.0",
         keeps_alive=keeps_alive and not is_tunnel,
         is_tunnel=is_tunnel,
+        wishes=[each for each in headers if each[0] in WISHES],
     )
 
 

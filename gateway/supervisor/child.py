@@ -34,6 +34,8 @@ class ChildOwner(Protocol):
 
     def beaten(self, link: ChildLink) -> None: ...
 
+    def demanded(self, link: ChildLink, demand: msg.ModelDemandMsg) -> None: ...
+
     def happened(self, link: ChildLink, event: msg.GatewayEventMsg) -> None: ...
 
     def ended(self, link: ChildLink) -> None:
@@ -134,6 +136,8 @@ class ChildLink(Handler):
                 if message.is_accepting != was_accepting:
                     self.accepting_since_ms = self.beaten_ms if message.is_accepting else None
                 self._owner.beaten(self)
+            case msg.ModelDemandMsg():
+                self._owner.demanded(self, message)
             case msg.GatewayEventMsg():
                 self._owner.happened(self, message)
             case FaultMsg():

@@ -42,6 +42,7 @@ class GatewayLockSide:
         """`on_granted(engine, token)` is called after the children are told."""
         self.lock = lock
         self.grant: Grant | None = None
+        self.model_grants: dict[str, Grant] = {}  # of a pool's models
         self.idle: str | None = None  # why no engine is known to serve, if so
         self.changed_ms = clock.now_ms()  # connected, or lost
         self.idle_ms = clock.now_ms()  # since when it is idle, if it is

@@ -37,6 +37,7 @@ class Nursery:
         on_end: Callable[[int], None],
         on_beat: Callable[[ChildLink], None] = lambda link: None,
         on_gone: Callable[[ChildLink], None] = lambda link: None,
+        on_demand: Callable[[ChildLink, msg.ModelDemandMsg], None] = lambda link, demand: None,
         command: Sequence[str] = COMMAND,
     ) -> None:
         self.core = Children()
@@ -49,12 +50,12 @@ class Nursery:
         self.socket_problem: str | None = None
         self._settings, self._clock, self._log = settings, clock, log
         self._on_change, self._on_end = on_change, on_end
-        self._on_beat, self._on_gone = on_beat, on_gone
+        self._on_beat, self._on_gone, self._on_demand = on_beat, on_gone, on_demand
         self._command = command
         self._dying: set[ChildLink] = set()  # reaped, with words that are not read yet
-        self._grant: msg.GrantMsg | None = None
-        self._nobody: msg.NobodyMsg | None = None
-        self._door: msg.DoorMsg | None = None
+        self._grants: dict[str, msg.GrantMsg] = {}  # by model; "" without a pool
+        self._nobody: dict[str, msg.NobodyMsg] = {}
+        self._door: msg.DoorMsg | msg.ModelDoorsMsg | None = None
         self._copy: OwnedFd | None = None  # of the socket, for the next child that accepts
         self._owed: int | None = None  # a child that waits for the copy: there was no descriptor
         self._asked: list[Restarted] = []
@@ -95,15 +96,16 @@ class Nursery:
         self.service, self.address = fd, address
         self.feed(ev.SocketLent())
 
-    def granted(self, engine: str, token: int, era: str) -> None:
-        self._grant, self._nobody = msg.GrantMsg(engine, token, era), None
-        self._tell_all(self._grant)
+    def granted(self, engine: str, token: int, era: str, model: str = "") -> None:
+        grant = self._grants[model] = msg.GrantMsg(engine, token, era, model)
+        self._nobody.pop(model, None)
+        self._tell_all(grant)
 
-    def nobody(self, reason: str) -> None:
-        self._nobody = msg.NobodyMsg(reason)
-        self._tell_all(self._nobody)
+    def nobody(self, reason: str, model: str = "") -> None:
+        nobody = self._nobody[model] = msg.NobodyMsg(reason, model)
+        self._tell_all(nobody)
 
-    def set_door(self, door: msg.DoorMsg) -> None:
+    def set_door(self, door: msg.DoorMsg | msg.ModelDoorsMsg) -> None:
         self._door = door
         self._tell_all(door)
 
@@ -167,7 +169,7 @@ class Nursery:
             self.feed(ev.CannotStart(number, error.errno, explain(error.errno)))
             return
         self.links[number] = link
-        for message in (self._grant, self._nobody, self._door):
+        for message in (*self._grants.values(), *self._nobody.values(), self._door):
             if message is not None:
                 link.send(message)
         self.feed(ev.ChildStarted(number, link.pid))
@@ -214,7 +216,9 @@ class Nursery:
         if number in self.links:
             self.links[number].send(message)
 
-    def _tell_all(self, message: msg.GrantMsg | msg.NobodyMsg | msg.DoorMsg) -> None:
+    def _tell_all(
+        self, message: msg.GrantMsg | msg.NobodyMsg | msg.DoorMsg | msg.ModelDoorsMsg
+    ) -> None:
         for link in self.links.values():
             link.send(message)
 
@@ -227,6 +231,10 @@ class Nursery:
                 self.feed(ev.ChildReady(link.number))
             self._on_change()
             self._on_beat(link)
+
+    def demanded(self, link: ChildLink, demand: msg.ModelDemandMsg) -> None:
+        if link.number in self.links:
+            self._on_demand(link, demand)
 
     def happened(self, link: ChildLink, event: msg.GatewayEventMsg) -> None:
         data = {"child_pid": link.pid, **event.data}

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from gateway.supervisor.engine_side import GatewayEngineSide
 from gateway.supervisor.lock_side import GatewayLockSide
 from gateway.supervisor.nursery import Nursery
+from gateway.supervisor.pool_side import GatewayPoolSide
 from gateway.supervisor.settings import GatewaySettings
 from plumbing.service.clock import Clock
 from plumbing.service.events import EventLog
@@ -23,6 +24,7 @@ class GatewayParts:
     nursery: Nursery
     lock: GatewayLockSide
     engine: GatewayEngineSide
+    pool: GatewayPoolSide
     started_ms: float
     is_stopping: bool = False
     troubles: list[Callable[[], str | None]] = field(default_factory=list)

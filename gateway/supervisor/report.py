@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
@@ -19,6 +20,7 @@ from plumbing.part.format import duration
 from plumbing.part.tier import Tier
 from plumbing.service.clock import rfc3339
 from plumbing.service.http import Probe
+from pool.client import ModelDemand, ShutDoor
 
 SCHEMA = 1
 OLDEST = "parked_oldest_ms"  # of the load: no sum, but a maximum
@@ -62,6 +64,7 @@ def document(gateway: GatewayParts) -> dict[str, Any]:
         if lock.idle is None
         else {"reason": lock.idle, **_moment(gateway, lock.idle_ms)},
         "rest": _rest(gateway),
+        "pool": _pool(gateway),
         "load": msgspec.to_builtins(load(gateway)),
         "memory_bytes_max": gateway.settings.child.memory_bytes,
         "totals": _totals(gateway),
@@ -81,6 +84,7 @@ def problems(gateway: GatewayParts) -> list[str]:
         found.append("the lock server has lent no socket yet; see `lockserver status`")
     if serving is not None and serving.beat is not None:
         found.append(serving.beat.problem)
+    found.append(gateway.pool.problem)
     found += [_unheard(gateway), *(look() for look in gateway.troubles)]
     return [each for each in found if each]
 
@@ -146,6 +150,8 @@ def ready(gateway: GatewayParts) -> Probe:
         return Probe(False, "stopping")
     if not gateway.nursery.is_accepting:
         return Probe(False, "not_accepting", {"problems": problems(gateway)})
+    if gateway.pool.models:
+        return _pool_ready(gateway)
     if lock.grant is None:
         return Probe(False, "no_engine", {"why": lock.idle or "no engine was active yet"})
     details = {"engine": lock.grant.engine, "token": lock.grant.token}
@@ -158,6 +164,17 @@ def ready(gateway: GatewayParts) -> Probe:
     if idle_ms < gateway.settings.child.hold_ms:
         return Probe(True, "takeover", {"why": lock.idle})
     return Probe(False, "no_engine", {"why": lock.idle, "for": duration(idle_ms)})
+
+
+def _pool_ready(gateway: GatewayParts) -> Probe:
+    """A request for any model would be answered, or raises its model; a model alone that has failed
+    takes no others out of service."""
+    pool = gateway.pool
+    if pool.said:
+        return Probe(True, "pool", {"problem": pool.problem})
+    if gateway.lock.model_grants:
+        return Probe(True, "engine_active", {"problem": pool.problem})
+    return Probe(False, "no_engine", {"why": pool.problem})
 
 
 # -------------------------------------------------------------------------------------- parts
@@ -183,6 +200,39 @@ def _rest(gateway: GatewayParts) -> dict[str, Any]:
         "wakes_total": side.goals[Tier.AWAKE],
         "engine": _said(gateway),
         "problem": side.problem,
+    }
+
+
+def _pool(gateway: GatewayParts) -> dict[str, Any] | None:
+    """What the pool says of its models, and what there is for them; None without a pool file."""
+    side = gateway.pool
+    if not side.models:
+        return None
+    demand = side.demand()
+    return {
+        "connected": side.is_connected,
+        **_moment(gateway, side.changed_ms),
+        "problem": side.problem,
+        "models": {model: _model(gateway, model, demand[model]) for model in side.models},
+    }
+
+
+def _model(gateway: GatewayParts, model: str, demand: ModelDemand) -> dict[str, Any]:
+    said, grant = gateway.pool.said.get(model), gateway.lock.model_grants.get(model)
+    door = None if said is None else said.door
+    kinds = Counter(str(each.kind) for each in demand.tickets)
+    return {
+        "state": None if said is None else said.state,
+        "reason": "" if said is None else said.reason,
+        "door": None if door is None else type(door).__struct_config__.tag,
+        "running": door.running if isinstance(door, ShutDoor) else None,
+        "obeyed": door is not None and demand.door != 0,
+        "engine": None if grant is None else grant.engine,
+        "token": None if grant is None else grant.token,
+        "in_flight": demand.in_flight,
+        "cannot_park": demand.cannot_park,
+        "waiting": len(demand.tickets) - kinds["parked"],
+        "parked": kinds["parked"],
     }
 
 

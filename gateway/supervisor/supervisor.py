@@ -1,8 +1,9 @@
 """`gateway serve`: the parent of the processes that serve.
 
 Small, and never busy with requests: it borrows the service socket and passes it on, relays grants,
-keeps one child that serves and a spare, lets an idle engine rest, and answers probes. It decides
-nothing about children (`gateway.core.children`), rests (`gateway.core.rest`) or requests. Its
+keeps one child that serves and a spare, lets an idle engine rest, and answers probes; with a pool
+file, the pool decides about rests, and doors and demand go through here. It decides nothing about
+children (`gateway.core.children`), rests (`gateway.core.rest`) or requests. Its
 children die with it (PDEATHSIG); connections then wait in the backlog of the socket, which the lock
 server holds, and so do supervisors of engines.
 """
@@ -15,13 +16,14 @@ from collections.abc import Sequence
 
 from gateway.core.child_events import StopAsked
 from gateway.supervisor import report
-from gateway.supervisor.child import COMMAND
+from gateway.supervisor.child import COMMAND, ChildLink
 from gateway.supervisor.control import GatewayControl
 from gateway.supervisor.engine_side import GatewayEngineSide
 from gateway.supervisor.lock_side import GatewayLockSide
 from gateway.supervisor.metrics import GatewayMetrics
 from gateway.supervisor.nursery import Nursery
 from gateway.supervisor.parts import GatewayParts
+from gateway.supervisor.pool_side import GatewayPoolSide
 from gateway.supervisor.settings import GatewaySettings
 from plumbing.part.paths import gateway_socket, lockserver_socket
 from plumbing.service.clock import Clock, SystemClock
@@ -54,8 +56,12 @@ class GatewaySupervisor:
             on_change=self._changed,
             on_end=self._end,
             on_beat=lambda link: self.engine.beaten(link),
-            on_gone=lambda link: self.engine.ended(link),
+            on_gone=self._child_gone,
+            on_demand=lambda link, demand: self.pool.demanded(link, demand),
             command=command,
+        )
+        self.pool = GatewayPoolSide(
+            settings.directory, settings.child.lanes, self.nursery, self.clock, self.log
         )
         self.engine = GatewayEngineSide(
             settings.rest, settings.directory, self.nursery, self.clock, self.log
@@ -75,6 +81,7 @@ class GatewaySupervisor:
             self.nursery,
             self.lock,
             self.engine,
+            self.pool,
             self.clock.now_ms(),
         )
         self.http = HttpServer(
@@ -109,7 +116,9 @@ class GatewaySupervisor:
                 "gateway.started", f"started in {self.parts.settings.directory}, {where}", data=data
             )
             loop = asyncio.get_running_loop()
-            coroutines = (self.lock.run(), self.engine.run(), self._tick(), self._obey(inbox))
+            coroutines = [self.lock.run(), self.engine.run(), self._tick(), self._obey(inbox)]
+            if self.pool.models:
+                coroutines.append(self.pool.run())
             tasks = [loop.create_task(each) for each in coroutines]
             for task in tasks:
                 task.add_done_callback(self._failed)
@@ -145,6 +154,10 @@ class GatewaySupervisor:
             then = "ending at once" if self.parts.is_stopping else "finishing what is in flight"
             self.log.record("gateway.stopping", f"{signum.name}: {then}")
             self.stop()
+
+    def _child_gone(self, link: ChildLink) -> None:
+        self.engine.ended(link)
+        self.pool.ended(link)
 
     def _changed(self) -> None:
         """Another child may accept now, or none."""

@@ -127,6 +127,9 @@ class BenchChild:
     def beaten(self, link: ChildLink) -> None:
         self._beat.set()
 
+    def demanded(self, link: ChildLink, demand: msg.ModelDemandMsg) -> None:
+        """There is no pool here."""
+
     def happened(self, link: ChildLink, event: msg.GatewayEventMsg) -> None:
         pass
 

@@ -78,14 +78,20 @@ class StubDoors:
         finally:
             writer.close()
 
-    def granted(self, engine: str, token: int, era: str) -> None:
+    def granted(self, engine: str, token: int, era: str, model: str = "") -> None:
         self._upstream = msg.UpstreamState(
             engine, token, is_connected=True, continuation=Continuation.EXACT
         )
         self._parent.happened(msg.GatewayEventMsg("gateway.stub", f"granted {engine} {token}"))
 
-    def nobody(self, reason: str) -> None:
+    def nobody(self, reason: str, model: str = "") -> None:
         self._upstream = None
+
+    def set_model_doors(self, doors: msg.ModelDoorsMsg) -> None:
+        pass
+
+    def demand(self) -> msg.ModelDemandMsg | None:
+        return None
 
     def set_door(self, door: msg.DoorMsg) -> None:
         self._door = door.number

@@ -46,11 +46,14 @@ class Notes:
         self.told.append(("accept", os.readlink(f"/proc/self/fd/{listening.fileno()}"), address))
         listening.close()
 
-    def granted(self, engine: str, token: int, era: str) -> None:
+    def granted(self, engine: str, token: int, era: str, model: str = "") -> None:
         self.told.append((engine, token, era))
 
-    def nobody(self, reason: str) -> None:
+    def nobody(self, reason: str, model: str = "") -> None:
         self.told.append(reason)
+
+    def demand(self) -> None:
+        """There is no pool."""
 
     async def stop(self, budget_ms: float) -> None:
         self.told.append(budget_ms)

@@ -185,6 +185,9 @@ class Bench:
     def beat_now(self) -> None:
         pass
 
+    def demand_changed(self) -> None:
+        pass
+
 
 def configured(directory: str, **settings: Any) -> ConfigureGatewayMsg:
     values: dict[str, Any] = {

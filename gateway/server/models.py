@@ -1,0 +1,203 @@
+"""The models of a pool as clients see them: which one a request is for, and what the gateway
+answers by itself: `/v1/models`, `/running`, `/m/<model>/status`, `/health`.
+
+Owns what the pool has said of each model, for show. What may be done with requests is decided by
+`gateway.core.lanes`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from http import HTTPStatus
+from typing import Any, NamedTuple
+from urllib.parse import unquote
+
+import msgspec
+
+from gateway.core import answers
+from gateway.core.lane_events import LaneDoorSet
+from gateway.core.lanes import Lanes
+from gateway.core.router import (
+    Router,
+    Wishes,
+    keep_alive_ms,
+    model_in_path,
+    priority_of,
+    wait_ms,
+)
+from gateway.server.refusals import error_response
+from gateway.server.requests import HttpRequest, is_hop_path, path_of
+from plumbing.service.clock import rfc3339
+from plumbing.text import to_json
+from pool.client import ModelState, PooledModel
+
+UNHEARD = "unknown"  # the state of a model that no pool has spoken of
+# The words of llama-swap's `/running`, by which pages of others know what they show.
+RUNNING = {
+    ModelState.AWAKE: "ready",
+    ModelState.LOADING: "starting",
+    ModelState.WAKING: "starting",
+    ModelState.DRAINING: "stopping",
+    ModelState.RELEASING: "stopping",
+    ModelState.UNLOADING: "stopping",
+}
+
+
+class OwnAnswer(NamedTuple):
+    """An answer of the gateway itself, as JSON. `code`: of a refusal."""
+
+    status: int
+    body: bytes
+    code: str = ""
+
+    def response(self, http: HttpRequest) -> bytes:
+        return error_response(
+            self.status,
+            self.body,
+            http.request_id,
+            keeps_alive=http.keeps_alive,
+            is_to_head=http.is_to_head,
+        )
+
+
+class _Asked(msgspec.Struct):
+    """What a body may say to the pool. Of any type: the body is the engine's to judge."""
+
+    model: object = None
+    priority: object = None
+    keep_alive: object = None
+
+
+_ASKED = msgspec.json.Decoder(_Asked)
+_NOTHING_ASKED = _Asked()
+
+
+class ModelService:
+    """All models of one child."""
+
+    def __init__(self, lanes: Lanes, aliases: Mapping[str, Sequence[str]]) -> None:
+        self.lanes = lanes
+        self._aliases = {model: tuple(aliases.get(model, ())) for model in lanes.by_model}
+        self._router = Router(self._aliases)
+        self._said: dict[str, PooledModel] = {}
+        self._created = int(time.time())
+
+    def set_doors(self, models: Mapping[str, PooledModel]) -> Iterable[LaneDoorSet]:
+        """What the pool says of each model, and what follows for its lane."""
+        self._said = dict(models)
+        for model, said in models.items():
+            if said.door is not None:
+                yield LaneDoorSet(model, said.number, said.door)
+
+    def find(self, http: HttpRequest) -> Wishes | OwnAnswer:
+        """For which model it is, with its path behind `/m/<model>`; or the gateway's own answer."""
+        in_path = self._strip(http)
+        if http.method in (b"GET", b"HEAD"):
+            own = self._own(http.path, unquote(in_path))
+            if own is not None:
+                return own
+        said = dict(http.wishes)
+        asked = _NOTHING_ASKED
+        if http.body:
+            with contextlib.suppress(msgspec.DecodeError, RecursionError):  # the engine refuses it
+                asked = _ASKED.decode(http.body)
+        named = said.get(b"x-understudy-model", b"").decode(errors="replace")
+        model, name = self._router.find(asked.model, unquote(in_path), named)
+        if not model or is_hop_path(http.path):
+            return self._unknown(name, http.path)
+        return Wishes(
+            model,
+            priority_of(asked.priority, said.get(b"x-understudy-priority")),
+            wait_ms(said.get(b"prefer", b"").decode(errors="replace")),
+            keep_alive_ms(asked.keep_alive, _text(said.get(b"x-understudy-keep-alive"))),
+        )
+
+    def describe(self, model: str) -> dict[str, Any]:
+        """One entry of `/v1/models`."""
+        lane, said = self.lanes.by_model[model], self._said.get(model)
+        now_ms = time.monotonic() * 1000
+        demand = lane.demand(now_ms)
+        expected_ms = lane.expected_wait_ms(now_ms)
+        return {
+            "id": model,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "understudy",
+            "status": {
+                "value": UNHEARD if said is None else said.state,
+                "since": None if said is None else _wall(said.since_ms, now_ms),
+                "reason": "" if said is None else said.reason,
+            },
+            "meta": {
+                "understudy": {
+                    "aliases": list(self._aliases[model]),
+                    "tier": None if said is None else said.tier,
+                    "door": None if lane.door is None else _word(lane.door),
+                    "in_flight": demand.in_flight,
+                    "waiting": len(demand.tickets) - lane.parked,
+                    "parked": lane.parked,
+                    "expected_wait_ms": None if expected_ms is None else round(expected_ms),
+                    "memory": {} if said is None else dict(said.memory),
+                }
+            },
+        }
+
+    # ------------------------------------------------------------------ inside
+
+    def _strip(self, http: HttpRequest) -> str:
+        """The model that the path names; from now on `http` is what its engine gets."""
+        method, target, rest = http.head.split(b" ", 2)
+        model, path = model_in_path(target.decode("latin-1"))
+        if model:
+            stripped = path.encode("latin-1")
+            http.head = b"%b %b %b" % (method, stripped, rest)
+            http.path = path_of(stripped)
+        return model
+
+    def _own(self, path: str, in_path: str) -> OwnAnswer | None:
+        if in_path:
+            if path != "/status":
+                return None
+            return self._one(in_path, path)
+        if path == "/v1/models":
+            models = [self.describe(model) for model in self.lanes.by_model]
+            return _ok({"object": "list", "data": models})
+        if path.startswith("/v1/models/"):
+            return self._one(path.removeprefix("/v1/models/"), path)
+        if path == "/running":
+            states = [(model, said.state) for model, said in self._said.items()]
+            running = [
+                {"model": model, "state": RUNNING[state]}
+                for model, state in states
+                if state in RUNNING
+            ]
+            return _ok({"running": running})
+        return _ok({"status": "ok"}) if path == "/health" else None
+
+    def _one(self, name: str, path: str) -> OwnAnswer:
+        model, _ = self._router.find(name)
+        return _ok(self.describe(model)) if model else self._unknown(name, path)
+
+    def _unknown(self, name: str, path: str) -> OwnAnswer:
+        failure = answers.no_model(name, self._router.known)
+        return OwnAnswer(failure.status, answers.error_body(failure, path), failure.code)
+
+
+def _ok(document: dict[str, Any]) -> OwnAnswer:
+    return OwnAnswer(HTTPStatus.OK, to_json(document).encode() + b"\n")
+
+
+def _text(value: bytes | None) -> str | None:
+    return None if value is None else value.decode(errors="replace")
+
+
+def _word(door: msgspec.Struct) -> str:
+    """Such as `shut`."""
+    return str(door.__struct_config__.tag)
+
+
+def _wall(at_ms: float, now_ms: float) -> str:
+    return rfc3339(datetime.fromtimestamp(time.time() - (now_ms - at_ms) / 1000, UTC))

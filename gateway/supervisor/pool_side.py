@@ -1,0 +1,136 @@
+"""Speaks with the pool for a gateway: its models' doors come in, what its children have goes out.
+
+While the pool is away the last doors hold, and failovers go on, since grants come from the lock
+server. Owns no decision: doors are obeyed by children (`gateway.core.lane`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from gateway import messages as msg
+from gateway.core.demand import ChildDemands
+from gateway.supervisor.child import ChildLink
+from gateway.supervisor.nursery import Nursery
+from plumbing.errors import UnderstudyError
+from plumbing.service.clock import Clock
+from plumbing.service.events import EventLog
+from pool.client import (
+    Door,
+    DoorsMsg,
+    ModelDemand,
+    ModelState,
+    PoolCallbacks,
+    PooledModel,
+    PoolLink,
+    RefusedDoor,
+)
+
+
+class GatewayPoolSide:
+    """One gateway's connection to the pool of its directory; `models`: those of the pool file."""
+
+    def __init__(
+        self,
+        directory: str,
+        models: Mapping[str, object],
+        nursery: Nursery,
+        clock: Clock,
+        log: EventLog,
+    ) -> None:
+        self.models = tuple(models)
+        self.said: dict[str, PooledModel] = {}  # of each, with our number of its door
+        self.changed_ms = clock.now_ms()  # connected, or lost
+        self.refusal: str | None = None
+        self._demands = ChildDemands(self.models)
+        self._nursery, self._clock, self._log = nursery, clock, log
+        self._heard: dict[str, tuple[int, Door]] = {}  # each door with the pool's number
+        self._strangers: frozenset[str] = frozenset()
+        self._link = PoolLink(
+            directory,
+            self._demands.whole,
+            PoolCallbacks(
+                on_doors=self._doors_came,
+                on_connected=self._connected,
+                on_lost=self._lost,
+                on_refused=self._refused,
+            ),
+        )
+
+    @property
+    def is_connected(self) -> bool:
+        return self._link.is_connected
+
+    @property
+    def problem(self) -> str | None:
+        """Why the pool is of no use now."""
+        if not self.models or (self.is_connected and self.refusal is None and self.said):
+            return None
+        why = self.refusal or self._link.problem or "it has not said anything yet"
+        return f"no pool: {why}; awake models are served, nothing switches"
+
+    def demand(self) -> dict[str, ModelDemand]:
+        return self._demands.whole()
+
+    async def run(self) -> None:
+        """Stay connected until cancelled."""
+        await self._link.run()
+
+    # ------------------------------------------------------------------ for the children
+
+    def demanded(self, link: ChildLink, demand: msg.ModelDemandMsg) -> None:
+        self._demands.said(link.number, demand.models)
+        self._link.changed()
+
+    def ended(self, link: ChildLink) -> None:
+        self._demands.gone(link.number)
+        self._link.changed()
+
+    # ------------------------------------------------------------------ what the pool says
+
+    def _doors_came(self, doors: DoorsMsg) -> None:
+        self.refusal = None
+        for model in self.models:
+            said = doors.models.get(model) or _unknown(model)
+            self._set(model, said)
+        self._nursery.set_door(msg.ModelDoorsMsg(self.said))
+        strangers = frozenset(doors.models) - frozenset(self.models)
+        if strangers - self._strangers:
+            names = ", ".join(sorted(strangers))
+            message = f"the pool has {names}, of which this gateway does not know; restart it"
+            self._log.record("gateway.pool_differs", message, "warning")
+        self._strangers = strangers
+        self._link.changed()
+
+    def _set(self, model: str, said: PooledModel) -> None:
+        old = self.said.get(model)
+        if said.door is None:  # what it said before counts
+            door, number = (None, 0) if old is None else (old.door, old.number)
+        elif old is not None and self._heard.get(model) == (said.number, said.door):
+            door, number = old.door, old.number
+        else:
+            self._heard[model] = (said.number, said.door)
+            door, number = said.door, self._demands.tell(model, said.number)
+        self.said[model] = msgspec.structs.replace(said, door=door, number=number)
+
+    def _connected(self) -> None:
+        self.changed_ms = self._clock.now_ms()
+        self._log.record("gateway.pool", "connected to the pool")
+
+    def _lost(self, reason: str) -> None:
+        self.changed_ms = self._clock.now_ms()
+        message = f"lost the pool ({reason}); awake models are served, nothing switches meanwhile"
+        self._log.record("gateway.pool_lost", message, "warning")
+
+    def _refused(self, error: UnderstudyError) -> None:
+        if self.refusal != error.message:  # it is repeated at every attempt
+            self.refusal = error.message
+            message = f"the pool refuses this gateway: {error.message}"
+            self._log.record("gateway.pool_refused", message, "error", {"error_code": error.code})
+
+
+def _unknown(model: str) -> PooledModel:
+    sentence = f"the pool does not know {model}: its file has changed; restart the gateway"
+    return PooledModel(0, RefusedDoor("model_not_found", sentence, None), ModelState.COLD)
