@@ -82,7 +82,7 @@ PURE = (
         "gms.names",
         "engine.messages",
     ),
-    *("plumbing.errors", "plumbing.hop", "plumbing.part.format"),
+    *("plumbing.errors", "plumbing.hop", "plumbing.part.format", "plumbing.part.models"),
     *("plumbing.part.restarts", "plumbing.part.silence", "plumbing.part.tier"),
     *("plumbing.wire.messages", "plumbing.wire.limits"),
 )

@@ -1,17 +1,20 @@
 """How much of an engine is resident, and the two messages about it on its control socket.
 
 `shall` and `am` are spoken on `engine_<id>.sock` by whoever decides when an engine rests: the
-gateway's parent and the command line. Both are level-triggered: each says all that its sender has
-to say, and may be repeated. Must not know what follows from a goal: that is `engine/core`.
+pool, or without one the gateway's parent and the command line. Both are level-triggered: each says
+all that its sender has to say, and may be repeated. What only a pool says and hears is one field of
+each, which is left out of the message where there is no pool. Must not know what follows from a
+goal: that is `engine/core`.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, ClassVar
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 
+from plumbing.part.models import NAME_CHARS_MAX
 from plumbing.wire.messages import Catalogue, Message
 
 INT64_MAX = 2**63 - 1
@@ -19,6 +22,10 @@ INT64_MAX = 2**63 - 1
 Count = Annotated[int, Meta(ge=0, le=INT64_MAX)]
 ShortText = Annotated[str, Meta(max_length=96)]
 Reason = Annotated[str, Meta(max_length=4096)]
+ModelName = Annotated[str, Meta(max_length=NAME_CHARS_MAX)]
+DeviceName = Annotated[str, Meta(min_length=1, max_length=64)]
+DEVICES_MAX = 64  # of one engine
+DeviceBytes = Annotated[dict[DeviceName, Count], Meta(max_length=DEVICES_MAX)]
 
 
 class Tier(StrEnum):
@@ -30,6 +37,30 @@ class Tier(StrEnum):
     AWAKE = "awake"  # all, if the engine holds the lock
 
 
+class GoalGeneration(Struct, frozen=True, forbid_unknown_fields=True):
+    """Which of two goals is the newer one. `era` is the pool's state file, `start` counts the
+    starts of the pool with it, `number` the goals since then."""
+
+    era: Annotated[str, Meta(min_length=1, max_length=32)]
+    start: Count
+    number: Count
+
+    def is_older(self, other: GoalGeneration) -> bool:
+        """Of another era is none older: there the later message counts."""
+        mine, theirs = (self.start, self.number), (other.start, other.number)
+        return self.era == other.era and mine < theirs
+
+
+class PoolGoal(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a pool says with a goal. A goal that is not newer than the last one of its era is
+    dropped; another era replaces what is remembered. `is_kill`, with the goal `cold`: kill all
+    processes now, whatever they are doing."""
+
+    model: ModelName
+    generation: GoalGeneration
+    is_kill: bool = False
+
+
 class ShallMsg(Message, frozen=True, tag="shall"):
     """Be at this tier, whenever the lock lets you; the last one counts, whoever sent it.
 
@@ -37,19 +68,53 @@ class ShallMsg(Message, frozen=True, tag="shall"):
     goal the goal stays: the sender only looks on. `by`: who wants it, for status and events.
     """
 
+    LEFT_OUT: ClassVar[tuple[str, ...]] = ("pool",)
     goal: Tier | None = None
     by: ShortText = ""
+    pool: PoolGoal | None = None
+
+
+class WitnessRef(Struct, frozen=True, forbid_unknown_fields=True):
+    """The file on which every process of an incarnation holds a shared flock while it lives: its
+    name in the shared directory, its device and inode."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=128)]
+    dev: Count
+    ino: Count
+
+
+class PoolWord(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a pool must know of an engine. Bytes are by device; empty: not known yet.
+
+    `generation`: of the newest goal of a pool that it obeys. `base_bytes`: what its processes take
+    beside weights and KV memory. `weights_bytes` are shared with the model's other engines.
+    `kv_bytes`: what it needs awake. `can_resume`: whether it can go on with a stream that another
+    engine, or itself before a rest, has begun. `is_permanent`: of its fault, which another try
+    would not change.
+    """
+
+    model: ModelName
+    generation: GoalGeneration | None
+    witness: WitnessRef | None
+    base_bytes: DeviceBytes
+    weights_bytes: DeviceBytes
+    kv_bytes: DeviceBytes
+    can_resume: bool
+    is_permanent: bool
 
 
 class AmMsg(Message, frozen=True, tag="am"):
-    """What an engine is now. Sent when `state`, `tier`, `goal`, `can_rest` or `fault` changes.
+    """What an engine is now. Sent when `state`, `tier`, `goal`, `can_rest` or `fault` changes, and
+    in a pool when what `pool` says does.
 
     `goal_seen` counts the goals that this supervisor was given. The answer to `shall` has counted
     that one already, so what a smaller count says is from before it. `since_ms`: how long it has
     been in `state`. `can_rest`: whether it can rest and wake without a relaunch. `fault`: why it is
-    not at its goal, in one sentence; "" while it is, or is on its way.
+    not at its goal, in one sentence; "" while it is, or is on its way. `pool`: only of an engine
+    with a model's name.
     """
 
+    LEFT_OUT: ClassVar[tuple[str, ...]] = ("pool",)
     engine: ShortText
     incarnation: ShortText  # "" between two of them
     token: Count  # of its grant of `active`; 0: it has none
@@ -63,6 +128,7 @@ class AmMsg(Message, frozen=True, tag="am"):
     in_flight: Count
     can_rest: bool
     fault: Reason = ""
+    pool: PoolWord | None = None
 
 
 CATALOGUE = Catalogue(ShallMsg, AmMsg)  # for those who ask nothing else of an engine

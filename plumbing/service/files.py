@@ -124,6 +124,11 @@ class SlotFormat:
     """The layout of the slots of one kind of file; `magic` names the kind and its version."""
 
     magic: str
+    slot_bytes: int = SLOT_BYTES  # a whole number of pages
+
+    @property
+    def file_bytes(self) -> int:
+        return 2 * self.slot_bytes
 
     def encode(self, sequence: int, text: bytes) -> bytes:
         """One slot: a line with sequence and checksum, the text, spaces, a newline; `cat` shows it.
@@ -133,18 +138,19 @@ class SlotFormat:
         """
         head = f"{self.magic} sequence={sequence} sha256={_checksum(sequence, text)}\n".encode()
         slot = head + text
-        if len(slot) >= SLOT_BYTES:
-            raise ValueError(f"a record of {len(text)} bytes does not fit {SLOT_BYTES}")
-        return slot.ljust(SLOT_BYTES - 1) + b"\n"
+        if len(slot) >= self.slot_bytes:
+            raise ValueError(f"a record of {len(text)} bytes does not fit {self.slot_bytes}")
+        return slot.ljust(self.slot_bytes - 1) + b"\n"
 
     def decode(self, raw: bytes) -> list[tuple[int, bytes] | None]:
         """Both slots of a whole file as (sequence, text); None where one cannot be trusted."""
-        return [self._decode(raw[n * SLOT_BYTES : (n + 1) * SLOT_BYTES], n) for n in range(2)]
+        size = self.slot_bytes
+        return [self._decode(raw[n * size : (n + 1) * size], n) for n in range(2)]
 
     def _decode(self, slot: bytes, number: int) -> tuple[int, bytes] | None:
         pattern = re.escape(self.magic.encode())
         pattern += rb" sequence=(\d{1,18}) sha256=([0-9a-f]{64})\n(\{.*\})\s*"
-        match = re.fullmatch(pattern, slot) if len(slot) == SLOT_BYTES else None
+        match = re.fullmatch(pattern, slot) if len(slot) == self.slot_bytes else None
         if match is None:
             return None
         sequence, text = int(match[1]), match[3]
@@ -163,9 +169,9 @@ class SlotFormat:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(fresh, flags, 0o600)
         try:
-            os.posix_fallocate(fd, 0, FILE_BYTES)
+            os.posix_fallocate(fd, 0, self.file_bytes)
             for sequence in (0, 1):
-                os.pwrite(fd, self.encode(sequence, text), sequence * SLOT_BYTES)
+                os.pwrite(fd, self.encode(sequence, text), sequence * self.slot_bytes)
             os.fsync(fd)
             os.rename(fresh, path)
         except BaseException:
@@ -190,7 +196,7 @@ class SlotFile:
         self._form = form
         self._fd = _open_locked(path)
         try:
-            slots = form.decode(os.pread(self._fd, FILE_BYTES + 1, 0))
+            slots = form.decode(os.pread(self._fd, form.file_bytes + 1, 0))
             self._sequence = max(slot[0] for slot in slots if slot is not None)
         except BaseException:
             os.close(self._fd)
@@ -213,7 +219,7 @@ class SlotFile:
             return
         sequence = self._sequence + 1
         slot = self._form.encode(sequence, text)
-        if os.pwrite(self._fd, slot, sequence % 2 * SLOT_BYTES) != SLOT_BYTES:
+        if os.pwrite(self._fd, slot, sequence % 2 * len(slot)) != len(slot):
             raise OSError(errno.ENOSPC, "the slot was written in part")
         os.fdatasync(self._fd)
         self._sequence = sequence

@@ -107,6 +107,12 @@ def rss_bytes(pid: int) -> int | None:
     return int(fields[1]) * PAGE_BYTES if len(fields) > 1 else None
 
 
+def private_bytes(pid: int) -> int | None:
+    """Resident memory of `pid` that no file or memfd is behind."""
+    fields = _shown(f"/proc/{pid}/statm").split()
+    return (int(fields[1]) - int(fields[2])) * PAGE_BYTES if len(fields) > 2 else None
+
+
 def cpu_times(pid: int) -> tuple[bool, float, float] | None:
     """Of the main thread of `pid`: whether it runs or waits for a CPU, and how many milliseconds
     it has run and has waited for one so far; None if that cannot be read."""

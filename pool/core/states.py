@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from msgspec import Struct
 
+from plumbing.part.tier import GoalGeneration as GoalGeneration
 from plumbing.part.tier import Tier
 
 HOST = "HOST"  # the host's memory, beside the devices: copies of weights are booked on it
@@ -55,20 +56,6 @@ class EntryKey(Struct, frozen=True):
     device: str
     kind: EntryKind
     owner: str
-
-
-class GoalGeneration(Struct, frozen=True):
-    """Which of two goals is the newer one. `era` is the pool's state file, `start` counts the
-    starts of the pool with it, `number` the goals since then."""
-
-    era: str
-    start: int
-    number: int
-
-    def is_older(self, other: GoalGeneration) -> bool:
-        """Of another era is none older: there the later message counts."""
-        mine, theirs = (self.start, self.number), (other.start, other.number)
-        return self.era == other.era and mine < theirs
 
 
 class EngineSizes(Struct, frozen=True):
