@@ -20,6 +20,7 @@ from plumbing.part.cli import (
     watch_flag,
 )
 from plumbing.part.format import duration
+from plumbing.part.models import model_names
 from plumbing.part.paths import DIRECTORY, lockserver_socket, runtime_dir
 from plumbing.service.browsers import ALLOWED_HOST
 from plumbing.service.cli import INTERRUPTED, options, run_async
@@ -56,6 +57,15 @@ SERVE = (
         _service,
         (),
         "LOCK=HOST:PORT: the address that the holder of LOCK serves on. Repeatable.",
+        many=True,
+    ),
+    Option(
+        "model",
+        str,
+        (),
+        "A model of the pod, which then has locks of its own: active:MODEL and loader:MODEL. All"
+        " models are served at one address, that of `active`. Repeatable.",
+        env="UNDERSTUDY_MODELS",
         many=True,
     ),
     Option("http_host", str, "127.0.0.1", "Address of probes, status and metrics."),
@@ -124,7 +134,7 @@ SERVE = (
 
 @click.group()
 def main() -> None:
-    """Lock server: grants the lock `active` to one engine at a time.
+    """Lock server: grants the lock `active` to one engine of a model at a time.
 
     It is granted only when all processes of its previous holder are gone.
     """
@@ -149,6 +159,7 @@ def serve(config: Resolved) -> None:
         lease_ms=config["lease_ms"],
         lease_margin_ms=config["lease_margin_ms"],
         services=dict(config["service"]),
+        models=model_names(config["model"]),
         window_ms=config["window_ms"],
         hold_ms=config["hold_ms"],
         silent_ms=config["silent_ms"],

@@ -1,4 +1,8 @@
-"""The lock server's state on disk: one preallocated file, two slots of 4 KiB written in turn.
+"""The lock server's state on disk: one preallocated file, two slots written in turn.
+
+A slot has 4 KiB, and with models, which have two locks each, 64 KiB under another number in its
+first line. Both are read. A file is rewritten with large slots when the first model needs them, and
+never goes back: an older server, which knows only small slots, refuses it.
 
 Owns what a record means on disk and what a lost one leads to; the bytes are `service.files`'s.
 
@@ -27,7 +31,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from lockserver import witness
@@ -40,8 +44,13 @@ from plumbing.shortage import is_shortage
 __all__ = ["FILE_BYTES", "NAME", "SLOT_BYTES", "LoadedRecord", "LockStateFile", "read"]
 
 NAME = "lockserver.json"
-KIND, VERSION = "understudy-lock", 1
-FORMAT = SlotFormat(f"{KIND} {VERSION}")
+KIND = "understudy-lock"
+FORMAT = SlotFormat(f"{KIND} 1")
+WIDE_SLOT_BYTES = 64 << 10
+WIDE = SlotFormat(f"{KIND} 2", WIDE_SLOT_BYTES)
+FORMATS = {1: FORMAT, 2: WIDE}
+VERSION = max(FORMATS)
+HEAD_BYTES = 512  # of a slot: its first line, and the record without locks and models
 _ERA = re.compile("[0-9a-f]{16}")
 _HEAD = re.compile(rf"{KIND} (\d{{1,9}})[ \n]".encode())
 _encode = json.JSONEncoder(separators=(",", ":")).encode
@@ -54,6 +63,8 @@ class LoadedRecord:
     record: LockRecord
     problem: str | None = None
     aside: str | None = None  # where an unreadable file was put
+    models: tuple[str, ...] = ()  # those that the last server had locks for
+    form: SlotFormat = FORMAT  # of the file that was found
     is_first: bool = False  # no engine was ever launched in this directory
 
 
@@ -61,12 +72,18 @@ class LockStateFile:
     """The open file. `write` is durable when it returns."""
 
     def __init__(
-        self, directory: str, locks: Iterable[str], *, may_be_elsewhere: bool = False
+        self,
+        directory: str,
+        locks: Iterable[str],
+        *,
+        models: Sequence[str] = (),
+        may_be_elsewhere: bool = False,
     ) -> None:
         """Open it, or move an unreadable one aside and create a new one.
 
-        `may_be_elsewhere`: holders on other hosts leave no witness here, so an empty directory may
-        be a new one, or one whose state was lost while they live: then all locks are unknown.
+        `models`: whose locks these are, if the pod has models. `may_be_elsewhere`: holders on other
+        hosts leave no witness here, so an empty directory may be a new one, or one whose state was
+        lost while they live: then all locks are unknown.
 
         Raises:
             UnderstudyError: `lock.state_unwritable` (a full disk, a directory of that name, …),
@@ -77,6 +94,8 @@ class LockStateFile:
         try:
             self._identity = directory_identity(directory)
             self.loaded = _load(directory, tuple(locks), may_be_elsewhere=may_be_elsewhere)
+            self._models = tuple(models)
+            self._form = WIDE if models else self.loaded.form
             has_era = self.loaded.record.era != NO_ERA
             if not has_era:
                 record = replace(self.loaded.record, era=secrets.token_hex(8))
@@ -105,9 +124,21 @@ class LockStateFile:
         if is_there and self.loaded.problem is not None:
             self.loaded = replace(self.loaded, aside=put_aside(self.path))
         is_new = not is_there or self.loaded.problem is not None
+        text = _text(self.loaded.record, self._models)
         if is_new:
-            FORMAT.create(self.path, _text(self.loaded.record))
-        return SlotFile(self.path, FORMAT), is_new
+            self._form.create(self.path, text)
+        elif self._form != self.loaded.form:
+            narrow = SlotFile(self.path, self.loaded.form)  # locked: no other server writes it
+            try:
+                self._form.create(self.path, text)
+            finally:
+                narrow.close()
+        return SlotFile(self.path, self._form), is_new
+
+    def share_bytes(self, locks: int) -> int:
+        """How much of a slot each of so many locks has."""
+        room = self._form.slot_bytes - HEAD_BYTES - len(_encode(self._models))
+        return room // locks
 
     def write(self, record: LockRecord) -> None:
         """Write the next slot and wait for the disk.
@@ -115,7 +146,10 @@ class LockStateFile:
         Raises:
             OSError: it may or may not be on disk; write again before anything depends on it.
         """
-        self._file.write(_text(record), self._check_place)
+        text = _text(record, self._models)
+        if len(text) > self._form.slot_bytes - HEAD_BYTES // 2:  # holders of removed models
+            raise OSError(errno.EFBIG, f"{len(text)} bytes do not fit its slot")
+        self._file.write(text, self._check_place)
 
     def _check_place(self) -> None:
         if directory_identity(self._directory) != self._identity:
@@ -158,23 +192,29 @@ def _load(
             return LoadedRecord(LockRecord(unknown=unknown), is_first=True)
         problem = "the state file is missing although engines were launched in this directory"
         return LoadedRecord(_lost(0, locks), problem)
-    _check_version(os.path.join(directory, NAME), raw)
-    texts = FORMAT.decode(raw)
+    form = _format_of(os.path.join(directory, NAME), raw)
+    texts = form.decode(raw)
     slots = [None if text is None else _meaning(*text) for text in texts]
     known = [slot for slot in slots if slot is not None]
     if len(known) == len(slots):
-        return LoadedRecord(max(known, key=lambda slot: slot[0])[1])
+        _, record, models = max(known, key=lambda slot: slot[0])
+        return LoadedRecord(record, models=models, form=form)
     readable = [text[1] for text in texts if text is not None]
     token = max(map(_token, readable), default=0)
     era = next(map(_era, readable), NO_ERA)
     problem = f"{len(slots) - len(known)} of its 2 slots cannot be read ({len(raw)} bytes)"
-    return LoadedRecord(_lost(token, locks, era), problem)
+    return LoadedRecord(_lost(token, locks, era), problem, form=form)
 
 
-def _check_version(path: str, raw: bytes) -> None:
-    """Refuse a file of which a slot was written by a version whose slots are unknown here."""
-    heads = (_HEAD.match(raw, number * SLOT_BYTES) for number in range(2))
-    newest = max((int(head[1]) for head in heads if head is not None), default=VERSION)
+def _format_of(path: str, raw: bytes) -> SlotFormat:
+    """By the first words of each slot, wherever the second one begins.
+
+    Raises:
+        UnderstudyError: `lock.state_newer`, a slot is of a version whose slots are unknown here.
+    """
+    starts = (0, *(form.slot_bytes for form in FORMATS.values()))
+    heads = (_HEAD.match(raw, start) for start in starts)
+    newest = max((int(head[1]) for head in heads if head is not None), default=min(FORMATS))
     if newest > VERSION:
         raise UnderstudyError(
             "lock.state_newer",
@@ -185,6 +225,7 @@ def _check_version(path: str, raw: bytes) -> None:
             path=path,
             version=newest,
         )
+    return FORMATS.get(newest, FORMAT)
 
 
 def _lost(token: int, locks: tuple[str, ...], era: str = NO_ERA) -> LockRecord:
@@ -197,7 +238,8 @@ def _raw(path: str) -> bytes:
     # O_NONBLOCK: a fifo of that name must not stop the server; a link is refused, as by `SlotFile`.
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
-        return os.pread(fd, FILE_BYTES + 1, 0) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
+        is_file = stat.S_ISREG(os.fstat(fd).st_mode)
+        return os.pread(fd, WIDE.file_bytes + 1, 0) if is_file else b""
     finally:
         os.close(fd)
 
@@ -219,25 +261,27 @@ def _era(text: bytes) -> str:
     return era if _ERA.fullmatch(era) else NO_ERA
 
 
-def _text(record: LockRecord) -> bytes:
-    """Bounded by the lengths of engine ids and the numbers of locks and members: about 2 KiB."""
+def _text(record: LockRecord, models: Sequence[str] = ()) -> bytes:
+    """Bounded by the share of each lock; about 2 KiB without models, which are named if any."""
     body = {
         "schema": 1,
         "token": record.token,
         "era": record.era,
         "holders": {name: holder.to_dict() for name, holder in record.holders.items()},
         "unknown": sorted(record.unknown),
+        **({"models": list(models)} if models else {}),
     }
     return _encode(body).encode()
 
 
-def _meaning(sequence: int, text: bytes) -> tuple[int, LockRecord] | None:
+def _meaning(sequence: int, text: bytes) -> tuple[int, LockRecord, tuple[str, ...]] | None:
     try:
         body = json.loads(text)
         if body["schema"] != 1:
             return None
         holders = {str(name): Holder.from_dict(raw) for name, raw in body["holders"].items()}
         unknown = frozenset(body["unknown"])
-        return sequence, LockRecord(int(body["token"]), holders, unknown, _era(text))
+        models = tuple(str(name) for name in body.get("models", ()))
+        return sequence, LockRecord(int(body["token"]), holders, unknown, _era(text)), models
     except (KeyError, TypeError, ValueError, AttributeError):
         return None  # a valid checksum with unknown contents: another version's file

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from lockserver.client.reconnect import HEARTBEAT_MS, NewestGrants, keep_connected
 from lockserver.messages import CATALOGUE, BeatMsg, BorrowMsg, GrantedMsg, IdleMsg, ServiceMsg
 from plumbing.errors import RemoteError, UnderstudyError
+from plumbing.part.models import kind_of, model_of
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.limits import CONNECT_DEADLINE_S
@@ -45,6 +46,8 @@ class BorrowerCallbacks:
     - `on_granted(engine, token, era)`: `engine` holds the lock. The same grant may arrive again.
     - `on_idle(reason)`: no engine is known to serve, and a sentence that says why. It proves
       nothing about the last holder: only a newer grant does.
+    - `on_model_granted(model, engine, token, era)`, `on_model_idle(model, reason)`: the same of a
+      pod with models, whose one address was borrowed.
     - `on_connected()`, `on_lost(reason)`.
     - `on_refused(error)`: the server refuses this gateway (`lock.direct`, `lock.no_service`,
       `lock.too_many_gateways`), or cannot be believed (`lock.old_token`). Retried with back-off.
@@ -53,6 +56,8 @@ class BorrowerCallbacks:
     on_service: Callable[[OwnedFd, str], object] = _close
     on_granted: Callable[[str, int, str], object] = _ignore
     on_idle: Callable[[str], object] = _ignore
+    on_model_granted: Callable[[str, str, int, str], object] = _ignore
+    on_model_idle: Callable[[str, str], object] = _ignore
     on_connected: Callable[[], object] = _ignore
     on_lost: Callable[[str], object] = _ignore
     on_refused: Callable[[UnderstudyError], object] = _ignore
@@ -146,10 +151,12 @@ class Borrower:
         if not isinstance(message, FaultMsg):
             self.problem = None
         match message:
-            case GrantedMsg() if message.lock == self.lock:
+            case GrantedMsg() if kind_of(message.lock) == self.lock:
                 self._granted(message)
             case IdleMsg() if message.lock == self.lock:
                 self._callbacks.on_idle(message.reason)
+            case IdleMsg() if kind_of(message.lock) == self.lock:
+                self._callbacks.on_model_idle(model_of(message.lock), message.reason)
             case ServiceMsg():
                 self._lent(message, fds)
             case FaultMsg():
@@ -167,7 +174,12 @@ class Borrower:
         if refusal is not None:
             self._refused(refusal)
             return
-        self._callbacks.on_granted(message.engine, message.token, message.era)
+        engine, token, era = message.engine, message.token, message.era
+        model = model_of(message.lock)
+        if model:
+            self._callbacks.on_model_granted(model, engine, token, era)
+        else:
+            self._callbacks.on_granted(engine, token, era)
 
     def _refused(self, error: UnderstudyError) -> None:
         self.problem = error.message

@@ -35,6 +35,7 @@ from lockserver.messages import (
     WantMsg,
 )
 from plumbing.errors import RemoteError, UnderstudyError
+from plumbing.part.models import ACTIVE, kind_of
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import FaultMsg, Message
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 CONNECT_DEADLINE_S = 5.0
 # Over TCP a lost packet may make one attempt hang: there must be time for another within a lease.
 TCP_CONNECT_DEADLINE_S = 1.5
-FENCED = frozenset({"active"})  # the locks that no engine may act on once its lease has expired
+FENCED = frozenset({ACTIVE})  # the locks that no engine may act on once its lease has expired
 
 
 def _ignore(*_: object) -> None:
@@ -327,7 +328,7 @@ class LockClient:
             if not self._lease.may_act():
                 self._must_repeat = True
                 return
-            if message.lock in FENCED:
+            if kind_of(message.lock) in FENCED:
                 self._lease.hold()
         self._callbacks.on_granted(message.lock, message.incarnation, message.token)
 

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping
 from lockserver.core import events as ev
 from lockserver.core import evidence, sentences
 from lockserver.core.events import LockEffect, Wanted
+from lockserver.core.kinds import KINDS
 from lockserver.core.ledger import Ledger
 from lockserver.core.lock import Lock, LockState, Signal
 from lockserver.core.names import WitnessFile, WitnessState
@@ -38,8 +39,6 @@ from lockserver.core.supervisors import (
 from lockserver.core.switchover import Switchovers
 from plumbing.errors import InvariantError
 
-KINDS: Mapping[str, bool] = {"active": True, "loader": False}  # name → is it fenced
-
 SILENT_MS = 3000.0
 WINDOW_MS = 10_000.0
 
@@ -53,13 +52,15 @@ class LockMachine:
         now_ms: float,
         *,
         kinds: Mapping[str, bool] = KINDS,
+        share_bytes: int | None = None,
         silent_ms: float = SILENT_MS,
         window_ms: float = WINDOW_MS,
         resumes: bool = False,
     ) -> None:
         """Start from the record on disk: its holders are `recovering` until they reconnect.
-        `resumes`: behind a gateway, where one engine may continue another's streams."""
-        self.ledger = Ledger(record)
+        `share_bytes`: how much of the file each lock has, if that is limited. `resumes`: behind a
+        gateway, where one engine may continue another's streams."""
+        self.ledger = Ledger(record, share_bytes)
         self.silent_ms, self.window_ms = silent_ms, window_ms
         self.started_ms = self._ticked_ms = now_ms
         self.locks = {name: Lock(name, is_fenced) for name, is_fenced in kinds.items()}
@@ -127,7 +128,7 @@ class LockMachine:
 
     def _wanted(self, want: Wanted, now_ms: float) -> Iterable[LockEffect]:
         sender = self._by_conn.get(want.conn)
-        refusal = refuse(want, sender, self.locks, self.supervisors, self.ledger.token)
+        refusal = refuse(want, sender, self.locks, self.supervisors, self.ledger)
         if refusal is not None:
             yield refusal
             return

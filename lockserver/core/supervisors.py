@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
+from typing import Protocol
 
 from lockserver.core.events import Holder, RefuseConnection, Wanted
 from lockserver.core.lock import Lock, Signal
@@ -15,12 +17,16 @@ from lockserver.core.names import (
     WitnessState,
     name_of,
 )
+from lockserver.core.sizes import check_size
 from lockserver.core.terms import LeaseTerms
-from lockserver.messages import WantMsg
+from lockserver.messages import TOKEN_CLAIMED_MAX, WantMsg
+from plumbing.part.models import model_of
 
 # A pod has a handful; a thousand may wait, at a few KiB each, because a heartbeat scans no others.
 # Each may be remembered until its process ends.
 SUPERVISORS_MAX = 1024
+LOCKS_NAMED_MAX = 8  # in the refusal of one that there is not
+SINCE_MS_MAX = 1e12 + 0.001  # thirty years of a clock, with its fraction
 
 
 @dataclass(slots=True)
@@ -102,7 +108,7 @@ def can_continue(source: SupervisorRecord, other: SupervisorRecord) -> bool:
     return source.continuation != "" and source.continuation == other.continuation
 
 
-def check_want(conn: int, want: WantMsg, locks: Container[str]) -> RefuseConnection | None:
+def check_want(conn: int, want: WantMsg, locks: Collection[str]) -> RefuseConnection | None:
     """Why this `want` is malformed, whoever holds what; None if it is not."""
     incarnation = INCARNATION.fullmatch(want.incarnation) if want.incarnation else None
     if not ENGINE_ID.fullmatch(want.engine):
@@ -127,13 +133,21 @@ def check_want(conn: int, want: WantMsg, locks: Container[str]) -> RefuseConnect
     elif want.locks and not want.witness:
         code, why = "lock.bad_witness_name", "a `want` that names a lock must name a witness"
     elif unknown := [lock for lock in (*want.locks, *want.tokens) if lock not in locks]:
-        code, why = "lock.unknown_lock", f"there is no lock named {unknown[0]!r}"
+        code, why = "lock.unknown_lock", _unknown(unknown[0], locks)
+    elif len({model_of(lock) for lock in want.locks}) > 1:
+        code, why = "lock.bad_want", "a `want` must not name the locks of several models"
     elif len(set(want.locks)) != len(want.locks) or not set(want.tokens) <= set(want.locks):
         code = "lock.bad_want"
         why = "a `want` must name each lock once, and a token only for a lock that it names"
     else:
         return None
     return RefuseConnection(conn, code, why)
+
+
+def _unknown(name: str, locks: Collection[str]) -> str:
+    known = ", ".join(islice(locks, LOCKS_NAMED_MAX))
+    more = ", …" if len(locks) > LOCKS_NAMED_MAX else ""
+    return f"there is no lock named {name!r}, only {known}{more}: check --model-name"
 
 
 def check_over(want: Wanted, locks: Locks, token: int) -> RefuseConnection | None:
@@ -160,19 +174,35 @@ def check_over(want: Wanted, locks: Locks, token: int) -> RefuseConnection | Non
     return None
 
 
+class OnFile(Protocol):
+    """What of the ledger a `want` is judged by."""
+
+    token: int
+    share_bytes: int | None
+
+
 def refuse(
     want: Wanted,
     sender: SupervisorRecord | None,
     locks: Locks,
     supervisors: Supervisors,
-    token: int,
+    file: OnFile,
 ) -> RefuseConnection | None:
     """Why this `want` counts for nothing, or None; `sender`: who used its connection."""
     return (
         check_want(want.conn, want.msg, locks)
         or check_identity(want, sender, locks, supervisors)
-        or check_over(want, locks, token)
+        or check_over(want, locks, file.token)
+        or check_fits(want, locks, file.share_bytes)
     )
+
+
+def check_fits(want: Wanted, locks: Locks, share_bytes: int | None) -> RefuseConnection | None:
+    """Why a grant of it could not be written, or None; `share_bytes`: what each lock may take."""
+    if share_bytes is None or want.witness_file is None or want.msg.incarnation is None:
+        return None
+    longest = claimant(want, TOKEN_CLAIMED_MAX, SINCE_MS_MAX)
+    return check_size(want, longest, locks, share_bytes)
 
 
 def end_of(lock: Lock, holder: Holder, supervisor: SupervisorRecord) -> Signal | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from lockserver.core.events import RefuseConnection
 from lockserver.core.supervisors import check_want
@@ -84,7 +84,7 @@ class Roll:
         members = [] if group is None else self.of(group)
         return [member for member in members if member.conn is not None]
 
-    def forget(self, leases: Leases, engines: Container[str]) -> None:
+    def forget(self, leases: Leases, engines: Collection[str]) -> None:
         """Drop the members that are gone, unless a group of `engines` waits for them."""
         for key, member in tuple(self.known.items()):
             is_here = member.conn is not None or leases.of(*key)
@@ -93,13 +93,13 @@ class Roll:
 
 
 def check_member(
-    conn: int, want: WantMsg, known: Known, leases: Leases, locks: Container[str], now_ms: float
+    conn: int, want: WantMsg, known: Known, leases: Leases, locks: Collection[str], now_ms: float
 ) -> RefuseConnection | None:
     """Why this `want` must be refused, or None."""
     return _check_shape(conn, want, locks) or _check_place(conn, want, known, leases, now_ms)
 
 
-def _check_shape(conn: int, want: WantMsg, locks: Container[str]) -> RefuseConnection | None:
+def _check_shape(conn: int, want: WantMsg, locks: Collection[str]) -> RefuseConnection | None:
     refusal = check_want(conn, want, locks)
     if refusal is not None:
         return refusal

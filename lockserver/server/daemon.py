@@ -11,6 +11,7 @@ from typing import Any
 from lockserver.core.lock import LockState
 from lockserver.server.server import LockServer
 from lockserver.server.settings import LockSettings
+from plumbing.part.models import ACTIVE, model_of
 from plumbing.service.browsers import Page
 from plumbing.service.http import HttpServer, Probe
 from plumbing.service.signals import wait_signals
@@ -64,8 +65,13 @@ async def _until_ended(server: LockServer) -> None:
 
 
 def ready(server: LockServer) -> Probe:
-    """The pod's readiness: an engine is active."""
-    lock = server.parts.machine.locks["active"]
+    """The pod's readiness: an engine is active; with models, of any of them."""
+    locks = server.parts.machine.locks
+    lock = locks.get(ACTIVE)
+    if lock is None or server.settings.models:
+        held = [k for k in locks.values() if k.is_fenced and k.state is LockState.HELD]
+        engines = {model_of(k.name): k.holder.engine for k in held if k.holder is not None}
+        return Probe(bool(held), f"active_{len(held)}_models", {"engines": engines})
     holder = lock.holder
     details = {"engine": holder.engine, "token": holder.token} if holder else {}
     return Probe(lock.state is LockState.HELD, f"active_{lock.state}", details)

@@ -2,7 +2,8 @@
 
 A gateway holds nothing, waits for nothing and proves nothing: it is an observer that is lent the
 listening socket and tells whether it accepts from it. While none does, the server itself answers
-what waits in the backlog with 503. Owns the borrowers; must not know why a lock is granted.
+what waits in the backlog with 503. It borrows once for all models: who borrows the socket of
+`active` is told of each `active:<model>`. Owns the borrowers; must not know why a lock is granted.
 
 A gateway that sends no heartbeats is *silent*: its parent process is stopped or hangs. Its child
 may serve all the same, and answering in its place would turn served requests into refused ones. So
@@ -15,8 +16,8 @@ else a sentence. It is looked at with every tick, so a takeover within a tick is
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from lockserver.core import events as ev
@@ -29,6 +30,7 @@ from lockserver.server.settings import LockSettings
 from lockserver.status.document import moment
 from lockserver.status.gateway_waits import MissingGateway, SilentGateway, no_gateway_wait
 from plumbing.errors import ProtocolError
+from plumbing.part.models import kind_of
 from plumbing.service.clock import Clock
 from plumbing.wire.connection import Connection
 
@@ -50,8 +52,8 @@ class ConnectedGateway:
     is_silent: bool = False
     is_late: bool = False  # silent, and a connection waits
     is_given_up: bool = False  # it was late for `hold_ms`, and the server answers in its place
-    told: str | None = None  # the last sentence, None after a grant
-    told_ms: float = 0.0
+    # By lock: the last sentence and when it was sent; nothing after a grant.
+    told: dict[str, tuple[str, float]] = field(default_factory=dict)
 
     @property
     def is_accepting(self) -> bool:
@@ -222,8 +224,8 @@ class GatewayDesk:
 
     def announce(self, message: GrantedMsg) -> None:
         for each in self.gateways.values():
-            if each.lock == message.lock:
-                each.told = None
+            if each.lock == kind_of(message.lock):
+                each.told.pop(message.lock, None)
                 each.conn.send(message)
 
     def tick(self, now_ms: float) -> None:
@@ -235,24 +237,28 @@ class GatewayDesk:
 
     def _tell(self, gateway: ConnectedGateway, now_ms: float) -> None:
         """What a new borrower must know first."""
-        lock = self._machine.locks[gateway.lock]
-        holder = lock.holder
-        if holder is not None and _may_be_served(lock):
-            era = self._machine.ledger.era
-            grant = GrantedMsg(lock.name, holder.engine, holder.incarnation, holder.token, era)
-            gateway.conn.send(grant)
+        for lock in self._served_by(gateway):
+            holder = lock.holder
+            if holder is not None and _may_be_served(lock):
+                era = self._machine.ledger.era
+                grant = GrantedMsg(lock.name, holder.engine, holder.incarnation, holder.token, era)
+                gateway.conn.send(grant)
         self._tell_idle(gateway, now_ms)
 
+    def _served_by(self, gateway: ConnectedGateway) -> Iterator[Lock]:
+        """The locks whose holders this gateway sends requests to."""
+        locks = self._machine.locks.values()
+        return (lock for lock in locks if kind_of(lock.name) == gateway.lock)
+
     def _tell_idle(self, gateway: ConnectedGateway, now_ms: float) -> None:
-        if _may_be_served(self._machine.locks[gateway.lock]):
-            return
-        reason = why_idle(self._machine, gateway.lock)[:REASON_CHARS_MAX]
-        if reason == gateway.told or (
-            gateway.told is not None and now_ms - gateway.told_ms < TELL_MS
-        ):
-            return
-        gateway.told, gateway.told_ms = reason, now_ms
-        gateway.conn.send(IdleMsg(gateway.lock, reason))
+        for lock in self._served_by(gateway):
+            if _may_be_served(lock):
+                continue
+            reason = why_idle(self._machine, lock.name)[:REASON_CHARS_MAX]
+            told, told_ms = gateway.told.get(lock.name, (None, -TELL_MS))
+            if reason != told and (told is None or now_ms - told_ms >= TELL_MS):
+                gateway.told[lock.name] = reason, now_ms
+                gateway.conn.send(IdleMsg(lock.name, reason))
 
     # ------------------------------------------------------------------ for operators
 

@@ -12,6 +12,7 @@ from lockserver.members.members import Members
 from lockserver.server.gateway_desk import ConnectedGateway
 from lockserver.server.service_socket import STATES
 from lockserver.status.document import longest_left_ms, missing_of
+from plumbing.part.models import ACTIVE, kind_of
 from plumbing.service.events import Event
 from plumbing.service.metrics import Metrics
 
@@ -44,7 +45,7 @@ SWITCHOVER_RESULTS = {
 class LockMetrics:
     """`metrics` is what is scraped; `update` is called before each scrape."""
 
-    def __init__(self, locks: tuple[str, ...]) -> None:
+    def __init__(self, locks: tuple[str, ...], services: tuple[str, ...] = ()) -> None:
         self.metrics = metrics = Metrics()
         known = {"lock": locks}
 
@@ -84,7 +85,8 @@ class LockMetrics:
         text = "The lock's state; in releasing and recovering no engine is granted it."
         self._state = metrics.one_hot("lock_state", text, tuple(LockState), known)
         text = "The lock's service socket."
-        self._services = metrics.one_hot("lock_service_state", text, STATES, known)
+        served = {"lock": tuple(dict.fromkeys((*locks, *services)))}
+        self._services = metrics.one_hot("lock_service_state", text, STATES, served)
 
     def synced(self, seconds: float) -> None:
         self._sync.observe(seconds)
@@ -103,6 +105,7 @@ class LockMetrics:
             holder = lock.holder
             supervisor = machine.supervisors.get(holder.supervisor) if holder else None
             self._state.set(lock.state, lock=lock.name)
+            borrowers = [each for each in gateways if each.lock == kind_of(lock.name)]
             values = {
                 "lock_held": lock.state is LockState.HELD,
                 "lock_token": holder.token if holder else 0,
@@ -111,13 +114,9 @@ class LockMetrics:
                 "lock_switchover": lock.name in machine.switchovers.under_way,
                 "lock_lease_remaining_seconds": longest_left_ms(holder, members, now_ms) / 1000,
                 "lock_members_missing": missing_of(holder, members),
-                "lock_gateways": sum(each.lock == lock.name for each in gateways),
-                "lock_gateways_accepting": sum(
-                    each.lock == lock.name and each.is_accepting for each in gateways
-                ),
-                "lock_gateways_silent": sum(
-                    each.lock == lock.name and each.is_silent for each in gateways
-                ),
+                "lock_gateways": len(borrowers),
+                "lock_gateways_accepting": sum(each.is_accepting for each in borrowers),
+                "lock_gateways_silent": sum(each.is_silent for each in borrowers),
             }
             for name, value in values.items():
                 self._gauges[name].labels(lock=lock.name).set(value)
@@ -138,7 +137,7 @@ class LockMetrics:
             reason = reason if data["previous"] else "first"
             self._grants.labels(lock=data["lock"], reason=reason).inc()
             self._wait.labels(lock=data["lock"]).observe(data["waited_ms"] / 1000)
-            if data["contended"] and data["lock"] == "active":
+            if data["contended"] and kind_of(data["lock"]) == ACTIVE:
                 fenced_ms = data["fenced_mono_ms"]
                 fence_s = (fenced_ms - data["lost_mono_ms"]) / 1000
                 self._phases.labels(phase="fence").observe(fence_s)

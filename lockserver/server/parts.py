@@ -9,7 +9,8 @@ from functools import partial
 from typing import Self
 
 from lockserver.core import events as ev
-from lockserver.core.machine import KINDS, LockMachine
+from lockserver.core.kinds import with_filed
+from lockserver.core.machine import LockMachine
 from lockserver.core.supervisors import SupervisorRecord
 from lockserver.server.directory import LockDirectory
 from lockserver.server.event_outbox import EventOutbox
@@ -73,10 +74,18 @@ class Parts:
             UnderstudyError: the state cannot be kept, a port is taken.
         """
         path = settings.directory
-        state = LockStateFile(path, KINDS, may_be_elsewhere=settings.listen is not None)
+        state = LockStateFile(
+            path,
+            settings.kinds,
+            models=settings.models,
+            may_be_elsewhere=settings.listen is not None,
+        )
+        kinds = with_filed(settings.kinds, state.loaded.record)
         machine = LockMachine(
             state.loaded.record,
             clock.now_ms(),
+            kinds=kinds,
+            share_bytes=state.share_bytes(len(kinds)),
             silent_ms=settings.silent_ms,
             window_ms=settings.window_ms,
             resumes=settings.has_gateway,

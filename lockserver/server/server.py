@@ -12,7 +12,7 @@ from typing import Any
 
 from lockserver import witness
 from lockserver.core import events as ev
-from lockserver.core.machine import KINDS
+from lockserver.core.kinds import KINDS
 from lockserver.core.supervisors import SUPERVISORS_MAX
 from lockserver.messages import (
     CATALOGUE,
@@ -30,6 +30,7 @@ from lockserver.server.performer import LockPerformer
 from lockserver.server.report import LockReport
 from lockserver.server.settings import LockSettings
 from plumbing.errors import ProtocolError, UnderstudyError, UsageError
+from plumbing.part.models import ACTIVE
 from plumbing.part.observers import Observers
 from plumbing.part.paths import lockserver_guard, lockserver_socket
 from plumbing.service.clock import Clock, SystemClock
@@ -52,11 +53,20 @@ class LockServer:
     def __init__(self, settings: LockSettings, clock: Clock | None = None) -> None:
         for lock in settings.services:
             if lock not in KINDS:
-                raise UsageError("lock.unknown_lock", f"--service: there is no lock {lock!r}")
+                of_models = f"; all models are served at `{ACTIVE}`" if settings.models else ""
+                raise UsageError(
+                    "lock.unknown_lock", f"--service: there is no lock {lock!r}{of_models}"
+                )
+        if settings.models and not settings.has_gateway:
+            raise UsageError(
+                "lock.models_need_gateway",
+                "engines of several models cannot accept from one address themselves: with --model,"
+                " leave --direct and --listen out, and start a gateway",
+            )
         self.settings = settings
         self.clock = clock or SystemClock()
         self.events = EventLog("lockserver", self.clock)
-        self.metrics = LockMetrics(tuple(KINDS))
+        self.metrics = LockMetrics(tuple(settings.kinds), tuple(settings.services))
         self.http_problem: Callable[[], str | None] = lambda: None
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._observers = Observers(self.events, self.document)

@@ -1,5 +1,7 @@
 """The service sockets of all locks: lending copies, taking them back, watching the addresses.
 
+All models are served at one address: the socket of `active` is that of each `active:<model>`.
+
 A copy needs a descriptor. Where there is none, not even in the reserve, lending is repeated with
 every tick: an engine without the socket could be granted the lock and not serve.
 
@@ -15,6 +17,7 @@ from typing import Any
 from lockserver.messages import ServiceMsg
 from lockserver.server.service_socket import NO_ENGINE, NO_GATEWAY, ServiceSocket
 from plumbing.errors import ProtocolError
+from plumbing.part.models import kind_of
 from plumbing.shortage import is_shortage
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd, Reserve, close_all
@@ -129,8 +132,9 @@ class ServiceDesk:
     def prepare(self, lock: str) -> None:
         """A grant of `lock` is about to be sent."""
         self._lend_again()
-        if lock in self.sockets:
-            self.sockets[lock].prepare(is_acceptor_ready=not self.has_gateway)
+        service = self.sockets.get(kind_of(lock))
+        if service is not None:
+            service.prepare(is_acceptor_ready=not self.has_gateway)
 
     def watch(self, is_accepted: Callable[[str], bool], now_ms: float) -> list[str]:
         """Let time pass; the names of those whose address was bound meanwhile.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from lockserver.core.kinds import kinds_of
 from lockserver.core.machine import SILENT_MS, WINDOW_MS
 from lockserver.members.leases import LEASE_MS, MARGIN_MS
 from plumbing.wire.tcp.address import TcpAddress
@@ -26,7 +27,13 @@ class LockSettings:
     security: Security | None = None  # of `listen`; None only on loopback
     lease_ms: float = LEASE_MS
     lease_margin_ms: float = MARGIN_MS
+    models: tuple[str, ...] = ()  # each with locks of its own; none: one model without a name
     direct: bool = False  # engines accept from the lent socket themselves; else a gateway does
+
+    @property
+    def kinds(self) -> dict[str, bool]:
+        """The locks, and whether each is fenced."""
+        return kinds_of(self.models)
 
     @property
     def has_gateway(self) -> bool:

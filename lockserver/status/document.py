@@ -30,6 +30,7 @@ from lockserver.status.waits import (
     unreachable_wait,
     waits_of,
 )
+from plumbing.part.models import kind_of
 from plumbing.service import procfs
 from plumbing.service.clock import Clock, rfc3339
 
@@ -78,11 +79,12 @@ def _lock_document(lock: Lock, here: Here) -> dict[str, Any]:
     if here.undone is not None:
         found += undone_waits(lock, here.undone)
     problem = next((each.sentence for each in found if each.is_fault), None)
-    if lock.name in here.away:  # not the lock's problem: see `service`
-        found.append(address_away_wait(*here.away[lock.name], machine))
-    if lock.name in here.no_gateway:
-        found.append(no_gateway_wait(here.no_gateway[lock.name], here.directory))
-    found += [each.wait() for each in here.silent_gateways if each.lock == lock.name]
+    service = kind_of(lock.name)  # one for all models
+    if service in here.away:  # not the lock's problem: see `service`
+        found.append(address_away_wait(*here.away[service], machine))
+    if service in here.no_gateway:
+        found.append(no_gateway_wait(here.no_gateway[service], here.directory))
+    found += [each.wait() for each in here.silent_gateways if each.lock == service]
     if here.unreachable is not None and lock.is_fenced:  # reported once, for the whole document
         found.append(unreachable_wait(*here.unreachable, here.directory))
     window_ms = max(0.0, machine.started_ms + machine.window_ms - now_ms)

@@ -12,7 +12,7 @@ from typing import Any
 
 from lockserver import state_file, witness
 from lockserver.core.events import Holder, LockRecord
-from lockserver.core.machine import KINDS
+from lockserver.core.kinds import KINDS, kinds_of, with_filed
 from lockserver.core.names import WitnessState
 from lockserver.status.document import SCHEMA, moment, processes_of, wait_document
 from lockserver.status.silent import SilentServer
@@ -47,8 +47,11 @@ def offline(
         "era": found.record.era,
         "token": found.record.token,
         "locks": {
-            name: _lock_document(directory, name, found.record, written_ms, clock, silent)
-            for name in KINDS
+            name: {
+                "kind": "fenced" if is_fenced else "plain",
+                **_lock_document(directory, name, found.record, written_ms, clock, silent),
+            }
+            for name, is_fenced in with_filed(kinds_of(found.models), found.record).items()
         },
         "tcp": None,
         "members": {},
@@ -72,7 +75,6 @@ def _lock_document(
     holder = record.holders.get(name)
     since_ms = written_ms if holder is None else holder.since_mono_ms
     document: dict[str, Any] = {
-        "kind": "fenced" if KINDS[name] else "plain",
         "state": "unknown",
         **moment(since_ms, clock),
         "holder": None,

@@ -31,6 +31,7 @@ from lockserver.status.wait import (
     unknown_wait,
 )
 from plumbing.part.format import duration
+from plumbing.part.models import kind_of, model_of
 
 SILENT_NAMED_MAX = 16  # silent waiters listed one by one; `waiters` has all of them
 
@@ -111,7 +112,8 @@ def queue_waits(lock: Lock, machine: LockMachine, now_ms: float) -> Iterator[Loc
         evidence = f"{holder.engine} holds it, token {holder.token}, last heartbeat {heard} ago"
         fix = f"nothing: {waiter.engine} is granted when {holder.engine} releases it or is gone"
         if lock.is_fenced and not supervisor.is_silent:
-            fix += f"; to switch now: lockserver switchover --to {waiter.engine}"
+            lock_flag = f" --lock {lock.name}" if model_of(lock.name) else ""
+            fix += f"; to switch now: lockserver switchover{lock_flag} --to {waiter.engine}"
     yield LockWait(
         "queue",
         f"{waiter.engine} is waiting, first of {len(lock.waiters)}",
@@ -135,7 +137,8 @@ def nobody_asks_wait(
         for each in connected[:NAMED_MAX]
     ]
     evidence += [f"{each} over TCP, incomplete" for each in members.roll.engines()[:NAMED_MAX]]
-    fix = f"start one: engine run --dir {directory}"
+    model = model_of(lock.name)
+    fix = f"start one: engine run --dir {directory}" + (f" --model-name {model}" if model else "")
     if connected:
         engine = connected[0].engine
         fix = f"see why: engine status --dir {directory} --engine-id {engine}"
@@ -175,7 +178,7 @@ def undone_waits(lock: Lock, undone: Undone) -> Iterator[LockWait]:
             *engines[0],
         )
 
-    unlent = undone.unlent.get(lock.name)
+    unlent = undone.unlent.get(kind_of(lock.name))
     if unlent:
         yield wait(unlent, "it cannot lend {} the service socket: without it, none can serve")
     if lock.is_fenced and undone.unseen:

@@ -15,6 +15,7 @@ from typing import Any
 from lockserver import witness
 from lockserver.messages import CATALOGUE, BeatMsg, GrantedMsg, WantMsg
 from plumbing.wire.blocking import BlockingClient
+from plumbing.wire.fds import close_all
 from tests.helpers import free_witness
 from tests.lockserver.engines import spawn_backend
 
@@ -54,9 +55,11 @@ class Hand:
         return WantMsg(**{**truth, **fields})
 
     def granted(self, client: BlockingClient) -> int:
-        """The token of its own next grant; grants to others are skipped."""
+        """The token of its own next grant; grants to others, and lent sockets, are skipped."""
         while True:
-            message = client.receive(ANSWER_S).message
+            reply = client.receive(ANSWER_S)
+            close_all(reply.fds)
+            message = reply.message
             if isinstance(message, GrantedMsg) and message.incarnation == self.incarnation:
                 return message.token
 

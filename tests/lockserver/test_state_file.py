@@ -214,7 +214,7 @@ def test_state_file_checksum_fits_but_meaning_does_not(directory):
 
 
 @pytest.mark.parametrize("slots", [(0,), (1,), (0, 1)], ids=["first", "second", "both"])
-@pytest.mark.parametrize("version", [2, 10])
+@pytest.mark.parametrize("version", [3, 10])
 def test_state_file_of_a_later_layout_is_refused_and_left_alone(directory, slots, version):
     """Goal: where the tokens cannot be read, none is granted again. Method: a later version's
     number in one slot or in both, with nothing behind it that this version could read."""

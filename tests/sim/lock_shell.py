@@ -13,7 +13,8 @@ from msgspec.structs import replace
 
 from lockserver.core import events as ev
 from lockserver.core import evidence
-from lockserver.core.machine import KINDS, LockMachine
+from lockserver.core.kinds import KINDS
+from lockserver.core.machine import LockMachine
 from lockserver.core.names import WitnessState
 from lockserver.messages import WantMsg
 from tests.sim.lock_parts import ACTIVE, Conn, Said, Sup, Tree

@@ -1,0 +1,165 @@
+"""A pod with models: each has locks of its own, and one gateway serves all at one address."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from lockserver.client import Borrower, BorrowerCallbacks
+from lockserver.messages import IdleMsg
+from plumbing.errors import RemoteError, UsageError
+from plumbing.part.models import model_name, model_names
+from tests.helpers import auntil, free_port
+from tests.lockserver.by_hand import Hand
+from tests.lockserver.gateways import Gateway
+
+
+@pytest.fixture
+def port():
+    return free_port()
+
+
+@pytest.fixture
+def server(start_server, port):
+    address = f"active=127.0.0.1:{port}"
+    return start_server("--model", "chat", "--model", "coder", "--service", address)
+
+
+class PoolGateway(Gateway):
+    """What it was told of each model: `heard` is a model, then an engine and token, or a reason."""
+
+    def __init__(self, directory: str) -> None:
+        super().__init__(directory)
+        self.told: list[tuple[str, object]] = []
+        callbacks = BorrowerCallbacks(
+            on_service=self._lent,
+            on_granted=lambda *grant: self.heard.append(grant),
+            on_idle=self.heard.append,
+            on_connected=self._connected,
+            on_refused=self._refused,
+            on_model_granted=lambda model, *grant: self.told.append((model, grant)),
+            on_model_idle=lambda model, reason: self.told.append((model, reason)),
+        )
+        self.borrower = Borrower(self.borrower.path, callbacks)
+
+    def last(self, model: str) -> object:
+        return next((word for name, word in reversed(self.told) if name == model), None)
+
+
+def test_engines_of_two_models_are_active_at_once_and_each_model_fails_over_alone(pod_dir, server):
+    """Goal: a model's locks exclude its own engines only. Method: two engines of one model and one
+    of another want theirs; the first holder dies."""
+    with (
+        Hand(pod_dir, "chat-0") as first,
+        Hand(pod_dir, "chat-1") as second,
+        Hand(pod_dir, "coder-0") as other,
+        first.connect() as one,
+        second.connect() as two,
+        other.connect() as line,
+    ):
+        one.notify(first.want("active:chat", "loader:chat"))
+        tokens = {first.granted(one), first.granted(one)}
+        two.notify(second.want("active:chat"))
+        line.notify(other.want("active:coder", "loader:coder"))
+        tokens |= {other.granted(line), other.granted(line)}
+        assert len(tokens) == 4  # one series for all locks
+        locks = server.status()["locks"]
+        assert list(locks) == ["active:chat", "loader:chat", "active:coder", "loader:coder"]
+        assert locks["active:chat"]["waiters"][0]["engine"] == "chat-1"
+        queue = next(w for w in locks["active:chat"]["waits"] if w["reason"] == "queue")
+        assert "--lock active:chat --to chat-1" in queue["fix"]
+        first.end()
+        one.notify(first.want(incarnation=None, witness=None, locks=()))
+        assert second.granted(two) > max(tokens)
+        assert server.status()["locks"]["active:coder"]["holder"]["engine"] == "coder-0"
+
+
+def test_gateway_borrows_once_and_is_told_of_every_model(pod_dir, server, port):
+    """Goal: one address and one connection serve all models. Method: a gateway that borrows
+    `active`; an engine of one model is granted its lock, the other model has none."""
+
+    async def scenario() -> None:
+        async with PoolGateway(pod_dir) as gateway:
+            await gateway.lent()
+            await auntil(lambda: gateway.last("chat") and gateway.last("coder"), "two reasons")
+            assert "the active:chat lock is free" in str(gateway.last("chat"))
+            with Hand(pod_dir, "chat-0") as engine, engine.connect() as line:
+                await asyncio.to_thread(line.notify, engine.want("active:chat"))
+                token = await asyncio.to_thread(engine.granted, line)
+                await auntil(lambda: isinstance(gateway.last("chat"), tuple), "the grant")
+                assert gateway.last("chat") == ("chat-0", token, server.status()["era"])
+                assert "free" in str(gateway.last("coder"))
+            assert gateway.heard == []  # nothing of a lock without a model
+            assert list(server.status()["service"]) == ["active"]
+
+    asyncio.run(scenario())
+
+
+def test_restarted_server_without_a_model_keeps_the_lock_of_its_engine(pod_dir, start_server):
+    """Goal: an engine of a model that was removed is not forgotten. Method: grant, restart with
+    another model, and look; the engine repeats its want and has its lock again."""
+    server = start_server("--model", "chat")
+    with Hand(pod_dir, "chat-0") as engine:
+        with engine.connect() as line:
+            line.notify(engine.want("active:chat"))
+            token = engine.granted(line)
+        server.close()
+        server = start_server("--model", "coder")
+        assert server.status()["locks"]["active:chat"]["holder"]["engine"] == "chat-0"
+        with engine.connect() as line:
+            line.notify(engine.want("active:chat", tokens={"active:chat": token}))
+            assert engine.granted(line) == token
+        assert set(server.status()["locks"]) == {"active:chat", "active:coder", "loader:coder"}
+
+
+def test_wants_that_no_model_has_or_that_do_not_fit_are_refused_with_a_sentence(pod_dir, server):
+    """Goal: what cannot be granted is said at once. Method: an unknown lock, locks of two models,
+    and an engine whose record is larger than its share, with as many models as there may be."""
+    with Hand(pod_dir, "chat-0") as engine:
+        for locks, code in (
+            (("active",), "lock.unknown_lock"),
+            (("active:chat", "loader:coder"), "lock.bad_want"),
+        ):
+            with engine.connect() as line:
+                line.notify(engine.want(*locks))
+                with pytest.raises(RemoteError) as caught:
+                    engine.granted(line)
+            assert caught.value.code == code
+        assert "active:chat" in caught.value.message or code == "lock.bad_want"
+
+
+def test_want_that_does_not_fit_its_share_of_the_file_is_refused(pod_dir, start_server):
+    models = [word for number in range(100) for word in ("--model", f"m{number}")]
+    start_server(*models)
+    with Hand(pod_dir, "e" * 63) as engine, engine.connect() as line:
+        line.notify(engine.want("active:m1"))
+        with pytest.raises(RemoteError) as caught:
+            engine.granted(line)
+    assert caught.value.code == "lock.does_not_fit"
+    assert "use a shorter engine id, or fewer models" in caught.value.message
+    with Hand(pod_dir, "m1-0") as engine, engine.connect() as line:
+        line.notify(engine.want("active:m1", "loader:m1"))
+        assert engine.granted(line)
+
+
+@pytest.mark.parametrize("name", ["", "a_b", "-a", "a" * 26, "a/b", "a:b", "é"])
+def test_names_that_no_model_may_have(name):
+    with pytest.raises(UsageError) as caught:
+        model_name(name)
+    assert caught.value.code == "model.bad_name"
+
+
+def test_models_named_twice_or_too_many_are_refused():
+    for names, code in (
+        (("a", "b", "a"), "model.duplicate"),
+        (tuple(f"m{number}" for number in range(101)), "model.too_many"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            model_names(names)
+        assert caught.value.code == code
+    assert model_names(("chat", "a" * 25)) == ("chat", "a" * 25)
+
+
+def test_idle_message_of_a_lock_with_the_longest_model_name_travels():
+    assert IdleMsg("active:" + "a" * 25, "why").lock
