@@ -25,6 +25,7 @@ from gms.vmm.interface import DeviceMemory
 from plumbing.errors import UnreachableError, UsageError
 from plumbing.part import paths
 from plumbing.part.cli import Look, json_flag, show_status, watch_flag
+from plumbing.part.models import device_of, model_names, place_of
 from plumbing.service.browsers import ALLOWED_HOST
 from plumbing.service.cli import options, run_async
 from plumbing.service.config import Option, Resolved, size_bytes
@@ -49,6 +50,10 @@ HOST_MEMORY = Option(
     "Host memory for copies of the weights, in equal parts for all devices; without it, weights are"
     " not copied and cannot be offloaded.", minimum=1,
 )  # fmt: skip
+MODEL = Option(
+    "model", str, (), "A model of the pod, which then has servers of its own on each device, such"
+    " as HOST-0.MODEL. Repeatable.", env="UNDERSTUDY_MODELS", many=True,
+)  # fmt: skip
 SERVE = (
     DIRECTORY,
     MEMORY,
@@ -62,6 +67,7 @@ SERVE = (
         env="UNDERSTUDY_GPUS",
         many=True,
     ),
+    MODEL,
     DEVICE_BYTES,
     HOST_MEMORY,
     STALL,
@@ -101,6 +107,8 @@ def serve(config: Resolved) -> None:
         raise UsageError("config.needless_device", "--device requires --memory cuda")
 
     devices = devices_to_serve(gpus) if is_cuda else [f"HOST-{n}" for n in range(config["devices"])]
+    models = model_names(config["model"]) or ("",)
+    places = [place_of(device, model) for model in models for device in devices]
     copies_bytes = config["host_memory"]
 
     def command(device: str, restarts: int, verb: str = "serve-device") -> list[str]:
@@ -122,10 +130,10 @@ def serve(config: Resolved) -> None:
 
     supervisor = GmsSupervisor(
         directory,
-        devices,
+        places,
         command,
         # A server sees its own device and nothing else.
-        environment=lambda device: {VISIBLE: device} if is_cuda else {},
+        environment=lambda place: {VISIBLE: device_of(place)} if is_cuda else {},
         http_host=config["http_host"],
         http_port=config["http_port"],
         allowed_hosts=config["http_allowed_host"],
@@ -181,7 +189,7 @@ def _memory(config: Resolved) -> tuple[DeviceMemory, int]:
         return HostMemory(), wanted_bytes or HOST_DEVICE_BYTES
     from gms.vmm.cuda import CudaMemory
 
-    cuda = CudaMemory(config["device"])
+    cuda = CudaMemory(device_of(config["device"]))
     return cuda, min(wanted_bytes or cuda.capacity_bytes, cuda.capacity_bytes)
 
 

@@ -1,4 +1,8 @@
-"""Names of the files that a device's server and its clients share, all in one directory."""
+"""Names of the files that a device's server and its clients share, all in one directory.
+
+With models each has servers of its own on a device, under the name of its *place*: `HOST-0.chat`.
+All that is said here of a device is true of a place.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,18 @@ import re
 
 from plumbing.errors import UsageError
 from plumbing.part import paths
+from plumbing.part.models import NAME_PATTERN, device_of
 from plumbing.part.paths import KV as KV
 from plumbing.part.paths import WEIGHTS as WEIGHTS
 
 OFFLOAD = "OFFLOAD-"
 
-_DEVICE = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,63}")  # HOST-0, GPU-<uuid>, MIG-<uuid>
-_POOL_FILE = re.compile(r"gms_[A-Za-z0-9-]+_kv_[0-9a-f]{32}\.pool")
-_EPOCH_FILE = re.compile(r"gms_[A-Za-z0-9-]+_[a-z]+_[0-9a-f]{32}\.epoch")
+PLACE_PATTERN = rf"[A-Za-z0-9-]+(?:\.{NAME_PATTERN})?"
+# HOST-0, GPU-<uuid>, MIG-<uuid>, HOST-0.chat
+_DEVICE = re.compile(rf"[A-Za-z0-9][A-Za-z0-9-]{{0,63}}(?:\.{NAME_PATTERN})?")
+_POOL_FILE = re.compile(rf"gms_({PLACE_PATTERN})_kv_[0-9a-f]{{32}}\.pool")
+_EPOCH_FILE = re.compile(rf"gms_({PLACE_PATTERN})_[a-z]+_[0-9a-f]{{32}}\.epoch")
+_JOURNAL = re.compile(rf"gms_({PLACE_PATTERN})_{WEIGHTS}\.json")
 
 
 def check_device(device: str) -> str:
@@ -45,6 +53,14 @@ def is_offload(device: str) -> bool:
 def is_host(device: str) -> bool:
     """Whether `device` is host memory, which any process can read."""
     return device.startswith(("HOST-", OFFLOAD))
+
+
+def neighbours(directory: str, place: str) -> set[str]:
+    """The places of other models on the same device that have left a journal or a KV pool."""
+    names = os.listdir(directory)
+    found = (pattern.fullmatch(name) for name in names for pattern in (_JOURNAL, _POOL_FILE))
+    places = {match[1] for match in found if match is not None}
+    return {each for each in places - {place} if device_of(each) == device_of(place)}
 
 
 def socket_path(directory: str, device: str) -> str:

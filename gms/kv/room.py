@@ -14,6 +14,7 @@ import logging
 from gms import messages as msg
 from gms import names
 from gms.server import journal
+from gms.server.neighbours import bytes_elsewhere
 from plumbing.errors import UnderstudyError
 from plumbing.part.format import size
 from plumbing.wire.blocking import BlockingClient
@@ -33,12 +34,14 @@ def check_room(directory: str, device: str, needed_bytes: int, capacity_bytes: i
     if capacity_bytes is not None:
         _check_limit(needed_bytes, capacity_bytes, "this device")
         weights_bytes = _weights_bytes(directory, device)
-        if needed_bytes + weights_bytes > capacity_bytes:
+        others_bytes = bytes_elsewhere(directory, device)
+        if needed_bytes + weights_bytes + others_bytes > capacity_bytes:
+            others = f", and {size(others_bytes)} are other models'" if others_bytes else ""
             raise UnderstudyError(
                 "gms.device_full",
                 f"the KV memory needs {size(needed_bytes)}, and {size(weights_bytes)} of the"
-                f" {size(capacity_bytes)} of {device} hold weights; use less KV memory, a smaller"
-                " model, or a larger --device-bytes",
+                f" {size(capacity_bytes)} of {device} hold weights{others}; use less KV memory, a"
+                " smaller model, or a larger --device-bytes",
                 needed_bytes=needed_bytes,
                 weights_bytes=weights_bytes,
                 capacity_bytes=capacity_bytes,

@@ -27,7 +27,7 @@ from plumbing.wire.messages import Message
 
 TIMEOUT_S = 5.0
 
-_SERVER_FILE = re.compile(rf"gms_([A-Za-z0-9-]+)_{names.WEIGHTS}\.(sock|json)")
+_SERVER_FILE = re.compile(rf"gms_({names.PLACE_PATTERN})_{names.WEIGHTS}\.(sock|json)")
 _ENGINE_STATE = re.compile(r"engine_.+\.json")
 
 

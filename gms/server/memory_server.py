@@ -25,6 +25,7 @@ from gms.server.watch import MemoryWatch
 from gms.shortage import open_fds
 from gms.vmm.interface import DeviceMemory
 from plumbing.errors import ProtocolError, UnderstudyError
+from plumbing.part.models import device_of, model_at
 from plumbing.part.observers import Observers
 from plumbing.service.clock import SystemClock, rfc3339
 from plumbing.service.events import EventLog
@@ -104,6 +105,8 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
         errors_total = self._protocol_errors_total + self._performer.protocol_errors_total
         return {
             "device_uuid": self.device,
+            "device": device_of(self.device),
+            "model": model_at(self.device) or None,
             "tag": self.tag,
             "memory": self.memory.kind,
             "driver": self.memory.facts(),

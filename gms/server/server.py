@@ -15,6 +15,7 @@ from gms.core.snapshot import epochs_in_full, snapshot
 from gms.server.driver_thread import DriverThread
 from gms.server.journal import CommitJournal, left_behind, peek
 from gms.server.memory_server import MemoryServer, is_held
+from gms.server.neighbours import bytes_elsewhere
 from gms.server.performer import DevicePerformer, Threads
 from gms.server.vault import Vault
 from gms.server.watch import MemoryWatch
@@ -131,6 +132,7 @@ class DeviceServer(MemoryServer[DeviceMachine]):
         is_mapped, kv_bytes, copy = False, None, None
         if self.counts_kv and isinstance(message, msg.AttachMsg | msg.AllocateMsg):
             kv_bytes = pool_file.kv_bytes(self.directory, self.device)
+            kv_bytes += bytes_elsewhere(self.directory, self.device)
         match message:
             case msg.SlabsMsg() | msg.OfferMsg():
                 if not self._take_offer(conn, message, fds):
