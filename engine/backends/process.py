@@ -33,6 +33,7 @@ SERVING_ID_ENV = "UNDERSTUDY_SERVING_ID"
 INCARNATION_ENV = "UNDERSTUDY_INCARNATION"
 ENGINE_SOCKET_ENV = "ENGINE_SOCKET"
 ENGINE_ID_ENV = "ENGINE_ID"
+MODEL_ENV = "UNDERSTUDY_MODEL_NAME"  # of the engine's model; not set in a pod without models
 # All CPUs that this engine will have, as numbers with commas; only if it loads on some of them.
 CPUS_ENV = "UNDERSTUDY_CPUS"
 
@@ -67,10 +68,12 @@ class BackendProcess:
         assert isinstance(reply.message, msg.LoadMsg)
         return reply.message
 
-    def attached(self, epoch: str, identity: dict[str, Any], rank: int = 0) -> None:
-        """Report that this rank has its weights mapped, so that the next engine may load."""
+    def attached(self, epoch: str, identity: dict[str, Any], rank: int, place: str) -> None:
+        """Report that this rank has its weights mapped at `place`, so that the next engine may
+        load."""
+        known = place if os.environ.get(MODEL_ENV) else None
         self.control.request(
-            msg.AttachedMsg(self.incarnation, rank=rank, epoch=epoch, identity=identity),
+            msg.AttachedMsg(self.incarnation, rank, epoch, identity, known),
             timeout_s=ANSWER_TIMEOUT_S,
         )
 

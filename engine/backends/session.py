@@ -13,9 +13,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from engine.backends.process import BackendProcess
+from engine.backends.process import MODEL_ENV, BackendProcess
 from plumbing.errors import UnderstudyError, UnreachableError
 from plumbing.part.format import size
+from plumbing.part.models import place_of
 
 if TYPE_CHECKING:
     from gms.client import Reader, Writer
@@ -33,8 +34,13 @@ SOCKET_DIR_ENV = "GMS_SOCKET_DIR"
 
 
 def host_device(rank: int) -> str:
-    """The host memory device that holds the weights of `rank`."""
-    return f"HOST-{rank}"
+    """The place in host memory that holds the weights of `rank`."""
+    return place_on(f"HOST-{rank}")
+
+
+def place_on(device: str) -> str:
+    """Where this engine's model has its memory on `device`: the device, in a pod without models."""
+    return place_of(device, os.environ.get(MODEL_ENV, ""))
 
 
 def attach(

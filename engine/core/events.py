@@ -10,7 +10,7 @@ from enum import StrEnum
 
 import msgspec
 
-from plumbing.part.tier import Tier
+from plumbing.part.tier import GoalGeneration, Tier
 
 
 class State(StrEnum):
@@ -131,11 +131,15 @@ class HandOver(EngineEvent, frozen=True):
 class Shall(EngineEvent, frozen=True):
     """How much of the model is to be resident while this engine holds the lock; `by` whom.
 
-    Streams that can be continued are left to the gateway until the engine is awake again.
+    Streams that can be continued are left to the gateway until the engine is awake again. `cold`
+    and `offloaded` are meant of a standby, too. `generation`: of a pool's goals, which may arrive
+    late. `is_kill`, with `cold`: whatever the engine is doing.
     """
 
     goal: Tier = Tier.AWAKE
     by: str = ""
+    generation: GoalGeneration | None = None
+    is_kill: bool = False
 
 
 STAY_AWAKE = Shall()
@@ -204,6 +208,7 @@ class KeepGoal(EngineEffect, frozen=True):
 
     goal: Tier
     by: str
+    generation: GoalGeneration | None = None
 
 
 class RestBackend(EngineEffect, frozen=True):
@@ -243,6 +248,10 @@ class KillTree(EngineEffect, frozen=True):
 
 class ScheduleRelaunch(EngineEffect, frozen=True):
     """Launch again when the rules of `relaunch` allow it."""
+
+
+class StayCold(EngineEffect, frozen=True):
+    """Do not launch before the goal is above `cold`."""
 
 
 class Exit(EngineEffect, frozen=True):
@@ -287,6 +296,8 @@ def explain(event: EngineEvent) -> tuple[str, str]:
             return "hand_over", f"asked to hand over to {event.to}{_left(event)}"
         case Shall(goal=Tier.AWAKE):
             return "asked_to_wake", f"asked to wake{_by(event)}"
+        case Shall(goal=Tier.COLD):
+            return "asked_to_be_cold", f"asked to be cold{_by(event)}"
         case Shall():
             return "asked_to_rest", f"asked to rest{_by(event)}"
         case Drained():

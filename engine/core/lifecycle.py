@@ -25,6 +25,10 @@ What a reader may not expect:
   so that requests accepted by then are answered. SIGTERM wins over it at any time.
 - A goal below `awake` (`Shall`) changes nothing but a holder that can rest. It is kept over deaths,
   and one that comes while the engine is on its way is obeyed when it is active or resting.
+- The goal `cold` ends any engine, and none is launched before another goal comes. What has requests
+  or holds KV memory gives them back first, unless it is to be killed.
+- A goal of a pool that is not newer than the last one of its era is dropped. Goals without a
+  generation are other people's: the last one counts.
 - Where the weights are (`PlaceWeights`) is no state: only a standby and a resting engine let them
   go, and both stay what they are. A wake brings them back on its way.
 - `releasing` follows `draining` alone, so only an engine that has served hands over in place
@@ -43,9 +47,9 @@ from engine.core.table import IGNORED as IGNORED
 from engine.core.table import PARKED as PARKED
 from engine.core.table import TRANSITIONS as TRANSITIONS
 from engine.core.table import Situation as Situation
-from engine.core.table import must_be_away, must_rest
+from engine.core.table import must_be_away, must_be_cold, must_rest
 from engine.core.table import tier_of as tier_of
-from plumbing.part.tier import Tier
+from plumbing.part.tier import GoalGeneration, Tier
 
 
 class IllegalEvent(Exception):
@@ -59,10 +63,15 @@ class IllegalEvent(Exception):
 class Lifecycle:
     """The machine: `now` is its situation, `handle` its only way to change."""
 
-    def __init__(self, number: int = 0, goal: Tier = Tier.AWAKE) -> None:
+    def __init__(
+        self,
+        number: int = 0,
+        goal: Tier = Tier.AWAKE,
+        generation: GoalGeneration | None = None,
+    ) -> None:
         """`number` counts the launches of earlier supervisors of this engine; `goal` is the one
-        that they were told last."""
-        self.now = Situation(number=number, shall=ev.Shall(goal))
+        that they were told last, and `generation` that of the last one of a pool."""
+        self.now = Situation(number=number, shall=ev.Shall(goal), generation=generation)
 
     @property
     def state(self) -> State:
@@ -83,9 +92,13 @@ class Lifecycle:
             case ev.Granted() if now.state in HOLDING and event.token != now.token:
                 message = f"granted again under token {event.token}, was holding {now.token}"
                 event = ev.Failed("token_changed", message)
+            case ev.Shall() if _is_old(event.generation, now.generation):
+                return []
         effects: list[EngineEffect] = []
-        if isinstance(event, ev.Shall) and event.goal is not now.shall.goal:
-            effects.append(ev.KeepGoal(event.goal, event.by))
+        if isinstance(event, ev.Shall):
+            is_newer = event.generation is not None
+            if is_newer or event.goal is not now.shall.goal:
+                effects.append(ev.KeepGoal(event.goal, event.by, event.generation))
         effects += self._fire(event)
         while (due := _due(self.now)) is not None:
             effects += self._fire(due)
@@ -121,8 +134,15 @@ class Lifecycle:
         return [*effects, *row.effects, *(row.then(now) if row.then is not None else ())]
 
 
+def _is_old(said: GoalGeneration | None, known: GoalGeneration | None) -> bool:
+    """Whether a goal of a pool was obeyed before, or is older than one that was."""
+    return said is not None and known is not None and (said == known or said.is_older(known))
+
+
 def _due(now: Situation) -> EngineEvent | None:
     """What arrived while the engine was on its way to this state, and leads on from it."""
+    if must_be_cold(now) and now.state in (State.STANDBY, State.RESTING):
+        return now.shall
     if now.state not in (State.ACTIVE, State.RESTING):
         return None
     if now.hand_over is not None:
@@ -139,6 +159,7 @@ def _learn(now: Situation, event: EngineEvent) -> Situation:
                 number=now.number + 1,
                 is_reaped=False,
                 shall=now.shall,
+                generation=now.generation,
             )
         case ev.Prepared():
             return replace(
@@ -161,10 +182,15 @@ def _learn(now: Situation, event: EngineEvent) -> Situation:
             return replace(now, hand_over=event)  # what drains drains as it was asked first
         case ev.HandOver():
             return replace(now, hand_over=event, resumes=event.resume)
-        case ev.Shall() if now.state is State.ACTIVE:
-            return replace(now, shall=event, resumes=True)
         case ev.Shall():
-            return replace(now, shall=event)
+            is_called = now.state is State.DEAD and must_be_cold(now)
+            return replace(
+                now,
+                shall=event,
+                generation=event.generation or now.generation,
+                resumes=now.resumes or now.state is State.ACTIVE,
+                is_called=is_called and event.goal is not Tier.COLD,
+            )
         case ev.Rested() if now.hand_over is not None:
             return _handed_back(now)
         case ev.Terminate():

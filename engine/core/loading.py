@@ -42,6 +42,7 @@ class Loading:
         self._ranks = 1
         self._waiting: list[int] = []
         self._attached: dict[int, dict[str, Any]] = {}
+        self._places: dict[int, str] = {}  # where each rank has its weights, in a pod with models
         self._has_asked = False
         self._token = 0
 
@@ -57,6 +58,11 @@ class Loading:
     def ranks(self) -> int:
         """How many there are, by what the ranks reported; 1 before any did."""
         return self._ranks
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """Of all ranks, in order, as far as they are known."""
+        return tuple(self._places[rank] for rank in sorted(self._places))
 
     @property
     def wants_loader(self) -> bool:
@@ -96,9 +102,11 @@ class Loading:
         self._token = token
         return self._permit_all()
 
-    def attached(self, rank: int, identity: dict[str, Any]) -> str | None:
+    def attached(self, rank: int, identity: dict[str, Any], place: str = "") -> str | None:
         """A rank has its weights mapped: what is wrong with them, if anything."""
         self._attached[rank] = identity
+        if place:
+            self._places[rank] = place
         first_rank, first = next(iter(self._attached.items()))
         names = sorted(
             name for name in first.keys() | identity.keys() if first.get(name) != identity.get(name)

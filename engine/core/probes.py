@@ -18,6 +18,7 @@ class Rule(StrEnum):
     YES = "200"
     NO = "503"
     UNLESS_FIRST = "503 first, else 200"
+    UNLESS_FIRST_OR_COLD = "503 first, else 200; 200 while cold by its goal"
     UNLESS_FIRST_WITHIN_BUDGET = "503 first; later 200 until the budget is spent"
     WITHIN_BUDGET = "200 until the budget is spent"
     WHILE_HEALTHY = "200 while generation is healthy"
@@ -34,7 +35,7 @@ TABLE: Mapping[str, Mapping[State, Rule]] = {
         State.DRAINING: Rule.YES,
         State.RELEASING: Rule.YES,
         State.RESTING: Rule.YES,
-        State.DEAD: Rule.UNLESS_FIRST,
+        State.DEAD: Rule.UNLESS_FIRST_OR_COLD,
     },
     "live": {
         State.INIT: Rule.UNLESS_FIRST_WITHIN_BUDGET,
@@ -79,6 +80,7 @@ class View:
     is_healthy: bool
     is_crash_loop: bool
     takes_traffic: bool = True  # False: a member that works for another one
+    is_cold: bool = False  # it is not launched, because its goal is `cold`
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,8 @@ def _objection(rule: Rule, view: View) -> str | None:
             return f"is_{view.state}"
         case Rule.UNLESS_FIRST:
             return first
+        case Rule.UNLESS_FIRST_OR_COLD:
+            return None if view.is_cold else first
         case Rule.UNLESS_FIRST_WITHIN_BUDGET:
             return first or spent
         case Rule.WITHIN_BUDGET:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from engine.core import events as ev
 from engine.core.events import EngineEffect, EngineEvent, State, WakingStep
-from plumbing.part.tier import Tier
+from plumbing.part.tier import GoalGeneration, Tier
 
 HOLDING = (State.WAKING, State.ACTIVE, State.DRAINING, State.RELEASING, State.RESTING)
 PARKED = frozenset({State.STANDBY, State.RESTING})
@@ -50,11 +50,14 @@ class Situation:
     asks_away: bool = False  # the backend was last asked to have its weights in host memory
     is_away: bool = False  # no process of it maps the weights
     shall: ev.Shall = ev.STAY_AWAKE  # the last goal, whichever incarnation it was said to
+    generation: GoalGeneration | None = None  # of the newest goal of a pool
+    is_called: bool = False  # while dead: from cold, by a goal above that
     over: int = 0  # the last token that this incarnation has handed over in place
 
 
 def _may_launch(now: Situation) -> bool:
-    return now.is_reaped and not now.is_leaving and now.exit_code is None
+    is_over = now.is_leaving or now.exit_code is not None
+    return now.is_reaped and not is_over and not must_be_cold(now)
 
 
 def _is_reaping(now: Situation) -> bool:
@@ -77,7 +80,15 @@ def _exit_or_relaunch(now: Situation) -> list[EngineEffect]:
         return [ev.Exit(0, None)]
     if now.exit_code is not None:
         return [ev.Exit(now.exit_code, now.reason)]
-    return [ev.ScheduleRelaunch()]
+    return [ev.StayCold() if must_be_cold(now) else ev.ScheduleRelaunch()]
+
+
+def _launch_from_cold(now: Situation) -> list[EngineEffect]:
+    """What a goal leads to while all processes are dead; while they die, `Reaped` comes."""
+    is_over = now.is_leaving or now.exit_code is not None
+    if is_over or not now.is_reaped or not (now.is_called or must_be_cold(now)):
+        return []
+    return [ev.StayCold() if must_be_cold(now) else ev.ScheduleRelaunch()]
 
 
 def _drain(now: Situation) -> list[EngineEffect]:
@@ -96,8 +107,17 @@ def _hand_back(now: Situation) -> list[EngineEffect]:
     return [ev.HandBack(now.over)]
 
 
+def must_be_cold(now: Situation) -> bool:
+    return now.shall.goal is Tier.COLD
+
+
+def must_die(now: Situation) -> bool:
+    return must_be_cold(now) and now.shall.is_kill
+
+
 def must_rest(now: Situation) -> bool:
-    return now.can_rest and now.shall.goal is not Tier.AWAKE
+    """Whether an engine that serves must stop. Any can be made cold."""
+    return must_be_cold(now) or (now.can_rest and now.shall.goal is not Tier.AWAKE)
 
 
 def must_wake(now: Situation) -> bool:
@@ -180,14 +200,25 @@ TRANSITIONS: Mapping[tuple[State, type[EngineEvent]], Row] = {
     (State.RELEASING, ev.Rested): Row(
         State.STANDBY, then=_hand_back, when=_has_handed_back, otherwise=Row(State.RESTING)
     ),
-    # Only the holder of the lock has something to give back, or to take.
+    # Only the holder of the lock has something to give back, or to take; to be cold is meant of
+    # every engine, once it has nothing to finish.
+    (State.DEAD, ev.Shall): Row(State.DEAD, then=_launch_from_cold),
+    (State.INIT, ev.Shall): replace(KILLED, when=must_be_cold, otherwise=Row(State.INIT)),
+    (State.STANDBY, ev.Shall): replace(WITHDRAWN, when=must_be_cold, otherwise=Row(State.STANDBY)),
     **{
-        (state, ev.Shall): Row(state)
-        for state in State
-        if state not in (State.ACTIVE, State.RESTING)
+        (state, ev.Shall): replace(KILLED, when=must_die, otherwise=Row(state))
+        for state in (State.WAKING, State.DRAINING, State.RELEASING)
     },
-    (State.ACTIVE, ev.Shall): replace(DRAINED, when=must_rest, otherwise=Row(State.ACTIVE)),
-    (State.RESTING, ev.Shall): replace(WOKEN, when=must_wake, otherwise=Row(State.RESTING)),
+    (State.ACTIVE, ev.Shall): replace(
+        KILLED,
+        when=must_die,
+        otherwise=replace(DRAINED, when=must_rest, otherwise=Row(State.ACTIVE)),
+    ),
+    (State.RESTING, ev.Shall): replace(
+        KILLED,
+        when=must_be_cold,
+        otherwise=replace(WOKEN, when=must_wake, otherwise=Row(State.RESTING)),
+    ),
     # Weights are placed while nothing is computed; a wake maps them before it takes KV memory.
     **{(state, ev.WeightsPlaced): Row(state, (ev.ShowTier(),)) for state in PLACING},
     # Leaving: only an active engine has requests to finish first.

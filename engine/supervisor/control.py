@@ -65,7 +65,9 @@ class Control(Handler):
             case msg.MayLoadMsg():
                 self._may_load(conn, message, request_id)
             case msg.AttachedMsg():
-                self._named(message.incarnation).attached(message.rank, message.identity)
+                self._named(message.incarnation).attached(
+                    message.rank, message.identity, message.place or ""
+                )
                 conn.send(msg.OkMsg(), request_id)
             case msg.BrokenMsg():
                 self._named(message.incarnation).broken(message)

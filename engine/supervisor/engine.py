@@ -24,7 +24,7 @@ from engine.supervisor.cpu_share import CpuShare
 from engine.supervisor.health_watch import HealthWatch
 from engine.supervisor.history import History
 from engine.supervisor.incarnation import Incarnation
-from engine.supervisor.kv_layout import KvLayout
+from engine.supervisor.kv_layout import layout_of
 from engine.supervisor.leftovers import Leftovers
 from engine.supervisor.leftovers import path_of as leftovers_path
 from engine.supervisor.lock_side import LockSide
@@ -60,11 +60,11 @@ class Engine:
         self.clock = clock
         self.log = EventLog(settings.engine, clock)
         path = engine_state(settings.directory, settings.engine)
-        saved, self._saved_problem = state_file.load(path)
+        saved, self._saved_problem = state_file.load(path, Tier(settings.config["goal"]))
         self.history = History(saved, self.log, clock)
         self.metrics = EngineMetrics(settings.engine, settings.role, saved)
         self.log.subscribe(self.metrics.observe)
-        self.lifecycle = Lifecycle(saved.number, Tier(saved.goal))
+        self.lifecycle = Lifecycle(saved.number, Tier(saved.goal), saved.newest)
         self.incarnation: Incarnation | None = None
         self.predecessor: str | None = None  # an earlier tree that holds up the first launch
         self.last_fault: FaultReportMsg | None = None
@@ -72,14 +72,12 @@ class Engine:
         self.on_change: list[Callable[[], object]] = []
         self.on_tick: Callable[[], object] = lambda: None
         self.leftovers = Leftovers(leftovers_path(settings.directory, settings.engine), self.log)
-        self.layout = KvLayout(
-            settings.directory, settings.engine, may_change=settings.config["kv_change"]
-        )
+        self.layout = layout_of(settings)
         self.pressure = CpuPressure()
         self.watch: HealthWatch | None = None  # while active
         self._timers = Timers()
         self._inbox: deque[EngineEvent] = deque()
-        self._is_handling = False
+        self._is_handling = self._is_started = False
         self.lock = LockSide(
             settings,
             self.log,
@@ -105,7 +103,9 @@ class Engine:
         self.leftovers.start()
         self.lock.private.remove_leftover()  # of a predecessor that was killed
         self._tick()
-        self._launch_first()
+        self._is_started = True
+        if self.lifecycle.now.shall.goal is not Tier.COLD:
+            self._launch_first()
 
     def _launch_first(self) -> None:
         before, settings = self.predecessor, self.settings
@@ -178,7 +178,7 @@ class Engine:
             case ev.RecordTransition():
                 self._record(effect)
             case ev.KeepGoal():
-                self.history.asked_to_be(effect.goal, effect.by)
+                self.history.asked_to_be(effect.goal, effect.by, effect.generation)
                 self.changed()
             case ev.StartTree():
                 self._start_tree(effect)
@@ -210,8 +210,10 @@ class Engine:
             case ev.KillTree():
                 self.lock.stop_listening()
                 self._running.tree.kill()
-            case ev.ScheduleRelaunch():
+            case ev.ScheduleRelaunch() if self._is_started:
                 self.relauncher.schedule()
+            case ev.StayCold():
+                self.relauncher.cancel()
             case ev.Exit():
                 self.relauncher.cancel()
                 self._timers.cancel("predecessor")
@@ -284,11 +286,10 @@ class Engine:
         self.incarnation, self.last_fault = None, gone.fault
         self._timers.cancel("budget")
         if not now.is_leaving:
-            is_rehearsed = gone.rehearsed_ms is not None
-            is_planned = is_rehearsed or now.is_handed_over or history.cause in ev.FROM_OUTSIDE
-            self.relauncher.died(
-                now.reason, reached_standby=now.reached_standby, is_planned=is_planned
-            )
+            is_meant = now.is_handed_over or now.shall.goal is Tier.COLD
+            is_outside = gone.rehearsed_ms is not None or history.cause in ev.FROM_OUTSIDE
+            is_planned, has_stood_by = is_meant or is_outside, now.reached_standby
+            self.relauncher.died(now.reason, reached_standby=has_stood_by, is_planned=is_planned)
         history.reaped(now, gone.rehearsed_ms)
         self.post(ev.Reaped(self.relauncher.verdict))
         self.changed()

@@ -10,11 +10,12 @@ from engine.core.events import Shall, State
 from engine.core.lifecycle import HOLDING, tier_of
 from engine.messages import PreparedMsg
 from engine.supervisor.engine import Engine
+from engine.supervisor.pool_word import PoolWords
 from plumbing.errors import UnderstudyError
 from plumbing.part.tier import AmMsg, ShallMsg, Tier
 from plumbing.wire.connection import Connection
 
-WHAT_COUNTS = ("state", "tier", "goal", "can_rest", "fault", "incarnation")  # of an `am`
+WHAT_COUNTS = ("state", "tier", "goal", "can_rest", "fault", "incarnation", "pool")  # of an `am`
 FAULT_CHARS_MAX = 4096
 
 
@@ -26,18 +27,29 @@ class Goals:
         self._seen = 0
         self._watchers: set[Connection] = set()
         self._told: tuple[object, ...] = ()
+        self._pool = PoolWords(engine)
         engine.on_change.append(self._changed)
 
     def shall(self, conn: Connection, message: ShallMsg, request_id: int) -> None:
         """Take a goal, if there is one, and tell `conn` of every change from now on.
 
         Raises:
-            UnderstudyError: `engine.cannot_rest`, `engine.no_such_tier`.
+            UnderstudyError: `engine.other_model`, `engine.cannot_rest`, `engine.no_such_tier`.
         """
+        pool = message.pool
+        if pool is not None:
+            self._check_model(pool.model)
         if message.goal is not None:
             self._check(message.goal)
             self._seen += 1
-            self._engine.post(Shall(message.goal, message.by or "an unnamed client"))
+            self._engine.post(
+                Shall(
+                    message.goal,
+                    message.by or "an unnamed client",
+                    pool.generation if pool is not None else None,
+                    pool is not None and pool.is_kill,
+                )
+            )
         conn.send(self.am(), request_id)
         self._watchers.add(conn)
 
@@ -63,6 +75,7 @@ class Goals:
             in_flight=engine.history.in_flight,
             can_rest=now.can_rest and self._objection() is None,
             fault=self._fault()[:FAULT_CHARS_MAX],
+            pool=self._pool.word(),
         )
 
     def _changed(self) -> None:
@@ -74,19 +87,26 @@ class Goals:
         for conn in tuple(self._watchers):
             conn.send(am)
 
+    def _check_model(self, model: str) -> None:
+        settings = self._engine.settings
+        if model != settings.model:
+            of = f"is an engine of {settings.model}" if settings.model else "has no model's name"
+            raise UnderstudyError(
+                "engine.other_model",
+                f"{settings.engine} {of}, not of {model}: start it with --model-name {model}, or"
+                " name another engine in the pool file",
+            )
+
     def _check(self, goal: Tier) -> None:
         if goal is Tier.AWAKE:
             return
-        objection = self._objection()
+        objection = self._hindrance() if goal is Tier.COLD else self._objection()
         if objection is not None:
             raise UnderstudyError("engine.cannot_rest", objection)
         who, prepared = self._engine.settings.engine, self._prepared
         if goal is Tier.OFFLOADED and prepared is not None and not prepared.can_offload:
             reason = prepared.cannot_offload or "its backend cannot release its weights"
             why = f"{who} can be `warm` or `awake`: {reason}"
-            raise UnderstudyError("engine.no_such_tier", why)
-        if goal is Tier.COLD:
-            why = f"{who} can be `offloaded`, `warm` or `awake`, not `{goal}`"
             raise UnderstudyError("engine.no_such_tier", why)
 
     @property
@@ -96,8 +116,19 @@ class Goals:
 
     def _objection(self) -> str | None:
         """Why this engine cannot rest, as far as is known yet."""
+        who, incarnation = self._engine.settings.engine, self._engine.incarnation
+        is_known = incarnation is not None and incarnation.prepared is not None
+        if incarnation is not None and is_known and not incarnation.can_rest:
+            backend = self._engine.settings.backend
+            return self._hindrance() or (
+                f"{who} cannot rest: its {backend} backend does not say that it can"
+            )
+        return self._hindrance()
+
+    def _hindrance(self) -> str | None:
+        """Why no engine could rest here, nor be cold."""
         engine, settings = self._engine, self._engine.settings
-        who, incarnation = settings.engine, self._engine.incarnation
+        who = settings.engine
         if settings.is_remote:
             return f"{who} reaches its lock server over TCP, and can only rest beside it"
         if engine.lock.address is not None and not engine.lock.is_behind_gateway:
@@ -105,16 +136,14 @@ class Goals:
                 f"{who} cannot rest: no gateway would let its requests wait; start the lock server"
                 " without --direct"
             )
-        is_known = incarnation is not None and incarnation.prepared is not None
-        if incarnation is not None and is_known and not incarnation.can_rest:
-            return f"{who} cannot rest: its {settings.backend} backend does not say that it can"
         return None
 
     def _fault(self) -> str:
         """Why it is not at its goal; "" while it is, or is on its way."""
         now = self._engine.lifecycle.now
         if now.state is State.DEAD:
-            return "" if now.is_leaving or now.is_handed_over else now.reason
+            is_meant = now.is_leaving or now.is_handed_over or now.shall.goal is Tier.COLD
+            return "" if is_meant else now.reason
         if now.shall.goal is not Tier.AWAKE and now.state in HOLDING:
             return self._objection() or self._note()
         return self._note()

@@ -12,8 +12,8 @@ from typing import Any
 from engine.core.events import RecordTransition, State, WakingStep
 from engine.core.lifecycle import Situation
 from engine.messages import HealthyMsg
-from engine.supervisor.state_file import SavedState
-from plumbing.part.tier import Tier
+from engine.supervisor.state_file import SavedState, to_text
+from plumbing.part.tier import GoalGeneration, Tier
 from plumbing.service.clock import Clock, rfc3339
 from plumbing.service.events import EventLog
 
@@ -75,7 +75,8 @@ class History:
         lasted_ms = self.spent_ms
         self.since, self.cause = rfc3339(self._clock.wall()), record.cause
         self.saved.was_standby |= record.target is State.STANDBY
-        is_bad = record.target is State.DEAD and not (now.is_leaving or now.is_handed_over)
+        is_meant = now.is_leaving or now.is_handed_over or now.shall.goal is Tier.COLD
+        is_bad = record.target is State.DEAD and not is_meant
         self._log.record(
             "engine.state",
             f"{record.source} → {record.target}: {record.message}",
@@ -141,10 +142,12 @@ class History:
         self.published_blocks = healthy.published_blocks
         self.kept_blocks = healthy.kept_blocks
 
-    def asked_to_be(self, goal: Tier, by: str) -> None:
+    def asked_to_be(self, goal: Tier, by: str, generation: GoalGeneration | None = None) -> None:
         """A new goal, which a later supervisor keeps, too."""
         self.saved.goal = goal.value
         data = {"goal": goal.value, "by": by}
+        if generation is not None:
+            self.saved.generation = data["generation"] = to_text(generation)
         self._log.record("engine.goal", f"asked to be {goal} by {by}", data=data)
 
     def wanted(self) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from engine import messages
 from engine.backends import process
+from engine.backends.process import MODEL_ENV
 from engine.backends.registry import objection_behind_gateway
 from engine.core import events as ev
 from engine.core.events import EngineEvent, Failed, State, WakingStep
@@ -98,7 +99,7 @@ class Incarnation:
         self._on_gone = on_gone
         self._on_loader = on_loader
         self._is_over = False
-        self._witness_id = (0, 0)
+        self.witness_id = (0, 0)
         self._loads: dict[int, LoadReply] = {}
         self.progress = ProgressPage()
         self.tree = Tree(self._dying, self._died, self._settle)
@@ -135,7 +136,7 @@ class Incarnation:
             self.witness_path, held = witness.create(settings.directory, self.id)
             with OwnedFd(held):
                 found = os.fstat(held)
-                self._witness_id = (found.st_dev, found.st_ino)
+                self.witness_id = (found.st_dev, found.st_ino)
                 lent = {process.CHANNEL_ENV: backend_end.fileno()}
                 if progress_end is not None:
                     lent[PROGRESS_ENV] = progress_end.fileno()
@@ -157,6 +158,7 @@ class Incarnation:
             process.INCARNATION_ENV: self.id,
             process.ENGINE_ID_ENV: settings.engine,
             process.ENGINE_SOCKET_ENV: settings.control_path,
+            **({MODEL_ENV: settings.model} if settings.model else {}),
             "GMS_SOCKET_DIR": settings.gms_socket_dir,
             "UNDERSTUDY_DIR": settings.directory,
             "UNDERSTUDY_MEMBER": str(settings.member),
@@ -204,7 +206,7 @@ class Incarnation:
             self._leftovers.reaped()
             if self._settings.is_remote and self.witness_path is not None:
                 with contextlib.suppress(OSError):  # then the next supervisor does
-                    witness.discard(self.witness_path, *self._witness_id)  # no server here will
+                    witness.discard(self.witness_path, *self.witness_id)  # no server here will
             self.placing.stop()
             self._on_gone()
             self.progress.close()
@@ -259,7 +261,7 @@ class Incarnation:
         if missing is not None:
             return Failed("weights_missing", f"the backend is prepared, but {missing}")
         try:
-            objection = self.tree.check_witness(*self._witness_id)
+            objection = self.tree.check_witness(*self.witness_id)
         except OSError as error:
             return no_descriptors("check who holds the witness", error).message
         self._leftovers.look(self.tree.everyone())
@@ -327,8 +329,8 @@ class Incarnation:
         self._on_loader()
         self._permit(permits)
 
-    def attached(self, rank: int, identity: dict[str, Any]) -> None:
-        objection = self.loading.attached(rank, identity)
+    def attached(self, rank: int, identity: dict[str, Any], place: str = "") -> None:
+        objection = self.loading.attached(rank, identity, place)
         if objection is not None:
             self._post(Failed("identity_mismatch", objection))
         self._on_loader()

@@ -1,10 +1,11 @@
-"""The size of the KV cache on which a pod's engines agree, and the record of it.
+"""The size of the KV cache on which the engines of a model agree, and the record of it.
 
-Owns `kv_layout.json`. A supervisor whose backend is prepared holds a shared flock on it until it
-exits. The first holder writes the record, all others compare; `--kv-change` lets a newcomer replace
-it. So a record of dead engines binds no one, and an engine that relaunches finds its own. The
-surprising thing: changing an exclusive flock into a shared one releases it in between (man 2
-flock), so the writer reads the record again once it holds the shared one.
+Owns `kv_layout.json`, or `kv_layout_<model>.json` in a pod with models. A supervisor whose backend
+is prepared holds a shared flock on it until it exits. The first holder writes the record, all
+others compare; `--kv-change` lets a newcomer replace it. So a record of dead engines binds no one,
+and an engine that relaunches finds its own. The surprising thing: changing an exclusive flock into
+a shared one releases it in between (man 2 flock), so the writer reads the record again once it
+holds the shared one.
 """
 
 from __future__ import annotations
@@ -15,14 +16,13 @@ import json
 import os
 from dataclasses import asdict, dataclass
 
+from engine.supervisor.settings import EngineSettings
 from plumbing.errors import UsageError
 from plumbing.shortage import is_shortage
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.sockets import no_descriptors
 
 NAME = "kv_layout.json"
-# Which is instant unless that engine's supervisor is stopped.
-ANOTHER_WRITES = f"waiting for another engine to write {NAME}; is its supervisor stopped?"
 RECORD_BYTES_MAX = 4096  # an engine's id is short: a longer file is not ours
 
 
@@ -44,14 +44,17 @@ class KvRecord:
 class KvLayout:
     """One engine's part in the agreement."""
 
-    def __init__(self, directory: str, engine: str, *, may_change: bool) -> None:
-        self._path = os.path.join(directory, NAME)
+    def __init__(self, directory: str, engine: str, *, may_change: bool, model: str = "") -> None:
+        name = f"kv_layout_{model}.json" if model else NAME
+        # Which is instant unless that engine's supervisor is stopped.
+        self._another = f"waiting for another engine to write {name}; is its supervisor stopped?"
+        self._path = os.path.join(directory, name)
         self._engine = engine
         self._may_change = may_change
         self._fd: OwnedFd | None = None
         self._mine: KvRecord | None = None
         self.note: str | None = None  # for the user, in status and the log
-        self.waits_for = ANOTHER_WRITES
+        self.waits_for = self._another
 
     def agree(self, kv_bytes: int, ranks: int) -> bool:
         """Agree on this size with the other engines; False while that has to wait, for what is in
@@ -71,7 +74,7 @@ class KvLayout:
                     self._compare(mine)
                     self._mine = mine
                     undo.pop_all()
-                self.waits_for = ANOTHER_WRITES
+                self.waits_for = self._another
                 return is_held
         except OSError as error:
             if is_shortage(error):
@@ -109,6 +112,15 @@ class KvLayout:
                 " restart the other engines with this size, too"
             )
             _write(self._fd, mine)
+
+
+def layout_of(settings: EngineSettings) -> KvLayout:
+    return KvLayout(
+        settings.directory,
+        settings.engine,
+        may_change=settings.config["kv_change"],
+        model=settings.model,
+    )
 
 
 def _differs(mine: KvRecord, agreed: KvRecord) -> UsageError:

@@ -1,10 +1,10 @@
 """The supervisor's side of the lock: what is wanted, what was granted, the listening socket.
 
 Owns the content of `want`, and which socket the backend accepts from: the lent one, behind a
-gateway a private one, and over TCP, where the lock server can lend nothing, one of our own. Must
-not know what a grant leads to. The surprising thing: nothing is sent between a failure and the
-reaping, so a call of `tell` in that time is a bug; a reconnect repeats the last want, which still
-protects the dying tree.
+gateway a private one, and over TCP, where the lock server can lend nothing, one of our own. The
+lent socket is that of `active`, whatever the model. Must not know what a grant leads to. The
+surprising thing: nothing is sent between a failure and the reaping, so a call of `tell` in that
+time is a bug; a reconnect repeats the last want, which still protects the dying tree.
 """
 
 from __future__ import annotations
@@ -20,12 +20,10 @@ from engine.supervisor.settings import EngineSettings
 from lockserver.client import LockCallbacks, LockClient
 from plumbing.errors import UnderstudyError
 from plumbing.part.format import duration
+from plumbing.part.models import ACTIVE
 from plumbing.service.events import EventLog
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.sockets import no_descriptors
-
-ACTIVE = "active"
-LOADER = "loader"
 
 # Refusals of a want that end this incarnation.
 FATAL_REFUSALS = {
@@ -67,6 +65,7 @@ class LockSide:
         self.address = self.own.name if self.own is not None else None
         self._refusal: str | None = None
         self._engine = settings.engine
+        self._active, self._loader = settings.active_lock, settings.loader_lock
         self._events = events
         self._post = post
         self._on_loader = on_loader
@@ -114,7 +113,7 @@ class LockSide:
 
     def era_of(self, token: int) -> str:
         """The era of a token under which `active` was granted."""
-        return self.client.era_of(ACTIVE, token)
+        return self.client.era_of(self._active, token)
 
     # ------------------------------------------------------------------ what is wanted
 
@@ -145,14 +144,14 @@ class LockSide:
         if named is None:
             want: _Want = (None, (), {}, "", {})
         else:
-            wanted = {ACTIVE: self._wants_active, LOADER: named.loading.wants_loader}
-            tokens = {ACTIVE: self._token, LOADER: named.loading.token}
+            wanted = {self._active: self._wants_active, self._loader: named.loading.wants_loader}
+            tokens = {self._active: self._token, self._loader: named.loading.token}
             want = (
                 named.id,
                 tuple(lock for lock, is_wanted in wanted.items() if is_wanted),
                 {lock: token for lock, token in tokens.items() if token},
                 named.prepared.continuation if named.prepared is not None else "",
-                {ACTIVE: self._over} if self._over else {},
+                {self._active: self._over} if self._over else {},
             )
         if want != self._sent:
             self._sent = want
@@ -189,20 +188,20 @@ class LockSide:
 
     def _granted(self, lock: str, incarnation: str, token: int) -> None:
         engine = incarnation.rpartition("-")[0]
-        if lock == LOADER:
+        if lock == self._loader:
             self._on_loader(incarnation, token)
-        elif lock == ACTIVE and engine == self._engine:
+        elif lock == self._active and engine == self._engine:
             self._post(Granted(incarnation, token))
-        elif lock == ACTIVE:
+        elif lock == self._active:
             self.other = Other(engine, token)
             self._post(OtherGranted(engine, token))
 
     def _standby(self, lock: str, is_ready: bool, continues: bool) -> None:
-        if lock == ACTIVE:
+        if lock == self._active:
             self.has_standby, self._continues = is_ready, continues
 
     def _hand_over(self, lock: str, incarnation: str, to: str, resume: bool) -> None:
-        if lock == ACTIVE:
+        if lock == self._active:
             self._post(HandOver(incarnation, to, resume))
 
     def _lent(self, lock: str, address: str) -> None:

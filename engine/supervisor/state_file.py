@@ -19,7 +19,7 @@ from typing import Any
 from engine.core.lifecycle import HOLDING
 from plumbing.errors import UnderstudyError
 from plumbing.part.paths import engine_state
-from plumbing.part.tier import Tier
+from plumbing.part.tier import GoalGeneration, Tier
 from plumbing.service.events import EventLog
 from plumbing.service.files import read_json, write_atomic
 from plumbing.shortage import is_shortage
@@ -39,30 +39,54 @@ class SavedState:
     failover_attempts: int = 0
     failover_successes: int = 0
     goal: str = Tier.AWAKE.value  # the tier that the engine was last asked for
+    generation: str = ""  # of the newest goal of a pool, as `to_text` writes it
+
+    @property
+    def newest(self) -> GoalGeneration | None:
+        return from_text(self.generation)
 
     def checked(self) -> SavedState:
         """Itself.
 
         Raises:
-            ValueError: no engine can have that goal.
+            ValueError: no engine can have that goal, or no pool gave it that generation.
         """
         Tier(self.goal)
+        from_text(self.generation)
         return self
 
 
-def load(path: str) -> tuple[SavedState, str | None]:
-    """What `path` holds, and what is wrong with the file, if anything: then it is a new state."""
+def load(path: str, goal: Tier = Tier.AWAKE) -> tuple[SavedState, str | None]:
+    """What `path` holds, and what is wrong with the file, if anything: then it is a new state.
+    `goal`: of an engine that was never given one."""
+    fresh = vars(SavedState(goal=goal.value))
     try:
         document = read_json(path) or {}
         saved = document.get("memory", {})
         return SavedState(
-            **{name: type(default)(saved.get(name, default)) for name, default in _FRESH}
+            **{name: type(default)(saved.get(name, default)) for name, default in fresh.items()}
         ).checked(), None
     except (UnderstudyError, OSError, TypeError, ValueError, AttributeError) as error:
-        return SavedState(), str(error)
+        return SavedState(goal=goal.value), str(error)
 
 
-_FRESH = tuple(vars(SavedState()).items())
+def to_text(generation: GoalGeneration | None) -> str:
+    """`ERA.START.NUMBER`; "" of none."""
+    if generation is None:
+        return ""
+    return f"{generation.era}.{generation.start}.{generation.number}"
+
+
+def from_text(text: str) -> GoalGeneration | None:
+    """What `to_text` wrote.
+
+    Raises:
+        ValueError: it did not.
+    """
+    if not text:
+        return None
+    era, start, number = text.rsplit(".", 2)
+    return GoalGeneration(era, int(start), int(number))
 
 
 def is_active(directory: str, engine: str, token: int) -> bool:

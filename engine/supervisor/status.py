@@ -19,8 +19,9 @@ from engine.core.patience import stretch
 from engine.supervisor.cpu_share import cpu_list
 from engine.supervisor.engine import Engine
 from engine.supervisor.health_watch import patience_of
-from engine.supervisor.state_file import EngineStateFile
+from engine.supervisor.state_file import EngineStateFile, to_text
 from plumbing.part.format import duration
+from plumbing.part.tier import Tier
 from plumbing.service.http import Probe
 from plumbing.wire.server import Server
 
@@ -54,6 +55,7 @@ class EngineStatus:
                 "reason": self._reason(),
                 "incarnation": now.incarnation,
                 "number": now.number,
+                "model": settings.model or None,
                 "pid": os.getpid(),
                 "is_healthy": history.is_healthy,
                 "was_standby": history.saved.was_standby,
@@ -65,6 +67,7 @@ class EngineStatus:
                 "goal": now.shall.goal.value,
                 "by": now.shall.by or None,
                 "can_rest": now.can_rest,
+                "generation": to_text(now.generation) or None,
             },
             "lock": self._lock(),
             "backend": self._backend(),
@@ -192,6 +195,8 @@ class EngineStatus:
             other = self._engine.lock.other
             holder = f", {other.engine} holds it" if other else ""
             return f"waiting for the lock{holder}{self._disconnected() or self._without_lease()}"
+        if now.state is State.DEAD and now.shall.goal is Tier.COLD:
+            return cold_because(now.shall, self._engine.log.source, is_reaped=now.is_reaped)
         if now.state is State.RESTING:
             return f"at rest, and holds the lock; {_asked(now.shall)}"
         watch = self._engine.watch
@@ -223,6 +228,7 @@ class EngineStatus:
             is_healthy=history.is_healthy,
             is_crash_loop=engine.relauncher.verdict is not None,
             takes_traffic=engine.settings.member == 0,
+            is_cold=engine.lifecycle.now.shall.goal is Tier.COLD,
         )
         answer = probes.answer(endpoint, view)
         details = {
@@ -234,6 +240,17 @@ class EngineStatus:
         return Probe(answer.ok, answer.reason, details)
 
 
+def cold_because(shall: Shall, engine: str, *, is_reaped: bool) -> str:
+    """Why no backend runs, and what starts one."""
+    if not is_reaped:
+        return f"becoming cold: its processes are being ended; asked to be cold{_by(shall)}"
+    how = f"; `understudy wake {engine}` starts it" if shall.generation is None else ""
+    return f"cold because it was asked to be{_by(shall)}: no backend runs{how}"
+
+
+def _by(shall: Shall) -> str:
+    return f" by {shall.by}" if shall.by else ""
+
+
 def _asked(shall: Shall) -> str:
-    by = f" by {shall.by}" if shall.by else ""
-    return f"asked to be {shall.goal.value}{by}; `understudy wake` wakes it"
+    return f"asked to be {shall.goal.value}{_by(shall)}; `understudy wake` wakes it"

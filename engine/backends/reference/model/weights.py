@@ -44,7 +44,7 @@ def map_weights(checkpoint: Checkpoint, member: BackendProcess) -> tuple[Reader,
     with loading(device, checkpoint.directory, DTYPE, checkpoint.weights_bytes):
         reader = _load(checkpoint, session, mine) if isinstance(session, Writer) else session
     check_bound(checkpoint.tensors, reader.epoch, reader.tensors)
-    member.attached(reader.epoch, same_on_every_rank(mine), rank)
+    member.attached(reader.epoch, same_on_every_rank(mine), rank, device)
     return reader, mine
 
 

@@ -60,8 +60,8 @@ def device_of(rank: int) -> str:
     ordinal = int(torch.cuda.current_device())
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if ordinal < len(visible) and visible[ordinal].startswith("MIG-"):
-        return visible[ordinal]
-    return str(current_platform.get_device_uuid(ordinal))
+        return session.place_on(visible[ordinal])
+    return session.place_on(str(current_platform.get_device_uuid(ordinal)))
 
 
 class RankWeights:
@@ -152,7 +152,8 @@ class RankWeights:
             )
         self._session, self.bytes = reader, reader.size_bytes
         self.kept = KeptWeights(reader, may_digest=lambda: not self.is_awake)
-        self._member.attached(self.epoch, same_on_every_rank(self.identity), self._rank)
+        same = same_on_every_rank(self.identity)
+        self._member.attached(self.epoch, same, self._rank, self._device)
 
     def _commit(self, writer: Writer) -> Reader:
         assert self._source is not None
