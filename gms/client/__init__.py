@@ -26,7 +26,7 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-from gms import messages
+from gms import kv_messages, messages
 from gms.client.attachment import Attachment
 from gms.client.device_memory import memory_for
 from gms.client.keeper import Keeper
@@ -38,6 +38,7 @@ from gms.client.sessions import OnWait, Opening
 from gms.client.writer import Writer
 from gms.kv_messages import ADOPTED, ADOPTING, BEGUN
 from gms.manifest import TensorRecord
+from gms.names import offload_device
 from gms.vmm.huge_pages import Filling
 from gms.vmm.interface import Allocation, DeviceMemory
 from gms.vmm.mps import look_for_mps
@@ -57,9 +58,11 @@ __all__ = [
     "Writer",
     "borrow_pool",
     "has_pool_service",
+    "kv_messages",
     "look_for_mps",
     "memory_for",
     "messages",
+    "offload_device",
     "open_copy",
     "open_session",
     "pool_service_answers",

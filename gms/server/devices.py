@@ -153,6 +153,31 @@ def nvml_session() -> Iterator[Any]:
         ) from error
 
 
+class DeviceUsage:
+    """How much of a GPU, or of a MIG instance, is used by whomever. NVML stays initialised from the
+    first question on: that takes some milliseconds, and a question microseconds."""
+
+    def __init__(self, uuid: str) -> None:
+        self._uuid = uuid
+        self._handle: Any = None
+
+    def used_bytes(self) -> int | None:
+        """None while the driver does not tell."""
+        try:
+            import pynvml as nvml
+        except ImportError:
+            return None
+        try:
+            if self._handle is None:
+                nvml.nvmlInit()
+                self._handle = nvml.nvmlDeviceGetHandleByUUID(self._uuid)
+            found = nvml.nvmlDeviceGetMemoryInfo(self._handle)
+        except nvml.NVMLError:
+            self._handle = None
+            return None
+        return int(found.total - found.free)
+
+
 def _is_mig(nvml: Any, handle: Any) -> bool:
     try:
         current, _ = nvml.nvmlDeviceGetMigMode(handle)

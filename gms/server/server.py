@@ -12,6 +12,7 @@ from gms import messages as msg
 from gms.core import events as ev
 from gms.core.machine import DeviceMachine
 from gms.core.snapshot import epochs_in_full, snapshot
+from gms.server.devices import DeviceUsage
 from gms.server.driver_thread import DriverThread
 from gms.server.journal import CommitJournal, left_behind, peek
 from gms.server.memory_server import MemoryServer, is_held
@@ -21,6 +22,7 @@ from gms.server.vault import Vault
 from gms.server.watch import MemoryWatch
 from gms.vmm.interface import DeviceMemory
 from plumbing.errors import ProtocolError
+from plumbing.part.models import device_of
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.messages import Message
@@ -56,6 +58,7 @@ class DeviceServer(MemoryServer[DeviceMachine]):
             restarts_total,
         )
         self.directory, self.capacity_bytes, self.stall_ms = directory, capacity_bytes, stall_ms
+        self._usage = None if names.is_host(device) else DeviceUsage(device_of(device))
         self.counts_kv = counts_kv
 
     async def start(self) -> None:
@@ -117,7 +120,8 @@ class DeviceServer(MemoryServer[DeviceMachine]):
         self._journal.close()
 
     def _snapshot(self) -> dict[str, Any]:
-        return snapshot(self.machine.device, self._at)
+        used_bytes = None if self._usage is None else self._usage.used_bytes()
+        return {**snapshot(self.machine.device, self._at), "device_used_bytes": used_bytes}
 
     def _in_full(self) -> dict[str, Any]:
         return {"epochs": epochs_in_full(self.machine.device)}
