@@ -21,8 +21,8 @@ from pool.core.events import Count, Door, Millis, ModelDemand, Order, Priority
 from pool.core.states import BYTES_MAX, MODELS_MAX, NAME_CHARS_MAX, ModelState
 
 DEVICES_MAX = 64
-# 512 tickets of 100 bytes are 50 KiB: all that a pool's queue may hold, five times over.
-FRAME_BYTES_MAX = 256 * 1024
+# The status of a hundred models has 200 KiB; 512 tickets have 50.
+FRAME_BYTES_MAX = 1024 * 1024
 
 ModelName = Annotated[str, Meta(min_length=1, max_length=NAME_CHARS_MAX)]
 DeviceName = Annotated[str, Meta(min_length=1, max_length=64)]

@@ -19,6 +19,8 @@ from pool.core.events import (
 )
 from pool.core.states import TICKETS_MAX, ModelState
 from pool.messages import DemandMsg, DoorsMsg, PooledModel
+from pool.pool_file import read_pool_file
+from pool.settings import ModelSettings, PoolFile, QueueLimits, engines_of
 
 __all__ = [
     "TICKETS_MAX",
@@ -26,15 +28,20 @@ __all__ = [
     "Door",
     "DoorsMsg",
     "ModelDemand",
+    "ModelSettings",
     "ModelState",
     "OpenDoor",
     "PoolCallbacks",
+    "PoolFile",
     "PoolLink",
     "PooledModel",
+    "QueueLimits",
     "RefusedDoor",
     "Running",
     "ShutDoor",
     "Ticket",
     "TicketKind",
+    "engines_of",
     "messages",
+    "read_pool_file",
 ]

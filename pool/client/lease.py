@@ -1,0 +1,147 @@
+"""`understudy lease`: memory of a device for a neighbour, for as long as its processes live.
+
+The neighbour's processes hold a file by flock, on descriptor 0: children inherit it, also those of
+programs that close all other descriptors, so a lease lasts as long as any of them. It costs the
+command its standard input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from plumbing.errors import UnderstudyError, UnreachableError, WaitTimeoutError
+from plumbing.part.paths import pool_socket
+from plumbing.service.clock import SystemClock
+from plumbing.wire.blocking import BlockingClient
+from pool.messages import CATALOGUE, LeaseGrantedMsg, LeaseMsg, LeaseWaitingMsg
+
+RETRY_S = 0.2  # while the pool is away
+COMMAND_CHARS_MAX = 256
+NOT_FOUND, NOT_EXECUTABLE = 127, 126  # as shells exit
+FORWARDED = (signal.SIGTERM, signal.SIGHUP)
+
+
+def run_with_lease(
+    directory: str,
+    device: str,
+    size_bytes: int,
+    command: Sequence[str],
+    *,
+    priority: int,
+    timeout_s: float,
+    say: Callable[[str], None],
+) -> int:
+    """Wait for the memory, run `command`, and return its exit code (128 + n for a signal n).
+
+    Raises:
+        UnderstudyError: refused, with who holds what; WaitTimeoutError: not granted in time;
+        UnreachableError: there is no pool.
+    """
+    lease = secrets.token_hex(8)
+    path = os.path.join(directory, f"lease_{lease}")
+    asked = LeaseMsg(
+        lease=lease,
+        device=device,
+        size_bytes=size_bytes,
+        witness=os.path.basename(path),
+        since_ms=SystemClock().now_ms(),
+        priority=priority,
+        command=" ".join(command)[:COMMAND_CHARS_MAX],
+    )
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    is_granted = False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        with _granted(pool_socket(directory), asked, timeout_s, say):
+            is_granted = True
+            return _run(command, fd)
+    finally:
+        if not is_granted:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def _granted(
+    path: str, asked: LeaseMsg, timeout_s: float, say: Callable[[str], None]
+) -> Iterator[None]:
+    """Until the block ends, the pool knows that somebody is there; it looks at once afterwards."""
+    end = time.monotonic() + timeout_s
+    was_there = False
+    while True:
+        try:
+            with BlockingClient(path, CATALOGUE) as client:
+                was_there = True
+                client.notify(asked, request_id=1)
+                _wait(client, end, asked, timeout_s, say)
+                yield
+                return
+        except UnreachableError as error:
+            if not was_there:
+                raise
+            if time.monotonic() > end:
+                raise _late(asked, timeout_s) from error
+            say("the pool is restarting; the lease keeps its place")
+            time.sleep(RETRY_S)
+
+
+def _wait(
+    client: BlockingClient,
+    end: float,
+    asked: LeaseMsg,
+    timeout_s: float,
+    say: Callable[[str], None],
+) -> None:
+    while True:
+        try:
+            message = client.receive(timeout_s=max(0.0, end - time.monotonic())).message
+        except WaitTimeoutError as error:
+            raise _late(asked, timeout_s) from error
+        match message:
+            case LeaseGrantedMsg():
+                return
+            case LeaseWaitingMsg():
+                say(f"waiting: {message.why}")
+
+
+def _late(asked: LeaseMsg, timeout_s: float) -> WaitTimeoutError:
+    return WaitTimeoutError(
+        "pool.lease_timeout",
+        f"{asked.device} has not had {asked.size_bytes} bytes to lend within {timeout_s:g} s; see"
+        " `understudy pool explain`",
+    )
+
+
+def _run(command: Sequence[str], witness: int) -> int:
+    """Run it to its end. Ctrl-C reaches it from the terminal; what this process gets is passed on.
+
+    Raises:
+        UnderstudyError: `pool.cannot_run`.
+    """
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        child = subprocess.Popen(
+            list(command),
+            stdin=witness,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+    except OSError as error:
+        code = NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
+        failed = UnderstudyError("pool.cannot_run", f"cannot run {command[0]}: {error.strerror}")
+        failed.exit_code = code
+        raise failed from error
+    for signum in FORWARDED:
+        signal.signal(signum, lambda number, _: child.send_signal(number))
+    try:
+        code = child.wait()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return code if code >= 0 else 128 - code

@@ -1,0 +1,278 @@
+"""Reads the pool file: which models there are, where, and by which rules they share the devices.
+
+Every value is checked before anything is started, and an error names the line, the key and the way
+out. The same checks are made of what is set at runtime.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
+
+from msgspec import Struct, ValidationError, convert
+from msgspec.structs import fields, replace
+
+from plumbing.errors import UsageError
+from plumbing.part.models import MODELS_MAX, NAME_PATTERN
+from plumbing.service.config import duration_s, size_bytes
+from pool.core.states import BYTES_MAX
+from pool.settings import (
+    DeviceName,
+    DrainTimeout,
+    ModelMemory,
+    ModelSettings,
+    PoolFile,
+    QueueLimits,
+    SecondsOrNever,
+    Size,
+    engines_of,
+)
+from pool.yaml_file import Path, YamlFile, closest, read_yaml
+
+T = TypeVar("T")
+S = TypeVar("S", bound=Struct)
+
+WEEK_S = 7 * 24 * 3600.0
+FOR_EVER = ("never", "off", "False", "-1")  # YAML reads `off` as false; -1 as in Ollama
+_DEVICE = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,63}")  # as in `gms.names`
+
+# What may be changed while the pool runs, without touching what a model is.
+DRAIN_SETTINGS = frozenset(DrainTimeout.__struct_fields__)
+MODEL_SETTINGS = DRAIN_SETTINGS | {
+    *("priority", "rest", "min_runtime", "max_wait", "keep_alive", "offload_after"),
+    *("unload_after", "on_demand"),
+}
+POOL_SETTINGS = frozenset({"margin", "starve_after", "quantum_factor"})
+
+# What `defaults` may say: all but what makes a model this one.
+DEFAULTS = frozenset(ModelSettings.__struct_fields__) - {"model", "aliases", "devices", "memory"}
+
+
+def read_pool_file(path: str) -> PoolFile:
+    """
+    Raises:
+        UsageError: `pool.file_unreadable`, `pool.file_broken`, `pool.bad_setting`.
+    """
+    return settle(read_yaml(path))
+
+
+def settle(file: YamlFile) -> PoolFile:
+    """The settings in `file`, checked; defaults and devices are filled in for every model.
+
+    Raises:
+        UsageError: `pool.bad_setting`.
+    """
+    raw = file.value
+    if not isinstance(raw, dict) or not isinstance(raw.get("models"), dict) or not raw["models"]:
+        _refuse(file, (), "a pool file is a mapping with `devices` and at least one of `models`")
+    if len(raw["models"]) > MODELS_MAX:
+        _refuse(file, ("models",), f"{len(raw['models'])} models, and the limit is {MODELS_MAX}")
+    defaults = raw.get("defaults") or {}
+    for key in defaults if isinstance(defaults, dict) else ():
+        if key not in DEFAULTS:
+            _refuse(file, ("defaults", key), f"unknown in defaults; {closest(key, DEFAULTS)}")
+    pool = _convert(file, (), {**raw, "models": {}, "defaults": defaults}, PoolFile)
+    _convert(file, ("defaults",), {"model": "-", **defaults}, ModelSettings)  # each line its own
+    models = {}
+    for name, own in raw["models"].items():
+        where = ("models", name)
+        if not re.fullmatch(NAME_PATTERN, name):
+            why = "a name has at most 25 letters, digits, `.` or `-`; add a longer one to `aliases`"
+            _refuse(file, where, why)
+        if not isinstance(own, dict):
+            _refuse(file, where, "a model is a mapping with at least `model`, its directory")
+        models[name] = _convert(file, where, _merged(defaults, own), ModelSettings)
+    return _checked(file, pool, models)
+
+
+def named(pool: PoolFile, names: Sequence[str]) -> PoolFile:
+    """With the names of its devices in place of their numbers: `names` are in the file's order.
+
+    Raises:
+        UsageError: `pool.unnamed_device`, `pool.bad_device`.
+    """
+    if names and len(names) != len(pool.devices):
+        why = f"the pool file has {len(pool.devices)} devices, and {len(names)} are named"
+        raise UsageError("pool.bad_device", f"{why}; name each, in the same order")
+    found = dict(zip(pool.devices, names or pool.devices, strict=True))
+    for name in found.values():
+        if name.isdecimal():
+            raise UsageError(
+                "pool.unnamed_device",
+                f"device {name} is a number, which only the memory service can tell the name of:"
+                " start the pod with `understudy up --pool`, or name the devices with --device, or"
+                " in the pool file: HOST-0, GPU-<uuid>",
+            )
+        if not _DEVICE.fullmatch(name):
+            raise UsageError("pool.bad_device", f"{name!r} is not a device; see `gms status`")
+    models = {
+        name: replace(each, devices=tuple(found[device] for device in each.devices))
+        for name, each in pool.models.items()
+    }
+    return replace(pool, devices=tuple(found.values()), models=models)
+
+
+def with_changes(pool: PoolFile, changed: Mapping[str, Mapping[str, str]]) -> PoolFile:
+    """With what was set at runtime, by model ("": the whole pool) and setting.
+
+    Raises:
+        UsageError: `pool.unknown_setting`, `pool.bad_setting`, `model_not_found`.
+    """
+    models = dict(pool.models)
+    for name, settings in changed.items():
+        if name and name not in models:
+            raise UsageError("model_not_found", f"this pool has no model {name}")
+        for key, text in settings.items():
+            if name:
+                models[name] = _changed(models[name], MODEL_SETTINGS, key, text)
+            else:
+                pool = _changed(pool, POOL_SETTINGS, key, text)
+    return replace(pool, models=models)
+
+
+def _changed(found: S, known: frozenset[str], key: str, text: str) -> S:
+    """`found` with one setting from the text that a person has written."""
+    if key not in known:
+        raise UsageError(
+            "pool.unknown_setting",
+            f"{key!r} cannot be set while the pool runs; {closest(key, known)}",
+        )
+    if isinstance(found, ModelSettings) and key in DRAIN_SETTINGS:
+        drain = _changed(found.drain_timeout, DRAIN_SETTINGS, key, text)
+        return replace(found, drain_timeout=drain)
+    kinds = {each.name: each.type for each in fields(found)}
+    try:
+        value = convert(text, kinds[key], strict=False, dec_hook=_read)
+    except ValidationError as error:
+        raise UsageError("pool.bad_setting", f"{key} is {text!r}: {_plain(str(error))}") from error
+    return replace(found, **{key: value})
+
+
+def _checked(file: YamlFile, pool: PoolFile, models: dict[str, ModelSettings]) -> PoolFile:
+    """What no value tells by itself."""
+    if pool.queue.per_model > pool.queue.max:
+        why = f"{pool.queue.per_model} is more than the {pool.queue.max} of the whole queue"
+        _refuse(file, ("queue", "per_model"), why)
+    _refuse_duplicate(file, ("devices",), pool.devices)
+    owners: dict[str, str] = {name: name for name in models}
+    engines: dict[str, str] = {}
+    used: Counter[str] = Counter()
+    settled = {}
+    for name, model in models.items():
+        for alias in model.aliases:
+            if owners.setdefault(alias, name) != name:
+                why = f"{alias!r} is a name of {owners[alias]} already; remove one of them"
+                _refuse(file, ("models", name, "aliases"), why)
+        for engine in engines_of(name, model):
+            if engines.setdefault(engine, name) != name:
+                why = f"its engine would be called {engine}, as that of {engines[engine]}"
+                _refuse(file, ("models", name), f"{why}; rename one of the two")
+        own = _devices(file, name, model, pool.devices, used)
+        used.update(own)
+        settled[name] = replace(model, devices=own)
+    return replace(pool, models=settled)
+
+
+def _devices(
+    file: YamlFile, name: str, model: ModelSettings, all_: Sequence[str], used: Counter[str]
+) -> tuple[str, ...]:
+    """Where this model runs: as it says, else on the devices with the fewest models so far."""
+    where, ranks = ("models", name, "devices"), model.tensor_parallel
+    for device in model.devices:
+        if device not in all_:
+            _refuse(file, where, f"{device} is none of the pool's `devices`: {', '.join(all_)}")
+    _refuse_duplicate(file, where, model.devices)
+    if model.devices and len(model.devices) != ranks:
+        why = f"{len(model.devices)} devices, and tensor_parallel is {ranks}: one for each rank"
+        _refuse(file, where, why)
+    if ranks > len(all_):
+        why = f"{ranks} ranks need {ranks} devices, and the pool has {len(all_)}"
+        _refuse(file, ("models", name, "tensor_parallel"), why)
+    emptiest = sorted(all_, key=lambda each: (used[each], all_.index(each)))[:ranks]
+    return model.devices or tuple(each for each in all_ if each in emptiest)
+
+
+def _refuse_duplicate(file: YamlFile, where: Path, devices: Sequence[str]) -> None:
+    twice = [name for name, count in Counter(devices).items() if count > 1]
+    if twice:
+        _refuse(file, where, f"{twice[0]} is named twice; remove one of them")
+
+
+def _merged(defaults: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """A model's own words over the defaults, also inside of `drain_timeout`."""
+    merged = {**defaults, **own}
+    for key, value in own.items():
+        if isinstance(value, dict) and isinstance(defaults.get(key), dict):
+            merged[key] = {**defaults[key], **value}
+    return merged
+
+
+def _convert(file: YamlFile, where: Path, raw: Any, kind: type[T]) -> T:
+    try:
+        return convert(raw, kind, dec_hook=_read)
+    except ValidationError as error:
+        reason, _, place = str(error).partition(" - at `$")
+        inner = tuple(re.findall(r"[^.\[\]`]+", place))
+        if "..." in place:  # a key of `models`, which is checked before
+            inner = ()
+        unknown = re.fullmatch(r"Object contains unknown field `(.*)`", reason)
+        if unknown:
+            known = _keys_at(kind, inner)
+            _refuse(file, (*where, *inner, unknown[1]), f"unknown; {closest(unknown[1], known)}")
+        missing = re.fullmatch(r"Object missing required field `(.*)`", reason)
+        if missing:
+            _refuse(file, (*where, *inner), f"`{missing[1]}` is missing")
+        _refuse(file, (*where, *inner), _plain(reason))
+
+
+def _keys_at(kind: type[Any], inner: tuple[str, ...]) -> Sequence[str]:
+    inner_kinds = {"drain_timeout": DrainTimeout, "queue": QueueLimits, "memory": ModelMemory}
+    found: Any = inner_kinds.get(inner[-1], kind) if inner else kind
+    return tuple(found.__struct_fields__)
+
+
+def _read(kind: type[Any], value: Any) -> Any:
+    """For `convert`: a time or a size, from text or a number.
+
+    Raises:
+        ValueError: it is neither, or out of range.
+    """
+    text = str(value)
+    if kind is DeviceName:
+        return DeviceName(text)
+    if kind is Size:
+        found = 0 if text in ("none", "None", "0") else size_bytes(text)
+        if found > BYTES_MAX:
+            raise ValueError("no device is as large as that")
+        return Size(found)
+    if kind is SecondsOrNever and text in FOR_EVER:
+        return SecondsOrNever(math.inf)
+    seconds = duration_s(text)
+    if seconds > WEEK_S:
+        raise ValueError("the maximum is a week (168h)")
+    return kind(seconds)
+
+
+# What msgspec calls things, in plain words.
+_WORDS = {
+    "`int`": "a whole number",
+    "`float`": "a number",
+    "`str`": "a string",
+    "`bool`": "true or false",
+    "`array`": "a list",
+    "`object`": "a mapping",
+    "`null`": "nothing",
+}
+
+
+def _plain(reason: str) -> str:
+    for word, plain in _WORDS.items():
+        reason = reason.replace(word, plain)
+    return reason[:1].lower() + reason[1:]
+
+
+def _refuse(file: YamlFile, where: Path, why: str) -> NoReturn:
+    file.refuse("pool.bad_setting", where, why)

@@ -1,0 +1,149 @@
+"""Goal: a pool file means what it says, and an error in it names line, key and way out.
+
+Method: the example of the specification, and one fault at a time.
+"""
+
+import math
+
+import pytest
+
+from plumbing.errors import UsageError
+from plumbing.part.tier import Tier
+from pool.pool_file import named, settle
+from pool.settings import engines_of
+from pool.yaml_file import parse
+
+EXAMPLE = """\
+listen: 0.0.0.0:8000
+devices: [0, 1]
+host_memory: 200GiB
+margin: 512MiB
+queue: {max: 512, per_model: 128, wait: 300s}
+defaults: {keep_alive: 5m, min_runtime: 10s, drain_timeout: {park: 1s, cut: 20s}}
+models:
+  chat:  {backend: vllm, model: /models/A, args: [--kv-cache-memory-bytes, 20G],
+          aliases: [gpt-4o-mini], pinned: true, shadow: keeps}
+  coder: {backend: vllm, model: /models/B, tensor_parallel: 2}
+  batch: {model: /models/C, priority: 10, min_runtime: 30s, rest: offloaded, keep_alive: -1,
+          drain_timeout: {cut: never}, unload_after: off}
+"""
+
+
+def read(text):
+    return settle(parse("pool.yaml", text))
+
+
+def test_example_means_what_it_says():
+    pool = named(read(EXAMPLE), ("GPU-a", "GPU-b"))
+    chat, coder, batch = pool.models["chat"], pool.models["coder"], pool.models["batch"]
+    assert (pool.devices, pool.host_memory, pool.rules.margin_bytes) == (
+        ("GPU-a", "GPU-b"),
+        200 << 30,
+        512 << 20,
+    )
+    assert (chat.rules.is_pinned, chat.rules.shadow_keeps) == (True, True)
+    assert (engines_of("chat", chat), engines_of("v2.5", coder)) == (
+        ("chat-0", "chat-1"),
+        ("v2-5-0",),
+    )
+    assert (chat.rules.keep_alive_ms, chat.rules.park_ms, chat.rules.cut_ms) == (3e5, 1e3, 2e4)
+    assert (batch.rules.rest, batch.rules.min_runtime_ms) == (Tier.OFFLOADED, 3e4)
+    # The rest of `drain_timeout` is that of the defaults; `never` and `off` are no time at all.
+    assert (batch.rules.park_ms, batch.rules.cut_ms, batch.rules.unload_after_ms) == (
+        1e3,
+        None,
+        None,
+    )
+    assert batch.rules.keep_alive_ms == math.inf
+
+
+def test_models_without_devices_are_spread_in_the_order_of_the_file():
+    """Goal: a file without placements is served, and always alike. Method: `chat` takes the first
+    device, `coder` both, so that `batch` finds fewer on the second."""
+    pool = read(EXAMPLE)
+    assert [each.devices for each in pool.models.values()] == [("0",), ("0", "1"), ("1",)]
+
+
+def test_merged_anchors_are_overridden_and_no_duplicates():
+    text = """\
+devices: [HOST-0]
+models:
+  a: &small {model: /m/a, priority: 3}
+  b: {<<: *small, model: /m/b}
+  c: {<<: *small, model: /m/c, priority: 4}
+"""
+    models = read(text).models
+    assert [(each.model, each.priority) for each in models.values()] == [
+        ("/m/a", 3),
+        ("/m/b", 3),
+        ("/m/c", 4),
+    ]
+
+
+SMALL = """\
+devices: [HOST-0, HOST-1]
+models:
+  chat:
+    model: /models/A
+    priority: 1
+  coder: {model: /models/B, devices: [HOST-1]}
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "words"),
+    [
+        ("priority: 1", "priority: high", 5, "models.chat.priority: expected a whole number"),
+        ("priority: 1", "prioriti: 1", 5, "did you mean 'priority'?"),
+        ("priority: 1", "priority: 1001", 5, "models.chat.priority"),
+        ("priority: 1", "keep_alive: soon", 5, "such as 5s"),
+        ("priority: 1", "max_wait: 30d", 5, "such as 5s"),
+        ("priority: 1", "max_wait: 1000h", 5, "the maximum is a week"),
+        ("priority: 1", "rest: awake", 5, "models.chat.rest"),
+        ("priority: 1", "memory: {weights: 20GiB}", 5, "`kv` is missing"),
+        ("priority: 1", "drain_timeout: {parc: 2s}", 5, "did you mean 'park'?"),
+        ("priority: 1", "tensor_parallel: 3", 5, "the pool has 2"),
+        ("priority: 1", "aliases: [coder]", 5, "is a name of coder already"),
+        ("priority: 1", "devices: [HOST-2]", 5, "is none of the pool's `devices`"),
+        ("priority: 1", "devices: [HOST-0, HOST-1]", 5, "one for each rank"),
+        ("priority: 1", "model: /models/C", 5, "stands at line 4 and again at line 5"),
+        ("    model: /models/A\n", "", 3, "`model` is missing"),
+        ("  coder:", "  my_coder:", 6, "at most 25"),
+        ("[HOST-0, HOST-1]", "[HOST-0, HOST-0]", 1, "named twice"),
+        ("[HOST-0, HOST-1]", "[]", 1, "devices"),
+        ("devices: [HOST-0, HOST-1]\n", "margin: 1GiB\n", 1, "`devices` is missing"),
+        ("models:", "defaults: {model: /x}\nmodels:", 2, "unknown in defaults"),
+        ("models:", "defaults: {priority: x}\nmodels:", 2, "defaults.priority"),
+        ("models:", "queue: {max: 10}\nmodels:", 2, "more than the 10 of the whole queue"),
+        ("models:", "margin: much\nmodels:", 2, "such as 4GiB"),
+        ("models:", "modells:", 1, "at least one of `models`"),
+        ("models:", "models: [", 0, "not valid YAML"),
+    ],
+)
+def test_fault_is_named_with_its_place(old, new, line, words):
+    """Goal: whoever made the mistake finds it. Method: one change each in a file that is read."""
+    read(SMALL)
+    with pytest.raises(UsageError) as refused:
+        read(SMALL.replace(old, new, 1))
+    assert words in refused.value.message
+    assert refused.value.details.get("line", 0) in (line, 0)
+    if line and "again" not in words:
+        assert f"pool.yaml:{line}:" in refused.value.message
+
+
+def test_small_file_that_describes_an_endless_one_is_refused():
+    text = "a: &a [x, x, x, x, x, x, x, x, x, x]\n"
+    for number in range(6):
+        name, before = chr(ord("b") + number), chr(ord("a") + number)
+        text += f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]\n"
+    with pytest.raises(UsageError, match="more than"):
+        parse("pool.yaml", text)
+
+
+def test_names_of_devices_replace_their_numbers():
+    with pytest.raises(UsageError, match="understudy up --pool"):
+        named(read(EXAMPLE), ())
+    with pytest.raises(UsageError, match="2 devices, and 1 are named"):
+        named(read(EXAMPLE), ("GPU-a",))
+    pool = named(read(EXAMPLE), ("GPU-b", "GPU-a"))
+    assert pool.models["batch"].devices == ("GPU-a",)
