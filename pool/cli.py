@@ -1,0 +1,254 @@
+"""The `pool` command: `serve`, what looks at a pool, and what orders it; and `lease`.
+
+`understudy pool` has the same commands, and `understudy lease` is `lease`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import click
+
+from plumbing.errors import UnreachableError, UsageError
+from plumbing.part.cli import (
+    Look,
+    ask_status,
+    json_flag,
+    print_events,
+    show_status,
+    until_interrupted,
+    watch_flag,
+)
+from plumbing.part.paths import DIRECTORY, pool_socket
+from plumbing.service import log
+from plumbing.service.cli import options, run_async
+from plumbing.service.config import Option, Resolved, size_bytes
+from plumbing.service.process import arm_from_environment
+from plumbing.text import to_json
+from plumbing.wire.blocking import BlockingClient
+from plumbing.wire.messages import Message
+from pool.core.events import Order
+from pool.messages import (
+    CATALOGUE,
+    ExplainedMsg,
+    ExplainMsg,
+    OrderedMsg,
+    OrderMsg,
+    SetMsg,
+)
+from pool.server.settings import DIR, OPTIONS, settle
+
+ANSWER_S = 10.0  # the pool answers in milliseconds, unless its disk is slow
+MEANWHILE = "nothing switches; engines and gateway go on as they were told last"
+
+model_argument = click.argument("model")
+
+
+@click.group()
+def main() -> None:
+    """Pool: decides which models are awake, where many share few devices."""
+
+
+@main.command()
+@options(OPTIONS, command="pool")
+def serve(config: Resolved) -> None:
+    """Run the pool until SIGTERM. Engines and gateway go on without it."""
+    arm_from_environment()
+    log.configure("pool")
+    settings = settle(config)
+
+    async def run() -> None:
+        from pool.server import daemon  # heavy, and only needed here
+
+        await daemon.run(settings)
+
+    run_async(run)
+
+
+@main.command()
+@options((DIR,), command="pool-client")
+@json_flag
+@watch_flag
+def status(config: Resolved, as_json: bool, watch: bool) -> None:
+    """Show each model's state, what waits, and what is booked on the devices.
+
+    If the pool does not answer, show what that means, and exit with code 3.
+    """
+    directory = os.path.abspath(config["dir"])
+    show_status(lambda: _look(directory), as_json=as_json, watch=watch)
+
+
+def _look(directory: str) -> Look:
+    from pool import text
+
+    try:
+        document = ask_status(pool_socket(directory), CATALOGUE)
+    except UnreachableError as error:
+        if not os.path.exists(pool_socket(directory).removesuffix(".sock") + ".lock"):
+            raise
+        why = f"no pool answers in {directory}; {MEANWHILE}"
+        document = {"schema": 1, "online": False, "dir": directory, "problems": [why]}
+        away = UnreachableError("pool.offline", why, cause=error.code)
+        return Look(document, text.render(document), away)
+    return Look(document, text.render(document))
+
+
+@main.command()
+@options((DIR,), command="pool-client")
+@json_flag
+@click.option("-f", "--follow", is_flag=True, help="Print new events until the pool exits.")
+def events(config: Resolved, as_json: bool, follow: bool) -> None:
+    """Print the last thousand events of the pool."""
+    path = pool_socket(os.path.abspath(config["dir"]))
+    print_events(path, CATALOGUE, follow=follow, as_json=as_json)
+
+
+@main.command()
+@options((DIR,), command="pool-client")
+@model_argument
+@json_flag
+def load(config: Resolved, model: str, as_json: bool) -> None:
+    """Raise MODEL, as if a request had come; others may have to yield."""
+    _order(config, OrderMsg(model, Order.LOAD), as_json=as_json)
+
+
+@main.command()
+@options((DIR,), command="pool-client")
+@model_argument
+@json_flag
+def sleep(config: Resolved, model: str, as_json: bool) -> None:
+    """Let MODEL rest once nobody needs it; the next request wakes it."""
+    _order(config, OrderMsg(model, Order.SLEEP), as_json=as_json)
+
+
+@main.command()
+@options((DIR,), command="pool-client")
+@model_argument
+@click.option("--force", is_flag=True, help="Also if it is pinned.")
+@json_flag
+def unload(config: Resolved, model: str, force: bool, as_json: bool) -> None:
+    """End MODEL's processes and free all its memory, once its requests have ended."""
+    _order(config, OrderMsg(model, Order.UNLOAD, force), as_json=as_json)
+
+
+@main.command()
+@options((DIR,), command="pool-client")
+@model_argument
+@json_flag
+def pin(config: Resolved, model: str, as_json: bool) -> None:
+    """Never let MODEL yield or rest. Kept over restarts of the pool."""
+    _order(config, OrderMsg(model, Order.PIN), as_json=as_json)
+
+
+@main.command()
+@options((DIR,), command="pool-client")
+@model_argument
+@json_flag
+def unpin(config: Resolved, model: str, as_json: bool) -> None:
+    """Let MODEL yield and rest again."""
+    _order(config, OrderMsg(model, Order.UNPIN), as_json=as_json)
+
+
+@main.command()
+@options((DIR,), command="pool-client")
+@model_argument
+@json_flag
+def reset(config: Resolved, model: str, as_json: bool) -> None:
+    """Let MODEL, which has failed, be tried again."""
+    _order(config, OrderMsg(model, Order.RESET), as_json=as_json)
+
+
+@main.command("set")
+@options((DIR,), command="pool-client")
+@click.argument("assignment", metavar="SETTING=VALUE")
+@click.option("--model", default=None, help="Of this model; of the whole pool unless given.")
+@json_flag
+def set_(config: Resolved, assignment: str, model: str | None, as_json: bool) -> None:
+    """Change a setting of the running pool, as it is written in the pool file.
+
+    An empty VALUE returns to what the pool file says. Kept over restarts of the pool.
+    """
+    setting, equals, value = assignment.partition("=")
+    if not equals or not setting:
+        raise UsageError("pool.bad_setting", "write SETTING=VALUE, such as min_runtime=30s")
+    _order(config, SetMsg(setting, value or None, model), as_json=as_json)
+
+
+@main.command()
+@options((DIR,), command="pool-client")
+@click.argument("model", required=False)
+@json_flag
+def explain(config: Resolved, model: str | None, as_json: bool) -> None:
+    """Say why MODEL, or each model, is where it is, what it waits for, and for how long at most."""
+    answer = _ask(config, ExplainMsg(model))
+    assert isinstance(answer, ExplainedMsg)
+    if as_json:
+        click.echo(to_json(answer.document, indent=2))
+        return
+    for each in answer.document["models"]:
+        first, *rest = each["lines"]
+        click.echo("\n".join([first, *(f"  {line}" for line in rest)]))
+
+
+LEASE_OPTIONS = (
+    Option("dir", str, DIRECTORY, "The directory that the pod's processes share."),
+    Option("device", str, None, "The device whose memory COMMAND will use: HOST-0, GPU-<uuid>."),
+    Option("bytes", size_bytes, None, "How much of it, such as 20GiB.", minimum=1),
+    Option("priority", int, 0, "As of a request: lower is sooner."),
+    Option("timeout", float, 3600.0, "How long to wait for the memory, in seconds.", minimum=0),
+)
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@options(LEASE_OPTIONS, command="lease")
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND")
+def lease(config: Resolved, command: tuple[str, ...]) -> None:
+    """Run COMMAND with memory of a device that no model gets while COMMAND's processes live.
+
+    Waits like a request, and models yield for it. Exits with COMMAND's exit code; 1 if the memory
+    is never free, with who holds what, 3 without a pool, 5 after --timeout. COMMAND has no standard
+    input.
+    """
+    from pool.client.lease import run_with_lease
+
+    for name in ("device", "bytes"):
+        if not config[name]:
+            raise UsageError("pool.no_lease", f"--{name} is required")
+    with until_interrupted():
+        code = run_with_lease(
+            os.path.abspath(config["dir"]),
+            config["device"],
+            config["bytes"],
+            command,
+            priority=config["priority"],
+            timeout_s=config["timeout"],
+            say=lambda text: click.echo(text, err=True),
+        )
+    sys.exit(code)
+
+
+main.add_command(lease)
+
+
+def _order(config: Resolved, message: Message, *, as_json: bool) -> None:
+    answer = _ask(config, message)
+    assert isinstance(answer, OrderedMsg)
+    document: dict[str, Any] = {
+        "schema": 1,
+        "result": answer.result,
+        "state": answer.state,
+        "message": answer.sentence,
+    }
+    click.echo(to_json(document) if as_json else answer.sentence)
+
+
+def _ask(config: Resolved, message: Message) -> Message:
+    path = pool_socket(os.path.abspath(config["dir"]))
+    with BlockingClient(path, CATALOGUE) as client:
+        return client.request(message, timeout_s=ANSWER_S).message
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""The pool's connection to one engine's supervisor: its goal goes there, what it is comes back.
+
+The last goal is said again on every connection. A supervisor that is stopped keeps its connection,
+so it is asked once in a while, and sooner while a goal of ours is not obeyed yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from lockserver.client.reconnect import keep_connected
+from plumbing.errors import ProtocolError
+from plumbing.part.format import duration
+from plumbing.part.paths import engine_socket
+from plumbing.part.tier import CATALOGUE, AmMsg, GoalGeneration, PoolGoal, PoolWord, ShallMsg, Tier
+from plumbing.service.clock import Clock
+from plumbing.wire.connection import Connection, Handler
+from plumbing.wire.fds import OwnedFd, close_all
+from plumbing.wire.messages import FaultMsg, Message
+from plumbing.wire.unix_connection import connect
+
+BY = "pool"  # who wants it, in the engine's status and events
+ANSWER_MS = 3_000.0  # a supervisor answers within a millisecond, and is never blocked
+LOOK_MS, IDLE_LOOK_MS = 1_000.0, 10_000.0
+
+
+class EngineLink(Handler):
+    """`on_said(link, am, word)` and `on_lost(link)` are called on the loop."""
+
+    def __init__(
+        self,
+        directory: str,
+        engine: str,
+        model: str,
+        clock: Clock,
+        on_said: Callable[[EngineLink, AmMsg, PoolWord], None],
+        on_lost: Callable[[EngineLink], None],
+    ) -> None:
+        self.engine, self.model = engine, model
+        self.said: AmMsg | None = None  # its last word, while it is connected
+        self.problem: str | None = "not connected yet"
+        self._path, self._clock = engine_socket(directory, engine), clock
+        self._on_said, self._on_lost = on_said, on_lost
+        self._goal = ShallMsg()
+        self._conn: Connection | None = None
+        self._ended = asyncio.Event()
+        self._asked_ms: float | None = None  # since when an answer is due
+        self._heard_ms = 0.0
+        self._request = 0
+
+    @property
+    def goal(self) -> Tier | None:
+        return self._goal.goal
+
+    def tell(self, goal: Tier, generation: GoalGeneration, *, is_kill: bool = False) -> None:
+        """Say this now, and on every connection from now on. `is_kill`: wait for nothing that still
+        runs."""
+        self._goal = ShallMsg(goal, BY, PoolGoal(self.model, generation, is_kill))
+        self._ask(self._goal)
+
+    def look(self) -> None:
+        """Call this every second or so."""
+        now_ms = self._clock.now_ms()
+        if self._asked_ms is not None and now_ms - self._asked_ms > ANSWER_MS:
+            silent = duration(now_ms - self._asked_ms)
+            self._close(f"its supervisor has not answered for {silent}")
+        elif self._asked_ms is None:
+            every_ms = IDLE_LOOK_MS if self._is_obeyed else LOOK_MS
+            if now_ms - self._heard_ms > every_ms:
+                self._ask(ShallMsg())
+
+    async def run(self) -> None:
+        """Stay connected until cancelled."""
+        try:
+            await keep_connected(self._connect, self._ended, self._failed)
+        finally:
+            if self._conn is not None:
+                conn, self._conn = self._conn, None
+                conn.close("the pool is ending")
+
+    @property
+    def _is_obeyed(self) -> bool:
+        wanted, said = self._goal.pool, self.said
+        if wanted is None:
+            return True
+        return said is not None and said.pool is not None and said.tier == self._goal.goal
+
+    async def _connect(self) -> None:
+        await connect(self._path, CATALOGUE, self)
+
+    def _failed(self, why: str) -> None:
+        self.problem = why
+
+    def _ask(self, question: ShallMsg) -> None:
+        if self._conn is not None:
+            self._request += 1
+            if self._asked_ms is None:
+                self._asked_ms = self._clock.now_ms()
+            self._conn.send(question, self._request)
+
+    # ------------------------------------------------------------------ as the wire's handler
+
+    def opened(self, conn: Connection) -> None:
+        self._conn = conn
+        self._ask(self._goal)
+
+    def received(
+        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
+    ) -> None:
+        close_all(fds)
+        if conn is not self._conn:
+            return
+        if request_id == self._request:
+            self._asked_ms = None
+        self._heard_ms = self._clock.now_ms()
+        match message:
+            case FaultMsg():
+                self.problem = message.message
+            case AmMsg(pool=PoolWord() as word) if word.model == self.model:
+                self.said, self.problem = message, message.fault or None
+                self._on_said(self, message, word)
+            case AmMsg():
+                found = f"model {message.pool.model}" if message.pool else "no model's name"
+                self.problem = f"it runs with {found}; start it with --model-name {self.model}"
+            case _:
+                raise ProtocolError("pool.not_an_answer", f"{message.TYPE} is no word of an engine")
+
+    def closed(self, conn: Connection, reason: str) -> None:
+        if conn is self._conn:
+            self._lost(reason)
+        self._ended.set()
+
+    def _close(self, reason: str) -> None:
+        if self._conn is not None:
+            self._conn.close(reason)
+            self._lost(reason)
+
+    def _lost(self, reason: str) -> None:
+        was_heard = self.said is not None
+        self._conn = self.said = self._asked_ms = None
+        self.problem = f"the connection ended: {reason}"
+        if was_heard:
+            self._on_lost(self)

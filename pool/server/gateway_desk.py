@@ -1,0 +1,106 @@
+"""The gateways: what they have goes to the core, all doors go to all of them.
+
+A gateway is one process; its newest connection counts. One that disconnects may live on and serve,
+so only the end of its process, which the kernel tells, ends its requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping
+
+from msgspec.structs import replace
+
+from plumbing.errors import ProtocolError, UnderstudyError
+from plumbing.wire.connection import Connection
+from plumbing.wire.process_watch import ProcessWatch
+from pool.core.events import DemandCame, GatewayGone, ModelDemand, PoolEvent
+from pool.messages import DemandMsg, DoorsMsg, PooledModel
+
+GATEWAYS_MAX = 8  # a pod has one, and a dead one or two that it replaces
+
+
+class PoolGateways:
+    """`doors` tells all of them now."""
+
+    def __init__(
+        self,
+        models: Collection[str],
+        doors: Callable[[], Mapping[str, PooledModel]],
+        feed: Callable[[PoolEvent], None],
+        now_ms: Callable[[], float],
+    ) -> None:
+        self._models = models
+        self._doors, self._feed, self._now_ms = doors, feed, now_ms
+        self._processes = ProcessWatch(self._ended)
+        self.conns: dict[str, Connection] = {}  # by gateway
+        self._is_due = False
+
+    def said(self, conn: Connection, message: DemandMsg) -> None:
+        """
+        Raises:
+            UnderstudyError: `pool.unknown_model`, `pool.too_many_gateways`.
+        """
+        unknown = sorted(set(message.models) - set(self._models))
+        if unknown:
+            raise ProtocolError(
+                "pool.unknown_model",
+                f"this pool has no model {unknown[0]}; start the gateway with the same pool file",
+            )
+        gateway = message.gateway
+        if gateway not in self.conns and len(self.conns) >= GATEWAYS_MAX:
+            raise UnderstudyError(
+                "pool.too_many_gateways", f"{GATEWAYS_MAX} gateways are connected, the limit"
+            )
+        before = self.conns.get(gateway)
+        if before is not conn:
+            self.conns[gateway], conn.state = conn, gateway
+            self._processes.watch(gateway, conn.peer)
+            conn.send(DoorsMsg(dict(self._doors())))
+            if before is not None:
+                before.close("the gateway has connected anew")
+        now_ms = self._now_ms()
+        models = {name: _settled(demand, now_ms) for name, demand in message.models.items()}
+        self._feed(DemandCame(gateway, models))
+
+    def left(self, conn: Connection) -> None:
+        """`conn` has closed; harmless where it is no gateway's."""
+        gateway = conn.state
+        if gateway is not None and self.conns.get(gateway) is conn:
+            del self.conns[gateway]
+            self._feed(GatewayGone(gateway))
+            self._processes.look(gateway)
+
+    def tell(self) -> None:
+        """Doors have changed: tell all, once for what changes together."""
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._tell)
+
+    def close(self) -> None:
+        self._processes.close()
+
+    def _tell(self) -> None:
+        self._is_due = False
+        if self.conns:
+            doors = DoorsMsg(dict(self._doors()))
+            for conn in tuple(self.conns.values()):
+                conn.send(doors)
+
+    def _ended(self, gateway: str) -> None:
+        conn = self.conns.pop(gateway, None)
+        if conn is not None:
+            conn.close("its process has ended")
+        self._feed(GatewayGone(gateway, is_dead=True))
+
+
+def _settled(demand: ModelDemand, now_ms: float) -> ModelDemand:
+    """`demand` without times to come."""
+    if (demand.last_request_ms or 0.0) > now_ms:
+        demand = replace(demand, last_request_ms=now_ms)
+    if any(ticket.since_ms > now_ms for ticket in demand.tickets):
+        tickets = tuple(
+            replace(each, since_ms=min(each.since_ms, now_ms)) for each in demand.tickets
+        )
+        demand = replace(demand, tickets=tickets)
+    return demand

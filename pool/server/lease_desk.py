@@ -1,0 +1,176 @@
+"""Leases: neighbours that wait for memory, or have it for as long as their processes live.
+
+A lease is known by a file on which every process of the neighbour holds a shared flock. The pool
+alone removes it, so it outlives a restart of either side. Who waits is connected; who has been
+granted memory need not be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from lockserver.client import witness
+from plumbing.errors import ProtocolError, UnderstudyError
+from plumbing.wire.connection import Connection
+from pool.core.events import LeaseAsked, LeaseOver, PoolEvent
+from pool.messages import LeaseGrantedMsg, LeaseMsg, LeaseWaitingMsg
+
+LEASES_MAX = 64  # each is an entry of the ledger, and a file that is tried
+# A training run ends once in hours, and whoever waits for its memory has waited longer than this.
+TRY_S = 0.1
+
+
+@dataclass
+class HeldLease:
+    """One neighbour. `is_granted`: it may have processes that use the memory."""
+
+    lease: str
+    device: str
+    size_bytes: int
+    dev: int
+    ino: int
+    since_ms: float
+    priority: int = 0
+    command: str = ""
+    is_granted: bool = False
+    conn: Connection | None = None
+    request_id: int = 0
+
+
+class LeaseDesk:
+    """The leases of `directory`."""
+
+    def __init__(
+        self, directory: str, devices: Collection[str], feed: Callable[[PoolEvent], None]
+    ) -> None:
+        self._directory, self._devices, self._feed = directory, devices, feed
+        self.leases: dict[str, HeldLease] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def recover(self, record: dict[str, Any]) -> None:
+        """Those that were granted before this pool started. A file that is gone is a lease that is
+        over: what its processes have is then seen as used from outside."""
+        for lease, said in record.items():
+            self.leases[lease] = HeldLease(lease, **said, is_granted=True)
+        self._arm()
+
+    def record(self) -> dict[str, Any]:
+        """The granted ones, for the state file."""
+        fields = ("device", "size_bytes", "dev", "ino", "since_ms", "priority", "command")
+        return {
+            each.lease: {name: getattr(each, name) for name in fields}
+            for each in self.leases.values()
+            if each.is_granted
+        }
+
+    def asked(self, conn: Connection, message: LeaseMsg, request_id: int, now_ms: float) -> None:
+        """
+        Raises:
+            UnderstudyError: `pool.unknown_device`, `pool.too_many_leases`, `pool.no_lease_file`.
+        """
+        known = self.leases.get(message.lease)
+        if known is not None:
+            known.conn, known.request_id, conn.state = conn, request_id, message.lease
+            if known.is_granted:
+                conn.send(LeaseGrantedMsg(message.lease), request_id)
+            return
+        if message.device not in self._devices:
+            names = ", ".join(self._devices)
+            raise UnderstudyError(
+                "pool.unknown_device",
+                f"there is no device {message.device} here; there are {names}",
+            )
+        if len(self.leases) >= LEASES_MAX:
+            raise UnderstudyError(
+                "pool.too_many_leases", f"there are {LEASES_MAX} leases, the limit"
+            )
+        path = self._path(message.lease)
+        if message.witness != os.path.basename(path):
+            raise ProtocolError("pool.no_lease_file", f"{message.witness} is another lease's file")
+        file, state = witness.identify(path)
+        if file is None or state is not witness.WitnessState.HELD:
+            raise UnderstudyError(
+                "pool.no_lease_file", f"nobody holds {path}, so nothing would ever end this lease"
+            )
+        since_ms = min(message.since_ms, now_ms)
+        self.leases[message.lease] = HeldLease(
+            message.lease,
+            message.device,
+            message.size_bytes,
+            file.dev,
+            file.ino,
+            since_ms,
+            message.priority,
+            message.command,
+            conn=conn,
+            request_id=request_id,
+        )
+        conn.state = message.lease
+        self._feed(
+            LeaseAsked(
+                message.lease, message.device, message.size_bytes, since_ms, message.priority
+            )
+        )
+        self._arm()
+
+    def granted(self, lease: str) -> None:
+        held = self.leases.get(lease)
+        if held is not None:
+            held.is_granted = True
+            if held.conn is not None:
+                held.conn.send(LeaseGrantedMsg(lease), held.request_id)
+
+    def refused(self, lease: str, code: str, sentence: str) -> None:
+        held = self.leases.pop(lease, None)
+        if held is not None:
+            if held.conn is not None:
+                held.conn.fault(UnderstudyError(code, sentence), held.request_id, close=False)
+            self._remove(held)
+
+    def explain(self, lease: str, why: str) -> None:
+        """Tell who waits what it waits for."""
+        held = self.leases.get(lease)
+        if held is not None and held.conn is not None and not held.is_granted:
+            held.conn.send(LeaseWaitingMsg(why[:4096]), held.request_id)
+
+    def left(self, conn: Connection) -> None:
+        """`conn` has closed; harmless where it is no lease's. Its processes may live on."""
+        held = self.leases.get(conn.state) if isinstance(conn.state, str) else None
+        if held is not None and held.conn is conn:
+            held.conn = None
+            self._look()
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _arm(self) -> None:
+        if self._timer is None and self.leases:
+            self._timer = asyncio.get_running_loop().call_later(TRY_S, self._look)
+
+    def _look(self) -> None:
+        """End those whose processes are all dead."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        for held in tuple(self.leases.values()):
+            path = self._path(held.lease)
+            state = witness.probe(path, held.dev, held.ino)
+            is_missing = state is witness.WitnessState.UNPROVEN and not os.path.lexists(path)
+            if state is witness.WitnessState.FREE or is_missing:
+                del self.leases[held.lease]
+                self._remove(held)
+                self._feed(LeaseOver(held.lease))
+        self._arm()
+
+    def _remove(self, held: HeldLease) -> None:
+        with contextlib.suppress(OSError):
+            os.unlink(self._path(held.lease))
+
+    def _path(self, lease: str) -> str:
+        return os.path.join(self._directory, f"lease_{lease}")

@@ -1,0 +1,109 @@
+"""The pool's metrics: what happened is counted as it is recorded, what is, at each scrape."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from plumbing.service.metrics import Metrics
+from pool.core.events import ModelChanged, PoolRecord, Switched
+from pool.core.machine import ModelPool
+from pool.core.states import EntryKind, ModelState
+from pool.core.view import Leaving
+
+PHASES = ("wait", "drain", "release", "raise")
+STATES = tuple(each.value for each in ModelState)
+
+
+class PoolMetrics:
+    """`metrics` is what is scraped."""
+
+    def __init__(self, models: Collection[str], devices: Collection[str]) -> None:
+        self.metrics = made = Metrics()
+        self._devices = devices
+        by_model = {"model": tuple(models)}
+        self._state = made.one_hot(
+            "pool_model_state", "State of a model; the current one is 1.", STATES, by_model
+        )
+        self._transitions = made.counter(
+            "pool_transitions_total",
+            "Changes of a model's state, by the new one.",
+            ("model", "state"),
+        )
+        self._tickets = made.gauge(
+            "pool_tickets", "Requests and parked streams that wait for a model.", by_model
+        )
+        self._oldest = made.gauge(
+            "pool_ticket_oldest_seconds", "How long the oldest of them has waited.", by_model
+        )
+        self._in_flight = made.gauge(
+            "pool_in_flight_requests", "Requests that a model's engine has.", by_model
+        )
+        self._parked = made.gauge(
+            "pool_parked_streams", "Streams that are parked while their model yields.", by_model
+        )
+        self._switch = made.histogram(
+            "pool_switch_seconds",
+            "Switches to a model that somebody waited for.",
+            {"phase": PHASES},
+        )
+        self._waited = made.histogram(
+            "pool_ticket_wait_seconds", "Wait of the oldest ticket at a switch, by model.", by_model
+        )
+        self._yields = made.counter(
+            "pool_yields_total",
+            "Models that have begun to drain, by reason.",
+            {"reason": tuple(each.value for each in Leaving)},
+        )
+        self._booked = made.gauge(
+            "pool_booked_bytes",
+            "Memory that is booked on a device, by kind.",
+            {"device_uuid": tuple(devices), "kind": tuple(each.value for each in EntryKind)[:-1]},
+        )
+        self._outside = made.gauge(
+            "pool_outside_bytes",
+            "Memory of a device that is used by nobody that the pool knows.",
+            {"device_uuid": tuple(devices)},
+        )
+        self._total = made.gauge(
+            "pool_device_bytes", "Size of a device.", {"device_uuid": tuple(devices)}
+        )
+        self._recovering = made.gauge(
+            "pool_recovering", "1 while a model's engines have not all been heard since the start."
+        )
+
+    def count(self, record: PoolRecord, leaving: str | None = None) -> None:
+        """`leaving`: why a model that has begun to drain does so."""
+        match record:
+            case ModelChanged():
+                self._transitions.labels(model=record.model, state=record.new.value).inc()
+                if record.new is ModelState.DRAINING and leaving is not None:
+                    self._yields.labels(reason=leaving).inc()
+            case Switched():
+                for phase in PHASES:
+                    self._switch.labels(phase=phase).observe(getattr(record, f"{phase}_ms") / 1000)
+                self._waited.labels(model=record.model).observe(record.wait_ms / 1000)
+
+    def update(self, pool: ModelPool, now_ms: float) -> None:
+        """Call this before each scrape."""
+        situation = pool.situation
+        for name, known in situation.models.items():
+            tickets = situation.demand.tickets(name)
+            oldest_ms = min((each.since_ms for each in tickets), default=now_ms)
+            self._state.set(known.model.state.value, model=name)
+            self._tickets.labels(model=name).set(len(tickets))
+            self._oldest.labels(model=name).set(max(0.0, now_ms - oldest_ms) / 1000)
+            self._parked.labels(model=name).set(sum(each.kind == "parked" for each in tickets))
+            self._in_flight.labels(model=name).set(situation.demand.in_flight(name))
+        ledger = situation.books.ledger
+        sums: dict[tuple[str, str], int] = {}
+        for key, size_bytes in ledger.entries.items():
+            place = (key.device, key.kind.value)
+            sums[place] = sums.get(place, 0) + size_bytes
+        for device in self._devices:
+            for kind in tuple(EntryKind)[:-1]:
+                found = sums.get((device, kind.value), 0)
+                self._booked.labels(device_uuid=device, kind=kind.value).set(found)
+            self._outside.labels(device_uuid=device).set(ledger.outside.get(device, 0))
+            self._total.labels(device_uuid=device).set(ledger.totals.get(device, 0))
+        is_recovering = any(each.model.is_recovering for each in situation.models.values())
+        self._recovering.set(is_recovering)

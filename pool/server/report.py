@@ -1,0 +1,181 @@
+"""The status document and the probes of a pool. It only reads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+
+from plumbing.service.clock import rfc3339
+from plumbing.service.http import Probe
+from pool.core.known import KnownModel
+from pool.core.view import ModelView
+from pool.server import explain
+from pool.server.engine_link import EngineLink
+from pool.server.parts import PoolParts
+
+SCHEMA = 1
+PROBLEMS_MAX = 20  # a pod with a hundred engines that are all gone has one problem
+
+
+def document(parts: PoolParts) -> dict[str, Any]:
+    """The status document, the same for the CLI, `/status` and observers."""
+    seen = explain.views(parts)
+    return {
+        "schema": SCHEMA,
+        "online": True,
+        **parts.log.newest(),
+        "pid": os.getpid(),
+        "dir": parts.settings.directory,
+        **_moment(parts, parts.started_ms),
+        "era": parts.pool.situation.era,
+        "start": parts.pool.situation.start,
+        "recovering": is_recovering(parts),
+        "models": [_model(parts, name, seen) for name in parts.told.models],
+        "devices": [_device(parts, name) for name in parts.pool.situation.books.devices],
+        "leases": [_lease(parts, each) for each in parts.leases.leases],
+        "gateways": [{"gateway": name} for name in parts.gateways.conns],
+        "lock_server": {"connected": parts.locks.is_connected, "problem": parts.locks.problem},
+        "changed": {name or "pool": found for name, found in parts.changed.items()},
+        "problems": problems(parts)[:PROBLEMS_MAX],
+    }
+
+
+def problems(parts: PoolParts) -> list[str]:
+    """One sentence for each thing that does not work now."""
+    found: list[str | None] = [parts.problem]
+    found += [told.alarm for told in parts.told.models.values()]
+    if parts.locks.problem is not None:
+        found.append(f"no word of the lock server: {parts.locks.problem}")
+    if not parts.gateways.conns:
+        found.append("no gateway is connected, so no request can raise a model")
+    found += [*parts.engines.problems, *parts.memory.problems]
+    found += [look() for look in parts.troubles]
+    return [each for each in found if each]
+
+
+def is_recovering(parts: PoolParts) -> bool:
+    return any(each.model.is_recovering for each in parts.pool.situation.models.values())
+
+
+# -------------------------------------------------------------------------------------- probes
+
+
+def probes(parts: Callable[[], PoolParts]) -> Mapping[str, Callable[[], Probe]]:
+    return {
+        "live": lambda: Probe(True, "running"),
+        "startup": lambda: Probe(True, "started"),
+        "ready": lambda: ready(parts()),
+    }
+
+
+def ready(parts: PoolParts) -> Probe:
+    """It decides: its state can be written, and a gateway is connected. A model that recovers waits
+    for its own engines, and does not make the pool unready."""
+    if parts.problem is not None:
+        return Probe(False, "state_unwritable", {"why": parts.problem})
+    if not parts.gateways.conns:
+        return Probe(False, "no_gateway", {"why": "no gateway is connected"})
+    return Probe(True, "recovering" if is_recovering(parts) else "deciding")
+
+
+# -------------------------------------------------------------------------------------- parts
+
+
+def _model(parts: PoolParts, name: str, seen: list[ModelView]) -> dict[str, Any]:
+    pool = parts.pool.situation
+    known, told = pool.models[name], parts.told.models[name]
+    tickets = pool.demand.tickets(name)
+    now_ms = parts.clock.now_ms()
+    oldest_ms = min((each.since_ms for each in tickets), default=None)
+    sizes = known.sizes
+    return {
+        "model": name,
+        "state": known.model.state.value,
+        **_moment(parts, told.since_ms),
+        "reason": told.reason or None,
+        "waits_for": explain.wait_of(known),
+        "fault": known.model.fault or None,
+        "tier": known.model.goal.value,
+        "floor": known.model.floor.value,
+        "pinned": known.is_pinned,
+        "priority": known.rules.priority,
+        "recovering": known.model.is_recovering,
+        "leaving": known.leaving,
+        "tickets": len(tickets),
+        "oldest_ticket_ms": None if oldest_ms is None else round(now_ms - oldest_ms),
+        "parked": sum(each.kind == "parked" for each in tickets),
+        "in_flight": pool.demand.in_flight(name),
+        "door": {"number": told.number, **(msgspec.to_builtins(told.door) if told.door else {})},
+        "holder": _holder(known),
+        "engines": [_engine(parts, parts.engines.links[each.name]) for each in known.engines],
+        "bytes": _booked(parts, known),
+        "estimated": sizes is None or sizes.is_estimated,
+        "bound_ms": explain.bound_ms(explain.bound_of(parts, name, seen)),
+        "alarm": told.alarm,
+    }
+
+
+def _holder(known: KnownModel) -> dict[str, Any] | None:
+    holder = known.holder
+    return None if holder is None else {"engine": holder.engine, "token": holder.token}
+
+
+def _engine(parts: PoolParts, link: EngineLink) -> dict[str, Any]:
+    said = link.said
+    return {
+        "engine": link.engine,
+        "connected": said is not None,
+        "goal": link.goal,
+        "state": said.state if said is not None else None,
+        "tier": said.tier if said is not None else None,
+        "token": said.token if said is not None else None,
+        "in_flight": said.in_flight if said is not None else None,
+        "problem": link.problem,
+    }
+
+
+def _booked(parts: PoolParts, known: KnownModel) -> dict[str, dict[str, int]]:
+    """By device and kind."""
+    found: dict[str, dict[str, int]] = {}
+    for key, size_bytes in parts.pool.situation.books.booked(known).items():
+        kinds = found.setdefault(key.device, {})
+        kinds[key.kind.value] = kinds.get(key.kind.value, 0) + size_bytes
+    return found
+
+
+def _device(parts: PoolParts, device: str) -> dict[str, Any]:
+    ledger = parts.pool.situation.books.ledger
+    leaving = sum(ledger.entries[key] for key in ledger.leaving if key.device == device)
+    booked = sum(each for key, each in ledger.entries.items() if key.device == device)
+    is_known = device in ledger.totals
+    return {
+        "device": device,
+        "total_bytes": ledger.totals.get(device),
+        "free_bytes": max(0, ledger.free_bytes(device)) if is_known else None,
+        "booked_bytes": booked,
+        "leaving_bytes": leaving,
+        "outside_bytes": ledger.outside.get(device, 0),
+    }
+
+
+def _lease(parts: PoolParts, lease: str) -> dict[str, Any]:
+    held = parts.leases.leases[lease]
+    return {
+        "lease": lease,
+        "device": held.device,
+        "bytes": held.size_bytes,
+        "granted": held.is_granted,
+        "priority": held.priority,
+        "command": held.command or None,
+        **_moment(parts, held.since_ms),
+    }
+
+
+def _moment(parts: PoolParts, at_ms: float) -> dict[str, Any]:
+    for_ms = max(0.0, parts.clock.now_ms() - at_ms)
+    since = parts.clock.wall() - timedelta(milliseconds=for_ms)
+    return {"since": rfc3339(since), "for_ms": round(for_ms)}

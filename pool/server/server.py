@@ -1,0 +1,304 @@
+"""The shell around the pool's core: words of neighbours and the time go in, effects are performed.
+
+Owns the order of things. Must not decide who is awake: every question goes to `core`. Everything
+runs as callbacks on one loop, and an event that comes while another one is handled waits its turn.
+
+The surprising thing: a state that cannot be written stops everything behind it. What nobody has on
+file is told to nobody; the write is repeated, and events wait meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import deque
+
+import msgspec
+
+from plumbing.errors import InvariantError, UnderstudyError
+from plumbing.service.clock import Clock, SystemClock
+from plumbing.service.events import EventLog
+from pool.core import events as ev
+from pool.core.machine import ModelPool
+from pool.core.snapshot import PoolSnapshot
+from pool.pool_file import with_changes
+from pool.server.desk import PoolDesk
+from pool.server.engine_side import EngineSide
+from pool.server.gateway_desk import PoolGateways
+from pool.server.lease_desk import LeaseDesk
+from pool.server.lock_side import PoolLockSide
+from pool.server.memory_side import SAMPLE_S, MemorySide
+from pool.server.metrics import PoolMetrics
+from pool.server.parts import PoolParts
+from pool.server.performer import PoolPerformer
+from pool.server.settings import PoolSettings
+from pool.server.state_file import PoolStateFile
+from pool.server.told import ToldModels
+from pool.settings import PoolFile, engines_of
+
+INBOX_MAX = 10_000  # events that wait for a disk; a pool whose disk is gone for longer ends
+SAVE_RETRY_S = 1.0
+DUE_S_MIN = 0.001  # the core may ask to be called at once, and others must get their turn
+DUE_S_MAX = 3600.0
+
+
+class PoolServer:
+    """One directory's pool."""
+
+    parts: PoolParts  # from `start` on
+
+    def __init__(self, settings: PoolSettings, clock: Clock | None = None) -> None:
+        self.settings = settings
+        self.clock = clock or SystemClock()
+        self.log = EventLog("pool", self.clock)
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.desk = PoolDesk(
+            settings.directory, self.log, lambda: self.parts, self.feed, self.change
+        )
+        self._inbox: deque[ev.PoolEvent] = deque()
+        self._effects: deque[ev.PoolEffect] = deque()
+        self._is_busy = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._ticker: asyncio.TimerHandle | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Take the directory, read the state, connect to everybody.
+
+        Raises:
+            UnderstudyError: another pool is here, or the state cannot be kept.
+        """
+        await self.desk.server.start()  # first: it guards everything below against a second pool
+        try:
+            self.parts = self._open()
+        except BaseException:
+            await self.desk.server.close()
+            raise
+        parts = self.parts
+        self._performer = PoolPerformer(parts, self._save)
+        parts.metrics.metrics.refresh = lambda: parts.metrics.update(
+            parts.pool, self.clock.now_ms()
+        )
+        loop = asyncio.get_running_loop()
+        self._tasks = [
+            *parts.engines.start(),
+            *parts.memory.start(),
+            loop.create_task(parts.locks.run()),
+        ]
+        for task in self._tasks:
+            task.add_done_callback(self._ended)
+        self.feed(ev.PoolTick())
+        self._tick()
+
+    async def close(self) -> None:
+        """Stop. Nobody is told anything: engines and gateways go on with what they were told."""
+        for timer in (self._timer, self._ticker):
+            if timer is not None:
+                timer.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for part in (self.parts.leases, self.parts.engines, self.parts.gateways, self.parts.state):
+            part.close()
+        await self.desk.server.close()
+
+    # ------------------------------------------------------------------ events
+
+    def feed(self, event: ev.PoolEvent) -> None:
+        """Hand one event to the core, and perform what follows.
+
+        Raises:
+            UnderstudyError: the core refuses it, and nothing has changed. Only of an event that is
+                handled at once; of one that had to wait it is recorded.
+        """
+        if self._is_busy or self._effects:
+            if len(self._inbox) >= INBOX_MAX:
+                raise InvariantError(f"{INBOX_MAX} events wait: {self.parts.problem}")
+            self._inbox.append(event)
+            return
+        try:
+            self._handle(event)
+        finally:
+            self._drain()
+
+    def change(self, model: str, setting: str, value: str | None) -> None:
+        """Set something at runtime (`model` "": of the whole pool), None: as in the pool file.
+
+        Raises:
+            UsageError: there is no such setting, or it cannot have this value.
+            OSError: it cannot be written to the state file.
+        """
+        parts = self.parts
+        changed = {name: dict(found) for name, found in parts.changed.items()}
+        changed.setdefault(model, {}).pop(setting, None)
+        if value is not None:
+            changed[model][setting] = value
+        parts.file = with_changes(self.settings.file, changed)
+        parts.changed = {name: found for name, found in changed.items() if found}
+        self._save()
+        if model:
+            self.feed(ev.RulesChanged(model, parts.file.models[model].rules))
+        else:
+            self.feed(ev.RulesChanged(None, parts.file.rules))
+
+    def _handle(self, event: ev.PoolEvent) -> None:
+        self._is_busy = True
+        try:
+            effects = self.parts.pool.handle(event, self.clock.now_ms())
+            self._effects.extend(effects)
+            self._perform()
+        finally:
+            self._is_busy = False
+
+    def _perform(self) -> None:
+        while self._effects:
+            try:
+                self._performer.perform(self._effects[0])
+            except OSError as error:
+                self._hold(error)
+                return
+            self._effects.popleft()
+
+    def _drain(self) -> None:
+        """What has come meanwhile, then the time."""
+        while self._inbox and not self._effects:
+            event = self._inbox.popleft()
+            try:
+                self._handle(event)
+            except UnderstudyError as error:
+                data = {"error_code": error.code}
+                self.log.record("pool.wrong_message", error.message, "warning", data)
+        self._arm()
+
+    # ------------------------------------------------------------------ the state
+
+    def _save(self) -> None:
+        """
+        Raises:
+            OSError: it may not be on disk.
+        """
+        parts = self.parts
+        parts.state.write(
+            {
+                "pool": msgspec.to_builtins(parts.pool.snapshot()),
+                "leases": parts.leases.record(),
+                "changed": parts.changed,
+            }
+        )
+
+    def _hold(self, error: OSError) -> None:
+        parts = self.parts
+        if parts.problem is None:
+            parts.problem = (
+                f"nothing is decided: {parts.state.path} cannot be written ({error.strerror});"
+                " engines and gateway go on as they are"
+            )
+            self.log.record("pool.state_unwritable", parts.problem, "error")
+        self._rearm(SAVE_RETRY_S)
+
+    def _open(self) -> PoolParts:
+        """
+        Raises:
+            UnderstudyError: the state cannot be kept, or does not fit these settings.
+        """
+        settings, clock, feed = self.settings, self.clock, self.feed
+        state = PoolStateFile(settings.directory)
+        record = state.loaded.record or {}
+        changed = record.get("changed", {})
+        file = _as_changed(settings, changed, self.log)
+        models = file.models
+        snapshot = msgspec.convert(record["pool"], PoolSnapshot) if record else None
+        setup = settings.setup_of(file)
+        pool = ModelPool(setup, clock.now_ms(), secrets.token_hex(8), snapshot)
+        told = ToldModels(models, clock)
+        engines = EngineSide(
+            settings.directory,
+            {name: engines_of(name, each) for name, each in models.items()},
+            clock,
+            feed,
+        )
+        parts = PoolParts(
+            settings=settings,
+            clock=clock,
+            log=self.log,
+            state=state,
+            pool=pool,
+            file=file,
+            changed=changed,
+            told=told,
+            metrics=PoolMetrics(models, setup.devices),
+            gateways=PoolGateways(models, lambda: told.for_gateways(pool), feed, clock.now_ms),
+            engines=engines,
+            locks=PoolLockSide(settings.directory, models, self._held),
+            memory=MemorySide(
+                settings.directory,
+                {name: each.devices for name, each in models.items()},
+                file.host_memory,
+                feed,
+                engines.bases,
+            ),
+            leases=LeaseDesk(settings.directory, file.devices, feed),
+            started_ms=clock.now_ms(),
+        )
+        parts.leases.recover(record.get("leases", {}))
+        parts.troubles = [lambda: self.desk.server.problem]
+        if state.loaded.problem is not None:
+            kept = f"; moved to {state.loaded.aside}" if state.loaded.aside else ""
+            message = f"{state.path}: {state.loaded.problem}{kept}"
+            self.log.record("pool.state_lost", message, "error", {"aside": state.loaded.aside})
+        return parts
+
+    # ------------------------------------------------------------------ neighbours and time
+
+    def _held(self, model: str, engine: str, token: int, era: str) -> None:
+        self.feed(ev.HolderNamed(model, engine, token, era))
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """A task that ends by itself is a bug, and ends the pool."""
+        if not task.cancelled() and not self.failed.done():
+            self.failed.set_exception(task.exception() or RuntimeError("a task has ended"))
+
+    def _arm(self) -> None:
+        if self._effects:
+            return  # the retry of the state is due
+        due_ms = self.parts.pool.due_ms
+        delay_s = DUE_S_MAX if due_ms is None else (due_ms - self.clock.now_ms()) / 1000
+        self._rearm(min(max(delay_s, DUE_S_MIN), DUE_S_MAX))
+
+    def _rearm(self, delay_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._due)
+
+    def _due(self) -> None:
+        self._timer = None
+        if self._effects:
+            self._perform()
+            if self._effects:
+                return
+            self.parts.problem = None
+            self.log.record("pool.state_written", f"{self.parts.state.path} can be written again")
+            self._drain()
+            return
+        self.feed(ev.PoolTick())
+
+    def _tick(self) -> None:
+        self._ticker = asyncio.get_running_loop().call_later(SAMPLE_S, self._tick)
+        self.parts.engines.look()
+        self.parts.memory.sample()
+        self.desk.server.reserve.refill()
+
+
+def _as_changed(
+    settings: PoolSettings, changed: dict[str, dict[str, str]], log: EventLog
+) -> PoolFile:
+    """The pool file with what was set before the restart, where that is possible still."""
+    try:
+        return with_changes(settings.file, changed)
+    except UnderstudyError as error:
+        message = (
+            f"what was set at runtime is dropped, for the pool file has changed: {error.message}"
+        )
+        log.record("pool.changes_dropped", message, "warning", {"error_code": error.code})
+        changed.clear()
+        return settings.file

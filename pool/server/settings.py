@@ -1,0 +1,75 @@
+"""The settings of `pool serve`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from plumbing.errors import UsageError
+from plumbing.part.paths import DIRECTORY, runtime_dir
+from plumbing.service.browsers import ALLOWED_HOST
+from plumbing.service.config import Option, Resolved
+from pool.core.situation import ModelSetup, PoolSetup
+from pool.core.states import HOST
+from pool.pool_file import named, read_pool_file
+from pool.settings import PoolFile, engines_of
+from pool.sizes import sizes_of
+
+DIR = Option("dir", str, DIRECTORY, "The directory that the pod's processes share.")
+OPTIONS = (
+    DIR,
+    Option(
+        "file",
+        str,
+        None,
+        "The pool file: models, devices and rules, as YAML.",
+        env="UNDERSTUDY_POOL",
+    ),
+    Option(
+        "device",
+        str,
+        (),
+        "The name of a device of the pool file, in its order: HOST-0, GPU-<uuid>. Only where the"
+        " file has numbers.",
+        many=True,
+        env="UNDERSTUDY_POOL_DEVICES",
+    ),
+    Option("http_host", str, "127.0.0.1", "Address of probes, status and metrics."),
+    Option("http_port", int, 9404, "Port of probes, status and metrics.", minimum=0, maximum=65535),
+    ALLOWED_HOST,
+)
+
+
+@dataclass(frozen=True)
+class PoolSettings:
+    """One pool. `file` has the names of its devices."""
+
+    directory: str
+    file: PoolFile
+    http_host: str = "127.0.0.1"
+    http_port: int = 9404
+    allowed_hosts: tuple[str, ...] = ()
+
+    def setup_of(self, file: PoolFile) -> PoolSetup:
+        """For the core; `file`: this one, with what was set at runtime."""
+        models = {
+            name: ModelSetup(each.rules, engines_of(name, each), sizes_of(each))
+            for name, each in file.models.items()
+        }
+        devices = (*file.devices, HOST) if file.host_memory else file.devices
+        return PoolSetup(models, devices, file.rules)
+
+
+def settle(config: Resolved) -> PoolSettings:
+    """
+    Raises:
+        UsageError: no pool file, a fault in it, a directory that cannot be used.
+    """
+    if not config["file"]:
+        raise UsageError("pool.no_file", "name the pool file with --file")
+    return PoolSettings(
+        directory=runtime_dir(config["dir"]),
+        file=named(read_pool_file(config["file"]), config["device"]),
+        http_host=config["http_host"],
+        http_port=config["http_port"],
+        allowed_hosts=config["http_allowed_host"],
+    )

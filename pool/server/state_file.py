@@ -1,0 +1,115 @@
+"""What the pool must know after a restart, on disk: one preallocated file, two slots of 64 KiB.
+
+The bytes are `plumbing.service.files`'s, the meaning is `pool.core.snapshot`'s; here is what a lost
+record leads to. Both slots are valid from the moment the file exists, so one bad slot means that
+the newest record may be lost, and the other one must not be believed: goals that were told later
+would come back with older generations. Then the file is put aside, and a new *era* begins: engines
+replace what they remember, and the pool learns everything from those who hold it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from dataclasses import dataclass, replace
+from typing import Any
+
+from plumbing.errors import UnderstudyError
+from plumbing.part.paths import pool_state
+from plumbing.service.files import SlotFile, SlotFormat, put_aside
+
+SCHEMA = 1
+SLOT_BYTES = 64 * 1024  # a hundred models with two engines each
+FORMAT = SlotFormat("understudy-pool 1", SLOT_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedPool:
+    """What was on file. `record` None: nothing that can be believed."""
+
+    record: dict[str, Any] | None = None
+    problem: str | None = None
+    aside: str | None = None  # where an unreadable file was put
+
+
+class PoolStateFile:
+    """The open file. `write` is durable when it returns."""
+
+    def __init__(self, directory: str) -> None:
+        """Open it, or put an unreadable one aside and create a new one.
+
+        Raises:
+            UnderstudyError: `pool.state_unwritable`, `pool.state_in_use`.
+        """
+        self.path = pool_state(directory)
+        try:
+            self.loaded = _load(self.path)
+            if self.loaded.record is None:
+                if self.loaded.problem is not None:
+                    self.loaded = replace(self.loaded, aside=put_aside(self.path))
+                FORMAT.create(self.path, _text(None))
+            self._file = SlotFile(self.path, FORMAT)
+        except BlockingIOError as error:
+            raise UnderstudyError(
+                "pool.state_in_use",
+                f"another process has locked {self.path}; stop the other pool",
+                path=self.path,
+            ) from error
+        except OSError as error:
+            raise UnderstudyError(
+                "pool.state_unwritable",
+                f"cannot keep the pool's state in {self.path}: {error.strerror}; it needs"
+                f" {FORMAT.file_bytes} bytes on a disk that can be written to",
+                path=self.path,
+            ) from error
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Write the next slot and wait for the disk.
+
+        Raises:
+            OSError: it may or may not be on disk; write again before anything depends on it.
+            UnderstudyError: `pool.state_too_large`, fewer models fit.
+        """
+        text = _text(record)
+        try:
+            self._file.write(text)
+        except ValueError as error:
+            raise UnderstudyError(
+                "pool.state_too_large",
+                f"the pool's state has {len(text)} bytes and {self.path} has room for"
+                f" {SLOT_BYTES}; use fewer models",
+                path=self.path,
+            ) from error
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _text(record: dict[str, Any] | None) -> bytes:
+    return json.dumps({"schema": SCHEMA, "record": record}, separators=(",", ":")).encode()
+
+
+def _load(path: str) -> LoadedPool:
+    try:
+        # O_NONBLOCK: a fifo of that name must not stop the pool; a link is refused.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return LoadedPool()
+    try:
+        is_file = stat.S_ISREG(os.fstat(fd).st_mode)
+        raw = os.pread(fd, FORMAT.file_bytes + 1, 0) if is_file else b""
+    finally:
+        os.close(fd)
+    slots = [slot for slot in FORMAT.decode(raw) if slot is not None]
+    if len(slots) < 2:
+        return LoadedPool(
+            None, f"{2 - len(slots)} of its 2 slots cannot be read ({len(raw)} bytes)"
+        )
+    try:
+        body = json.loads(max(slots)[1])
+        if body["schema"] != SCHEMA:
+            return LoadedPool(None, f"it has schema {body['schema']}, and this pool reads {SCHEMA}")
+        return LoadedPool(body["record"])  # None: a pool that has told nobody anything
+    except (KeyError, TypeError, ValueError) as error:
+        return LoadedPool(None, f"it is no record of this version ({type(error).__name__})")

@@ -1,0 +1,160 @@
+"""Which engines' processes are dead: their witnesses, tried while there is a reason to.
+
+The lock server removes the witness of a dead incarnation, perhaps before this pool has looked, or
+while there is none. So each witness gets a second name as soon as it is heard of, `pool_witness_…`,
+which is this pool's alone: evidence that outlives both. A witness that is found free is sealed, as
+by the lock server, so that nobody can join it any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable
+
+from lockserver.client import witness
+from plumbing.errors import UnderstudyError
+from plumbing.part.tier import WitnessRef
+
+LINK_PREFIX = "pool_"  # before the name of a witness, `witness_<engine>_<16 hex>`
+# Small processes die within milliseconds, and some need half a minute; who is hung may be so for
+# days. A try costs a few microseconds.
+DENSE_S, DENSE_FOR_S = 0.001, 1.0
+SLOW_S, SLOW_FOR_S = 0.010, 60.0
+RARE_S = 0.1
+RANDOM_CHARS = 16  # of an incarnation
+
+
+class WitnessWatch:
+    """The witnesses in `directory`; `on_dead(engine, incarnation)` is called once for each, and
+    `on_all_dead(engine, number)` once for each question."""
+
+    def __init__(
+        self,
+        directory: str,
+        on_dead: Callable[[str, str], None],
+        on_all_dead: Callable[[str, int], None],
+    ) -> None:
+        self._directory, self._on_dead, self._on_all_dead = directory, on_dead, on_all_dead
+        self._asked: dict[str, int] = {}  # by engine, the newest question
+        self._kept: dict[str, tuple[str, int, int]] = {}  # by incarnation: engine, dev, ino
+        self._since_s: dict[str, float] = {}  # of those that are tried now
+        self._newest_s = 0.0  # when the last reason to try has come
+        self._timer: asyncio.TimerHandle | None = None
+        self.problem: str | None = None
+
+    def recover(self, engines: Callable[[str], str | None]) -> None:
+        """What an earlier pool kept; `engines` tells whose an incarnation is, if it is known."""
+        for name in os.listdir(self._directory):
+            if not name.startswith(LINK_PREFIX + witness.PREFIX):
+                continue
+            path = os.path.join(self._directory, name)
+            stem, _, random = name.removeprefix(LINK_PREFIX + witness.PREFIX).rpartition("_")
+            incarnation = f"{stem}-{random}"
+            engine = engines(incarnation)
+            with contextlib.suppress(OSError):
+                found = os.lstat(path)
+                if engine is None:  # of a model that is not in the pool any more
+                    os.unlink(path)
+                else:
+                    self._kept[incarnation] = (engine, found.st_dev, found.st_ino)
+
+    def keep(self, engine: str, incarnation: str, ref: WitnessRef) -> None:
+        """This incarnation lives, with this witness: keep the evidence.
+
+        Raises:
+            UnderstudyError: `pool.bad_witness`, it is not the file that the engine says.
+        """
+        if incarnation in self._kept:
+            return
+        if ref.name != witness.name_of(incarnation):
+            raise UnderstudyError(
+                "pool.bad_witness", f"{ref.name!r} is not the witness of {incarnation}"
+            )
+        link = self._link(incarnation)
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.link(os.path.join(self._directory, ref.name), link, follow_symlinks=False)
+            found = os.lstat(link)
+            self.problem = None
+        except FileNotFoundError:
+            return  # sealed and removed already: it says nothing more
+        except OSError as error:  # no space, no memory: at the next word of the engine
+            self.problem = f"cannot keep the witness of {engine}: {error.strerror}"
+            return
+        if (found.st_dev, found.st_ino) != (ref.dev, ref.ino):
+            os.unlink(link)
+            raise UnderstudyError(
+                "pool.bad_witness", f"the witness of {incarnation} was replaced by another file"
+            )
+        self._kept[incarnation] = (engine, ref.dev, ref.ino)
+
+    def suspect(self, engine: str, *, but: str = "") -> None:
+        """There is a reason to think that the incarnations of `engine` are dead, but for one."""
+        now_s = asyncio.get_running_loop().time()
+        for incarnation, (name, _, _) in self._kept.items():
+            if name == engine and incarnation not in (but, *self._since_s):
+                self._since_s[incarnation] = self._newest_s = now_s
+        self._arm()
+
+    def ask(self, engine: str, number: int) -> None:
+        """Its supervisor has stopped it: answer once all of its processes are dead."""
+        self._asked[engine] = number
+        self._newest_s = asyncio.get_running_loop().time()
+        self.suspect(engine)
+
+    def withdraw(self, engine: str) -> None:
+        """It may start again."""
+        self._asked.pop(engine, None)
+
+    def trust(self, incarnation: str) -> None:
+        """It has been heard: stop trying."""
+        self._since_s.pop(incarnation, None)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _arm(self) -> None:
+        if self._timer is None and (self._since_s or self._asked):
+            loop = asyncio.get_running_loop()
+            waited_s = loop.time() - self._newest_s
+            delay_s = DENSE_S if waited_s < DENSE_FOR_S else SLOW_S
+            delay_s = delay_s if waited_s < SLOW_FOR_S else RARE_S
+            self._timer = loop.call_later(delay_s, self._try)
+
+    def _try(self) -> None:
+        self._timer = None
+        for incarnation in [each for each in self._since_s if self._is_dead(each)]:
+            engine, _, _ = self._kept.pop(incarnation)
+            del self._since_s[incarnation]
+            with contextlib.suppress(OSError):
+                os.unlink(self._link(incarnation))
+            self._on_dead(engine, incarnation)
+        for engine, number in [each for each in self._asked.items() if self._has_none(each[0])]:
+            del self._asked[engine]
+            self._on_all_dead(engine, number)
+        self._arm()
+
+    def _has_none(self, engine: str) -> bool:
+        """Whether no witness of this engine is left that anybody may hold, heard of or not."""
+        if any(name == engine for name, _, _ in self._kept.values()):
+            return False
+        stem = f"{witness.PREFIX}{engine}_"
+        names = [name for name in os.listdir(self._directory) if name.startswith(stem)]
+        return all(self._is_free(name) for name in names if len(name) == len(stem) + RANDOM_CHARS)
+
+    def _is_free(self, name: str) -> bool:
+        path = os.path.join(self._directory, name)
+        file, state = witness.identify(path)
+        if file is not None and state is not witness.WitnessState.HELD:
+            state = witness.probe(path, file.dev, file.ino)
+        return state is witness.WitnessState.FREE or not os.path.lexists(path)
+
+    def _is_dead(self, incarnation: str) -> bool:
+        _, dev, ino = self._kept[incarnation]
+        return witness.probe(self._link(incarnation), dev, ino) is witness.WitnessState.FREE
+
+    def _link(self, incarnation: str) -> str:
+        return os.path.join(self._directory, LINK_PREFIX + witness.name_of(incarnation))

@@ -1,0 +1,309 @@
+"""Stand-ins for the pool's neighbours, on the real sockets: engines, memory, lock server, gateway.
+
+They run on the loop of a test and do at once what the pool says; the pool is a process of its own.
+Engines hold real witnesses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+from gms.client import kv_messages
+from gms.client import messages as weights_messages
+from lockserver import witness
+from lockserver.client import messages as lock
+from plumbing.part.observe import StatusMsg, StatusReplyMsg, WatchMsg
+from plumbing.part.paths import (
+    KV,
+    WEIGHTS,
+    engine_socket,
+    gms_socket,
+    lockserver_socket,
+)
+from plumbing.part.tier import (
+    CATALOGUE,
+    AmMsg,
+    PoolWord,
+    ShallMsg,
+    Tier,
+    WitnessRef,
+)
+from plumbing.wire.connection import Handler
+from plumbing.wire.server import Server
+from pool.client import ModelDemand, OpenDoor, PoolCallbacks, PoolLink, Ticket
+from tests.helpers import auntil, free_port
+
+MIB = 1 << 20
+ERA = "e" * 16
+DEVICE = "HOST-0"
+
+
+class Memory(Handler):
+    """One memory server; `held` bytes."""
+
+    def __init__(self, directory, place, tag, capacity_bytes):
+        catalogue = kv_messages.CATALOGUE if tag == KV else weights_messages.CATALOGUE
+        self.tag, self.capacity_bytes, self.held, self.drops = tag, capacity_bytes, 0, 0
+        self.is_mapped = False
+        self.conns = set()
+        self.server = Server(gms_socket(directory, place, tag), catalogue, self, service="gms")
+
+    def set(self, held, *, is_mapped):
+        self.held, self.is_mapped = held, is_mapped
+        for conn in self.conns:
+            conn.send(weights_messages.EventMsg({}))
+
+    def document(self):
+        if self.tag == KV:
+            state = "empty" if not self.held else "lent" if self.is_mapped else "idle"
+            return {"tag": KV, "state": state, "pool_bytes": self.held}
+        names = ("staging_bytes", "superseded_bytes", "releasing_bytes")
+        return {
+            "tag": WEIGHTS,
+            "state": "committed",
+            "committed_bytes": self.held,
+            **dict.fromkeys(names, 0),
+            "sessions": [{}] if self.is_mapped else [],
+            "capacity_bytes": self.capacity_bytes,
+            "device_used_bytes": None,
+        }
+
+    def received(self, conn, message, request_id, fds):
+        match message:
+            case WatchMsg() | StatusMsg():
+                self.conns.add(conn)
+                conn.send(StatusReplyMsg(self.document()), request_id)
+            case kv_messages.DropPoolMsg() | weights_messages.DropMsg():
+                self.drops += 1
+                self.set(0, is_mapped=False)
+                reply = kv_messages.PoolDroppedMsg("p", 1)
+                if self.tag == WEIGHTS:
+                    reply = weights_messages.DroppedMsg("e", ())
+                conn.send(reply, request_id)
+
+    def closed(self, conn, reason):
+        self.conns.discard(conn)
+
+
+class Locks(Handler):
+    """The lock server: grants what an engine asks for, and tells every observer."""
+
+    def __init__(self, directory, models):
+        self.holders, self.token, self.conns = dict.fromkeys(models), 0, set()
+        self.server = Server(lockserver_socket(directory), lock.CATALOGUE, self, service="lock")
+
+    def grant(self, model, engine, incarnation):
+        self.token += 1
+        self.holders[model] = (engine, self.token)
+        said = lock.GrantedMsg(f"active:{model}", engine, incarnation, self.token, ERA)
+        for conn in self.conns:
+            conn.send(said)
+        return self.token
+
+    def received(self, conn, message, request_id, fds):
+        self.conns.add(conn)
+        found = {}
+        for model, holder in self.holders.items():
+            shown = {"engine": holder[0], "token": holder[1]} if holder else None
+            found[f"active:{model}"] = {"holder": shown}
+        conn.send(StatusReplyMsg({"era": ERA, "locks": found}), request_id)
+
+    def closed(self, conn, reason):
+        self.conns.discard(conn)
+
+
+class StandInEngine(Handler):
+    """One engine's supervisor. `launches` counts; `goals` has each new goal with its generation."""
+
+    def __init__(self, world, name, model):
+        self.world, self.name, self.model = world, name, model
+        self.launches, self.goals, self.conns = 0, [], set()
+        self.generation, self.goal = None, Tier.COLD
+        self.incarnation, self.token, self.state, self.tier = "", 0, "dead", Tier.COLD
+        self.witness_fd, self.ref = None, None
+        path = engine_socket(world.directory, name)
+        self.server = Server(path, CATALOGUE, self, service="engine")
+
+    def am(self):
+        sizes = {DEVICE: MIB} if self.incarnation else {}
+        word = PoolWord(
+            model=self.model,
+            generation=self.generation,
+            witness=self.ref,
+            base_bytes=sizes,
+            weights_bytes=dict.fromkeys(sizes, 10 * MIB),
+            kv_bytes=dict.fromkeys(sizes, 20 * MIB),
+            can_resume=True,
+            is_permanent=False,
+        )
+        return AmMsg(
+            engine=self.name,
+            incarnation=self.incarnation,
+            token=self.token,
+            state=self.state,
+            tier=self.tier,
+            goal=self.goal,
+            goal_by="pool",
+            goal_seen=len(self.goals),
+            since_ms=0,
+            kv_bytes=20 * MIB,
+            in_flight=0,
+            can_rest=True,
+            pool=word,
+        )
+
+    def received(self, conn, message, request_id, fds):
+        assert isinstance(message, ShallMsg)
+        wanted = message.pool
+        if message.goal is not None and (
+            self.generation is None or self.generation.is_older(wanted.generation)
+        ):
+            self.generation, self.goal = wanted.generation, message.goal
+            self.goals.append((message.goal, wanted.generation))
+            self._obey()
+        conn.send(self.am(), request_id)
+        self.conns.add(conn)
+
+    def closed(self, conn, reason):
+        self.conns.discard(conn)
+
+    def _obey(self):
+        kv, weights = self.world.memory[self.model, KV], self.world.memory[self.model, WEIGHTS]
+        if self.goal is Tier.COLD:
+            self.die()
+            kv.set(kv.held, is_mapped=False)
+            weights.set(weights.held, is_mapped=False)
+            return
+        if not self.incarnation:
+            self._launch()
+            weights.set(10 * MIB, is_mapped=True)
+        if not self.token:
+            self.token = self.world.locks.grant(self.model, self.name, self.incarnation)
+        is_awake = self.goal is Tier.AWAKE
+        self.state, self.tier = ("active", Tier.AWAKE) if is_awake else ("resting", Tier.WARM)
+        kv.set(20 * MIB if is_awake else 0, is_mapped=is_awake)
+
+    def _launch(self):
+        self.launches += 1
+        self.incarnation = witness.new_incarnation(self.name)
+        path, self.witness_fd = witness.create(self.world.directory, self.incarnation)
+        found = os.fstat(self.witness_fd)
+        self.ref = WitnessRef(os.path.basename(path), found.st_dev, found.st_ino)
+
+    def die(self):
+        """Its processes end; the supervisor says so."""
+        if self.witness_fd is not None:
+            os.close(self.witness_fd)
+        self.witness_fd, self.ref, self.incarnation, self.token = None, None, "", 0
+        self.state, self.tier = "dead", Tier.COLD
+
+    def tell(self):
+        for conn in self.conns:
+            conn.send(self.am())
+
+
+class PoolProcess:
+    """`pool serve`; `start` after its end is a restart."""
+
+    def __init__(self, directory, file):
+        self.directory, self.file = directory, file
+        self.http_port = free_port()
+        self.log_path = os.path.join(directory, "pool.txt")
+        self.process = None
+
+    def start(self):
+        words = [sys.executable, "-m", "pool.cli", "serve", "--dir", self.directory]
+        words += ["--file", self.file, "--http-port", str(self.http_port)]
+        with open(self.log_path, "ab") as log:
+            self.process = subprocess.Popen(
+                words,
+                stderr=log,
+                stdout=log,
+                env={**os.environ, "UNDERSTUDY_PARENT_PID": str(os.getpid())},
+            )
+        return self.process
+
+    def kill(self):
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+    def log(self):
+        with open(self.log_path) as log:
+            return log.read()
+
+
+class World:
+    """All neighbours of a pool with the models of `models`, on one device."""
+
+    def __init__(self, directory, models, capacity_bytes):
+        self.directory = directory
+        self.locks = Locks(directory, models)
+        self.memory = {
+            (model, tag): Memory(directory, f"{DEVICE}.{model}", tag, capacity_bytes)
+            for model in models
+            for tag in (WEIGHTS, KV)
+        }
+        self.engines = {model: StandInEngine(self, f"{model}-0", model) for model in models}
+        self.demand, self.doors, self.lost = {}, {}, []
+        self.heard = []  # every word on doors, since a test has cleared it
+        callbacks = PoolCallbacks(on_doors=self._doors, on_lost=self.lost.append)
+        self.link = PoolLink(directory, lambda: self.demand, callbacks)
+        self._running = None
+
+    async def __aenter__(self):
+        for each in (self.locks, *self.memory.values(), *self.engines.values()):
+            await each.server.start()
+        self._running = asyncio.create_task(self.link.run())
+        return self
+
+    async def __aexit__(self, *_):
+        self._running.cancel()
+        await asyncio.gather(self._running, return_exceptions=True)
+        for each in (self.locks, *self.memory.values(), *self.engines.values()):
+            await each.server.close()
+        for engine in self.engines.values():
+            engine.die()
+
+    def _doors(self, message):
+        """Obey at once: nothing is ever in flight here."""
+        self.doors = message.models
+        self.heard.append(message.models)
+        for name, model in message.models.items():
+            has = self.demand.get(name, ModelDemand())
+            is_open = isinstance(model.door, OpenDoor)
+            tickets = () if is_open else has.tickets
+            self.demand[name] = ModelDemand(
+                tickets, last_request_ms=has.last_request_ms, door=model.number
+            )
+        self.link.changed()
+
+    def ask(self, model, now_ms):
+        """A request comes."""
+        has = self.demand.get(model, ModelDemand())
+        tickets = (*has.tickets, Ticket(len(has.tickets) + 1, now_ms))
+        self.demand[model] = ModelDemand(tickets, last_request_ms=now_ms, door=has.door)
+        self.link.changed()
+
+    async def until_open(self, model):
+        await auntil(lambda: self.is_open(model), f"the door of {model} to open")
+
+    def is_open(self, model):
+        found = self.doors.get(model)
+        return found is not None and isinstance(found.door, OpenDoor)
+
+
+@contextlib.contextmanager
+def pool_process(directory, file) -> Iterator[PoolProcess]:
+    pool = PoolProcess(directory, file)
+    pool.start()
+    try:
+        yield pool
+    finally:
+        if pool.process.poll() is None:
+            pool.kill()
