@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct, field
 
-from gateway.core.lane_events import LaneRules
+from gateway.core.lane_events import QUEUE_MAX, LaneRules
 from gateway.core.rest_events import GatewayDoor
 from plumbing.hop import Continuation
 from plumbing.part.observe import EventMsg as EventMsg
@@ -64,7 +64,7 @@ class ConfigureGatewayMsg(Message, frozen=True, tag="configure"):
     tracing: Annotated[str, Meta(max_length=16)] = "off"  # of `gateway.server.tracing.MODES`
     lanes: Mapping[str, LaneRules] = field(default_factory=dict)  # of a pool's models; empty: none
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of these
-    queue_max: Count = 512  # requests that wait for any of them
+    queue_max: Count = QUEUE_MAX  # requests that wait for any of them
 
 
 class AcceptMsg(Message, frozen=True, tag="accept"):

@@ -40,6 +40,7 @@ LAYERS = {
     "pool": ("pool", *CLIENTS, *PLUMBING),
     "engine": ("engine", "pool.client", *CLIENTS, *PLUMBING),
     "gateway": ("gateway", "pool.client", *POOL_WORDS, "lockserver.client", *PLUMBING),
+    "gateway.supervisor.lane_settings": ("gateway.core", "pool.pool_file"),
     "understudy": ("understudy", "engine", "gateway", "pool", *CLIENTS, *PLUMBING),
 }
 

@@ -10,6 +10,7 @@ from pool.core.events import Door
 # An engine's batch, as vLLM's on small GPUs. What is sent beyond it waits inside of the engine,
 # where it can be neither ordered nor sent again.
 MAX_IN_FLIGHT = 256
+QUEUE_MAX = 512  # requests that wait for any model, of which nothing was sent
 
 
 class LaneRules(Struct, frozen=True):

@@ -16,11 +16,9 @@ from gateway.core.census import Census, Totals
 from gateway.core.commons import Commons
 from gateway.core.events import GatewayEffect, GatewayEvent, GatewayRules
 from gateway.core.lane import Lane
-from gateway.core.lane_events import LaneDoorSet, LaneRules
+from gateway.core.lane_events import QUEUE_MAX, LaneDoorSet, LaneRules
 from plumbing.hop import Hello
 from pool.core.events import ModelDemand
-
-QUEUE_MAX = 512  # requests that wait for any model, of which nothing was sent
 
 
 class Lanes:

@@ -42,6 +42,10 @@ LIMITS = (
 )
 
 
+# What a pool answers where there is no room or no time for a request.
+POOL_LIMITS = ("pool.queue_full", "pool.not_awake", "pool.busy", "pool.cut")
+
+
 class Accounts:
     """`note` is told of every record of the core, `refused` of what never came there."""
 
@@ -91,6 +95,8 @@ class Accounts:
                 )
             case RequestEnded():
                 self._tokens += record.tokens
+                if record.code in POOL_LIMITS:
+                    self.limits[record.code] += 1
                 if record.ending is Ending.BROKEN:
                     self._broken[record.code] += 1
 

@@ -58,6 +58,8 @@ class GatewayLockSide:
                 on_idle=self._is_idle,
                 on_lost=self._lost,
                 on_refused=self._refused,
+                on_model_granted=self._model_granted,
+                on_model_idle=self._model_idle,
             ),
             lock=lock,
         )
@@ -94,6 +96,21 @@ class GatewayLockSide:
         self.idle = None
         self._nursery.granted(engine, token, era)
         self._on_granted(engine, token)
+
+    def _model_granted(self, model: str, engine: str, token: int, era: str) -> None:
+        """Of a model of a pool. Whether it is awake, the pool knows."""
+        self._heard()
+        old = self.model_grants.get(model)
+        if old is None or (old.token, old.era) != (token, era):
+            self.model_grants[model] = Grant(engine, token, era, self._clock.now_ms())
+            data = {"model": model, "engine_id": engine, "token": token}
+            message = f"{engine} stands for {model}, token {token}"
+            self._log.record("gateway.engine", message, data=data)
+        self._nursery.granted(engine, token, era, model)
+
+    def _model_idle(self, model: str, reason: str) -> None:
+        self._heard()
+        self._nursery.nobody(reason, model)
 
     def _is_idle(self, reason: str) -> None:
         self._heard()

@@ -7,7 +7,7 @@ families of a collector. Every known label is exported as zero from the first sc
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -88,6 +88,8 @@ class _Children(Collector):
         for name, text in GAUGES.items():
             yield GaugeMetricFamily(_name(name), text, value=values[name])
         yield _requests(totals)
+        if self._gateway.pool.models:
+            yield _models(report.by_model(self._gateway))
         limits = CounterMetricFamily(
             _name("limit_hits"), "Number of times a limit was reached, by limit.", labels=["limit"]
         )
@@ -101,6 +103,18 @@ class _Children(Collector):
         text = "Time from a wake that the gateway asked for until the engine is active."
         wakes = self._gateway.engine.wakes.so_far()
         yield _histogram("wake_seconds", text, WAKE_BUCKETS_S, wakes)
+
+
+def _models(found: Mapping[str, Mapping[str, int]]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(
+        _name("model_requests"),
+        "Requests for each model of a pool: in its engine, waiting, parked.",
+        labels=["model", "state"],
+    )
+    for model, counts in found.items():
+        for state, count in counts.items():
+            family.add_metric([model, state], count)
+    return family
 
 
 def _requests(totals: GatewayTotals) -> CounterMetricFamily:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
@@ -20,7 +19,7 @@ from plumbing.part.format import duration
 from plumbing.part.tier import Tier
 from plumbing.service.clock import rfc3339
 from plumbing.service.http import Probe
-from pool.client import ModelDemand, ShutDoor
+from pool.client import ModelDemand, ShutDoor, TicketKind
 
 SCHEMA = 1
 OLDEST = "parked_oldest_ms"  # of the load: no sum, but a maximum
@@ -124,6 +123,18 @@ def gauges(gateway: GatewayParts) -> dict[str, float]:
     }
 
 
+def by_model(gateway: GatewayParts) -> dict[str, dict[str, int]]:
+    """How many requests there are for each model of a pool, and how far they are."""
+    demand = gateway.pool.demand()
+    return {model: _counts(each) for model, each in demand.items()}
+
+
+def _counts(demand: ModelDemand) -> dict[str, int]:
+    parked = sum(each.kind is TicketKind.PARKED for each in demand.tickets)
+    waiting = len(demand.tickets) - parked
+    return {"in_flight": demand.in_flight, "waiting": waiting, "parked": parked}
+
+
 # -------------------------------------------------------------------------------------- probes
 
 
@@ -220,7 +231,6 @@ def _pool(gateway: GatewayParts) -> dict[str, Any] | None:
 def _model(gateway: GatewayParts, model: str, demand: ModelDemand) -> dict[str, Any]:
     said, grant = gateway.pool.said.get(model), gateway.lock.model_grants.get(model)
     door = None if said is None else said.door
-    kinds = Counter(str(each.kind) for each in demand.tickets)
     return {
         "state": None if said is None else said.state,
         "reason": "" if said is None else said.reason,
@@ -229,10 +239,8 @@ def _model(gateway: GatewayParts, model: str, demand: ModelDemand) -> dict[str, 
         "obeyed": door is not None and demand.door != 0,
         "engine": None if grant is None else grant.engine,
         "token": None if grant is None else grant.token,
-        "in_flight": demand.in_flight,
         "cannot_park": demand.cannot_park,
-        "waiting": len(demand.tickets) - kinds["parked"],
-        "parked": kinds["parked"],
+        **_counts(demand),
     }
 
 

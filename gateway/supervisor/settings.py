@@ -6,9 +6,11 @@ import os
 import ssl
 from dataclasses import dataclass
 
+from gateway.core.lane_events import QUEUE_MAX
 from gateway.core.rest_events import RestRules
 from gateway.messages import ConfigureGatewayMsg
 from gateway.server.tracing import MODES, OFF, check_tracing
+from gateway.supervisor.lane_settings import LaneSettings, read_lanes
 from plumbing.errors import UsageError
 from plumbing.part.paths import DIRECTORY, runtime_dir
 from plumbing.service.browsers import ALLOWED_HOST
@@ -118,6 +120,12 @@ OPTIONS = (
         "Wake an engine that rests when a request comes, or only by `understudy wake`.",
         choices=(ON_REQUEST, MANUAL),
     ),
+    Option(
+        "pool",
+        str,
+        None,
+        "The pool file, where the pod serves many models: requests go to the one that they name.",
+    ),
     Option("access_log", bool, False, "Log one line for each request, without its body."),
     Option(
         "tracing",
@@ -162,6 +170,7 @@ def settle(config: Resolved) -> GatewaySettings:
     check_tracing(config["tracing"])
     if keys:
         check_keys(keys)
+    pool = _lanes(config)
     return GatewaySettings(
         directory=directory,
         lock=config["service"],
@@ -182,8 +191,28 @@ def settle(config: Resolved) -> GatewaySettings:
             tls_key=key,
             api_keys=keys,
             tracing=config["tracing"],
+            lanes=pool.lanes,
+            aliases=pool.aliases,
+            queue_max=pool.queue_max,
         ),
     )
+
+
+def _lanes(config: Resolved) -> LaneSettings:
+    """Of the pool file; none without one.
+
+    Raises:
+        UsageError: the file cannot be used, or `--sleep-after` is given as well.
+    """
+    if not config["pool"]:
+        return LaneSettings({}, {}, QUEUE_MAX)
+    if config["sleep_after"]:
+        raise UsageError(
+            "gateway.pool_decides",
+            "the pool decides when engines rest: instead of --sleep-after, set keep_alive in its"
+            " file",
+        )
+    return read_lanes(config["pool"])
 
 
 def check_tls(cert: str, key: str) -> None:

@@ -10,6 +10,7 @@ from plumbing.part.format import duration, since, size
 
 Document = dict[str, Any]
 PROBLEMS_MAX = 5  # of fifteen lines
+MODELS_MAX = 4  # in one line
 
 
 def render(document: Document) -> str:
@@ -28,7 +29,10 @@ def _lines(document: Document) -> Iterator[tuple[str, str]]:
     for child in document["retiring"]:
         age = duration(child["for_ms"])
         yield "", f"pid {child['pid']} finishes {child['in_flight']} requests, started {age} ago"
-    yield "engine", _engine(document)
+    if document["pool"] is None:
+        yield "engine", _engine(document)
+    else:
+        yield "models", _models(document["pool"]["models"])
     yield "requests", _load(document["load"])
     held = size(document["load"]["memory_bytes"])
     yield "memory", f"{held} of {size(document['memory_bytes_max'])} for journals, bodies, answers"
@@ -76,6 +80,18 @@ def _engine(document: Document) -> str:
     if found["continuation_id"]:
         text += f"  continuation id {found['continuation_id'][:16]}"
     return f"{text}  ({found['problem']})" if found["problem"] else text
+
+
+def _models(models: dict[str, Document]) -> str:
+    """`chat awake, 2 in flight; coder warm, 1 waiting`"""
+    kinds = ("in_flight", "waiting", "parked")
+    said = []
+    for name, model in list(models.items())[:MODELS_MAX]:
+        counts = [f"{model[kind]} {kind.replace('_', ' ')}" for kind in kinds if model[kind]]
+        said.append(", ".join([f"{name} {model['state'] or 'unknown'}", *counts]))
+    if len(models) > MODELS_MAX:
+        said.append(f"{len(models) - MODELS_MAX} more; all: understudy pool status")
+    return "; ".join(said)
 
 
 def _rest(rest: Document) -> str:

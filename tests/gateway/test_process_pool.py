@@ -1,0 +1,294 @@
+"""Goal: a gateway of a pool obeys its doors through the parent, says what there is, and serves on
+while the pool or one of its own processes is gone.
+
+Method: a real gateway and lock server with two models; engines and the pool are stand-ins on the
+loop of the test, which says what the pool would.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import tempfile
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+
+from gateway.supervisor.text import render
+from plumbing.errors import UnderstudyError, UsageError
+from plumbing.part.paths import engine_http_socket, pool_socket
+from plumbing.wire.connection import Connection, Handler
+from plumbing.wire.server import Server
+from pool.client import Door, ModelDemand, ModelState, OpenDoor, PooledModel, Running, ShutDoor
+from pool.messages import CATALOGUE, DemandMsg, DoorsMsg
+from tests.e2e import json_page
+from tests.gateway.gateways import GatewayProcess, LockServer
+from tests.gateway.server.harness import CHAT, Answer, Client
+from tests.gateway.stub_engine import StubEngine, text_of
+from tests.helpers import auntil
+from tests.lockserver.engines import Engine
+
+MODELS = ("chat", "coder")
+FILE = """
+devices: [HOST-0]
+models:
+  chat: {backend: reference, model: /models/a, aliases: [gpt-4o-mini]}
+  coder: {backend: reference, model: /models/b}
+"""
+STATUS = "gateway status, /status of the gateway"
+FIRST_DOOR = 7  # numbers of the pool begin anywhere
+TOKENS = 12
+
+
+class StandInPool(Handler):
+    """Says what the test says, and keeps what it hears last."""
+
+    def __init__(self, directory: str) -> None:
+        self.demand: DemandMsg | None = None
+        self.number = FIRST_DOOR
+        self.models = {
+            model: PooledModel(FIRST_DOOR, shut(Running.FINISH), ModelState.WARM)
+            for model in MODELS
+        }
+        self._conns: set[Connection] = set()
+        self._directory = directory
+        self._server = Server(pool_socket(directory), CATALOGUE, self, service="pool")
+
+    async def start(self) -> None:
+        self._server = Server(pool_socket(self._directory), CATALOGUE, self, service="pool")
+        await self._server.start()
+
+    async def close(self) -> None:
+        await self._server.close()
+
+    def set(self, model: str, door: Door, state: ModelState = ModelState.WARM) -> None:
+        self.number += 1
+        self.models[model] = PooledModel(self.number, door, state, reason="the test says so")
+        for conn in self._conns:
+            conn.send(DoorsMsg(dict(self.models)))
+
+    def of(self, model: str) -> ModelDemand:
+        return ModelDemand() if self.demand is None else self.demand.models[model]
+
+    def is_obeyed(self, model: str) -> bool:
+        return self.of(model).door == self.models[model].number
+
+    def received(self, conn, message, request_id, fds) -> None:
+        assert isinstance(message, DemandMsg)
+        if conn not in self._conns:
+            self._conns.add(conn)
+            conn.send(DoorsMsg(dict(self.models)))
+        self.demand = message
+
+    def closed(self, conn: Connection, reason: str) -> None:
+        self._conns.discard(conn)
+
+
+class StandInModel:
+    """One model's engine: the lock of its model, and a stub that serves while it is awake."""
+
+    def __init__(self, directory: str, model: str) -> None:
+        self.model, self.name = model, f"{model}-0"
+        self.token = 0
+        self.http = StubEngine(engine_http_socket(directory, self.name), self.name)
+        self.engine = Engine(directory, self.name)
+        self.engine.on_granted = self._granted
+
+    def _granted(self, lock: str, incarnation: str, token: int) -> None:
+        if incarnation == self.engine.incarnation:  # else of the other model
+            self.token = self.http.token = token
+
+    async def awake(self) -> None:
+        await self.http.start()
+
+    def rest(self) -> None:
+        self.http.die()
+
+
+class World:
+    """A pod of a pool; `chat` is awake, `coder` rests."""
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+        self.lock_server = LockServer(directory, *(f"--model={model}" for model in MODELS))
+        file = os.path.join(directory, "pool.yaml")
+        with open(file, "w", encoding="utf-8") as stream:
+            stream.write(FILE)
+        self.gateway = GatewayProcess(self.lock_server, "--pool", file, module="gateway.cli")
+        self.pool = StandInPool(directory)
+        self.models = {model: StandInModel(directory, model) for model in MODELS}
+        self.clients: list[Client] = []
+
+    async def start(self, stack: AsyncExitStack, *, has_pool: bool = True) -> None:
+        await asyncio.to_thread(self.lock_server.start)
+        stack.callback(self.lock_server.close)
+        for model in self.models.values():
+            await stack.enter_async_context(model.engine)
+            stack.callback(model.http.die)
+            model.engine.launch()
+            model.engine.want(f"active:{model.model}")
+            await auntil(lambda model=model: model.token, "the grant")
+        await self.models["chat"].awake()
+        if has_pool:
+            await self.pool.start()
+            stack.push_async_callback(self.pool.close)
+            self.open("chat")
+        stack.callback(self.gateway.close)
+        await asyncio.to_thread(self.gateway.start)
+
+    def open(self, model: str) -> None:
+        found = self.models[model]
+        self.pool.set(model, OpenDoor(found.name, found.token), ModelState.AWAKE)
+
+    async def turn(self, old: str, new: str) -> None:
+        """`old` yields, and once it is quiet it rests and `new` wakes."""
+        self.pool.set(old, shut(Running.PARK), ModelState.DRAINING)
+        await auntil(lambda: self.pool.is_obeyed(old), f"the door of {old} to be obeyed")
+        await auntil(lambda: not self.pool.of(old).in_flight, f"{old} to be quiet")
+        await auntil(lambda: not self.models[old].http.open_connections, "connections to end")
+        self.models[old].rest()
+        await self.models[new].awake()
+        self.open(new)
+
+    async def ask(self, model: str, **fields: object) -> tuple[Client, dict[str, object]]:
+        document = {"model": model, "stream": True, "max_tokens": TOKENS, **fields}
+        client = Client(*await asyncio.open_connection("127.0.0.1", self.gateway.port))
+        self.clients.append(client)
+        client.ask(CHAT, document)
+        return client, document
+
+    async def status(self) -> dict[str, object]:
+        return await asyncio.to_thread(self.gateway.status)
+
+    async def waits(self, model: str, count: int) -> None:
+        await auntil(lambda: len(self.pool.of(model).tickets) == count, "the tickets")
+
+
+def shut(running: Running) -> ShutDoor:
+    return ShutDoor(running, None, "another model is awake")
+
+
+def check(answer: Answer, document: dict[str, object]) -> None:
+    assert (answer.status, answer.is_whole) == (200, True)
+    assert answer.text() == text_of(json.dumps(document).encode(), TOKENS)
+
+
+@asynccontextmanager
+async def world(*, has_pool: bool = True):
+    with tempfile.TemporaryDirectory(prefix="gw-") as directory:
+        async with AsyncExitStack() as stack:
+            made = World(directory)
+            await made.start(stack, has_pool=has_pool)
+            try:
+                yield made
+            finally:
+                for client in made.clients:
+                    client.close()
+
+
+def run(scenario: Callable[[World], Awaitable[None]], *, has_pool: bool = True) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(110), world(has_pool=has_pool) as made:
+            await scenario(made)
+
+    asyncio.run(main())
+
+
+def test_a_switch_under_streams_costs_a_pause():
+    """Goal: the whole way from the pool to a child and back. Method: a stream is parked in the
+    middle, the other model has its turn, the stream goes on; status has every key of the page."""
+
+    async def scenario(made: World) -> None:
+        chat = made.models["chat"].http
+        chat.hold_after_groups = 4
+        client, document = await made.ask("gpt-4o-mini")
+        await client.head()
+        first = await client.chunk()
+        other, asked = await made.ask("coder")
+        await made.waits("coder", 1)
+        await made.turn("chat", "coder")
+        check(await other.answer(), asked)
+        await made.waits("chat", 1)
+        chat.hold_after_groups = None
+        document_of_status = await made.status()
+        await made.turn("coder", "chat")
+        more, is_whole = await client._chunks()
+        check(Answer(200, {}, first + more, is_whole), document)
+        rows = json_page.rows_of(STATUS)
+        assert json_page.undocumented(document_of_status, rows) == []
+        printed = {path for path, _ in json_page.nodes(document_of_status)}
+        of_pool = [row for row in rows if json_page.dotted(row.path).startswith("pool")]
+        assert of_pool
+        assert [row for row in of_pool if not any(map(row.describes, printed))] == []
+        assert document_of_status["pool"]["models"]["chat"]["parked"] == 1
+        assert "models   chat draining, 1 parked; coder awake" in render(document_of_status)
+
+    run(scenario)
+
+
+def test_the_last_doors_hold_without_the_pool_and_for_a_fresh_child():
+    """Goal: nobody waits for the pool. Method: it ends, the serving child is killed, its spare
+    serves by the last doors; a new pool hears all that there is."""
+
+    async def scenario(made: World) -> None:
+        await made.pool.close()
+        client, document = await made.ask("chat")
+        check(await client.answer(), document)
+        waiting, asked = await made.ask("coder")
+        child = await asyncio.to_thread(made.gateway.child)
+        os.kill(child, signal.SIGKILL)
+        assert await waiting.rest() == b""  # what was in the child is lost with it
+        await asyncio.to_thread(made.gateway.start)
+        client, document = await made.ask("chat")
+        check(await client.answer(), document)
+        waiting, asked = await made.ask("coder")
+        made.pool.demand = None
+        await made.pool.start()
+        await made.waits("coder", 1)
+        await made.turn("chat", "coder")
+        check(await waiting.answer(), asked)
+
+    run(scenario)
+
+
+def test_without_a_pool_from_the_start_only_engines_that_accept_are_asked():
+    async def scenario(made: World) -> None:
+        client, document = await made.ask("chat")
+        check(await client.answer(), document)
+        waiting, asked = await made.ask("coder")
+        await auntil(
+            lambda: made.gateway.status()["pool"]["models"]["coder"]["waiting"], "the request"
+        )
+        await made.models["coder"].awake()
+        check(await waiting.answer(), asked)
+        assert made.models["coder"].http.requests[0].journal is None
+
+    run(scenario, has_pool=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "code"),
+    [
+        (None, (), "pool.file_unreadable"),
+        ("models: 7", (), "pool.bad_setting"),
+        (FILE, ("--sleep-after", "5s"), "gateway.pool_decides"),
+    ],
+)
+def test_a_pool_file_that_cannot_be_used_is_refused(tmp_path, text, flags, code):
+    from click.testing import CliRunner
+
+    from gateway.cli import main
+
+    file = tmp_path / "pool.yaml"
+    if text is not None:
+        file.write_text(text)
+    words = ["serve", "--dir", str(tmp_path / "pod"), "--pool", str(file), *flags]
+    found = CliRunner().invoke(main, words)
+    assert isinstance(found.exception, UsageError | SystemExit)
+    if isinstance(found.exception, UnderstudyError):
+        assert found.exception.code == code
+    else:
+        assert code in found.output
