@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Collection
 
 from lockserver import flocks
 from lockserver.core.names import SERVING_PREFIX, serving_name_of
@@ -145,11 +146,11 @@ def _try(fd: int, token: int) -> WitnessState:
     return WitnessState.FREE
 
 
-def scan(directory: str, *, seal_at: int = 0) -> tuple[set[str], int]:
+def scan(directory: str, *, seal_at: int = 0, keep: Collection[str] = ()) -> tuple[set[str], int]:
     """The names of the serving files that are held or cannot be tried, and the largest length.
 
     Args:
-        seal_at: seal the free ones at this token.
+        seal_at: seal the free ones at this token, but those named in `keep`.
 
     Raises:
         OSError: the directory cannot be read.
@@ -163,7 +164,7 @@ def scan(directory: str, *, seal_at: int = 0) -> tuple[set[str], int]:
             with flocks.opened(path) as fd:
                 if fd is not None:
                     longest = max(longest, os.fstat(fd).st_size)
-                    state = _try(fd, seal_at)
+                    state = _try(fd, 0 if name in keep else seal_at)
         except OSError as error:
             flocks.check_shortage(error)
         if state is not WitnessState.FREE and not flocks.is_missing(path):

@@ -65,15 +65,17 @@ def scan_frees(
     are held.
 
     Each witness must belong to a connected supervisor that does not claim the lock. A fenced one is
-    not free while any serving file is held: whoever handed it over may not have let go yet.
+    not free while any serving file is held: whoever handed it over may not have let go yet. Those
+    that stand for another model are known, and serve under that model's lock.
     """
+    doubtful = set(serving) - kept_serving(locks)
     connected = {s.witness_name: s for s in supervisors.values() if s.conn is not None}
     owners = [connected.get(name) for name in held]
     return [
         lock.name
         for lock in locks.values()
         if lock.is_unknown
-        and not (lock.is_fenced and serving)
+        and not (lock.is_fenced and doubtful)
         and all(owner is not None and lock.name not in owner.tokens for owner in owners)
     ]
 
@@ -82,6 +84,13 @@ def kept_witnesses(supervisors: Supervisors) -> frozenset[str]:
     """Witnesses of connected supervisors, which a scan must not seal: they may be starting."""
     named = (s.witness_name for s in supervisors.values() if s.conn is not None)
     return frozenset(name for name in named if name)
+
+
+def kept_serving(locks: Locks) -> frozenset[str]:
+    """Serving files of the holders on file, which a scan for another lock must not seal: they would
+    never wake again under the token that they have."""
+    held = (lock.holder for lock in locks.values() if lock.is_fenced and lock.holder is not None)
+    return frozenset(holder.serving.name for holder in held if holder.serving is not None)
 
 
 def seal_at(ledger: Ledger, longest: int) -> int:

@@ -132,7 +132,8 @@ class Prober:
         sealed = 0
         if any(locks[name].is_fenced for name in freed):
             sealed = evidence.seal_at(machine.ledger, serves[1])
-            serves = self._witnesses.scan_serving(seal_at=sealed)
+            kept = evidence.kept_serving(locks)
+            serves = self._witnesses.scan_serving(seal_at=sealed, keep=kept)
         held = self._witnesses.scan(seal=True, keep=evidence.kept_witnesses(known))
         if held is not None and serves is not None:
             self._feed(DirectoryScanned(frozenset(held), frozenset(serves[0]), sealed))

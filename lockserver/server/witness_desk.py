@@ -55,11 +55,13 @@ class WitnessDesk:
         path = self._path(file.name)
         return self._look(lambda: serving.probe(path, file, token), lambda state: state)
 
-    def scan_serving(self, *, seal_at: int = 0) -> tuple[set[str], int] | None:
+    def scan_serving(
+        self, *, seal_at: int = 0, keep: frozenset[str] = frozenset()
+    ) -> tuple[set[str], int] | None:
         """The serving files that may be held, and the largest length; None: they cannot be read."""
         with self._reserve:
             try:
-                return serving.scan(self._directory, seal_at=seal_at)
+                return serving.scan(self._directory, seal_at=seal_at, keep=keep)
             except OSError:
                 return None
 

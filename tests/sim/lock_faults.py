@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tests.sim.lock_parts import ACTIVE, Conn, Said, Sup, Tree
+from tests.sim.lock_parts import Conn, Said, Sup, Tree
 from tests.sim.lock_shell import TICK
 
 if TYPE_CHECKING:
@@ -113,9 +113,10 @@ class Faults:
         """A want arrives with a token that was never granted to it."""
         machine = self.world.shell.machine
         said: Said = conn.up.popleft()
-        if machine is not None and not machine.locks[ACTIVE].is_unknown and ACTIVE in said.locks:
+        active = conn.sup.active
+        if machine is not None and not machine.locks[active].is_unknown and active in said.locks:
             old = self.world.law.token_max
-            said.tokens[ACTIVE] = NEVER_GRANTED if old % 2 else max(1, old - 1)
+            said.tokens[active] = NEVER_GRANTED if old % 2 else max(1, old - 1)
         self.world.shell.hear(conn, said)
 
     # ------------------------------------------------------------------ the server

@@ -14,6 +14,7 @@ from lockserver.core import evidence
 from lockserver.core.lock import LockState
 from lockserver.core.machine import SILENT_MS
 from lockserver.core.names import WitnessFile, WitnessState
+from plumbing.part.models import kind_of
 from tests.sim.lock_parts import ACTIVE, Conn, Said, Sup, Tree
 
 if TYPE_CHECKING:
@@ -34,8 +35,8 @@ class Law:
         self.token_max = 0  # the largest on disk
         self.sent_max: dict[str, int] = {}  # the largest that was sent, by lock
         self.eras: list[str] = []  # the last one is that of the present file
-        self.last: Tree | None = None  # the last incarnation that was granted `active`
-        self.last_token = 0
+        self.last: dict[str, tuple[Tree, int]] = {}  # by lock, `active` of each model: who was
+        # granted it last, and its token
         self.asked: dict[tuple[str, Sup], tuple[Tree, int]] = {}  # each waiter and its place
         self.known: dict[str, Sup] = {}  # engine → the supervisor that this server knows for it
         self.questions = 0
@@ -54,7 +55,7 @@ class Law:
 
     def state_lost(self, *, is_whole: bool) -> None:
         """Holders are no longer on file; if both slots are lost, nor is any token."""
-        self.last = None
+        self.last.clear()
         if is_whole:
             self.old_tokens.update(self.sent)
             self.token_max, self.sent_max = 0, {}
@@ -120,7 +121,7 @@ class Law:
                     self.owed.append((lock, holder))
             elif key not in self.asked or self.asked[key][0] is not tree:
                 self.asked.pop(key, None)
-                if is_unseen and (lock == ACTIVE or event.witness_file is None):
+                if is_unseen and (kind_of(lock) == ACTIVE or event.witness_file is None):
                     continue  # it asks when its witness has been looked at
                 self.questions += 1
                 self.asked[key] = (tree, self.questions)
@@ -179,20 +180,28 @@ class Law:
                 assert holder.token > self.token_max, f"{holder.token} after {self.token_max}"
         assert record.token >= self.token_max, f"{record.token} after {self.token_max}"
         self.filed, self.token_max = record.holders, record.token
-        active = record.holders.get(ACTIVE)
-        if active is None or (self.last and self.last_token == active.token):
+        for lock, holder in record.holders.items():
+            if kind_of(lock) == ACTIVE:
+                self.filed_active(lock, holder)
+
+    def filed_active(self, lock: str, active: ev.Holder) -> None:
+        """Nobody else of the model may be alive, or it has proven that it cannot serve."""
+        last, last_token = self.last.get(lock, (None, 0))
+        if last is not None and last_token == active.token:
             return
         tree = self.world.trees[active.incarnation]
         for other in self.world.living:
             name = other.incarnation
+            if other.sup.model != tree.sup.model:
+                continue
             if other is not tree and other.is_alive:
-                is_over = other is not self.last or other.freed >= self.last_token
+                is_over = other is not last or other.freed >= last_token
                 assert is_over, f"granted while the last holder {name} lives"
                 assert not other.is_told, f"granted while {name} lives and believes it is active"
             own = active.token if other is tree else 0  # a claim: it serves already
             used = [worker.used for worker in other.workers if worker.used not in (0, own)]
             assert not used, f"granted while {name} serves under {used}"
-        self.last, self.last_token = tree, active.token
+        self.last[lock] = tree, active.token
 
     def granted(self, lock: str, holder: ev.Holder, era: str) -> None:
         """A grant is about to be sent to its holder, or repeated to anybody."""
@@ -231,7 +240,8 @@ class Law:
         sup, tree, mine = place[holder.supervisor]
         assert tree.incarnation == holder.incarnation, f"{holder.incarnation} no longer asks"
         assert not self.is_silent(sup), f"{tree.incarnation} is granted in its silence"
-        assert lock != ACTIVE or tree.was_held, f"{tree.incarnation} asked with a free witness"
+        if kind_of(lock) == ACTIVE:
+            assert tree.was_held, f"{tree.incarnation} asked with a free witness"
         for other, _, at in place.values():
             assert at >= mine or not self.is_heard(other), f"{other.engine} was there before"
         del self.asked[lock, sup]
@@ -258,11 +268,13 @@ class Law:
     # ------------------------------------------------------------------ after every step
 
     def check(self) -> None:
-        told = [tree.incarnation for tree in self.world.living if tree.is_told and tree.is_alive]
-        assert len(told) <= 1, f"two active engines: {told}"
-        if self.world.hand_overs is not None:
-            used = {(t.incarnation, w.used) for t in self.world.living for w in t.workers if w.used}
-            assert len(used) <= 1, f"two terms may accept or write: {used}"
+        for model in self.world.models:
+            living = [tree for tree in self.world.living if tree.sup.model == model]
+            told = [tree.incarnation for tree in living if tree.is_told and tree.is_alive]
+            assert len(told) <= 1, f"two active engines: {told}"
+            if self.world.hand_overs is not None:
+                used = {(t.incarnation, w.used) for t in living for w in t.workers if w.used}
+                assert len(used) <= 1, f"two terms may accept or write: {used}"
         machine = self.world.shell.machine
         if machine is None:
             return

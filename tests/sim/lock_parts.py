@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockserver.core.names import ServingFile, WitnessFile
-
-ACTIVE, LOADER = "active", "loader"
+from plumbing.part.models import ACTIVE as ACTIVE
+from plumbing.part.models import LOADER as LOADER
+from plumbing.part.models import lock_of
 
 
 @dataclass(slots=True, eq=False)
@@ -88,6 +89,7 @@ class Sup:
     id: str
     engine: str
     number: int
+    model: str = ""
     is_alive: bool = True
     is_stopped: bool = False
     is_patient: bool = False  # was refused, and retries when time has passed
@@ -101,3 +103,12 @@ class Sup:
     newest: int = -1  # the number of the last one
     tree: Tree | None = None
     tokens: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def active(self) -> str:
+        """The lock `active` of its model."""
+        return lock_of(ACTIVE, self.model)
+
+    @property
+    def loader(self) -> str:
+        return lock_of(LOADER, self.model)

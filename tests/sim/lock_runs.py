@@ -45,6 +45,34 @@ def hand_over_pod(seed: int, rng: random.Random) -> World:
     )
 
 
+def pool_pod(seed: int, rng: random.Random) -> World:
+    """A pod with two models, of two engines each, where the holders of one live on while the other
+    fails."""
+    hands_over = bool(seed & 4)
+    sample = rng.sample([each for each in HAND_OVER_KINDS if each != "replace_file"], 3)
+    return World(
+        engines=4,
+        in_container=bool(seed & 1),
+        has_pidfd=bool(seed & 2),
+        locks=(ACTIVE, LOADER) if seed & 8 else (ACTIVE,),
+        models=("chat", "coder"),
+        hand_overs=HAND_OVERS if hands_over else None,
+        kinds=frozenset(" ".join((*sample, *REPAIRS)).split()) if hands_over else None,
+    )
+
+
+def run_pool(seed: int, *, is_settled: bool, steps: int = 2 * HAND_OVER_STEPS) -> World:
+    """One schedule of a pod with two models."""
+    rng = random.Random(seed)
+    world = pool_pod(seed, rng)
+    with replayable(seed, world.story):
+        for _ in range(steps):
+            world.random_step(rng)
+        if is_settled:
+            assert world.settle(rng, 4000), "a model has no engine although every fault has ended"
+    return world
+
+
 def run(seed: int, *, is_settled: bool, steps: int = STEPS, rate: float = FAULT_RATE) -> World:
     """One schedule; a failure reports its seed and what happened."""
     rng = random.Random(seed)

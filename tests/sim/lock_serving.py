@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from lockserver.core import events as ev
 from lockserver.core.names import ServingFile, serving_name_of
-from tests.sim.lock_parts import ACTIVE, Conn, Said, Sup, Tree, Worker
+from tests.sim.lock_parts import Conn, Said, Sup, Tree, Worker
 
 if TYPE_CHECKING:
     from tests.sim.lock_world import World
@@ -76,7 +76,7 @@ class Serving:
         if tree.is_serving:
             return [(self.hand_over, sup)] if self.world.hand_overs else []
         if tree.is_told:
-            is_up = all(worker.used == sup.tokens[ACTIVE] for worker in own)
+            is_up = all(worker.used == sup.tokens[sup.active] for worker in own)
             return [(self.begin_serving, sup)] if is_up else []
         if self.gives_way and tree.over and self.is_unproven(tree):
             return [(self.world.supervisors.give_up, sup)]
@@ -111,13 +111,13 @@ class Serving:
         tree.is_serving, tree.is_resting = False, True
         for worker in tree.workers:
             if not worker.is_child:
-                worker.orders.append((REST, sup.tokens[ACTIVE]))
+                worker.orders.append((REST, sup.tokens[sup.active]))
 
     def hand_on(self, sup: Sup) -> None:
         """It says so, and is a standby again."""
         tree = sup.tree
         assert tree is not None
-        tree.over = sup.tokens.pop(ACTIVE)
+        tree.over = sup.tokens.pop(sup.active)
         tree.is_told = tree.is_serving = tree.is_resting = False
         if not self.says_over and sup.conn is not None:
             sup.conn.up.append(Said(tree, (), {}))
@@ -197,7 +197,7 @@ class Serving:
                     found.append((self.fork, here))
                 if tree.over and not (worker.orders or worker.held or worker.used):
                     found.append((self.wake_late, here))
-                order = (WAKE, tree.sup.tokens.get(ACTIVE, 0))
+                order = (WAKE, tree.sup.tokens.get(tree.sup.active, 0))
                 is_waking = worker.orders and worker.orders[0] == order
                 if is_waking and not (worker.held or worker.used):
                     found.append((self.skip, here))

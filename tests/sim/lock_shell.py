@@ -17,6 +17,7 @@ from lockserver.core.kinds import KINDS
 from lockserver.core.machine import LockMachine
 from lockserver.core.names import WitnessState
 from lockserver.messages import WantMsg
+from plumbing.part.models import kind_of
 from tests.sim.lock_parts import ACTIVE, Conn, Said, Sup, Tree
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ NO_MACHINE = "the server is down"
 
 class Shell:
     def __init__(self, world: World, locks: tuple[str, ...]) -> None:
-        self.world, self.kinds = world, {name: KINDS[name] for name in locks}
+        self.world, self.kinds = world, {name: KINDS[kind_of(name)] for name in locks}
         self.machine: LockMachine | None = None
         self.slots: list[ev.LockRecord | None] = [
             ev.LockRecord(era=FIRST_ERA),
@@ -226,7 +227,7 @@ class Shell:
                 witness=tree.witness.name if tree else None,
                 locks=said.locks,
                 tokens=said.tokens,
-                over={ACTIVE: said.over} if said.over else {},
+                over={sup.active: said.over} if said.over else {},
             ),
             witness_file=tree.witness if tree and not tree.is_removed else None,
             witness_state=self.look(tree),
@@ -277,7 +278,7 @@ class Shell:
     def probe(self, subject: tuple[str, Tree]) -> None:
         lock, tree = subject
         self.seal(tree)
-        if lock == ACTIVE:
+        if kind_of(lock) == ACTIVE:
             self.world.law.freed_by_witness(tree, self.holder_of(lock).token)
         self.feed(ev.WitnessFree(lock, tree.incarnation))
 
@@ -319,12 +320,15 @@ class Shell:
         """Where that frees a fenced lock: the token at which every serving file is sealed."""
         assert self.machine is not None, NO_MACHINE
         held = self.held(), self.serving_held()
-        if ACTIVE not in evidence.scan_frees(self.machine.locks, self.machine.supervisors, *held):
+        freed = evidence.scan_frees(self.machine.locks, self.machine.supervisors, *held)
+        if not any(kind_of(lock) == ACTIVE for lock in freed):
             return 0
+        kept = evidence.kept_serving(self.machine.locks)
         trees = self.world.trees.values()
         token = evidence.seal_at(self.machine.ledger, max((t.length for t in trees), default=0))
         for tree in trees:
-            if tree.serving is not None and not self.is_serving_held(tree):
+            file = tree.serving
+            if file is not None and file.name not in kept and not self.is_serving_held(tree):
                 self.seal_serving(tree, token)
         return token
 

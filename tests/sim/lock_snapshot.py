@@ -71,8 +71,7 @@ class Names:
                 known.incarnation for known in machine.supervisors.values() if known.incarnation
             )
         trees.update(world.trees[incarnation] for incarnation in incarnations)
-        if world.law.last is not None:
-            trees.add(world.law.last)
+        trees |= {tree for tree, _ in world.law.last.values()}
         return trees, sups
 
     # ------------------------------------------------------------------ values
@@ -214,7 +213,7 @@ class Names:
             sorted(law.sent_max.items()),
             sorted((token, self.tree_names.get(who[1])) for token, who in law.sent.items()),
             sorted(law.old_tokens),
-            (self.tree_names[law.last.incarnation], law.last_token) if law.last else None,
+            *((self.tree_names[tree.incarnation], token) for tree, token in law.last.values()),
             [self.tree_names.get(incarnation) for _, incarnation in asked],
             sorted(self.sup_names[sup.id] for sup in law.known.values()),
         )

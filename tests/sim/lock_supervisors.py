@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from lockserver.core import events as ev
 from lockserver.core.names import WitnessFile
 from lockserver.witness import name_of
-from tests.sim.lock_parts import ACTIVE, LOADER, Said, Sup, Tree
+from tests.sim.lock_parts import Said, Sup, Tree
 
 if TYPE_CHECKING:
     from tests.sim.lock_world import World
@@ -65,7 +65,7 @@ class Supervisors:
             tree = sup.tree
             locks: tuple[str, ...] = ()
             if tree is not None:
-                locks = (ACTIVE,) if tree.is_loaded else (LOADER,)
+                locks = (sup.active,) if tree.is_loaded else (sup.loader,)
             tokens = {lock: token for lock, token in sup.tokens.items() if lock in locks}
             over = tree.over if tree is not None and self.world.serving.says_over else 0
             sup.conn.up.append(Said(tree, locks, tokens, over))
@@ -93,20 +93,20 @@ class Supervisors:
             return
         elif message.holder.incarnation == tree.incarnation:
             self.won(sup, tree, message.lock, message.holder.token)
-        elif message.lock == ACTIVE and tree.is_told and message.holder.engine != sup.engine:
+        elif message.lock == sup.active and tree.is_told and message.holder.engine != sup.engine:
             self.give_up(sup)  # another engine was granted the lock
 
     def won(self, sup: Sup, tree: Tree, lock: str, token: int) -> None:
-        if lock == ACTIVE:
+        if lock == sup.active:
             if token <= tree.over and self.world.serving.ignores_old_grants:
                 return
             self.world.law.obeys(tree, token)
-            if tree.is_told and sup.tokens[ACTIVE] != token:
+            if tree.is_told and sup.tokens[sup.active] != token:
                 self.give_up(sup)  # its token has changed: it does not know why
                 return
             if not tree.is_told:
                 self.world.serving.wake(tree, token)
-            sup.tokens[ACTIVE] = token
+            sup.tokens[sup.active] = token
             tree.is_told = True
         elif not tree.is_loaded:  # it loads in no time, and releases the lock
             tree.is_loaded = True
@@ -124,7 +124,7 @@ class Supervisors:
         number = world.next_number()
         incarnation = f"{sup.engine}-{number:016x}"
         tree = Tree(incarnation, WitnessFile(name_of(incarnation), 1, number), sup)
-        tree.is_loaded = LOADER not in world.shell.kinds
+        tree.is_loaded = sup.loader not in world.shell.kinds
         tree.coming = int(world.has_late)
         if world.hand_overs is not None:
             world.serving.equip(tree)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from plumbing.part.models import lock_of
 from tests.sim.lock_faults import Faults
 from tests.sim.lock_law import Law
 from tests.sim.lock_parts import ACTIVE, LOADER, Conn, Sup, Tree, Worker
@@ -38,14 +39,15 @@ class World:
         in_container: bool = True,
         has_pidfd: bool = True,
         locks: tuple[str, ...] = (ACTIVE, LOADER),
+        models: tuple[str, ...] = ("",),
         launches_max: int = 1_000_000,
         has_late: bool = True,
         hand_overs: int | None = None,
         kinds: frozenset[str] | None = None,
     ) -> None:
-        """`hand_overs`: how many there may be in place, None: no engine has a serving file.
-        `kinds`: the faults that may occur, None: all."""
-        self.hand_overs, self.kinds = hand_overs, kinds
+        """`models`: of which the engines are in turn. `hand_overs`: how many there may be in place,
+        None: no engine has a serving file. `kinds`: the faults that may occur, None: all."""
+        self.hand_overs, self.kinds, self.models = hand_overs, kinds, models
         self.in_container, self.has_pidfd, self.launches_max = in_container, has_pidfd, launches_max
         self.has_late = has_late  # a process of each tree locks the witness late
         self.process = "SO_PEERPIDFD" if has_pidfd else "none"
@@ -57,7 +59,7 @@ class World:
         self.living: list[Tree] = []  # trees with a process of any kind
         self.trace: list[Any] = []
         self.law = Law(self)
-        self.shell = Shell(self, locks)
+        self.shell = Shell(self, tuple(lock_of(kind, m) for m in models for kind in locks))
         self.supervisors = Supervisors(self)
         self.serving = Serving(self)
         self.faults = Faults(self)
@@ -110,9 +112,13 @@ class World:
         return False
 
     def is_served(self) -> bool:
-        """Whether a living engine has been told that it is active, and the server knows."""
+        """Whether a living engine of each model has been told that it is active, and the server
+        knows."""
+        return all(self.is_model_served(lock_of(ACTIVE, model)) for model in self.models)
+
+    def is_model_served(self, lock: str) -> bool:
         machine = self.shell.machine
-        holder = machine.locks[ACTIVE].holder if machine is not None else None
+        holder = machine.locks[lock].holder if machine is not None else None
         return holder is not None and any(
             sup.tree is not None
             and sup.tree.incarnation == holder.incarnation
@@ -121,7 +127,7 @@ class World:
             and (sup.tree.is_serving or self.hand_overs is None)
             and not sup.tree.is_doomed
             and not sup.tree.is_hurt
-            and sup.tokens.get(ACTIVE) == holder.token
+            and sup.tokens.get(lock) == holder.token
             for sup in self.sups
             if sup.is_alive
         )
@@ -138,7 +144,8 @@ class World:
 
     def new_sup(self, engine: str) -> Sup:
         number = self.next_number()
-        sup = Sup(f"{number:016x}", engine, number)
+        place = int(engine.rpartition("-")[2])
+        sup = Sup(f"{number:016x}", engine, number, self.models[place % len(self.models)])
         self.sups.append(sup)
         return sup
 
