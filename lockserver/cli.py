@@ -209,7 +209,7 @@ def _look(directory: str) -> Look:
         UnreachableError: there is neither.
     """
     from lockserver.messages import CATALOGUE
-    from lockserver.status.resting import resting
+    from lockserver.status.resting import cold, resting
     from lockserver.status.text import text_of
 
     try:
@@ -225,7 +225,8 @@ def _look(directory: str) -> Look:
         if found is None:
             raise offline from error
         document = found
-    return Look(document, text_of(document, resting=resting(directory, document)), offline)
+    said = {"resting": resting(directory, document), "cold": cold(directory, document)}
+    return Look(document, text_of(document, **said), offline)
 
 
 @main.command()

@@ -30,16 +30,21 @@ TOGETHER = "\u00a0"  # a space at which no line is broken
 
 
 def text_of(
-    document: Document, columns: int | None = None, resting: Mapping[str, str] | None = None
+    document: Document,
+    columns: int | None = None,
+    resting: Mapping[str, str] | None = None,
+    cold: Mapping[str, str] | None = None,
 ) -> str:
     """`document` as text; `columns`: the terminal's unless given. `resting`: a sentence about each
-    holder that rests, by engine."""
+    holder that rests, by engine; `cold`: likewise about each engine that runs no backend."""
     width = max(COLUMNS_MIN, columns or shutil.get_terminal_size().columns)
-    lines = list(_lines(document, resting or {}))
+    lines = list(_lines(document, resting or {}, cold or {}))
     return "\n".join(folded for label, text in lines for folded in _fold(label, text, width))
 
 
-def _lines(document: Document, resting: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def _lines(
+    document: Document, resting: Mapping[str, str], cold: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
     server = document["server"]
     where = f"pid {server['pid']}  since {server['since']}" if server["online"] else "offline view"
     yield _head("lockserver", f"{where}  last token {document['token']}  {server['dir']}")
@@ -55,6 +60,8 @@ def _lines(document: Document, resting: Mapping[str, str]) -> Iterator[tuple[str
             yield _line("waiting", f"and {more} more")
         for wait in lock["waits"]:
             yield from _wait(wait)
+    for engine, sentence in cold.items():
+        yield _head("cold", f"{engine} {sentence}")
     if document["tcp"] is not None:
         yield from _tcp(document["tcp"])
     for engine, found in document["members"].items():

@@ -11,6 +11,7 @@ from datetime import datetime
 from typing import Any
 
 from plumbing.part.format import since, table
+from plumbing.part.models import ACTIVE, kind_of
 from understudy.status.gateway_view import gateway_faults, gateway_lines, is_open, rest_line
 from understudy.status.memory_view import Document, engines_by_pid, memory_faults, memory_lines
 
@@ -153,11 +154,13 @@ def _faults(
     faults = [
         f"{part['name']}: {part['error']}" for part in (lockserver, *engines) if "error" in part
     ]
-    if states.count(SERVING) > 1:
+    pairs = zip(engines, states, strict=True)
+    models = [_engine(engine).get("model") for engine, state in pairs if state == SERVING]
+    if len(set(models)) < len(models):
         faults.append("more than one engine reports that it is active")
-    problem = _active(lockserver).get("problem")
-    if problem:
-        faults.append(f"lock active: {problem}")
+    for name, lock in (lockserver.get("locks") or {}).items():
+        if kind_of(name) == ACTIVE and lock.get("problem"):
+            faults.append(f"lock {name}: {lock['problem']}")
     named = engines_by_pid(engines)
     return faults + [fault for part in gms for fault in memory_faults(part, named)]
 
