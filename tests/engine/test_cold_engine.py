@@ -1,0 +1,117 @@
+"""The goal `cold`, and a pool's words to an engine of a model: real processes, a stub lock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine import messages as m
+from plumbing.errors import RemoteError
+from plumbing.part.tier import AmMsg, GoalGeneration, PoolGoal, ShallMsg, Tier
+from plumbing.wire.blocking import BlockingClient
+from tests.engine.pod import Engine, stub_lock
+from tests.engine.stub_lock import StubLock
+from tests.engine.test_in_place import QUICK, RESTS, heard_until, shall
+from tests.helpers import until
+
+MODEL = ("--model-name", "chat")
+
+
+@pytest.fixture
+def lock(directory: Path) -> Iterator[StubLock]:
+    """A lock server with a gateway, whose locks are those of a model."""
+    locks = ("loader:chat", "active:chat")
+    with stub_lock(directory, locks, has_gateway=True) as (stub, _):
+        yield stub
+
+
+def told(
+    client: BlockingClient, goal: Tier, number: int, *, era: str = "e", is_kill: bool = False
+) -> AmMsg:
+    """A pool's goal, and the answer."""
+    pool = PoolGoal("chat", GoalGeneration(era, 1, number), is_kill)
+    reply = client.request(ShallMsg(goal, "the pool", pool), timeout_s=30).message
+    assert isinstance(reply, AmMsg)
+    return reply
+
+
+def reason_of(engine: Engine) -> str:
+    document = engine.status()
+    assert document is not None
+    return str(document["engine"]["reason"])
+
+
+def is_cold(engine: Engine) -> bool:
+    return reason_of(engine).startswith("cold because")
+
+
+def test_engine_of_a_model_uses_the_models_locks_and_tells_a_pool_what_it_must_know(pod, lock):
+    """Goal: `am` has what the pool's books need. Method: an engine that is awake, and a look."""
+    engine = pod.engine("chat-0", *RESTS, flags=(*QUICK, *MODEL))
+    document = engine.until("active")
+    assert document["engine"]["model"] == "chat"
+    until(lambda: lock.want and set(lock.want.tokens) == {"active:chat"}, "its claim")
+    with engine.client() as client:
+        word = shall(client, None).pool
+        assert word is not None
+        assert (word.model, word.generation, word.is_permanent) == ("chat", None, False)
+        assert word.witness is not None
+        found = (pod.directory / word.witness.name).stat()
+        assert (found.st_dev, found.st_ino) == (word.witness.dev, word.witness.ino)
+        assert told(client, Tier.WARM, 3).pool.generation == GoalGeneration("e", 1, 3)
+        assert told(client, Tier.AWAKE, 2).goal is Tier.WARM  # older
+        with pytest.raises(RemoteError) as caught:
+            client.request(ShallMsg(Tier.COLD, "x", PoolGoal("coder", GoalGeneration("e", 1, 9))))
+        assert caught.value.code == "engine.other_model"
+
+
+def test_engine_is_cold_until_it_is_asked_for_more_and_again_when_asked(pod, lock):
+    """Goal: a cold engine is a supervisor alone, which says why, whose probes restart nothing, and
+    which a restarted supervisor leaves so. Method: start cold; warm; cold again; restart; awake."""
+    engine = pod.engine("chat-0", *RESTS, flags=(*QUICK, *MODEL, "--goal", "cold"))
+    until(lambda: engine.status() and is_cold(engine), "a supervisor without a backend")
+    assert engine.get("/startup")[0] == engine.get("/live")[0] == 200
+    assert engine.get("/ready")[0] == 503
+    until(lambda: lock.want and lock.want.incarnation is None, "its want")
+    with engine.client() as client:
+        told(client, Tier.WARM, 1)
+        heard_until(client, "resting")  # the stub grants at once
+        assert engine.pids()
+        told(client, Tier.COLD, 2)
+        assert heard_until(client, "dead")[-1].fault == ""
+        until(lambda: is_cold(engine), "the end of all processes")
+        assert reason_of(engine) == "cold because it was asked to be by the pool: no backend runs"
+        until(lambda: lock.want and lock.want.incarnation is None, "the lock to be given up")
+        assert engine.pids() == {}
+        assert told(client, Tier.WARM, 2).goal is Tier.COLD  # not acted on twice
+    engine.stop()
+    engine = pod.engine("chat-0", *RESTS, flags=(*QUICK, *MODEL))
+    until(lambda: engine.status() and is_cold(engine), "the next supervisor, still cold")
+    with engine.client() as client:
+        assert told(client, Tier.WARM, 1).goal is Tier.COLD  # older than what is on file
+        told(client, Tier.AWAKE, 3)
+    engine.until("active")
+
+
+def test_engine_that_is_to_be_killed_is_killed_while_it_serves(pod, lock):
+    engine = pod.engine("chat-0", *RESTS, flags=(*QUICK, *MODEL))
+    engine.until("active")
+    with engine.client() as client:
+        told(client, Tier.COLD, 1, is_kill=True)
+        assert [am.state for am in heard_until(client, "dead")] == ["dead"]
+    until(lambda: is_cold(engine), "the end of all processes")
+
+
+def test_pod_without_models_sends_what_it_sent_before(pod, directory):
+    """Goal: an older gateway understands every `am`. Method: the fields that travel."""
+    with stub_lock(directory, ("loader", "active"), has_gateway=True):
+        engine = pod.engine("e-0", *RESTS, flags=QUICK)
+        engine.until("active")
+        with engine.client() as client:
+            am = shall(client, None)
+    assert am.pool is None
+    assert b"pool" not in m.CONTROL.encode(am)
+    assert b"pool" not in m.CONTROL.encode(ShallMsg(Tier.WARM, "x"))
+    assert b"place" not in m.CONTROL.encode(m.AttachedMsg("e-0-0123456789abcdef", 0, "e", {}))
