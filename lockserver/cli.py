@@ -225,8 +225,8 @@ def _look(directory: str) -> Look:
         if found is None:
             raise offline from error
         document = found
-    said = {"resting": resting(directory, document), "cold": cold(directory, document)}
-    return Look(document, text_of(document, **said), offline)
+    rests, idle = resting(directory, document), cold(directory, document)
+    return Look(document, text_of(document, resting=rests, cold=idle), offline)
 
 
 @main.command()
