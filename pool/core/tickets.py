@@ -16,12 +16,17 @@ from pool.core.events import Ticket, TicketKind
 from pool.core.states import ModelState
 from pool.core.view import ModelRules, ModelView, PoolRules, TicketView
 
+ROUNDING_MS = 0.001  # sums of floats are not exact, and what is due must be so at its instant
 LEASE_PREFIX = "lease/"  # no model is called so: a name with a slash is not accepted for one
 
 
 def level_of(priority: int, since_ms: float, now_ms: float, rules: PoolRules) -> int:
     """The priority that its age has earned it."""
-    return priority - int(max(0.0, now_ms - since_ms) // rules.starve_after_ms)
+    return priority - _levels(since_ms, now_ms, rules)
+
+
+def _levels(since_ms: float, now_ms: float, rules: PoolRules) -> int:
+    return int(max(0.0, now_ms - since_ms + ROUNDING_MS) // rules.starve_after_ms)
 
 
 def order_of(ticket: TicketView, now_ms: float, rules: PoolRules) -> tuple[int, float]:
@@ -40,7 +45,7 @@ def first_ticket(
     starve_after_ms = rules.starve_after_ms
     for ticket in tickets:
         since_ms = max(floor_ms, ticket.since_ms)
-        age_ms = now_ms - since_ms
+        age_ms = now_ms - since_ms + ROUNDING_MS
         aged = int(age_ms // starve_after_ms) if age_ms > 0 else 0
         order = (ticket.priority - aged, since_ms)
         if first is None or order < first_order:
@@ -52,8 +57,7 @@ def first_ticket(
 
 def next_level_ms(since_ms: float, now_ms: float, rules: PoolRules) -> float:
     """When a ticket of that age counts for more."""
-    levels = int(max(0.0, now_ms - since_ms) // rules.starve_after_ms)
-    return since_ms + (levels + 1) * rules.starve_after_ms
+    return since_ms + (_levels(since_ms, now_ms, rules) + 1) * rules.starve_after_ms
 
 
 def next_change_ms(

@@ -184,7 +184,7 @@ LAWS = (
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(pools())
 def test_every_plan_keeps_the_laws(pool):
     models, devices = pool
@@ -198,7 +198,7 @@ def _order(ticket: TicketView):
     return level_of(ticket.priority, ticket.since_ms, NOW, NO_MARGIN), ticket.since_ms
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(pools(), st.randoms(use_true_random=False))
 def test_order_of_models_and_strangers_change_nothing(pool, random):
     """Goal: a pure function of the facts. Method: the models shuffled, and one more that is at rest
@@ -219,7 +219,7 @@ def test_order_of_models_and_strangers_change_nothing(pool, random):
     assert set(other.rests) == set(found.rests)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(pools(), st.floats(0.0, 1.0))
 def test_time_alone_changes_nothing_before_it_is_due(pool, part):
     models, devices = pool
