@@ -1,0 +1,87 @@
+"""Places: a model's servers on a device, their names, and what the models of one device share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from gms import names, pool_file
+from gms.client.device_memory import memory_for
+from gms.core.events import JournalRecord
+from gms.kv.room import check_room
+from gms.operate.report import devices_in
+from gms.server.journal import CommitJournal
+from gms.server.neighbours import bytes_elsewhere
+from plumbing.errors import UnderstudyError, UsageError
+from plumbing.part.models import device_of, lock_of, model_at, model_of, place_of
+from plumbing.part.paths import gms_sockets
+
+PLACES = ("HOST-0.chat", "HOST-0.chat-2", "HOST-0.4.5-kv", "HOST-1.chat", "HOST-0")
+POOL, EPOCH = "0" * 32, "1" * 32
+MIB = 1 << 20
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return str(tmp_path)
+
+
+def commit(directory, place, size_bytes):
+    journal = CommitJournal(names.journal_path(directory, place))
+    journal.write(JournalRecord(EPOCH, size_bytes, "0" * 64, "0" * 64))
+    journal.close()
+
+
+def make_pool(directory, place, size_bytes):
+    pool_file.create(os.path.join(directory, names.pool_file(place, POOL)), size_bytes)
+
+
+def test_names_of_places_are_taken_apart_as_they_were_put_together():
+    for device in ("HOST-0", "GPU-8f6ed1a5-0000-1111-2222-333344445555"):
+        for model in ("", "chat", "4.5-kv", "a" * 25):
+            place = place_of(device, model)
+            assert (device_of(place), model_at(place)) == (device, model)
+            assert names.check_device(place) == place
+            assert device_of(names.offload_device(place)).startswith("OFFLOAD-")
+    assert (model_of(lock_of("active", "chat")), lock_of("active", "")) == ("chat", "active")
+    for place in ("HOST-0.", "HOST-0.a_b", "HOST-0.a/b", ".chat", "HOST-0.." + "a"):
+        with pytest.raises(UsageError):
+            names.check_device(place)
+
+
+def test_files_of_one_place_are_no_other_places(directory):
+    """Goal: a model whose name begins like another's has its own files. Method: all of them in one
+    directory."""
+    for place in PLACES:
+        make_pool(directory, place, MIB)
+        Path(directory, names.epoch_file(place, EPOCH)).touch()
+        Path(names.socket_path(directory, place)).touch()
+    for place in PLACES:
+        assert names.pools_on_disk(directory, place) == [POOL]
+        assert names.epochs_on_disk(directory, place) == [EPOCH]
+    assert devices_in(directory) == sorted(PLACES)
+    assert set(gms_sockets(Path(directory))) == set(PLACES)
+
+
+def test_models_of_one_device_share_its_limit(directory):
+    """Goal: two models are not each promised a whole device. Method: weights and KV memory of
+    three places on two devices; a pool that fits only beside one of them."""
+    for place, weights, kv in (("HOST-0.a", 5, 0), ("HOST-0.b", 3, 2), ("HOST-1.a", 7, 7)):
+        commit(directory, place, weights * MIB)
+        if kv:
+            make_pool(directory, place, kv * MIB)
+    assert bytes_elsewhere(directory, "HOST-0.a") == 5 * MIB
+    assert bytes_elsewhere(directory, "HOST-0.b") == 5 * MIB
+    assert bytes_elsewhere(directory, "HOST-0.c") == 10 * MIB
+    assert bytes_elsewhere(directory, "HOST-1.a") == 0
+    assert bytes_elsewhere(directory, "HOST-2") == 0
+    check_room(directory, "HOST-0.a", 10 * MIB, 20 * MIB)  # 5 of its own, 5 of the other model
+    with pytest.raises(UnderstudyError, match=r"5\.0 MiB are other models'") as caught:
+        check_room(directory, "HOST-0.a", 11 * MIB, 20 * MIB)
+    assert caught.value.code == "gms.device_full"
+
+
+def test_place_in_host_memory_has_the_memory_of_its_device():
+    assert memory_for("HOST-0.chat").kind == "host"
