@@ -22,14 +22,21 @@ class Demand:
         self._gone: set[str] = set()
         self.is_heard = False  # by any gateway since the start: until then nobody knows who waits
 
-    def hear(self, event: DemandCame) -> None:
+    def hear(self, event: DemandCame) -> set[str]:
+        """Of which models something has changed."""
+        before = self._said.get(event.gateway, {})
+        changed = {name for name, each in event.models.items() if before.get(name) != each}
+        changed.update(name for name in before if name not in event.models)
         if event.gateway not in self._said:
             for name in self._gone:
-                del self._said[name]
+                changed.update(self._said.pop(name))
             self._gone.clear()
+        if event.gateway in self._gone or not self.is_heard:
+            changed.update(event.models)
         self._gone.discard(event.gateway)
         self.is_heard = True
         self._said[event.gateway] = event.models
+        return changed
 
     def lose(self, gateway: str, *, is_dead: bool) -> None:
         """It is not connected. `is_dead`: and its requests have ended with it."""

@@ -32,10 +32,13 @@ def hear(pool: PoolSituation, event: ev.PoolEvent) -> None:
             _demand(pool, event)
         case ev.GatewayGone():
             pool.demand.lose(event.gateway, is_dead=event.is_dead)
+            pool.touch_all()
         case ev.EngineSaid():
             _engine(pool, event)
         case ev.EngineLost():
-            _named(pool, event.engine).is_connected = False
+            engine = _named(pool, event.engine)
+            engine.is_connected = False
+            pool.touch(engine.model)
         case ev.EngineDead():
             _dead(pool, event)
         case ev.HolderNamed():
@@ -43,11 +46,11 @@ def hear(pool: PoolSituation, event: ev.PoolEvent) -> None:
         case ev.MemoryIs():
             _check_device(pool, event.device)
             pool.books.hear_memory(event, pool.models)
-            pool.changes += 1
+            pool.touch_all()
         case ev.DeviceIs():
             _check_device(pool, event.device)
             pool.books.hear_device(event)
-            pool.changes += 1
+            pool.touch_all()
         case ev.Ordered():
             _order(pool, event)
         case ev.RulesChanged():
@@ -58,7 +61,7 @@ def hear(pool: PoolSituation, event: ev.PoolEvent) -> None:
             lease = pool.leases.pop(event.lease, None)
             if lease is not None:
                 pool.books.ledger.drop(lease_key(lease))
-                pool.changes += 1
+                pool.touch_all()
 
 
 def lease_key(lease: PoolLease) -> EntryKey:
@@ -79,7 +82,7 @@ def _demand(pool: PoolSituation, event: ev.DemandCame) -> None:
         if asked_ms is not None:
             known = pool.models[name]
             known.last_request_ms = max(known.last_request_ms, min(asked_ms, pool.now_ms))
-    pool.demand.hear(event)
+    pool.touch(*pool.demand.hear(event))
 
 
 # ------------------------------------------------------------------ engines
@@ -109,7 +112,7 @@ def _engine(pool: PoolSituation, said: ev.EngineSaid) -> None:
     _claim(known, engine, said)
     pool.books.learn_sizes(known)
     pool.books.book_living(known)
-    pool.changes += 1
+    pool.touch(known.name)
 
 
 def _judge(known: KnownModel, engine: KnownEngine, said: ev.EngineSaid) -> None:
@@ -153,23 +156,21 @@ def _dead(pool: PoolSituation, event: ev.EngineDead) -> None:
     is_answer = event.asked and event.asked == engine.asked
     if is_answer and engine.goal is Tier.COLD and engine.has_obeyed:
         engine.is_gone = True
-    pool.changes += 1
+    pool.touch(known.name)
 
 
 def _holder(pool: PoolSituation, event: ev.HolderNamed) -> None:
     known = pool.models.get(event.model)
     if known is None:
         raise WrongMessage(f"the lock server names model {event.model}, which is not in this pool")
-    if not event.engine:
-        known.holder = None
-        return
-    if known.engine(event.engine) is None:
+    if event.engine and known.engine(event.engine) is None:
         raise WrongMessage(f"{event.engine} holds active:{event.model} and is no engine of it")
     holder = known.holder
-    if holder is not None and holder.era == event.era and holder.token > event.token:
-        return  # late
-    known.holder = Stander(event.engine, event.token, event.era)
-    pool.changes += 1
+    if not event.engine:
+        known.holder = None
+    elif holder is None or holder.era != event.era or holder.token <= event.token:
+        known.holder = Stander(event.engine, event.token, event.era)
+    pool.touch(known.name)
 
 
 def _check_device(pool: PoolSituation, device: str) -> None:
@@ -208,7 +209,7 @@ def _order(pool: PoolSituation, event: ev.Ordered) -> None:
             known.pinned = event.order is ev.Order.PIN
         case ev.Order.RESET:
             pool.fire(known, DueSignal(ModelSignal.RESET, "an operator has reset it"))
-    pool.changes += 1
+    pool.touch(known.name)
 
 
 def _rules(pool: PoolSituation, event: ev.RulesChanged) -> None:
@@ -223,7 +224,7 @@ def _rules(pool: PoolSituation, event: ev.RulesChanged) -> None:
             raise OrderRefused(
                 "pool.cannot_change", f"the pool cannot change {event.rules} of {event.model}"
             )
-    pool.changes += 1
+    pool.touch_all()
 
 
 def _check_pinned(known: KnownModel, way_out: str) -> None:
@@ -252,4 +253,4 @@ def _lease(pool: PoolSituation, event: ev.LeaseAsked) -> None:
         pool.leases[event.lease] = PoolLease(event)
     elif lease.is_granted:
         pool.say(ev.GrantLease(event.lease))
-    pool.changes += 1
+    pool.touch_all()

@@ -126,6 +126,7 @@ class KnownModel:
     asleep_since_ms: float | None = None
     drained_ms: float | None = None
     wanted_since_ms: float | None = None
+    ticket_due_ms: float | None = None  # when time alone changes which ticket is its first
     last_request_ms: float = 0.0
     spent_ms: dict[str, float] = field(default_factory=dict)  # the last drain, release, raise
     # What was said.

@@ -78,12 +78,13 @@ class ModelPool:
         pool = self.situation
         pool.now_ms, pool.out = now_ms, []
         hear(pool, event)
-        if not self._is_started:
-            self._is_started = True
+        is_first, self._is_started = not self._is_started, True
+        if is_first:
+            pool.touch_all()
             recovery.say_again(pool)
         self._settle()
         out, pool.out = pool.out, []
-        self._set_doors()
+        self._set_doors(says_again=is_first)
         out, pool.out = [*pool.out, *out], []
         self.due_ms = self._next_due_ms()
         is_told = any(not isinstance(effect, ev.PoolRecord) for effect in out)
@@ -93,20 +94,35 @@ class ModelPool:
 
     def _settle(self) -> None:
         pool = self.situation
+        plan_due_ms = pool.plan_due_ms
+        is_due = plan_due_ms is not None and plan_due_ms <= pool.now_ms
+        self._touch_due()
         for _ in range(ROUNDS_MAX):
-            for known in pool.models.values():
-                recover(pool, known)
-                if not known.is_unknown:
-                    self._follow(known)
-            before = pool.changes
-            decide(pool, self._planner)
-            if pool.changes == before:
+            while pool.to_follow:
+                names = [name for name in pool.models if name in pool.to_follow]
+                for name in names:
+                    self._follow(pool.models[name])
+            if not (is_due or pool.to_view or pool.is_lease_changed):
                 return
+            is_due = False
+            decide(pool, self._planner)
         raise InvariantError("the pool does not come to rest")
+
+    def _touch_due(self) -> None:
+        """Models about which time alone changes something now."""
+        pool = self.situation
+        for known in pool.models.values():
+            due_ms = min(self._deadlines(known), default=None)
+            if due_ms is not None and due_ms <= pool.now_ms:
+                pool.touch(known.name)
 
     def _follow(self, known: KnownModel) -> None:
         """Fire its table until it agrees with the facts."""
         pool = self.situation
+        recover(pool, known)
+        pool.to_follow.discard(known.name)
+        if known.is_unknown:
+            return
         for _ in range(SIGNALS_MAX):
             self._keep_books(known)
             ticket = ticket_of(known, pool.demand, pool.now_ms, pool.rules)
@@ -116,6 +132,7 @@ class ModelPool:
             if due is not None:
                 pool.fire(known, due)
             elif not self._sleep(known):
+                pool.to_follow.discard(known.name)
                 return
         raise InvariantError(f"model {known.name} does not come to rest in {known.model.state}")
 
@@ -150,7 +167,7 @@ class ModelPool:
         for effect in pool.books.let_go(known, wanted, stays):
             pool.say(effect)
         if len(pool.books.ledger.entries) != before:
-            pool.changes += 1
+            pool.touch(known.name)
 
     def _reloaded(self, known: KnownModel) -> Entries:
         """Weights of an offloaded model, one of whose engines starts again: it maps them before it
@@ -181,25 +198,44 @@ class ModelPool:
 
     # ------------------------------------------------------------------ doors, time
 
-    def _set_doors(self) -> None:
+    def _set_doors(self, *, says_again: bool) -> None:
+        """Say the doors that have changed; `says_again`: all of them. While a model is recovering
+        the door on file stands: nobody knows better."""
         pool = self.situation
-        for known in pool.models.values():
-            if known.is_unknown or (known.model.is_recovering and known.door is not None):
-                continue
-            door = door_of(known, pool.now_ms)
-            key = door_key(known, door)
-            if key != known.door_key:
+        for name in [name for name in pool.models if name in pool.to_show]:
+            known = pool.models[name]
+            stands = known.door is not None and known.model.is_recovering
+            if not known.is_unknown and not stands and self._is_other_door(known):
                 pool.door_number += 1
-                known.door, known.door_key, known.door_number = door, key, pool.door_number
-                pool.say(ev.SetModelDoor(known.name, pool.door_number, door, known.model.state))
+                known.door_number = pool.door_number
+            elif not says_again:
+                continue
+            if known.door is not None:
+                state = known.model.state
+                pool.say(ev.SetModelDoor(name, known.door_number, known.door, state))
+        pool.to_show.clear()
+
+    def _is_other_door(self, known: KnownModel) -> bool:
+        door = door_of(known, self.situation.now_ms)
+        key = door_key(known, door)
+        if key == known.door_key:
+            return False
+        known.door, known.door_key = door, key
+        return True
 
     def _next_due_ms(self) -> float | None:
         pool = self.situation
-        dues = [pool.plan_due_ms, *self._deadlines()]
-        return min((ms for ms in dues if ms is not None), default=None)
+        dues = [ms for known in pool.models.values() for ms in self._deadlines(known)]
+        if pool.plan_due_ms is not None:
+            dues.append(pool.plan_due_ms)
+        return min(dues, default=None)
 
-    def _deadlines(self) -> Iterator[float | None]:
-        for known in self.situation.models.values():
-            yield deadline_ms(known)
-            if known.headless_ms is not None:
-                yield known.headless_ms + HEADLESS_MS
+    @staticmethod
+    def _deadlines(known: KnownModel) -> Iterator[float]:
+        due_ms = deadline_ms(known)
+        if due_ms is not None:
+            yield due_ms
+        if known.headless_ms is not None:
+            yield known.headless_ms + HEADLESS_MS
+        if known.ticket_due_ms is not None:
+            yield known.ticket_due_ms

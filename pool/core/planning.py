@@ -38,34 +38,40 @@ from pool.core.views import ticket_of, view_of
 Planner = Callable[[float, Sequence[ModelView], Mapping[str, DeviceView], PoolRules], Plan]
 
 
-def is_blind(pool: PoolSituation, known: KnownModel) -> bool:
-    """Whether something on its devices, or of the model itself, is not known yet."""
-    if known.is_unknown or known.model.is_recovering:
-        return True
-    devices = set(known.rules.devices)
+def blind_models(pool: PoolSituation) -> set[str]:
+    """Of which something on their devices, or of themselves, is not known yet."""
+    names = pool.models.keys()
     if not all(pool.books.is_known(device) for device in pool.books.devices):
-        return True
-    return any(
-        other.is_unknown and devices & set(other.rules.devices) for other in pool.models.values()
-    )
+        return set(names)
+    unknown = [known for known in pool.models.values() if known.is_unknown]
+    devices = {device for known in unknown for device in known.rules.devices}
+    return {
+        name
+        for name, known in pool.models.items()
+        if known.model.is_recovering or not devices.isdisjoint(known.rules.devices)
+    }
 
 
 def decide(pool: PoolSituation, planner: Planner) -> None:
     """One plan, obeyed."""
-    views = [
-        view_of(
-            known,
-            ticket_of(known, pool.demand, pool.now_ms, pool.rules),
-            pool.demand,
-            pool.books,
-            is_blind=is_blind(pool, known),
-        )
-        for known in pool.models.values()
-        if not known.is_unknown
-    ]
-    views += [_lease_view(lease) for lease in pool.leases.values() if _is_seen(pool, lease)]
+    blind = blind_models(pool)
+    for name in blind ^ pool.blind:
+        pool.to_view.add(name)
+    pool.blind = blind
+    for name in pool.to_view:
+        known = pool.models[name]
+        if not known.is_unknown:
+            ticket = ticket_of(known, pool.demand, pool.now_ms, pool.rules)
+            known.ticket_due_ms = _ticket_due_ms(pool, known)
+            pool.views[name] = view_of(
+                known, ticket, pool.demand, pool.books, is_blind=name in blind
+            )
+    pool.to_view.clear()
+    pool.is_lease_changed = False
+    leases = [_lease_view(lease) for lease in pool.leases.values() if _is_seen(pool, lease)]
+    views = [*pool.views.values(), *leases]
     plan = planner(pool.now_ms, views, pool.books.ledger.views(), pool.rules)
-    dues = [plan.due_ms, *(_ticket_due_ms(pool, known) for known in pool.models.values())]
+    dues = [plan.due_ms, *(known.ticket_due_ms for known in pool.models.values())]
     pool.plan_due_ms = min((ms for ms in dues if ms is not None), default=None)
     for name, decision in plan.decisions.items():
         if name.startswith(LEASE_PREFIX):
@@ -74,7 +80,7 @@ def decide(pool: PoolSituation, planner: Planner) -> None:
             _decide_model(pool, pool.models[name], decision)
     for known in pool.models.values():
         if known.never is not None and known.name not in plan.decisions:
-            known.never = None
+            _set_never(pool, known, None)
     for name in plan.unyields:
         _unyield(pool, pool.models[name])
     for victim in plan.rests:
@@ -95,19 +101,29 @@ def _decide_model(pool: PoolSituation, known: KnownModel, decision: Decision) ->
         case Yield():
             if not known.has_plan:
                 known.has_plan, known.victims = True, ()
-                pool.changes += 1
+                pool.touch(known.name)
             for victim in decision.victims:
                 known.victims = tuple(dict.fromkeys((*known.victims, victim.model)))
                 _yield(pool, victim, Leaving.HEAD, f"model {known.name} needs its room")
-            known.never = None
+            _set_never(pool, known, None)
         case Wait():
-            known.wait, known.never = decision.why, None
+            known.wait = decision.why
+            _set_never(pool, known, None)
         case Never():
-            known.has_plan, known.never = False, decision.why
+            if known.has_plan:
+                known.has_plan = False
+                pool.touch(known.name)
+            _set_never(pool, known, decision.why)
+
+
+def _set_never(pool: PoolSituation, known: KnownModel, why: str | None) -> None:
+    if known.never != why:
+        known.never = why
+        pool.to_show.add(known.name)
 
 
 def _raise(pool: PoolSituation, known: KnownModel) -> None:
-    if is_blind(pool, known) or not known.model.may(ModelSignal.ROOM):
+    if known.name in pool.blind or not known.model.may(ModelSignal.ROOM):
         return
     if known.model.floor is Tier.COLD:
         _choose_engine(known)
@@ -161,7 +177,7 @@ def _yield(pool: PoolSituation, victim: Victim, why: Leaving, reason: str) -> No
         if engine.cap is not victim.tier:
             engine.cap = victim.tier
             pool.aim(known)
-            pool.changes += 1
+            pool.touch(known.name)
 
 
 def _unyield(pool: PoolSituation, known: KnownModel) -> None:
@@ -201,15 +217,15 @@ def _decide_lease(pool: PoolSituation, name: str, decision: Decision) -> None:
             entries: dict[EntryKey, int] = {lease_key(lease): lease.asked.bytes}
             if pool.books.book(entries):
                 pool.leases[name] = PoolLease(lease.asked, is_granted=True)
-                pool.changes += 1
+                pool.is_lease_changed = True
                 pool.say(ev.GrantLease(name))
         case Yield():
             if not lease.has_plan:
                 pool.leases[name] = PoolLease(lease.asked, has_plan=True)
-                pool.changes += 1
+                pool.is_lease_changed = True
             for victim in decision.victims:
                 _yield(pool, victim, Leaving.HEAD, f"lease {name} needs its room")
         case Never():
             del pool.leases[name]
-            pool.changes += 1
+            pool.is_lease_changed = True
             pool.say(ev.RefuseLease(name, "pool.no_room", f"lease {name}: {decision.why}"))

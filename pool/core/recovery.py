@@ -101,16 +101,13 @@ def _restore_model(known: KnownModel, saved: SavedModel, now_ms: float) -> None:
 
 
 def say_again(pool: PoolSituation) -> None:
-    """What was told before this start, for the shell to tell on its new connections."""
+    """The goals that were told before this start, for the shell to tell on its new connections.
+    Doors follow, each once: as it was, or as it is now."""
     for engine in pool.engines.values():
         if engine.goal is not None and engine.generation is not None:
             pool.say(ev.TellEngine(engine.name, engine.goal, engine.generation))
     for known in pool.models.values():
-        if known.door is not None:
-            state = known.model.state
-            pool.say(ev.SetModelDoor(known.name, known.door_number, known.door, state))
-        if not known.is_unknown:
-            pool.aim(known)
+        pool.aim(known)
 
 
 def recover(pool: PoolSituation, known: KnownModel) -> None:
@@ -122,7 +119,7 @@ def recover(pool: PoolSituation, known: KnownModel) -> None:
             _adopt(pool, known)
     elif all(engine.is_gone or engine.said is not None for engine in known.engines):
         known.model.is_recovering = False
-        pool.changes += 1
+        pool.touch(known.name)
 
 
 def _is_settled(engine: KnownEngine) -> bool:
@@ -152,4 +149,4 @@ def _adopt(pool: PoolSituation, known: KnownModel) -> None:
     for key, size_bytes in pool.books.entries_at(known, known.model.goal).items():
         pool.books.ledger.settle(key, max(size_bytes, pool.books.ledger.entries.get(key, 0)))
     pool.aim(known)
-    pool.changes += 1
+    pool.touch_all()

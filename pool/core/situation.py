@@ -21,7 +21,7 @@ from pool.core.known import KnownEngine, KnownModel
 from pool.core.model_table import REST, ModelSignal
 from pool.core.signals import DueSignal
 from pool.core.states import EngineSizes, GoalGeneration, ModelState
-from pool.core.view import Leaving, ModelRules, PoolRules
+from pool.core.view import Leaving, ModelRules, ModelView, PoolRules
 
 
 class WrongMessage(UnderstudyError):
@@ -76,10 +76,26 @@ class PoolSituation:
     now_ms: float = 0.0
     plan_due_ms: float | None = None
     out: list[ev.PoolEffect] = field(default_factory=list)
-    changes: int = 0  # of states, goals and books: what the policy would see
+    # Of which models something has changed since their table was fired, since the policy has seen
+    # them, and since their doors were set.
+    to_follow: set[str] = field(default_factory=set)
+    to_view: set[str] = field(default_factory=set)
+    to_show: set[str] = field(default_factory=set)
+    views: dict[str, ModelView] = field(default_factory=dict)
+    blind: set[str] = field(default_factory=set)  # models of which something is not known yet
+    is_lease_changed: bool = False
 
     def say(self, effect: ev.PoolEffect) -> None:
         self.out.append(effect)
+
+    def touch(self, *names: str) -> None:
+        """Something about these models has changed."""
+        self.to_follow.update(names)
+        self.to_view.update(names)
+        self.to_show.update(names)
+
+    def touch_all(self) -> None:
+        self.touch(*self.models)
 
     # ------------------------------------------------------------------ fire
 
@@ -90,7 +106,7 @@ class PoolSituation:
         model.fire(
             due.signal, self.now_ms, due.reason, tier=due.tier, is_permanent=due.is_permanent
         )
-        self.changes += 1
+        self.touch(known.name)
         if model.faults_ms != faults:
             known.back_off_until_ms = self.now_ms + budgets.back_off_ms(known)
         if model.state is not before:
@@ -194,7 +210,7 @@ class PoolSituation:
     def tell(self, engine: KnownEngine, goal: Tier) -> None:
         """A goal under a new generation."""
         self.number += 1
-        self.changes += 1
+        self.touch(engine.model)
         engine.goal, engine.asked = goal, None
         engine.generation = GoalGeneration(self.era, self.start, self.number)
         if goal is not Tier.COLD:
@@ -206,6 +222,7 @@ class PoolSituation:
         self.door_number = above
         for known in self.models.values():
             known.door_key = ()
+        self.touch_all()
 
     def yields(self, known: KnownModel, tier: Tier, why: Leaving, reason: str) -> None:
         """Send a model down to a tier, if its table allows it."""
