@@ -52,6 +52,11 @@ def blind_models(pool: PoolSituation) -> set[str]:
     }
 
 
+def is_blind(pool: PoolSituation, known: KnownModel) -> bool:
+    """Whether the last decision did not look at this model, for lack of knowledge."""
+    return known.name in pool.blind
+
+
 def decide(pool: PoolSituation, planner: Planner) -> None:
     """One plan, obeyed."""
     blind = blind_models(pool)
