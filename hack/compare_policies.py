@@ -27,7 +27,9 @@ from hack.report import commit
 
 NOTE = (
     "Rules re-implemented from what their authors have published; no program of theirs was run. "
-    "Where the load pauses by chance, switching only when a model is idle is as good."
+    "Where the load pauses by chance, switching only when a model is idle is as good. Clients ask "
+    "again once they are answered, so rules that stay with the busiest model get more done, by "
+    "letting the others wait."
 )
 SERVING_SHARE_MIN = 0.5
 ALL: tuple[type[Rules], ...] = (OurRules, *PEERS)

@@ -89,6 +89,7 @@ def traces(*, is_quick: bool) -> list[Trace]:
     """All of them; quick ones are short."""
     scale = 0.25 if is_quick else 1.0
     four = {name: Costs() for name in "abcd"}
+    costly = {name: Costs(wake_ms=8_000.0, release_ms=1_000.0) for name in "abcd"}
     eight = {f"m{number}": Costs() for number in range(8)}
     return [
         Trace(
@@ -112,6 +113,13 @@ def traces(*, is_quick: bool) -> list[Trace]:
             _four_saturated(60_000.0, can_park=False),
             scale * 3_600_000.0,
             can_park=False,
+        ),
+        Trace(
+            "four saturated models, costly switches",
+            "as the first of these, but a wake takes 8 s and a release 1 s",
+            costly,
+            _four_saturated(60_000.0, can_park=True),
+            scale * 3_600_000.0,
         ),
         Trace(
             "two models in turn",
