@@ -8,7 +8,10 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 from tests.understudy.test_top import WAIT_S, terminal
+from understudy.up import terminal as up_terminal
 from understudy.up.terminal import Terminal
 
 SAID = 100_000
@@ -20,6 +23,13 @@ def read_all(fd: int) -> list[str]:
         return file.read().splitlines()
 
 
+@pytest.fixture
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end waits for a reader for as long as a busy machine may keep the writer from writing."""
+    monkeypatch.setattr(up_terminal, "FLUSH_S", WAIT_S)
+
+
+@pytest.mark.usefixtures("_patient")
 def test_lines_are_printed_in_order_and_all_of_them_at_the_end():
     """Goal: nothing is lost to the thread. Method: a thousand lines, and the end at once."""
     reading, writing = os.pipe()
@@ -30,6 +40,7 @@ def test_lines_are_printed_in_order_and_all_of_them_at_the_end():
     assert read_all(reading) == [f"line {number} ?" for number in range(1000)]
 
 
+@pytest.mark.usefixtures("_patient")
 def test_reader_who_does_not_read_stops_nobody():
     """Goal: no line waits for him, and he is told what he has missed, in its place. Method: a pipe
     that is not read until ten times what it and the terminal hold has been said."""
