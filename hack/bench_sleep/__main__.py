@@ -65,7 +65,6 @@ class TierTimes:
 class Figures:
     tiers: dict[Tier, TierTimes] = field(default_factory=lambda: {t: TierTimes() for t in TIERS})
     restart_ms: list[float] = field(default_factory=list)
-    cold_by: str | None = None
     problems: list[str] = field(default_factory=list)
 
 
@@ -84,13 +83,11 @@ async def measure(pod: StandingPod, backend: BenchedBackend, rounds: int, found:
 
 
 async def _cold_rounds(pod: StandingPod, rounds: int, found: Figures) -> None:
-    """After all others: who is active may be another engine afterwards."""
     cold, into = ColdPod(pod.directory, [pod.active, pod.standby]), found.tiers[Tier.COLD]
     for number in range(rounds):
         await cold.freeze()
         prompt = pod.drill.prompts[number % len(pod.drill.prompts)]
         exchange, began_ms = await cold.wake(pod.target, prompt)
-        found.cold_by = cold.by
         outcome = classify(exchange, pod.drill.records.expected)
         if outcome is not Outcome.OK or exchange.first_token_ms is None:
             found.problems.append(f"round {number} at cold: {outcome}, {exchange.detail}"[:300])
@@ -149,7 +146,6 @@ def document(name: str, found: Figures) -> dict[str, Any]:
         "backend": name,
         "to_awake_ms": {tier.value: found.tiers[tier].to_dict() for tier in TIERS},
         "goals_ms": backend.goals_ms,
-        "cold_by": found.cold_by,
         "release_ms": spread(warm.release_ms) if warm.release_ms else None,
         "stock_restart_ms": restart,
         "faster_by": faster_by,

@@ -85,6 +85,15 @@ class EngineTiers(Handler):
             lambda am: am.tier is away and not (is_last and am.fault), now_ms, "be offloaded"
         )
 
+    async def until_gone(self) -> None:
+        """Until it has no process any more.
+
+        Raises:
+            UnreachableError, WaitTimeoutError.
+        """
+        now_ms = self.words[-1][0]
+        await self._until(lambda am: am.state == State.DEAD and not am.incarnation, now_ms, "end")
+
     async def until_up(self) -> None:
         """Until it serves or stands by.
 
