@@ -13,9 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
+from msgspec import structs
+
 from pool.core.events import ModelDemand, Ticket
 
-TICKETS_MAX = 512  # of one model in one message, as many as the largest queue has
+TICKETS_MAX = 512  # of one model in one message, as many as the largest queue has,
+TICKETS_IN_ALL = 2048  # and of all: a parked stream has one too, and a frame is 256 KiB
 STARVE_AFTER_MS = 60_000.0  # of the pool's order, in which those beyond the limit are the last
 CHILD_STEP = 1 << 40  # ids of a later child are above those of an earlier one
 
@@ -45,7 +48,15 @@ class ChildDemands:
     def whole(self) -> dict[str, ModelDemand]:
         """The demand for each model. `door` is 0 while the present one is not obeyed. Without any
         child nothing is sent, and the next one is told the present door."""
-        return {model: self._of(model) for model in self._models}
+        whole = {model: self._of(model) for model in self._models}
+        busy = sum(bool(each.tickets) for each in whole.values())
+        most = min(TICKETS_MAX, TICKETS_IN_ALL // max(1, busy))
+        return {
+            model: structs.replace(each, tickets=_first(each.tickets, most))
+            if len(each.tickets) > most
+            else each
+            for model, each in whole.items()
+        }
 
     def _of(self, model: str) -> ModelDemand:
         told, number = self._told.get(model, (0, 0))
@@ -56,7 +67,7 @@ class ChildDemands:
             found.values(), key=lambda each: each.last_request_ms or 0.0, default=ModelDemand()
         )
         return ModelDemand(
-            tickets=_first(
+            tickets=tuple(
                 Ticket(
                     child * CHILD_STEP + each.id,
                     each.since_ms,
@@ -64,7 +75,7 @@ class ChildDemands:
                     each.deadline_ms,
                     each.kind,
                 )
-                for child, demand in found.items()
+                for child, demand in sorted(found.items())
                 for each in demand.tickets
             ),
             in_flight=sum(each.in_flight for each in found.values()),
@@ -75,10 +86,7 @@ class ChildDemands:
         )
 
 
-def _first(tickets: Iterable[Ticket]) -> tuple[Ticket, ...]:
-    """As many as one message may have, oldest first."""
-    found = list(tickets)
-    if len(found) > TICKETS_MAX:
-        found.sort(key=lambda each: each.since_ms + each.priority * STARVE_AFTER_MS)
-        del found[TICKETS_MAX:]
-    return tuple(sorted(found, key=lambda each: each.id))
+def _first(tickets: Iterable[Ticket], most: int) -> tuple[Ticket, ...]:
+    """Those that are first in the order of the policy, in the order of their ids."""
+    found = sorted(tickets, key=lambda each: each.since_ms + each.priority * STARVE_AFTER_MS)
+    return tuple(sorted(found[:most], key=lambda each: each.id))

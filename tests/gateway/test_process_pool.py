@@ -163,6 +163,12 @@ class World:
     async def status(self) -> dict[str, object]:
         return await asyncio.to_thread(self.gateway.status)
 
+    async def has_waiting(self, model: str) -> None:
+        """The gateway says that a request waits."""
+        await auntil(
+            lambda: self.gateway.status()["pool"]["models"][model]["waiting"] == 1, "a request"
+        )
+
     async def waits(self, model: str, count: int) -> None:
         await auntil(lambda: len(self.pool.of(model).tickets) == count, "the tickets")
 
@@ -238,6 +244,7 @@ def test_the_last_doors_hold_without_the_pool_and_for_a_fresh_child():
         client, document = await made.ask("chat")
         check(await client.answer(), document)
         waiting, asked = await made.ask("coder")
+        await made.has_waiting("coder")  # in the child, not in the backlog
         child = await asyncio.to_thread(made.gateway.child)
         os.kill(child, signal.SIGKILL)
         assert await waiting.rest() == b""  # what was in the child is lost with it
@@ -259,9 +266,7 @@ def test_without_a_pool_from_the_start_only_engines_that_accept_are_asked():
         client, document = await made.ask("chat")
         check(await client.answer(), document)
         waiting, asked = await made.ask("coder")
-        await auntil(
-            lambda: made.gateway.status()["pool"]["models"]["coder"]["waiting"], "the request"
-        )
+        await made.has_waiting("coder")
         await made.models["coder"].awake()
         check(await waiting.answer(), asked)
         assert made.models["coder"].http.requests[0].journal is None

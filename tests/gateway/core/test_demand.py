@@ -6,7 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.core.demand import CHILD_STEP, TICKETS_MAX, ChildDemands
+from pool.client import DemandMsg
 from pool.core.events import ModelDemand, Ticket, TicketKind
+from pool.messages import CATALOGUE, FRAME_BYTES_MAX
 
 TICKETS = st.builds(
     Ticket,
@@ -17,7 +19,9 @@ TICKETS = st.builds(
 )
 DEMANDS = st.builds(
     ModelDemand,
-    tickets=st.lists(TICKETS, max_size=4, unique_by=lambda each: each.id).map(tuple),
+    tickets=st.lists(TICKETS, max_size=4, unique_by=lambda each: each.id).map(
+        lambda found: tuple(sorted(found, key=lambda each: each.id))
+    ),
     in_flight=st.integers(0, 5),
     cannot_park=st.integers(0, 5),
     last_request_ms=st.none() | st.floats(0, 1e6),
@@ -81,3 +85,14 @@ def test_what_one_message_cannot_carry_is_the_last_in_order():
     demands.said(2, {"a": ModelDemand(tickets=tuple(tickets))})
     found = [each.id - 2 * CHILD_STEP for each in demands.whole()["a"].tickets]
     assert found == list(range(11, TICKETS_MAX + 11))
+
+
+def test_all_tickets_together_fit_into_one_message():
+    """Goal: thousands of parked streams of many models are no message that cannot be sent."""
+    models = [f"a-model-of-a-longer-name{number}" for number in range(100)]
+    demands = ChildDemands(models)
+    many = tuple(Ticket(number, 1e9, 5, 1e9, TicketKind.PARKED) for number in range(1, 400))
+    demands.said(7, dict.fromkeys(models, ModelDemand(many, 500, 500, 1e9, 1e9, 2**40)))
+    whole = demands.whole()
+    assert len(CATALOGUE.encode(DemandMsg("0" * 16, whole))) < FRAME_BYTES_MAX
+    assert {len(each.tickets) for each in whole.values()} == {20}
