@@ -120,7 +120,7 @@ class _Planner:
     def _claims(self) -> list[Head]:
         found = []
         for model in self.models:
-            if model.ticket is None or model.state in _CLAIMS_NOTHING:
+            if model.ticket is None or model.is_blind or model.state in _CLAIMS_NOTHING:
                 continue
             if model.state is ModelState.LOADING and model.is_raised_for_ticket:
                 continue
@@ -274,7 +274,7 @@ class _Planner:
         found = []
         leaving = {name: device.leaving_bytes for name, device in self.devices.items()}
         for model in self.models:
-            if model.state is not ModelState.DRAINING or model.name in self.going:
+            if model.state is not ModelState.DRAINING or model.is_blind or model.name in self.going:
                 continue
             has_turned = model.leaving is Leaving.IDLE and model.ticket is not None
             if model.leaving is not Leaving.HEAD and not has_turned:
@@ -304,7 +304,11 @@ class _Planner:
         for model in self.models:
             if model.shadow is not Tier.COLD or model.state not in _MAY_LAUNCH_SHADOW:
                 continue
-            if model.name in self.asked or not self.short_of.isdisjoint(model.rules.devices):
+            if (
+                model.is_blind
+                or model.name in self.asked
+                or not self.short_of.isdisjoint(model.rules.devices)
+            ):
                 continue
             if all(more <= self.room.get(name, -1) for name, more in model.shadow_bytes.items()):
                 found.append(model.name)

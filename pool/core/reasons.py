@@ -77,7 +77,11 @@ def stuck(head: Head, free: Mapping[str, int], models: Iterable[ModelView]) -> s
     parts = []
     for other in models:
         held = sum(other.booked.get(name, 0) for name in head.extra)
-        if held and other.name != head.model.name and other.state in _HARD_TO_MOVE:
+        if not held or other.name == head.model.name:
+            continue
+        if other.is_blind:
+            parts.append(f"{other.name} is not fully known yet and holds {size(held)}")
+        elif other.state in _HARD_TO_MOVE:
             parts.append(f"{other.name} is {other.state.value} and holds {size(held)}")
     rest = "; ".join(parts[:NAMED_MAX]) or "the rest is booked by processes that cannot be asked"
     return f"{_wants(head, free)}: {rest}"

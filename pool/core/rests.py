@@ -26,7 +26,8 @@ def rests_of(
     found: list[Victim] = []
     next_ms = float("inf")
     for model in models:
-        if model.ticket is not None or model.rules.is_pinned or model.name in asked:
+        may_rest = not (model.rules.is_pinned or model.is_blind)
+        if model.ticket is not None or not may_rest or model.name in asked:
             continue
         due = [(at_ms, tier) for at_ms, tier in _dues(model) if at_ms != float("inf")]
         ready = [tier for at_ms, tier in due if at_ms <= now_ms]

@@ -136,6 +136,8 @@ def candidates(
     found = []
     names = tuple(short)
     for model in models:
+        if model.is_blind:
+            continue
         is_head = model.name == head.model.name
         if has_shadow(model) and not model.rules.shadow_keeps:
             freed = [model.shadow_bytes.get(name, 0) for name in names]

@@ -86,6 +86,7 @@ class ModelView(Struct, frozen=True):
     load_ms: float = 60_000.0  # the budget of a raise
     release_ms: float = 0.0
     is_lease: bool = False
+    is_blind: bool = False  # something about it is not known yet: it goes neither up nor down
 
 
 class DeviceView(Struct, frozen=True):

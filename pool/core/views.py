@@ -55,8 +55,8 @@ def view_of(
         shadow = Tier.COLD if shadow is Tier.COLD else held
     host = books.memory.get(HOST)
     rules = known.rules
-    if known.is_pinned is not rules.is_pinned or is_blind:
-        rules = replace(rules, is_pinned=known.is_pinned or is_blind)
+    if known.is_pinned is not rules.is_pinned:
+        rules = replace(rules, is_pinned=known.is_pinned)
     engine = known.stander()
     in_flight = demand.in_flight(name)
     cannot_park = demand.cannot_park(name)
@@ -89,4 +89,5 @@ def view_of(
         switch_ms=costs.wake_ms or 0.0,
         load_ms=raise_budget_ms(known),
         release_ms=costs.release_ms or 0.0,
+        is_blind=is_blind,
     )

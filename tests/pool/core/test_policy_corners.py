@@ -321,6 +321,17 @@ def test_copies_in_host_memory_yield_to_what_needs_it():
     )
 
 
+def test_model_that_is_not_known_yet_is_left_alone_and_waited_for():
+    """Goal: after a restart nobody is told that there never is room, because of it."""
+    blind = a_model("x", S.AWAKE, is_blind=True, shadow_base=1)
+    found = planned([a_model("a", waits_since=NOW), blind], {"0": 15})
+    assert found.decisions["a"].until_ms is None
+    assert found.decisions["a"].why.endswith("x is not fully known yet and holds 10.0 GiB")
+    assert planned([blind], {"0": 15}).rests == ()
+    draining = a_model("x", S.DRAINING, is_blind=True, leaving=Leaving.HEAD)
+    assert planned([draining], {"0": 15}).unyields == ()
+
+
 def test_lease_waits_and_then_never_yields():
     waiting = lease_view("train", "0", 10 * GIB, 0, NOW, is_granted=False)
     idle = a_model("x", S.AWAKE)
