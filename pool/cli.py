@@ -21,15 +21,16 @@ from plumbing.part.cli import (
     until_interrupted,
     watch_flag,
 )
-from plumbing.part.paths import DIRECTORY, pool_socket
+from plumbing.part.paths import pool_socket
 from plumbing.service import log
 from plumbing.service.cli import options, run_async
-from plumbing.service.config import Option, Resolved, size_bytes
+from plumbing.service.config import Option, Resolved, duration_s, size_bytes
 from plumbing.service.process import arm_from_environment
 from plumbing.text import to_json
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.messages import Message
 from pool.core.events import Order
+from pool.core.states import PRIORITY_MAX
 from pool.messages import (
     CATALOGUE,
     ExplainedMsg,
@@ -193,11 +194,39 @@ def explain(config: Resolved, model: str | None, as_json: bool) -> None:
 
 
 LEASE_OPTIONS = (
-    Option("dir", str, DIRECTORY, "The directory that the pod's processes share."),
-    Option("device", str, None, "The device whose memory COMMAND will use: HOST-0, GPU-<uuid>."),
-    Option("bytes", size_bytes, None, "How much of it, such as 20GiB.", minimum=1),
-    Option("priority", int, 0, "As of a request: lower is sooner."),
-    Option("timeout", float, 3600.0, "How long to wait for the memory, in seconds.", minimum=0),
+    DIR,
+    Option(
+        "device",
+        str,
+        None,
+        "The device whose memory COMMAND will use: HOST-0, GPU-<uuid>.",
+        env="UNDERSTUDY_LEASE_DEVICE",
+    ),
+    Option(
+        "bytes",
+        size_bytes,
+        None,
+        "How much of it, such as 20GiB.",
+        env="UNDERSTUDY_LEASE_BYTES",
+        minimum=1,
+    ),
+    Option(
+        "priority",
+        int,
+        0,
+        "As of a request: lower is sooner.",
+        env="UNDERSTUDY_LEASE_PRIORITY",
+        minimum=-PRIORITY_MAX,
+        maximum=PRIORITY_MAX,
+    ),
+    Option(
+        "timeout",
+        duration_s,
+        3600.0,
+        "How long to wait for the memory, in seconds or as 1h.",
+        env="UNDERSTUDY_LEASE_TIMEOUT",
+        minimum=0,
+    ),
 )
 
 

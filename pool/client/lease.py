@@ -1,8 +1,9 @@
 """`understudy lease`: memory of a device for a neighbour, for as long as its processes live.
 
-The neighbour's processes hold a file by flock, on descriptor 0: children inherit it, also those of
-programs that close all other descriptors, so a lease lasts as long as any of them. It costs the
-command its standard input.
+The neighbour's processes hold a file by flock, on two descriptors that children inherit: on 0, for
+children of programs that close all others, and on one above 2, for background jobs of a shell, of
+which it replaces 0. So a lease lasts as long as any of them. It costs the command its standard
+input.
 """
 
 from __future__ import annotations
@@ -131,6 +132,7 @@ def _run(command: Sequence[str], witness: int) -> int:
         child = subprocess.Popen(
             list(command),
             stdin=witness,
+            pass_fds=(witness,),
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
     except OSError as error:

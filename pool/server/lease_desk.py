@@ -52,20 +52,20 @@ class LeaseDesk:
         self.leases: dict[str, HeldLease] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def recover(self, record: dict[str, Any]) -> None:
-        """Those that were granted before this pool started. A file that is gone is a lease that is
-        over: what its processes have is then seen as used from outside."""
+    def recover(self, record: dict[str, Any], granted: Collection[str]) -> None:
+        """Those that were granted before this pool started. Who has waited asks again. A file that
+        is gone is a lease that is over: what its processes have is seen as used from outside."""
         for lease, said in record.items():
-            self.leases[lease] = HeldLease(lease, **said, is_granted=True)
+            if lease in granted:
+                self.leases[lease] = HeldLease(lease, **said, is_granted=True)
         self._arm()
 
     def record(self) -> dict[str, Any]:
-        """The granted ones, for the state file."""
+        """All of them, for the state file: a grant is on file before it is told."""
         fields = ("device", "size_bytes", "dev", "ino", "since_ms", "priority", "command")
         return {
             each.lease: {name: getattr(each, name) for name in fields}
             for each in self.leases.values()
-            if each.is_granted
         }
 
     def asked(self, conn: Connection, message: LeaseMsg, request_id: int, now_ms: float) -> None:

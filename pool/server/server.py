@@ -88,6 +88,10 @@ class PoolServer:
         for task in self._tasks:
             task.add_done_callback(self._ended)
         self.feed(ev.PoolTick())
+        if parts.state.loaded.record is None:
+            for name, model in parts.file.models.items():
+                if model.preload:
+                    self.feed(ev.Ordered(name, ev.Order.LOAD))
         self._tick()
 
     async def close(self) -> None:
@@ -240,7 +244,8 @@ class PoolServer:
             leases=LeaseDesk(settings.directory, file.devices, feed),
             started_ms=clock.now_ms(),
         )
-        parts.leases.recover(record.get("leases", {}))
+        granted = {each.lease for each in snapshot.leases} if snapshot is not None else set()
+        parts.leases.recover(record.get("leases", {}), granted)
         parts.troubles = [lambda: self.desk.server.problem]
         if state.loaded.problem is not None:
             kept = f"; moved to {state.loaded.aside}" if state.loaded.aside else ""

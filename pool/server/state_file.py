@@ -9,6 +9,7 @@ replace what they remember, and the pool learns everything from those who hold i
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -45,9 +46,10 @@ class PoolStateFile:
         self.path = pool_state(directory)
         try:
             self.loaded = _load(self.path)
-            if self.loaded.record is None:
-                if self.loaded.problem is not None:
-                    self.loaded = replace(self.loaded, aside=put_aside(self.path))
+            is_there = os.path.lexists(self.path)
+            if is_there and self.loaded.problem is not None:
+                self.loaded = replace(self.loaded, aside=put_aside(self.path))
+            if not is_there or self.loaded.problem is not None:
                 FORMAT.create(self.path, _text(None))
             self._file = SlotFile(self.path, FORMAT)
         except BlockingIOError as error:
@@ -68,19 +70,15 @@ class PoolStateFile:
         """Write the next slot and wait for the disk.
 
         Raises:
-            OSError: it may or may not be on disk; write again before anything depends on it.
-            UnderstudyError: `pool.state_too_large`, fewer models fit.
+            OSError: it may or may not be on disk; write again before anything depends on it. EFBIG:
+                it does not fit.
         """
         text = _text(record)
         try:
             self._file.write(text)
         except ValueError as error:
-            raise UnderstudyError(
-                "pool.state_too_large",
-                f"the pool's state has {len(text)} bytes and {self.path} has room for"
-                f" {SLOT_BYTES}; use fewer models",
-                path=self.path,
-            ) from error
+            why = f"the state of so many models has {len(text)} bytes, and a slot {SLOT_BYTES}"
+            raise OSError(errno.EFBIG, why) from error
 
     def close(self) -> None:
         self._file.close()

@@ -288,11 +288,14 @@ async def seen_by_gms(port: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("heading", [each for each in TABLES if not each.startswith("gateway ")])
+@pytest.mark.parametrize(
+    "heading", [each for each in TABLES if not each.startswith(("gateway ", "pool "))]
+)
 def test_page_and_output_have_the_same_keys(printed: Printed, heading: str):
     """Goal: scripts can rely on the page. Method: compare the keys and value types of every
     document with the table of its section; every key not marked as optional must have been
-    printed. The gateway's sections are compared in tests/gateway/test_process_status.py."""
+    printed. The gateway's sections are compared in tests/gateway/test_process_status.py, the pool's
+    in tests/pool/test_pool_commands.py."""
     documents, rows = printed.documents[heading], rows_of(heading)
     for document in documents:
         assert json_page.undocumented(document, rows) == []

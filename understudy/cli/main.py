@@ -17,6 +17,7 @@ from typing import Any
 
 import click
 
+import pool.cli
 import understudy
 from plumbing.errors import UsageError
 from plumbing.part.paths import runtime_dir
@@ -61,6 +62,8 @@ def main() -> None:
 
 look.attach(main)
 rest.attach(main)
+main.add_command(pool.cli.main, "pool")
+main.add_command(pool.cli.lease)
 
 
 @main.command()

@@ -1,0 +1,157 @@
+"""Goal: what operators and neighbours ask of a pool is done, kept over its death, or refused with
+the reason.
+
+Method: the commands as users run them, at a pool in a process of its own between stand-ins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from plumbing.part.cli import ask_status
+from plumbing.part.paths import pool_socket
+from plumbing.service.clock import SystemClock
+from pool.messages import CATALOGUE
+from tests.e2e import json_page
+from tests.helpers import auntil
+from tests.pool.neighbours import MIB, World, pool_process
+from tests.pool.test_pool_process import FILE
+
+pytestmark = pytest.mark.slow  # a dozen commands, each a process
+
+ROOM = 40 * MIB
+STATUS = "pool status, /status of the pool"
+ORDERS = "pool load, pool sleep, pool unload, pool pin, pool unpin, pool reset, pool set"
+
+
+@pytest.fixture
+def place(tmp_path):
+    tmp_path.chmod(0o700)
+    file = tmp_path / "pool.yaml"
+    file.write_text(FILE)
+    return str(tmp_path), str(file)
+
+
+async def command(directory, *words):
+    """Exit code, stdout and stderr of `pool WORDS`."""
+    line = [sys.executable, "-m", "pool.cli", words[0], "--dir", directory, *words[1:]]
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*line, stdout=pipe, stderr=pipe)
+    out, errors = await process.communicate()
+    return process.returncode, out.decode(), errors.decode()
+
+
+def document(directory):
+    return ask_status(pool_socket(directory), CATALOGUE)
+
+
+def model(directory, name):
+    return next(each for each in document(directory)["models"] if each["model"] == name)
+
+
+def test_orders_are_obeyed_kept_and_refused(place):
+    """Goal: a pin and a setting outlive the pool; a pinned model is not unloaded by mistake."""
+    directory, file = place
+
+    async def scene():
+        async with World(directory, ("chat", "coder"), ROOM) as world:
+            with pool_process(directory, file) as pool:
+                await auntil(lambda: world.doors, "the pool to run")
+                assert (await command(directory, "pin", "chat"))[0] == 0
+                code, out, _ = await command(directory, "pin", "chat", "--json")
+                assert (code, json.loads(out)["result"]) == (0, "already_pinned")
+                assert json_page.undocumented(json.loads(out), json_page.rows_of(ORDERS)) == []
+                code, out, _ = await command(directory, "load", "chat")
+                assert code == 0
+                await world.until_open("chat")
+                code, _, errors = await command(directory, "unload", "chat")
+                assert (code, "[pool.pinned]" in errors, "--force" in errors) == (1, True, True)
+                words = ("set", "--model", "coder", "min_runtime=7s")
+                assert (await command(directory, *words))[0] == 0
+                code, _, errors = await command(
+                    directory, "set", "min_runtme=7s", "--model", "chat"
+                )
+                assert (code, "did you mean 'min_runtime'?" in errors) == (1, True)
+
+                pool.kill()
+                world.doors = {}
+                pool.start()
+                await world.until_open("chat")
+                assert model(directory, "chat")["pinned"]
+                assert document(directory)["changed"] == {"coder": {"min_runtime": "7s"}}
+
+                # Nothing can take the room of a pinned model: its neighbour is told who has it.
+                world.ask("coder", SystemClock().now_ms())
+                await auntil(
+                    lambda: getattr(world.doors["coder"].door, "code", "") == "pool.no_room",
+                    "the refusal",
+                )
+                assert "chat" in world.doors["coder"].door.sentence
+                code, out, _ = await command(directory, "explain", "coder", "--json")
+                assert (code, "pinned" in out) == (0, True)
+                rows = json_page.rows_of("pool explain")
+                assert json_page.undocumented(json.loads(out), rows) == []
+                rows = json_page.rows_of(STATUS)
+                assert json_page.undocumented(document(directory), rows) == []
+                assert json_page.never_printed([document(directory)], rows) == []
+                code, _, errors = await command(directory, "load", "nobody")
+                assert (code, "[model_not_found]" in errors) == (1, True)
+
+    asyncio.run(scene())
+
+
+def test_lease_lasts_as_long_as_any_of_its_processes(place):
+    """Goal: training shares the books: a model yields for it, and comes back when its last process
+    is dead, whoever died before. Method: a command that leaves a process behind, and a pool that
+    is killed meanwhile."""
+    directory, file = place
+    go_on = os.path.join(directory, "go_on")
+    os.mkfifo(go_on)
+    # The survivor opens the fifo, so it lives until the test has written to it.
+    script = f"cat {go_on} > /dev/null 2>&1 & exit 7"
+
+    async def scene():
+        async with World(directory, ("chat", "coder"), ROOM) as world:
+            with pool_process(directory, file) as pool:
+                world.ask("chat", SystemClock().now_ms())
+                await world.until_open("chat")
+                words = (
+                    "lease",
+                    "--device",
+                    "HOST-0",
+                    "--bytes",
+                    "20MiB",
+                    "--",
+                    "sh",
+                    "-c",
+                    script,
+                )
+                code, _, errors = await command(directory, *words)
+                assert code == 7, errors
+                assert world.engines["chat"].state != "active"
+                found = document(directory)
+                assert [each["granted"] for each in found["leases"]] == [True]
+                assert json_page.undocumented(found, json_page.rows_of(STATUS)) == []
+
+                pool.kill()
+                world.doors = {}
+                pool.start()
+                await auntil(lambda: world.doors, "another pool to run")
+                assert [each["granted"] for each in document(directory)["leases"]] == [True]
+                await asyncio.to_thread(Path(go_on).write_text, "\n")
+                await auntil(lambda: not document(directory)["leases"], "the lease to end")
+                world.ask("chat", SystemClock().now_ms())
+                await world.until_open("chat")
+
+                words = ("lease", "--device", "HOST-0", "--bytes", "1GiB", "--", "true")
+                code, _, errors = await command(directory, *words)
+                assert (code, "[pool.no_room]" in errors) == (1, True), errors
+                assert not [each for each in os.listdir(directory) if each.startswith("lease_")]
+
+    asyncio.run(scene())

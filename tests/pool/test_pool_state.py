@@ -1,0 +1,78 @@
+"""Goal: what was told is found again after a restart, and what may be older than that never is.
+
+Method: the file itself, whole and damaged as by a power cut, a newer version, or a hand.
+"""
+
+import errno
+import os
+
+import pytest
+
+from plumbing.errors import UnderstudyError
+from pool.server.state_file import FORMAT, SLOT_BYTES, PoolStateFile
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return str(tmp_path)
+
+
+def loaded(directory):
+    file = PoolStateFile(directory)
+    try:
+        return file.loaded
+    finally:
+        file.close()
+
+
+def test_newest_record_is_found_again(directory):
+    file = PoolStateFile(directory)
+    assert (file.loaded.record, file.loaded.problem) == (None, None)
+    for number in range(3):
+        file.write({"number": number})
+    file.close()
+    assert loaded(directory).record == {"number": 2}
+    assert loaded(directory).record == {"number": 2}  # looking changes nothing
+
+
+@pytest.mark.parametrize("slot", [0, 1])
+def test_lost_slot_makes_the_other_one_unbelievable(directory, slot):
+    """Goal: goals that were told later do not come back with an older number. Method: one byte of a
+    slot, whichever is the newer one."""
+    file = PoolStateFile(directory)
+    for number in range(3):
+        file.write({"number": number})
+    file.close()
+    with open(file.path, "r+b") as raw:
+        raw.seek(slot * SLOT_BYTES + 200)
+        raw.write(b"X")
+    found = loaded(directory)
+    assert found.record is None
+    assert "1 of its 2 slots" in found.problem
+    assert os.path.exists(found.aside)
+    assert loaded(directory).problem is None  # a fresh file has taken its place
+
+
+def test_record_of_a_newer_version_is_put_aside(directory):
+    file = PoolStateFile(directory)
+    file.close()
+    os.unlink(file.path)
+    FORMAT.create(file.path, b'{"schema":2,"record":{}}')
+    assert "schema 2" in loaded(directory).problem
+
+
+def test_second_user_of_the_file_is_refused(directory):
+    file = PoolStateFile(directory)
+    with pytest.raises(UnderstudyError, match="another process has locked"):
+        PoolStateFile(directory)
+    file.close()
+
+
+def test_record_that_does_not_fit_leaves_the_last_one(directory):
+    file = PoolStateFile(directory)
+    file.write({"number": 1})
+    with pytest.raises(OSError, match="so many models") as refused:
+        file.write({"number": "x" * SLOT_BYTES})
+    assert refused.value.errno == errno.EFBIG
+    file.close()
+    assert loaded(directory).record == {"number": 1}
