@@ -81,6 +81,25 @@ def test_one_bad_large_slot_leaves_the_holders_of_all_models_unknown_and_the_tok
     found.close()
 
 
+def test_large_slots_are_recognised_by_either_first_line(directory):
+    """Goal: a spoiled beginning costs no token, and a later version's slot starts no server.
+    Method: spoil the first line of the first slot; then put another number on the second one."""
+    state = LockStateFile(directory, KINDS, models=MODELS)
+    state.write(record(7))
+    state.close()  # in the first slot; the second one has the record from before
+    with open(state.path, "r+b") as file:
+        file.write(b"?" * 20)
+    found = read(directory, KINDS)
+    assert found is not None
+    assert (found.form, found.record.era) == (WIDE, state.loaded.record.era)
+    with open(state.path, "r+b") as file:
+        file.seek(WIDE_SLOT_BYTES)
+        file.write(b"understudy-lock 3 ")
+    with pytest.raises(UnderstudyError) as caught:
+        LockStateFile(directory, KINDS, models=MODELS)
+    assert caught.value.code == "lock.state_newer"
+
+
 def test_upgrade_is_refused_while_another_process_has_the_file(directory):
     """Goal: two servers never write two files. Method: open it, then open it with models."""
     state = LockStateFile(directory, LOCKS)
