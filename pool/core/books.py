@@ -92,9 +92,11 @@ class Books:
     def booked(self, known: KnownModel) -> Entries:
         """All lines of this model and of its engines."""
         entries = self.ledger.entries
-        return {key: entries[key] for key in self._keys(known) if key in entries}
+        return {key: entries[key] for key in self.keys(known) if key in entries}
 
-    def _keys(self, known: KnownModel) -> Iterator[EntryKey]:
+    @staticmethod
+    def keys(known: KnownModel) -> Iterator[EntryKey]:
+        """All lines that it may have, in a fixed order."""
         for device in known.rules.devices:
             for engine in known.engines:
                 yield EntryKey(device, EntryKind.BASE, engine.name)

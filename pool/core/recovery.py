@@ -21,8 +21,8 @@ from pool.core.model import Model
 from pool.core.model_table import ModelSignal
 from pool.core.signals import DueSignal
 from pool.core.situation import ModelSetup, PoolLease, PoolSetup, PoolSituation
-from pool.core.snapshot import PoolSnapshot, SavedEngine, SavedModel
-from pool.core.states import EntryKey, GoalGeneration, ModelState
+from pool.core.snapshot import PoolSnapshot, SavedEngine, SavedModel, shape_of, sizes_on
+from pool.core.states import EntryKey, EntryKind, GoalGeneration, ModelState
 from pool.core.view import Leaving
 
 
@@ -57,18 +57,16 @@ def _new_model(name: str, setup: ModelSetup, now_ms: float) -> KnownModel:
 def _restore(pool: PoolSituation, snapshot: PoolSnapshot) -> None:
     pool.era, pool.start = snapshot.era, snapshot.start + 1
     pool.door_number, pool.books.number = snapshot.door_number, snapshot.question
-    for device, kinds in snapshot.entries.items():
-        for kind, owners in kinds.items():
-            for owner, size_bytes in owners.items():
-                pool.books.ledger.settle(EntryKey(device, kind, owner), size_bytes)
     for asked in snapshot.leases:
         pool.leases[asked.lease] = PoolLease(asked, is_granted=True)
-    for name, engine in pool.engines.items():
-        if name in snapshot.engines:
-            _restore_engine(engine, snapshot.engines[name], snapshot.era)
+        key = EntryKey(asked.device, EntryKind.LEASE, asked.lease)
+        pool.books.ledger.settle(key, asked.bytes)
     for name, known in pool.models.items():
-        if name in snapshot.models:
-            _restore_model(known, snapshot.models[name], pool.now_ms)
+        saved = snapshot.models.get(name)
+        if saved is not None and saved.shape == shape_of(known):
+            _restore_model(pool, known, saved)
+            for engine, told in zip(known.engines, saved.engines, strict=True):
+                _restore_engine(engine, told, snapshot.era)
 
 
 def _restore_engine(engine: KnownEngine, saved: SavedEngine, era: str) -> None:
@@ -77,8 +75,11 @@ def _restore_engine(engine: KnownEngine, saved: SavedEngine, era: str) -> None:
         engine.generation = GoalGeneration(era, saved.start, saved.number)
 
 
-def _restore_model(known: KnownModel, saved: SavedModel, now_ms: float) -> None:
-    model = known.model
+def _restore_model(pool: PoolSituation, known: KnownModel, saved: SavedModel) -> None:
+    model, now_ms = known.model, pool.now_ms
+    for key, size_bytes in zip(pool.books.keys(known), saved.booked, strict=True):
+        if size_bytes is not None:
+            pool.books.ledger.settle(key, size_bytes)
     model.state, model.floor, model.aim = saved.state, saved.floor, saved.aim
     model.running, model.is_again, model.reason = saved.running, saved.is_again, saved.reason
     model.is_wanted = saved.is_wanted
@@ -90,10 +91,11 @@ def _restore_model(known: KnownModel, saved: SavedModel, now_ms: float) -> None:
     known.leaving = Leaving(saved.leaving) if saved.leaving else None
     known.costs = Costs(saved.load_ms, saved.wake_ms, saved.release_ms)
     known.last_request_ms = min(saved.last_request_ms, now_ms)
-    known.sizes = saved.sizes or known.sizes
+    if saved.sizes is not None:
+        known.sizes = sizes_on(known, saved.sizes, is_estimated=saved.is_estimated)
+    known.door_number = saved.door_number
     if saved.door is not None:
-        known.door, known.door_number = saved.door, saved.door_number
-        known.door_key = door_key(known, saved.door)
+        known.door, known.door_key = saved.door, door_key(known, saved.door)
     if model.state in (ModelState.AWAKE, ModelState.DRAINING):
         known.awake_since_ms = now_ms
     else:

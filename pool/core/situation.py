@@ -108,7 +108,8 @@ class PoolSituation:
         )
         self.touch(known.name)
         if model.faults_ms != faults:
-            known.back_off_until_ms = self.now_ms + budgets.back_off_ms(known)
+            back_off_ms = budgets.back_off_ms(known) if model.faults_ms else 0.0
+            known.back_off_until_ms = self.now_ms + back_off_ms
         if model.state is not before:
             self._entered(known, before, self.now_ms - since_ms, due)
         elif due.signal is ModelSignal.SPENT and model.state is ModelState.UNLOADING:

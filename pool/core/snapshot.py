@@ -1,25 +1,40 @@
 """What the pool must not forget, as one small value for its state file.
 
 Everything that a neighbour was told is in it, with what is booked for it. What neighbours have said
-is not: they say it again. One slot of the file has 64 KiB, so values are arrays, not maps: 100
-models with two engines each on two devices are some 40 KiB.
+is not: they say it again. One slot of the file has 64 KiB, so values are arrays, and what belongs
+to a model's devices and engines stands in their order, without their names: 100 models with two
+engines each on two devices are 40 KiB. A model whose devices or engines have changed since is a new
+one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from zlib import crc32
 
 from msgspec import Struct
 
 from plumbing.part.tier import Tier
-from pool.core.events import Door, LeaseAsked, Running
+from pool.core.events import LeaseAsked, OpenDoor, Running
+from pool.core.known import KnownEngine, KnownModel
 from pool.core.situation import PoolSituation
-from pool.core.states import EngineSizes, EntryKind, GoalGeneration, ModelState
+from pool.core.states import EngineSizes, GoalGeneration, ModelState
 
-SavedEntries = Mapping[str, Mapping[EntryKind, Mapping[str, int]]]  # by device, kind and owner
+TEXT_MAX = 100  # characters of a reason or a fault on file
+
+Sizes = tuple[tuple[int, ...], ...]  # base, weights and KV, each by device
+
+
+class SavedEngine(Struct, frozen=True, array_like=True):
+    goal: Tier | None
+    start: int  # of its generation, whose era is the snapshot's
+    number: int
+    cap: Tier
+    is_gone: bool
 
 
 class SavedModel(Struct, frozen=True, array_like=True):
+    shape: int  # its devices and engines
     state: ModelState
     floor: Tier
     aim: Tier
@@ -38,17 +53,12 @@ class SavedModel(Struct, frozen=True, array_like=True):
     wake_ms: float | None
     release_ms: float | None
     last_request_ms: float
-    sizes: EngineSizes | None
-    door: Door | None
+    sizes: Sizes | None
+    is_estimated: bool
+    booked: tuple[int | None, ...]  # in the order of `Books.keys`
+    door: OpenDoor | None  # any other one is made anew
     door_number: int
-
-
-class SavedEngine(Struct, frozen=True, array_like=True):
-    goal: Tier | None
-    start: int  # of its generation, whose era is the snapshot's
-    number: int
-    cap: Tier
-    is_gone: bool
+    engines: tuple[SavedEngine, ...]
 
 
 class PoolSnapshot(Struct, frozen=True):
@@ -60,17 +70,11 @@ class PoolSnapshot(Struct, frozen=True):
     door_number: int
     question: int
     models: Mapping[str, SavedModel]
-    engines: Mapping[str, SavedEngine]
-    entries: SavedEntries
     leases: tuple[LeaseAsked, ...]  # that were granted
     version: int = 1
 
 
 def saved(pool: PoolSituation) -> PoolSnapshot:
-    entries: dict[str, dict[EntryKind, dict[str, int]]] = {}
-    for key, size_bytes in pool.books.ledger.entries.items():
-        kinds = entries.setdefault(key.device, {})
-        kinds.setdefault(key.kind, {})[key.owner] = size_bytes
     return PoolSnapshot(
         era=pool.era,
         start=pool.start,
@@ -78,24 +82,40 @@ def saved(pool: PoolSituation) -> PoolSnapshot:
         door_number=pool.door_number,
         question=pool.books.number,
         models={
-            name: _saved_model(pool, name)
+            name: _saved_model(pool, known)
             for name, known in pool.models.items()
             if not known.is_unknown
         },
-        engines={
-            name: _saved_engine(pool, name)
-            for name, engine in pool.engines.items()
-            if not pool.models[engine.model].is_unknown
-        },
-        entries=entries,
         leases=tuple(lease.asked for lease in pool.leases.values() if lease.is_granted),
     )
 
 
-def _saved_model(pool: PoolSituation, name: str) -> SavedModel:
-    known = pool.models[name]
+def shape_of(known: KnownModel) -> int:
+    names = [*known.rules.devices, "", *(engine.name for engine in known.engines)]
+    return crc32("\n".join(names).encode())
+
+
+def sizes_on(known: KnownModel, saved_sizes: Sizes, *, is_estimated: bool) -> EngineSizes:
+    """What was saved, by device again."""
+    base, weights, kv = (
+        dict(zip(known.rules.devices, each, strict=True)) if each else {} for each in saved_sizes
+    )
+    return EngineSizes(base, weights, kv, is_estimated)
+
+
+def _saved_sizes(known: KnownModel) -> Sizes | None:
+    if known.sizes is None:
+        return None
+    parts = (known.sizes.base, known.sizes.weights, known.sizes.kv)
+    devices = known.rules.devices
+    return tuple(tuple(each.get(name, 0) for name in devices) if each else () for each in parts)
+
+
+def _saved_model(pool: PoolSituation, known: KnownModel) -> SavedModel:
     model, costs = known.model, known.costs
+    entries = pool.books.ledger.entries
     return SavedModel(
+        shape=shape_of(known),
         state=model.state,
         floor=model.floor,
         aim=model.aim,
@@ -103,9 +123,9 @@ def _saved_model(pool: PoolSituation, name: str) -> SavedModel:
         is_again=model.is_again,
         is_wanted=model.is_wanted,
         faults_ms=model.faults_ms,
-        fault=model.fault,
+        fault=model.fault[:TEXT_MAX],
         is_permanent=model.is_permanent,
-        reason=model.reason,
+        reason=model.reason[:TEXT_MAX],
         pinned=known.pinned,
         load_ordered_ms=known.load_ordered_ms,
         is_unload_ordered=known.is_unload_ordered,
@@ -114,13 +134,17 @@ def _saved_model(pool: PoolSituation, name: str) -> SavedModel:
         wake_ms=costs.wake_ms,
         release_ms=costs.release_ms,
         last_request_ms=known.last_request_ms,
-        sizes=known.sizes,
-        door=known.door,
+        sizes=_saved_sizes(known),
+        is_estimated=known.sizes is not None and known.sizes.is_estimated,
+        booked=tuple(entries.get(key) for key in pool.books.keys(known)),
+        door=known.door if isinstance(known.door, OpenDoor) else None,
         door_number=known.door_number,
+        engines=tuple(_saved_engines(pool, known)),
     )
 
 
-def _saved_engine(pool: PoolSituation, name: str) -> SavedEngine:
-    engine = pool.engines[name]
-    generation = engine.generation or GoalGeneration(pool.era, 0, 0)
-    return SavedEngine(engine.goal, generation.start, generation.number, engine.cap, engine.is_gone)
+def _saved_engines(pool: PoolSituation, known: KnownModel) -> Iterator[SavedEngine]:
+    engine: KnownEngine
+    for engine in known.engines:
+        told = engine.generation or GoalGeneration(pool.era, 0, 0)
+        yield SavedEngine(engine.goal, told.start, told.number, engine.cap, engine.is_gone)

@@ -92,6 +92,7 @@ class Pod:
         self.in_flight = dict.fromkeys(models, 0)
         self.doors: dict[str, ev.SetModelDoor] = {}
         self.obeyed = dict.fromkeys(models, 0)
+        self.questions: list[ev.PoolEffect] = []
         self.all: list[ev.PoolEffect] = []
         self.pool = ModelPool(self.setup, self.now_ms, ERA, snapshot)
 
@@ -148,6 +149,8 @@ class Pod:
                     engine.goal, engine.seen = effect.goal, effect.generation
             case ev.SetModelDoor():
                 self.doors[effect.model] = effect
+            case ev.AskMemory() | ev.AskWitness():
+                self.questions.append(effect)
 
     def obey_doors(self) -> None:
         """The gateway obeys all doors; an open one sends what waits, which is answered at once."""
@@ -195,18 +198,19 @@ class Pod:
         self.handle(ev.EngineDead(engine.name, gone))
 
     def answer_questions(self) -> None:
-        """The memory service and the kernel."""
-        for effect in [each for each in self.all if isinstance(each, ev.AskMemory)]:
-            if self.asked.get(effect.model, 0) < effect.number:
-                self.asked[effect.model] = effect.number
-                mine = [each for each in self.supervisors.values() if each.model == effect.model]
-                if not any(each.state == "active" for each in mine):
-                    self.kv.discard(effect.model)
-                if all(each.state == "dead" for each in mine):
-                    self.weights.discard(effect.model)
-                self.say_memory()
-        for effect in [each for each in self.all if isinstance(each, ev.AskWitness)]:
+        """The memory service and the kernel. What nobody maps is freed, if that was allowed."""
+        for effect in [each for each in self.questions if isinstance(each, ev.AskMemory)]:
+            mine = [each for each in self.supervisors.values() if each.model == effect.model]
+            if not any(each.state == "active" for each in mine):
+                self.kv.discard(effect.model)
+            if all(each.state == "dead" for each in mine):
+                self.weights.discard(effect.model)
+            self.asked[effect.model] = max(effect.number, self.asked.get(effect.model, 0))
+            self.questions.remove(effect)
+            self.say_memory()
+        for effect in [each for each in self.questions if isinstance(each, ev.AskWitness)]:
             if self.supervisors[effect.engine].state == "dead":
+                self.questions.remove(effect)
                 self.handle(ev.EngineDead(effect.engine, "", effect.number))
 
     def settle(self, rounds: int = 12) -> None:

@@ -1,0 +1,182 @@
+"""Goal: memory is booked before it is taken, and leaves the books on proof alone."""
+
+import pytest
+
+from plumbing.part.tier import Tier
+from pool.core import events as ev
+from pool.core.situation import WrongMessage
+from pool.core.states import EntryKey, EntryKind, ModelState
+from tests.pool.core.pod import GPU, MIB, SIZES, Pod
+
+S = ModelState
+KV = EntryKey(GPU, EntryKind.KV, "a")
+WEIGHTS = EntryKey(GPU, EntryKind.WEIGHTS, "a")
+
+
+def base(engine):
+    return EntryKey(GPU, EntryKind.BASE, engine)
+
+
+def booked(pod):
+    return pod.pool.situation.books.ledger.entries
+
+
+def releasing(engines=1, deaf=()):
+    """Model a has just been told to give its KV memory back; nobody has answered yet."""
+    pod = Pod(engines=engines, total_bytes=1500 * MIB).start()
+    pod.ask("a")
+    pod.settle()
+    pod.tick(20_000)  # there is room for its shadow
+    pod.settle()
+    pod.handle(ev.Ordered("a", ev.Order.SLEEP))
+    for name in deaf:
+        pod.supervisors[name].is_deaf = True
+    pod.obey_doors()
+    assert pod.state("a") is S.RELEASING
+    return pod
+
+
+def test_everything_is_booked_before_any_engine_is_told():
+    pod = Pod(total_bytes=1500 * MIB).start()
+    told = []
+    for effect in pod.handle(ev.Ordered("a", ev.Order.LOAD)):
+        if isinstance(effect, ev.TellEngine):
+            told.append(effect.goal)
+            assert booked(pod) == {base("a0"): 10 * MIB, WEIGHTS: 100 * MIB, KV: 500 * MIB}
+    assert told == [Tier.AWAKE]
+
+
+def test_all_of_a_model_is_booked_or_nothing():
+    pod = Pod(total_bytes=1000 * MIB).start()  # 488 MiB without the margin: KV has no room
+    pod.ask("a")
+    assert (pod.state("a"), booked(pod)) == (S.PENDING, {})
+    assert pod.doors["a"].door.code == "pool.no_room"
+
+
+def test_kv_memory_stays_booked_until_every_engine_has_acknowledged():
+    """The shadow has not heard the lower goal: granted now, it would take KV memory."""
+    pod = releasing(engines=2, deaf=["a1"])
+    pod.settle()
+    assert pod.supervisors["a0"].state == "resting"
+    assert pod.state("a") is S.RELEASING
+    assert KV in booked(pod)
+    assert not any(isinstance(each, ev.FreeKv) for each in pod.all)
+    pod.supervisors["a1"].is_deaf = False
+    told = [each for each in pod.all if isinstance(each, ev.TellEngine) and each.engine == "a1"]
+    pod.supervisors["a1"].goal, pod.supervisors["a1"].seen = told[-1].goal, told[-1].generation
+    pod.settle()
+    assert pod.state("a") is S.WARM
+    assert KV not in booked(pod)
+
+
+def test_death_of_an_engine_that_has_not_acknowledged_frees_nothing():
+    """Its supervisor launches again, with the goal that it knows."""
+    pod = releasing(deaf=["a0"])
+    pod.kill(pod.supervisors["a0"])
+    pod.kv.clear()
+    pod.say_memory()
+    pod.answer_questions()
+    pod.tick(1000)
+    assert pod.state("a") is S.UNLOADING
+    assert {base("a0"), WEIGHTS, KV} <= set(booked(pod))
+
+
+def test_word_of_the_memory_service_from_before_the_question_frees_nothing():
+    pod = releasing()
+    pod.obey_goals()
+    number = [each.number for each in pod.all if isinstance(each, ev.AskMemory)][-1]
+    stale = ev.MemoryIs(GPU, {"a": 100 * MIB}, {}, {}, {"a": number - 1})
+    pod.handle(stale)
+    assert pod.state("a") is S.RELEASING
+    pod.handle(ev.MemoryIs(GPU, {"a": 100 * MIB}, {"a": 1}, {}, {"a": number}))
+    assert pod.state("a") is S.RELEASING  # answered, and not free yet
+    pod.handle(ev.MemoryIs(GPU, {"a": 100 * MIB}, {}, {}, {"a": number}))
+    assert pod.state("a") is S.WARM
+
+
+def test_engine_on_its_way_up_may_take_kv_memory_whatever_it_has_acknowledged():
+    """A goal that comes while an engine wakes is kept until it is active."""
+    pod = releasing()
+    engine = pod.supervisors["a0"]
+    pod.handle(engine.said(state="waking", tier=Tier.WARM))
+    assert not any(isinstance(each, ev.AskMemory) for each in pod.all)
+    pod.settle()
+    assert pod.state("a") is S.WARM
+
+
+def test_base_of_an_engine_leaves_when_the_kernel_has_answered():
+    pod = releasing()
+    pod.settle()
+    pod.handle(ev.Ordered("a", ev.Order.UNLOAD))
+    pod.obey_goals()
+    pod.handle(ev.EngineDead("a0", "", asked=0))
+    assert base("a0") in booked(pod)
+    asked = [each.number for each in pod.all if isinstance(each, ev.AskWitness)][-1]
+    pod.handle(ev.EngineDead("a0", "", asked=asked - 1))
+    assert base("a0") in booked(pod)
+    pod.handle(ev.EngineDead("a0", "", asked=asked))
+    assert base("a0") not in booked(pod)
+    assert WEIGHTS in booked(pod)  # which the memory service still has
+    pod.settle()
+    assert (pod.state("a"), booked(pod)) == (S.COLD, {})
+
+
+def test_memory_that_nobody_booked_is_booked_when_it_is_seen():
+    pod = Pod().start()
+    pod.handle(ev.MemoryIs(GPU, {"b": 7 * MIB}, {}, {}))
+    assert booked(pod)[EntryKey(GPU, EntryKind.WEIGHTS, "b")] == 7 * MIB
+    pod.settle()  # and asked about, and freed
+    assert booked(pod) == {}
+
+
+def test_sizes_that_were_measured_replace_what_was_estimated():
+    pod = Pod(total_bytes=1500 * MIB).start()
+    pod.ask("a")
+    pod.obey_goals()
+    engine = pod.supervisors["a0"]
+    pod.handle(engine.said(base_bytes={GPU: 30 * MIB}, kv_bytes={GPU: 400 * MIB}))
+    assert booked(pod)[base("a0")] == 30 * MIB
+    assert booked(pod)[KV] == 400 * MIB
+    pod.handle(ev.MemoryIs(GPU, {}, {"a": 450 * MIB}, {}))
+    assert booked(pod)[KV] == 450 * MIB  # more is held
+
+
+def test_memory_that_does_not_come_back_is_an_alarm_and_stays_booked():
+    pod = releasing(deaf=["a0"])
+    pod.handle(ev.Ordered("a", ev.Order.UNLOAD))
+    for _ in range(3):
+        pod.tick(61_000)
+    alarms = [each for each in pod.all if isinstance(each, ev.Alarm)]
+    assert alarms[0].code == "pool.memory_not_freed"
+    assert "a0 has not answered" in alarms[0].sentence
+    assert {base("a0"), WEIGHTS, KV} <= set(booked(pod))
+    assert not pod.pool.situation.books.ledger.leaving  # so no head waits for it
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"model": "b"},
+        {"token": 0},
+        {"base_bytes": {"GPU-9": 1}},
+        {"base_bytes": {GPU: -1}},
+    ],
+)
+def test_wrong_word_of_an_engine_is_refused_whole(lie):
+    pod = Pod(total_bytes=1500 * MIB).start()
+    pod.ask("a")
+    pod.settle()
+    before = pod.pool.snapshot()
+    with pytest.raises(WrongMessage):
+        pod.handle(pod.supervisors["a0"].said(**lie))
+    assert pod.pool.snapshot() == before
+    assert pod.pool.handle(ev.PoolTick(), pod.now_ms) == []
+
+
+def test_engine_that_claims_to_be_awake_against_the_goal_it_has_obeyed_is_refused():
+    pod = releasing()
+    pod.settle()
+    assert pod.state("a") is S.WARM
+    with pytest.raises(WrongMessage):
+        pod.handle(pod.supervisors["a0"].said(state="active", tier=Tier.AWAKE))
+    assert SIZES.kv[GPU] not in booked(pod).values()

@@ -1,0 +1,148 @@
+"""Goal: a drain loses nothing and ends; what is behind a shut door stays there."""
+
+import pytest
+
+from plumbing.part.tier import Tier
+from pool.core import events as ev
+from pool.core.states import ModelState
+from tests.pool.core.pod import MIB, Pod, rules
+
+S = ModelState
+
+
+def yielding(**changed):
+    """Model a serves two requests, and model b's ticket has made it yield."""
+    pod = Pod({"a": rules(**changed), "b": rules()}, total_bytes=1300 * MIB).start()
+    pod.ask("a")
+    pod.settle()
+    pod.in_flight["a"] = pod.supervisors["a0"].in_flight = 2
+    pod.obey_goals()
+    pod.say_demand()
+    pod.tick(15_000)
+    pod.ask("b")
+    pod.tick(6_000)
+    assert (pod.state("a"), pod.state("b")) == (S.DRAINING, S.PENDING)
+    return pod
+
+
+def end_requests(pod, *, gateway=True, engine=True):
+    if engine:
+        pod.supervisors["a0"].in_flight = 0
+        pod.handle(pod.supervisors["a0"].said())
+    if gateway:
+        pod.in_flight["a"] = 0
+        pod.say_demand()
+
+
+def told_goals(pod, engine):
+    return [
+        each.goal for each in pod.all if isinstance(each, ev.TellEngine) and each.engine == engine
+    ]
+
+
+@pytest.mark.parametrize("missing", ["gateway", "engine", "door", "connection"])
+def test_memory_is_asked_back_only_when_both_count_nothing_behind_a_door_that_is_obeyed(missing):
+    pod = yielding()
+    if missing != "door":
+        pod.obey_doors()
+        assert isinstance(pod.doors["a"].door, ev.ShutDoor)
+    if missing == "connection":
+        pod.handle(ev.GatewayGone("gateway"))
+        end_requests(pod, gateway=False)
+    else:
+        end_requests(pod, gateway=missing != "gateway", engine=missing != "engine")
+    assert pod.state("a") is S.DRAINING
+    assert told_goals(pod, "a0")[-1] is Tier.AWAKE
+    end_requests(pod)
+    pod.obey_doors()
+    assert pod.state("a") is S.RELEASING
+    assert told_goals(pod, "a0")[-1] is Tier.WARM
+
+
+def test_dead_gateway_has_no_requests_and_one_that_takes_its_place_is_asked():
+    pod = yielding()
+    pod.handle(ev.Ordered("b", ev.Order.LOAD))
+    end_requests(pod, gateway=False)
+    pod.handle(ev.GatewayGone("gateway", is_dead=True))
+    assert pod.state("a") is S.DRAINING  # nobody is there to say that nothing is sent
+    number = pod.doors["a"].number
+    pod.handle(ev.DemandCame("gateway-2", {}))
+    assert pod.state("a") is S.DRAINING
+    pod.handle(ev.DemandCame("gateway-2", {"a": ev.ModelDemand(door=number)}))
+    assert pod.state("a") is S.RELEASING
+
+
+def test_streams_are_parked_then_the_rest_is_cut_then_the_engine_is_killed():
+    pod = yielding()
+    seen = []
+    for ms in (2_000, 28_000, 10_000):
+        seen.append(pod.doors["a"].door.running)
+        pod.tick(ms)
+    assert seen == [ev.Running.FINISH, ev.Running.PARK, ev.Running.CUT]
+    assert pod.state("a") is S.UNLOADING
+    kills = [each for each in pod.all if isinstance(each, ev.KillEngine)]
+    goals = [each for each in pod.all if isinstance(each, ev.TellEngine) and each.engine == "a0"]
+    assert [kill.engine for kill in kills] == ["a0"]
+    assert goals[-1].goal is Tier.COLD
+    assert kills[0].generation.is_older(goals[-1].generation)
+
+
+def test_requests_that_cannot_be_parked_are_waited_for_where_they_may_not_be_cut():
+    pod = yielding(cut_ms=None)
+    pod.tick(2_000)
+    assert pod.doors["a"].door.running is ev.Running.PARK
+    for _ in range(10):
+        pod.tick(600_000)
+    assert pod.state("a") is S.DRAINING
+    end_requests(pod)
+    pod.settle()
+    assert pod.state("b") is S.AWAKE
+
+
+def test_model_stays_awake_if_who_needed_its_room_is_gone():
+    pod = yielding()
+    pod.tickets["b"] = []
+    pod.say_demand()
+    assert (pod.state("a"), pod.state("b")) == (S.AWAKE, S.COLD)
+    assert isinstance(pod.doors["a"].door, ev.OpenDoor)
+    assert told_goals(pod, "a0") == [Tier.COLD, Tier.AWAKE]
+
+
+def test_door_says_why_and_every_door_is_preceded_by_the_state_on_file():
+    pod = yielding()
+    assert "model b needs its room" in pod.doors["a"].door.reason
+    pod.all.clear()
+    end_requests(pod)
+    pod.settle()
+    numbers = [each.number for each in pod.all if isinstance(each, ev.SetModelDoor)]
+    assert numbers == sorted(set(numbers))
+    is_saved = False
+    told = pod.pool.handle(ev.Ordered("a", ev.Order.UNLOAD), pod.now_ms)
+    for each in told:
+        is_saved |= isinstance(each, ev.SaveState)
+        assert is_saved or isinstance(each, ev.PoolRecord)
+    assert told
+
+
+def test_switch_is_recorded_with_its_phases():
+    pod = yielding()
+    pod.tick(1_000)
+    end_requests(pod)
+    pod.settle()
+    switch = [each for each in pod.all if isinstance(each, ev.Switched)][-1]
+    assert (switch.model, switch.victims, switch.drain_ms) == ("b", ("a",), 1_000)
+    assert switch.wait_ms == 7_000
+
+
+def test_idle_model_rests_after_its_keep_alive_and_comes_back_at_once_if_it_is_asked_for():
+    pod = Pod({"a": rules(keep_alive_ms=30_000.0)}, total_bytes=1300 * MIB).start()
+    pod.ask("a")
+    pod.settle()
+    pod.tick(30_000)
+    assert pod.state("a") is S.DRAINING
+    pod.ask("a")
+    assert pod.state("a") is S.AWAKE
+    pod.settle()
+    pod.tick(60_000)
+    pod.settle()
+    assert pod.state("a") is S.WARM

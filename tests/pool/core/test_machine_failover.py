@@ -1,0 +1,172 @@
+"""Goal: deaths. Failover asks nobody; what fails again and again is given up, and says so."""
+
+from plumbing.part.tier import Tier
+from pool.core import events as ev
+from pool.core.states import ModelState
+from tests.pool.core.pod import MIB, Pod, rules
+
+S = ModelState
+
+
+def awake(engines=2, **changed):
+    pod = Pod({"a": rules(**changed), "b": rules()}, engines=engines, total_bytes=1500 * MIB)
+    pod.start().ask("a")
+    pod.settle()
+    pod.tick(20_000)
+    pod.settle()
+    assert pod.state("a") is S.AWAKE
+    pod.all.clear()
+    return pod
+
+
+def doors(pod):
+    told = [each for each in pod.all if isinstance(each, ev.SetModelDoor)]
+    return [each.door for each in told if each.model == "a"]
+
+
+def test_shadow_has_the_goal_of_its_model_so_that_nobody_needs_the_pool():
+    pod = awake()
+    goals = {name: each.goal for name, each in pod.supervisors.items() if name.startswith("a")}
+    assert goals == {"a0": Tier.AWAKE, "a1": Tier.AWAKE}
+    assert pod.supervisors["a1"].state == "standby"
+
+
+def test_failover_keeps_the_door_open_and_tells_no_goal():
+    pod = awake()
+    pod.kill(pod.supervisors["a0"])
+    pod.grant("a")
+    assert pod.state("a") is S.WAKING
+    pod.settle()
+    assert pod.state("a") is S.AWAKE
+    assert doors(pod)
+    assert all(isinstance(door, ev.OpenDoor) for door in doors(pod))
+    assert doors(pod)[-1].engine == "a1"
+    assert not any(isinstance(each, ev.TellEngine) for each in pod.all)
+
+
+def test_failover_is_no_fault_and_its_order_does_not_matter():
+    """The grant is heard before the death, and the engine's word before the lock server's."""
+    pod = awake()
+    old, new = pod.supervisors["a0"], pod.supervisors["a1"]
+    pod.tokens += 1
+    new.token, new.state = pod.tokens, "waking"
+    pod.handle(new.said())
+    assert pod.state("a") is S.WAKING
+    pod.handle(ev.EngineDead("a0", old.incarnation))
+    old.state, old.incarnation, old.token = "dead", "", 0
+    pod.handle(ev.HolderNamed("a", "a1", pod.tokens, "locks"))
+    pod.holders["a"] = new
+    pod.settle()
+    assert pod.state("a") is S.AWAKE
+    assert pod.pool.situation.models["a"].model.faults_ms == ()
+
+
+def test_model_without_a_shadow_is_loaded_again_behind_its_open_door():
+    pod = awake(engines=1)
+    pod.kill(pod.supervisors["a0"])
+    assert pod.state("a") is S.LOADING
+    assert not [door for door in doors(pod) if not isinstance(door, ev.OpenDoor)]
+    pod.settle()
+    assert pod.state("a") is S.AWAKE
+
+
+def test_death_at_rest_is_repaired_up_to_the_same_tier():
+    pod = awake(engines=1)
+    pod.handle(ev.Ordered("a", ev.Order.SLEEP))
+    pod.settle()
+    pod.kill(pod.supervisors["a0"])
+    assert pod.state("a") is S.LOADING
+    pod.settle()
+    assert pod.state("a") is S.WARM
+
+
+def test_living_shadow_that_is_never_granted_is_not_waited_for_for_ever():
+    pod = awake()
+    pod.kill(pod.supervisors["a0"])
+    assert pod.state("a") is S.AWAKE  # the lock server will name the shadow
+    assert pod.pool.due_ms <= pod.now_ms + 60_000
+    pod.tick(60_000)
+    assert pod.state("a") is S.LOADING
+
+
+def test_engine_that_dies_on_its_way_down_frees_by_its_witness():
+    pod = awake(engines=1)
+    pod.handle(ev.Ordered("a", ev.Order.SLEEP))
+    pod.obey_doors()
+    assert pod.state("a") is S.RELEASING
+    pod.kill(pod.supervisors["a0"])
+    assert pod.state("a") is S.UNLOADING
+    pod.settle()
+    assert (pod.state("a"), pod.pool.situation.books.ledger.entries) == (S.COLD, {})
+
+
+def crash(pod, fault="out of memory", *, is_permanent=False):
+    """The engine is launched and dies."""
+    engine = pod.supervisors["a0"]
+    engine.count += 1
+    engine.state, engine.incarnation = "init", f"a0.{engine.count}"
+    pod.handle(engine.said())
+    gone = engine.incarnation
+    engine.state, engine.incarnation = "dead", ""
+    pod.handle(engine.said(fault=fault, is_permanent=is_permanent))
+    pod.handle(ev.EngineDead("a0", gone))
+
+
+def test_three_faults_in_ten_minutes_are_a_failure_until_somebody_resets_it():
+    pod = Pod({"a": rules()}, total_bytes=1500 * MIB).start()
+    pod.ask("a")
+    for _ in range(3):
+        assert pod.state("a") is S.LOADING
+        crash(pod)
+        pod.tick(1000)
+    assert pod.state("a") is S.UNLOADING
+    pod.settle()
+    assert pod.state("a") is S.FAILED
+    door = pod.doors["a"].door
+    assert (door.code, door.retry_after_s) == ("pool.failed", 60)
+    assert "out of memory" in door.sentence
+    pod.ask("a")
+    assert pod.state("a") is S.FAILED
+    pod.handle(ev.Ordered("a", ev.Order.RESET))
+    assert pod.state("a") is S.LOADING
+    pod.settle()
+    assert pod.state("a") is S.AWAKE
+
+
+def test_permanent_fault_is_not_tried_again():
+    pod = Pod({"a": rules()}, total_bytes=1500 * MIB).start()
+    pod.ask("a")
+    crash(pod, "no such directory", is_permanent=True)
+    pod.settle()
+    assert pod.state("a") is S.FAILED
+    assert pod.doors["a"].door.retry_after_s is None
+
+
+def test_raise_that_takes_longer_than_its_budget_is_a_fault_and_backs_off():
+    pod = Pod({"a": rules()}, total_bytes=1500 * MIB).start()
+    pod.supervisors["a0"].is_deaf = False
+    pod.ask("a")
+    engine = pod.supervisors["a0"]
+    engine.count, engine.state, engine.incarnation = 1, "init", "a0.1"
+    pod.handle(engine.said())
+    pod.tick(1_800_000)  # nobody has measured a load
+    assert pod.state("a") is S.UNLOADING
+    assert any(isinstance(each, ev.KillEngine) for each in pod.all)
+    pod.settle()
+    assert pod.state("a") is S.PENDING
+    pod.tick(1_000)
+    pod.settle()
+    assert pod.state("a") is S.AWAKE
+
+
+def test_budget_of_a_wake_is_twice_what_was_measured_and_at_least_a_minute():
+    pod = awake(engines=1)
+    pod.handle(ev.Ordered("a", ev.Order.SLEEP))
+    pod.settle()
+    pod.ask("a")
+    pod.supervisors["a0"].state = "waking"
+    pod.handle(pod.supervisors["a0"].said(tier=Tier.WARM))
+    pod.tick(59_000)
+    assert pod.state("a") is S.WAKING
+    pod.tick(1_000)
+    assert pod.state("a") is S.UNLOADING

@@ -1,0 +1,259 @@
+"""Goal: the pool dies at any step and goes on: nothing restarts, nothing is counted free.
+
+Method: a second machine from the first one's snapshot, as its file has it.
+"""
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plumbing.part.tier import Tier
+from pool.core import events as ev
+from pool.core.machine import ModelPool
+from pool.core.snapshot import PoolSnapshot
+from pool.core.states import ModelState
+from tests.pool.core.pod import GPU, MIB, Pod, rules
+
+S = ModelState
+
+
+def restart(pod):
+    """The same neighbours, and a pool that starts from the file."""
+    raw = msgspec.json.encode(pod.pool.snapshot())
+    snapshot = msgspec.json.decode(raw, type=PoolSnapshot)
+    pod.pool = ModelPool(pod.setup, pod.now_ms, "another era", snapshot)
+    pod.all.clear()
+    return pod
+
+
+def hear_all(pod):
+    pod.handle(ev.DeviceIs(GPU, pod.total_bytes, 0))
+    pod.say_memory()
+    for model, holder in pod.holders.items():
+        if holder is not None:
+            pod.handle(ev.HolderNamed(model, holder.name, holder.token, "locks"))
+    for engine in pod.supervisors.values():
+        pod.handle(engine.said())
+    pod.say_demand()
+
+
+def served():
+    pod = Pod(engines=2, total_bytes=1500 * MIB).start()
+    pod.ask("a")
+    pod.settle()
+    pod.tick(20_000)
+    pod.settle()
+    return pod
+
+
+def test_restart_tells_every_goal_and_door_again_as_it_was():
+    pod = served()
+    goals = {each.engine: each for each in pod.all if isinstance(each, ev.TellEngine)}
+    doors = dict(pod.doors)
+    restart(pod).handle(ev.PoolTick())
+    assert {each.engine: each for each in pod.all if isinstance(each, ev.TellEngine)} == goals
+    assert pod.doors["a"] == doors["a"]
+    assert pod.doors["b"].number > doors["b"].number  # a shut one is said anew
+    assert isinstance(pod.doors["b"].door, ev.ShutDoor)
+    assert isinstance(pod.all[0], ev.SaveState)
+
+
+def test_nothing_changes_for_engines_and_clients_when_all_have_been_heard():
+    pod = restart(served())
+    hear_all(pod)
+    assert pod.state("a") is S.AWAKE
+    assert not pod.pool.situation.models["a"].model.is_recovering
+    told = [each for each in pod.all if isinstance(each, ev.TellEngine)]
+    assert [each.generation.start for each in told] == [1] * 4
+    assert {each.name: each.state for each in pod.supervisors.values()}["a0"] == "active"
+
+
+def test_generations_after_a_restart_are_newer_than_all_before():
+    pod = served()
+    before = [each.generation for each in pod.all if isinstance(each, ev.TellEngine)]
+    hear_all(restart(pod))
+    pod.all.clear()
+    pod.handle(ev.Ordered("a", ev.Order.UNLOAD))
+    pod.obey_doors()
+    new = [each.generation for each in pod.all if isinstance(each, ev.TellEngine)]
+    assert new
+    assert all(old.is_older(each) for old in before for each in new)
+
+
+def test_what_is_on_file_stays_booked_until_it_is_heard_however_long_that_takes():
+    pod = served()
+    booked = dict(pod.pool.situation.books.ledger.entries)
+    restart(pod)
+    pod.handle(ev.DeviceIs(GPU, pod.total_bytes, 0))
+    pod.handle(ev.MemoryIs(GPU, {}, {}, {}))
+    for _ in range(5):
+        pod.tick(3_600_000)
+    assert pod.pool.situation.books.ledger.entries == booked
+    assert pod.state("a") is S.AWAKE
+    assert isinstance(pod.doors["a"].door, ev.OpenDoor)
+
+
+def test_model_that_was_draining_stays_shut_and_ends_its_drain():
+    pod = served()
+    pod.in_flight["a"] = pod.supervisors["a0"].in_flight = 1
+    pod.obey_goals()
+    pod.obey_doors()
+    pod.handle(ev.Ordered("a", ev.Order.UNLOAD))
+    assert pod.state("a") is S.DRAINING
+    restart(pod).handle(ev.PoolTick())
+    assert isinstance(pod.doors["a"].door, ev.ShutDoor)
+    hear_all(pod)
+    assert pod.state("a") is S.DRAINING
+    pod.in_flight["a"] = pod.supervisors["a0"].in_flight = 0
+    pod.settle()
+    assert (pod.state("a"), pod.pool.situation.books.ledger.entries) == (S.COLD, {})
+
+
+def test_nothing_is_raised_before_the_device_and_its_memory_have_been_heard():
+    pod = Pod(total_bytes=1500 * MIB).start()
+    restart(pod)
+    for engine in pod.supervisors.values():
+        pod.handle(engine.said())
+    pod.ask("b")
+    assert pod.state("b") is S.PENDING
+    pod.handle(ev.DeviceIs(GPU, pod.total_bytes, 0))
+    assert pod.state("b") is S.PENDING
+    pod.say_memory()
+    assert pod.state("b") is S.LOADING
+
+
+def test_lost_file_adopts_what_lives_and_restarts_nothing():
+    pod = served()
+    pod.in_flight["a"] = 1
+    pod.pool = ModelPool(pod.setup, pod.now_ms, "a new era")
+    pod.all.clear()
+    pod.handle(ev.DeviceIs(GPU, pod.total_bytes, 0))
+    pod.say_memory()
+    pod.ask("b")
+    pod.handle(pod.supervisors["a0"].said())
+    pod.handle(pod.supervisors["b0"].said())
+    pod.handle(pod.supervisors["b1"].said())
+    assert not any(isinstance(each, ev.TellEngine) and each.engine[0] == "a" for each in pod.all)
+    assert pod.state("b") is S.PENDING  # an engine of a is not heard: nobody knows what it holds
+    pod.handle(pod.supervisors["a1"].said())
+    assert pod.state("a") is S.AWAKE
+    told = {each.engine: each.goal for each in pod.all if isinstance(each, ev.TellEngine)}
+    assert told["a0"] is told["a1"] is Tier.AWAKE
+    held = pod.pool.situation.books.ledger.held_by(["a", "a0", "a1"], ["base", "weights", "kv"])
+    assert held == {GPU: 620 * MIB}
+
+
+def test_lost_file_waits_for_an_engine_that_is_on_its_way():
+    pod = served()
+    pod.pool = ModelPool(pod.setup, pod.now_ms, "a new era")
+    hear = pod.supervisors["a0"].said(state="waking", tier=Tier.WARM)
+    pod.handle(hear)
+    pod.handle(pod.supervisors["a1"].said())
+    assert pod.pool.situation.models["a"].is_unknown
+    pod.handle(pod.supervisors["a0"].said())
+    assert pod.state("a") is S.AWAKE
+
+
+def test_doors_are_numbered_above_what_a_gateway_obeys_of_a_lost_pool():
+    pod = served()
+    pod.obeyed = dict.fromkeys(pod.obeyed, 500)
+    pod.pool = ModelPool(pod.setup, pod.now_ms, "a new era")
+    hear_all(pod)
+    assert all(each.number > 500 for each in pod.doors.values())
+
+
+def test_pins_costs_and_faults_are_on_file():
+    pod = served()
+    pod.handle(ev.Ordered("a", ev.Order.PIN))
+    before = pod.pool.situation.models["a"]
+    before.model.faults_ms, before.costs.wake_ms = (pod.now_ms,), 123.0
+    known = restart(pod).pool.situation.models["a"]
+    assert (known.is_pinned, known.model.faults_ms, known.costs.wake_ms) == (
+        True,
+        (pod.now_ms,),
+        123.0,
+    )
+
+
+def test_one_slot_of_the_state_file_has_room_for_the_largest_pool():
+    devices = tuple(f"GPU-{i:08d}-aaaa-bbbb-cccc-123456789012" for i in range(2))
+    models = {f"model-with-a-long-name-{i:02d}": rules(devices=devices) for i in range(100)}
+    pod = Pod(models, engines=2)
+    for name in pod.pool.situation.models:
+        known = pod.pool.situation.models[name]
+        known.is_unknown = False
+        known.door = ev.ShutDoor(ev.Running.FINISH, 1234.5, f"model {name} waits for room: x" * 3)
+        for key, size in pod.pool.situation.books.entries_at(known, Tier.AWAKE).items():
+            pod.pool.situation.books.ledger.settle(key, size or 17_179_869_184)
+    assert len(msgspec.json.encode(pod.pool.snapshot())) < 65_536 - 4_096
+
+
+STEPS = st.lists(
+    st.sampled_from(
+        ["goals", "doors", "questions", "tick", "long", "ask a", "ask b", "kill", "restart", "load"]
+    ),
+    max_size=30,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(STEPS)
+def test_in_any_order_and_with_restarts_anywhere_nothing_is_overbooked_or_goes_back(steps):
+    """And when all neighbours do what they are told, every request is answered."""
+    pod = Pod(engines=2, total_bytes=1300 * MIB).start()
+    newest, goals, numbers = {}, {}, dict.fromkeys(pod.tickets, 0)
+    for step in steps:
+        pod.all.clear()
+        match step.split():
+            case ["goals"]:
+                pod.obey_goals()
+            case ["doors"]:
+                pod.obey_doors()
+            case ["questions"]:
+                pod.answer_questions()
+            case ["tick"]:
+                pod.tick(1_000)
+            case ["long"]:
+                pod.tick(30_000)
+            case ["ask", model]:
+                pod.ask(model)
+            case ["load"]:
+                pod.handle(ev.Ordered("a", ev.Order.LOAD))
+            case ["kill"]:
+                alive = [each for each in pod.supervisors.values() if each.incarnation]
+                if alive:
+                    pod.kill(alive[0])
+                    pod.handle(alive[0].said())
+            case ["restart"]:
+                restart(pod)
+                hear_all(pod)
+        ledger = pod.pool.situation.books.ledger
+        assert ledger.free_bytes(GPU) >= 0
+        for each in pod.all:
+            match each:
+                case ev.TellEngine():
+                    last = newest.setdefault(each.engine, each.generation)
+                    assert not each.generation.is_older(last)
+                    assert goals.setdefault(each.generation, each) == each
+                    newest[each.engine] = each.generation
+                case ev.SetModelDoor():
+                    assert each.number >= numbers[each.model]
+                    numbers[each.model] = each.number
+    for _ in range(12):
+        pod.tick(40_000)
+        pod.settle()
+    for name, tickets in pod.tickets.items():
+        assert not tickets or pod.state(name) is S.FAILED, (name, pod.state(name))
+
+
+@pytest.mark.parametrize("model", ["a", "b"])
+def test_tickets_are_not_forgotten_while_no_gateway_is_heard(model):
+    pod = Pod(total_bytes=1500 * MIB).start()
+    pod.ask(model)
+    assert pod.state(model) is S.LOADING
+    restart(pod).handle(ev.PoolTick())
+    assert pod.pool.situation.models[model].model.is_wanted
+    pod.tickets[model] = []
+    hear_all(pod)
+    assert not pod.pool.situation.models[model].model.is_wanted
