@@ -208,12 +208,15 @@ def _steps(model: ModelView, names: Sequence[str], what: str) -> tuple[Step, ...
             if tier is not Tier.COLD:
                 continue
             needs = {}
-        freed = [held.get(name, 0) - needs.get(name, 0) for name in names]
+        if len(names) == 1:  # nearly always: a comprehension would cost more than all the rest
+            freed = [held.get(names[0], 0) - needs.get(names[0], 0)]
+        else:
+            freed = [held.get(name, 0) - needs.get(name, 0) for name in names]
         if tier is Tier.COLD and model.rules.shadow_keeps and has_shadow(model):
             # A cold model has no shadow; one that is not kept was asked for that before.
             shadow = model.shadow_bytes
             freed = [has + shadow.get(name, 0) for has, name in zip(freed, names, strict=True)]
-        if freed != before and any(map(gt, freed, before)):
+        if freed[0] > before[0] or any(map(gt, freed, before)):
             steps.append(Step((klass, who, len(steps)), tier, freed))
             before = freed
     return tuple(steps)
