@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
-from pool.core.events import PoolEffect, PoolEvent
+from pool.core.machine import ModelPool
+from pool.core.situation import ModelSetup, PoolSetup
+from pool.core.snapshot import PoolSnapshot
 
 if TYPE_CHECKING:
     from tests.sim.pool.world import World
 
 
-class Pool(Protocol):
-    """What the simulation asks of the core."""
-
-    @property
-    def due_ms(self) -> float | None: ...
-
-    def handle(self, event: PoolEvent, now_ms: float) -> Sequence[PoolEffect]: ...
-
-    def snapshot(self) -> Any: ...
-
-
-def new_pool(world: World, now_ms: float) -> Pool:
-    raise NotImplementedError
-
-
-def restored_pool(world: World, file: Any, now_ms: float) -> Pool:
-    raise NotImplementedError
+def make_pool(world: World, snapshot: PoolSnapshot | None, now_ms: float) -> ModelPool:
+    """A pool that starts, with what is on file."""
+    engines: dict[str, tuple[str, ...]] = {}
+    for engine, model in world.roles.items():
+        engines[model] = (*engines.get(model, ()), engine)
+    models = {
+        name: ModelSetup(rules, engines[name], world.estimates[name])
+        for name, rules in world.rules.items()
+    }
+    setup = PoolSetup(models, tuple(world.devices), world.pool_rules)
+    world.eras += snapshot is None
+    return ModelPool(setup, now_ms, f"era-{world.eras}", snapshot)

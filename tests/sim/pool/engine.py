@@ -48,7 +48,7 @@ class Engine:
         self.state = State.DEAD
         self.is_busy = self.is_away = False
         self.token = 0
-        self.requests: set[Request] = set()
+        self.requests: dict[Request, None] = {}  # in order
         self.fault = ""
         self.is_permanent = self.is_measured = False
         self.can_resume = True
@@ -128,6 +128,7 @@ class Engine:
                 self.go_standby()
             case State.ACTIVE:
                 if self.goal is not Tier.AWAKE and not self.requests:
+                    self.world.law.rests(self)
                     self.state = State.RELEASING
                     self.take(self.span("release"), self.rested)
                     self.say()
@@ -173,7 +174,8 @@ class Engine:
             self.is_away = False
             self.take(self.span("map"), then)
         elif memory.writer:
-            self.take(50.0, self.restore, then)
+            self.is_busy = True
+            memory.waiters.append((self, tree, then))
         elif memory.take_weights(tree.incarnation):
             self.take(self.span("restage" if memory.has_copy else "load"), self.loaded, then)
         else:
@@ -224,7 +226,7 @@ class Engine:
     def receive(self, request: Request) -> None:
         """One arrives. A request is refused by whoever does not accept."""
         if self.state is State.ACTIVE and self.is_up and not request.is_left(self):
-            self.requests.add(request)
+            self.requests[request] = None
             request.has_begun = True
             self.world.timeline.after(request.left_ms, self.answered, request, request.tries)
         else:
@@ -232,13 +234,13 @@ class Engine:
 
     def answered(self, request: Request, number: int) -> None:
         if request in self.requests and number == request.tries:
-            self.requests.discard(request)
+            del self.requests[request]
             request.answered(self)
             self.counted()
 
     def disconnected(self, request: Request) -> None:
         if request in self.requests:
-            self.requests.discard(request)
+            del self.requests[request]
             self.counted()
 
     def counted(self) -> None:
@@ -274,8 +276,8 @@ class Engine:
         self.memory.died(tree.incarnation)
         self.dead = [*self.dead[-2:], tree.incarnation]
         self.lock.died(tree.incarnation)
-        self.world.pool.watch(self, tree.incarnation)
         self.tree = None
+        self.world.pool.watch(self, tree.incarnation)
         self.is_busy = True
         self.world.timeline.after(self.span("relaunch") if self.fault else 0, self.ready)
 

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from pool.core.events import EngineDead, EngineSaid
 from pool.core.states import EngineSizes
 from tests.sim.pool.faults import kill_pool
 from tests.sim.pool.gateway import Kind, Request
@@ -27,6 +28,7 @@ from tests.sim.pool.timeline import Line, Timeline
 from tests.sim.pool.world import Shape, World
 
 Choice = tuple[str, Any]
+Left = tuple[int, int, int]  # requests, faults, and early ticks that may still come
 
 
 class Still(random.Random):
@@ -64,6 +66,7 @@ class Explorer:
         *,
         requests: int = 2,
         faults: int = 1,
+        early: int = 1,
         states_max: int = 1_000_000,
         seconds_max: float = float("inf"),
         make: Callable[[], World] = SmallWorld,
@@ -77,7 +80,9 @@ class Explorer:
         self.trace: list[str] = []
         self.is_complete = False
         world = make()
-        self.reached(world, (requests, faults), -1, "begin")
+        while world.timeline.heap:
+            world.timeline.step()
+        self.reached(world, (requests, faults, early), -1, "begin")
 
     def run(self) -> None:
         began = time.monotonic()
@@ -91,13 +96,14 @@ class Explorer:
                 self.transitions += 1
                 try:
                     left = choice(world, left)
+                    settle_eager(world)
                 except AssertionError as error:
                     self.problem, self.trace = repr(error), [*self.way(number), name]
                     return
                 self.reached(world, left, number, name)
         self.is_complete = not self.frontier
 
-    def reached(self, world: World, left: tuple[int, int], parent: int, name: str) -> None:
+    def reached(self, world: World, left: Left, parent: int, name: str) -> None:
         key = fingerprint(world, left)
         if key in self.seen:
             return
@@ -126,7 +132,7 @@ class Explorer:
 # -------------------------------------------------------------------------------------- choices
 
 
-def choices(world: World, left: tuple[int, int]) -> list[Choice]:
+def choices(world: World, left: Left) -> list[Choice]:
     """What may happen next. Messages of one connection arrive in order; one whose connection is
     gone is nothing."""
     timeline = world.timeline
@@ -143,8 +149,11 @@ def choices(world: World, left: tuple[int, int]) -> list[Choice]:
         found.append((label(what), Appointment(entry[1])))
     core = world.pool.core
     if core is not None and core.due_ms is not None:
-        found.append(("due", tick))
-    requests, faults = left
+        if not timeline.heap:
+            found.append(("due", tick))  # nothing else can happen
+        elif left[2]:
+            found.append(("early", tick_early))
+    requests, faults = left[:2]
     if requests:
         found += [(f"ask {model}", Ask(model)) for model in world.rules]
     for child in world.gateways[0].children:
@@ -156,6 +165,32 @@ def choices(world: World, left: tuple[int, int]) -> list[Choice]:
     return found
 
 
+EAGER = {"say", "granted", "accepting", "free", "dispatch", "_sweep", "_copy", "ready", "link"}
+EAGER |= {"memory_changed", "look_at_memory", "set_door", "hear_gateway", "disconnected"}
+
+
+def settle_eager(world: World) -> None:
+    """What only passes on what is so: it happens at once, in order. What the pool, an engine or a
+    child of the gateway *obeys*, and what an engine says, may come at any time."""
+    timeline = world.timeline
+    while True:
+        entry = next((each for each in sorted(timeline.heap) if is_eager(each)), None)
+        if entry is None:
+            return
+        Appointment(entry[1])(world, (0, 0, 0))
+
+
+def is_eager(entry: tuple[float, int, Any, tuple[Any, ...]]) -> bool:
+    what, args = entry[2], entry[3]
+    if what.__func__ is Timeline._arrive:
+        line, what, args = args
+        if not line.is_open:
+            return True
+    if what.__name__ == "feed":
+        return not isinstance(args[0], EngineSaid | EngineDead)
+    return what.__name__ in EAGER
+
+
 def label(what: Any) -> str:
     owner = getattr(what, "__self__", None)
     return f"{getattr(owner, 'name', type(owner).__name__)}.{what.__name__}"
@@ -165,7 +200,7 @@ class Appointment:
     def __init__(self, made: int) -> None:
         self.made = made
 
-    def __call__(self, world: World, left: tuple[int, int]) -> tuple[int, int]:
+    def __call__(self, world: World, left: Left) -> Left:
         heap = world.timeline.heap
         entry = next(entry for entry in heap if entry[1] == self.made)
         heap.remove(entry)
@@ -173,7 +208,7 @@ class Appointment:
         return left
 
 
-def tick(world: World, left: tuple[int, int]) -> tuple[int, int]:
+def tick(world: World, left: Left) -> Left:
     core = world.pool.core
     assert core is not None
     assert core.due_ms is not None
@@ -182,22 +217,28 @@ def tick(world: World, left: tuple[int, int]) -> tuple[int, int]:
     return left
 
 
+def tick_early(world: World, left: Left) -> Left:
+    """Time passes although something could still happen before."""
+    tick(world, left)
+    return left[0], left[1], left[2] - 1
+
+
 class Ask:
     def __init__(self, model: str) -> None:
         self.model = model
 
-    def __call__(self, world: World, left: tuple[int, int]) -> tuple[int, int]:
+    def __call__(self, world: World, left: Left) -> Left:
         world.numbers += 1
         child = world.gateways[0].children[0]
         child.arrive(Request(child, world.numbers, self.model, Kind.STREAM, 0.0, 0))
-        return left[0] - 1, left[1]
+        return left[0] - 1, left[1], left[2]
 
 
 class Leave:
     def __init__(self, number: int) -> None:
         self.number = number
 
-    def __call__(self, world: World, left: tuple[int, int]) -> tuple[int, int]:
+    def __call__(self, world: World, left: Left) -> Left:
         child = world.gateways[0].children[0]
         for lane in child.lanes.values():
             if self.number in lane.tickets:
@@ -210,12 +251,12 @@ class Fault:
     def __init__(self, engine: str) -> None:
         self.engine = engine
 
-    def __call__(self, world: World, left: tuple[int, int]) -> tuple[int, int]:
+    def __call__(self, world: World, left: Left) -> Left:
         if self.engine:
             world.engines[self.engine].die()
         else:
             kill_pool(world)
-        return left[0], left[1] - 1
+        return left[0], left[1] - 1, left[2]
 
 
 def main(arguments: list[str]) -> int:

@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from pool.core.events import Order, Ordered
+from msgspec.structs import replace
+
+from plumbing.part.tier import Tier
+from pool.core.events import (
+    DemandCame,
+    DeviceIs,
+    HolderNamed,
+    MemoryIs,
+    ModelDemand,
+    Order,
+    Ordered,
+    PoolEvent,
+)
 from pool.core.states import HOST
 from tests.sim.pool.lease import Lease
 
@@ -59,7 +71,6 @@ def kill_pool(world: World) -> None:
 def kill_pool_midway(world: World) -> None:
     """Between two effects of one event."""
     world.pool.dies_before = int(world.rng.random() * 6)
-    world.timeline.after(5000 + world.span("restart"), world.pool.start)
 
 
 def order(world: World) -> None:
@@ -99,6 +110,42 @@ def lose_copy(world: World) -> None:
             memory.lose_copy()
 
 
+def leave(world: World) -> None:
+    """All clients that wait for one model leave."""
+    models = list(world.rules)
+    model = models[int(world.rng.random() * len(models))]
+    for gateway in world.gateways:
+        for child in gateway.children:
+            for request in list(child.lanes[model].tickets.values()):
+                child.expire(request, "cancelled")
+
+
+def lie(world: World) -> None:
+    """Somebody says what cannot be; it costs its connection."""
+    rng, pool = world.rng, world.pool
+    if pool.core is None:
+        return
+    engine, gateway = some_engine(world), world.gateways[0]
+    said = engine.am()
+    lies: tuple[PoolEvent, ...] = (
+        replace(said, model="nobody"),
+        replace(said, engine="nobody"),
+        replace(said, base_bytes={"gpu9": 1}),
+        replace(said, kv_bytes={world.rules[engine.model].devices[0]: -1}),
+        replace(said, tier=Tier.AWAKE, token=0),
+        DemandCame(gateway.name, {engine.model: ModelDemand(), "nobody": ModelDemand()}),
+        HolderNamed("nobody", engine.name, 1, world.era),
+        HolderNamed(engine.model, "nobody", 1, world.era),
+        MemoryIs("gpu9", {}, {}, {}),
+        DeviceIs("gpu9", 1, 0),
+    )
+    pool.lie(lies[int(rng.random() * len(lies))])
+    if rng.random() < 0.5:
+        pool.unlink(engine)
+    else:
+        pool.unlink_gateway(gateway)
+
+
 FAULTS: tuple[Callable[[World], None], ...] = (
     kill_tree,
     kill_tree,
@@ -116,4 +163,7 @@ FAULTS: tuple[Callable[[World], None], ...] = (
     lease,
     outside,
     lose_copy,
+    leave,
+    leave,
+    lie,
 )

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from tests.sim.pool.engine import Engine
     from tests.sim.pool.world import World
 
-IN_FLIGHT_MAX = 4  # of one child, for one model
 SHUT = ShutDoor(Running.FINISH, None, "no pool yet")
 
 
@@ -84,7 +83,7 @@ class Lane:
     """What one child has for one model."""
 
     def __init__(self) -> None:
-        self.life = self.number = 0  # of which pool, and which of its doors
+        self.number = 0  # of the door; 0: it has never heard of a pool
         self.door: Door = SHUT
         self.holder: tuple[Engine, int] | None = None  # the newest grant
         self.tickets: dict[int, Request] = {}
@@ -161,11 +160,11 @@ class Child:
 
     # ------------------------------------------------------------------ doors
 
-    def obey(self, order: SetModelDoor, life: int) -> None:
+    def obey(self, order: SetModelDoor) -> None:
         lane = self.lanes[order.model]
-        if not self.is_alive or (life, order.number) <= (lane.life, lane.number):
+        if not self.is_alive or order.number <= lane.number:
             return
-        lane.life, lane.number, lane.door = life, order.number, order.door
+        lane.number, lane.door = order.number, order.door
         match order.door:
             case OpenDoor():
                 self.dispatch(lane)
@@ -196,7 +195,7 @@ class Child:
     def target(self, lane: Lane) -> Engine | None:
         """Who is sent requests: the engine of the open door, or a newer holder."""
         door = lane.door
-        if not lane.life and lane.holder is not None:
+        if not lane.number and lane.holder is not None:
             return lane.holder[0]  # it has never heard of a pool: whoever accepts
         if not isinstance(door, OpenDoor):
             return None
@@ -209,7 +208,7 @@ class Child:
         engine = self.target(lane) if lane.tickets and self.is_alive else None
         if engine is None or not self.world.accepts(engine):
             return
-        while lane.tickets and len(lane.running) < IN_FLIGHT_MAX:
+        while lane.tickets and len(lane.running) < self.world.in_flight_max:
             request = min(lane.tickets.values(), key=place)
             del lane.tickets[request.id]
             lane.running[request.id] = request
@@ -247,9 +246,9 @@ class Gateway:
             child.dispatch(child.lanes[model])
         self.changed()
 
-    def set_door(self, order: SetModelDoor, life: int) -> None:
+    def set_door(self, order: SetModelDoor) -> None:
         for child in self.children:
-            self.world.timeline.soon(child.obey, order, life)
+            self.world.timeline.soon(child.obey, order)
 
     def changed(self) -> None:
         """Said soon, and once for whatever changes until then."""
@@ -263,8 +262,7 @@ class Gateway:
             self.world.timeline.send(self.up, self.world.pool.hear_gateway, self.demand())
 
     def demand(self) -> DemandCame:
-        """Doors of an earlier pool count for nothing."""
-        models, life = {}, self.world.law.starts
+        models = {}
         for model in self.world.rules:
             lanes = [child.lanes[model] for child in self.children]
             tickets = tuple(
@@ -280,7 +278,7 @@ class Gateway:
             )
             running = [request for lane in lanes for request in lane.running.values()]
             last_ms = self.last_ms.get(model)
-            number = min(lane.number if lane.life == life else 0 for lane in lanes)
+            number = min(lane.number for lane in lanes)
             if tickets or running or number or last_ms is not None:
                 models[model] = ModelDemand(
                     tickets=tickets,

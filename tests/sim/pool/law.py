@@ -48,8 +48,9 @@ class Law(Books):
             case GrantLease():
                 lease = self.asked.get(effect.lease) or self.leases.get(effect.lease)
                 assert lease is not None, f"P16: a lease nobody asked for: {effect.lease}"
-                self.leases[effect.lease] = lease
-                self.fits((lease.device,), f"lease {effect.lease} is granted")
+                if effect.lease not in self.leases:
+                    self.leases[effect.lease] = lease
+                    self.fits((lease.device,), f"lease {effect.lease} is granted")
             case KillEngine():
                 self.faulted.add(self.world.engines[effect.engine].model)
 
@@ -62,6 +63,8 @@ class Law(Books):
             if now == last.generation:
                 assert effect.goal is last.goal, f"P14: {number(now)} means two goals"
                 return
+            is_again = effect.goal is last.goal and last.generation.start == now.start
+            assert not is_again, f"P10: {effect.engine} is told {effect.goal} again and again"
         self.last[effect.engine] = effect
         self.goals.setdefault(effect.engine, []).append(effect)
         engine = self.world.engines[effect.engine]
@@ -69,20 +72,19 @@ class Law(Books):
         if RANK[effect.goal] > before:
             rules = self.world.rules[engine.model]
             self.fits(rules.devices, f"{effect.engine} is told {effect.goal}")
-        if RANK[effect.goal] < RANK[Tier.AWAKE]:
-            self.lowered(engine)
+        if effect.goal is not Tier.AWAKE and engine.state is State.ACTIVE:
+            self.rests(engine)
 
-    def lowered(self, engine: Engine) -> None:
-        """P5: an engine that serves is told to rest only when nobody can send it anything."""
-        if engine.state is not State.ACTIVE:
-            return
+    def rests(self, engine: Engine) -> None:
+        """P5: an engine that serves is told to rest, and rests, only when nobody can send it
+        anything. Its own count it knows best."""
         for gateway in self.world.gateways:
             for child in gateway.children:
                 lane = child.lanes[engine.model]
-                is_shut = bool(lane.life) and not isinstance(lane.door, OpenDoor)
+                is_shut = not lane.number or not isinstance(lane.door, OpenDoor)
                 assert is_shut, f"P5: {engine.name} rests behind an open door"
-                assert not lane.running, f"P5: {engine.name} rests while a gateway counts requests"
-        assert not engine.requests, f"P5: {engine.name} rests while it counts requests"
+                is_quiet = not lane.number or not lane.running
+                assert is_quiet, f"P5: {engine.name} rests while a gateway counts requests"
 
     def told_door(self, effect: SetModelDoor) -> None:
         model, now = effect.model, self.world.timeline.now_ms
@@ -94,14 +96,12 @@ class Law(Books):
         )
         self.numbers[model], self.doors[model] = effect.number, effect.door
         if isinstance(effect.door, OpenDoor):
-            if not was_open:
-                self.opened_ms[model] = now
+            self.opened_ms.setdefault(model, now)
         elif was_open and isinstance(effect.door, ShutDoor):
             self.shut_ms[model] = now
-            self.shut(model, now)
 
-    def shut(self, model: str, now: float) -> None:
-        """An open door is shut: is that policy, and may it be?"""
+    def yields(self, model: str, now: float) -> None:
+        """Who serves is asked to yield: for whom, and may it be?"""
         if model in self.faulted or model in self.orders:
             return
         assert model not in self.pinned, f"P6: pinned {model} yields"
@@ -110,22 +110,30 @@ class Law(Books):
         has_work = any(each.in_flight or each.tickets for each in demands)
         if has_work:
             age = now - self.opened_ms[model]
-            assert age >= rules.min_runtime_ms, f"P6: {model} yields after {age:.0f} ms of work"
+            assert age >= rules.min_runtime_ms - 1, f"P6: {model} yields after {age:.0f} ms of work"
         others = any(self.is_wanted(other) for other in self.world.rules if other != model)
         last = max((each.last_request_ms or 0.0 for each in demands), default=0.0)
-        is_idle = not has_work and now - last >= rules.keep_alive_ms
+        is_idle = not has_work and now - last >= rules.keep_alive_ms - 1
         waits = self.asked.keys() - self.leases.keys()
         assert others or is_idle or waits, f"P9: {model} yields to nobody"
 
     def told_state(self, effect: ModelChanged) -> None:
         model, old, new = effect.model, effect.old, effect.new
         self.states[model] = new
+        if effect.reason.endswith("needs its room"):
+            self.planned.add(effect.reason.split()[1])
         self.seen.add((old, new))
+        if new is ModelState.AWAKE:
+            self.opened_ms[model] = self.world.timeline.now_ms
+        if old is ModelState.AWAKE and new is ModelState.DRAINING:
+            self.yields(model, self.world.timeline.now_ms)
         if old is ModelState.PENDING and new in RAISED:
             self.switches += 1
             is_asked = self.is_wanted(model) or model in self.faulted or model in self.orders
             assert is_asked, f"P9: {model} is raised for nobody"
-            self.delays_no_head(model)
+            if model not in self.planned:  # a plan that stands goes first
+                self.delays_no_head(model)
+            self.planned.discard(model)
 
     def delays_no_head(self, model: str) -> None:
         """P17: an older ticket's model, which what is free and leaving would do for, still fits."""
@@ -176,7 +184,7 @@ class Law(Books):
 
     def sent(self, request: Request) -> None:
         lane = request.child.lanes[request.model]
-        assert not lane.life or isinstance(lane.door, OpenDoor), "P5: sent past a shut door"
+        assert not lane.number or isinstance(lane.door, OpenDoor), "P5: sent past a shut door"
         if request.ticket is not TicketKind.PARKED:
             parked = [r for r in lane.tickets.values() if r.ticket is TicketKind.PARKED]
             assert not parked, f"P15: request {request.id} is sent before a parked stream"

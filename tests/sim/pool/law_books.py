@@ -10,9 +10,11 @@ from pool.core.events import (
     DeviceIs,
     EngineDead,
     EngineSaid,
+    GatewayGone,
     LeaseAsked,
     LeaseOver,
     ModelDemand,
+    OpenDoor,
     Order,
     Ordered,
     PoolEvent,
@@ -45,6 +47,7 @@ class Books:
         self.shut_ms: dict[str, float] = {}
         self.faulted: set[str] = set()  # models whose engines failed or were killed, ever
         self.states: dict[str, ModelState] = {}
+        self.planned: set[str] = set()  # models that others have yielded for
         self.seen: set[tuple[str, str]] = set()  # coverage: state and event
         self.outcomes: dict[str, int] = {}
         self.switches = self.starts = 0
@@ -55,7 +58,6 @@ class Books:
     def pool_started(self) -> None:
         self.starts += 1
         self.demand.clear()
-        self.numbers.clear()
         self.asked.clear()
         self.outside.clear()
         self.states.clear()
@@ -64,12 +66,15 @@ class Books:
         match event:
             case DemandCame():
                 self.demand[event.gateway] = dict(event.models)
+            case GatewayGone(is_dead=True):
+                self.demand.pop(event.gateway, None)
             case DeviceIs():
                 self.outside[event.device] = event.outside_bytes
             case EngineSaid():
                 if event.base_bytes:
                     self.sizes[event.model] = self.world.sizes[event.model]
-                if event.fault:
+                is_down = event.state == "dead"
+                if event.fault or (is_down and isinstance(self.doors.get(event.model), OpenDoor)):
                     self.faulted.add(event.model)
                 told = self.goals.get(event.engine)
                 if told and event.goal_seen is not None:
@@ -89,6 +94,10 @@ class Books:
             case LeaseOver():
                 self.asked.pop(event.lease, None)
                 self.leases.pop(event.lease, None)
+
+    def forget(self) -> None:
+        """What a trunk has done counts once."""
+        self.seen, self.outcomes, self.switches = set(), {}, 0
 
     # ------------------------------------------------------------------ what follows from it
 

@@ -14,6 +14,7 @@ from pool.core.events import DeviceIs, FreeKv, FreeWeights, MemoryIs
 from pool.core.states import HOST
 
 if TYPE_CHECKING:
+    from tests.sim.pool.engine import Engine, Tree
     from tests.sim.pool.world import World
 
 Key = tuple[str, str]  # kind and owner
@@ -49,6 +50,7 @@ class Memory:
         self.weights_by: set[str] = set()  # incarnations that map them
         self.kv_by: set[str] = set()
         self.writer = ""  # the incarnation that loads
+        self.waiters: list[tuple[Engine, Tree, object]] = []  # for its end
         self.has_weights = self.has_kv = self.has_copy = False
         self.may_free_kv = False
         self.may_free_weights = ""  # or "weights", "all"
@@ -69,6 +71,7 @@ class Memory:
         assert self.writer == incarnation
         self.writer, self.has_weights = "", True
         self.weights_by.add(incarnation)
+        self._wake_waiters()
         self.world.timeline.after(self.world.timeline.between(0, 3000), self._copy)
 
     def _copy(self) -> None:
@@ -80,7 +83,7 @@ class Memory:
         self.has_copy = host.take(("copy", self.model), size)
         if not self.has_copy:
             self.world.law.short(HOST, f"the copy of {self.model}")
-        self.world.memory_changed(self.model)
+        self.world.memory_changed(self.model, on_host=True)
 
     def map_weights(self, incarnation: str) -> None:
         assert self.has_weights
@@ -111,7 +114,14 @@ class Memory:
         if self.writer == incarnation:
             self.writer = ""
             self._give("weights")
+            self._wake_waiters()
         self._sweep_soon()
+
+    def _wake_waiters(self) -> None:
+        """In any order: the first one loads, if that is still to be done."""
+        for engine, tree, then in self.waiters:
+            self.world.timeline.soon(engine.took, tree, engine.restore, (then,))
+        self.waiters.clear()
 
     # ------------------------------------------------------------------ for the pool
 
@@ -150,7 +160,7 @@ class Memory:
         if self.has_copy:
             self.has_copy = False
             self.world.devices[HOST].give(("copy", self.model))
-            self.world.memory_changed(self.model)
+            self.world.memory_changed(self.model, on_host=True)
 
     # ------------------------------------------------------------------ helpers
 
@@ -172,14 +182,18 @@ class Memory:
         self.world.memory_changed(self.model)
 
 
-def seen_memory(world: World, name: str) -> MemoryIs:
+def seen_memory(world: World, name: str, asked: Mapping[str, int]) -> MemoryIs:
     """What the memory service holds on this device, by model."""
     held: dict[str, dict[str, int]] = {"weights": {}, "kv": {}, "copy": {}}
     for (kind, owner), size in world.devices[name].parts.items():
         if kind in held:
             held[kind][owner] = size
     return MemoryIs(
-        device=name, weights_bytes=held["weights"], kv_bytes=held["kv"], copy_bytes=held["copy"]
+        device=name,
+        weights_bytes=held["weights"],
+        kv_bytes=held["kv"],
+        copy_bytes=held["copy"],
+        asked=dict(asked),
     )
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pool.core.events import (
+    AskMemory,
+    AskWitness,
     DemandCame,
     EngineDead,
     EngineLost,
@@ -25,7 +28,11 @@ from pool.core.events import (
     SetModelDoor,
     TellEngine,
 )
-from tests.sim.pool.core_api import Pool, new_pool, restored_pool
+from pool.core.machine import ModelPool
+from pool.core.situation import OrderRefused, WrongMessage
+from pool.core.snapshot import PoolSnapshot
+from pool.core.states import HOST
+from tests.sim.pool.core_api import make_pool
 from tests.sim.pool.memory import seen_device, seen_memory
 from tests.sim.pool.timeline import Line
 
@@ -41,10 +48,12 @@ SPINS_MAX = 60  # ticks at one instant
 class PoolProcess:
     def __init__(self, world: World) -> None:
         self.world = world
-        self.core: Pool | None = None
-        self.file: Any = None  # the last snapshot on disk
+        self.core: ModelPool | None = None
+        self.file: PoolSnapshot | None = None  # on disk
         self.goals: dict[str, TellEngine] = {}  # said again on every new connection
         self.doors: dict[str, SetModelDoor] = {}
+        self.asked: dict[str, int] = {}  # engines whose witnesses are waited for
+        self.answered: dict[str, int] = {}  # by model: the newest question on its memory
         self.lines: dict[str, Line] = {}  # from the lock server, the memory service, the kernel
         self.dead_gateways: list[str] = []
         self.dies_before = -1  # which of its next effects it does not perform
@@ -57,15 +66,15 @@ class PoolProcess:
             return
         world = self.world
         now = world.timeline.now_ms
-        self.core = restored_pool(world, self.file, now) if self.file else new_pool(world, now)
-        self.goals, self.doors = {}, {}
+        self.core = make_pool(world, self.file, now)
+        self.goals, self.doors, self.asked, self.answered = {}, {}, {}, {}
         self.lines = {name: Line() for name in ("locks", "memory", "devices", "witnesses")}
         world.law.pool_started()
         for lock in world.locks.values():
             self.tell_soon(lock.named)
         for name in world.devices:
             self.send("devices", seen_device(world, name))
-            self.send("memory", seen_memory(world, name))
+            self.memory_changed(name)
         for engine in world.engines.values():
             for incarnation in engine.dead:
                 self.watch(engine, incarnation)
@@ -98,13 +107,33 @@ class PoolProcess:
         self.steps += 1
         world = self.world
         world.law.heard(event)
-        for effect in core.handle(event, world.timeline.now_ms):
+        try:
+            effects = core.handle(event, world.timeline.now_ms)
+        except OrderRefused:
+            return
+        except WrongMessage as error:
+            raise AssertionError(f"P16: the truth is refused: {error} ({event})") from error
+        for effect in effects:
             if self.dies_before == 0:
                 self.die()
+                world.timeline.after(world.span("restart"), self.start)
                 return
             self.dies_before -= self.dies_before > 0
             self.perform(effect)
         world.law.check()
+
+    def lie(self, event: PoolEvent) -> None:
+        """P16: a wrong message is refused whole."""
+        core = self.core
+        if core is None:
+            return
+        before = pickle.dumps(core)
+        try:
+            core.handle(event, core.situation.now_ms)
+        except WrongMessage:
+            assert pickle.dumps(core) == before, f"P16: applied in part, then refused: {event}"
+        else:
+            raise AssertionError(f"P16: believed: {event}")
 
     def tick(self) -> None:
         self.feed(TICK)
@@ -130,13 +159,18 @@ class PoolProcess:
                 self.doors[effect.model] = effect
                 for gateway in world.gateways:
                     if gateway.is_linked:
-                        timeline.send(gateway.down, gateway.set_door, effect, world.law.starts)
+                        timeline.send(gateway.down, gateway.set_door, effect)
             case FreeKv() | FreeWeights():
                 timeline.send(self.lines["memory"], world.memory[effect.model].obey, effect)
             case KillEngine():
                 engine = world.engines[effect.engine]
                 if engine.is_linked:
                     timeline.send(engine.down, engine.kill, effect.reason)
+            case AskMemory():
+                self.post("memory", self.look_at_memory, effect)
+            case AskWitness():
+                self.asked[effect.engine] = effect.number
+                self.answer_witness(world.engines[effect.engine])
             case GrantLease():
                 timeline.soon(world.leases[effect.lease].granted)
             case RefuseLease():
@@ -180,6 +214,14 @@ class PoolProcess:
 
     def watch(self, engine: Engine, incarnation: str) -> None:
         self.send("witnesses", EngineDead(engine.name, incarnation))
+        self.answer_witness(engine)
+
+    def answer_witness(self, engine: Engine) -> None:
+        """Once none of its processes lives, whatever their incarnation."""
+        number = self.asked.get(engine.name)
+        if number is not None and engine.tree is None:
+            del self.asked[engine.name]
+            self.send("witnesses", EngineDead(engine.name, "", number))
 
     # ------------------------------------------------------------------ gateways
 
@@ -192,7 +234,7 @@ class PoolProcess:
         gateway.up, gateway.down, gateway.is_linked = Line(), Line(), True
         gateway.say()
         for order in self.doors.values():
-            self.world.timeline.send(gateway.down, gateway.set_door, order, self.world.law.starts)
+            self.world.timeline.send(gateway.down, gateway.set_door, order)
 
     def unlink_gateway(self, gateway: Gateway) -> None:
         if gateway.is_linked:
@@ -210,7 +252,7 @@ class PoolProcess:
         """Proven: it has nothing any more."""
         if name not in self.dead_gateways:
             self.dead_gateways.append(name)
-        self.send("witnesses", DemandCame(gateway=name, models={}))
+        self.send("witnesses", GatewayGone(name, is_dead=True))
 
     def hear_gateway(self, said: DemandCame) -> None:
         self.feed(said)
@@ -229,7 +271,13 @@ class PoolProcess:
         self.send("locks", make())
 
     def memory_changed(self, device: str) -> None:
-        self.send("memory", seen_memory(self.world, device))
+        self.send("memory", seen_memory(self.world, device, self.answered))
+
+    def look_at_memory(self, effect: AskMemory) -> None:
+        self.answered[effect.model] = effect.number
+        self.world.memory_changed(effect.model)
+        if HOST in self.world.devices:
+            self.memory_changed(HOST)
 
     def outside_changed(self, device: str) -> None:
         self.send("devices", seen_device(self.world, device))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterable
 from enum import Enum
 from typing import Any
 
@@ -17,13 +18,25 @@ from pool.core.view import ModelRules, PoolRules
 from tests.sim.pool.timeline import Line, Timeline
 from tests.sim.pool.world import Shape, World
 
-SKIPPED = {"rng", "law", "story", "made", "world", "steps", "spins", "numbers", "tokens", "last_ms"}
-COUNTERS = {"number", "token", "start", "id", "door", "numbers", "next"}
+SKIPPED = {"rng", "law", "story", "made", "world", "steps", "spins", "numbers", "tokens", "eras"}
+SKIPPED |= {"last_ms", "since_ms", "came_ms", "due_ms", "spent_ms", "costs", "tries", "changes"}
+SKIPPED |= {"out", "reason", "wait", "file"}
+COUNTERS = {
+    "number",
+    "token",
+    "start",
+    "id",
+    "door",
+    "door_number",
+    "asked",
+    "answered",
+    "question",
+}
 LONG_AGO_MS = -400_000.0
 COUNTER = re.compile(r"<(\w+):(\d+)>|(\w+\.\w)#(\d+)")
 
 
-def fingerprint(world: World, left: tuple[int, int]) -> bytes:
+def fingerprint(world: World, left: tuple[int, ...]) -> bytes:
     """Equal for worlds in which the same can follow."""
     text = Walker(world).text(left)
     return hashlib.blake2b(text.encode(), digest_size=12).digest()
@@ -34,7 +47,7 @@ class Walker:
         self.world, self.now_ms = world, world.timeline.now_ms
         self.met: dict[int, int] = {}
 
-    def text(self, left: tuple[int, int]) -> str:
+    def text(self, left: tuple[int, ...]) -> str:
         world = self.world
         parts = [
             self.walk(part)
@@ -88,13 +101,18 @@ class Walker:
     def thing(self, value: Any) -> str:
         if callable(value) and hasattr(value, "__self__"):
             return self.method(value)
+        if callable(value):
+            return str(value.__name__)
         if isinstance(value, msgspec.Struct):
-            fields = value.__struct_fields__
+            fields: Iterable[str] = value.__struct_fields__
         else:
             if id(value) in self.met:
                 return f"@{self.met[id(value)]}"
             self.met[id(value)] = len(self.met)
-            fields = tuple(vars(value)) if not isinstance(value, Line) else ("is_open",)
+            if isinstance(value, Line):
+                fields = ("is_open",)
+            else:
+                fields = getattr(value, "__dataclass_fields__", None) or vars(value)
         said = [
             f"{name}={self.walk(getattr(value, name), name)}"
             for name in fields

@@ -11,6 +11,7 @@ be held against the bound; in the others everything may happen.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 from engine.core.events import State
 from plumbing.part.tier import Tier
@@ -52,7 +53,7 @@ class Shape:
         self.is_calm = is_calm
         self.models = models or (1, 2, 2, 3, 3, 4, 6)[int(rng.random() * 7)]
         self.devices = (1, 1, 1, 2, 3)[int(rng.random() * 5)]
-        self.gateways = 1 + (rng.random() < 0.3)
+        self.gateways = 1  # a pod has one; another one comes only after its death
         self.children = 1 + (rng.random() < 0.4)
         self.has_host = rng.random() < 0.6
         self.has_outside = not is_calm and rng.random() < 0.25
@@ -70,8 +71,9 @@ class World:
         self.shape = shape = shape or Shape(rng, is_calm=seed % 3 == 0)
         self.is_calm, self.has_unparkable = shape.is_calm, shape.has_unparkable
         self.timeline = Timeline(rng, shape.lateness)
-        self.era, self.tokens, self.numbers = "locks", 0, 0
+        self.era, self.tokens, self.numbers, self.eras = "locks", 0, 0, 0
         self.priorities = {0}
+        self.in_flight_max = 1000 if shape.is_calm else 4  # of one child; else they wait for that
         self.faults_left = shape.faults
         self.story: list[str] = []
         self.lay_out()
@@ -194,9 +196,11 @@ class World:
     def fault(self) -> None:
         if self.faults_left > 0:
             self.faults_left -= 1
-            what = FAULTS[int(self.rng.random() * len(FAULTS))]
-            self.story.append(f"{self.timeline.now_ms:.0f} {what.__name__}")
-            what(self)
+            self.fail(FAULTS[int(self.rng.random() * len(FAULTS))])
+
+    def fail(self, what: Callable[[World], None]) -> None:
+        self.story.append(f"{self.timeline.now_ms:.0f} {what.__name__}")
+        what(self)
 
     # ------------------------------------------------------------------ what everybody asks
 
@@ -225,8 +229,6 @@ class World:
             return True  # a copy for which there is no room is not made
         return shape.has_outside or shape.has_wrong_sizes
 
-    def memory_changed(self, model: str) -> None:
-        for name in self.rules[model].devices:
+    def memory_changed(self, model: str, *, on_host: bool = False) -> None:
+        for name in (HOST,) if on_host else self.rules[model].devices:
             self.pool.memory_changed(name)
-        if HOST in self.devices:
-            self.pool.memory_changed(HOST)

@@ -1,0 +1,286 @@
+"""The rules of the pool's design, each left out: the simulation must see every one missing.
+
+One function per rule; it patches the real core, or the neighbour that keeps the rule. `caught` is a
+regular expression for the law's message, which begins with the invariant's number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from engine.core.events import State
+from plumbing.part.tier import Tier
+from pool.core import hearing, machine, planning, recovery, tickets, victims, views
+from pool.core.books import Books
+from pool.core.demand import Demand
+from pool.core.events import EngineSaid, TicketKind
+from pool.core.known import KnownEngine, KnownModel
+from pool.core.machine import ModelPool
+from pool.core.situation import PoolSituation
+from pool.core.states import EntryKey, EntryKind, ModelState
+from tests.sim.pool.engine import Engine
+from tests.sim.pool.gateway import Child, Lane
+
+Patch = pytest.MonkeyPatch
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`leave_out` breaks it; then some schedule must fail with `caught`."""
+
+    leave_out: Callable[[Patch], None]
+    caught: str
+    seed: int = 0  # of a schedule that shows it
+    is_saturated: bool = False  # seen in the saturated world
+
+    @property
+    def name(self) -> str:
+        return self.leave_out.__name__
+
+
+# -------------------------------------------------------------------------------------- P1, P2
+
+
+def kv_leaves_on_rested(patch: Patch) -> None:
+    """The holder rests: its KV memory is free, though the shadow has not acknowledged."""
+    real = Books._may_be_free
+
+    def may_be_free(self: Books, known: KnownModel, key: EntryKey) -> bool:
+        if key.kind is EntryKind.KV:
+            return any(engine.is_without_kv for engine in known.engines)
+        return real(self, known, key)
+
+    patch.setattr(Books, "_may_be_free", may_be_free)
+
+
+def weights_leave_at_unmap(patch: Patch) -> None:
+    """Who has unmapped its weights has given them back."""
+    real = Books._is_free
+
+    def is_free(self: Books, known: KnownModel, key: EntryKey) -> bool:
+        return key.kind is EntryKind.WEIGHTS or real(self, known, key)
+
+    patch.setattr(Books, "_is_free", is_free)
+
+
+def a_death_is_an_answer(patch: Patch) -> None:
+    """An engine whose processes are dead takes nothing, whatever goal its supervisor remembers."""
+    real: Any = vars(KnownEngine)["is_without_kv"]
+
+    def is_without_kv(self: KnownEngine) -> bool:
+        said = self.said
+        return (said is not None and not self.incarnation) or bool(real.fget(self))
+
+    patch.setattr(KnownEngine, "is_without_kv", property(is_without_kv))
+
+
+def an_old_picture_is_proof(patch: Patch) -> None:
+    """What the memory service said before it was asked proves that memory is free."""
+
+    def is_free(self: Books, known: KnownModel, key: EntryKey) -> bool:
+        return not self._bytes_held(key)
+
+    patch.setattr(Books, "_is_free", is_free)
+    patch.setattr(KnownEngine, "has_obeyed", property(lambda self: self.said is not None))
+
+
+# -------------------------------------------------------------------------------------- P3 to P5
+
+
+def requeued_twice(patch: Patch) -> None:
+    """Requeued by the drain and by the engine's death."""
+
+    def park(self: Child, lane: Lane) -> None:
+        for request in list(lane.running.values()):
+            if request.can_park:
+                self.again(request, TicketKind.AGAIN)
+
+    patch.setattr(Child, "park", park)
+
+
+def awake_without_the_lock(patch: Patch) -> None:
+    """A goal of awake is obeyed by whoever is ready."""
+    patch.setattr(Engine, "may_wake", lambda self: self.state in (State.STANDBY, State.RESTING))
+
+
+def the_engines_count_alone(patch: Patch) -> None:
+    """Nothing is in flight, says the engine; nobody asks the gateway."""
+    patch.setattr(Demand, "is_quiet", lambda self, model, door: True)
+
+
+# -------------------------------------------------------------------------------------- P6 to P9
+
+
+def protection_from_the_first_request(patch: Patch) -> None:
+    """Protection counts from when somebody wanted the model, not from when it is awake."""
+    real = views.view_of
+
+    def view_of(known: KnownModel, *args: Any, **options: Any) -> Any:
+        view = real(known, *args, **options)
+        since_ms = known.wanted_since_ms
+        if view.awake_since_ms is None or since_ms is None:
+            return view
+        return replace(view, awake_since_ms=min(since_ms, view.awake_since_ms))
+
+    patch.setattr(planning, "view_of", view_of)
+
+
+def pinned_yields(patch: Patch) -> None:
+    """A pinned model is a victim like any other."""
+    real = views.view_of
+
+    def view_of(*args: Any, **options: Any) -> Any:
+        view = real(*args, **options)
+        return replace(view, rules=replace(view.rules, is_pinned=False))
+
+    patch.setattr(planning, "view_of", view_of)
+
+
+def yield_only_when_idle(patch: Patch) -> None:
+    """Who has work is no victim, however long that takes."""
+    real = victims._ready
+
+    def ready(head: Any, model: Any, now_ms: float, rules: Any) -> Any:
+        if model.in_flight:
+            return float("inf"), victims.Obstacle.PROTECTED
+        return real(head, model, now_ms, rules)
+
+    patch.setattr(victims, "_ready", ready)
+
+
+def requeued_at_old_age(patch: Patch) -> None:
+    """What a turn has not served keeps its age between models."""
+    real = tickets.first_ticket
+
+    def first_ticket(tickets: Any, drained_ms: Any, now_ms: float, rules: Any) -> Any:
+        old = [t if t.kind is TicketKind.NEW else replace(t, since_ms=0.0) for t in tickets]
+        return real(old, None, now_ms, rules)
+
+    patch.setattr(views, "first_ticket", first_ticket)
+
+
+def no_protection(patch: Patch) -> None:
+    """Strict first come, first served: an older ticket takes the device at once."""
+    patch.setattr(victims, "protection_ms", lambda model, rules: 0.0)
+    real = views.view_of
+
+    def view_of(*args: Any, **options: Any) -> Any:
+        view = real(*args, **options)
+        return replace(view, rules=replace(view.rules, max_wait_ms=0.0))
+
+    patch.setattr(planning, "view_of", view_of)
+
+
+# -------------------------------------------------------------------------------------- P10 to P13
+
+
+def a_raise_per_request(patch: Patch) -> None:
+    """Whoever asks for a model that is on its way raises it again."""
+    real = planning.decide
+
+    def decide(pool: PoolSituation, planner: Any) -> None:
+        for known in pool.models.values():
+            tickets = len(pool.demand.tickets(known.name))
+            if known.model.state is ModelState.LOADING and tickets > 1 and known.door_number % 2:
+                pool.tell(known.main(), Tier.AWAKE)
+                known.door_number += 1
+        real(pool, planner)
+
+    patch.setattr(machine, "decide", decide)
+
+
+def the_shadow_asks_the_pool(patch: Patch) -> None:
+    """Who is granted the lock wakes once the pool has said that there is KV memory."""
+    patch.setattr(
+        Engine,
+        "may_wake",
+        lambda self: self.state is State.RESTING and self.is_linked,
+    )
+
+
+def a_shadow_is_told_warm(patch: Patch) -> None:
+    """A shadow's goal is the tier that it reaches."""
+    real = KnownModel.goal_of
+
+    def goal_of(self: KnownModel, engine: KnownEngine) -> Tier:
+        goal = real(self, engine)
+        is_shadow = engine is not self.main() and goal is Tier.AWAKE
+        return Tier.WARM if is_shadow else goal
+
+    patch.setattr(KnownModel, "goal_of", goal_of)
+
+
+def saved_behind_what_is_told(patch: Patch) -> None:
+    """The file is written after its effects."""
+    real = ModelPool.handle
+
+    def handle(self: ModelPool, event: Any, now_ms: float) -> Any:
+        effects = real(self, event, now_ms)
+        return [*effects[1:], *effects[:1]]
+
+    patch.setattr(ModelPool, "handle", handle)
+
+
+# -------------------------------------------------------------------------------------- P14 to P17
+
+
+def starts_are_not_counted(patch: Patch) -> None:
+    """The counter of goals begins anew with every pool, and nothing tells them apart."""
+    real = recovery._restore
+
+    def restore(pool: PoolSituation, snapshot: Any) -> None:
+        real(pool, snapshot)
+        pool.start = snapshot.start
+
+    patch.setattr(recovery, "_restore", restore)
+
+
+def parked_streams_are_no_ticket(patch: Patch) -> None:
+    """Nobody waits for a model that has only parked streams."""
+    real = Demand.tickets
+    patch.setattr(
+        Demand,
+        "tickets",
+        lambda self, model: [t for t in real(self, model) if t.kind is not TicketKind.PARKED],
+    )
+
+
+def applied_in_part_then_refused(patch: Patch) -> None:
+    """A wrong word of an engine is taken in before it is judged."""
+    real = hearing._engine
+
+    def engine(pool: PoolSituation, said: EngineSaid) -> None:
+        known = pool.engines.get(said.engine)
+        if known is not None:
+            known.said = said
+        real(pool, said)
+
+    patch.setattr(hearing, "_engine", engine)
+
+
+RULES = [
+    Rule(kv_leaves_on_rested, "P1:|P2:", 1074),
+    Rule(weights_leave_at_unmap, "P1:|P2:", 700),
+    Rule(a_death_is_an_answer, "P1:|P2:", 1823),
+    Rule(an_old_picture_is_proof, "P1:|P2:", 113),
+    Rule(requeued_twice, "P3|two tickets|ends twice|waits and runs", 100),
+    Rule(awake_without_the_lock, "P4:"),
+    Rule(the_engines_count_alone, "P5:", 100),
+    Rule(protection_from_the_first_request, "P6:", 1152),
+    Rule(pinned_yields, "P6: pinned", 800),
+    Rule(yield_only_when_idle, "P7:|P11:", 637),
+    Rule(requeued_at_old_age, "P7:|P15:", is_saturated=True),
+    Rule(no_protection, "P8:", is_saturated=True),
+    Rule(a_raise_per_request, "P10:"),
+    Rule(the_shadow_asks_the_pool, "P12:", 359),
+    Rule(a_shadow_is_told_warm, "P12:"),
+    Rule(saved_behind_what_is_told, "P14:", 140),
+    Rule(starts_are_not_counted, "P14:", 140),
+    Rule(parked_streams_are_no_ticket, "P11:|P15:|P7:", 294),
+    Rule(applied_in_part_then_refused, "P16:", 350),
+]
