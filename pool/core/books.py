@@ -26,7 +26,7 @@ from pool.core.events import (
     MemoryIs,
     PoolEffect,
 )
-from pool.core.known import KnownEngine, KnownModel
+from pool.core.known import WITHOUT_KV, KnownEngine, KnownModel
 from pool.core.ledger import PoolLedger
 from pool.core.model import lower
 from pool.core.model_table import RANK
@@ -157,11 +157,18 @@ class Books:
                 self.ledger.settle(key, max(size_bytes, held))
 
     def book_living(self, known: KnownModel) -> None:
-        """An engine that lives has its base, whoever has launched it."""
+        """An engine that lives has its base, whoever has launched it, and one that wakes or serves
+        has KV memory: a goal of its own, from before ours, may have led there."""
+        sizes = known.sizes or self._whole(known)
         for engine in known.living():
-            for key, size_bytes in self.entries_at(known, Tier.OFFLOADED, (engine,)).items():
-                if key.kind is EntryKind.BASE and key not in self.ledger.entries:
-                    self.ledger.settle(key, size_bytes)
+            held = {EntryKind.BASE: (engine.name, sizes.base)}
+            if engine.said is not None and engine.said.state not in WITHOUT_KV:
+                held[EntryKind.KV] = (known.name, sizes.kv)
+            for device in known.rules.devices:
+                for kind, (owner, size) in held.items():
+                    key = EntryKey(device, kind, owner)
+                    if key not in self.ledger.entries:
+                        self.ledger.settle(key, size.get(device, 0))
 
     # ------------------------------------------------------------------ what leaves
 

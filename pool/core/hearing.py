@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from plumbing.part.tier import Tier
 from pool.core import events as ev
-from pool.core.known import KnownEngine, KnownModel, Stander
+from pool.core.known import WITHOUT_KV, KnownEngine, KnownModel, Stander
 from pool.core.model_table import REST, ModelSignal
 from pool.core.signals import DueSignal
 from pool.core.situation import OrderRefused, PoolLease, PoolSituation, WrongMessage
-from pool.core.states import EntryKey, EntryKind, ModelState
+from pool.core.states import EntryKey, EntryKind, GoalGeneration, ModelState
 from pool.core.view import Leaving, ModelRules, PoolRules
 
-# States in which an engine that obeys our last goal cannot be awake any more.
+# States in which an engine that has rested under our last goal cannot be awake again.
 ASLEEP = frozenset({ModelState.COLD, *REST, ModelState.PENDING, ModelState.FAILED})
 LEASES_MAX = 64  # each is a file with a witness that the shell watches
 
@@ -102,17 +102,27 @@ def _engine(pool: PoolSituation, said: ev.EngineSaid) -> None:
     if engine.incarnation and said.incarnation != engine.incarnation:
         known.lost_one, known.lost_name = True, engine.name
     engine.said, engine.is_connected = said, True
+    engine.has_rested |= engine.has_obeyed and said.state in WITHOUT_KV
     if engine.incarnation:
         engine.is_gone = False
-    seen = said.goal_seen
-    if engine.generation is not None and seen is not None and engine.generation.is_older(seen):
-        # A state file that is older than what was told from it: it is told again, as the newest.
-        pool.number = max(pool.number, seen.number if seen.start == pool.start else 0)
-        engine.goal = None
+    if engine.generation is not None and said.goal_seen is not None:
+        _catch_up(pool, known, engine, said.goal_seen)
     _claim(known, engine, said)
     pool.books.learn_sizes(known)
     pool.books.book_living(known)
     pool.touch(known.name)
+
+
+def _catch_up(
+    pool: PoolSituation, known: KnownModel, engine: KnownEngine, seen: GoalGeneration
+) -> None:
+    """It obeys a goal that is newer than our file, which was put back to an older state: ours is
+    told again, as the newest."""
+    if engine.generation is None or not engine.generation.is_older(seen):
+        return
+    pool.start, pool.number = max((pool.start, pool.number), (seen.start, seen.number))
+    engine.goal = None
+    pool.aim(known)
 
 
 def _judge(known: KnownModel, engine: KnownEngine, said: ev.EngineSaid) -> None:
@@ -130,7 +140,8 @@ def _judge(known: KnownModel, engine: KnownEngine, said: ev.EngineSaid) -> None:
         raise WrongMessage(f"{said.engine} is awake without the lock active:{known.name}")
     if known.is_unknown or said.goal_seen != engine.generation or said.incarnation in engine.dead:
         return
-    if said.tier is Tier.AWAKE and known.model.state in ASLEEP and said.incarnation:
+    is_asleep = known.model.state in ASLEEP and engine.has_rested
+    if said.tier is Tier.AWAKE and is_asleep and said.incarnation:
         raise WrongMessage(
             f"{said.engine} is awake, and has obeyed a goal below that: model {known.name} is"
             f" {known.model.state}"
@@ -142,8 +153,7 @@ def _claim(known: KnownModel, engine: KnownEngine, said: ev.EngineSaid) -> None:
     if not said.token or not engine.incarnation:
         return
     if known.holder is None or said.token > known.holder.token:
-        era = known.holder.era if known.holder is not None else None
-        known.holder = Stander(engine.name, said.token, era)
+        known.holder = Stander(engine.name, said.token)
 
 
 def _dead(pool: PoolSituation, event: ev.EngineDead) -> None:
@@ -166,10 +176,12 @@ def _holder(pool: PoolSituation, event: ev.HolderNamed) -> None:
     if event.engine and known.engine(event.engine) is None:
         raise WrongMessage(f"{event.engine} holds active:{event.model} and is no engine of it")
     holder = known.holder
+    is_same_era = known.lock_era in (None, event.era)
+    known.lock_era = event.era
     if not event.engine:
         known.holder = None
-    elif holder is None or holder.era != event.era or holder.token <= event.token:
-        known.holder = Stander(event.engine, event.token, event.era)
+    elif holder is None or not is_same_era or holder.token <= event.token:
+        known.holder = Stander(event.engine, event.token)
     pool.touch(known.name)
 
 

@@ -35,6 +35,7 @@ class KnownEngine:
     cap: Tier = Tier.AWAKE  # a shadow that has yielded alone goes no higher
     said: EngineSaid | None = None
     is_connected: bool = False
+    has_rested: bool = False  # under this goal it has said that it has no KV memory
     is_gone: bool = False  # none of its processes lives, and its supervisor launches none
     dead: tuple[str, ...] = ()  # incarnations
     asked: int | None = None  # the number of the question for its witnesses
@@ -89,7 +90,6 @@ class Stander:
 
     engine: str
     token: int
-    era: str | None = None  # of the lock server; None: not named by it yet
 
 
 @dataclass(slots=True)
@@ -102,6 +102,7 @@ class KnownModel:
     sizes: EngineSizes | None
     costs: Costs = field(default_factory=Costs)
     holder: Stander | None = None
+    lock_era: str | None = None  # of the lock server that has named a holder
     stood: tuple[str, str] | None = None  # engine and incarnation that stood last
     headless_ms: float | None = None  # since when nobody stands for it, though somebody could
     lost_one: bool = False  # a living engine of it has just died: `lost_name`

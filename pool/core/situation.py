@@ -212,7 +212,7 @@ class PoolSituation:
         """A goal under a new generation."""
         self.number += 1
         self.touch(engine.model)
-        engine.goal, engine.asked = goal, None
+        engine.goal, engine.asked, engine.has_rested = goal, None, False
         engine.generation = GoalGeneration(self.era, self.start, self.number)
         if goal is not Tier.COLD:
             engine.is_gone = False

@@ -145,7 +145,8 @@ class Pod:
         match effect:
             case ev.TellEngine():
                 engine = self.supervisors[effect.engine]
-                if not engine.is_deaf:
+                is_stale = engine.seen is not None and effect.generation.is_older(engine.seen)
+                if not engine.is_deaf and not is_stale:
                     engine.goal, engine.seen = effect.goal, effect.generation
             case ev.SetModelDoor():
                 self.doors[effect.model] = effect

@@ -47,6 +47,7 @@ def test_memory_is_asked_back_only_when_both_count_nothing_behind_a_door_that_is
         pod.obey_doors()
         assert isinstance(pod.doors["a"].door, ev.ShutDoor)
     if missing == "connection":
+        end_requests(pod, engine=False)
         pod.handle(ev.GatewayGone("gateway"))
         end_requests(pod, gateway=False)
     else:

@@ -61,6 +61,18 @@ def test_failover_is_no_fault_and_its_order_does_not_matter():
     assert pod.pool.situation.models["a"].model.faults_ms == ()
 
 
+def test_holder_that_is_named_late_replaces_nobody_unless_the_lock_server_has_lost_its_state():
+    pod = awake()
+    pod.kill(pod.supervisors["a0"])
+    pod.grant("a")
+    pod.settle()
+    token = pod.supervisors["a1"].token
+    pod.handle(ev.HolderNamed("a", "a0", token - 1, "locks"))
+    assert pod.pool.situation.models["a"].holder.engine == "a1"
+    pod.handle(ev.HolderNamed("a", "a0", 1, "another era"))
+    assert pod.pool.situation.models["a"].holder.engine == "a0"
+
+
 def test_model_without_a_shadow_is_loaded_again_behind_its_open_door():
     pod = awake(engines=1)
     pod.kill(pod.supervisors["a0"])

@@ -12,7 +12,7 @@ from plumbing.part.tier import Tier
 from pool.core import events as ev
 from pool.core.machine import ModelPool
 from pool.core.snapshot import PoolSnapshot
-from pool.core.states import ModelState
+from pool.core.states import EntryKey, EntryKind, GoalGeneration, ModelState
 from tests.pool.core.pod import GPU, MIB, Pod, rules
 
 S = ModelState
@@ -155,6 +155,25 @@ def test_lost_file_waits_for_an_engine_that_is_on_its_way():
     assert pod.state("a") is S.AWAKE
 
 
+def test_engine_that_was_on_its_way_up_when_it_was_adopted_is_no_liar_and_is_booked():
+    """It was a standby with a goal of its own, and was granted before it heard ours."""
+    pod = Pod(total_bytes=1500 * MIB)
+    engine = pod.supervisors["a0"]
+    engine.state, engine.incarnation, engine.count = "standby", "a0.1", 1
+    pod.start()
+    assert pod.state("a") is S.WARM
+    engine.token = 1
+    pod.holders["a"] = engine
+    kv = EntryKey(GPU, EntryKind.KV, "a")
+    for state, tier in (("waking", Tier.WARM), ("active", Tier.AWAKE), ("releasing", Tier.AWAKE)):
+        engine.state = state
+        pod.handle(engine.said(tier=tier))
+        assert kv in pod.pool.situation.books.ledger.entries
+    pod.settle()
+    assert pod.state("a") is S.WARM
+    assert kv not in pod.pool.situation.books.ledger.entries
+
+
 def test_doors_are_numbered_above_what_a_gateway_obeys_of_a_lost_pool():
     pod = served()
     pod.obeyed = dict.fromkeys(pod.obeyed, 500)
@@ -187,6 +206,18 @@ def test_one_slot_of_the_state_file_has_room_for_the_largest_pool():
         for key, size in pod.pool.situation.books.entries_at(known, Tier.AWAKE).items():
             pod.pool.situation.books.ledger.settle(key, size or 17_179_869_184)
     assert len(msgspec.json.encode(pod.pool.snapshot())) < 65_536 - 4_096
+
+
+def test_goal_that_is_newer_than_the_file_is_followed_by_a_newer_one():
+    """The file was put back to an older state, by a disk or by hand."""
+    pod = served()
+    seen = GoalGeneration("e0", 7, 40)
+    pod.supervisors["a0"].seen = seen
+    restart(pod)
+    hear_all(pod)
+    told = [each for each in pod.all if isinstance(each, ev.TellEngine) and each.engine == "a0"]
+    assert told[-1].goal is Tier.AWAKE
+    assert seen.is_older(told[-1].generation)
 
 
 STEPS = st.lists(
