@@ -1,0 +1,88 @@
+"""Goal: what the machine refuses even if the policy asks for it, and the order of what it says.
+
+Method: a policy that raises everything; and deaths in which several things are said at once.
+"""
+
+from plumbing.part.tier import Tier
+from pool.core import events as ev
+from pool.core.machine import ModelPool
+from pool.core.states import ModelState
+from pool.core.view import Plan, Raise
+from tests.pool.core.pod import ERA, GPU, MIB, Pod, rules
+
+S = ModelState
+
+
+def raise_all(_now_ms, models, _devices, _rules):
+    return Plan({view.name: Raise() for view in models if view.state is S.PENDING})
+
+
+def reckless(total_bytes):
+    pod = Pod(total_bytes=total_bytes)
+    pod.pool = ModelPool(pod.setup, pod.now_ms, ERA, planner=raise_all)
+    return pod
+
+
+def test_without_room_nothing_is_raised_whatever_the_policy_says():
+    pod = reckless(1300 * MIB).start()
+    pod.ask("a")
+    pod.ask("b")
+    assert (pod.state("a"), pod.state("b")) == (S.LOADING, S.PENDING)
+    assert pod.pool.situation.books.ledger.free_bytes(GPU) >= 0
+
+
+def test_on_a_device_that_nobody_has_described_nothing_is_raised_whatever_the_policy_says():
+    pod = reckless(1300 * MIB)
+    pod.handle(ev.DeviceIs(GPU, pod.total_bytes, 0))
+    for engine in pod.supervisors.values():
+        pod.handle(engine.said())
+    pod.ask("a")
+    assert pod.state("a") is S.PENDING
+    pod.say_memory()
+    pod.ask("a")
+    assert pod.state("a") is S.LOADING
+
+
+def test_door_is_shut_before_a_goal_is_lowered_where_both_follow_from_one_death():
+    pod = Pod({"a": rules(), "b": rules()}, total_bytes=1300 * MIB).start()
+    pod.ask("a")
+    pod.settle()
+    pod.in_flight["a"] = 1  # so that it is protected
+    pod.ask("b")
+    assert pod.state("a") is S.AWAKE
+    pod.all.clear()
+    pod.kill(pod.supervisors["a0"])
+    assert pod.state("a") is S.UNLOADING
+    mine = [
+        each
+        for each in pod.all
+        if (isinstance(each, ev.SetModelDoor) and each.model == "a")
+        or (isinstance(each, ev.TellEngine) and each.engine == "a0")
+    ]
+    assert [type(each) for each in mine] == [ev.SetModelDoor, ev.TellEngine]
+    assert isinstance(mine[0].door, ev.ShutDoor)
+
+
+def test_kill_is_followed_by_a_newer_goal_even_if_that_was_cold_before():
+    pod = Pod(total_bytes=1300 * MIB).start()
+    pod.ask("a")
+    pod.settle()
+    pod.handle(ev.Ordered("a", ev.Order.UNLOAD))
+    pod.supervisors["a0"].is_deaf = True
+    pod.obey_doors()
+    assert pod.state("a") is S.RELEASING
+    pod.all.clear()
+    pod.tick(60_000)
+    told = [each for each in pod.all if isinstance(each, (ev.KillEngine, ev.TellEngine))]
+    assert [type(each) for each in told] == [ev.KillEngine, ev.TellEngine]
+    assert told[0].generation.is_older(told[1].generation)
+    assert told[1].goal is Tier.COLD
+
+
+def test_tickets_of_a_model_that_is_being_unloaded_do_not_bring_it_back():
+    """Even if the gateway has not obeyed the door yet that refuses them."""
+    pod = Pod(total_bytes=1300 * MIB).start()
+    pod.ask("a")
+    assert pod.state("a") is S.LOADING
+    pod.handle(ev.Ordered("a", ev.Order.UNLOAD))
+    assert not pod.pool.situation.models["a"].model.is_wanted
