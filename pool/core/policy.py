@@ -127,6 +127,9 @@ class _Planner:
             extra = self._extra(model)
             if model.state is ModelState.LOADING and not extra:
                 continue
+            for name in model.rules.devices:  # overbooked: sizes were measured above the estimate
+                if self.free.get(name, 0) < 0:
+                    extra.setdefault(name, 0)
             places = model.rules.devices
             if HOST in extra and HOST not in places:
                 places = (*places, HOST)

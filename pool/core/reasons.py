@@ -100,6 +100,8 @@ def moving(model: ModelView) -> str:
 
 def _wants(head: Head, free: Mapping[str, int]) -> str:
     name = max(head.extra, key=lambda each: head.extra[each] - free[each])
+    if free[name] < 0:
+        return f"{head.model.name} waits: {size(-free[name])} too much are booked {_where(name)}"
     return (
         f"{head.model.name} needs {size(head.extra[name])} more {_where(name)}, "
         f"where {size(max(0, free[name]))} are free"

@@ -332,6 +332,18 @@ def test_model_that_is_not_known_yet_is_left_alone_and_waited_for():
     assert planned([draining], {"0": 15}).unyields == ()
 
 
+def test_nothing_is_raised_where_too_much_is_booked():
+    """Goal: a model whose size was above its estimate waits for room, even if it has booked all
+    that it needs, and gets it from a victim."""
+    grown = a_model("a", S.PENDING, base=6, kv=0, waits_since=NOW)
+    busy = a_model("x", S.AWAKE, base=1, kv=5, in_flight=1, awake_since_ms=NOW)
+    found = planned([grown, busy], {"0": 10})
+    assert found.decisions["a"].until_ms == NOW + 10_000.0
+    assert found.decisions["a"].why.startswith("a waits: 2.0 GiB too much are booked on device 0")
+    late = planned([grown, busy], {"0": 10}, now=NOW + 10_000.0)
+    assert late.decisions["a"] == Yield((Victim("x", Tier.WARM),))
+
+
 def test_lease_waits_and_then_never_yields():
     waiting = lease_view("train", "0", 10 * GIB, 0, NOW, is_granted=False)
     idle = a_model("x", S.AWAKE)
