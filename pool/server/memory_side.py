@@ -44,6 +44,7 @@ class MemorySide:
         self._places: dict[str, list[PlaceLink]] = {}  # by device, HOST included
         self._told: dict[str, MemoryIs] = {}
         self._outside: dict[str, deque[int]] = {}  # the last samples
+        self._sampled_s: dict[str, float] = {}  # when the newest of them was begun
         self._said: dict[str, DeviceIs] = {}
         for model, devices in models.items():
             for device in devices:
@@ -146,6 +147,11 @@ class MemorySide:
         samples = self._outside.setdefault(device, deque(maxlen=SAMPLES))
         if bases is not None and used_bytes is not None:
             ours = bases + sum(link.held_bytes or 0 for link in links)
+            now_s = asyncio.get_running_loop().time()
+            if samples and now_s - self._sampled_s[device] < SAMPLE_S / 2:
+                samples.pop()  # of the same moment
+            else:
+                self._sampled_s[device] = now_s
             samples.append(max(0, used_bytes - ours) // GRAIN_BYTES * GRAIN_BYTES)
         said = DeviceIs(device, total_bytes, min(samples, default=0))
         if said != self._said.get(device):

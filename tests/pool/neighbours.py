@@ -50,7 +50,7 @@ class Memory(Handler):
     def __init__(self, directory, place, tag, capacity_bytes):
         catalogue = kv_messages.CATALOGUE if tag == KV else weights_messages.CATALOGUE
         self.tag, self.capacity_bytes, self.held, self.drops = tag, capacity_bytes, 0, 0
-        self.is_mapped = False
+        self.is_mapped, self.used_bytes = False, None
         self.conns = set()
         self.server = Server(gms_socket(directory, place, tag), catalogue, self, service="gms")
 
@@ -71,7 +71,7 @@ class Memory(Handler):
             **dict.fromkeys(names, 0),
             "sessions": [{}] if self.is_mapped else [],
             "capacity_bytes": self.capacity_bytes,
-            "device_used_bytes": None,
+            "device_used_bytes": self.used_bytes,
         }
 
     def received(self, conn, message, request_id, fds):

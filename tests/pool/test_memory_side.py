@@ -1,0 +1,132 @@
+"""Goal: what the memory service has said is joined by device, and nothing unknown looks free.
+
+Method: stand-ins for its servers on the real sockets, and the events that the core would get.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from plumbing.part.paths import KV, WEIGHTS
+from pool.core.events import DeviceIs, MemoryIs
+from pool.server.memory_side import GRAIN_BYTES, MemorySide
+from tests.helpers import auntil
+from tests.pool.neighbours import DEVICE, MIB, Memory
+
+BASE = 3 * MIB
+
+
+class Scene:
+    """The servers of two models on one device, and the side that watches them."""
+
+    def __init__(self, directory, *, bases=BASE):
+        directory.chmod(0o700)
+        self.events = []
+        self.servers = {
+            (model, tag): Memory(str(directory), f"{DEVICE}.{model}", tag, 100 * MIB)
+            for model in ("chat", "coder")
+            for tag in (WEIGHTS, KV)
+        }
+        models = {"chat": (DEVICE,), "coder": (DEVICE,)}
+        self.side = MemorySide(str(directory), models, 0, self.events.append, lambda _: bases)
+
+    async def __aenter__(self):
+        self._tasks = self.side.start()
+        return self
+
+    async def __aexit__(self, *_):
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for server in self.servers.values():
+            await server.server.close()
+
+    async def serve(self, *models):
+        for (model, _), server in self.servers.items():
+            if model in models:
+                await server.server.start()
+
+    def last(self, kind):
+        return next((each for each in reversed(self.events) if type(each) is kind), None)
+
+    async def until(self, kind, check, what):
+        def is_so():
+            found = self.last(kind)
+            return found is not None and check(found)
+
+        await auntil(is_so, what)
+
+
+def test_device_is_unknown_until_all_of_its_servers_are_heard(tmp_path):
+    """Goal: memory of a model whose server is away is not taken for free. Method: the servers of
+    one model first, then those of the other."""
+
+    async def scene():
+        async with Scene(tmp_path) as seen:
+            await seen.serve("chat")
+            seen.servers["chat", WEIGHTS].set(10 * MIB, is_mapped=True)
+            chats = list(seen.side.links("chat"))
+            await auntil(lambda: all(each.held_bytes is not None for each in chats), "chat's word")
+            assert seen.events == []
+            seen.servers["coder", KV].set(20 * MIB, is_mapped=True)
+            await seen.serve("coder")
+            whole = MemoryIs(DEVICE, {"chat": 10 * MIB}, {"coder": 20 * MIB}, {})
+            await seen.until(MemoryIs, lambda found: found == whole, "both models' memory")
+            await seen.until(DeviceIs, lambda found: found.outside_bytes == 0, "the device")
+
+    asyncio.run(scene())
+
+
+def test_question_is_answered_by_a_look_after_it(tmp_path):
+    """Goal: a word from before the question proves nothing. Method: the number comes back once all
+    servers of the model have been looked at again, and only for that model."""
+
+    async def scene():
+        async with Scene(tmp_path) as seen:
+            await seen.serve("chat", "coder")
+            await seen.until(MemoryIs, lambda found: True, "the first word")
+            assert seen.last(MemoryIs).asked == {}
+            seen.side.ask("chat", 7)
+            await seen.until(MemoryIs, lambda found: found.asked == {"chat": 7}, "the answer")
+
+    asyncio.run(scene())
+
+
+def test_memory_is_freed_once_nobody_maps_it_and_not_if_it_is_needed_again(tmp_path):
+    """Goal: `FreeKv` is a standing permission. Method: one that waits for a reader, and one that is
+    withdrawn before the reader leaves."""
+
+    async def scene():
+        async with Scene(tmp_path) as seen:
+            await seen.serve("chat", "coder")
+            chat, coder = seen.servers["chat", KV], seen.servers["coder", KV]
+            for each in (chat, coder):
+                each.set(20 * MIB, is_mapped=True)
+            await seen.until(MemoryIs, lambda found: len(found.kv_bytes) == 2, "both in use")
+            seen.side.free_kv("chat")
+            seen.side.free_kv("coder")
+            seen.side.keep("coder", and_kv=True)
+            for each in (chat, coder):
+                each.set(20 * MIB, is_mapped=False)
+            only = {"coder": 20 * MIB}
+            await seen.until(MemoryIs, lambda found: found.kv_bytes == only, "chat's to be free")
+            assert (chat.drops, coder.drops) == (1, 0)
+
+    asyncio.run(scene())
+
+
+def test_outside_is_what_nobody_of_the_pool_has(tmp_path):
+    """Goal: a stranger's memory is seen, that of engines is not taken for a stranger's."""
+
+    async def scene():
+        async with Scene(tmp_path) as seen:
+            for model in ("chat", "coder"):
+                seen.servers[model, WEIGHTS].used_bytes = 10 * MIB + BASE + 2 * GRAIN_BYTES + 1
+            seen.servers["chat", WEIGHTS].set(10 * MIB, is_mapped=True)
+            await seen.serve("chat", "coder")
+            await seen.until(
+                DeviceIs, lambda found: found.outside_bytes == 2 * GRAIN_BYTES, "the stranger"
+            )
+            assert seen.last(DeviceIs).total_bytes == 100 * MIB
+
+    asyncio.run(scene())
