@@ -22,7 +22,8 @@ from plumbing.part.observe import StatusMsg as StatusMsg
 from plumbing.part.observe import StatusReplyMsg as StatusReplyMsg
 from plumbing.part.observe import WatchMsg as WatchMsg
 from plumbing.wire.messages import Catalogue, Message
-from pool.client import ModelDemand, PooledModel
+from pool.core.events import ModelDemand
+from pool.messages import PooledModel
 
 # 512 tickets of each of a hundred models; a parked stream has one, so the queue is no limit here.
 CHANNEL_FRAME_BYTES_MAX = 4 << 20

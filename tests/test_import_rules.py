@@ -25,7 +25,11 @@ PACKAGES = ("plumbing", "lockserver", "gms", "engine", "gateway", "pool", "under
 PLUMBING = ("plumbing",)
 BASICS = tuple(f"plumbing.{name}" for name in ("errors", "shortage", "text", "__version__"))
 CLIENTS = ("gms.client", "lockserver.client")
-POOL_WORDS = ("pool.core.events", "pool.core.states")  # doors and demand, as both sides see them
+POOL_WORDS = (
+    "pool.core.events",
+    "pool.core.states",
+    "pool.messages",
+)  # doors and demand, as both sides see them
 LAYERS = {
     "plumbing": ("plumbing.errors",),
     "plumbing.errors": (),

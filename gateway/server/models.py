@@ -32,7 +32,8 @@ from gateway.server.refusals import error_response
 from gateway.server.requests import HttpRequest, is_hop_path, path_of
 from plumbing.service.clock import rfc3339
 from plumbing.text import to_json
-from pool.client import ModelState, PooledModel
+from pool.core.states import ModelState
+from pool.messages import PooledModel
 
 UNHEARD = "unknown"  # the state of a model that no pool has spoken of
 # The words of llama-swap's `/running`, by which pages of others know what they show.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from gateway.core.lane_events import MAX_IN_FLIGHT, LaneRules
-from pool.pool_file import read_pool_file
 
 
 class LaneSettings(NamedTuple):
@@ -21,6 +20,8 @@ def read_lanes(path: str) -> LaneSettings:
     Raises:
         UsageError: the file cannot be read, or a setting in it is wrong.
     """
+    from pool.pool_file import read_pool_file  # YAML, which only a pod with a pool needs
+
     pool = read_pool_file(path)
     lanes = {
         name: LaneRules(
