@@ -80,7 +80,11 @@ class PoolDesk(Handler):
             case msg.OrderMsg():
                 return self._order(message)
             case msg.SetMsg():
-                self._change(message.model or "", message.setting, message.value)
+                try:
+                    self._change(message.model or "", message.setting, message.value)
+                except OSError as error:
+                    why = f"it cannot be written to the state file: {error.strerror}"
+                    raise UnderstudyError("pool.state_unwritable", why) from error
                 whose = f"of {message.model}" if message.model else "of the pool"
                 value = "as in the pool file" if message.value is None else f"now {message.value}"
                 sentence = f"{message.setting} {whose} is {value}"

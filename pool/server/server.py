@@ -137,9 +137,14 @@ class PoolServer:
         changed.setdefault(model, {}).pop(setting, None)
         if value is not None:
             changed[model][setting] = value
-        parts.file = with_changes(self.settings.file, changed)
+        file, before = with_changes(self.settings.file, changed), parts.changed
         parts.changed = {name: found for name, found in changed.items() if found}
-        self._save()
+        try:
+            self._save()
+        except OSError:
+            parts.changed = before
+            raise
+        parts.file = file
         if model:
             self.feed(ev.RulesChanged(model, parts.file.models[model].rules))
         else:
