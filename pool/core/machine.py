@@ -123,6 +123,7 @@ class ModelPool:
         pool.to_follow.discard(known.name)
         if known.is_unknown:
             return
+        self._lower_aim(known)
         for _ in range(SIGNALS_MAX):
             self._keep_books(known)
             ticket = ticket_of(known, pool.demand, pool.now_ms, pool.rules)
@@ -135,6 +136,16 @@ class ModelPool:
                 pool.to_follow.discard(known.name)
                 return
         raise InvariantError(f"model {known.name} does not come to rest in {known.model.state}")
+
+    def _lower_aim(self, known: KnownModel) -> None:
+        """What was measured while it loads does not fit: it comes to rest and waits for room. It
+        must not wake into memory that others have."""
+        pool, model = self.situation, known.model
+        if model.state is not ModelState.LOADING or model.aim is not Tier.AWAKE:
+            return
+        if any(pool.books.ledger.free_bytes(device) < 0 for device in known.rules.devices):
+            model.aim, known.is_raised_for_ticket = Tier.WARM, False
+            pool.aim(known)
 
     def _sleep(self, known: KnownModel) -> bool:
         """An operator's order to sleep, once nobody needs the model."""

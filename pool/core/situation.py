@@ -163,6 +163,7 @@ class PoolSituation:
                     raise_ms=known.spent_ms.get(ModelState.WAKING, 0.0),
                 )
             )
+        known.model.fault = ""
         known.awake_since_ms, known.asleep_since_ms = self.now_ms, None
         known.is_raised_for_ticket = known.has_plan = False
         known.load_ordered_ms = known.back_off_until_ms = known.never = known.leaving = None

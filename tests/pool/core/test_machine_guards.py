@@ -6,7 +6,7 @@ Method: a policy that raises everything; and deaths in which several things are 
 from plumbing.part.tier import Tier
 from pool.core import events as ev
 from pool.core.machine import ModelPool
-from pool.core.states import ModelState
+from pool.core.states import EngineSizes, ModelState
 from pool.core.view import Plan, Raise
 from tests.pool.core.pod import ERA, GPU, MIB, Pod, rules
 
@@ -41,6 +41,29 @@ def test_on_a_device_that_nobody_has_described_nothing_is_raised_whatever_the_po
     pod.say_memory()
     pod.ask("a")
     assert pod.state("a") is S.LOADING
+
+
+def test_model_that_turns_out_larger_than_its_estimate_rests_until_there_is_room():
+    pod = Pod(total_bytes=1300 * MIB).start()
+    small = EngineSizes({GPU: MIB}, {GPU: MIB}, {GPU: MIB}, is_estimated=True)
+    pod.pool.situation.models["b"].sizes = small
+    pod.ask("a")
+    pod.settle()
+    pod.in_flight["a"] = pod.supervisors["a0"].in_flight = 1
+    pod.ask("b")
+    assert (pod.state("a"), pod.state("b")) == (S.AWAKE, S.LOADING)
+    engine = pod.supervisors["b0"]
+    engine.state, engine.incarnation, engine.token, engine.count = "resting", "b0.1", 9, 1
+    pod.weights.add("b")
+    pod.holders["b"] = engine
+    pod.handle(engine.said())  # measured: 610 MiB awake, and 178 are free
+    assert engine.goal is Tier.WARM
+    pod.handle(engine.said())
+    assert (pod.state("a"), pod.state("b")) == (S.AWAKE, S.PENDING)
+    pod.in_flight["a"] = pod.supervisors["a0"].in_flight = 0
+    pod.tick(20_000)
+    pod.settle()
+    assert (pod.state("a"), pod.state("b")) == (S.WARM, S.AWAKE)
 
 
 def test_door_is_shut_before_a_goal_is_lowered_where_both_follow_from_one_death():
