@@ -69,7 +69,9 @@ class Rank:
     def may_load(self, timeout_s: float, rank: int = 0, ranks: int = 1) -> Any:
         return SimpleNamespace(mode="rw_or_ro", token=1)
 
-    def attached(self, epoch: str, identity: dict[str, Any], rank: int = 0) -> None:
+    def attached(
+        self, epoch: str, identity: dict[str, Any], rank: int = 0, place: str = ""
+    ) -> None:
         self.said.append((epoch, identity, rank))
 
     @property
