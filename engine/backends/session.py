@@ -31,11 +31,14 @@ WAIT_S = 2 * 3600.0
 RESTART_WAIT_S = 600.0
 RESTART_POLL_S = 0.05
 SOCKET_DIR_ENV = "GMS_SOCKET_DIR"
+# The devices of this engine in host memory, by rank, with commas; HOST-0 and so on unless set.
+HOST_DEVICES_ENV = "UNDERSTUDY_HOST_DEVICES"
 
 
 def host_device(rank: int) -> str:
     """The place in host memory that holds the weights of `rank`."""
-    return place_on(f"HOST-{rank}")
+    names = os.environ.get(HOST_DEVICES_ENV)
+    return place_on(names.split(",")[rank] if names else f"HOST-{rank}")
 
 
 def place_on(device: str) -> str:

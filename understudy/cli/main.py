@@ -29,6 +29,7 @@ from understudy.cli import look, rest
 from understudy.cli.settings import (
     DRILL_OPTIONS,
     NOT_WITH_MANIFEST,
+    NOT_WITH_POOL,
     POD_OPTIONS,
     UP_OPTIONS,
     ports_of,
@@ -45,6 +46,7 @@ from understudy.status.gather import require_pod
 from understudy.up import manifest_pod, sessions
 from understudy.up.local_pod import LocalPod
 from understudy.up.manifest_pod import PodRequest
+from understudy.up.pool_pod import prepare_pool
 from understudy.up.sessions import Prepare
 from understudy.up.terminal import Terminal
 
@@ -73,9 +75,14 @@ def up(config: Resolved, arguments: tuple[str, ...]) -> None:
     """Start a pod on this machine and keep it running.
 
     The pod has a lock server, a GPU memory service, a gateway and two engines, or, with -f, the
-    containers of a manifest. Arguments after `--` go to both engines' backends.
+    containers of a manifest. With --pool it has the engines of many models, and a pool that decides
+    which of them are awake. Arguments after `--` go to both engines' backends.
     """
     directory = Path(runtime_dir(config["dir"]))
+    if config["pool"] is not None:
+        needless = [each for each in UP_OPTIONS if each.name in NOT_WITH_POOL]
+        given = [*_given(needless, config), *arguments[:1]]
+        _refuse("pod.needless_flag", given, "--pool, where the pool file says it for each model")
     _check_manifest_flags(config, UP_OPTIONS, arguments)
     prepare = _pod(config, UP_OPTIONS, arguments)
     with Terminal() as terminal:
@@ -247,6 +254,8 @@ def _check_manifest_flags(
 
 def _pod(config: Resolved, declared: Sequence[Option], arguments: tuple[str, ...]) -> Prepare:
     """The pod to start: a manifest's if -f is given."""
+    if declared is UP_OPTIONS and config["pool"] is not None:
+        return partial(prepare_pool, _local_pod(config, declared, ()), Path(config["pool"]))
     if config["file"] is None:
         return partial(sessions.prepare_local, _local_pod(config, declared, arguments))
     choices = Choices.of(config["set"])

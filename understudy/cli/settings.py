@@ -13,6 +13,7 @@ from understudy.up.ports import (
     GATEWAY_PORT,
     GMS_PORT,
     LOCKSERVER_PORT,
+    POOL_PORT,
     SERVICE_PORT,
     Ports,
 )
@@ -87,6 +88,12 @@ MANIFEST_OPTIONS = (
 
 UP_OPTIONS = (
     DIR,
+    Option(
+        "pool",
+        str,
+        None,
+        "A pool file: many models share the devices, and each is awake when it is asked for.",
+    ),
     *POD_OPTIONS,
     *MANIFEST_OPTIONS,
     Option(
@@ -104,6 +111,7 @@ UP_OPTIONS = (
     _port("lockserver_port", LOCKSERVER_PORT, "Port of the lock server's probes and metrics."),
     _port("gms_port", GMS_PORT, "Port of the memory service's probes and metrics."),
     _port("gateway_port", GATEWAY_PORT, "Port of the gateway's probes and metrics."),
+    _port("pool_port", POOL_PORT, "With --pool: port of the pool's probes and metrics."),
     _port(
         "engine_port",
         ENGINE_PORT,
@@ -157,6 +165,9 @@ DRILL_OPTIONS = (
     Option("report", str, None, "Write the report to this HTML file."),
 )
 
+# What a pool file says instead, for each model.
+NOT_WITH_POOL = frozenset({"model", "backend", "tensor_parallel", "direct", "file", "set"})
+
 # What says which pod is started: with -f the manifest says it.
 NOT_WITH_MANIFEST = frozenset(
     each.name
@@ -172,4 +183,5 @@ def ports_of(config: Resolved) -> Ports:
     service, lockserver, gms, gateway, engine = (
         config[f"{part}_port"] for part in ("service", "lockserver", "gms", "gateway", "engine")
     )
-    return Ports(service, lockserver, gms, gateway, (engine, engine + 1))
+    pool = config["pool_port"] if config["pool"] is not None else 0
+    return Ports(service, lockserver, gms, gateway, (engine, engine + 1), pool)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -57,11 +57,34 @@ class LocalPod:
         """The pod, in the order in which it starts."""
         manifest = packaged_manifest()
         specs = (each for each in manifest.specs if not (self.is_direct and each.name == GATEWAY))
-        local = structs.replace(manifest, specs=tuple(map(self._local, specs)))
-        place = Placement({}, self.ports.by_name(), {}, self._choices(), pace=self.pace)
-        return [self._quick(each) for each in place_containers(local, place, program)]
+        return self.placed(structs.replace(manifest, specs=tuple(specs)), self.choices())
 
-    def _choices(self) -> Choices:
+    def placed(
+        self,
+        manifest: PodManifest,
+        choices: Choices,
+        backend_arguments: Callable[[str], tuple[str, ...]] | None = None,
+        ports: Mapping[str, int] | None = None,
+    ) -> list[Container]:
+        """A pod of containers like the packaged ones, on this machine.
+
+        Args:
+            backend_arguments: what the backend of a container is told, () for one without.
+            ports: by name, if they are not those of the packaged pod.
+        """
+        told = backend_arguments or self._backend_arguments
+        local = structs.replace(manifest, specs=tuple(map(self._local, manifest.specs)))
+        place = Placement({}, ports or self.ports.by_name(), {}, choices, pace=self.pace)
+        made = place_containers(local, place, program)
+        return [self._quick(each, told(each.name)) for each in made]
+
+    def _backend_arguments(self, name: str) -> tuple[str, ...]:
+        if not name.startswith("engine-"):
+            return ()
+        model = model_arguments(self.backend, self.model, self.tensor_parallel)
+        return (*model, *self.backend_args)
+
+    def choices(self) -> Choices:
         """The values of the manifest that this pod changes; an empty flag is left out."""
         return Choices(
             env={
@@ -102,16 +125,13 @@ class LocalPod:
     def _reachable(self, check: ProbeSpec | None) -> ProbeSpec | None:
         return check and structs.replace(check, host=reachable(self.http_host))
 
-    def _quick(self, container: Container) -> Container:
+    def _quick(self, container: Container, arguments: tuple[str, ...]) -> Container:
         """`container` for users who wait: probed often, and started in order, so that engine-0
         serves first. It inherits their settings."""
         startup, command = container.startup, container.command
-        if container.name.startswith("engine-"):
-            model = model_arguments(self.backend, self.model, self.tensor_parallel)
-            command = (*command, BACKEND_ARGUMENTS, *model, *self.backend_args)
         return replace(
             container,
-            command=command,
+            command=(*command, BACKEND_ARGUMENTS, *arguments) if arguments else command,
             startup=startup and quick_startup(startup.url, startup.patience_s),
             starts_in_order=True,
             is_private=False,

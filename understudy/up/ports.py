@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import random
 import socket
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from plumbing.errors import UnderstudyError
@@ -18,6 +19,7 @@ SERVICE_PORT = 8000
 LOCKSERVER_PORT = 9400
 GMS_PORT = 9401
 GATEWAY_PORT = 9403  # 9402 is the lock's own, over TCP
+POOL_PORT = 9404
 ENGINE_PORT = 9410  # engine n: this plus n
 
 OURS = range(15_000, 32_000)  # below the kernel's ephemeral range
@@ -28,13 +30,14 @@ ANYWHERE = "0.0.0.0"  # a port in use at any address counts as taken
 @dataclass(frozen=True, slots=True)
 class Ports:
     """The TCP ports of a pod. `engines[n]`: engine n's probe port. `gateway`: its probe port, which
-    a pod in direct mode does not use."""
+    a pod in direct mode does not use. `pool`: the pool's, 0 in a pod without one."""
 
     service: int = SERVICE_PORT
     lockserver: int = LOCKSERVER_PORT
     gms: int = GMS_PORT
     gateway: int = GATEWAY_PORT
     engines: tuple[int, ...] = (ENGINE_PORT, ENGINE_PORT + 1)
+    pool: int = 0
 
     def by_flag(self) -> list[tuple[str, int]]:
         """Every port with the flag of `understudy up` that changes it."""
@@ -43,14 +46,18 @@ class Ports:
             ("--lockserver-port", self.lockserver),
             ("--gms-port", self.gms),
             ("--gateway-port", self.gateway),
+            *([("--pool-port", self.pool)] if self.pool else []),
             *(("--engine-port", port) for port in self.engines),
         ]
 
-    def by_name(self) -> dict[str, int]:
-        """Every port by its name in the pod's manifest."""
-        engines = {f"engine-{number}": port for number, port in enumerate(self.engines)}
+    def by_name(self, engines: Iterable[str] | None = None) -> dict[str, int]:
+        """Every port by its name in the pod's manifest; `engines`: in the order of their ports,
+        `engine-0` and so on unless given."""
+        engines = engines or (f"engine-{number}" for number in range(len(self.engines)))
         servers = {"lockserver": self.lockserver, "gms": self.gms, "gateway": self.gateway}
-        return {"http": self.service, **servers, **engines}
+        pool = {"pool": self.pool} if self.pool else {}
+        engine_ports = dict(zip(engines, self.engines, strict=True))
+        return {"http": self.service, **servers, **pool, **engine_ports}
 
     def all(self) -> tuple[int, ...]:
         return tuple(port for _, port in self.by_flag())
@@ -103,10 +110,10 @@ def free_ports(count: int) -> range:
     )
 
 
-def free_pod_ports(engines: int = 2) -> Ports:
+def free_pod_ports(engines: int = 2, *, has_pool: bool = False) -> Ports:
     """Free ports for a whole pod."""
-    service, lockserver, gms, gateway, *rest = free_ports(4 + engines)
-    return Ports(service, lockserver, gms, gateway, tuple(rest))
+    service, lockserver, gms, gateway, pool, *rest = free_ports(5 + engines)
+    return Ports(service, lockserver, gms, gateway, tuple(rest), pool if has_pool else 0)
 
 
 def check_ports(

@@ -167,7 +167,7 @@ async def pod(directory: Path) -> AsyncIterator[Pod]:
     ends = (257, 261)
     grammars = Grammars(str(directory), 262, ends)
     link = Link(str(directory), grammars)
-    served = ServedModel("tiny", tokenizer, link)  # type: ignore[arg-type]  # a stand-in for the link
+    served = ServedModel(("tiny",), tokenizer, link)  # type: ignore[arg-type]  # a stand-in for the link
     served.ready = ReadyMsg(1, 1, MAX_CONTEXT, 262, ends, "epoch", {})
     served.grammars = grammars
     served.is_behind_gateway = True

@@ -247,7 +247,7 @@ def test_ignore_eos_leaves_the_model_no_stop_token(model: Path):
     """Goal: a benchmark gets as many tokens as it asks for. Method: what the model is sent."""
 
     async def scenario(link: ModelLink, stub: StubModel, failures: list[FailedMsg]) -> None:
-        served = ServedModel("tiny", Tokenizer.load(str(model)), link, ready=READY)
+        served = ServedModel(("tiny",), Tokenizer.load(str(model)), link, ready=READY)
         async with TestServer(make_app(served)) as server, aiohttp.ClientSession() as client:
             for number, ignore_eos in enumerate((False, True)):
                 body = {"prompt": "x", "ignore_eos": ignore_eos}
@@ -266,7 +266,9 @@ def test_full_engine_refuses_a_stream_with_a_status(model: Path):
     """Goal: no 200 for what is not going to be answered. Method: a stream with the link full."""
 
     async def scenario(link: ModelLink, stub: StubModel, failures: list[FailedMsg]) -> None:
-        served = ServedModel("tiny", Tokenizer.load(str(model)), link, "engine-0", 5, ready=READY)
+        served = ServedModel(
+            ("tiny",), Tokenizer.load(str(model)), link, "engine-0", 5, ready=READY
+        )
         async with TestServer(make_app(served)) as server, aiohttp.ClientSession() as client:
             for _ in range(SLOTS + QUEUE_MAX):
                 generate(link)

@@ -2,7 +2,7 @@
 
     python -m engine.backends.reference.http.main --model DIR [--max-context N] [--slots N]
         [--kv-bytes SIZE] [--cache-tokens N] [--kv-memory gms|private] [--no-kv-adoption]
-        [--kv-audit] [--tensor-parallel N] [--served-model-name NAME]
+        [--kv-audit] [--tensor-parallel N] [--served-model-name NAME …]
 
 Started by `engine run --backend reference -- …`. Owns the start: the witness first, then the model
 processes, one per tensor-parallel rank, and only then the slow imports, which so run while the
@@ -63,8 +63,8 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError("engine.backend_arguments", f"reference backend: {message}")
 
 
-def parse(argv: list[str]) -> tuple[ConfigureMsg, str]:
-    """Settings and the served model's name. Raises UsageError `engine.backend_arguments`."""
+def parse(argv: list[str]) -> tuple[ConfigureMsg, tuple[str, ...]]:
+    """Settings and the served model's names. Raises UsageError `engine.backend_arguments`."""
     parser = _Parser(prog="engine run --backend reference --", allow_abbrev=False)
     parser.add_argument("--model", required=True, help="directory of a Hugging Face checkpoint")
     parser.add_argument(
@@ -110,7 +110,10 @@ def parse(argv: list[str]) -> tuple[ConfigureMsg, str]:
         "(default: %(default)s)",
     )
     parser.add_argument(
-        "--served-model-name", help="name in /v1/models (default: the directory's name)"
+        "--served-model-name",
+        nargs="+",
+        metavar="NAME",
+        help="name in /v1/models, and others that requests may use (default: the directory's name)",
     )
     found = parser.parse_args(argv)
     settings = ConfigureMsg(
@@ -124,7 +127,8 @@ def parse(argv: list[str]) -> tuple[ConfigureMsg, str]:
         has_audit=found.kv_audit,
         ranks=found.tensor_parallel,
     )
-    return settings, found.served_model_name or os.path.basename(os.path.realpath(found.model))
+    names = found.served_model_name or [os.path.basename(os.path.realpath(found.model))]
+    return settings, tuple(names)
 
 
 def _whole(least: int, most: int) -> Callable[[str], int]:
@@ -151,7 +155,7 @@ def main() -> int:
     try:
         member = process.enter("http")
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal is the supervisor's
-        settings, model_name = parse(sys.argv[1:])
+        settings, names = parse(sys.argv[1:])
         read_config(settings.directory).of_rank(0, settings.ranks)  # the cheap checks
         raise_fd_limit()
         models = spawn(settings)
@@ -170,7 +174,7 @@ def main() -> int:
 
     gc.freeze()
     gc.enable()
-    uvloop.run(serve(settings, model_name, sock, models, page, member.seat))
+    uvloop.run(serve(settings, names, sock, models, page, member.seat))
     raise AssertionError("the backend stopped serving by itself")
 
 

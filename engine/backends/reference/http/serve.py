@@ -50,7 +50,7 @@ FLUSH_S = 0.1
 
 async def serve(
     settings: ConfigureMsg,
-    model_name: str,
+    names: tuple[str, ...],
     sock: socket.socket,
     models: Sequence[tuple[socket.socket, subprocess.Popen[bytes]]],
     page: ProgressPage,
@@ -61,7 +61,7 @@ async def serve(
     link = join_ranks(models, settings.slots, lambda failed: channel.end(_report_of(failed)), page)
     try:
         tokenizer = Tokenizer.load(settings.directory)
-        served = ServedModel(model_name, tokenizer, link)
+        served = ServedModel(names, tokenizer, link)
         backend = ReferenceBackend(served, settings.directory, seat)
         ready = await backend.prepare()
     except UnderstudyError as error:

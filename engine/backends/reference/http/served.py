@@ -20,13 +20,13 @@ from plumbing import hop
 
 @dataclass
 class ServedModel:
-    """The backend keeps it up to date.
+    """The backend keeps it up to date. `names`: its own first, then those that clients also use.
 
     `is_behind_gateway`: the connections are the gateway's, whose headers are obeyed.
     `is_continued`: a drain leaves streams to the next engine.
     """
 
-    model_name: str
+    names: tuple[str, ...]
     tokenizer: Tokenizer
     link: ModelLink
     engine: str = ""
@@ -45,13 +45,17 @@ class ServedModel:
     on_request: Callable[[asyncio.BaseProtocol], None] = lambda protocol: None
 
     @property
+    def model_name(self) -> str:
+        return self.names[0]
+
+    @property
     def limits(self) -> ReadyMsg:
         assert self.ready is not None  # connections are accepted only afterwards
         return self.ready
 
     def check_model(self, asked: str | None) -> None:
         """Raises ApiError 404."""
-        if asked not in (None, self.model_name):
+        if asked is not None and asked not in self.names:
             what = f"The model {asked!r:.500} does not exist; this engine serves"
             what = f"{what} {self.model_name!r}."
             raise ApiError(404, what, code="model_not_found", param="model")

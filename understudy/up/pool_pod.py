@@ -1,0 +1,176 @@
+"""The pod of a pool file: many models on one machine, with the parts of the packaged manifest.
+
+Its lock server, memory service and gateway are those of every pod, told the models' names. The
+pool and each model's engines are made after the gateway's and an engine's example. All engines
+begin cold: the pool says which of them starts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from msgspec import structs
+
+from plumbing.errors import UsageError
+from plumbing.part.paths import engine_states
+from pool.pool_file import named, read_pool_file
+from pool.settings import ModelSettings, PoolFile, engines_of
+from understudy.kubelet.containers import Container
+from understudy.manifest.spec import ContainerSpec, ProbeSpec, Variable
+from understudy.up.local_pod import GATEWAY, LocalPod, model_arguments, packaged_manifest
+from understudy.up.ports import check_ports, free_pod_ports
+from understudy.up.sessions import PreparedPod, Say, refuse_second_pod
+
+POOL = "pool"
+EXAMPLE = "engine-0"  # the engine of the packaged pod that all engines are made after
+DEVICES = "TENSOR_PARALLEL"  # what the packaged manifest calls their number
+HOST_PREFIX = "HOST-"
+HOST_DEVICES_ENV = "UNDERSTUDY_HOST_DEVICES"
+CUDA_DEVICES_ENV = "CUDA_VISIBLE_DEVICES"
+
+
+async def prepare_pool(
+    pod: LocalPod, path: Path, directory: Path, say: Say, is_drilled: bool
+) -> PreparedPod:
+    """Prepare the pod of the pool file at `path`; `pod` has what the flags say.
+
+    Raises:
+        UsageError: a fault in the file, or a device that `up` cannot give to an engine.
+    """
+    file = read_pool_file(str(path))
+    engines = sum(len(engines_of(name, each)) for name, each in file.models.items())
+    if is_drilled:
+        pod = replace(pod, ports=free_pod_ports(engines, has_pool=True))
+    else:
+        first, *_ = pod.ports.engines
+        pod = replace(pod, ports=replace(pod.ports, engines=tuple(range(first, first + engines))))
+        check_ports(pod.ports, pod.host, pod.http_host)
+        await refuse_second_pod(directory)
+        for state_file in engine_states(directory):
+            state_file.unlink(missing_ok=True)
+    file = _with_names(file)
+    made = PoolPod(replace(pod, directory=directory, memory=_memory(file)), path, file)
+    return PreparedPod(made.containers(), directory, f"the pool of {path}")
+
+
+class PoolPod:
+    """A local pod, with the models of a pool file instead of its own."""
+
+    def __init__(self, pod: LocalPod, path: Path, file: PoolFile) -> None:
+        self._pod, self._path, self._file = pod, path.absolute(), file
+
+    def containers(self) -> list[Container]:
+        """The pod, in the order in which it starts."""
+        manifest = packaged_manifest()
+        by_name = {each.name: each for each in manifest.specs}
+        servers = [self._server(each) for name, each in by_name.items() if not _is_engine(name)]
+        pool = self._pool(by_name[GATEWAY])
+        engines = [
+            self._engine(by_name[EXAMPLE], engine, model)
+            for model, settings in self._file.models.items()
+            for engine in engines_of(model, settings)
+        ]
+        made = structs.replace(manifest, specs=(*servers, pool, *engines))
+        # A flag that is set goes to every container, and each engine has a backend of its own.
+        choices = self._pod.choices()
+        flags = {name: value for name, value in choices.flag.items() if name != "backend"}
+        config = {**choices.config, DEVICES: str(self._devices)}
+        choices = replace(choices, flag=flags, config=config)
+        ports = self._pod.ports.by_name(engine.name for engine in engines)
+        return self._pod.placed(made, choices, self._backend_arguments, ports)
+
+    @property
+    def _devices(self) -> int:
+        """How many devices of the host the memory service serves."""
+        numbers = [
+            int(each.removeprefix(HOST_PREFIX)) for each in self._file.devices if _is_host(each)
+        ]
+        return max(numbers, default=0) + 1
+
+    def _server(self, spec: ContainerSpec) -> ContainerSpec:
+        models = tuple(f"--model={name}" for name in self._file.models)
+        match spec.name:
+            case "lockserver":
+                more = models
+            case "gms":
+                host_bytes = int(self._file.host_memory)
+                copies = (f"--host-memory={host_bytes}",) if host_bytes else ()
+                more = (*models, *copies)
+            case "gateway":
+                more = (f"--pool={self._path}",)
+            case _:
+                more = ()
+        return structs.replace(spec, command=(*spec.command, *more))
+
+    def _pool(self, gateway: ContainerSpec) -> ContainerSpec:
+        devices = tuple(f"--device={name}" for name in self._file.devices)
+        command = (POOL, "serve", f"--file={self._path}", *devices)
+        return _renamed(gateway, POOL, command)
+
+    def _engine(self, example: ContainerSpec, engine: str, model: str) -> ContainerSpec:
+        settings = self._file.models[model]
+        flags = (f"--backend={settings.backend}", f"--model-name={model}")
+        command = ("engine", "run", *flags, "--goal=cold")
+        kept = [each for each in example.env if each.name != "ENGINE_ID"]
+        mine = {"ENGINE_ID": engine, **_devices_env(settings)}
+        env = (*kept, *(Variable(name, value) for name, value in mine.items()))
+        return structs.replace(_renamed(example, engine, command), env=env)
+
+    def _backend_arguments(self, engine: str) -> tuple[str, ...]:
+        """What the backend of `engine` is told behind `--`."""
+        for model, settings in self._file.models.items():
+            if engine in engines_of(model, settings):
+                path = Path(settings.model)
+                first = model_arguments(settings.backend, path, settings.tensor_parallel)
+                names = ("--served-model-name", model, *settings.aliases)
+                return (*first, *names, *map(str, settings.args))
+        return ()
+
+
+def _with_names(file: PoolFile) -> PoolFile:
+    """With the names of its devices: a number counts those of the host."""
+    names = [f"{HOST_PREFIX}{each}" if each.isdecimal() else str(each) for each in file.devices]
+    return named(file, names)
+
+
+def _memory(file: PoolFile) -> str:
+    hosts = [each for each in file.devices if _is_host(each)]
+    if hosts and len(hosts) != len(file.devices):
+        raise UsageError(
+            "pool.mixed_devices",
+            f"{', '.join(file.devices)}: a pod uses either GPUs or host memory; name one kind",
+        )
+    return "host" if hosts else "cuda"
+
+
+def _devices_env(settings: ModelSettings) -> dict[str, str]:
+    """How the backend learns which devices are its own."""
+    names = ",".join(settings.devices)
+    return {HOST_DEVICES_ENV if _is_host(names) else CUDA_DEVICES_ENV: names}
+
+
+def _renamed(spec: ContainerSpec, name: str, command: tuple[str, ...]) -> ContainerSpec:
+    """Another container like it, with a port of its own name."""
+
+    def here(check: ProbeSpec | None) -> ProbeSpec | None:
+        return check and structs.replace(check, port=name)
+
+    (number,) = spec.ports.values()
+    return structs.replace(
+        spec,
+        name=name,
+        command=command,
+        ports={name: number},
+        startup=here(spec.startup),
+        liveness=here(spec.liveness),
+        readiness=None,
+    )
+
+
+def _is_host(device: str) -> bool:
+    return device.startswith(HOST_PREFIX)
+
+
+def _is_engine(name: str) -> bool:
+    return name.startswith("engine-")
