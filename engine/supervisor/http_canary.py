@@ -9,7 +9,6 @@ this process no descriptor, there is nothing to judge by: the canary must take a
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Callable
 
 import msgspec
@@ -86,7 +85,8 @@ async def _ask(path: str) -> Verdict | None:
         Unanswered: no verdict this time.
     """
     try:
-        reader, writer = await _connect(path)
+        # Not with a socket of our own: at a timeout uvloop would close it, and so would its object.
+        reader, writer = await asyncio.open_unix_connection(path, limit=ANSWER_BYTES_MAX)
     except OSError as error:
         if is_shortage(error):
             return None
@@ -105,16 +105,6 @@ async def _ask(path: str) -> Verdict | None:
         return msgspec.json.decode(body, type=Verdict)
     except msgspec.DecodeError as error:
         raise Unanswered(f"{path} answered the canary with HTTP {status}, no verdict") from error
-
-
-async def _connect(path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-    try:
-        sock.connect(path)  # on a Unix socket this is done at once, or fails
-        return await asyncio.open_unix_connection(sock=sock, limit=ANSWER_BYTES_MAX)
-    except BaseException:
-        sock.close()
-        raise
 
 
 async def _answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
