@@ -1,4 +1,4 @@
-"""The watch over supervisors' processes: real children, real pidfds."""
+"""The watch over the processes behind connections: real children, real pidfds."""
 
 from __future__ import annotations
 
@@ -77,6 +77,25 @@ def test_forgotten_process_is_not_reported():
         watch = ProcessWatch(gone.append)
         watch.watch(SUPERVISOR, peer)
         watch.forget(SUPERVISOR)
+        end(child)
+        watch.look(SUPERVISOR)
+        assert gone == []
+        child.wait()
+
+    asyncio.run(scenario())
+
+
+def test_process_without_a_pidfd_is_not_watched_and_all_are_forgotten_at_the_end():
+    """Goal: a kernel without pidfds costs the report alone; nothing is left open. Method: a peer
+    whose pidfd was taken already."""
+    gone: list[str] = []
+
+    async def scenario() -> None:
+        child, peer = start()
+        watch = ProcessWatch(gone.append)
+        watch.watch(SUPERVISOR, peer)
+        watch.watch(SUPERVISOR, peer)  # its pidfd was taken: the first one counts
+        watch.close()
         end(child)
         watch.look(SUPERVISOR)
         assert gone == []
