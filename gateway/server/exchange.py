@@ -206,13 +206,14 @@ class HttpExchange:
 
     async def _take_over(self, upstream: Upstream, connection: socket.socket) -> None:
         try:
-            transport, _ = await self._loop.create_unix_connection(
-                lambda: upstream, sock=connection
-            )
+            # Not `create_unix_connection`: uvloop's takes `connection` over only after
+            # `connection_made`. If writing fails in there, the number is closed by the loop and
+            # again by `connection`, when another stream may have it.
+            transport, _ = await self._loop.connect_accepted_socket(lambda: upstream, connection)
         except OSError as error:  # the loop cannot watch one more
             upstream.connection_lost(error)
         else:
-            if upstream.is_dropped:  # not earlier: uvloop would close the socket twice
+            if upstream.is_dropped:
                 transport.abort()
 
     def serve(self) -> None:

@@ -4,11 +4,14 @@ Method: a core that refuses every request, and that looks whether it is asked wh
 an earlier event are still performed: an answer that is out brings the client's next request.
 """
 
+import socket
+
 import pytest
 
 from gateway.core.events import AnswerError, Ending, RequestCame, RequestEnded
 from gateway.core.machine import Gateway
 from gateway.server.responses import HEAD_BYTES_MAX, ResponseReader
+from gateway.server.upstream import Upstream
 from tests.gateway.server.harness import with_bench
 
 
@@ -37,6 +40,29 @@ def test_the_next_request_waits_until_all_effects_are_performed(tmp_path, monkey
         for _ in range(5):
             assert (await client.answer()).status == 503
         assert bench.endings() == {"refused": 5}
+
+    with_bench(tmp_path, scenario)
+
+
+def test_a_connection_that_breaks_before_the_request_is_sent_is_closed_once(tmp_path, monkeypatch):
+    """Goal: a descriptor's number is not closed again once another connection may have it, which
+    would mix up the streams of clients. Method: the engine dies between `connect` and the sending
+    of the request, which the loop then writes first of all."""
+    opened: list[socket.socket] = []
+
+    def connect(upstream, path):
+        ours, theirs = socket.socketpair()
+        theirs.close()
+        opened.append(ours)
+        return ours
+
+    async def scenario(bench):
+        await bench.active()
+        monkeypatch.setattr(Upstream, "connect", connect)
+        answer = await bench.once("/v1/other", {"x": 1})
+        assert answer.status == 502
+        [connection] = opened
+        assert connection.fileno() == -1
 
     with_bench(tmp_path, scenario)
 
