@@ -15,7 +15,7 @@ What is surely true at every step:
 - Memory is booked before a goal that takes it is told, and booked out by `books.py` alone.
 - A goal has a generation of its own. One that was superseded is never said again.
 - A door is shut before the goal of an engine behind it is lowered: QUIET needs every gateway to
-  obey the shut door first, and where a death has made it yield at once, doors are said first.
+  obey the shut door first, and so does the unloading of a model that loads again after a death.
 
 Must not know of clocks, sockets or files. `snapshot.py` and `recovery.py` have its restarts.
 """
@@ -139,11 +139,20 @@ class ModelPool:
 
     def _lower_aim(self, known: KnownModel) -> None:
         """What was measured while it loads does not fit: it comes to rest and waits for room. It
-        must not wake into memory that others have."""
+        must not wake into memory that others have.
+
+        A device or an engine that has not been heard since the pool started proves nothing. Behind
+        an open door the engine may serve already, so it keeps its goal.
+        """
         pool, model = self.situation, known.model
         if model.state is not ModelState.LOADING or model.aim is not Tier.AWAKE:
             return
-        if any(pool.books.ledger.free_bytes(device) < 0 for device in known.rules.devices):
+        if model.is_recovering or isinstance(known.door, ev.OpenDoor):
+            return
+        devices = known.rules.devices
+        if not all(pool.books.is_known(device) for device in devices):
+            return
+        if any(pool.books.ledger.free_bytes(device) < 0 for device in devices):
             model.aim, known.is_raised_for_ticket = Tier.WARM, False
             pool.aim(known)
 

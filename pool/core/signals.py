@@ -92,8 +92,9 @@ def _is_gone(known: KnownModel, name: str, incarnation: str) -> bool:
 
 
 def _died_loading(known: KnownModel) -> DueSignal | None:
-    """One of its engines has died, and none had stood for it."""
-    if not known.lost_one:
+    """One of its engines has died, and none had stood for it. While it is recovering, one that has
+    not been heard may live, and serve."""
+    if not known.lost_one or known.model.is_recovering:
         return None
     name, known.lost_one = known.lost_name, False
     if any(engine.name != name for engine in known.living()):

@@ -231,12 +231,23 @@ class PoolSituation:
         engine = known.stander()
         if engine is not None and engine.said is not None and not engine.said.can_rest:
             tier = Tier.COLD  # its engine cannot rest in place
-        if not known.model.may(ModelSignal.YIELD, tier):
+        if not known.model.may(ModelSignal.YIELD, tier) or self._is_sent_to(known):
             return
         before, floor = known.model.state, known.model.floor
         self.fire(known, DueSignal(ModelSignal.YIELD, reason, tier))
         if known.model.state is not before or known.model.floor is not floor:
             known.leaving = why
+
+    def _is_sent_to(self, known: KnownModel) -> bool:
+        """Whether requests may reach a model that loads again: behind the door that stayed open
+        over the death, its next engine may serve before we hear of it. The door is shut first."""
+        if known.model.state is not ModelState.LOADING or not known.model.is_again:
+            return False
+        if isinstance(known.door, ev.OpenDoor):
+            known.door = None
+            self.to_show.add(known.name)
+        is_shut = isinstance(known.door, ev.ShutDoor)
+        return not (is_shut and self.demand.is_quiet(known.name, known.door_number))
 
 
 def _longest(models: list[KnownModel], state: ModelState) -> float:

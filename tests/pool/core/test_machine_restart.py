@@ -220,6 +220,39 @@ def test_goal_that_is_newer_than_the_file_is_followed_by_a_newer_one():
     assert seen.is_older(told[-1].generation)
 
 
+def test_model_that_loads_for_its_tickets_keeps_its_goal_over_a_restart():
+    """Of a device that has not been heard yet nobody knows that too much is booked."""
+    pod = Pod(total_bytes=1500 * MIB).start()
+    pod.ask("a")
+    assert pod.state("a") is S.LOADING
+    restart(pod)
+    for engine in pod.supervisors.values():
+        pod.handle(engine.said())
+    pod.handle(ev.DeviceIs(GPU, pod.total_bytes, 0))
+    pod.say_memory()
+    told = [each for each in pod.all if isinstance(each, ev.TellEngine) and each.engine == "a0"]
+    assert [(each.goal, each.generation.start) for each in told] == [(Tier.AWAKE, 1)]
+    pod.settle()
+    assert pod.state("a") is S.AWAKE
+
+
+def test_death_of_a_shadow_is_no_death_of_an_engine_that_has_not_been_heard():
+    pod = served()
+    pod.in_flight["a"] = pod.supervisors["a0"].in_flight = 1
+    pod.obey_goals()
+    pod.obey_doors()
+    restart(pod)
+    pod.handle(ev.DeviceIs(GPU, pod.total_bytes, 0))
+    shadow = pod.supervisors["a1"]
+    pod.handle(shadow.said())
+    pod.kill(shadow)
+    pod.handle(shadow.said())
+    assert pod.state("a") is S.AWAKE
+    pod.handle(pod.supervisors["a0"].said())
+    assert pod.state("a") is S.AWAKE
+    assert pod.supervisors["a0"].goal is Tier.AWAKE
+
+
 STEPS = st.lists(
     st.sampled_from(
         ["goals", "doors", "questions", "tick", "long", "ask a", "ask b", "kill", "restart", "load"]

@@ -52,6 +52,7 @@ class Law(Books):
                     self.leases[effect.lease] = lease
                     self.fits((lease.device,), f"lease {effect.lease} is granted")
             case KillEngine():
+                self.killed.add(effect.engine)
                 self.faulted.add(self.world.engines[effect.engine].model)
 
     def told_goal(self, effect: TellEngine) -> None:
@@ -72,7 +73,9 @@ class Law(Books):
         if RANK[effect.goal] > before:
             rules = self.world.rules[engine.model]
             self.fits(rules.devices, f"{effect.engine} is told {effect.goal}")
-        if effect.goal is not Tier.AWAKE and engine.state is State.ACTIVE:
+        if effect.engine in self.killed:  # what a spent cut had left running ended with it
+            self.killed.discard(effect.engine)
+        elif effect.goal is not Tier.AWAKE and engine.state is State.ACTIVE:
             self.rests(engine)
 
     def rests(self, engine: Engine) -> None:
@@ -142,6 +145,8 @@ class Law(Books):
             order = self.order_of(other)
             if other == model or order is None or mine is None or order >= mine:
                 continue
+            if self.is_unheard(other):
+                continue  # nobody knows what it holds: it is not raised yet
             if other in self.faulted or self.states.get(other) in (*RAISED, ModelState.AWAKE):
                 continue
             if self.will_fit({other}) and not self.will_fit({other, model}):

@@ -40,12 +40,14 @@ class Books:
         self.outside: dict[str, int] = {}
         self.demand: dict[str, dict[str, ModelDemand]] = {}
         self.sizes: dict[str, EngineSizes] = dict(world.estimates)
+        self.unheard: set[str] = set()  # engines
         self.asked: dict[str, LeaseAsked] = {}
         self.orders: dict[str, float] = {}  # when a model was last ordered about
         self.pinned = {name for name, rules in world.rules.items() if rules.is_pinned}
         self.opened_ms: dict[str, float] = {}
         self.shut_ms: dict[str, float] = {}
         self.faulted: set[str] = set()  # models whose engines failed or were killed, ever
+        self.killed: set[str] = set()  # engines, until they are told a goal
         self.states: dict[str, ModelState] = {}
         self.planned: set[str] = set()  # models that others have yielded for
         self.seen: set[tuple[str, str]] = set()  # coverage: state and event
@@ -61,6 +63,7 @@ class Books:
         self.asked.clear()
         self.outside.clear()
         self.states.clear()
+        self.unheard = set(self.world.engines)
 
     def heard(self, event: PoolEvent) -> None:
         match event:
@@ -71,6 +74,7 @@ class Books:
             case DeviceIs():
                 self.outside[event.device] = event.outside_bytes
             case EngineSaid():
+                self.unheard.discard(event.engine)
                 if event.base_bytes:
                     self.sizes[event.model] = self.world.sizes[event.model]
                 is_down = event.state == "dead"
@@ -157,7 +161,26 @@ class Books:
             usable = device.total_bytes - world.pool_rules.margin_bytes
             if used + self.outside.get(name, 0) > usable:
                 return False
-        return True
+        return self._copies_fit(raised)
+
+    def _copies_fit(self, raised: set[str]) -> bool:
+        """Copies of weights in host memory stay until a model is cold."""
+        host = self.world.devices.get(HOST)
+        if host is None:
+            return True
+        up = {each.model for each in self.world.engines.values() if self._is_up(each.name)}
+        copies = [sum(self.sizes[model].weights.values()) for model in up | raised]
+        leases = sum(each.bytes for each in self.leases.values() if each.device == HOST)
+        used = sum(size for size in copies if size <= host.total_bytes) + leases
+        return used + self.outside.get(HOST, 0) <= host.total_bytes
+
+    def _is_up(self, engine: str) -> bool:
+        last = self.last.get(engine)
+        return last is not None and last.goal is not Tier.COLD
+
+    def is_unheard(self, model: str) -> bool:
+        """Whether an engine of it has said nothing since the pool started."""
+        return any(self.world.engines[name].model == model for name in self.unheard)
 
     def of(self, model: str) -> list[ModelDemand]:
         return [models[model] for models in self.demand.values() if model in models]
