@@ -29,6 +29,7 @@ class Goals:
         self._told: tuple[object, ...] = ()
         self._pool = PoolWords(engine)
         engine.on_change.append(self._changed)
+        engine.history.on_idle = self._tell  # a pool that heard of requests waits for their end
 
     def shall(self, conn: Connection, message: ShallMsg, request_id: int) -> None:
         """Take a goal, if there is one, and tell `conn` of every change from now on.
@@ -84,6 +85,10 @@ class Goals:
         if said == self._told:
             return
         self._told = said
+        self._tell()
+
+    def _tell(self) -> None:
+        am = self.am()
         for conn in tuple(self._watchers):
             conn.send(am)
 

@@ -6,6 +6,7 @@ Owns the events that record them, and the counters that outlive the supervisor. 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,7 @@ class History:
         self.deaths: deque[dict[str, Any]] = deque(maxlen=DEATHS_SHOWN)
         self.last_takeover: Takeover | None = None
         self.in_flight = 0
+        self.on_idle: Callable[[], object] = lambda: None  # the last request has ended
         self.published_blocks = 0  # by the backend since its wake, for the next engine
         self.kept_blocks = 0  # those that the next engine would find now
         self.budget_ms: int | None = None  # of the present state; None: it may last for ever
@@ -138,9 +140,11 @@ class History:
         )
 
     def answered(self, healthy: HealthyMsg) -> None:
-        self.in_flight = healthy.in_flight
+        was_busy, self.in_flight = self.in_flight > 0, healthy.in_flight
         self.published_blocks = healthy.published_blocks
         self.kept_blocks = healthy.kept_blocks
+        if was_busy and not healthy.in_flight:
+            self.on_idle()
 
     def asked_to_be(self, goal: Tier, by: str, generation: GoalGeneration | None = None) -> None:
         """A new goal, which a later supervisor keeps, too."""

@@ -22,6 +22,7 @@ from tests.engine.test_hand_over import hand_over, states
 from tests.helpers import until
 
 RESTS = ("--rest", "--grandchild", "joined")
+PATIENT = ("--hang-ms", "600000")
 QUICK = ("--backoff-first-ms", "20", "--backoff-max-ms", "20", "--deaths-max", "100")
 
 
@@ -267,6 +268,23 @@ def test_engine_rests_and_wakes_under_its_token_and_says_so(pod, lock):
     metrics = engine.get("/metrics")[1]
     assert 'understudy_engine_rests_total{reason="goal"} 2.0' in metrics
     assert "understudy_engine_wake_duration_seconds_count 2.0" in metrics
+
+
+def test_engine_says_so_when_its_last_request_has_ended(pod, lock):
+    """Goal: a pool that was told of a request in flight hears of its end. Method: a backend that
+    counts one while a file exists; nothing else about the engine changes."""
+    busy = pod.directory / "busy"
+    engine = pod.engine("e-0", *RESTS, "--hang-generation-if", str(busy), flags=(*QUICK, *PATIENT))
+    engine.until("active")
+    busy.touch()
+    with engine.client() as client:
+        until(lambda: shall(client, None).in_flight == 1, "the request to be counted")
+    with engine.client() as client:
+        assert shall(client, None).in_flight == 1
+        busy.unlink()
+        said = client.receive(timeout_s=30).message
+        assert isinstance(said, AmMsg)
+        assert (said.state, said.in_flight) == ("active", 0)
 
 
 def test_goal_outlives_the_supervisor_and_a_hand_over_ends_a_rest(pod, directory):
