@@ -232,7 +232,7 @@ LEASE_OPTIONS = (
 
 @click.command(context_settings={"ignore_unknown_options": True})
 @options(LEASE_OPTIONS, command="lease")
-@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND")
 def lease(config: Resolved, command: tuple[str, ...]) -> None:
     """Run COMMAND with memory of a device that no model gets while COMMAND's processes live.
 
@@ -245,6 +245,8 @@ def lease(config: Resolved, command: tuple[str, ...]) -> None:
     for name in ("device", "bytes"):
         if not config[name]:
             raise UsageError("pool.no_lease", f"--{name} is required")
+    if not command:  # click would refuse --print-config without it
+        raise UsageError("pool.no_lease", "write the command to run behind `--`")
     with until_interrupted():
         code = run_with_lease(
             os.path.abspath(config["dir"]),

@@ -96,7 +96,7 @@ async def pool_of_two(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Async
     path = directory / "pool.yaml"
     path.write_text(POOL_FILE.format(model=model, tokens=CACHE_TOKENS, kv=KV_BYTES))
     local = LocalPod(Path(), None, device_bytes=DEVICE_BYTES)
-    pod = await prepare_pool(local, path, directory, print, is_drilled=True)
+    pod = await prepare_pool(local, path, 0, directory, print, is_drilled=True)
     port = int(next(w for w in pod.containers[0].command if "service=" in w).rpartition(":")[2])
     runner = PodRunner(pod.containers, directory / "log")
     try:

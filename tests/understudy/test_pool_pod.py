@@ -26,7 +26,9 @@ models:
 def containers(directory: Path, text: str) -> list[Container]:
     path = directory / "pool.yaml"
     path.write_text(text)
-    pod = asyncio.run(prepare_pool(LocalPod(Path(), None), path, directory, print, is_drilled=True))
+    pod = asyncio.run(
+        prepare_pool(LocalPod(Path(), None), path, 0, directory, print, is_drilled=True)
+    )
     return list(pod.containers)
 
 

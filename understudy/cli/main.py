@@ -255,7 +255,8 @@ def _check_manifest_flags(
 def _pod(config: Resolved, declared: Sequence[Option], arguments: tuple[str, ...]) -> Prepare:
     """The pod to start: a manifest's if -f is given."""
     if declared is UP_OPTIONS and config["pool"] is not None:
-        return partial(prepare_pool, _local_pod(config, declared, ()), Path(config["pool"]))
+        pod = _local_pod(config, declared, ())
+        return partial(prepare_pool, pod, Path(config["pool"]), config["pool_port"])
     if config["file"] is None:
         return partial(sessions.prepare_local, _local_pod(config, declared, arguments))
     choices = Choices.of(config["set"])

@@ -183,5 +183,4 @@ def ports_of(config: Resolved) -> Ports:
     service, lockserver, gms, gateway, engine = (
         config[f"{part}_port"] for part in ("service", "lockserver", "gms", "gateway", "engine")
     )
-    pool = config["pool_port"] if config["pool"] is not None else 0
-    return Ports(service, lockserver, gms, gateway, (engine, engine + 1), pool)
+    return Ports(service, lockserver, gms, gateway, (engine, engine + 1))

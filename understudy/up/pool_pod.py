@@ -31,9 +31,10 @@ CUDA_DEVICES_ENV = "CUDA_VISIBLE_DEVICES"
 
 
 async def prepare_pool(
-    pod: LocalPod, path: Path, directory: Path, say: Say, is_drilled: bool
+    pod: LocalPod, path: Path, port: int, directory: Path, say: Say, is_drilled: bool
 ) -> PreparedPod:
-    """Prepare the pod of the pool file at `path`; `pod` has what the flags say.
+    """Prepare the pod of the pool file at `path`; `pod` has what the flags say, `port` is the
+    pool's own.
 
     Raises:
         UsageError: a fault in the file, or a device that `up` cannot give to an engine.
@@ -44,7 +45,8 @@ async def prepare_pool(
         pod = replace(pod, ports=free_pod_ports(engines, has_pool=True))
     else:
         first, *_ = pod.ports.engines
-        pod = replace(pod, ports=replace(pod.ports, engines=tuple(range(first, first + engines))))
+        numbers = tuple(range(first, first + engines))
+        pod = replace(pod, ports=replace(pod.ports, engines=numbers, pool=port))
         check_ports(pod.ports, pod.host, pod.http_host)
         await refuse_second_pod(directory)
         for state_file in engine_states(directory):
