@@ -60,8 +60,9 @@ class MarkedStream:
 
     def leave(self) -> None:
         """Close the connection behind a whole group, since each is one write, and say so. What the
-        gateway does not read in time, because its client does not, is lost to it."""
-        if self.has_ended:
+        gateway does not read in time, because its client does not, is lost to it. One that the
+        gateway has left already, to park the stream itself, is left alone."""
+        if self.has_ended or self._transport.is_closing():
             return
         if self.has_begun:
             self._transport.write(b"%x\r\n%b\r\n" % (len(hop.HANDED_OVER), hop.HANDED_OVER))
