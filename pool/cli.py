@@ -49,7 +49,7 @@ model_argument = click.argument("model")
 
 @click.group()
 def main() -> None:
-    """Pool: decides which models are awake, where many share few devices."""
+    """Many models on few devices: look at the pool, and order it."""
 
 
 @main.command()
@@ -234,11 +234,11 @@ LEASE_OPTIONS = (
 @options(LEASE_OPTIONS, command="lease")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND")
 def lease(config: Resolved, command: tuple[str, ...]) -> None:
-    """Run COMMAND with memory of a device that no model gets while COMMAND's processes live.
+    """Run COMMAND with memory that no model gets meanwhile.
 
-    Waits like a request, and models yield for it. Exits with COMMAND's exit code; 1 if the memory
-    is never free, with who holds what, 3 without a pool, 5 after --timeout. COMMAND has no standard
-    input.
+    The memory is booked while COMMAND's processes live. Waits like a request, and models yield for
+    it. Exits with COMMAND's exit code; 1 if the memory is never free, with who holds what, 3
+    without a pool, 5 after --timeout. COMMAND has no standard input.
     """
     from pool.client.lease import run_with_lease
 

@@ -93,15 +93,27 @@ def test_kv_cache_is_found_by_its_size_and_counted_by_its_pages():
 
 
 def test_kv_cache_that_is_lent_is_found_by_its_name(tmp_path):
-    """Goal: the figures hold where gms owns the KV memory. Method: map a real pool's slab, which
-    has another size than the cache, and write one page."""
+    """Goal: the figures hold where gms owns the KV memory. Method: a process maps a real pool's
+    slab, which has another size than the cache, and writes one page."""
     vault = PoolVault(HostMemory(), str(tmp_path), "HOST-0", None)
     vault.make("0123abcd" * 4, KV_BYTES // 2, mmap.PAGESIZE)
     index, slab = vault.export("0123abcd" * 4)
+    child = f"""
+        import mmap
+        mapped = mmap.mmap({slab.fileno()}, {KV_BYTES // 2})
+        mapped[: mmap.PAGESIZE] = b"x" * mmap.PAGESIZE
+        print(flush=True)
+        input()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(child)]
     try:
-        with mmap.mmap(slab.fileno(), KV_BYTES // 2) as mapped:
-            mapped[: mmap.PAGESIZE] = b"x" * mmap.PAGESIZE
-            assert kv_resident([os.getpid()], KV_BYTES) == mmap.PAGESIZE
+        with subprocess.Popen(
+            command, stdin=PIPE, stdout=PIPE, text=True, pass_fds=[slab.fileno()]
+        ) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            assert kv_resident([process.pid], KV_BYTES) == mmap.PAGESIZE
+            process.communicate("\n")
     finally:
         close_all([index, slab])
         vault.close()

@@ -138,18 +138,18 @@ def test_state_file_of_a_later_layout_keeps_the_server_from_starting(pod_dir, st
         with open(path, "rb") as file:
             raw = file.read()
         with open(path, "r+b") as file:
-            file.write(raw.replace(b"understudy-lock 1 ", b"understudy-lock 2 "))
+            file.write(raw.replace(b"understudy-lock 1 ", b"understudy-lock 3 "))
         command = [*server.command, "serve", "--dir", pod_dir, "--http-port", "0"]
         ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
         assert ran.returncode == 1
         assert ran.stderr.strip().endswith("[lock.state_newer]")
-        assert f"{path} has version 2, but" in ran.stderr
+        assert f"{path} has version 3, but" in ran.stderr
         assert "Traceback" not in ran.stderr
         shown = subprocess.run(
             [*server.command, "status", "--dir", pod_dir], capture_output=True, text=True
         )
         assert shown.returncode == 3
-        assert "has version 2" in " ".join(shown.stdout.split())
+        assert "has version 3" in " ".join(shown.stdout.split())
         with open(path, "r+b") as file:
             file.write(raw)
         server.start()

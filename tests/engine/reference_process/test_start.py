@@ -19,12 +19,12 @@ from tests.engine.reference_process.rig import COMMAND, DEADLINE_S
 
 def test_arguments_have_defaults_and_sizes():
     """Goal: the documented flags. Method: the least and the most."""
-    least, name = parse(["--model", "/models/tiny/"])
-    assert (least.slots, least.max_context, least.kv_bytes, name) == (4, None, None, "tiny")
-    most, name = parse(
-        ["--model", "m", "--kv-bytes", "2GiB", "--slots", "8", "--served-model-name", "name"]
+    least, names = parse(["--model", "/models/tiny/"])
+    assert (least.slots, least.max_context, least.kv_bytes, names) == (4, None, None, ("tiny",))
+    most, names = parse(
+        ["--model", "m", "--kv-bytes", "2GiB", "--slots", "8", "--served-model-name", "a", "b"]
     )
-    assert (most.kv_bytes, most.slots, name) == (2 << 30, 8, "name")
+    assert (most.kv_bytes, most.slots, names) == (2 << 30, 8, ("a", "b"))
 
 
 @pytest.mark.parametrize("flag", ["-h", "--help"])
