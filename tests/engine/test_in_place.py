@@ -27,6 +27,11 @@ QUICK = ("--backoff-first-ms", "20", "--backoff-max-ms", "20", "--deaths-max", "
 
 
 def switch_over(pod: Pod, to: str) -> SwitchedOverMsg:
+    """Once the engine is in line: it calls itself a standby before the lock server has heard so."""
+    until(
+        lambda: any(each["engine"] == to for each in pod.lock()["waiters"]),
+        f"{to} to wait for the lock",
+    )
     with BlockingClient(str(pod.directory / "lockserver.sock"), CATALOGUE) as client:
         asked = SwitchOverMsg("active", to=to, timeout_ms=60_000)
         reply = client.request(asked, timeout_s=60).message
