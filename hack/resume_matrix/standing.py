@@ -16,6 +16,7 @@ class Standing:
             epoch="",
             identity={"models": {}},
             cannot_resume=self.problem,
+            cannot_offload="it has no memory service",
         )
 
     def understudy_join(self, token: int) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def test_image_has_no_entry_point_and_is_the_pods_user(text: str):
 @pytest.mark.parametrize("text", CONTAINERFILES.values(), ids=CONTAINERFILES)
 def test_image_has_every_package_of_ours(text: str):
     copied = set(re.findall(r"^COPY (\w+) \1$", text, re.MULTILINE))
-    assert copied == {"plumbing", "lockserver", "gms", "engine", "gateway", "understudy"}
+    assert copied == {"plumbing", "lockserver", "gms", "engine", "gateway", "pool", "understudy"}
 
 
 @pytest.mark.parametrize(("name", "text"), CONTAINERFILES.items(), ids=CONTAINERFILES)
