@@ -1,8 +1,9 @@
 """The probe table: four questions, eight states, and why (docs/states.md shows it).
 
 Owns TABLE. Must not know HTTP. "First" means that no incarnation of this engine has reached
-standby in this pod yet: until then kubelet's startup probe decides, afterwards an engine that
-relaunches must not take the serving pod out of its Service.
+standby in this pod yet, nor was it cold on purpose: until then kubelet's startup probe decides,
+afterwards an engine that relaunches must not take the serving pod out of its Service, and the first
+load of one that was cold must not be taken for a hang.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ class View:
     """What the probes depend on."""
 
     state: State
-    was_standby: bool  # some incarnation of this engine, in this pod
+    # Some incarnation of this engine, in this pod, was standby; or the engine was cold on purpose.
+    was_started: bool
     is_budget_spent: bool  # of this state; while dead, of reaping
     is_healthy: bool
     is_crash_loop: bool
@@ -101,7 +103,7 @@ def answer(endpoint: str, view: View) -> ProbeAnswer:
 
 def _objection(rule: Rule, view: View) -> str | None:
     """Why `rule` does not allow a 200, in one word; None if it does."""
-    first = None if view.was_standby else "never_standby_yet"
+    first = None if view.was_started else "never_standby_yet"
     spent = "budget_spent" if view.is_budget_spent else None
     match rule:
         case Rule.YES:

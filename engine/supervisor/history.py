@@ -149,6 +149,7 @@ class History:
     def asked_to_be(self, goal: Tier, by: str, generation: GoalGeneration | None = None) -> None:
         """A new goal, which a later supervisor keeps, too."""
         self.saved.goal = goal.value
+        self.saved.was_cold |= goal is Tier.COLD
         data = {"goal": goal.value, "by": by}
         if generation is not None:
             self.saved.generation = data["generation"] = to_text(generation)

@@ -35,6 +35,7 @@ class SavedState:
     """The facts that a later supervisor of the same engine must know."""
 
     was_standby: bool = False
+    was_cold: bool = False  # on purpose; then its startup probe has passed
     number: int = 0  # launches so far
     failover_attempts: int = 0
     failover_successes: int = 0
@@ -59,7 +60,7 @@ class SavedState:
 def load(path: str, goal: Tier = Tier.AWAKE) -> tuple[SavedState, str | None]:
     """What `path` holds, and what is wrong with the file, if anything: then it is a new state.
     `goal`: of an engine that was never given one."""
-    fresh = vars(SavedState(goal=goal.value))
+    fresh = vars(SavedState(goal=goal.value, was_cold=goal is Tier.COLD))
     try:
         document = read_json(path) or {}
         saved = document.get("memory", {})
@@ -67,7 +68,7 @@ def load(path: str, goal: Tier = Tier.AWAKE) -> tuple[SavedState, str | None]:
             **{name: type(default)(saved.get(name, default)) for name, default in fresh.items()}
         ).checked(), None
     except (UnderstudyError, OSError, TypeError, ValueError, AttributeError) as error:
-        return SavedState(goal=goal.value), str(error)
+        return SavedState(**fresh), str(error)
 
 
 def to_text(generation: GoalGeneration | None) -> str:

@@ -223,7 +223,7 @@ class EngineStatus:
         state = engine.lifecycle.state
         view = probes.View(
             state=state,
-            was_standby=history.saved.was_standby,
+            was_started=history.saved.was_standby or history.saved.was_cold,
             is_budget_spent=history.is_budget_spent,
             is_healthy=history.is_healthy,
             is_crash_loop=engine.relauncher.verdict is not None,

@@ -282,7 +282,7 @@ def test_restarted_engine_is_started_at_its_first_probe(overlay: str):
     for state in (State.INIT, State.DEAD):
         view = probes.View(
             state=state,
-            was_standby=True,
+            was_started=True,
             is_budget_spent=False,
             is_healthy=True,
             is_crash_loop=False,

@@ -95,6 +95,22 @@ def test_engine_is_cold_until_it_is_asked_for_more_and_again_when_asked(pod, loc
     engine.until("active")
 
 
+def test_first_load_of_an_engine_that_was_cold_is_not_taken_for_a_hang(pod, lock):
+    """Goal: a kubelet whose startup probe has passed does not kill it while it loads. Method: a
+    backend that hangs before it is prepared; the probes, also of the next supervisor."""
+    hangs = ("--hang-at", "prepare")
+    engine = pod.engine("chat-0", *hangs, flags=(*QUICK, *MODEL, "--goal", "cold"))
+    until(lambda: engine.status() and is_cold(engine), "a supervisor without a backend")
+    with engine.client() as client:
+        told(client, Tier.WARM, 1)
+    engine.until("init")
+    assert engine.get("/startup")[0] == engine.get("/live")[0] == 200
+    engine.stop()
+    engine = pod.engine("chat-0", *hangs, flags=(*QUICK, *MODEL))
+    engine.until("init")
+    assert engine.get("/startup")[0] == engine.get("/live")[0] == 200
+
+
 def test_engine_that_is_to_be_killed_is_killed_while_it_serves(pod, lock):
     engine = pod.engine("chat-0", *RESTS, flags=(*QUICK, *MODEL))
     engine.until("active")

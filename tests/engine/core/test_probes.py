@@ -56,7 +56,7 @@ DESIGN = {
 def views(state: State) -> list[View]:
     def view(**facts: bool) -> View:
         usual = {
-            "was_standby": True,
+            "was_started": True,
             "is_budget_spent": False,
             "is_healthy": True,
             "is_crash_loop": False,
@@ -64,7 +64,7 @@ def views(state: State) -> list[View]:
         return View(state=state, **{**usual, **facts})
 
     return [
-        view(was_standby=False),
+        view(was_started=False),
         view(),
         view(is_budget_spent=True),
         view(is_healthy=False),
