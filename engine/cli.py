@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -13,7 +14,8 @@ import click
 from engine.backends.registry import asks_for_help, command_line
 from engine.core.patience import percent
 from engine.messages import CONTROL, LeaveMsg, OkMsg
-from engine.supervisor.settings import OPTIONS, EngineSettings, settle
+from engine.supervisor.pool_place import place_in_pool, placed
+from engine.supervisor.settings import OPTIONS, PORT_FIRST, EngineSettings, settle
 from plumbing.errors import UnreachableError, WaitTimeoutError
 from plumbing.part.cli import ANSWER_TIMEOUT_S, Look, ask_status, json_flag, show_status, watch_flag
 from plumbing.part.format import duration
@@ -59,6 +61,11 @@ def run(config: Resolved, arguments: tuple[str, ...]) -> None:
     arm_from_environment()
     log.configure("engine", engine_id=config["engine_id"], role=config["role"])
     directory = runtime_dir(config["dir"])
+    if config["pool"] is not None:
+        place = place_in_pool(config["pool"], config["engine_id"], directory)
+        config = placed(config, place, PORT_FIRST)
+        arguments = (*place.arguments, *arguments)
+        os.environ.update(place.environment)  # for the backend
     settings = settle(config, command_line(config["backend"], arguments), directory)
     longest = settings.control_path if settings.is_remote else settings.private_path
     socket_path(directory, longest.rpartition("/")[2])

@@ -25,6 +25,7 @@ from gms.vmm.interface import DeviceMemory
 from plumbing.errors import UnreachableError, UsageError
 from plumbing.part import paths
 from plumbing.part.cli import Look, json_flag, show_status, watch_flag
+from plumbing.part.device_names import write_device_names
 from plumbing.part.models import device_of, model_names, place_of
 from plumbing.service.browsers import ALLOWED_HOST
 from plumbing.service.cli import options, run_async
@@ -107,6 +108,7 @@ def serve(config: Resolved) -> None:
         raise UsageError("config.needless_device", "--device requires --memory cuda")
 
     devices = devices_to_serve(gpus) if is_cuda else [f"HOST-{n}" for n in range(config["devices"])]
+    write_device_names(directory, devices)
     models = model_names(config["model"]) or ("",)
     places = [place_of(device, model) for model in models for device in devices]
     copies_bytes = config["host_memory"]

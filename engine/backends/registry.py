@@ -62,6 +62,16 @@ def command_line(backend: str, arguments: Sequence[str]) -> list[str]:
     return launcher(arguments)
 
 
+def model_arguments(backend: str, model: str, ranks: int) -> tuple[str, ...]:
+    """How `backend` is told what to serve, and over how many devices.
+
+    One rank is every backend's default, also of those that do not know the flag.
+    """
+    if backend == "vllm":
+        return (model, *(("--tensor-parallel-size", str(ranks)) if ranks > 1 else ()))
+    return ("--model", model, *(("--tensor-parallel", str(ranks)) if ranks > 1 else ()))
+
+
 def objection_behind_gateway(backend: str, command: Sequence[str]) -> tuple[str, str] | None:
     """Why `command` of `backend` cannot serve a gateway: a code and a sentence, None if it can."""
     flag = next((each for each in command if TLS_FLAG.match(each)), None)

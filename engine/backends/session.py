@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.backends.process import MODEL_ENV, BackendProcess
 from plumbing.errors import UnderstudyError, UnreachableError
+from plumbing.part.device_names import HOST_DEVICES_ENV
 from plumbing.part.format import size
 from plumbing.part.models import place_of
 
@@ -31,8 +32,6 @@ WAIT_S = 2 * 3600.0
 RESTART_WAIT_S = 600.0
 RESTART_POLL_S = 0.05
 SOCKET_DIR_ENV = "GMS_SOCKET_DIR"
-# The devices of this engine in host memory, by rank, with commas; HOST-0 and so on unless set.
-HOST_DEVICES_ENV = "UNDERSTUDY_HOST_DEVICES"
 
 
 def host_device(rank: int) -> str:

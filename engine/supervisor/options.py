@@ -41,6 +41,13 @@ OPTIONS = (
         "The model's name, in a pod with several: the engine uses the model's locks and memory.",
     ),
     Option(
+        "pool",
+        str,
+        None,
+        "The pool file, where the pod serves many models: it says what the engine of this id runs,"
+        " and on which devices.",
+    ),
+    Option(
         "goal",
         str,
         Tier.AWAKE.value,

@@ -83,6 +83,11 @@ def gms_absence(directory: str) -> str:
     return os.path.join(directory, "gms.json")
 
 
+def device_list(directory: str) -> str:
+    """What the devices are called, in the memory service's order (`plumbing.part.device_names`)."""
+    return os.path.join(directory, "devices.json")
+
+
 def engine_sockets(directory: Path) -> dict[str, str]:
     """Path of each control socket that exists, by engine id."""
     return {

@@ -65,8 +65,13 @@ class Resolved:
         return self._by_name[name]
 
     def origin(self, name: str) -> str:
-        """`flag`, `environment`, `file` or `default`."""
+        """`flag`, `environment`, `file` or `default`, or what `changed` was told."""
         return self._origins[name]
+
+    def changed(self, values: Mapping[str, Any], origin: str) -> Resolved:
+        """With these values, which come from `origin`."""
+        origins = self._origins | dict.fromkeys(values, origin)
+        return Resolved(self._options, self._by_name | values, origins)
 
     def describe(self) -> list[dict[str, Any]]:
         """One entry per setting, in order of declaration: name, value, origin, env, flag."""

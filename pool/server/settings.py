@@ -10,7 +10,7 @@ from plumbing.service.browsers import ALLOWED_HOST
 from plumbing.service.config import Option, Resolved
 from pool.core.situation import ModelSetup, PoolSetup
 from pool.core.states import HOST
-from pool.pool_file import named, read_pool_file
+from pool.pool_file import named, read_pool_file, with_served_names
 from pool.settings import PoolFile, engines_of
 from pool.sizes import sizes_of
 
@@ -28,8 +28,8 @@ OPTIONS = (
         "device",
         str,
         (),
-        "The name of a device of the pool file, in its order: HOST-0, GPU-<uuid>. Only where the"
-        " file has numbers.",
+        "The name of a device of the pool file, in its order: HOST-0, GPU-<uuid>. Unless given,"
+        " numbers in the file count the devices of the memory service.",
         many=True,
         env="UNDERSTUDY_POOL_DEVICES",
     ),
@@ -66,9 +66,11 @@ def settle(config: Resolved) -> PoolSettings:
     """
     if not config["file"]:
         raise UsageError("pool.no_file", "name the pool file with --file")
+    directory, file = runtime_dir(config["dir"]), read_pool_file(config["file"])
+    names = config["device"]
     return PoolSettings(
-        directory=runtime_dir(config["dir"]),
-        file=named(read_pool_file(config["file"]), config["device"]),
+        directory=directory,
+        file=named(file, names) if names else with_served_names(file, directory),
         http_host=config["http_host"],
         http_port=config["http_port"],
         allowed_hosts=config["http_allowed_host"],

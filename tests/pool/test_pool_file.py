@@ -141,7 +141,7 @@ def test_small_file_that_describes_an_endless_one_is_refused():
 
 
 def test_names_of_devices_replace_their_numbers():
-    with pytest.raises(UsageError, match="understudy up --pool"):
+    with pytest.raises(UsageError, match="'0' is not a device"):
         named(read(EXAMPLE), ())
     with pytest.raises(UsageError, match="2 devices, and 1 are named"):
         named(read(EXAMPLE), ("GPU-a",))

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from msgspec import structs
 
+from engine.backends.registry import model_arguments
 from plumbing.errors import UsageError
 from plumbing.part.paths import lockserver_socket
 from understudy.kubelet.containers import QUICK, Container, Pace, quick_startup
@@ -81,7 +82,7 @@ class LocalPod:
     def _backend_arguments(self, name: str) -> tuple[str, ...]:
         if not name.startswith("engine-"):
             return ()
-        model = model_arguments(self.backend, self.model, self.tensor_parallel)
+        model = model_arguments(self.backend, str(self.model), self.tensor_parallel)
         return (*model, *self.backend_args)
 
     def choices(self) -> Choices:
@@ -147,16 +148,6 @@ def packaged_manifest() -> PodManifest:
 def reachable(host: str) -> str:
     """Where to ask a server on this machine that listens at `host`."""
     return "127.0.0.1" if host in ("", "0.0.0.0", "::") else host
-
-
-def model_arguments(backend: str, model: Path | None, ranks: int) -> tuple[str, ...]:
-    """How `backend` is told what to serve, and over how many devices.
-
-    One rank is every backend's default, also of those that do not know the flag.
-    """
-    if backend == "vllm":
-        return (str(model), *(("--tensor-parallel-size", str(ranks)) if ranks > 1 else ()))
-    return ("--model", str(model), *(("--tensor-parallel", str(ranks)) if ranks > 1 else ()))
 
 
 def program(name: str) -> tuple[str, ...]:

@@ -14,11 +14,11 @@ from msgspec import structs
 
 from plumbing.errors import UsageError
 from plumbing.part.paths import engine_states
-from pool.pool_file import named, read_pool_file
-from pool.settings import ModelSettings, PoolFile, engines_of
+from pool.pool_file import read_pool_file
+from pool.settings import PoolFile, engines_of
 from understudy.kubelet.containers import Container
 from understudy.manifest.spec import ContainerSpec, ProbeSpec, Variable
-from understudy.up.local_pod import GATEWAY, LocalPod, model_arguments, packaged_manifest
+from understudy.up.local_pod import GATEWAY, LocalPod, packaged_manifest
 from understudy.up.ports import check_ports, free_pod_ports
 from understudy.up.sessions import PreparedPod, Say, refuse_second_pod
 
@@ -26,8 +26,6 @@ POOL = "pool"
 EXAMPLE = "engine-0"  # the engine of the packaged pod that all engines are made after
 DEVICES = "TENSOR_PARALLEL"  # what the packaged manifest calls their number
 HOST_PREFIX = "HOST-"
-HOST_DEVICES_ENV = "UNDERSTUDY_HOST_DEVICES"
-CUDA_DEVICES_ENV = "CUDA_VISIBLE_DEVICES"
 
 
 async def prepare_pool(
@@ -51,8 +49,8 @@ async def prepare_pool(
         await refuse_second_pod(directory)
         for state_file in engine_states(directory):
             state_file.unlink(missing_ok=True)
-    file = _with_names(file)
-    made = PoolPod(replace(pod, directory=directory, memory=_memory(file)), path, file)
+    memory = _memory(file, pod.memory)
+    made = PoolPod(replace(pod, directory=directory, memory=memory), path, file)
     return PreparedPod(made.containers(), directory, f"the pool of {path}")
 
 
@@ -69,7 +67,7 @@ class PoolPod:
         servers = [self._server(each) for name, each in by_name.items() if not _is_engine(name)]
         pool = self._pool(by_name[GATEWAY])
         engines = [
-            self._engine(by_name[EXAMPLE], engine, model)
+            self._engine(by_name[EXAMPLE], engine)
             for model, settings in self._file.models.items()
             for engine in engines_of(model, settings)
         ]
@@ -80,15 +78,13 @@ class PoolPod:
         config = {**choices.config, DEVICES: str(self._devices)}
         choices = replace(choices, flag=flags, config=config)
         ports = self._pod.ports.by_name(engine.name for engine in engines)
-        return self._pod.placed(made, choices, self._backend_arguments, ports)
+        return self._pod.placed(made, choices, lambda name: (), ports)
 
     @property
     def _devices(self) -> int:
         """How many devices of the host the memory service serves."""
-        numbers = [
-            int(each.removeprefix(HOST_PREFIX)) for each in self._file.devices if _is_host(each)
-        ]
-        return max(numbers, default=0) + 1
+        numbers = [each.removeprefix(HOST_PREFIX) for each in self._file.devices]
+        return max((int(each) for each in numbers if each.isdecimal()), default=0) + 1
 
     def _server(self, spec: ContainerSpec) -> ContainerSpec:
         models = tuple(f"--model={name}" for name in self._file.models)
@@ -106,50 +102,25 @@ class PoolPod:
         return structs.replace(spec, command=(*spec.command, *more))
 
     def _pool(self, gateway: ContainerSpec) -> ContainerSpec:
-        devices = tuple(f"--device={name}" for name in self._file.devices)
-        command = (POOL, "serve", f"--file={self._path}", *devices)
-        return _renamed(gateway, POOL, command)
+        return _renamed(gateway, POOL, (POOL, "serve", f"--file={self._path}"))
 
-    def _engine(self, example: ContainerSpec, engine: str, model: str) -> ContainerSpec:
-        settings = self._file.models[model]
-        flags = (f"--backend={settings.backend}", f"--model-name={model}")
-        command = ("engine", "run", *flags, "--goal=cold")
+    def _engine(self, example: ContainerSpec, engine: str) -> ContainerSpec:
+        command = ("engine", "run", f"--pool={self._path}")
         kept = [each for each in example.env if each.name != "ENGINE_ID"]
-        mine = {"ENGINE_ID": engine, **_devices_env(settings)}
-        env = (*kept, *(Variable(name, value) for name, value in mine.items()))
+        env = (*kept, Variable("ENGINE_ID", engine))
         return structs.replace(_renamed(example, engine, command), env=env)
 
-    def _backend_arguments(self, engine: str) -> tuple[str, ...]:
-        """What the backend of `engine` is told behind `--`."""
-        for model, settings in self._file.models.items():
-            if engine in engines_of(model, settings):
-                path = Path(settings.model)
-                first = model_arguments(settings.backend, path, settings.tensor_parallel)
-                names = ("--served-model-name", model, *settings.aliases)
-                return (*first, *names, *map(str, settings.args))
-        return ()
 
-
-def _with_names(file: PoolFile) -> PoolFile:
-    """With the names of its devices: a number counts those of the host."""
-    names = [f"{HOST_PREFIX}{each}" if each.isdecimal() else str(each) for each in file.devices]
-    return named(file, names)
-
-
-def _memory(file: PoolFile) -> str:
-    hosts = [each for each in file.devices if _is_host(each)]
-    if hosts and len(hosts) != len(file.devices):
+def _memory(file: PoolFile, wanted: str) -> str:
+    """The kind that the file's names are of; of numbers alone, `wanted`."""
+    names = [each for each in file.devices if not each.isdecimal()]
+    kinds = {"host" if _is_host(each) else "cuda" for each in names}
+    if len(kinds) > 1:
         raise UsageError(
             "pool.mixed_devices",
             f"{', '.join(file.devices)}: a pod uses either GPUs or host memory; name one kind",
         )
-    return "host" if hosts else "cuda"
-
-
-def _devices_env(settings: ModelSettings) -> dict[str, str]:
-    """How the backend learns which devices are its own."""
-    names = ",".join(settings.devices)
-    return {HOST_DEVICES_ENV if _is_host(names) else CUDA_DEVICES_ENV: names}
+    return kinds.pop() if kinds else wanted
 
 
 def _renamed(spec: ContainerSpec, name: str, command: tuple[str, ...]) -> ContainerSpec:

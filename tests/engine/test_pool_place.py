@@ -1,0 +1,117 @@
+"""What the pool file says of one engine, and the names that all processes have for its devices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine.supervisor.pool_place import PoolPlace, place_in_pool, placed
+from engine.supervisor.settings import OPTIONS, settle
+from plumbing.errors import UsageError
+from plumbing.part.device_names import read_device_names, write_device_names
+from plumbing.service.config import resolve
+from pool.server import settings as pool_settings
+
+POOL_FILE = """
+devices: [{devices}]
+models:
+  chat: {{backend: reference, model: /models/A, shadow: follows, aliases: [gpt-4o-mini]}}
+  coder: {{backend: vllm, model: /models/B, devices: [{last}], args: [--max-model-len, 1024]}}
+  both: {{backend: vllm, model: /models/C, tensor_parallel: 2}}
+"""
+GPUS = ("GPU-0a", "GPU-0b")
+
+
+def pool_file(directory: Path, *devices: str) -> str:
+    path = directory / "pool.yaml"
+    path.write_text(POOL_FILE.format(devices=", ".join(devices), last=devices[-1]))
+    return str(path)
+
+
+def place(directory: Path, engine: str, *devices: str) -> PoolPlace:
+    return place_in_pool(pool_file(directory, *devices), engine, str(directory))
+
+
+def test_engine_runs_its_model_under_all_names_on_its_devices(tmp_path: Path):
+    chat = place(tmp_path, "chat-1", "HOST-0", "HOST-1")
+    names = ("--served-model-name", "chat", "gpt-4o-mini")
+    assert chat.arguments == ("--model", "/models/A", *names)
+    assert chat.environment == {"UNDERSTUDY_HOST_DEVICES": "HOST-0"}
+    coder = place(tmp_path, "coder-0", "HOST-0", "HOST-1")
+    assert (coder.model, coder.backend, coder.number) == ("coder", "vllm", 2)
+    words = ("/models/B", "--served-model-name", "coder", "--max-model-len", "1024")
+    assert coder.arguments == words
+    both = place(tmp_path, "both-0", "HOST-0", "HOST-1")
+    assert both.arguments[:3] == ("/models/C", "--tensor-parallel-size", "2")
+    assert both.environment == {"UNDERSTUDY_HOST_DEVICES": "HOST-0,HOST-1"}
+
+
+def test_number_is_the_same_device_for_engines_and_pool(tmp_path: Path):
+    """Goal: no process counts devices by itself. Method: what the memory service wrote, in another
+    order than that of the names."""
+    tmp_path.chmod(0o700)
+    write_device_names(str(tmp_path), GPUS[::-1])
+    assert place(tmp_path, "coder-0", "0", "1").environment == {"CUDA_VISIBLE_DEVICES": "GPU-0a"}
+    assert place(tmp_path, "both-0", "0", "1").environment == {
+        "CUDA_VISIBLE_DEVICES": "GPU-0b,GPU-0a"
+    }
+    flags = {"dir": str(tmp_path), "file": pool_file(tmp_path, "0", "1")}
+    found = pool_settings.settle(resolve(pool_settings.OPTIONS, flags, {})).file
+    assert found.devices == GPUS[::-1]
+    assert found.models["coder"].devices == ("GPU-0a",)
+
+
+@pytest.mark.parametrize(
+    ("served", "devices", "words"),
+    [
+        ((), ("0", "1"), "and none has started; start `gms serve` first"),
+        (GPUS, ("0", "2"), "device 2 .* it serves 2: GPU-0a, GPU-0b"),
+        (GPUS, ("1", "GPU-0b"), "are both GPU-0b"),
+    ],
+)
+def test_number_without_a_device_is_refused(tmp_path: Path, served, devices, words: str):
+    if served:
+        write_device_names(str(tmp_path), served)
+    with pytest.raises(UsageError, match=words):
+        place(tmp_path, "chat-0", *devices)
+
+
+def test_list_that_is_not_one_is_none(tmp_path: Path):
+    for content in ("", "[]", '{"devices": 7}', "{"):
+        (tmp_path / "devices.json").write_text(content)
+        assert read_device_names(str(tmp_path)) == ()
+
+
+def test_list_that_cannot_be_written_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """An old one could name other devices."""
+    write_device_names(str(tmp_path), GPUS)
+
+    def full(*args: object, **more: object) -> None:
+        raise OSError(28, "no space")
+
+    monkeypatch.setattr("plumbing.part.device_names.write_atomic", full)
+    write_device_names(str(tmp_path), GPUS[::-1])
+    assert read_device_names(str(tmp_path)) == ()
+
+
+def test_settings_are_the_pool_files_and_the_port_is_the_engines_own(tmp_path: Path):
+    config = resolve(OPTIONS, {}, {"UNDERSTUDY_BACKEND": "reference"})
+    found = placed(config, place(tmp_path, "coder-0", "HOST-0", "HOST-1"), 9410)
+    settings = settle(found, [], str(tmp_path))
+    assert (settings.backend, settings.model, settings.http_port) == ("vllm", "coder", 9412)
+    assert settings.config["goal"] == "cold"
+    assert found.origin("backend") == "pool file"
+    config = resolve(OPTIONS, {}, {"UNDERSTUDY_HTTP_PORT": "7"})
+    assert placed(config, place(tmp_path, "chat-0", "HOST-0", "HOST-1"), 9410)["http_port"] == 7
+
+
+def test_flag_that_the_pool_file_replaces_is_refused(tmp_path: Path):
+    config = resolve(OPTIONS, {"model_name": "chat"}, {})
+    with pytest.raises(UsageError, match="--model-name: with --pool"):
+        placed(config, place(tmp_path, "chat-0", "HOST-0", "HOST-1"), 9410)
+
+
+def test_engine_that_the_file_does_not_have_is_refused(tmp_path: Path):
+    with pytest.raises(UsageError, match="has no engine chat-2, but chat-0, chat-1, coder-0"):
+        place(tmp_path, "chat-2", "HOST-0", "HOST-1")
