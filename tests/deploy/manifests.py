@@ -8,14 +8,20 @@ from typing import Any
 
 import yaml
 
+from pool.pool_file import settle
+from pool.settings import PoolFile, engines_of
+from pool.yaml_file import parse
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEPLOY = ROOT / "deploy"
 RENDERED = DEPLOY / "rendered"
 OVERLAYS = tuple(sorted(path.name for path in (DEPLOY / "overlays").iterdir()))
 NODES = "multi-node-lock"  # the one whose engines span pods, and whose lock server has its own
 IN_ONE_POD = tuple(name for name in OVERLAYS if name != NODES)
-WITH_CLAIM = ("single-gpu", "tp2", "tp8", "two-shadows")
-ON_HOST_MEMORY = ("cpu", NODES)
+POOLS = ("pool", "pool-cpu")  # many models in one pod
+WITH_ONE_MODEL = tuple(name for name in OVERLAYS if name not in POOLS)
+WITH_CLAIM = ("single-gpu", "tp2", "tp8", "two-shadows", "pool")
+ON_HOST_MEMORY = ("cpu", "pool-cpu", NODES)
 IN_MANY_CONTAINERS = tuple(name for name in OVERLAYS if name != "no-dra")
 LOCK_POD = f"{NODES}:understudy-lockserver"
 PODS = (*OVERLAYS, LOCK_POD)  # each pod that is made; an overlay's own is that of the engines
@@ -88,6 +94,18 @@ def environment(pod: str, container: Mapping[str, Any], index: int = 0) -> dict[
             }
         found[each["name"]] = each.get("value", str(index))
     return found
+
+
+def pool_file(pod: str) -> PoolFile:
+    """What the pod's processes read where UNDERSTUDY_POOL says."""
+    ((name, text),) = one(pod, "ConfigMap")["data"].items()
+    return settle(parse(name, text))
+
+
+def engines_in_order(pod: str) -> list[tuple[str, str]]:
+    """The pool's engines, each with its model, in the order of the file."""
+    models = pool_file(pod).models.items()
+    return [(engine, name) for name, each in models for engine in engines_of(name, each)]
 
 
 def words(pod: str, container: Mapping[str, Any]) -> list[str]:

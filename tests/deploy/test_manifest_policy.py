@@ -18,7 +18,9 @@ from tests.deploy.manifests import (
     ON_HOST_MEMORY,
     OVERLAYS,
     PODS,
+    POOLS,
     WITH_CLAIM,
+    WITH_ONE_MODEL,
     Document,
     containers,
     documents,
@@ -26,6 +28,7 @@ from tests.deploy.manifests import (
     labels,
     one,
     pod_spec,
+    pool_file,
     words,
     workload,
     workloads,
@@ -63,6 +66,8 @@ def test_objects_find_each_other(overlay: str):
     for volume in pod_spec(overlay)["volumes"]:
         if "secret" in volume:
             assert ("Secret", volume["secret"]["secretName"]) in found
+        if "configMap" in volume:
+            assert ("ConfigMap", volume["configMap"]["name"]) in found
         if volume.get("persistentVolumeClaim", {}).get("claimName", "model") != "model":
             name = volume["persistentVolumeClaim"]["claimName"]
             assert ("PersistentVolumeClaim", name) in found
@@ -125,13 +130,28 @@ def test_strangers_reach_the_service_port_and_no_other(overlay: str):
 def test_lock_server_listens_where_the_service_sends(overlay: str):
     """Goal: requests arrive. Method: the flag of the address against the port of that name."""
     lockserver = containers(overlay)[0]
-    assert lockserver["args"] == ["--service=active=0.0.0.0:8000"]
+    others = [each for each in lockserver["args"] if not each.startswith("--model=")]
+    assert others == ["--service=active=0.0.0.0:8000"]
     ports = {port["name"]: port["containerPort"] for port in lockserver["ports"]}
     assert ports["http"] == 8000
     assert one(overlay, "Service")["spec"]["ports"][0]["port"] == 80
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize("overlay", POOLS)
+def test_memory_of_a_pool_is_what_its_file_says(overlay: str):
+    """Goal: as below, of each model. Method: the flag, the names of devices, backends and sizes."""
+    is_cpu = overlay in ON_HOST_MEMORY
+    (memory,) = (each for each in containers(overlay) if each["name"] == "gms")
+    assert f"--memory={'host' if is_cpu else 'cuda'}" in memory["args"]
+    file = pool_file(overlay)
+    assert all(each.startswith("HOST-") == is_cpu for each in file.devices)
+    assert (f"--devices={len(file.devices)}" in memory["args"]) == is_cpu
+    for model in file.models.values():
+        assert model.backend == ("reference" if is_cpu else "vllm")
+        assert ("--kv-cache-memory-bytes" in model.args) != is_cpu
+
+
+@pytest.mark.parametrize("overlay", WITH_ONE_MODEL)
 def test_memory_is_what_the_overlay_says(overlay: str):
     """Goal: never host memory in a GPU's place, or the other way round. Method: the flag, and
     every word that the model and its size come from."""

@@ -22,12 +22,16 @@ import engine.cli
 import gateway.cli
 import gms.cli
 import lockserver.cli
+import pool.cli
 import understudy.cli.main
 from engine.core import probes
 from engine.core.events import State
 from engine.supervisor import settings as engine_settings
+from engine.supervisor.pool_place import place_in_pool, placed
+from engine.supervisor.settings import OPTIONS, settle
 from gateway.supervisor.settings import OPTIONS as GATEWAY_OPTIONS
 from plumbing.errors import UsageError
+from plumbing.part.device_names import write_device_names
 from plumbing.service.config import resolve, size_bytes
 from tests.deploy.manifests import (
     DEPLOY,
@@ -37,14 +41,18 @@ from tests.deploy.manifests import (
     ON_HOST_MEMORY,
     OVERLAYS,
     PODS,
+    POOLS,
     RENDERED,
     WITH_CLAIM,
+    WITH_ONE_MODEL,
     Document,
     containers,
     documents,
+    engines_in_order,
     environment,
     one,
     pod_spec,
+    pool_file,
     words,
     workload,
 )
@@ -54,6 +62,7 @@ PROGRAMS: dict[str, click.Group] = {
     "lockserver": lockserver.cli.main,
     "gms": gms.cli.main,
     "gateway": gateway.cli.main,
+    "pool": pool.cli.main,
     "engine": engine.cli.main,
     "understudy": understudy.cli.main.main,
 }
@@ -61,9 +70,10 @@ PROBES = {
     "lockserver": {"live", "ready"},
     "gms": {"startup", "live", "ready"},
     "gateway": {"startup", "live", "ready"},
+    "pool": {"startup", "live", "ready"},
     "engine": set(probes.TABLE),
 }
-PORTS = {8000: "http", 9400: "lockserver", 9401: "gms", 9402: "lock", 9403: "gateway"}
+PORTS = {8000: "http", 9400: "lockserver", 9401: "gms", 9402: "lock", 9403: "gateway", 9404: "pool"}
 GATEWAY_IDLE_BYTES = 192 << 20  # a parent, the child that serves and its spare
 HANG_FOUND_S = 6.0  # its backend serves meanwhile; a busy machine's supervisor answers late
 HOLD_S = 10.0
@@ -119,7 +129,7 @@ def test_every_object_is_valid(overlay: str, version: str):
 
 def test_overlays_are_those_that_are_promised():
     one_pod = {"single-gpu", "tp2", "tp8", "two-shadows", "no-dra", "cpu"}
-    assert set(OVERLAYS) == one_pod | {"multi-node-lock"}
+    assert set(OVERLAYS) == one_pod | {"multi-node-lock", "pool", "pool-cpu"}
 
 
 # ------------------------------------------------------------------ our code knows what they say
@@ -152,7 +162,7 @@ def test_every_variable_is_read_by_somebody(overlay: str):
             assert used, f"{container['name']} has a ConfigMap and uses nothing of it"
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize("overlay", WITH_ONE_MODEL)
 def test_every_value_of_the_config_map_is_used(overlay: str):
     text = json.dumps([each.get("args", []) for each in containers(overlay)])
     for name in one(overlay, "ConfigMap")["data"]:
@@ -189,16 +199,79 @@ def test_ports_are_those_of_the_code(overlay: str):
 
 @pytest.mark.parametrize("overlay", IN_MANY_CONTAINERS)
 def test_each_engine_has_its_own_name_port_and_files(overlay: str):
+    """In a pool names are the models', and ports are not: whoever scrapes them knows no models."""
     engines = of_program(overlay, "engine")
-    for number, container in enumerate(engines):
-        name = f"engine-{number}"
-        assert container["name"] == environment(overlay, container)["ENGINE_ID"] == name
-        assert container["ports"][0] == {"name": name, "containerPort": 9410 + number}
-        assert container["startupProbe"]["httpGet"]["port"] == name
-        assert container["livenessProbe"]["httpGet"]["port"] == name
+    count = 3 if overlay == "two-shadows" else 2
+    names = [f"engine-{number}" for number in range(count)]
+    if overlay in POOLS:
+        names = [engine for engine, _ in engines_in_order(overlay)]
+    assert [each["name"] for each in engines] == names
+    for number, (name, container) in enumerate(zip(names, engines, strict=True)):
+        port = f"engine-{number}"
+        assert environment(overlay, container)["ENGINE_ID"] == name
+        assert container["ports"][0] == {"name": port, "containerPort": 9410 + number}
+        assert container["startupProbe"]["httpGet"]["port"] == port
+        assert container["livenessProbe"]["httpGet"]["port"] == port
         mounted = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
         assert mounted["/tmp"] == f"tmp-{name}"
-    assert len(engines) == (3 if overlay == "two-shadows" else 2)
+
+
+# ------------------------------------------------------------------ a pool
+
+
+@pytest.mark.parametrize("overlay", POOLS)
+def test_every_part_is_told_the_pool_files_models(overlay: str):
+    """Goal: no model is in one place and missing in another. Method: the pool file of the ConfigMap
+    against the flags of those who do not read it, and the path at which the others do."""
+    (lock_server,), (memory,) = (of_program(overlay, each) for each in ("lockserver", "gms"))
+    models = list(pool_file(overlay).models)
+    assert len(models) == 3
+    for container in (lock_server, memory):
+        told = [each for each in container["args"] if each.startswith("--model=")]
+        assert told == [f"--model={name}" for name in models]
+    copies = [each for each in memory["args"] if each.startswith("--host-memory=")]
+    sizes = [size_bytes(each.removeprefix("--host-memory=")) for each in copies]
+    host_bytes = int(pool_file(overlay).host_memory)
+    assert sizes == ([host_bytes] if host_bytes else [])
+    limit = size_bytes(f"{memory['resources']['limits']['memory']}B")
+    assert host_bytes < limit  # which makes the copies
+    (volume,) = (each for each in pod_spec(overlay)["volumes"] if "configMap" in each)
+    for program in ("gateway", "pool", "engine"):
+        for container in of_program(overlay, program):
+            mounted = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+            (name,) = one(overlay, "ConfigMap")["data"]
+            path = environment(overlay, container)["UNDERSTUDY_POOL"]
+            assert path == f"{mounted[volume['name']]}/{name}"
+
+
+@pytest.mark.parametrize("overlay", POOLS)
+def test_engines_of_a_pool_start_as_the_pool_file_says(overlay: str, tmp_path: Path):
+    """Goal: each container is an engine of the file, with its own port. Method: what the engine
+    itself makes of the file and of its environment."""
+    path = tmp_path / "pool.yaml"
+    path.write_text(one(overlay, "ConfigMap")["data"]["pool.yaml"])
+    write_device_names(str(tmp_path), ("GPU-0", "GPU-1"))
+    for (name, model), container in zip(
+        engines_in_order(overlay), of_program(overlay, "engine"), strict=True
+    ):
+        place = place_in_pool(str(path), name, str(tmp_path))
+        config = placed(resolve(OPTIONS, {}, environment(overlay, container)), place, 9410)
+        settings = settle(config, [], str(tmp_path))
+        assert (settings.engine, settings.model) == (name, model)
+        assert settings.http_port == container["ports"][0]["containerPort"]
+        # A model below the volume that is mounted for it.
+        assert [each for each in place.arguments if each == "/model" or each.startswith("/model/")]
+
+
+@pytest.mark.parametrize("overlay", POOLS)
+def test_pools_state_outlives_its_container(overlay: str):
+    (container,) = of_program(overlay, "pool")
+    mounts = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
+    directory = environment(overlay, container)["UNDERSTUDY_DIR"]
+    (shared,) = (name for path, name in mounts.items() if directory.startswith(path + "/"))
+    volumes = {each["name"]: each for each in pod_spec(overlay)["volumes"]}
+    assert "emptyDir" in volumes[shared]
+    assert "readinessProbe" not in container  # without it models that are awake serve on
 
 
 # ------------------------------------------------------------------ the pod's promises
@@ -211,10 +284,14 @@ def test_whoever_opens_a_device_is_in_the_claim(overlay: str):
     assert [each["name"] for each in spec["resourceClaims"]] == ["gpus"]
     for container in containers(overlay):
         claims = [each["name"] for each in container["resources"].get("claims", [])]
-        assert claims == ([] if container["name"] in ("lockserver", "gateway") else ["gpus"])
+        opens_none = container["name"] in ("lockserver", "gateway", "pool")
+        assert claims == ([] if opens_none else ["gpus"])
     request = one(overlay, "ResourceClaimTemplate")["spec"]["spec"]["devices"]["requests"][0]
     count = request["exactly"]["count"]
-    assert one(overlay, "ConfigMap")["data"]["TENSOR_PARALLEL"] == str(count)
+    if overlay in POOLS:
+        assert pool_file(overlay).devices == tuple(map(str, range(count)))
+    else:
+        assert one(overlay, "ConfigMap")["data"]["TENSOR_PARALLEL"] == str(count)
 
 
 @pytest.mark.parametrize("overlay", ["no-dra", *ON_HOST_MEMORY])
@@ -229,11 +306,11 @@ def test_without_a_claim_nobody_asks_for_one(overlay: str):
 def test_nothing_takes_a_serving_pod_out_of_its_service(overlay: str):
     """Readiness is the word of the lock server and of the gateway, never of an engine, and both are
     asked with the patience that requests have. Of one container, the gateway's is enough: it is not
-    ready without an engine."""
+    ready without an engine. So it is in a pool, where all models may rest."""
     probes = [each["readinessProbe"] for each in containers(overlay) if "readinessProbe" in each]
     asked = [probe["httpGet"] for probe in probes]
     words = [{"path": "/ready", "port": name} for name in ("lockserver", "gateway")]
-    assert asked == (words[1:] if overlay == "no-dra" else words)
+    assert asked == (words[1:] if overlay in ("no-dra", *POOLS) else words)
     for probe in probes:
         assert probe["periodSeconds"] * probe["failureThreshold"] >= HOLD_S
     for options in (lockserver.cli.SERVE, GATEWAY_OPTIONS):
@@ -245,7 +322,7 @@ def test_gateway_has_the_memory_that_it_may_hold(overlay: str):
     """Goal: the kernel never kills it for what its own limit allows. Method: the flag against the
     container's limit, with what its processes need when idle."""
     (container,) = of_program(overlay, "gateway")
-    (word,) = container["args"]
+    (word,) = container["args"]  # of a pool, too: its file is in the environment
     held = size_bytes(word.removeprefix("--memory-bytes="))
     limit, request = (container["resources"][each]["memory"] for each in ("limits", "requests"))
     assert held + GATEWAY_IDLE_BYTES <= size_bytes(f"{limit}B")
@@ -326,7 +403,7 @@ def test_order_of_the_pod(overlay: str):
     """Sidecars start before the engines and stop after them."""
     sidecars = pod_spec(overlay).get("initContainers", [])
     names = [each["name"] for each in sidecars]
-    usual = ["lockserver", "gms", "gateway"]
+    usual = ["lockserver", "gms", "gateway", *(["pool"] if overlay in POOLS else [])]
     assert names == {"no-dra": [], NODES: ["gms"]}.get(overlay, usual)
     for container in sidecars:
         assert container["restartPolicy"] == "Always"

@@ -22,7 +22,7 @@ from urllib.parse import quote
 import pytest
 import yaml
 
-from tests.deploy.manifests import DEPLOY, PODS, ROOT, labels, workload
+from tests.deploy.manifests import DEPLOY, PODS, ROOT, containers, labels, workload
 from tests.e2e.pods import Pod, PodHome, make_model
 from tests.helpers import POLL_S
 from understudy.kubelet.http_get import get
@@ -73,7 +73,11 @@ def test_every_alert_has_a_runbook_that_is_there():
 def test_every_port_of_the_pod_is_scraped():
     monitor = yaml.safe_load((MONITORING / "podmonitor.yaml").read_text())
     ports = {each["port"] for each in monitor["spec"]["podMetricsEndpoints"]}
-    assert ports == {"http", "lockserver", "gms", "gateway", "engine-0", "engine-1", "engine-2"}
+    engines = {f"engine-{number}" for number in range(8)}
+    assert ports == {"http", "lockserver", "gms", "gateway", "pool", *engines}
+    for pod in PODS:
+        named = {port["name"] for each in containers(pod) for port in each["ports"]}
+        assert named - {"lock"} <= ports
 
 
 @pytest.mark.parametrize("pod", PODS)

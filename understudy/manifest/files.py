@@ -16,7 +16,7 @@ from plumbing.errors import UsageError
 from understudy.host import output_of
 from understudy.manifest.read import Document, read_manifest
 from understudy.manifest.spec import PodManifest
-from understudy.manifest.values import Choices
+from understudy.manifest.values import Choices, replace_paths_within
 
 KUSTOMIZATIONS = ("kustomization.yaml", "kustomization.yml", "Kustomization")
 RENDER_DEADLINE_S = 60.0  # usually 0.1 s; longer if a base is downloaded
@@ -43,8 +43,14 @@ def read_manifest_file(path: Path) -> PodManifest:
     return read_manifest(_documents(path, _read(path)))
 
 
-def make_volumes(manifest: PodManifest, volumes: Mapping[str, Path], choices: Choices) -> None:
-    """Recreate the pod's own volumes, and check that the others exist.
+def make_volumes(
+    manifest: PodManifest,
+    volumes: Mapping[str, Path],
+    choices: Choices,
+    places: Mapping[str, str] | None = None,
+) -> None:
+    """Recreate the pod's own volumes, and check that the others exist. `places`: the directories of
+    mount paths, which the files of ConfigMaps get instead.
 
     Raises:
         UsageError: `manifest.no_volume`, a directory does not exist or cannot be created.
@@ -65,7 +71,8 @@ def make_volumes(manifest: PodManifest, volumes: Mapping[str, Path], choices: Ch
                 shutil.rmtree(path)
             path.mkdir(mode=0o700, parents=True)
             for key, value in data.items():
-                (path / key).write_text(choices.config.get(key, value), encoding="utf-8")
+                text = replace_paths_within(choices.config.get(key, value), places or {})
+                (path / key).write_text(text, encoding="utf-8")
         except OSError as error:
             raise UsageError(
                 "manifest.no_volume",

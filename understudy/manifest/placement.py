@@ -2,7 +2,8 @@
 
 Pure. Owns what a manifest leaves to its node: the directories of volumes, the actual ports, and how
 our programs learn them. There are no mount namespaces: an emptyDir is a directory below the pod's
-own, and arguments and variables that begin with a mount path get the volume's directory instead.
+own, and arguments and variables that begin with a mount path get the volume's directory instead,
+as do words in the files of ConfigMaps.
 """
 
 from __future__ import annotations
@@ -107,6 +108,15 @@ def place_containers(
     """
     place.choices.check(manifest)
     return [_container(spec, manifest, place, program) for spec in manifest.specs]
+
+
+def common_paths(manifest: PodManifest, place: Placement) -> dict[str, str]:
+    """The directories of the mount paths that mean the same in every container that has them."""
+    found: dict[str, set[str]] = {}
+    for spec in manifest.specs:
+        for path, directory in _paths(spec, place).items():
+            found.setdefault(path, set()).add(directory)
+    return {path: each.pop() for path, each in found.items() if len(each) == 1}
 
 
 def runtime_directory(containers: Sequence[Container]) -> Path | None:

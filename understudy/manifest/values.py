@@ -150,6 +150,15 @@ def replace_paths(text: str, places: Mapping[str, str]) -> str:
     return re.sub(pattern, lambda match: match[1] + places[match[2]], text)
 
 
+def replace_paths_within(text: str, places: Mapping[str, str]) -> str:
+    """A whole file with the mount paths in it, where a word begins, replaced by directories."""
+    if not places:
+        return text
+    longest_first = sorted(places, key=len, reverse=True)
+    pattern = rf"(?<![^\s\"'=:,\[{{(])({'|'.join(map(re.escape, longest_first))})(?![\w.-])"
+    return re.sub(pattern, lambda match: places[match[1]], text)
+
+
 def replace_ports(command: Sequence[str], moved: Mapping[int, int]) -> tuple[str, ...]:
     """`command` with other ports, where an argument ends in `:PORT` or is `--…port=PORT`."""
 

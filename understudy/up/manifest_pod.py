@@ -12,12 +12,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from plumbing.errors import UsageError
+from pool.pool_file import settle
+from pool.settings import PoolFile
+from pool.yaml_file import parse
 from understudy.kubelet import namespaces
 from understudy.kubelet.containers import KUBELET
 from understudy.manifest.files import load_manifest, make_volumes
 from understudy.manifest.placement import (
     MODEL,
     Placement,
+    common_paths,
     ignored_parts,
     needs_model,
     place_containers,
@@ -32,6 +36,7 @@ from understudy.up.ports import ANYWHERE, check_port, free_ports
 from understudy.up.random_model import ONE_THREAD, make_random_model
 from understudy.up.sessions import PreparedPod, Say, refuse_second_pod
 
+POOL_ENV = "UNDERSTUDY_POOL"
 DRILL_BACKOFF_MAX_S = 1.0  # kills are not crashes, and twenty of them should take minutes
 
 
@@ -75,7 +80,7 @@ async def prepare(request: PodRequest, directory: Path, say: Say, is_drilled: bo
         check_port(port, ANYWHERE, f"--set port.{name}=NUMBER")
     if model is not None:
         await make_random_model(model)
-    make_volumes(manifest, place.volumes, choices)
+    make_volumes(manifest, place.volumes, choices, common_paths(manifest, place))
     for line in ignored_parts(manifest):
         say(line)
     conditions = {
@@ -89,11 +94,28 @@ async def prepare(request: PodRequest, directory: Path, say: Say, is_drilled: bo
 def _refuse_other_backends(manifest: PodManifest, choices: Choices) -> None:
     """Only the reference backend can serve a random model without further flags."""
     words = [word for spec in manifest.specs for word in spec.command]
-    for word in words:
-        name, _, backend = word.removeprefix("--").partition("=")
-        if name == "backend" and choices.flag.get(name, backend) != "reference":
+    named = [word.removeprefix("--").partition("=") for word in words]
+    backends = [
+        choices.flag.get(name, backend) for name, _, backend in named if name == "backend"
+    ] + [model.backend for file in _pool_files(manifest, choices) for model in file.models.values()]
+    for backend in backends:
+        if backend != "reference":
             raise UsageError(
                 "pod.no_model",
                 f"the {backend} backend needs a model; choose a Hugging Face checkpoint with "
                 f"--set volume.{MODEL}=PATH",
             )
+
+
+def _pool_files(manifest: PodManifest, choices: Choices) -> list[PoolFile]:
+    """The pool files in the ConfigMaps of `manifest`, where containers are told of them."""
+    found = {}
+    for spec in manifest.specs:
+        paths = [each.value or "" for each in spec.env if each.name == POOL_ENV]
+        for path, mount in ((path, mount) for path in paths for mount in spec.mounts):
+            volume = manifest.volumes.get(mount.volume)
+            name = path.removeprefix(f"{mount.path.rstrip('/')}/")
+            text = manifest.config_maps.get(volume.source, {}).get(name) if volume else None
+            if text is not None:
+                found[name] = settle(parse(name, choices.config.get(name, text)))
+    return [*found.values()]

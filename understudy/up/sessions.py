@@ -33,6 +33,7 @@ from understudy.kubelet.runner import PodRunner, run_pod
 from understudy.status.gather import gather, pids_of
 from understudy.status.view import is_reachable
 from understudy.up.local_pod import LocalPod, program, reachable
+from understudy.up.pool_welcome import has_pool, pool_welcome
 from understudy.up.ports import check_ports, free_pod_ports
 from understudy.up.random_model import with_random_model
 
@@ -104,7 +105,7 @@ async def stay_up(prepare: Prepare, directory: Path, say: Say) -> None:
     pod = await prepare(directory, say, False)
 
     async def body() -> None:
-        for line in await _welcome(pod.runtime, pod.containers) if pod.runtime is not None else ():
+        for line in await _welcome(pod) if pod.runtime is not None else ():
             say(line)
         await asyncio.Event().wait()
 
@@ -242,8 +243,12 @@ async def _settled(runner: PodRunner, before: dict[str, ResourceUsage]) -> dict[
         await asyncio.sleep(SETTLE_POLL_S)
 
 
-async def _welcome(directory: Path, containers: Sequence[Container]) -> list[str]:
+async def _welcome(pod: PreparedPod) -> list[str]:
     """How to use the pod: a request to copy, and commands to look at it."""
+    directory, containers = pod.runtime, pod.containers
+    assert directory is not None
+    if has_pool(containers):
+        return await pool_welcome(directory)
     whole = await wait_whole(directory)
     host, _, port = whole.service.rpartition(":")
     service_url = f"http://{reachable(host.strip('[]'))}:{port}"

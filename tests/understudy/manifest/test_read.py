@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from plumbing.errors import UsageError
-from tests.deploy.manifests import IN_ONE_POD, NODES, documents
+from tests.deploy.manifests import IN_ONE_POD, NODES, POOLS, documents
 from understudy.kubelet.containers import Kind, Restart
 from understudy.manifest.read import read_manifest
 from understudy.manifest.spec import Mount, PodManifest, ProbeSpec, Volume
@@ -274,9 +274,10 @@ def test_our_own_overlays_are_understood(overlay: str):
     """Goal: every manifest that is shipped. Method: order, probes and ports against the file."""
     manifest = read_manifest(documents(overlay))
     sidecars = [each.name for each in manifest.specs if each.kind is Kind.SIDECAR]
-    assert sidecars == ([] if overlay == "no-dra" else ["lockserver", "gms", "gateway"])
-    names = ["http", "lockserver", "gms", "gateway", "engine-0"]
-    assert list(manifest.ports())[:5] == names
+    servers = ["lockserver", "gms", "gateway", *(["pool"] if overlay in POOLS else [])]
+    assert sidecars == ([] if overlay == "no-dra" else servers)
+    names = ["http", *servers, "engine-0"]
+    assert list(manifest.ports())[: len(names)] == names
     assert manifest.grace_s == 45
     for spec in manifest.specs:
         assert spec.startup is not None
