@@ -18,6 +18,7 @@ import engine.cli
 import gateway.cli
 import gms.cli
 import lockserver.cli
+import pool.cli
 from engine.backends.registry import REGISTRY
 from engine.core.relaunch import BACKOFF_FIRST_MS, BACKOFF_MAX_MS
 from engine.supervisor import settings as engine_settings
@@ -27,12 +28,15 @@ from tests.deploy.manifests import DEPLOY
 from understudy.cli.settings import DIRECTORY
 
 SYSTEMD = DEPLOY / "systemd"
-SERVICES = ("lockserver.service", "gateway.service", "gms.service", "engine@.service")
-WITH_DEVICES = SERVICES[2:]
+POOL = "pool/pool.service"
+SERVICES = ("lockserver.service", "gateway.service", POOL, "gms.service", "engine@.service")
+WITH_DEVICES = SERVICES[3:]
+ENGINES_OF_A_POOL = "pool/engine.conf"  # a drop-in of engine@.service
 PROGRAMS: dict[str, click.Group] = {
     "lockserver": lockserver.cli.main,
     "gms": gms.cli.main,
     "gateway": gateway.cli.main,
+    "pool": pool.cli.main,
     "engine": engine.cli.main,
 }
 EXPOSURE_MAX = 2.5  # of 10, as systemd-analyze counts; 4.9 and less is its "OK"
@@ -74,7 +78,7 @@ def root(tmp_path: Path) -> Path:
     """A root with the host's units, ours, and something to execute."""
     units = tmp_path / "etc/systemd/system"
     units.mkdir(parents=True)
-    for path in (*SYSTEMD.glob("*.service"), *SYSTEMD.glob("*.target")):
+    for path in (*SYSTEMD.glob("*.service"), SYSTEMD / POOL, *SYSTEMD.glob("*.target")):
         shutil.copy(path, units)
     shutil.copytree("/lib/systemd/system", tmp_path / "usr/lib/systemd/system", symlinks=True)
     (tmp_path / "lib").symlink_to("usr/lib")
@@ -85,8 +89,8 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def verify(root: Path) -> subprocess.CompletedProcess[str]:
-    names = [name.replace("@.", "@0.") for name in SERVICES]
+def verify(root: Path, engine: str = "0") -> subprocess.CompletedProcess[str]:
+    names = [Path(name).name.replace("@.", f"@{engine}.") for name in SERVICES]
     command = ["systemd-analyze", "verify", f"--root={root}", "--man=no", "--recursive-errors=yes"]
     return subprocess.run(
         [*command, "understudy.target", *names], capture_output=True, text=True, check=False
@@ -100,10 +104,23 @@ def test_units_are_valid(root: Path):
 
 
 @needs_systemd
+def test_units_of_a_pool_are_valid(root: Path):
+    """With its target and its drop-in in place of the pair's."""
+    units = root / "etc/systemd/system"
+    shutil.copy(SYSTEMD / "pool/understudy.target", units)
+    (units / "engine@.service.d").mkdir()
+    drop_in = shutil.copy(SYSTEMD / ENGINES_OF_A_POOL, units / "engine@.service.d/pool.conf")
+    said = verify(root, "chat-0")
+    assert (said.returncode, said.stderr) == (0, "")
+    drop_in.write_text(drop_in.read_text().replace("ExecStart=/opt", "ExecStart=opt"))
+    assert verify(root, "chat-0").returncode != 0  # the drop-in was looked at
+
+
+@needs_systemd
 @pytest.mark.parametrize("unit", SERVICES)
 def test_typing_errors_in_units_are_found(root: Path, unit: str):
     """The check itself: a word that systemd does not know fails it."""
-    path = root / "etc/systemd/system" / unit
+    path = root / "etc/systemd/system" / Path(unit).name
     path.write_text(path.read_text().replace("Restart=always", "Restart=allways"))
     assert verify(root).returncode != 0
 
@@ -130,9 +147,9 @@ def test_user_of_the_units_is_a_system_user(root: Path):
 # ------------------------------------------------------------------ against our code
 
 
-@pytest.mark.parametrize("unit", SERVICES)
+@pytest.mark.parametrize("unit", [*SERVICES, ENGINES_OF_A_POOL])
 def test_command_is_one_of_ours(unit: str):
-    path, verb, *rest = value(unit, "ExecStart").split()
+    path, verb, *rest = values(unit, "ExecStart")[-1].split()
     assert path.startswith("/opt/understudy/bin/")
     group = PROGRAMS[path.rpartition("/")[2]]
     ours = rest[: rest.index("--")] if "--" in rest else rest
@@ -166,6 +183,18 @@ def test_engines_are_called_as_everywhere():
     wanted = value("understudy.target", "Wants").split()
     servers = ["lockserver.service", "gms.service", "gateway.service"]
     assert wanted == [*servers, "engine@0.service", "engine@1.service"]
+
+
+def test_engines_of_a_pool_are_called_as_its_file_says():
+    """Goal: engine@chat-0 is the engine chat-0, and nothing of the pair is left. Method: what the
+    drop-in replaces; an engine's id is a word that systemd does not escape."""
+    assert values(ENGINES_OF_A_POOL, "Environment") == ["ENGINE_ID=%i"]
+    assert values(ENGINES_OF_A_POOL, "ExecStart") == ["", "/opt/understudy/bin/engine run"]
+    assert values(ENGINES_OF_A_POOL, "After") == ["pool.service"]
+    wanted = value("pool/understudy.target", "Wants").split()
+    assert wanted == [*value("understudy.target", "Wants").split()[:3], "pool.service"]
+    assert value("engine@.service", "WantedBy") == "understudy.target"  # what `enable` adds
+    assert {"UNDERSTUDY_POOL", "UNDERSTUDY_MODELS", "UNDERSTUDY_HOST_MEMORY"} <= {*variables()}
 
 
 # ------------------------------------------------------------------ the pod's promises
