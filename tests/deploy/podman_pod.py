@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.deploy.image import PODMAN
-from tests.deploy.manifests import Document, containers, environment, pod_spec, words
-from tests.e2e.processes import pod_ports
+from tests.deploy.manifests import Document, containers, environment, one, pod_spec, words
+from tests.helpers import free_ports
 from understudy.kubelet.http_get import get
 
 OVERLAY = "cpu"
@@ -54,19 +54,20 @@ async def podman(*arguments: str) -> str:
 
 
 class PodmanPod:
-    """The five containers of a pod and their volumes."""
+    """The containers of an overlay's pod and their volumes."""
 
-    def __init__(self, image: str, model: Path) -> None:
+    def __init__(self, image: str, model: Path, overlay: str = OVERLAY) -> None:
         self._image = image
         self._model = model
+        self._overlay = overlay
         # In memory, as the manifests have it, and short: sockets are in it.
         self._volumes = Path(tempfile.mkdtemp(prefix="understudy-pod-", dir="/dev/shm"))
         self._ids: dict[str, str] = {}
-        self._specs = {each["name"]: each for each in containers(OVERLAY)}
-        ports = pod_ports()
-        self.service_port = ports.service
-        self._ports = {"lockserver": ports.lockserver, "gms": ports.gms, "gateway": ports.gateway}
-        self._ports |= {f"engine-{n}": port for n, port in enumerate(ports.engines)}
+        self._specs = {each["name"]: each for each in containers(overlay)}
+        self.service_port = free_ports(1 + len(self._specs))
+        self._ports = {
+            name: self.service_port + 1 + number for number, name in enumerate(self._specs)
+        }
 
     @property
     def names(self) -> list[str]:
@@ -105,7 +106,7 @@ class PodmanPod:
 
     async def stop(self, name: str) -> int:
         """SIGTERM to PID 1, and its grace; the exit code."""
-        grace_s = pod_spec(OVERLAY)["terminationGracePeriodSeconds"]
+        grace_s = pod_spec(self._overlay)["terminationGracePeriodSeconds"]
         await podman("stop", f"--time={grace_s}", self._ids[name])
         return int((await self.state(name))["ExitCode"])
 
@@ -148,12 +149,12 @@ class PodmanPod:
 
     def _flags(self, container: Document) -> list[str]:
         name = container["name"]
-        security = pod_spec(OVERLAY)["securityContext"]
-        variables = environment(OVERLAY, container)
+        security = pod_spec(self._overlay)["securityContext"]
+        variables = environment(self._overlay, container)
         variables["UNDERSTUDY_HTTP_PORT"] = str(self._ports[name])
         command = [
             re.sub(rf":{SERVICE_PORT}$", f":{self.service_port}", word)
-            for word in words(OVERLAY, container)
+            for word in words(self._overlay, container)
         ]
         return [
             "--network=host",  # one network for the pod's containers
@@ -168,15 +169,24 @@ class PodmanPod:
 
     def _mounts(self, container: Document) -> list[str]:
         found = []
-        volumes = {each["name"]: each for each in pod_spec(OVERLAY)["volumes"]}
+        volumes = {each["name"]: each for each in pod_spec(self._overlay)["volumes"]}
         for mount in container["volumeMounts"]:
-            source = self._model
-            if "emptyDir" in volumes[mount["name"]]:
+            source, volume = self._model, volumes[mount["name"]]
+            if "emptyDir" in volume or "configMap" in volume:
                 source = self._volumes / mount["name"]
                 source.mkdir(exist_ok=True)
                 source.chmod(0o777)  # as a kubelet makes them
+            for name, text in self._files(volume).items():
+                (source / name).write_text(text)
             mode = "ro" if mount.get("readOnly") else "rw"
             found.append(f"{source}:{mount['mountPath']}:{mode}")
+        return found
+
+    def _files(self, volume: Document) -> dict[str, str]:
+        """Those of a ConfigMap; none of any other volume."""
+        if "configMap" not in volume:
+            return {}
+        found: dict[str, str] = one(self._overlay, "ConfigMap", volume["configMap"]["name"])["data"]
         return found
 
 
