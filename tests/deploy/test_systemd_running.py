@@ -33,6 +33,20 @@ UNDERSTUDY_BACKEND=reference
 BACKEND_ARGS=--model=/srv/model
 """
 
+OF_A_POOL = """
+UNDERSTUDY_POOL=/etc/understudy/pool.yaml
+UNDERSTUDY_MODELS=chat,coder
+"""
+POOL_FILE = """
+devices: [0]
+margin: 0
+defaults: {min_runtime: 200ms, max_wait: 100ms}
+models:
+  chat: &small {backend: reference, model: /srv/model, shadow: follows, preload: true}
+  coder: {<<: *small, shadow: none, preload: false}
+"""
+ENGINES_OF_THE_POOL = ("engine@chat-0", "engine@chat-1", "engine@coder-0")
+
 pytestmark = [
     pytest.mark.system,
     pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
@@ -40,20 +54,25 @@ pytestmark = [
 
 
 class Host:
-    """A container that is a host with systemd and the pod's units."""
+    """A container that is a host with systemd and the pod's units; `pool`: a pool file, for those
+    of a pool."""
 
-    def __init__(self, image: str, etc: Path, model: Path) -> None:
+    def __init__(self, image: str, etc: Path, model: Path, pool: str = "") -> None:
         units = etc / "system"
         units.mkdir()
         for path in (*DEPLOY.glob("systemd/*.service"), *DEPLOY.glob("systemd/*.target")):
             shutil.copy(path, units)
         (units / "default.target").symlink_to("understudy.target")
-        (etc / "understudy.env").write_text(ENVIRONMENT)
+        (etc / "understudy.env").write_text(ENVIRONMENT + (OF_A_POOL if pool else ""))
+        (etc / "pool.yaml").write_text(pool)
         mounts = {
             units: "/etc/systemd/system",
             etc / "understudy.env": "/etc/understudy/understudy.env",
+            etc / "pool.yaml": "/etc/understudy/pool.yaml",
             model: "/srv/model",
         }
+        if pool:
+            _install_pool(units)
         self._id = asyncio.run(
             podman(
                 "run", "--detach", "--privileged", "--systemd=always", "--user=0:0",
@@ -90,6 +109,19 @@ class Host:
 
     def close(self) -> None:
         asyncio.run(podman("rm", "--force", "--time=0", self._id))
+
+
+def _install_pool(units: Path) -> None:
+    """As docs/deploy.md says."""
+    source = DEPLOY / "systemd/pool"
+    for name in ("pool.service", "understudy.target"):
+        shutil.copy(source / name, units)
+    (units / "engine@.service.d").mkdir()
+    shutil.copy(source / "engine.conf", units / "engine@.service.d/pool.conf")
+    wants = units / "understudy.target.wants"  # as `systemctl enable` does
+    wants.mkdir()
+    for engine in ENGINES_OF_THE_POOL:
+        (wants / f"{engine}.service").symlink_to("../engine@.service")
 
 
 @pytest.fixture(scope="module")
@@ -155,3 +187,58 @@ def test_stop_of_the_target_stops_all_and_keeps_the_directory(host: Host):
     assert (host.directory / "lockserver.json").exists()
     view = asyncio.run(gather(host.directory))
     assert view["active"] is None
+
+
+# ------------------------------------------------------------------ a pool
+
+
+@pytest.fixture(scope="module")
+def pool_host(image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+    base = tmp_path_factory.mktemp("systemd-pool")
+    found = Host(image, base, make_model(base / "model"), POOL_FILE)
+    try:
+        yield found
+    finally:
+        print(found.journal())
+        found.close()
+
+
+ASK = """
+import json, sys, urllib.request
+asked = {"model": sys.argv[1], "prompt": "one rainy day", "max_tokens": 8, "temperature": 0}
+request = urllib.request.Request("http://127.0.0.1:8000/v1/completions", json.dumps(asked).encode())
+request.add_header("Content-Type", "application/json")
+print(json.load(urllib.request.urlopen(request, timeout=90))["choices"][0]["text"])
+"""
+
+
+def answer(host: Host, model: str) -> str:
+    return host.run("python3", "-c", ASK, model)
+
+
+def answers(host: Host) -> bool:
+    """Whether clients reach the gateway."""
+    said = host.run("sh", "-c", "understudy pool status --json || true")
+    return '"gateways": [' in said and '"gateway": "' in said
+
+
+def test_units_of_a_pool_serve_every_model_and_survive_a_restart_of_the_host(pool_host: Host):
+    """Goal: `systemctl` alone runs a pool. Method: a boot; both models; the pool killed; the whole
+    target stopped and started on the directory that stays; both models again."""
+    until(lambda: answers(pool_host), "the pool", WHOLE_DEADLINE_S)
+    texts = {model: answer(pool_host, model) for model in ("chat", "coder")}
+    assert all(texts.values())
+    old = pool_host.shown("pool", "MainPID")
+    pool_host.kill("pool")
+    until(lambda: pool_host.shown("pool", "MainPID") not in ("0", old), "the pool's restart")
+    assert {model: answer(pool_host, model) for model in texts} == texts
+    pool_host.run("systemctl", "stop", "understudy.target")
+    for unit in (*UNITS[:3], "pool", *ENGINES_OF_THE_POOL):
+        until(
+            lambda unit=unit: pool_host.shown(unit, "ActiveState") == "inactive",
+            f"the end of {unit}",
+            STOPPED_DEADLINE_S,
+        )
+    pool_host.run("systemctl", "start", "understudy.target")
+    until(lambda: answers(pool_host), "the pool again", WHOLE_DEADLINE_S)
+    assert {model: answer(pool_host, model) for model in texts} == texts
