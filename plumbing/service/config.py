@@ -71,7 +71,7 @@ class Resolved:
     def changed(self, values: Mapping[str, Any], origin: str) -> Resolved:
         """With these values, which come from `origin`."""
         origins = self._origins | dict.fromkeys(values, origin)
-        return Resolved(self._options, self._by_name | values, origins)
+        return Resolved(self._options, {**self._by_name, **values}, origins)
 
     def describe(self) -> list[dict[str, Any]]:
         """One entry per setting, in order of declaration: name, value, origin, env, flag."""
