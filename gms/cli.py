@@ -16,9 +16,10 @@ from gms.copies.cli import keep_copy, make_copy, offload
 from gms.kv.server import KvServer
 from gms.operate import report
 from gms.options import DIRECTORY, FREE_TIMEOUT, ONE_DEVICE
+from gms.serve_options import SERVE, SERVE_DEVICE, SERVE_KV, sizes_of
 from gms.server.devices import VISIBLE, devices_to_serve
 from gms.server.memory_server import MemoryServer
-from gms.server.server import STALL_MS, DeviceServer
+from gms.server.server import DeviceServer
 from gms.shortage import check_room, reported_at_start
 from gms.vmm.host import HostMemory
 from gms.vmm.interface import DeviceMemory
@@ -27,65 +28,15 @@ from plumbing.part import paths
 from plumbing.part.cli import Look, json_flag, show_status, watch_flag
 from plumbing.part.device_names import write_device_names
 from plumbing.part.models import device_of, model_names, place_of
-from plumbing.service.browsers import ALLOWED_HOST
 from plumbing.service.cli import options, run_async
-from plumbing.service.config import Option, Resolved, size_bytes
+from plumbing.service.config import Resolved
 from plumbing.service.log import configure
 from plumbing.service.process import arm_from_environment
 from plumbing.service.signals import SignalInbox
 from plumbing.text import to_json
 
-MEMORY = Option("memory", str, "host", "The kind of memory.", choices=("host", "cuda"))
-DEVICE_BYTES = Option(
-    "device_bytes", size_bytes, None,
-    "Memory to use per device; 4GiB of host memory, or all of a GPU, unless given.", minimum=1,
-)  # fmt: skip
 HOST_DEVICE_BYTES = 4 << 30
 CRASHED = 70  # EX_SOFTWARE of sysexits.h: an internal error
-STALL = Option(
-    "stall_s", float, STALL_MS / 1000, "Longest time in seconds a writer may make no progress.",
-    minimum=0.1,
-)  # fmt: skip
-HOST_MEMORY = Option(
-    "host_memory", size_bytes, None,
-    "Host memory for copies of the weights, in equal parts for all devices; without it, weights are"
-    " not copied and cannot be offloaded.", minimum=1,
-)  # fmt: skip
-MODEL = Option(
-    "model", str, (), "A model of the pod, which then has servers of its own on each device, such"
-    " as HOST-0.MODEL. Repeatable.", env="UNDERSTUDY_MODELS", many=True,
-)  # fmt: skip
-SERVE = (
-    DIRECTORY,
-    MEMORY,
-    Option("devices", int, 1, "Number of devices, for host memory.", minimum=1, maximum=64),
-    Option(
-        "device",
-        str,
-        (),
-        "UUIDs of the GPUs or MIG instances to serve, separated by commas; all visible ones unless"
-        " given. Repeatable.",
-        env="UNDERSTUDY_GPUS",
-        many=True,
-    ),
-    MODEL,
-    DEVICE_BYTES,
-    HOST_MEMORY,
-    STALL,
-    Option("http_host", str, "127.0.0.1", "Address of probes, status and metrics."),
-    Option("http_port", int, 9401, "Port of probes, status and metrics.", minimum=0, maximum=65535),
-    ALLOWED_HOST,
-)
-SERVE_DEVICE = (
-    DIRECTORY,
-    MEMORY,
-    Option("device", str, help="The device's name."),
-    DEVICE_BYTES,
-    STALL,
-    Option("restarts", int, 0, "Number of servers that the device had before this one.", minimum=0),
-)
-
-SERVE_KV = tuple(option for option in SERVE_DEVICE if option is not STALL)
 
 
 @click.group()
@@ -111,7 +62,11 @@ def serve(config: Resolved) -> None:
     write_device_names(directory, devices)
     models = model_names(config["model"]) or ("",)
     places = [place_of(device, model) for model in models for device in devices]
+    device_bytes = sizes_of(devices, config["device_bytes"])
+    # The pool's books say how much of host memory each model may have.
     copies_bytes = config["host_memory"]
+    if copies_bytes is not None and not config["model"]:
+        copies_bytes = max(1, copies_bytes // len(devices))
 
     def command(device: str, restarts: int, verb: str = "serve-device") -> list[str]:
         """How the next server of `device` is started."""
@@ -125,9 +80,9 @@ def serve(config: Resolved) -> None:
         if verb == "serve-device":
             flags["--stall-s"] = config["stall_s"]
         if is_copy:
-            flags["--device-bytes"] = max(1, copies_bytes // len(devices))
-        elif config["device_bytes"] is not None:
-            flags["--device-bytes"] = config["device_bytes"]
+            flags["--device-bytes"] = copies_bytes
+        elif device_bytes:
+            flags["--device-bytes"] = device_bytes[device_of(device)]
         return _words(verb, flags)
 
     supervisor = GmsSupervisor(

@@ -10,7 +10,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, get_args
 
 from msgspec import Struct, ValidationError, convert
 from msgspec.structs import fields, replace
@@ -25,6 +25,7 @@ from pool.settings import (
     DrainTimeout,
     ModelMemory,
     ModelSettings,
+    Period,
     PoolFile,
     QueueLimits,
     SecondsOrNever,
@@ -164,19 +165,32 @@ def _changed(found: S, known: frozenset[str], key: str, text: str) -> S:
         drain = _changed(found.drain_timeout, DRAIN_SETTINGS, key, text)
         return replace(found, drain_timeout=drain)
     kinds = {each.name: each.type for each in fields(found)}
+    if kinds[key] is bool:
+        text = _BOOLS.get(text.lower(), text)
     try:
         value = convert(text, kinds[key], strict=False, dec_hook=_read)
     except ValidationError as error:
-        raise UsageError("pool.bad_setting", f"{key} is {text!r}: {_plain(str(error))}") from error
+        raise UsageError(
+            "pool.bad_setting", f"{key} is {text!r}: {_plain(str(error), kinds[key])}"
+        ) from error
     return replace(found, **{key: value})
 
 
 def _checked(file: YamlFile, pool: PoolFile, models: dict[str, ModelSettings]) -> PoolFile:
     """What no value tells by itself."""
+    try:
+        _ = pool.address
+    except ValueError as error:
+        _refuse(file, ("listen",), str(error))
     if pool.queue.per_model > pool.queue.max:
-        why = f"{pool.queue.per_model} is more than the {pool.queue.max} of the whole queue"
-        _refuse(file, ("queue", "per_model"), why)
+        if ("queue", "per_model") in file.lines:
+            why = f"{pool.queue.per_model} is more than the {pool.queue.max} of the whole queue"
+            _refuse(file, ("queue", "per_model"), why)
+        pool = replace(pool, queue=replace(pool.queue, per_model=pool.queue.max))
     _refuse_duplicate(file, ("devices",), pool.devices)
+    for device in pool.devices:
+        if not _DEVICE.fullmatch(device):
+            _refuse(file, ("devices",), f"{device!r} is not a device; see `gms status`")
     owners: dict[str, str] = {name: name for name in models}
     engines: dict[str, str] = {}
     used: Counter[str] = Counter()
@@ -245,7 +259,8 @@ def _convert(file: YamlFile, where: Path, raw: Any, kind: type[T]) -> T:
         missing = re.fullmatch(r"Object missing required field `(.*)`", reason)
         if missing:
             _refuse(file, (*where, *inner), f"`{missing[1]}` is missing")
-        _refuse(file, (*where, *inner), _plain(reason))
+        kinds = {each.name: each.type for each in fields(kind)}
+        _refuse(file, (*where, *inner), _plain(reason, kinds.get(inner[-1] if inner else "")))
 
 
 def _keys_at(kind: type[Any], inner: tuple[str, ...]) -> Sequence[str]:
@@ -273,8 +288,12 @@ def _read(kind: type[Any], value: Any) -> Any:
     seconds = duration_s(text)
     if seconds > WEEK_S:
         raise ValueError("the maximum is a week (168h)")
+    if kind is Period and seconds < 1:
+        raise ValueError("the minimum is 1s")
     return kind(seconds)
 
+
+_BOOLS = {"yes": "true", "on": "true", "no": "false", "off": "false"}  # as YAML reads them
 
 # What msgspec calls things, in plain words.
 _WORDS = {
@@ -288,10 +307,20 @@ _WORDS = {
 }
 
 
-def _plain(reason: str) -> str:
+def _plain(reason: str, kind: object) -> str:
+    """`reason`, for people; `kind` is what was expected."""
+    invalid = re.fullmatch(r"Invalid enum value '(.*)'", reason)
+    if invalid:
+        return f"{invalid[1]!r} is unknown; {closest(invalid[1], get_args(kind))}"
     for word, plain in _WORDS.items():
         reason = reason.replace(word, plain)
+    reason = re.sub(r"`([^`]*)`", lambda found: _any_of(found[1]), reason)
     return reason[:1].lower() + reason[1:]
+
+
+def _any_of(types: str) -> str:
+    """`object | null` → `a mapping or nothing`."""
+    return " or ".join(_WORDS.get(f"`{each}`", each) for each in types.split(" | "))
 
 
 def _refuse(file: YamlFile, where: Path, why: str) -> NoReturn:

@@ -24,6 +24,10 @@ class Seconds(float):
     """A time as people write it: `5m`, `30s`, `250ms`, or a number of seconds."""
 
 
+class Period(float):
+    """The same, of what returns again and again: a second at least."""
+
+
 class SecondsOrNever(float):
     """The same, or `never` (`off`, -1), which is infinite."""
 
@@ -53,7 +57,7 @@ class QueueLimits(Struct, frozen=True, forbid_unknown_fields=True):
     """How many requests may wait, in all and for one model, and for how long."""
 
     max: Annotated[int, Meta(ge=1, le=TICKETS_MAX)] = 512
-    per_model: Annotated[int, Meta(ge=1, le=TICKETS_MAX)] = 128
+    per_model: Annotated[int, Meta(ge=1, le=TICKETS_MAX)] = 128  # not above `max`, unless given
     wait: Seconds = Seconds(300)
 
 
@@ -117,9 +121,21 @@ class PoolFile(Struct, frozen=True, forbid_unknown_fields=True):
     host_memory: Size = Size(0)  # for copies of weights; 0: there are none
     margin: Size = Size(512 << 20)
     queue: QueueLimits = QueueLimits()
-    starve_after: Seconds = Seconds(60)
+    starve_after: Period = Period(60)
     quantum_factor: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.0
     defaults: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where clients connect: host and port.
+
+        Raises:
+            ValueError: `listen` is not an address.
+        """
+        host, _, port = self.listen.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ValueError(f"{self.listen!r} is not HOST:PORT, such as 127.0.0.1:8000")
+        return host, int(port)
 
     @property
     def rules(self) -> PoolRules:

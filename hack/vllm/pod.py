@@ -44,7 +44,7 @@ def make_pod(
     model: Path,
     ranks: int,
     flags: Sequence[str],
-    device_bytes: str | int | None = None,
+    device_bytes: str | int | tuple[int, ...] | None = None,
     host_memory: str | None = None,
 ) -> LocalPod:
     """The pod; creates its directory and its empty TMPDIR. `host_memory`: for copies of weights."""

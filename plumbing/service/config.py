@@ -142,6 +142,14 @@ def size_bytes(text: str) -> int:
     return int(float(match.group(1)) * SIZE_UNITS[unit])
 
 
+def size_list(text: str) -> tuple[int, ...]:
+    """`4GiB,2GiB` → (4294967296, 2147483648); one size alone is a list, too."""
+    sizes = tuple(map(size_bytes, text.split(",")))
+    if 0 in sizes:
+        raise ValueError("a size must be at least 1 byte")
+    return sizes
+
+
 def duration_s(text: str) -> float:
     """`5m` → 300.0; the units are ms, s, m and h, and a plain number is seconds."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)

@@ -302,13 +302,19 @@ class PoolServer:
 def _as_changed(
     settings: PoolSettings, changed: dict[str, dict[str, str]], log: EventLog
 ) -> PoolFile:
-    """The pool file with what was set before the restart, where that is possible still."""
-    try:
-        return with_changes(settings.file, changed)
-    except UnderstudyError as error:
-        message = (
-            f"what was set at runtime is dropped, for the pool file has changed: {error.message}"
-        )
-        log.record("pool.changes_dropped", message, "warning", {"error_code": error.code})
-        changed.clear()
-        return settings.file
+    """The pool file with what was set before the restart; what does not fit it any more is
+    dropped from `changed`."""
+    file = settings.file
+    for model, settings_of in [*changed.items()]:
+        for setting, value in [*settings_of.items()]:
+            try:
+                file = with_changes(file, {model: {setting: value}})
+            except UnderstudyError as error:
+                del settings_of[setting]
+                what = f"{setting}={value}{f' of {model}' if model else ''}"
+                message = f"{what} was set and is dropped, for the pool file has changed:"
+                data = {"error_code": error.code}
+                log.record("pool.change_dropped", f"{message} {error.message}", "warning", data)
+        if not settings_of:
+            del changed[model]
+    return file

@@ -99,7 +99,8 @@ models:
         ("priority: 1", "keep_alive: soon", 5, "such as 5s"),
         ("priority: 1", "max_wait: 30d", 5, "such as 5s"),
         ("priority: 1", "max_wait: 1000h", 5, "the maximum is a week"),
-        ("priority: 1", "rest: awake", 5, "models.chat.rest"),
+        ("priority: 1", "rest: awake", 5, "rest: 'awake' is unknown; known are cold, offloaded"),
+        ("priority: 1", "memory: 3GiB", 5, "expected a mapping or nothing, got a string"),
         ("priority: 1", "memory: {weights: 20GiB}", 5, "`kv` is missing"),
         ("priority: 1", "drain_timeout: {parc: 2s}", 5, "did you mean 'park'?"),
         ("priority: 1", "tensor_parallel: 3", 5, "the pool has 2"),
@@ -114,8 +115,12 @@ models:
         ("devices: [HOST-0, HOST-1]\n", "margin: 1GiB\n", 1, "`devices` is missing"),
         ("models:", "defaults: {model: /x}\nmodels:", 2, "unknown in defaults"),
         ("models:", "defaults: {priority: x}\nmodels:", 2, "defaults.priority"),
-        ("models:", "queue: {max: 10}\nmodels:", 2, "more than the 10 of the whole queue"),
+        ("models:", "queue: {max: 9, per_model: 10}\nmodels:", 2, "the 9 of the whole queue"),
         ("models:", "margin: much\nmodels:", 2, "such as 4GiB"),
+        ("models:", "starve_after: 0\nmodels:", 2, "the minimum is 1s"),
+        ("models:", "listen: 8000\nmodels:", 2, "listen: expected a string"),
+        ("models:", "listen: localhost\nmodels:", 2, "is not HOST:PORT, such as 127.0.0.1:8000"),
+        ("[HOST-0, HOST-1]", "[HOST-0, HOST.1]", 1, "'HOST.1' is not a device"),
         ("models:", "modells:", 1, "at least one of `models`"),
         ("models:", "models: [", 0, "not valid YAML"),
     ],
@@ -140,10 +145,16 @@ def test_small_file_that_describes_an_endless_one_is_refused():
         parse("pool.yaml", text)
 
 
+def test_queue_of_one_model_is_no_longer_than_the_whole_queue():
+    assert read(SMALL.replace("models:", "queue: {max: 10}\nmodels:", 1)).queue.per_model == 10
+
+
 def test_names_of_devices_replace_their_numbers():
     with pytest.raises(UsageError, match="'0' is not a device"):
         named(read(EXAMPLE), ())
     with pytest.raises(UsageError, match="2 devices, and 1 are named"):
         named(read(EXAMPLE), ("GPU-a",))
+    with pytest.raises(UsageError, match="0 and 1 of the pool file are both GPU-a"):
+        named(read(EXAMPLE), ("GPU-a", "GPU-a"))
     pool = named(read(EXAMPLE), ("GPU-b", "GPU-a"))
     assert pool.models["batch"].devices == ("GPU-a",)

@@ -32,6 +32,7 @@ from understudy.cli.settings import (
     NOT_WITH_POOL,
     POD_OPTIONS,
     UP_OPTIONS,
+    given_address,
     ports_of,
 )
 from understudy.drill.kept import LENT_KV, NO_ADOPTION
@@ -80,8 +81,7 @@ def up(config: Resolved, arguments: tuple[str, ...]) -> None:
     """
     directory = Path(runtime_dir(config["dir"]))
     if config["pool"] is not None:
-        needless = [each for each in UP_OPTIONS if each.name in NOT_WITH_POOL]
-        given = [*_given(needless, config), *arguments[:1]]
+        given = [*_given(NOT_WITH_POOL, config), *arguments[:1]]
         _refuse("pod.needless_flag", given, "--pool, where the pool file says it for each model")
     _check_manifest_flags(config, UP_OPTIONS, arguments)
     prepare = _pod(config, UP_OPTIONS, arguments)
@@ -255,8 +255,8 @@ def _check_manifest_flags(
 def _pod(config: Resolved, declared: Sequence[Option], arguments: tuple[str, ...]) -> Prepare:
     """The pod to start: a manifest's if -f is given."""
     if declared is UP_OPTIONS and config["pool"] is not None:
-        pod = _local_pod(config, declared, ())
-        return partial(prepare_pool, pod, Path(config["pool"]), config["pool_port"])
+        pod, file = _local_pod(config, declared, ()), Path(config["pool"])
+        return partial(prepare_pool, pod, file, config["pool_port"], given=given_address(config))
     if config["file"] is None:
         return partial(sessions.prepare_local, _local_pod(config, declared, arguments))
     choices = Choices.of(config["set"])

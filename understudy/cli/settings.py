@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.backends.registry import REGISTRY
 from engine.messages import RANKS_MAX
 from plumbing.service.browsers import ALLOWED_HOST
-from plumbing.service.config import Option, Resolved, size_bytes
+from plumbing.service.config import Option, Resolved, size_list
 from understudy.drill.records import check_target
 from understudy.manifest.values import read_choice
 from understudy.up.ports import (
@@ -45,9 +45,10 @@ POD_OPTIONS = (
     ),
     Option(
         "device_bytes",
-        size_bytes,
+        size_list,
         None,
-        "Memory to use per device; 4GiB of host memory, or all of a GPU, unless given.",
+        "Memory to use per device, or a size for each, in their order and separated by commas; 4GiB"
+        " of host memory, or all of a GPU, unless given.",
     ),
     Option(
         "tensor_parallel", int, 1, "Number of devices per engine.", minimum=1, maximum=RANKS_MAX
@@ -166,7 +167,8 @@ DRILL_OPTIONS = (
 )
 
 # What a pool file says instead, for each model.
-NOT_WITH_POOL = frozenset({"model", "backend", "tensor_parallel", "direct", "file", "set"})
+_BY_MODEL = {"model", "backend", "tensor_parallel", "direct", "file", "set"}
+NOT_WITH_POOL = tuple(each for each in UP_OPTIONS if each.name in _BY_MODEL)
 
 # What says which pod is started: with -f the manifest says it.
 NOT_WITH_MANIFEST = frozenset(
@@ -184,3 +186,9 @@ def ports_of(config: Resolved) -> Ports:
         config[f"{part}_port"] for part in ("service", "lockserver", "gms", "gateway", "engine")
     )
     return Ports(service, lockserver, gms, gateway, (engine, engine + 1))
+
+
+def given_address(config: Resolved) -> frozenset[str]:
+    """What is said of the service's address, and wins over a pool file's `listen`."""
+    names = ("host", "service_port")
+    return frozenset(name for name in names if config.origin(name) != "default")

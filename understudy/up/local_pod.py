@@ -47,7 +47,8 @@ class LocalPod:
     backend_args: tuple[str, ...] = ()
     host: str = "127.0.0.1"
     memory: str = "host"
-    device_bytes: str | int | None = None  # the memory service's default unless given
+    # Of all devices, or of each; the memory service's default unless given.
+    device_bytes: str | int | tuple[int, ...] | None = None
     tensor_parallel: int = 1  # number of devices, and of model processes in each engine
     env: Mapping[str, str] = field(default_factory=dict)
     http_host: str = "127.0.0.1"  # where probes and metrics listen
@@ -101,11 +102,15 @@ class LocalPod:
                 "service": f"active={self.host}:{packaged_manifest().ports()['http']}",
                 "backend": self.backend,
                 "memory": self.memory,
-                "device-bytes": str(self.device_bytes or ""),
+                "device-bytes": self._sizes(),
                 # GPUs are found; host memory has as many devices as are asked for.
                 **({} if self.memory == "host" else {"devices": ""}),
             },
         )
+
+    def _sizes(self) -> str:
+        sizes = self.device_bytes
+        return ",".join(map(str, sizes)) if isinstance(sizes, tuple) else str(sizes or "")
 
     def _local(self, spec: ContainerSpec) -> ContainerSpec:
         """`spec` without volumes and a home of its own, asked where its probes listen here. What an

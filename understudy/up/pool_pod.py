@@ -7,6 +7,7 @@ begin cold: the pool says which of them starts.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,10 +30,17 @@ HOST_PREFIX = "HOST-"
 
 
 async def prepare_pool(
-    pod: LocalPod, path: Path, port: int, directory: Path, say: Say, is_drilled: bool
+    pod: LocalPod,
+    path: Path,
+    port: int,
+    directory: Path,
+    say: Say,
+    is_drilled: bool,
+    *,
+    given: Collection[str] = (),
 ) -> PreparedPod:
     """Prepare the pod of the pool file at `path`; `pod` has what the flags say, `port` is the
-    pool's own.
+    pool's own. `given`: `host`, `service_port` if they were said, and win over `listen`.
 
     Raises:
         UsageError: a fault in the file, or a device that `up` cannot give to an engine.
@@ -44,7 +52,10 @@ async def prepare_pool(
     else:
         first, *_ = pod.ports.engines
         numbers = tuple(range(first, first + engines))
-        pod = replace(pod, ports=replace(pod.ports, engines=numbers, pool=port))
+        host, service = file.address
+        service = pod.ports.service if "service_port" in given else service
+        ports = replace(pod.ports, service=service, engines=numbers, pool=port)
+        pod = replace(pod, ports=ports, host=pod.host if "host" in given else host)
         check_ports(pod.ports, pod.host, pod.http_host)
         await refuse_second_pod(directory)
         for state_file in engine_states(directory):
