@@ -12,11 +12,13 @@ from gms.client.device_memory import memory_for
 from gms.core.events import JournalRecord
 from gms.kv.room import check_room
 from gms.operate.report import devices_in
+from gms.serve_options import sizes_of
 from gms.server.journal import CommitJournal
 from gms.server.neighbours import bytes_elsewhere
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.part.models import device_of, lock_of, model_at, model_of, place_of
 from plumbing.part.paths import gms_sockets
+from plumbing.service.config import size_list
 
 PLACES = ("HOST-0.chat", "HOST-0.chat-2", "HOST-0.4.5-kv", "HOST-1.chat", "HOST-0")
 POOL, EPOCH = "0" * 32, "1" * 32
@@ -85,3 +87,15 @@ def test_models_of_one_device_share_its_limit(directory):
 
 def test_place_in_host_memory_has_the_memory_of_its_device():
     assert memory_for("HOST-0.chat").kind == "host"
+
+
+def test_devices_have_one_size_or_one_each():
+    devices = ["HOST-0", "HOST-1"]
+    assert sizes_of(devices, None) == {}
+    assert sizes_of(devices, size_list("2KiB")) == {"HOST-0": 2048, "HOST-1": 2048}
+    assert sizes_of(devices, size_list("2KiB, 1KiB")) == {"HOST-0": 2048, "HOST-1": 1024}
+    with pytest.raises(UsageError, match="3 sizes, and there are 2 devices"):
+        sizes_of(devices, (1, 2, 3))
+    for text in ("1KiB,", "1KiB,0"):
+        with pytest.raises(ValueError, match="size"):
+            size_list(text)

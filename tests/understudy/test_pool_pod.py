@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -13,6 +14,8 @@ from understudy.cli.main import main
 from understudy.kubelet.containers import Container, starts, stops
 from understudy.up.local_pod import LocalPod
 from understudy.up.pool_pod import prepare_pool
+from understudy.up.ports import free_pod_ports, free_ports
+from understudy.up.sessions import PreparedPod
 
 POOL_FILE = """
 devices: [HOST-0, 1]
@@ -23,13 +26,16 @@ models:
 """
 
 
-def containers(directory: Path, text: str) -> list[Container]:
+def prepared(directory: Path, text: str, pod: LocalPod | None = None, **more: Any) -> PreparedPod:
     path = directory / "pool.yaml"
     path.write_text(text)
-    pod = asyncio.run(
-        prepare_pool(LocalPod(Path(), None), path, 0, directory, print, is_drilled=True)
-    )
-    return list(pod.containers)
+    pod = pod or LocalPod(Path(), None)
+    more = {"is_drilled": True, **more}
+    return asyncio.run(prepare_pool(pod, path, 9404, directory, print, **more))
+
+
+def containers(directory: Path, text: str) -> list[Container]:
+    return list(prepared(directory, text).containers)
 
 
 @pytest.fixture
@@ -63,6 +69,24 @@ def test_engines_differ_in_their_ids_and_ports_alone(pool: dict[str, Container],
 def test_every_part_has_a_port_of_its_own(pool: dict[str, Container]):
     ports = [each.env["UNDERSTUDY_HTTP_PORT"] for each in pool.values()]
     assert len({*ports}) == len(pool)
+
+
+def test_devices_may_differ_in_size(tmp_path: Path):
+    pod = prepared(tmp_path, POOL_FILE, LocalPod(Path(), None, device_bytes=(600, 300)))
+    assert "--device-bytes=600,300" in pod.containers[1].command
+
+
+@pytest.mark.parametrize("given", [(), ("host",), ("host", "service_port")])
+def test_pod_listens_where_the_file_says_unless_a_flag_does(tmp_path: Path, given: tuple[str, ...]):
+    """Method: the pod's own ports are free ones; the file names an address of this machine."""
+    ports = free_pod_ports()
+    listen = f"listen: 127.0.0.2:{free_ports(1)[0]}\n"
+    local = LocalPod(Path(), None, ports, http_host="127.0.0.3")
+    pod = prepared(tmp_path, listen + POOL_FILE, local, is_drilled=False, given=given)
+    host = "127.0.0.1" if "host" in given else "127.0.0.2"
+    port = str(ports.service) if "service_port" in given else listen.strip().rpartition(":")[2]
+    assert f"--service=active={host}:{port}" in pod.containers[0].command
+    assert any(f"http://{host}:{port}/v1/completions" in line for line in pod.welcome)
 
 
 def test_gpus_and_host_memory_in_one_pool_are_refused(tmp_path: Path):
