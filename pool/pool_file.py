@@ -34,7 +34,6 @@ from pool.settings import (
 )
 from pool.yaml_file import Path, YamlFile, closest, read_yaml
 
-T = TypeVar("T")
 S = TypeVar("S", bound=Struct)
 
 WEEK_S = 7 * 24 * 3600.0
@@ -244,7 +243,7 @@ def _merged(defaults: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, An
     return merged
 
 
-def _convert(file: YamlFile, where: Path, raw: Any, kind: type[T]) -> T:
+def _convert(file: YamlFile, where: Path, raw: Any, kind: type[S]) -> S:
     try:
         return convert(raw, kind, dec_hook=_read)
     except ValidationError as error:
