@@ -48,6 +48,15 @@ MODEL_SETTINGS = DRAIN_SETTINGS | {
 }
 POOL_SETTINGS = frozenset({"margin", "starve_after", "quantum_factor"})
 
+# What an engine's arguments may not say, since all parts of the pod must know it: the setting.
+OWN_ARGUMENTS: Mapping[str, str] = {
+    "--model": "model",
+    "--served-model-name": "aliases",
+    "--tensor-parallel": "tensor_parallel",
+    "--tensor-parallel-size": "tensor_parallel",
+    "-tp": "tensor_parallel",
+}
+
 # What `defaults` may say: all but what makes a model this one.
 DEFAULTS = frozenset(ModelSettings.__struct_fields__) - {"model", "aliases", "devices", "memory"}
 
@@ -203,6 +212,11 @@ def _checked(file: YamlFile, pool: PoolFile, models: dict[str, ModelSettings]) -
             if engines.setdefault(engine, name) != name:
                 why = f"its engine would be called {engine}, as that of {engines[engine]}"
                 _refuse(file, ("models", name), f"{why}; rename one of the two")
+        for argument in model.args:
+            flag = str(argument).partition("=")[0].replace("_", "-")
+            if flag in OWN_ARGUMENTS:
+                why = f"{flag} is not an argument here; use the key `{OWN_ARGUMENTS[flag]}`"
+                _refuse(file, ("models", name, "args"), why)
         own = _devices(file, name, model, pool.devices, used)
         used.update(own)
         settled[name] = replace(model, devices=own)

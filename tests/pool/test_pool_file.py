@@ -107,6 +107,7 @@ models:
         ("priority: 1", "aliases: [coder]", 5, "is a name of coder already"),
         ("priority: 1", "devices: [HOST-2]", 5, "is none of the pool's `devices`"),
         ("priority: 1", "devices: [HOST-0, HOST-1]", 5, "one for each rank"),
+        ("priority: 1", "args: [--served_model_name=x]", 5, "use the key `aliases`"),
         ("priority: 1", "model: /models/C", 5, "stands at line 4 and again at line 5"),
         ("    model: /models/A\n", "", 3, "`model` is missing"),
         ("  coder:", "  my_coder:", 6, "at most 25"),
