@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping
+from enum import StrEnum
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct, field
@@ -30,6 +31,8 @@ CHANNEL_FRAME_BYTES_MAX = 4 << 20
 CHANNEL_ENV = "UNDERSTUDY_CHANNEL"  # the number of the child's end of the channel
 
 INT64_MAX = 2**63 - 1
+# What a pool answers where there is no room or no time for a request; counted as limits.
+POOL_LIMITS = ("pool.queue_full", "pool.not_awake", "pool.busy", "pool.cut")
 BEAT_MS = 500  # a child beats at least this often; six of them fit into the 3 s of silence allowed
 
 # The upper bounds of the buckets of the two histograms; a last one has what is above all bounds.
@@ -162,6 +165,26 @@ class RequestTotal(Struct, frozen=True):
     count: Count
 
 
+class PoolOutcome(StrEnum):
+    """What becomes of a request for a model of a pool. All but `REQUEUED` are its end."""
+
+    ANSWERED = "answered"
+    EXPIRED = "expired"  # its deadline passed while it waited
+    CANCELLED = "cancelled"  # its client left
+    REFUSED = "refused"  # at once: the queue is full, the model does not fit or has failed
+    REQUEUED = "requeued"  # its model yielded before anything was answered
+    CUT = "cut"  # its model yielded, and the answer could not be parked
+    LOST = "lost"  # its answer broke off
+
+
+class ModelTotal(Struct, frozen=True):
+    """How many requests for one model of a pool have come to one outcome."""
+
+    model: ModelName
+    outcome: PoolOutcome
+    count: Count
+
+
 class GatewayTotals(Struct, frozen=True):
     """The counts of a child since its start; they only grow."""
 
@@ -175,6 +198,7 @@ class GatewayTotals(Struct, frozen=True):
     # From a whole request to its first byte towards an engine that was free to take it.
     added_s: Distribution = Distribution((0,) * (len(ADDED_BUCKETS_S) + 1))
     limits: Mapping[str, int] = field(default_factory=dict)  # how often each was reached, by name
+    models: tuple[ModelTotal, ...] = ()  # of a pool
 
 
 class GatewayLoad(Struct, frozen=True):

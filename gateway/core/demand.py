@@ -35,6 +35,10 @@ class ChildDemands:
     def said(self, child: int, models: Mapping[str, ModelDemand]) -> None:
         self._children[child] = models
 
+    def of_child(self, child: int) -> Mapping[str, ModelDemand]:
+        """Its last word."""
+        return self._children.get(child, {})
+
     def gone(self, child: int) -> None:
         self._children.pop(child, None)
 

@@ -310,6 +310,12 @@ class SuspectFound(GatewayRecord, frozen=True):
     deaths: int
 
 
+class RequestRequeued(GatewayRecord, frozen=True):
+    """Nothing was sent of its answer, and its model has to yield: it waits for the next turn."""
+
+    request: int
+
+
 class RequestEnded(GatewayRecord, frozen=True):
     """`code` is "" for a whole answer, else the dotted code that the client saw, if any."""
 

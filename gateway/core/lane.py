@@ -263,7 +263,9 @@ class Lane(Gateway):
         for attempt in list(self._desk.attempts.values()):
             request = attempt.owner
             if self._may_yield(request):
-                request.was_requeued |= request.state in UNANSWERED
+                if request.state in UNANSWERED:
+                    request.was_requeued = True
+                    self._desk.outbox.append(ev.RequestRequeued(request.number))
                 self._course.broke(attempt, BreakCause.YIELDED, now_ms)
 
     def _cut(self, door: ShutDoor) -> None:

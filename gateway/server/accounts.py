@@ -23,9 +23,12 @@ from gateway.core.events import (
 from gateway.messages import (
     ADDED_BUCKETS_S,
     PAUSE_BUCKETS_S,
+    POOL_LIMITS,
     GatewayEventMsg,
     GatewayTotals,
     HistogramTally,
+    ModelTotal,
+    PoolOutcome,
     RequestTotal,
 )
 from gateway.server.open_request import OpenRequest
@@ -42,8 +45,8 @@ LIMITS = (
 )
 
 
-# What a pool answers where there is no room or no time for a request.
-POOL_LIMITS = ("pool.queue_full", "pool.not_awake", "pool.busy", "pool.cut")
+EXPIRED = ("pool.not_awake", "pool.busy", "gateway.park_timeout")
+CUT = "pool.cut"
 
 
 class Accounts:
@@ -63,6 +66,7 @@ class Accounts:
         self._spans = spans
         self._pauses = HistogramTally(PAUSE_BUCKETS_S)
         self._requests: Counter[tuple[str, Continuation]] = Counter()
+        self._models: Counter[tuple[str, PoolOutcome]] = Counter()
         self._paused: list[StreamPaused] = []
         self._resumed: list[StreamResumed] = []
         self._broken: Counter[str] = Counter()
@@ -100,9 +104,15 @@ class Accounts:
                 if record.ending is Ending.BROKEN:
                     self._broken[record.code] += 1
 
+    def requeued(self, request: OpenRequest) -> None:
+        """Its model had to yield before anything was answered; it waits for the next turn."""
+        self._models[request.model, PoolOutcome.REQUEUED] += 1
+
     def ended(self, request: OpenRequest, record: RequestEnded, now_ms: float) -> None:
         """`request` is over; the record was noted."""
         self._requests[record.ending.value, request.continuation] += 1
+        if request.model:
+            self._models[request.model, outcome_of(record)] += 1
         if self._spans is not None:
             self._spans.ended(request, record, now_ms - request.came_ms)
         if not self._has_access_log:
@@ -143,6 +153,10 @@ class Accounts:
             pause_s=self._pauses.so_far(),
             added_s=self.added.so_far(),
             limits=dict(self.limits),
+            models=tuple(
+                ModelTotal(model, outcome, count)
+                for (model, outcome), count in self._models.items()
+            ),
         )
 
     def tell(self) -> None:
@@ -197,6 +211,20 @@ class Accounts:
 
     def _tell(self, kind: str, message: str, severity: str = "info", **data: object) -> None:
         self._happened(GatewayEventMsg(kind, message, severity, data))
+
+
+def outcome_of(record: RequestEnded) -> PoolOutcome:
+    """How a request for a model of a pool ended."""
+    match record.ending:
+        case Ending.WHOLE:
+            return PoolOutcome.ANSWERED
+        case Ending.CLIENT_GONE:
+            return PoolOutcome.CANCELLED
+    if record.code == CUT:
+        return PoolOutcome.CUT
+    if record.code in EXPIRED:
+        return PoolOutcome.EXPIRED
+    return PoolOutcome.REFUSED if record.ending is Ending.REFUSED else PoolOutcome.LOST
 
 
 def _streams(count: int) -> str:

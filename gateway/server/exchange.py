@@ -302,6 +302,8 @@ class HttpExchange:
                 self._paused[record.request] = self.now_ms()
             case ev.StreamResumed():
                 self._paused.pop(record.request, None)
+            case ev.RequestRequeued():
+                self._accounts.requeued(self.requests[record.request])
             case ev.RequestEnded():
                 self._paused.pop(record.request, None)
                 self._accounts.ended(self.requests.pop(record.request), record, self.now_ms())

@@ -17,8 +17,10 @@ from gateway.core.events import Ending
 from gateway.messages import (
     ADDED_BUCKETS_S,
     PAUSE_BUCKETS_S,
+    POOL_LIMITS,
     Distribution,
     GatewayTotals,
+    PoolOutcome,
 )
 from gateway.supervisor import report
 from gateway.supervisor.engine_side import WAKE_BUCKETS_S
@@ -90,10 +92,12 @@ class _Children(Collector):
         yield _requests(totals)
         if self._gateway.pool.models:
             yield _models(report.by_model(self._gateway))
+            yield from _pool(self._gateway, totals)
         limits = CounterMetricFamily(
             _name("limit_hits"), "Number of times a limit was reached, by limit.", labels=["limit"]
         )
-        for limit, count in sorted(totals.limits.items()):
+        known = dict.fromkeys(POOL_LIMITS, 0) if self._gateway.pool.models else {}
+        for limit, count in sorted((known | dict(totals.limits)).items()):
             limits.add_metric([limit], count)
         yield limits
         text = "How long streams paused, from the break to the first new token."
@@ -115,6 +119,25 @@ def _models(found: Mapping[str, Mapping[str, int]]) -> GaugeMetricFamily:
         for state, count in counts.items():
             family.add_metric([model, state], count)
     return family
+
+
+def _pool(gateway: GatewayParts, totals: GatewayTotals) -> Iterator[Metric]:
+    """What has become of each model's requests, by the names of the pool's metrics."""
+    side = gateway.pool
+    zeros = itertools.product(side.models, PoolOutcome)
+    counts = dict.fromkeys(zeros, 0)
+    counts |= {(each.model, each.outcome): each.count for each in totals.models}
+    family = CounterMetricFamily(
+        f"{PREFIX}_pool_requests",
+        "Requests for each model of a pool, by what has become of them.",
+        labels=["model", "outcome"],
+    )
+    for (model, outcome), count in counts.items():
+        lost = side.lost[model] if outcome is PoolOutcome.LOST else 0
+        family.add_metric([model, outcome.value], count + lost)
+    yield family
+    text = "1 while the gateway is connected to the pool; without it nothing switches."
+    yield GaugeMetricFamily(_name("pool_connected"), text, value=side.problem is None)
 
 
 def _requests(totals: GatewayTotals) -> CounterMetricFamily:

@@ -6,6 +6,7 @@ server. Owns no decision: doors are obeyed by children (`gateway.core.lane`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 import msgspec
@@ -44,6 +45,7 @@ class GatewayPoolSide:
         self.said: dict[str, PooledModel] = {}  # of each, with our number of its door
         self.changed_ms = clock.now_ms()  # connected, or lost
         self.refusal: str | None = None
+        self.lost: Counter[str] = Counter()  # by model: requests in children that died
         self._demands = ChildDemands(self.models)
         self._nursery, self._clock, self._log = nursery, clock, log
         self._heard: dict[str, tuple[int, Door]] = {}  # each door with the pool's number
@@ -85,6 +87,10 @@ class GatewayPoolSide:
         self._link.changed()
 
     def ended(self, link: ChildLink) -> None:
+        """A child is gone; what a dead one had is lost."""
+        if link.process is not None and link.process.returncode:
+            for model, demand in self._demands.of_child(link.number).items():
+                self.lost[model] += demand.in_flight + len(demand.tickets)
         self._demands.gone(link.number)
         self._link.changed()
 

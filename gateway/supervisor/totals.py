@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from gateway.messages import Distribution, GatewayTotals, RequestTotal
+from gateway.messages import Distribution, GatewayTotals, ModelTotal, RequestTotal
 from plumbing.hop import Continuation
 
 
@@ -14,10 +14,13 @@ def add(parts: Iterable[GatewayTotals]) -> GatewayTotals:
     found = list(parts)
     requests: Counter[tuple[str, Continuation]] = Counter()
     limits: Counter[str] = Counter()
+    models: Counter[tuple[str, str]] = Counter()
     for each in found:
         limits.update(each.limits)
         for total in each.requests:
             requests[total.ending, total.continuation] += total.count
+        for ended in each.models:
+            models[ended.model, ended.outcome] += ended.count
     return GatewayTotals(
         requests=tuple(RequestTotal(*key, count) for key, count in sorted(requests.items())),
         tokens=sum(each.tokens for each in found),
@@ -28,6 +31,7 @@ def add(parts: Iterable[GatewayTotals]) -> GatewayTotals:
         pause_s=_add_up(each.pause_s for each in found),
         added_s=_add_up(each.added_s for each in found),
         limits=dict(limits),
+        models=tuple(ModelTotal(*key, count) for key, count in sorted(models.items())),
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from plumbing.part.format import duration, size
 from pool.core.bound import WaitBound, bound
+from pool.core.doors import reason_of
 from pool.core.events import OpenDoor, Order, RefusedDoor
 from pool.core.known import KnownModel
 from pool.core.planning import is_blind
@@ -57,6 +58,19 @@ def bound_of(parts: PoolParts, name: str, seen: list[ModelView]) -> WaitBound | 
     return bound(name, pool.models[name].rules.priority, seen, pool.rules)
 
 
+def bounds_ms(parts: PoolParts) -> dict[str, float]:
+    """How long the tickets that each model has now, or a usual one, can wait; those that are not
+    known are left out."""
+    pool = parts.pool.situation
+    seen = views(parts)
+    found = {}
+    for view in seen:
+        priorities = [each.priority for each in pool.demand.tickets(view.name)]
+        last = max([view.rules.priority, *priorities])
+        found[view.name] = bound(view.name, last, seen, pool.rules).total_ms
+    return found
+
+
 def sentence(parts: PoolParts, name: str) -> str:
     """One sentence: the state, why, and what it waits for."""
     known = parts.pool.situation.models[name]
@@ -71,6 +85,13 @@ def sentence(parts: PoolParts, name: str) -> str:
     if told.alarm is not None:
         text += f"; {told.alarm}"
     return text
+
+
+def next_of(known: KnownModel) -> str:
+    """Why a model that somebody waits for does not serve yet."""
+    if known.model.state is ModelState.FAILED:
+        return known.model.fault
+    return wait_of(known) or reason_of(known)
 
 
 def wait_of(known: KnownModel) -> str | None:

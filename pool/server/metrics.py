@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Mapping
 
 from plumbing.service.metrics import Metrics
 from pool.core.events import ModelChanged, PoolRecord, Switched
+from pool.core.ledger import PoolLedger
 from pool.core.machine import ModelPool
-from pool.core.states import EntryKind, ModelState
+from pool.core.states import HOST, EntryKind, ModelState
 from pool.core.view import Leaving
 
 PHASES = ("wait", "drain", "release", "raise")
@@ -21,6 +23,7 @@ class PoolMetrics:
         self.metrics = made = Metrics()
         self._devices = devices
         by_model = {"model": tuple(models)}
+        served = {"device_uuid": tuple(device for device in devices if device != HOST)}
         self._state = made.one_hot(
             "pool_model_state", "State of a model; the current one is 1.", STATES, by_model
         )
@@ -67,9 +70,37 @@ class PoolMetrics:
         self._total = made.gauge(
             "pool_device_bytes", "Size of a device.", {"device_uuid": tuple(devices)}
         )
+        self._free = made.gauge(
+            "pool_free_bytes",
+            "What may still be booked on a device; below 0, more is in use than fits.",
+            {"device_uuid": tuple(devices)},
+        )
+        self._wanted = made.gauge(
+            "pool_wanted_ratio",
+            "Share of the last ten minutes in which a device had requests, waiting or running.",
+            served,
+        )
+        self._serving = made.gauge(
+            "pool_serving_ratio",
+            "Share of that time in which one of its engines had requests; 1 if nobody wanted it.",
+            served,
+        )
+        self._bound = made.gauge(
+            "pool_bound_seconds",
+            "How long a request for a model can wait at most; NaN while that is not known.",
+            by_model,
+        )
+        self._not_freed = made.gauge(
+            "pool_memory_not_freed", "1 while memory of an unloaded model is not free.", by_model
+        )
         self._recovering = made.gauge(
             "pool_recovering", "1 while a model's engines have not all been heard since the start."
         )
+        self._unwritten = made.gauge(
+            "pool_write_problem",
+            "1 while the state file cannot be written, and nothing is decided.",
+        )
+        self._gateways = made.gauge("pool_gateways", "Gateways that are connected.")
 
     def count(self, record: PoolRecord, leaving: str | None = None) -> None:
         """`leaving`: why a model that has begun to drain does so."""
@@ -84,7 +115,7 @@ class PoolMetrics:
                 self._waited.labels(model=record.model).observe(record.wait_ms / 1000)
 
     def update(self, pool: ModelPool, now_ms: float) -> None:
-        """Call this before each scrape."""
+        """Call this before each scrape, and `update_around` too."""
         situation = pool.situation
         for name, known in situation.models.items():
             tickets = situation.demand.tickets(name)
@@ -94,7 +125,31 @@ class PoolMetrics:
             self._oldest.labels(model=name).set(max(0.0, now_ms - oldest_ms) / 1000)
             self._parked.labels(model=name).set(sum(each.kind == "parked" for each in tickets))
             self._in_flight.labels(model=name).set(situation.demand.in_flight(name))
-        ledger = situation.books.ledger
+        self._update_devices(situation.books.ledger)
+        is_recovering = any(each.model.is_recovering for each in situation.models.values())
+        self._recovering.set(is_recovering)
+
+    def update_around(
+        self,
+        bounds_ms: Mapping[str, float],
+        not_freed: Mapping[str, bool],
+        shares: Mapping[str, tuple[float, float]],
+        *,
+        is_unwritten: bool,
+        gateways: int,
+    ) -> None:
+        """What the core does not know. `bounds_ms`: of those models whose bound is known;
+        `shares`: as `ServingShare` has them."""
+        for name, is_stuck in not_freed.items():
+            self._bound.labels(model=name).set(bounds_ms.get(name, math.nan) / 1000)
+            self._not_freed.labels(model=name).set(is_stuck)
+        for device, (wanted, serving) in shares.items():
+            self._wanted.labels(device_uuid=device).set(wanted)
+            self._serving.labels(device_uuid=device).set(serving)
+        self._unwritten.set(is_unwritten)
+        self._gateways.set(gateways)
+
+    def _update_devices(self, ledger: PoolLedger) -> None:
         sums: dict[tuple[str, str], int] = {}
         for key, size_bytes in ledger.entries.items():
             place = (key.device, key.kind.value)
@@ -105,5 +160,5 @@ class PoolMetrics:
                 self._booked.labels(device_uuid=device, kind=kind.value).set(found)
             self._outside.labels(device_uuid=device).set(ledger.outside.get(device, 0))
             self._total.labels(device_uuid=device).set(ledger.totals.get(device, 0))
-        is_recovering = any(each.model.is_recovering for each in situation.models.values())
-        self._recovering.set(is_recovering)
+            is_known = device in ledger.totals
+            self._free.labels(device_uuid=device).set(ledger.free_bytes(device) if is_known else 0)

@@ -14,6 +14,7 @@ from pool.server.lease_desk import LeaseDesk
 from pool.server.lock_side import PoolLockSide
 from pool.server.memory_side import MemorySide
 from pool.server.metrics import PoolMetrics
+from pool.server.serving import ServingShare
 from pool.server.settings import PoolSettings
 from pool.server.state_file import PoolStateFile
 from pool.server.told import ToldModels
@@ -33,6 +34,7 @@ class PoolParts:
     changed: dict[str, dict[str, str]]  # at runtime, by model ("": the pool) and setting
     told: ToldModels
     metrics: PoolMetrics
+    serving: ServingShare
     gateways: PoolGateways
     engines: EngineSide
     locks: PoolLockSide

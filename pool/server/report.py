@@ -13,8 +13,8 @@ from plumbing.service.clock import rfc3339
 from plumbing.service.http import Probe
 from pool.core.known import KnownModel
 from pool.core.view import ModelView
-from pool.server import explain
-from pool.server.engine_link import EngineLink
+from pool.digests import digests
+from pool.server import explain, plan_report
 from pool.server.parts import PoolParts
 
 SCHEMA = 1
@@ -37,8 +37,11 @@ def document(parts: PoolParts) -> dict[str, Any]:
         "models": [_model(parts, name, seen) for name in parts.told.models],
         "devices": [_device(parts, name) for name in parts.pool.situation.books.devices],
         "leases": [_lease(parts, each) for each in parts.leases.leases],
+        "plan": plan_report.plan(parts),
         "gateways": [{"gateway": name} for name in parts.gateways.conns],
         "lock_server": {"connected": parts.locks.is_connected, "problem": parts.locks.problem},
+        "queue": {"max": parts.file.queue.max, "per_model": parts.file.queue.per_model},
+        "file": {"path": parts.settings.path or None, "digests": digests(parts.settings.file)},
         "changed": {name or "pool": found for name, found in parts.changed.items()},
         "problems": problems(parts)[:PROBLEMS_MAX],
     }
@@ -111,7 +114,7 @@ def _model(parts: PoolParts, name: str, seen: list[ModelView]) -> dict[str, Any]
         "in_flight": pool.demand.in_flight(name),
         "door": {"number": told.number, **(msgspec.to_builtins(told.door) if told.door else {})},
         "holder": _holder(known),
-        "engines": [_engine(parts, parts.engines.links[each.name]) for each in known.engines],
+        "engines": [_engine(parts, known, each.name) for each in known.engines],
         "bytes": _booked(parts, known),
         "estimated": sizes is None or sizes.is_estimated,
         "bound_ms": explain.bound_ms(explain.bound_of(parts, name, seen)),
@@ -124,10 +127,12 @@ def _holder(known: KnownModel) -> dict[str, Any] | None:
     return None if holder is None else {"engine": holder.engine, "token": holder.token}
 
 
-def _engine(parts: PoolParts, link: EngineLink) -> dict[str, Any]:
+def _engine(parts: PoolParts, known: KnownModel, name: str) -> dict[str, Any]:
+    link = parts.engines.links[name]
     said = link.said
     return {
         "engine": link.engine,
+        "shadow": name != known.main().name,
         "connected": said is not None,
         "goal": link.goal,
         "state": said.state if said is not None else None,
@@ -159,6 +164,8 @@ def _device(parts: PoolParts, device: str) -> dict[str, Any]:
         "booked_bytes": booked,
         "leaving_bytes": leaving,
         "outside_bytes": ledger.outside.get(device, 0),
+        "margin_bytes": plan_report.margin_of(parts, device),
+        "booked": plan_report.booked_on(parts, device),
     }
 
 

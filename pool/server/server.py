@@ -22,6 +22,7 @@ from pool.core import events as ev
 from pool.core.machine import ModelPool
 from pool.core.snapshot import PoolSnapshot
 from pool.pool_file import with_changes
+from pool.server import explain
 from pool.server.desk import PoolDesk
 from pool.server.engine_side import EngineSide
 from pool.server.gateway_desk import PoolGateways
@@ -31,6 +32,7 @@ from pool.server.memory_side import SAMPLE_S, MemorySide
 from pool.server.metrics import PoolMetrics
 from pool.server.parts import PoolParts
 from pool.server.performer import PoolPerformer
+from pool.server.serving import ServingShare
 from pool.server.settings import PoolSettings
 from pool.server.state_file import PoolStateFile
 from pool.server.told import ToldModels
@@ -76,9 +78,7 @@ class PoolServer:
             raise
         parts = self.parts
         self._performer = PoolPerformer(parts, self._save)
-        parts.metrics.metrics.refresh = lambda: parts.metrics.update(
-            parts.pool, self.clock.now_ms()
-        )
+        parts.metrics.metrics.refresh = lambda: self._refresh(parts)
         loop = asyncio.get_running_loop()
         self._tasks = [
             *parts.engines.start(),
@@ -154,10 +154,27 @@ class PoolServer:
         self._is_busy = True
         try:
             effects = self.parts.pool.handle(event, self.clock.now_ms())
+            if isinstance(event, ev.DemandCame | ev.GatewayGone):
+                self._look_at_serving()
             self._effects.extend(effects)
             self._perform()
         finally:
             self._is_busy = False
+
+    def _look_at_serving(self) -> None:
+        pool = self.parts.pool.situation
+        self.parts.serving.look(pool.models, pool.demand, self.clock.now_ms())
+
+    def _refresh(self, parts: PoolParts) -> None:
+        self._look_at_serving()
+        parts.metrics.update(parts.pool, self.clock.now_ms())
+        parts.metrics.update_around(
+            explain.bounds_ms(parts),
+            {name: each.alarm is not None for name, each in parts.told.models.items()},
+            parts.serving.shares(),
+            is_unwritten=parts.problem is not None,
+            gateways=len(parts.gateways.conns),
+        )
 
     def _perform(self) -> None:
         while self._effects:
@@ -236,6 +253,7 @@ class PoolServer:
             changed=changed,
             told=told,
             metrics=PoolMetrics(models, setup.devices),
+            serving=ServingShare(file.devices, clock.now_ms()),
             gateways=PoolGateways(models, lambda: told.for_gateways(pool), feed, clock.now_ms),
             engines=engines,
             locks=PoolLockSide(settings.directory, models, self._held),
@@ -296,6 +314,7 @@ class PoolServer:
         self._ticker = asyncio.get_running_loop().call_later(SAMPLE_S, self._tick)
         self.parts.engines.look()
         self.parts.memory.sample()
+        self._look_at_serving()
         self.desk.server.reserve.refill()
 
 

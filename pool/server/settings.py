@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from plumbing.errors import UsageError
@@ -45,6 +46,7 @@ class PoolSettings:
 
     directory: str
     file: PoolFile
+    path: str = ""  # of the file
     http_host: str = "127.0.0.1"
     http_port: int = 9404
     allowed_hosts: tuple[str, ...] = ()
@@ -71,6 +73,7 @@ def settle(config: Resolved) -> PoolSettings:
     return PoolSettings(
         directory=directory,
         file=named(file, names) if names else with_served_names(file, directory),
+        path=os.path.abspath(config["file"]),
         http_host=config["http_host"],
         http_port=config["http_port"],
         allowed_hosts=config["http_allowed_host"],

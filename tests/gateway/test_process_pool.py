@@ -249,12 +249,17 @@ def test_the_last_doors_hold_without_the_pool_and_for_a_fresh_child():
         os.kill(child, signal.SIGKILL)
         assert await waiting.rest() == b""  # what was in the child is lost with it
         await asyncio.to_thread(made.gateway.start)
+        lost = 'understudy_pool_requests_total{model="coder",outcome="lost"}'
+        assert await asyncio.to_thread(made.gateway.metric, lost) == 1
+        connected = "understudy_gateway_pool_connected"
+        assert await asyncio.to_thread(made.gateway.metric, connected) == 0
         client, document = await made.ask("chat")
         check(await client.answer(), document)
         waiting, asked = await made.ask("coder")
         made.pool.demand = None
         await made.pool.start()
         await made.waits("coder", 1)
+        assert await asyncio.to_thread(made.gateway.metric, connected) == 1
         await made.turn("chat", "coder")
         check(await waiting.answer(), asked)
 

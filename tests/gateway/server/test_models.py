@@ -15,6 +15,7 @@ import pytest
 
 from gateway.core.lane_events import LaneRules
 from gateway.messages import ModelDoorsMsg
+from plumbing.hop import Continuation
 from plumbing.part.tier import Tier
 from pool.client import (
     Door,
@@ -27,7 +28,7 @@ from pool.client import (
     ShutDoor,
 )
 from tests.gateway.server.harness import CHAT, ERA, Answer, Bench, Client, with_bench
-from tests.gateway.stub_engine import StubEngine, text_of
+from tests.gateway.stub_engine import StubEngine, StubReply, text_of
 from tests.helpers import auntil
 
 LANES = {"chat": LaneRules(), "coder": LaneRules()}
@@ -268,5 +269,57 @@ def test_what_runs_is_cut_at_last_with_a_marked_error(tmp_path):
         assert not answer.is_whole
         assert answer.events()[-1]["error"]["code"] == "pool.cut"
         assert b"[DONE]" not in answer.body
+        (total,) = models.bench.doors.beat(1).totals.models
+        assert (total.model, total.outcome, total.count) == ("chat", "cut", 1)
 
     with_models(tmp_path, scenario, hold_after_groups=2, continuation="none")
+
+
+def test_what_becomes_of_each_request_is_counted_by_model(tmp_path):
+    """Goal: no request for a model is missing from `requests_total`. Method: one of each outcome;
+    of the two that yield, one is asked again and answered, the other is cut."""
+
+    async def scenario(models: TwoModels) -> None:
+        chat, bench = models.engines["chat"], models.bench
+
+        def counted() -> dict[tuple[str, str], int]:
+            totals = bench.doors.beat(1).totals.models
+            return {(each.model, each.outcome.value): each.count for each in totals}
+
+        async def silence(request: object, reply: object) -> None:
+            await asyncio.Event().wait()
+
+        async def break_off(request: object, reply: StubReply) -> None:
+            reply.head(continuation=Continuation.NONE, length=9)
+            reply.write(b"[")
+            await reply.writer.drain()
+            reply.abort()
+
+        chat.routes["/v1/embeddings"] = silence
+        asked = asyncio.ensure_future(bench.once("/v1/embeddings", body()))
+        await auntil(lambda: chat.requests, "the request to be asked")
+        await models.turn("chat", "coder")
+        assert counted() == {("chat", "requeued"): 1}
+        await bench.once(CHAT, body("chat"), Prefer="wait=0")
+        del chat.routes["/v1/embeddings"]
+        await models.turn("coder", "chat")
+        assert (await asked).status == 200
+        waiting = await bench.client()
+        waiting.ask(CHAT, body("coder"))
+        await auntil(lambda: models.demand("coder").tickets, "the request to wait")
+        waiting.close()
+        await auntil(lambda: not models.demand("coder").tickets, "its client to be missed")
+        models.set("coder", RefusedDoor("pool.failed", "coder has failed: no file", None))
+        await bench.once(CHAT, body("coder"))
+        chat.routes["/v1/other"] = break_off
+        await bench.once("/v1/other", body("chat"))
+        assert counted() == {
+            ("chat", "requeued"): 1,
+            ("chat", "expired"): 1,
+            ("chat", "answered"): 1,
+            ("coder", "cancelled"): 1,
+            ("coder", "refused"): 1,
+            ("chat", "lost"): 1,
+        }
+
+    with_models(tmp_path, scenario)
