@@ -117,6 +117,9 @@ def _model(parts: PoolParts, name: str, seen: list[ModelView]) -> dict[str, Any]
         "engines": [_engine(parts, known, each.name) for each in known.engines],
         "bytes": _booked(parts, known),
         "estimated": sizes is None or sizes.is_estimated,
+        "sizes": None
+        if sizes is None
+        else {kind: dict(getattr(sizes, kind)) for kind in ("base", "weights", "kv")},
         "bound_ms": explain.bound_ms(explain.bound_of(parts, name, seen)),
         "alarm": told.alarm,
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from engine.backends.vllm.versions import OVERRIDE_FLAG, check_version, supported_range
 from plumbing.errors import UsageError
 from plumbing.part.format import size
+from plumbing.part.models import device_of
 from plumbing.service.process import FDS_ADVISED
 from understudy.doctor.facts import FdUse, PodFacts, Port
 from understudy.doctor.findings import Finding, HealthCheck, failed, passed, skipped, warned
@@ -135,9 +136,11 @@ def _devices(facts: PodFacts) -> list[Document]:
 def host_memory(facts: PodFacts) -> Finding:
     """Host-memory devices must fit into this machine's memory."""
     promised = sum(
-        int(device.get("capacity_bytes") or 0)
-        for device in _devices(facts)
-        if str(device.get("device_uuid")).startswith("HOST-")
+        {
+            device_of(str(device.get("device_uuid"))): int(device.get("capacity_bytes") or 0)
+            for device in _devices(facts)
+            if str(device.get("device_uuid")).startswith("HOST-")
+        }.values()
     )
     has = facts.machine
     if not promised:
@@ -243,11 +246,13 @@ def _is_strange(port: Port, facts: PodFacts) -> bool:
 
 
 def _name(part: Document) -> str:
-    """`lockserver`, `gateway`, `gms`, or an engine's id."""
+    """`lockserver`, `gateway`, `pool`, `gms`, or an engine's id."""
     if "engine" in part:
         return str(part["engine"].get("id"))
     if "locks" in part:
         return "lockserver"
+    if "models" in part:
+        return "pool"
     return "gateway" if "load" in part else "gms"
 
 

@@ -10,7 +10,13 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from understudy.doctor import check_devices, check_directory, check_gateway, check_machine
+from understudy.doctor import (
+    check_devices,
+    check_directory,
+    check_gateway,
+    check_machine,
+    check_pool,
+)
 from understudy.doctor.facts import PodFacts
 from understudy.doctor.findings import CheckResult, FindingStatus
 
@@ -19,6 +25,7 @@ SCHEMA = 1
 CHECKS = (
     *check_directory.CHECKS,
     *check_gateway.CHECKS,
+    *check_pool.CHECKS,
     *check_machine.CHECKS,
     *check_devices.CHECKS,
 )

@@ -12,6 +12,9 @@ from typing import Any
 
 from msgspec import Struct, field
 
+from plumbing.part.models import device_of
+from pool.settings import PoolFile
+
 FileId = tuple[int, int]  # device and inode: two paths with the same are one directory
 
 
@@ -99,6 +102,16 @@ class MachineFacts(Struct, frozen=True):
     has_termination_log: bool = False
 
 
+class PoolFileFacts(Struct, frozen=True):
+    """The pool file at `path`, as it is now. `digests`: of its settings, as the pool's status has
+    them. `problem`: why there is none."""
+
+    path: str
+    file: PoolFile | None = None
+    digests: Mapping[str, str] = {}
+    problem: str | None = None
+
+
 class TlsFile(Struct, frozen=True):
     """A file of the gateway's TLS that `variable` of the environment names."""
 
@@ -165,6 +178,7 @@ class PodFacts(Struct, frozen=True):
     packages: Mapping[str, str] = {}
     environ: Mapping[str, str] = {}
     tls_files: Sequence[TlsFile] = ()
+    pool_file: PoolFileFacts | None = None  # None: it is not known where one is
 
     def answered(self) -> list[SocketFile]:
         """The sockets of the directory that have a listener."""
@@ -176,4 +190,5 @@ class PodFacts(Struct, frozen=True):
 
     def gpus_served(self) -> list[str]:
         """The pod's devices that are GPUs; HOST-0 is not one."""
-        return [each for each in self.served if each.startswith(("GPU-", "MIG-"))]
+        devices = dict.fromkeys(map(device_of, self.served))  # a pool serves each model's apart
+        return [each for each in devices if each.startswith(("GPU-", "MIG-"))]

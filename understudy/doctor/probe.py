@@ -14,6 +14,7 @@ import resource
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from engine.backends.free_memory import read_room
 from engine.supervisor.settings import TERMINATION_LOG
@@ -22,12 +23,16 @@ from plumbing.errors import UnderstudyError
 from plumbing.part.paths import gms_sockets
 from plumbing.service import procfs
 from plumbing.wire.peer import SO_PEERPIDFD
+from pool.core.states import HOST
+from pool.digests import digests
+from pool.pool_file import named, read_pool_file
 from understudy.doctor import probe_devices, probe_directory
 from understudy.doctor.facts import (
     FdUse,
     Kernel,
     MachineFacts,
     PodFacts,
+    PoolFileFacts,
     Port,
     Process,
     SocketFile,
@@ -42,6 +47,7 @@ INIT = 1
 PACKAGES = ("vllm", "torch", "cuda-python", "nvidia-ml-py")
 # Of the gateway, and of a lock server over TCP.
 TLS_VARIABLES = ("UNDERSTUDY_TLS_CERT", "UNDERSTUDY_TLS_KEY", "UNDERSTUDY_TLS_CA")
+POOL_FILE = "UNDERSTUDY_POOL"
 CLOCK_SOURCE = "/sys/devices/system/clocksource/clocksource0/current_clocksource"
 SHARED_HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 HOST_DEVICE, TRIED_BYTES = "HOST-0", 4 << 20
@@ -72,6 +78,7 @@ async def look(directory: Path, ports: Ports, environ: Mapping[str, str]) -> Pod
         packages=installed(PACKAGES),
         environ=environ,
         tls_files=look_at_tls(environ),
+        pool_file=look_at_pool_file(view.get("pool"), environ),
     )
 
 
@@ -155,6 +162,23 @@ def look_at_tls(environ: Mapping[str, str]) -> list[TlsFile]:
         for name in TLS_VARIABLES
         if environ.get(name)
     ]
+
+
+def look_at_pool_file(
+    document: Mapping[str, Any] | None, environ: Mapping[str, str]
+) -> PoolFileFacts | None:
+    """The file that the pool was started with, or that the environment names."""
+    runs = document or {}
+    path = (runs.get("file") or {}).get("path") or environ.get(POOL_FILE)
+    if not path:
+        return None
+    devices = [str(each["device"]) for each in runs.get("devices") or () if each["device"] != HOST]
+    try:
+        file = read_pool_file(path)
+        named_file = named(file, devices) if devices else file
+    except UnderstudyError as error:
+        return PoolFileFacts(path, problem=error.message)
+    return PoolFileFacts(path, file, digests(named_file))
 
 
 def look_at_machine(environ: Mapping[str, str]) -> MachineFacts:

@@ -23,6 +23,7 @@ from understudy.status.gather import (
     gateway_part,
     lockserver_part,
     memory_parts,
+    pool_part,
     start_hint,
 )
 
@@ -104,7 +105,7 @@ class _KeptEvents:
 
 def _parts(directory: Path) -> list[PodPart]:
     """Every part that has a socket in `directory`."""
-    single = (lockserver_part(directory), gateway_part(directory))
+    single = (lockserver_part(directory), gateway_part(directory), pool_part(directory))
     found = [part for part in single if Path(part.path).exists()]
     return [*found, *memory_parts(directory), *engine_parts(directory)]
 

@@ -87,8 +87,10 @@ def gateway_lines(gateway: Document | None) -> list[str]:
     ]
 
 
-def gateway_faults(gateway: Document | None, lockserver: Document) -> list[str]:
-    """What is wrong with it, as sentences."""
+def gateway_faults(
+    gateway: Document | None, lockserver: Document, *, has_pool: bool = False
+) -> list[str]:
+    """What is wrong with it, as sentences. In a pool streams are parked between their turns."""
     if gateway is None:
         return []
     if "error" in gateway:
@@ -104,7 +106,7 @@ def gateway_faults(gateway: Document | None, lockserver: Document) -> list[str]:
     if _waits_for_operator(gateway):
         faults.append("the active engine rests and no request wakes it: run `understudy wake`")
     oldest_ms = load_of(gateway).get("parked_oldest_ms") or 0
-    if oldest_ms > PARKED_LONG_MS:
+    if oldest_ms > PARKED_LONG_MS and not has_pool:
         faults.append(f"a request has been parked for {duration(oldest_ms)}")
     return faults
 

@@ -30,11 +30,14 @@ from plumbing.part.paths import (
     gms_socket,
     gms_sockets,
     lockserver_socket,
+    pool_socket,
 )
 from plumbing.part.peers import ASK_TIMEOUT_S, ask
 from plumbing.service.files import read_json
 from plumbing.wire.messages import Catalogue
+from pool import messages as pool_messages
 from understudy.status.gateway_view import has_gateway
+from understudy.status.pool_view import has_pool
 from understudy.status.view import is_reachable, pod_view
 
 
@@ -94,6 +97,11 @@ def gateway_part(directory: Path) -> PodPart:
     return PodPart("gateway", gateway_socket(str(directory)), gateway_messages.CONTROL)
 
 
+def pool_part(directory: Path) -> PodPart:
+    """The pool, whether or not it has a socket: only the pod of a pool file has one."""
+    return PodPart("pool", pool_socket(str(directory)), pool_messages.CATALOGUE)
+
+
 def memory_parts(directory: Path) -> list[PodPart]:
     """The devices' memory servers that have a socket, or that cannot be started."""
     found = {name: gms_socket(str(directory), name) for name in absences(str(directory))}
@@ -145,10 +153,11 @@ class Pids:
     gms: dict[str, int]  # a device's server, by device
     engines: dict[str, int]  # a supervisor, by engine
     gateway: int | None = None  # the parent, whose child has the clients' connections
+    pool: int | None = None
 
     def named(self) -> list[str]:
         """`pid 17 is lockserver`, …: every part that answers here."""
-        single = {"lockserver": self.lockserver, "gateway": self.gateway}
+        single = {"lockserver": self.lockserver, "gateway": self.gateway, "pool": self.pool}
         found = single | self.gms | self.engines
         return [f"pid {pid} is {name}" for name, pid in found.items() if pid]
 
@@ -156,11 +165,11 @@ class Pids:
 async def pids_of(directory: Path) -> Pids:
     """The pids of the parts that answer in `directory`, from the kernel."""
     single, gms, engines = await asyncio.gather(
-        _pids([lockserver_part(directory), gateway_part(directory)]),
+        _pids([lockserver_part(directory), gateway_part(directory), pool_part(directory)]),
         _pids(memory_parts(directory)),
         _pids(engine_parts(directory)),
     )
-    return Pids(single.get("lockserver"), gms, engines, single.get("gateway"))
+    return Pids(single.get("lockserver"), gms, engines, single.get("gateway"), single.get("pool"))
 
 
 async def _pids(parts: Sequence[PodPart]) -> dict[str, int]:
@@ -178,12 +187,15 @@ async def _pid(part: PodPart) -> int:
 async def gather(directory: Path, timeout_s: float = ASK_TIMEOUT_S) -> dict[str, Any]:
     """The whole pod's view (`view.pod_view`): every part is asked once, all at the same time."""
     gms, engines = memory_parts(directory), engine_parts(directory)
-    parts = (lockserver_part(directory), gateway_part(directory), *gms, *engines)
+    single = (lockserver_part(directory), gateway_part(directory), pool_part(directory))
+    parts = (*single, *gms, *engines)
     answers = await asyncio.gather(*(status_of(part, timeout_s) for part in parts))
-    lock, gateway, *others = answers
+    lock, gateway, pool, *others = answers
     has_socket = os.path.exists(gateway_socket(str(directory)))
     found = gateway if has_gateway(lock, gateway, has_socket=has_socket) else None
-    return pod_view(str(directory), lock, others[: len(gms)], others[len(gms) :], found)
+    has_socket = os.path.exists(pool_socket(str(directory)))
+    there = pool if has_pool(lock, pool, has_socket=has_socket) else None
+    return pod_view(str(directory), lock, others[: len(gms)], others[len(gms) :], found, there)
 
 
 async def require_pod(directory: Path) -> None:

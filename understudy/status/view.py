@@ -14,11 +14,19 @@ from plumbing.part.format import since, table
 from plumbing.part.models import ACTIVE, kind_of
 from understudy.status.gateway_view import gateway_faults, gateway_lines, is_open, rest_line
 from understudy.status.memory_view import Document, engines_by_pid, memory_faults, memory_lines
+from understudy.status.pool_view import (
+    awake_engines,
+    headline,
+    lacks_shadow,
+    pool_faults,
+    pool_lines,
+)
 
 SCHEMA = 1
 PARKED = "standby"
 SERVING = "active"
 RESTING = "resting"  # holds the lock, and serves as soon as it is woken
+PROBLEMS_SHOWN = 6  # of a pool, whose every model may have one
 BUSY_STRETCH = 1.25  # a fifth of the time is lost to waiting for a CPU
 ENGINE_HEADER = ("engine", "role", "state", "since", "in flight", "last canary", "pid", "reason")
 
@@ -29,11 +37,12 @@ def pod_view(
     gms: Sequence[Document],
     engines: Sequence[Document],
     gateway: Document | None = None,
+    pool: Document | None = None,
 ) -> dict[str, Any]:
     """The document of `understudy status --json`.
 
     Each part is its own status document, or `{"name", "error"}` where it did not answer. `gateway`:
-    None in direct mode.
+    None in direct mode. `pool`: None without a pool file.
     """
     states = [str(_engine(engine).get("state", "unreachable")) for engine in engines]
     lock = _active(lockserver)
@@ -43,13 +52,21 @@ def pod_view(
     standbys = states.count(PARKED)
     # A standby alone is not enough: the lock server must be able to grant it the lock.
     ready = standbys > 0 and lock.get("state") == "held" and not lock.get("problem")
-    faults = _faults(lockserver, gms, engines, states) + gateway_faults(gateway, lockserver)
-    if serving and not standbys:
+    faults = _faults(lockserver, gms, engines, states)
+    faults += gateway_faults(gateway, lockserver, has_pool=pool is not None)
+    if pool is not None:
+        faults += pool_faults(pool)
+        awake = awake_engines(pool)
+        serving = awake[0] if len(awake) == 1 else None
+        ready = bool(standbys) and not lacks_shadow(pool)
+    elif serving and not standbys:
         faults.append("no standby: if the active engine dies now, the pod stops serving")
     elif serving and not ready and not faults:
         faults.append(f"lock active is {lock.get('state')}: it cannot be granted now")
     soundness = "degraded" if faults else "healthy"
     is_served = serving and is_open(gateway, is_resting=resting is not None)
+    if pool is not None:  # a request raises its model
+        is_served = is_open(gateway) and ("error" not in pool or SERVING in states)
     return {
         "schema": SCHEMA,
         "dir": directory,
@@ -62,6 +79,7 @@ def pod_view(
         "problems": faults,
         "lockserver": dict(lockserver),
         "gateway": dict(gateway) if gateway is not None else None,
+        "pool": dict(pool) if pool is not None else None,
         "gms": [dict(part) for part in gms],
         "engines": [dict(engine) for engine in engines],
     }
@@ -74,13 +92,16 @@ def is_reachable(view: Document) -> bool:
 
 def parts_of(view: Document) -> list[Document]:
     """The documents of all parts of a view."""
-    gateway = view.get("gateway")
-    single = [view["lockserver"], *([] if gateway is None else [gateway])]
+    maybe = (view.get("gateway"), view.get("pool"))
+    single = [view["lockserver"], *(part for part in maybe if part is not None)]
     return [*single, *view["gms"], *view["engines"]]
 
 
 def lines(view: Document, now: datetime) -> list[str]:
     """The view as text, in less than 15 lines for a pod of two engines and one device."""
+    pool = view.get("pool")
+    if pool is not None:
+        return _pool_lines(view, pool, now)
     ready = f"failover ready ({view['standbys']} standby)"
     ready = ready if view["failover_ready"] else "NO failover"
     # The directory last: it may be longer than a terminal is wide.
@@ -92,6 +113,19 @@ def lines(view: Document, now: datetime) -> list[str]:
     named = engines_by_pid(view["engines"])
     out += [line for part in view["gms"] for line in memory_lines(part, now, named)]
     out += [f"! {problem}" for problem in view["problems"][:4]]
+    return [*out, f"last   {_last_event(view, now)}"]
+
+
+def _pool_lines(view: Document, pool: Document, now: datetime) -> list[str]:
+    """The pod of a pool file: models in place of engines and of the one lock."""
+    out = [f"pod    {view['state']}   {headline(pool)}   {view['dir']}", *pool_lines(pool)]
+    if "error" in pool and view["engines"]:
+        out += table([ENGINE_HEADER, *(_engine_row(part, now) for part in view["engines"])])
+    out += [line for engine in view["engines"] for line in _busy(engine)]
+    out += gateway_lines(view["gateway"])
+    out += [f"! {problem}" for problem in view["problems"][:PROBLEMS_SHOWN]]
+    if len(view["problems"]) > PROBLEMS_SHOWN:
+        out.append(f"! and {len(view['problems']) - PROBLEMS_SHOWN} more problems")
     return [*out, f"last   {_last_event(view, now)}"]
 
 

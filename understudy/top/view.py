@@ -15,9 +15,11 @@ from itertools import pairwise
 from typing import Any
 
 from plumbing.part.format import since, size, table
+from plumbing.part.models import ACTIVE, kind_of
 from understudy.status import view as pod
 from understudy.status.gateway_view import load_of
 from understudy.status.memory_view import Document, devices
+from understudy.top.pool_view import booked_bars, switches, times_of_models
 
 Line = tuple[str, str]
 
@@ -38,7 +40,7 @@ KEYS = "q quit   e events   l logs   p pod   ? help"
 
 HELP = (
     "q       quit",
-    "p       the pod: engines, lock, requests, memory, failovers (the first page)",
+    "p       the pod: engines or models, requests, memory, failovers (the first page)",
     "e       the latest events, live",
     "l       the last lines of each part's log, as kept by `understudy up`",
     "?       this help",
@@ -98,9 +100,14 @@ def _pod(shown: Shown) -> list[Line]:
     view, now = shown.view, shown.now
     below_title = pod.lines(view, now)[1:]
     out: list[Line] = [(line, "red" if line.startswith("! ") else "") for line in below_title]
-    out += _section("time in states", times_in_states(view["engines"], shown.events, now))
+    pool = view.get("pool")
+    if pool is None:
+        out += _section("time in states", times_in_states(view["engines"], shown.events, now))
+    else:
+        out += _section("switches", switches(shown.events, now))
+        out += _section("time in states", times_of_models(pool, shown.events, now))
     out += _section("requests", requests(view.get("gateway")))
-    out += _section("memory", memory_bars(view["gms"]))
+    out += _section("memory", memory_bars(view["gms"]) if pool is None else booked_bars(pool))
     return out + _section("failovers", failovers(view, now))
 
 
@@ -213,7 +220,11 @@ def memory_bars(gms: Sequence[Document]) -> list[str]:
 def failovers(view: Document, now: datetime) -> list[str]:
     """The last grants of `active` that took it from another engine, newest first."""
     granted = view["lockserver"].get("last_grants") or ()
-    taken = [each for each in granted if each.get("lock") == "active" and each.get("contended")]
+    taken = [
+        each
+        for each in granted
+        if kind_of(str(each.get("lock"))) == ACTIVE and each.get("contended")
+    ]
     own = {}  # each engine's own account of its takeover, by token
     for part in view["engines"]:
         last = part.get("last_failover")

@@ -6,6 +6,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from pool.digests import digests
+from pool.pool_file import settle
+from pool.yaml_file import parse
 from understudy.doctor.checks import CHECKS
 from understudy.doctor.facts import (
     Directory,
@@ -15,6 +18,7 @@ from understudy.doctor.facts import (
     Kernel,
     MachineFacts,
     PodFacts,
+    PoolFileFacts,
     Port,
     Process,
     SocketFile,
@@ -34,11 +38,56 @@ LOCKSERVER, GMS, ENGINE, GATEWAY = (
 )
 STRANGER = Process(99, "jupyter")
 
+POOL_PATH = "/etc/pool.yaml"
+POOL_FILE = settle(
+    parse(
+        POOL_PATH,
+        """
+devices: [HOST-0]
+margin: 1GiB
+models:
+  chat: {model: /models/chat}
+  coder: {model: /models/coder}
+""",
+    )
+)
+POOL: dict[str, Any] = {
+    "problems": [],
+    "recovering": False,
+    "changed": {},
+    "file": {"path": POOL_PATH, "digests": digests(POOL_FILE)},
+    "devices": [
+        {
+            "device": "HOST-0",
+            "total_bytes": 8 << 30,
+            "margin_bytes": 1 << 30,
+            "outside_bytes": 0,
+        }
+    ],
+    "models": [
+        {
+            "model": name,
+            "state": "awake",
+            "fault": None,
+            "recovering": False,
+            "pinned": False,
+            "estimated": False,
+            "sizes": {
+                "base": {"HOST-0": 1 << 30},
+                "weights": {"HOST-0": 2 << 30},
+                "kv": {"HOST-0": 3 << 30},
+            },
+        }
+        for name in POOL_FILE.models
+    ],
+}
+
 VIEW: dict[str, Any] = {
     "lockserver": {"locks": {}, "service": {"active": {}}, "supervisors": [], "mode": "gateway"},
     "gateway": {"load": {}, "accepting": True, "problems": []},
     "gms": [{"device_uuid": "HOST-0", "capacity_bytes": 4 << 30, "epoch": "e"}],
     "engines": [{"engine": {"id": "engine-0"}, "lock": {"connected": True}}],
+    "pool": POOL,
 }
 
 WELL = PodFacts(
@@ -75,6 +124,7 @@ WELL = PodFacts(
     served=("HOST-0",),
     packages={"vllm": "0.32.0"},
     tls_files=(TlsFile("UNDERSTUDY_TLS_CERT", "/etc/tls.crt"),),
+    pool_file=PoolFileFacts(POOL_PATH, POOL_FILE, digests(POOL_FILE)),
 )
 
 NO_POD = replace(
@@ -91,6 +141,7 @@ NO_POD = replace(
     pids=frozenset(),
     served=(),
     tls_files=(),
+    pool_file=None,
 )
 
 _BY_ID = {check.id: check for check in CHECKS}

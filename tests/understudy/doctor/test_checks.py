@@ -65,6 +65,10 @@ NO_SERVICE = {**VIEW, "lockserver": {**VIEW["lockserver"], "service": {}}, "gate
 CLOSED = {**VIEW, "gateway": {"accepting": False, "problems": ["no descriptors"]}}
 DEAF = {**VIEW, "engines": [{"engine": {"id": "engine-1"}, "lock": {"connected": False}}]}
 AWAY = {**VIEW, "lockserver": {"locks": {}, "service": {"active": {"problem": "pid 9 has it"}}}}
+OF_TWO_MODELS = {
+    **VIEW,
+    "gms": [{"device_uuid": f"HOST-0.{model}", "capacity_bytes": 4 << 30} for model in ("a", "b")],
+}
 BLIND = {
     **VIEW,
     "lockserver": {
@@ -222,6 +226,7 @@ def with_kv(kv: dict | None, **more: object) -> PodFacts:
         ("shared_memory", spoilt(machine__shm_bytes=None), WARN, "cannot be read"),
         ("host_memory", WELL, PASS, "4.0 GiB; this machine's memory is 16.0 GiB"),
         ("host_memory", spoilt(machine__memory_bytes=2 << 30), WARN, "2.0 GiB"),
+        ("host_memory", spoilt(view=OF_TWO_MODELS), PASS, "devices of 4.0 GiB"),
         ("host_memory", NO_POD, SKIP, ""),
         ("termination_log", WELL, PASS, "/dev/termination-log"),
         (
@@ -249,6 +254,7 @@ def with_kv(kv: dict | None, **more: object) -> PodFacts:
         ("driver", spoilt(gpus=Gpus((), "580.00")), WARN, "lists no GPU"),
         ("device_uuid", gpus(), PASS, GPU),
         ("device_uuid", WELL, PASS, "no device is configured or served"),
+        ("device_uuid", spoilt(gpus(), served=(f"{GPU}.chat", f"{GPU}.coder")), PASS, GPU),
         (
             "device_uuid",
             spoilt(gpus(), served=(OTHER_GPU,)),
@@ -327,6 +333,7 @@ def test_ids_are_stable_and_unique():
     assert [check.id for check in CHECKS] == [
         *("directory", "path_length", "shared", "one_lockserver", "flock", "stale_sockets"),
         *("gateway", "one_gateway", "private_sockets", "tls_files"),
+        *("pool", "pool_file", "pool_sizes", "pool_fit", "pool_waits"),
         *("peer_pidfd", "pidfd_open", "start_method", "descriptors", "clock_source"),
         *("shared_memory", "huge_pages", "host_memory", "termination_log", "ports", "vllm_version"),
         *("driver", "device_uuid", "persistence_mode", "mig_mode", "sharing_mode"),

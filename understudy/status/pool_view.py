@@ -1,0 +1,182 @@
+"""The pool in a pod's view: its document in, lines and faults out.
+
+Pure. A pod without a pool file has no pool, and its view says so with None. In a pool any number of
+engines may be active, resting or not started, and models without a shadow have no standby: what is
+amiss is what the pool says of its models, not how many engines there are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from plumbing.part.format import duration, size, table
+from plumbing.part.models import ACTIVE, kind_of
+from understudy.status.memory_view import Document
+
+AWAKE, FAILED = "awake", "failed"
+HEADER = ("model", "state", "for", "tier", "engines", "in flight", "waiting", "memory", "reason")
+MODELS_SHOWN = 20  # what fits on a screen; `understudy pool status` shows all
+WAITING_SHOWN = 5
+STEPS = {
+    "waits": "waits for room",
+    "switches": "others make room",
+    "rises": "on its way up",
+    "next_turn": "waits for its next turn",
+    "refused": "refused",
+    "failed": "failed",
+    "recovering": "not known yet",
+}
+NOTHING_SWITCHES = "awake models are served, nothing switches"
+
+
+def has_pool(lockserver: Document, pool: Document, *, has_socket: bool) -> bool:
+    """Whether the pod has one, or should: the lock server has locks of models."""
+    if "error" not in pool or has_socket:
+        return True
+    return any(kind_of(name) == ACTIVE != name for name in lockserver.get("locks") or ())
+
+
+def models_of(pool: Document | None) -> list[dict[str, Any]]:
+    return list((pool or {}).get("models") or ())
+
+
+def awake_engines(pool: Document | None) -> list[str]:
+    """The engines that stand for awake models."""
+    found = [each for each in models_of(pool) if each["state"] == AWAKE]
+    return [str(each["holder"]["engine"]) for each in found if each.get("holder")]
+
+
+def lacks_shadow(pool: Document) -> list[str]:
+    """The awake models that have a shadow which could not take over now."""
+    return [
+        each["model"]
+        for each in models_of(pool)
+        if each["state"] == AWAKE
+        and any(own["shadow"] for own in each["engines"])
+        and not any(own["shadow"] and own["state"] == "standby" for own in each["engines"])
+    ]
+
+
+def pool_faults(pool: Document) -> list[str]:
+    """What is wrong with it, as sentences."""
+    if "error" in pool:
+        return [f"pool: {pool['error']}; {NOTHING_SWITCHES}"]
+    faults = [str(each) for each in pool.get("problems") or ()]
+    if pool.get("recovering"):
+        names = [each["model"] for each in models_of(pool) if each["recovering"]]
+        faults.append(f"the pool is recovering: it has not heard all engines of {', '.join(names)}")
+    for each in models_of(pool):
+        name, waited_ms, bound_ms = each["model"], each["oldest_ticket_ms"], each["bound_ms"]
+        if each["state"] == FAILED:
+            faults.append(f"model {name} has failed: {each['fault'] or each['reason']}")
+        if waited_ms is not None and bound_ms is not None and waited_ms > bound_ms:
+            faults.append(
+                f"a request for {name} has waited for {duration(waited_ms)}, longer than its bound"
+                f" of {duration(bound_ms)}: see `understudy pool explain {name}`"
+            )
+    faults += [f"the shadow of {name} could not take over now" for name in lacks_shadow(pool)]
+    for device in pool.get("devices") or ():
+        over = _overbooked(device)
+        if over > 0:
+            faults.append(
+                f"{device['device']}: {size(over)} more in use than fits beside the margin;"
+                f" {size(device['outside_bytes'])} are used by programs outside the pool"
+            )
+    return faults
+
+
+def pool_lines(pool: Document) -> list[str]:
+    """The models, who waits, and the devices."""
+    if "error" in pool:
+        return ["pool   down"]
+    models = models_of(pool)
+    out = table([HEADER, *(_row(each) for each in models[:MODELS_SHOWN])])
+    if len(models) > MODELS_SHOWN:
+        out.append(f"       and {len(models) - MODELS_SHOWN} more: see `understudy pool status`")
+    out += plan_lines(pool, WAITING_SHOWN)
+    out += [f"device {each['device']}   {_room(each)}" for each in pool.get("devices") or ()]
+    for lease in pool.get("leases") or ():
+        how = "granted" if lease["granted"] else "waiting"
+        out.append(
+            f"lease  {lease['lease']}   {size(lease['bytes'])} of {lease['device']}   {how} for"
+            f" {duration(lease['for_ms'])}"
+        )
+    return [*out, f"pool   {_state(pool)}   pid {pool.get('pid', '-')}"]
+
+
+def plan_lines(pool: Document, most: int) -> list[str]:
+    """Each model that somebody waits for and that does not serve yet, with what happens next."""
+    plan = pool.get("plan") or ()
+    out = []
+    for each in plan[:most]:
+        who = f"{each['tickets']} waiting" if each["tickets"] else "ordered"
+        asked = f"; asked: {', '.join(each['victims'])}" if each["victims"] else ""
+        out.append(
+            f"next   {each['model']}   {STEPS.get(each['step'], each['step'])}   {who} for"
+            f" {duration(each['waited_ms'])}   {each['why']}{asked}"
+        )
+    if len(plan) > most:
+        out.append(f"       and {len(plan) - most} more models are waited for")
+    return out
+
+
+def headline(pool: Document) -> str:
+    """For the first line: what the pool serves, in a few words."""
+    if "error" in pool:
+        return "no pool"
+    models = models_of(pool)
+    awake = sum(each["state"] == AWAKE for each in models)
+    waiting = sum(each["tickets"] for each in models)
+    return f"{awake} of {len(models)} models awake, {waiting} waiting"
+
+
+def _state(pool: Document) -> str:
+    return "recovering" if pool.get("recovering") else "deciding"
+
+
+def _row(model: Document) -> tuple[str, ...]:
+    waiting = str(model["tickets"])
+    if model["oldest_ticket_ms"] is not None:
+        waiting += f" (oldest {duration(model['oldest_ticket_ms'])})"
+    held = sum(sum(kinds.values()) for kinds in model["bytes"].values())
+    notes = [word for word in ("pinned", "recovering") if model[word]]
+    notes += ["size estimated"] if model["estimated"] else []
+    why = model["alarm"] or model["fault"] or model["waits_for"] or model["reason"]
+    return (
+        model["model"],
+        model["state"],
+        duration(model["for_ms"]),
+        model["tier"],
+        ", ".join(_engine(each) for each in model["engines"]),
+        str(model["in_flight"]),
+        waiting,
+        size(held),
+        "; ".join([*notes, *([why] if why else [])]) or "-",
+    )
+
+
+def _engine(engine: Document) -> str:
+    shadow = " (shadow)" if engine["shadow"] else ""
+    return f"{engine['engine']}{shadow} {engine['state'] or 'unreachable'}"
+
+
+def _room(device: Document) -> str:
+    if device["total_bytes"] is None:
+        return "not measured yet"
+    owners: dict[str, int] = {}
+    for each in device["booked"]:
+        name = each["owner"] + (" (leaving)" if each["leaving"] else "")
+        owners[name] = owners.get(name, 0) + each["bytes"]
+    parts = [f"{name} {size(found)}" for name, found in owners.items()]
+    if device["outside_bytes"]:
+        parts.append(f"others {size(device['outside_bytes'])}")
+    held = ", ".join(parts) or "nothing is booked"
+    return f"{size(device['free_bytes'])} free of {size(device['total_bytes'])}   {held}"
+
+
+def _overbooked(device: Document) -> int:
+    """How many bytes are in use that should be free."""
+    if device["total_bytes"] is None or not device["outside_bytes"]:
+        return 0
+    used = device["booked_bytes"] + device["outside_bytes"] + device["margin_bytes"]
+    return int(used - device["total_bytes"])
