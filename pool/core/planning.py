@@ -16,6 +16,7 @@ from pool.core.books import Entries
 from pool.core.hearing import lease_key
 from pool.core.known import KnownModel
 from pool.core.model_table import ModelSignal
+from pool.core.reasons import making_room
 from pool.core.signals import DueSignal
 from pool.core.situation import PoolLease, PoolSituation
 from pool.core.states import EntryKey, EntryKind, ModelState
@@ -110,6 +111,7 @@ def _decide_model(pool: PoolSituation, known: KnownModel, decision: Decision) ->
             for victim in decision.victims:
                 known.victims = tuple(dict.fromkeys((*known.victims, victim.model)))
                 _yield(pool, victim, Leaving.HEAD, f"model {known.name} needs its room")
+            known.wait = making_room(known.victims)
             _set_never(pool, known, None)
         case Wait():
             known.wait = decision.why
@@ -138,7 +140,7 @@ def _raise(pool: PoolSituation, known: KnownModel) -> None:
     ticket = ticket_of(known, pool.demand, pool.now_ms, pool.rules)
     known.wanted_since_ms = ticket.since_ms if ticket is not None else pool.now_ms
     known.is_raised_for_ticket = True
-    pool.fire(known, DueSignal(ModelSignal.ROOM, "its room is booked"))
+    pool.fire(known, DueSignal(ModelSignal.ROOM, "there is room for it"))
 
 
 def _choose_engine(known: KnownModel) -> None:

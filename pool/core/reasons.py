@@ -45,9 +45,9 @@ def never(
     if len(parts) > NAMED_MAX:
         parts[NAMED_MAX:] = [f"{len(parts) - NAMED_MAX} more"]
     if device.outside_bytes:
-        parts.append(f"{size(device.outside_bytes)} are used by programs outside the pool")
+        parts.append(f"{size(device.outside_bytes)} is used by programs outside the pool")
     if device.name != HOST and margin_bytes:
-        parts.append(f"{size(margin_bytes)} are kept free")
+        parts.append(f"{size(margin_bytes)} is kept free")
     holders = ", ".join(parts)
     return (
         f"{model.name} needs {size(needed)} {where}, which has {size(device.total_bytes)}"
@@ -72,6 +72,14 @@ def waiting(
     return f"{_wants(head, free)}: {'; '.join(parts[:NAMED_MAX])}"
 
 
+def making_room(victims: Sequence[str]) -> str:
+    """Those who were asked have not left yet."""
+    if not victims:
+        return "the memory that it needs is being released"
+    names = ", ".join(victims[:NAMED_MAX])
+    return f"{names} {'makes' if len(victims) == 1 else 'make'} room for it"
+
+
 def stuck(head: Head, free: Mapping[str, int], models: Iterable[ModelView]) -> str:
     """Nobody who could be asked has enough, and it is not held for ever either."""
     parts = []
@@ -93,18 +101,20 @@ def moving(model: ModelView) -> str:
         case ModelState.LOADING:
             return f"{model.name} is loading"
         case ModelState.DRAINING:
-            return f"{model.name} has made room and waits for its next turn"
+            return f"{model.name} makes room for another model first, and then waits for its turn"
         case _:
-            return f"memory of {model.name} is being released; then it is its turn again"
+            return f"the memory of {model.name} is being released; after that it waits for its turn"
 
 
 def _wants(head: Head, free: Mapping[str, int]) -> str:
     name = max(head.extra, key=lambda each: head.extra[each] - free[each])
     if free[name] < 0:
-        return f"{head.model.name} waits: {size(-free[name])} too much are booked {_where(name)}"
+        return (
+            f"{head.model.name} waits: {size(-free[name])} more is in use {_where(name)} than fits"
+        )
     return (
         f"{head.model.name} needs {size(head.extra[name])} more {_where(name)}, "
-        f"where {size(max(0, free[name]))} are free"
+        f"where {size(max(0, free[name]))} is free"
     )
 
 
@@ -113,16 +123,16 @@ def _obstacle(each: Candidate, head: ModelView, rules: PoolRules) -> str:
     match each.obstacle:
         case Obstacle.PROTECTED:
             turn = duration(protection_ms(each.model, rules))
-            return f"{name} has work and is protected for {turn} from when it was awake"
+            return f"{name} has work and is protected for the first {turn} of its turn"
         case Obstacle.YOUNG:
             after = duration(head.rules.max_wait_ms)
-            return f"{name} has work, which only a ticket older than {after} may interrupt"
+            return f"{name} has work, and only a request that has waited for {after} interrupts it"
         case Obstacle.BETTER:
             return f"{name} has work of a better priority"
         case Obstacle.RAISED:
             return f"{name} is {each.model.state.value}, because requests wait for it"
         case Obstacle.NONE:
-            return f"{name} may be asked"
+            return f"{name} can be asked to make room"
 
 
 def _where(device: str) -> str:

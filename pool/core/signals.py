@@ -121,7 +121,8 @@ def _died(known: KnownModel, name: str) -> DueSignal | None:
 def _wanted(known: KnownModel, demand: Demand, *, is_wanted: bool) -> DueSignal | None:
     model = known.model
     if is_wanted and (not model.is_wanted or model.state in (ModelState.COLD, *REST)):
-        return DueSignal(ModelSignal.WANT, "a request waits for it")
+        who = "a request waits" if demand.tickets(known.name) else "an operator has asked"
+        return DueSignal(ModelSignal.WANT, f"{who} for it")
     if not is_wanted and model.is_wanted and demand.is_heard:
         return DueSignal(ModelSignal.UNWANT, "nobody waits for it any more")
     return None

@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from plumbing.part.format import duration, size
-from pool.core.bound import WaitBound, bound
+from pool.core.bound import TurnBound, WaitBound, bound
 from pool.core.doors import reason_of
 from pool.core.events import OpenDoor, Order, RefusedDoor
 from pool.core.known import KnownModel
@@ -76,7 +76,7 @@ def sentence(parts: PoolParts, name: str) -> str:
     known = parts.pool.situation.models[name]
     told = parts.told.models[name]
     since = duration(parts.clock.now_ms() - told.since_ms)
-    text = f"{name} is {known.model.state} for {since}"
+    text = f"{name} has been {known.model.state} for {since}"
     if told.reason:
         text += f" ({told.reason})"
     why = wait_of(known)
@@ -99,10 +99,13 @@ def wait_of(known: KnownModel) -> str | None:
     if known.is_unknown or known.model.is_recovering:
         missing = [each.name for each in known.engines if each.said is None and not each.is_gone]
         if missing:
-            return f"{', '.join(missing)} has not been heard since the pool has started"
-        return "an engine is on its way, and the pool does not know to where"
+            have = "has" if len(missing) == 1 else "have"
+            return f"{', '.join(missing)} {have} not been heard since the pool started"
+        return "an engine is changing its state, and has not said yet what it will be"
     if known.never is not None:
         return known.never
+    if known.model.state in (ModelState.DRAINING, ModelState.RELEASING) and known.model.is_wanted:
+        return known.wait or None
     return known.wait or None if known.model.state is ModelState.PENDING else None
 
 
@@ -111,10 +114,16 @@ def _model(parts: PoolParts, name: str) -> dict[str, Any]:
     known, told, now_ms = pool.models[name], parts.told.models[name], parts.clock.now_ms()
     tickets = pool.demand.tickets(name)
     found = bound_of(parts, name, views(parts))
+    in_flight = pool.demand.in_flight(name)
     lines = [sentence(parts, name), _door(told.door), _pins(known)]
+    if in_flight:
+        is_full = tickets and isinstance(told.door, OpenDoor)
+        full = ", as many as it may have (`max_in_flight`)" if is_full else ""
+        lines.append(f"its engine has {in_flight} request{'s' * (in_flight > 1)}{full}")
     if tickets:
         oldest = duration(now_ms - min(each.since_ms for each in tickets))
-        lines.append(f"{len(tickets)} tickets wait for it, the oldest for {oldest}")
+        who = "1 request waits" if len(tickets) == 1 else f"{len(tickets)} requests wait"
+        lines.append(f"{who} for it, the oldest for {oldest}")
     lines += [_device(parts, device) for device in known.rules.devices]
     if found is not None:
         lines += _bound(found)
@@ -138,14 +147,14 @@ def _door(door: object) -> str:
         case RefusedDoor():
             return f"its requests are refused: {door.sentence} [{door.code}]"
         case None:
-            return "the gateway goes on as the pool before this one has told it"
+            return "the gateway still obeys what the previous pool told it"
         case _:
             return "its requests wait"
 
 
 def _pins(known: KnownModel) -> str:
     if known.is_pinned:
-        return "it is pinned: it never yields, and is unloaded only with --force"
+        return "it is pinned: it never yields or rests, and is unloaded only with --force"
     return ""
 
 
@@ -166,7 +175,7 @@ def _device(parts: PoolParts, device: str) -> str:
             if key in ledger.leaving:
                 leaving.add(owner)
     if ledger.outside.get(device):
-        held["others that are not in the pool"] = ledger.outside[device]
+        held["programs outside the pool"] = ledger.outside[device]
     words = []
     for owner, size_bytes in sorted(held.items(), key=lambda each: -each[1]):
         notes = [name for name, found in (("leaving", owner in leaving),) if found]
@@ -181,12 +190,22 @@ def _device(parts: PoolParts, device: str) -> str:
 
 def _bound(found: WaitBound) -> list[str]:
     if math.isinf(found.total_ms):
-        return ["there is no bound on a wait: a model on its devices never cuts its requests"]
-    lines = [f"a request waits {duration(found.total_ms)} at most:"]
+        return [
+            "a wait has no bound: a model on its devices never cuts its requests (`cut: never`)"
+        ]
+    lines = [f"a request waits for {duration(found.total_ms)} at most:"]
     own_ms = found.own_drain_ms + found.own_release_ms
-    lines.append(f"  max_wait {duration(found.max_wait_ms)}, its own barrier {duration(own_ms)}")
-    lines += [f"  a turn of {each.model}: {duration(each.total_ms)}" for each in found.turns]
-    lines.append(f"  its own raise {duration(found.raise_ms)}")
+    lines.append(f"  {duration(found.max_wait_ms)}  max_wait")
+    lines.append(f"  {duration(own_ms)}  until it has left its own last turn")
+    lines += [_turn(each) for each in found.turns]
+    lines.append(f"  {duration(found.raise_ms)}  until it is loaded and awake")
     if found.behind_ms:
-        lines.append(f"  behind better priorities {duration(found.behind_ms)}")
+        lines.append(f"  {duration(found.behind_ms)}  behind requests of a better priority")
     return lines
+
+
+def _turn(turn: TurnBound) -> str:
+    parts = {"raise": turn.raise_ms, "protected": turn.protection_ms, "drain": turn.drain_ms}
+    parts |= {"release": turn.release_ms}
+    words = ", ".join(f"{name} {duration(ms)}" for name, ms in parts.items() if ms)
+    return f"  {duration(turn.total_ms)}  a turn of {turn.model} ({words})"

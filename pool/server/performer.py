@@ -72,7 +72,9 @@ class PoolPerformer:
                 parts.metrics.count(record)
                 fields = ("wait_ms", "drain_ms", "release_ms", "raise_ms")
                 data = {name: round(getattr(record, name), 1) for name in fields}
-                text = f"{record.model} is awake {duration(record.wait_ms)} after it was asked for"
+                text = f"{record.model} is awake, {duration(record.wait_ms)} after it was asked for"
+                if record.victims:
+                    text += f", in place of {', '.join(record.victims)}"
                 self._record(
                     "pool.switch", text, model=record.model, victims=list(record.victims), **data
                 )

@@ -52,7 +52,7 @@ def problems(parts: PoolParts) -> list[str]:
     found: list[str | None] = [parts.problem]
     found += [told.alarm for told in parts.told.models.values()]
     if parts.locks.problem is not None:
-        found.append(f"no word of the lock server: {parts.locks.problem}")
+        found.append(f"the lock server cannot be heard: {parts.locks.problem}")
     if not parts.gateways.conns:
         found.append("no gateway is connected, so no request can raise a model")
     found += [*parts.engines.problems, *parts.memory.problems]

@@ -54,7 +54,7 @@ def test_pinned_model_is_never_asked_and_named():
     assert isinstance(found.decisions["a"], Never)
     assert found.decisions["a"].why == (
         "a needs 10.0 GiB on device 0, which has 15.0 GiB: b is pinned and holds 8.0 GiB, "
-        "1.0 GiB are used by programs outside the pool"
+        "1.0 GiB is used by programs outside the pool"
     )
 
 
