@@ -24,7 +24,9 @@ import yaml
 
 from tests.deploy.manifests import DEPLOY, PODS, ROOT, containers, labels, workload
 from tests.e2e.pods import Pod, PodHome, make_model
-from tests.helpers import POLL_S
+from tests.helpers import POLL_S, auntil
+from tests.pool.neighbours import MIB, World, pool_process
+from tests.pool.test_pool_process import FILE as POOL_FILE
 from understudy.kubelet.http_get import get
 from understudy.up.ports import free_ports
 
@@ -34,6 +36,8 @@ NEEDS_PROMETHEUS = pytest.mark.skipif(
     reason="needs Debian's package prometheus",
 )
 # Of the kubelet's and Prometheus' own; everything else in an expression is a metric of ours.
+# What a gateway exports of a pool: `tests/gateway/test_process_pool.py` reads it there.
+OF_A_POOL = {"understudy_pool_requests_total", "understudy_gateway_pool_connected"}
 NAME = re.compile(r"\bunderstudy_[a-z_]+")
 
 
@@ -91,7 +95,7 @@ def test_every_pod_is_scraped(pod: str):
 @pytest.mark.slow
 def test_names_of_metrics_are_those_of_a_pod(home: PodHome):
     """Whatever the rules and the dashboard ask for is on a page of a running pod."""
-    asked = NAME.findall("".join(alert["expr"] for alert in alerts()))
+    asked = NAME.findall("\n".join(alert["expr"] for alert in alerts()))
     asked += NAME.findall((MONITORING / "dashboard.json").read_text())
     assert len(set(asked)) > 10
 
@@ -101,10 +105,34 @@ def test_names_of_metrics_are_those_of_a_pod(home: PodHome):
         for port in (ports.lockserver, ports.gms, ports.gateway, *ports.engines):
             answer = await get(f"http://127.0.0.1:{port}/metrics", 10)
             pages += answer.body.decode()
-        there = set(re.findall(r"^(\w+)", pages, re.MULTILINE))
-        assert set(asked) <= there
+        there = names_on(pages)
+        assert {name for name in set(asked) - OF_A_POOL if "_pool_" not in name} <= there
 
     home.run(scenario)
+
+
+def test_names_of_a_pools_metrics_are_those_of_a_pool(tmp_path: Path):
+    """The same for a pool, beside stand-ins for the other parts of its pod."""
+    asked = NAME.findall("\n".join(alert["expr"] for alert in alerts()))
+    asked += NAME.findall((MONITORING / "dashboard.json").read_text())
+    of_pool = {name for name in asked if name.startswith("understudy_pool_")} - OF_A_POOL
+    assert len(of_pool) > 10
+    tmp_path.chmod(0o700)
+    file = tmp_path / "pool.yaml"
+    file.write_text(POOL_FILE)
+
+    async def scenario() -> None:
+        async with World(str(tmp_path), ("chat", "coder"), 50 * MIB) as world:
+            with pool_process(str(tmp_path), str(file)) as pool:
+                await auntil(lambda: world.doors, "the pool to run")
+                answer = await get(f"http://127.0.0.1:{pool.http_port}/metrics", 10)
+        assert of_pool <= names_on(answer.body.decode())
+
+    asyncio.run(scenario())
+
+
+def names_on(page: str) -> set[str]:
+    return set(re.findall(r"^(\w+)", page, re.MULTILINE))
 
 
 # ------------------------------------------------------------------ promtool
@@ -254,7 +282,9 @@ def test_alert_for_a_missing_standby_fires_and_clears(home: PodHome, tmp_path: P
 def test_failover_is_on_the_page_that_people_look_at(home: PodHome, tmp_path: Path):
     """After a death under load: the dashboard's own queries have a standby, a token, a failover."""
     panels = json.loads((MONITORING / "dashboard.json").read_text())["panels"]
-    queries = {panel["title"]: panel["targets"][0]["expr"] for panel in panels}
+    queries = {
+        panel["title"]: panel["targets"][0]["expr"] for panel in panels if panel["type"] != "row"
+    }
 
     def filled(title: str) -> str:
         text = queries[title].replace("$namespace", "here").replace("$pod", "this")

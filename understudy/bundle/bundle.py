@@ -24,6 +24,7 @@ from typing import Any
 
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.part.format import size, table
+from plumbing.part.paths import pool_socket
 from understudy.bundle import redact
 from understudy.bundle.facts import machine_facts, process_facts
 from understudy.doctor.checks import document, examine
@@ -43,10 +44,16 @@ FILES_MAX = 128  # of one kind; a pod has a dozen, plus stale ones
 ENTRY_BYTES_MAX = 4 << 20  # of other entries: a thousand events of ten parts
 BUNDLE_BYTES_MAX = 32 << 20  # before compression: the result fits mail and issue trackers
 
+POOL_LOCK = os.path.basename(pool_socket("")).removesuffix(".sock") + ".lock"  # outlives the pool
 COMMANDS = {
     "lockserver-status.json": ("lockserver.cli", "status"),
     "gms-status.json": ("gms.cli", "status"),
     "gateway-status.json": ("gateway.cli", "status"),
+}
+# Only of a pod with a pool file.
+POOL_COMMANDS = {
+    "pool-status.json": ("pool.cli", "status"),
+    "pool-explain.json": ("pool.cli", "explain"),
 }
 
 
@@ -123,13 +130,18 @@ async def _gather(directory: Path, log_dir: Path) -> Bundle:
         return _json(document(str(directory), examine(facts[0])))
 
     # At the same time: a part that hangs is waited for by each that asks it.
+    has_pool = (directory / POOL_LOCK).exists()
+    commands = COMMANDS | (POOL_COMMANDS if has_pool else {})
     questions: dict[str, Callable[[], Awaitable[str]]] = {
         "status.json": lambda: _answer(gather(directory)),
         "events.jsonl": lambda: _events(directory),
         "doctor.json": doctor,
-        **{name: partial(_run, words, directory) for name, words in COMMANDS.items()},
+        **{name: partial(_run, words, directory) for name, words in commands.items()},
     }
     await asyncio.gather(*(entry(name, ask) for name, ask in questions.items()))
+    if facts and facts[0].pool_file is not None:
+        path = Path(facts[0].pool_file.path)
+        await entry("pool-file.yaml", lambda: asyncio.to_thread(_pool_file, path))
     await entry("machine.json", lambda: _answer(asyncio.to_thread(machine_facts)))
     pids = facts[0].pids if facts else frozenset()
     await entry("processes.json", lambda: _answer(asyncio.to_thread(process_facts, pids)))
@@ -160,6 +172,12 @@ async def _run(command: tuple[str, str], directory: Path) -> str:
     flags = ("--json", "--dir", str(directory))
     _, output, errors = await output_of(sys.executable, "-m", module, verb, *flags)
     return output + errors
+
+
+def _pool_file(path: Path) -> str:
+    """The pool file without the values of arguments that are secrets; the rest of it is redacted
+    as all text is."""
+    return redact.arguments(_tail(path, FILE_BYTES_MAX))
 
 
 def _add_files(bundle: Bundle, kind: str, folder: Path, pattern: str, bytes_max: int) -> None:

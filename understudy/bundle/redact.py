@@ -43,6 +43,11 @@ _FLAG_IN_TEXT = re.compile(
     rf"(?ix) ( (?<![\w-]) --? (?: [\w-]{{1,64}} [_-] )? (?: {_SECRETS} | {_TOKEN} ) [ ]{{1,8}} ) "
     r"(?! - ) \S+"
 )
+# A flag in a list, and what follows it: behind a comma, or on the next line behind a dash.
+_ARGUMENT = re.compile(
+    r"""(?x) ((--?[\w-]{1,64})["']? [ \t]{0,64} (?: , \s{0,64} | \n [ \t]{0,64} - [ \t]{1,64} )
+    ["']? ) (?!-) [^\s,"'\]]{1,4096}"""
+)
 # Whole headers: everything after the scheme is secret.
 _HEADER = re.compile(
     rf"(?ix) \b ( (?: proxy- )? authorization | (?: set- )? cookie ) ( {_IS} \[? \\{{0,8}}[\"']?"
@@ -86,6 +91,16 @@ def command_line(words: Sequence[str]) -> list[str]:
         kept.append(f"{flag}={NOT_KEPT}" if is_secret and equals else text(word))
         is_value = is_secret and not equals
     return kept
+
+
+def arguments(value: str) -> str:
+    """A file with lists of arguments, such as `[--api-key, SECRET]`, without the secrets in them;
+    in YAML a list may also have a line for each argument."""
+
+    def kept(found: re.Match[str]) -> str:
+        return f"{found[1]}{NOT_KEPT}" if _is_secret(found[2]) else found[0]
+
+    return _ARGUMENT.sub(kept, value)
 
 
 def text(value: str) -> str:

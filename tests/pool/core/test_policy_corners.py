@@ -339,7 +339,9 @@ def test_nothing_is_raised_where_too_much_is_booked():
     busy = a_model("x", S.AWAKE, base=1, kv=5, in_flight=1, awake_since_ms=NOW)
     found = planned([grown, busy], {"0": 10})
     assert found.decisions["a"].until_ms == NOW + 10_000.0
-    assert found.decisions["a"].why.startswith("a waits: 2.0 GiB more is in use on device 0 than fits")
+    assert found.decisions["a"].why.startswith(
+        "a waits: 2.0 GiB more is in use on device 0 than fits"
+    )
     late = planned([grown, busy], {"0": 10}, now=NOW + 10_000.0)
     assert late.decisions["a"] == Yield((Victim("x", Tier.WARM),))
 
