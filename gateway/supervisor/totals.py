@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from gateway.messages import Distribution, GatewayTotals, ModelTotal, RequestTotal
+from gateway.messages import Distribution, GatewayTotals, ModelTotal, PoolOutcome, RequestTotal
 from plumbing.hop import Continuation
 
 
@@ -14,7 +14,7 @@ def add(parts: Iterable[GatewayTotals]) -> GatewayTotals:
     found = list(parts)
     requests: Counter[tuple[str, Continuation]] = Counter()
     limits: Counter[str] = Counter()
-    models: Counter[tuple[str, str]] = Counter()
+    models: Counter[tuple[str, PoolOutcome]] = Counter()
     for each in found:
         limits.update(each.limits)
         for total in each.requests:

@@ -21,7 +21,7 @@ from tests.e2e.processes import kill
 from tests.helpers import free_port, free_ports
 from understudy.up.ports import Ports
 
-SIZE_MAX_BYTES = 30_000  # read as often as changed, and sent with every request
+SIZE_MAX_BYTES = 40_000  # read as often as changed, and sent with every request; with pools
 
 CARDS = """JSON.stringify([...document.querySelectorAll('#cards .card')].map((card) => [
     card.querySelector('.name').textContent, card.dataset.state,

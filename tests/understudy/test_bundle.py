@@ -18,6 +18,16 @@ from understudy.bundle import redact
 from understudy.bundle.bundle import LOG_TAIL_BYTES, Bundle, collect
 
 NOT_KEPT = redact.NOT_KEPT
+POOL_FILE = """
+devices: [HOST-0]
+models:
+  chat: {model: /m, args: [--api-key, sesame-1, --max-model-len, 4096]}
+  coder:
+    model: /m
+    args:
+      - --hf-token
+      - sesame-2
+"""
 
 
 @pytest.fixture
@@ -74,6 +84,28 @@ def test_bundle_of_a_pod_that_is_down_has_what_is_on_disk(directory: Path, tmp_p
     assert set(texts) - {"contents.txt"} <= named
     assert said[-1].startswith(str(output))
     assert texts["contents.txt"].splitlines() == said[:-1]
+
+
+def test_bundle_of_a_pool_that_is_down_has_its_file_and_its_state(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Goal: what a pool was told is in the bundle, without keys. Method: the files that it leaves,
+    a key in both forms of a list; a pod without a pool file has no such entries."""
+    file = tmp_path / "pool.yaml"
+    file.write_text(POOL_FILE)
+    (directory / "pool.lock").touch()
+    (directory / "pool.json").write_text('{"pool": {"era": "e"}}')
+    monkeypatch.setenv("UNDERSTUDY_POOL", str(file))
+    texts, _ = collected(directory, tmp_path / "b.tar.gz")
+    kept = texts["pool-file.yaml"]
+    assert "sesame" not in kept
+    assert kept.count(NOT_KEPT) == 2
+    assert "max-model-len, 4096" in kept
+    assert "nothing switches" in texts["pool-status.json"]
+    assert json.loads(texts["state/pool.json"]) == {"pool": {"era": "e"}}
+    assert "no such socket" in texts["pool-explain.json"] + texts["contents.txt"]
+    checks = {each["id"]: each for each in json.loads(texts["doctor.json"])["checks"]}
+    assert checks["pool_file"]["status"] == "pass"
 
 
 def test_bundle_is_never_written_over_what_is_there(directory: Path, tmp_path: Path):
