@@ -29,6 +29,7 @@ from tests.e2e.test_commands import running_pod
 from tests.helpers import free_ports, until
 
 PORTS = ("http", "lockserver", "gms", "gateway", "pool", *(f"engine-{n}" for n in range(4)))
+ENGINES = ("chat-0", "chat-1", "coder-0", "batch-0")
 WAIT_S = 60.0
 
 
@@ -78,10 +79,13 @@ def test_pool_of_a_manifest_answers_for_every_model_and_survives_its_pool(home: 
         texts = {model: answer(first, model) for model in ("chat", "coder", "batch")}
         assert states(shared)["batch"] == "awake"
         assert states(shared)["chat"] != "awake"  # there is room for one KV cache
-        before = {path.name: incarnation(path) for path in shared.glob("engine_*.json")}
+        # The shadow is launched once its model has been loaded.
+        until(lambda: engine_of(shared, "chat-1")["state"] == "standby", "the shadow", WAIT_S)
+        before = {engine: engine_of(shared, engine)["incarnation"] for engine in ENGINES}
         os.kill(pid_of_pool(up.pid), signal.SIGKILL)
         assert {model: answer(first, model) for model in texts} == texts
-        assert {path.name: incarnation(path) for path in shared.glob("engine_*.json")} == before
+        after = {engine: engine_of(shared, engine)["incarnation"] for engine in ENGINES}
+        assert after == before
         with Processes([up.pid, *descendants(up.pid)]) as processes:
             up.send_signal(signal.SIGTERM)
             assert up.wait(WAIT_S) == 0
@@ -102,5 +106,6 @@ def pid_of_pool(up: int) -> int:
     return pid
 
 
-def incarnation(path: Path) -> str:
-    return str(json.loads(path.read_text())["engine"]["incarnation"])
+def engine_of(shared: Path, engine: str) -> dict[str, Any]:
+    """From its state file."""
+    return dict(json.loads((shared / f"engine_{engine}.json").read_text())["engine"])
