@@ -40,6 +40,8 @@ UNLIMITED_BYTES = 1 << 60  # version 1 has a number close to 2**63 for "no limit
 
 BLOCK_BYTES = 512  # of st_blocks (man 2 stat)
 
+_RESIDENT = bytes(page & 1 for page in range(256))  # the other bits are undefined (man 2 mincore)
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
@@ -167,7 +169,7 @@ def resident_bytes(address: int, size_bytes: int) -> int:
     if _libc.mincore(address, size_bytes, pages):
         number = ctypes.get_errno()
         raise OSError(number, f"mincore of {size_bytes} bytes: {os.strerror(number)}")
-    return mmap.PAGESIZE * sum(page & 1 for page in bytes(pages))
+    return mmap.PAGESIZE * bytes(pages).translate(_RESIDENT).count(1)
 
 
 def _machine(root: str) -> Room:

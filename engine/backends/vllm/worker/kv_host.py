@@ -25,6 +25,7 @@ from engine.backends.free_memory import (
     has_room_for,
     keep_trying,
     read_room,
+    resident_bytes,
 )
 from gms.client import Allocation, Filling
 from plumbing.errors import InvariantError, UnderstudyError
@@ -128,12 +129,9 @@ class HostRange:
         )
 
     def resident_bytes(self) -> int:
-        """Resident memory of the range, from the kernel."""
-        return sum(
-            rss_bytes
-            for start, end, rss_bytes in _mappings()
-            if self.address <= start and end <= self.address + self._room_bytes
-        )
+        """Resident memory of the range, from the kernel. Not from smaps: to list all mappings of a
+        process of vLLM takes 15 ms, of a rest that takes 5."""
+        return resident_bytes(self.address, self._room_bytes)
 
     def free(self) -> None:
         """Release the addresses too; idempotent."""
@@ -183,18 +181,3 @@ def _refused(what: str, size_bytes: int) -> UnderstudyError:
         f" ({os.strerror(number)}); check `ulimit -v` and vm.overcommit_memory",
         errno=errno.errorcode.get(number, str(number)),
     )
-
-
-def _mappings() -> list[tuple[int, int, int]]:
-    """Start, end and resident bytes of every mapping of this process (man 5 proc, smaps)."""
-    found: list[tuple[int, int, int]] = []
-    with open("/proc/self/smaps", encoding="utf-8", errors="replace") as file:
-        for line in file:
-            head, _, rest = line.partition(" ")
-            if head == "Rss:":
-                start, end, _ = found[-1]
-                found[-1] = (start, end, int(rest.split()[0]) * 1024)
-            elif not head.endswith(":"):
-                start, end = (int(number, 16) for number in head.split("-"))
-                found.append((start, end, 0))
-    return found
