@@ -236,8 +236,7 @@ class HttpDoors:
 
     @property
     def _is_busy(self) -> bool:
-        is_arriving = self._listener is not None and self._listener.is_arriving
-        return bool(self.exchange.requests or self.clients or is_arriving)
+        return bool(self.exchange.requests or self.clients)
 
     def _sweep(self) -> None:
         self._sweeping = self._loop.call_later(SWEEP_S, self._sweep)

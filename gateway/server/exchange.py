@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
@@ -28,6 +27,7 @@ from gateway.server.models import ModelService, OwnAnswer
 from gateway.server.open_request import OpenRequest
 from gateway.server.refusals import error_response
 from gateway.server.requests import HttpRequest
+from gateway.server.takeover import take_over
 from gateway.server.upstream import Upstream
 from plumbing.hop import Hello
 from plumbing.part.paths import engine_http_socket
@@ -202,19 +202,7 @@ class HttpExchange:
         except OSError:
             self.handle(ev.ConnectFailed(effect.attempt))
         else:
-            self._start(self._take_over(upstream, connection))
-
-    async def _take_over(self, upstream: Upstream, connection: socket.socket) -> None:
-        try:
-            # Not `create_unix_connection`: uvloop's takes `connection` over only after
-            # `connection_made`. If writing fails in there, the number is closed by the loop and
-            # again by `connection`, when another stream may have it.
-            transport, _ = await self._loop.connect_accepted_socket(lambda: upstream, connection)
-        except OSError as error:  # the loop cannot watch one more
-            upstream.connection_lost(error)
-        else:
-            if upstream.is_dropped:
-                transport.abort()
+            take_over(connection, upstream, upstream.connection_lost)
 
     def serve(self) -> None:
         """Clients come here from now on: an engine that is waited for is greeted at once."""

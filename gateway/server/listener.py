@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from gateway.server.client import ClientConnection
+from gateway.server.takeover import take_over
 from plumbing.shortage import explain, is_shortage
 from plumbing.wire.fds import OwnedFd
 
@@ -78,17 +79,10 @@ class ServiceListener:
         self._places = places
         self._tls = tls
         self._loop = asyncio.get_running_loop()
-        self._arrivals: set[asyncio.Task[None]] = set()
-        self._unmade = 0  # connections that are accepted and not counted by `places` yet
         self._retry: asyncio.TimerHandle | None = None
         self._problem: tuple[float, str] | None = None  # when it was last met
         self.is_accepting = True
         self._loop.add_reader(self._sock.fileno(), self._accept)
-
-    @property
-    def is_arriving(self) -> bool:
-        """Whether a connection has been accepted and not yet reached its protocol."""
-        return bool(self._arrivals)
 
     @property
     def problem(self) -> str | None:
@@ -106,9 +100,9 @@ class ServiceListener:
         self._sock.close()
 
     def _accept(self) -> None:
+        most = connections_max()
         for _ in range(ACCEPTS_PER_TURN):
-            most = connections_max()
-            is_full = self._places.count() + self._unmade >= most
+            is_full = self._places.count() >= most
             if is_full and not self._is_anybody_waiting():
                 return
             if is_full and not self._places.close_an_idle_one():
@@ -129,30 +123,19 @@ class ServiceListener:
                     self._pause(f"cannot accept clients: {explain(error.errno)}")
                     return
                 continue  # the client left while it waited (man 2 accept)
-            self._unmade += 1
-            arrival = self._loop.create_task(self._adopt(connection))
-            self._arrivals.add(arrival)
-            arrival.add_done_callback(self._arrivals.discard)
+            self._adopt(connection)
 
     def _is_anybody_waiting(self) -> bool:
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
         return bool(poll.poll(0))
 
-    async def _adopt(self, connection: socket.socket) -> None:
-        protocol = self._factory()
-        self._unmade -= 1
-        try:
-            connection.setblocking(False)
-            await self._loop.connect_accepted_socket(
-                lambda: protocol,
-                connection,
-                ssl=self._tls,
-                ssl_handshake_timeout=HANDSHAKE_S if self._tls else None,
-            )
-        except OSError:  # the client is gone, or did not speak TLS
-            connection.close()
-            self._places.closed(protocol)
+    def _adopt(self, connection: socket.socket) -> None:
+        client = self._factory()
+        connection.setblocking(False)
+        tls = {"ssl": self._tls, "ssl_handshake_timeout": HANDSHAKE_S} if self._tls else {}
+        # It fails if the client is gone, or does not speak TLS.
+        take_over(connection, client, lambda _: self._places.closed(client), **tls)
 
     def _pause(self, why: str) -> None:
         """New connections wait in the backlog meanwhile."""

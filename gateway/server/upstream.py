@@ -147,7 +147,9 @@ class Upstream(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
-        if self._request and not self.is_dropped:
+        if self.is_dropped:
+            self._transport.abort()
+        elif self._request:
             self._transport.writelines(self._request)
         self._request = ()
 
