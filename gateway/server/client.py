@@ -48,12 +48,19 @@ class Clients(Protocol):
     def is_stopping(self) -> bool: ...
 
 
+class _Gathered(list[bytes]):
+    """What is written meanwhile, in the place of a transport."""
+
+    __slots__ = ()
+    write = list.append
+
+
 class ClientConnection(asyncio.Protocol):
     """`request` is the one that is served now."""
 
     __slots__ = (
         *("_ahead", "_body_since_s", "_has_body", "_is_advancing", "_is_chunked", "_is_lingering"),
-        *("_is_tunnel_open", "_owner", "_reader", "_transport", "_unsent_seen_bytes"),
+        *("_is_tunnel_open", "_out", "_owner", "_reader", "_transport", "_unsent_seen_bytes"),
         *("deadline_s", "is_full", "peer", "request", "sent_bytes"),
     )
 
@@ -67,6 +74,7 @@ class ClientConnection(asyncio.Protocol):
             owner.body_bytes_max, owner.check, owner.body_memory, owner.stripped
         )
         self._transport: asyncio.Transport | None = None
+        self._out: asyncio.Transport | _Gathered | None = None  # where what is written goes
         self._ahead = bytearray()
         self._is_chunked = False
         self._has_body = True
@@ -107,13 +115,28 @@ class ClientConnection(asyncio.Protocol):
 
     def send_body(self, data: bytes) -> None:
         """A part of the body, at once; the hot path."""
-        if self._transport is None or not data or not self._has_body:
+        out = self._out
+        if out is None or not data or not self._has_body:
             return
         self.sent_bytes += len(data)
         if self._is_chunked:
-            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+            out.write(b"%x\r\n%b\r\n" % (len(data), data))
         else:
-            self._transport.write(data)
+            out.write(data)
+
+    def gather(self) -> None:
+        """Keep what is written until `release`. A head and the first events, or the last events and
+        the end, are one packet then instead of two, which costs half and is there sooner."""
+        if self._transport is not None:
+            self._out = _Gathered()
+
+    def release(self) -> bool:
+        """Write it; whether there was anything."""
+        gathered, self._out = self._out, self._transport
+        if not isinstance(gathered, _Gathered) or not gathered or self._transport is None:
+            return False
+        self._transport.write(b"".join(gathered))
+        return True
 
     def end_body(self) -> None:
         if self._is_chunked and self._has_body:
@@ -184,7 +207,7 @@ class ClientConnection(asyncio.Protocol):
     # ------------------------------------------------------------------ asyncio's callbacks
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)
+        self._transport = self._out = cast("asyncio.Transport", transport)
         self.peer = transport.get_extra_info("peername")
         self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         self.deadline_s = self._owner.now_s() + HEAD_S
@@ -204,7 +227,7 @@ class ClientConnection(asyncio.Protocol):
                 self.pause_reading()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._transport = None
+        self._transport = self._out = None
         self._reader.close()
         if self.request is not None:
             self._owner.left(self)
@@ -283,8 +306,8 @@ class ClientConnection(asyncio.Protocol):
         self._linger()
 
     def _write(self, data: bytes) -> None:
-        if self._transport is not None:
-            self._transport.write(data)
+        if self._out is not None:
+            self._out.write(data)
 
     def _linger(self) -> None:
         """Everything is answered: say so, and read on for a moment."""
@@ -292,11 +315,13 @@ class ClientConnection(asyncio.Protocol):
             return
         self._is_lingering = True
         self.deadline_s = self._owner.now_s() + LINGER_S
+        self.release()
         if self._transport.can_write_eof():
             self._transport.write_eof()
         else:
             self._transport.close()
 
     def _close(self) -> None:
+        self.release()
         if self._transport is not None:
             self._transport.close()

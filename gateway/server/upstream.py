@@ -39,6 +39,8 @@ class BodySink(Protocol):
     is_full: bool
 
     def send_body(self, data: bytes) -> None: ...
+    def gather(self) -> None: ...
+    def release(self) -> bool: ...
     def pause_reading(self) -> None: ...
     def resume_reading(self) -> None: ...
 
@@ -167,6 +169,12 @@ class Upstream(asyncio.Protocol):
             return
         if self.is_dropped:
             return
+        self._sink.gather()
+        self._receive(data)
+        if self._sink.release():
+            self._look_at_room()
+
+    def _receive(self, data: bytes) -> None:
         response = self.response
         try:
             response.feed(data)
@@ -221,6 +229,9 @@ class Upstream(asyncio.Protocol):
         """To the client; if it is full, nothing more is read for it. A replay, of which it gets
         nothing, is read all the same: others may wait for its turn to end."""
         self._sink.send_body(data)
+        self._look_at_room()
+
+    def _look_at_room(self) -> None:
         if self._sink.is_full and not self._is_paused:
             self._is_paused = True
             if self._transport is not None and not self.is_dropped:

@@ -134,6 +134,12 @@ class Recorder:
     def send_body(self, data):
         self.sent += data
 
+    def gather(self):
+        pass
+
+    def release(self):
+        return False
+
     def now_ms(self):
         return 0.0
 
