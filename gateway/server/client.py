@@ -12,7 +12,7 @@ from typing import Protocol, cast
 
 from gateway.server.refusals import Refused, error_response
 from gateway.server.request_reader import BodyMemory, RequestReader
-from gateway.server.requests import Headers, HttpRequest
+from gateway.server.requests import Headers, HttpRequest, fresh_id
 
 IDLE_S = 75.0  # between two requests, as nginx
 HEAD_S = 10.0  # from a connection or the first byte of a request to the end of its head
@@ -31,6 +31,7 @@ class Clients(Protocol):
     """Accepts connections and serves their requests."""
 
     body_memory: BodyMemory
+    stripped: frozenset[bytes]  # names of headers that no engine gets
 
     def closed(self, client: ClientConnection) -> None: ...
     def became_idle(self, client: ClientConnection) -> None: ...
@@ -42,8 +43,6 @@ class Clients(Protocol):
     def body_bytes_max(self) -> int: ...
     def check(self, headers: Headers) -> Refused | None: ...
     def now_s(self) -> float: ...
-    @property
-    def stripped(self) -> frozenset[bytes]: ...
     @property
     def is_stopping(self) -> bool: ...
 
@@ -293,12 +292,13 @@ class ClientConnection(asyncio.Protocol):
             self.deadline_s = self._body_since_s + BODY_GRACE_S + received_s
 
     def _refuse(self, refused: Refused) -> None:
-        self._owner.refused(refused, self._reader.refused_id)
+        request_id = self._reader.refused_id or fresh_id()
+        self._owner.refused(refused, request_id)
         self._write(
             error_response(
                 refused.status,
                 refused.body(),
-                self._reader.refused_id,
+                request_id,
                 keeps_alive=False,
                 retry_after_s=RETRY_AFTER_S if refused.status == 503 else None,
             )

@@ -32,7 +32,7 @@ from gateway.server.main import Parent
 from gateway.server.models import ModelService
 from gateway.server.refusals import Refused
 from gateway.server.request_reader import BodyMemory
-from gateway.server.requests import BODY_BYTES_MAX, Headers, HttpRequest
+from gateway.server.requests import BODY_BYTES_MAX, NOT_PASSED_ON, Headers, HttpRequest
 from gateway.server.tracing import open_spans
 from plumbing.errors import UsageError
 from plumbing.wire.fds import OwnedFd
@@ -59,6 +59,9 @@ class HttpDoors:
         self._parent = parent
         self._loop = asyncio.get_running_loop()
         self.keys = _api_keys(settings.api_keys)
+        # A key is the gateway's where it checks keys.
+        ours = frozenset() if self.keys is None else frozenset({b"authorization"})
+        self.stripped = NOT_PASSED_ON | ours  # headers that no engine gets
         self.certificate = _certificate(settings.tls_cert, settings.tls_key)
         self._accounts = Accounts(
             parent.happened,
@@ -205,11 +208,6 @@ class HttpDoors:
 
     def check(self, headers: Headers) -> Refused | None:
         return None if self.keys is None else self.keys.check(headers)
-
-    @property
-    def stripped(self) -> frozenset[bytes]:
-        """Headers that no engine gets: a key is the gateway's where it checks keys."""
-        return frozenset() if self.keys is None else frozenset({b"authorization"})
 
     def now_s(self) -> float:
         return time.monotonic()

@@ -22,7 +22,6 @@ from gateway.server.requests import (
     NOT_PASSED_ON,
     Headers,
     HttpRequest,
-    fresh_id,
     is_hop_path,
     make_request,
     path_of,
@@ -71,20 +70,20 @@ class RequestReader:
         body_bytes_max: Callable[[], int],
         check: Callable[[Headers], Refused | None],
         memory: BodyMemory,
-        stripped: frozenset[bytes] = frozenset(),
+        stripped: frozenset[bytes] = NOT_PASSED_ON,
     ) -> None:
         """`check` looks at the headers of a request before its body is read; `stripped`: names of
         headers that no engine gets."""
         self.ready: deque[HttpRequest] = deque()
         self.refused: Refused | None = None  # to be answered behind what is ready
-        self.refused_id = fresh_id()
+        self.refused_id = b""  # its id, if it came that far
         self.count = 0  # requests read whole
         self.expects_continue = False  # the client waits for "100 Continue"
         self.rest = b""  # what came behind a request that asks for a tunnel
         self._body_bytes_max = body_bytes_max
         self._check = check
         self._memory = memory
-        self._stripped = stripped | NOT_PASSED_ON
+        self._stripped = stripped
         self._open: _Open | None = None
         self._head_bytes = 0
         self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)
