@@ -31,6 +31,9 @@ PROMPT_BYTES_UNFINISHED_MAX = PROMPT_BYTES_MAX + (1 << 20)
 # Prompt and journal together fit the context; beside them are a grammar and the sampling's lists.
 FRAME_BYTES_MAX = PROMPT_BYTES_MAX + (256 << 10)
 
+# Far below the three seconds without progress after which generation counts as hung.
+TOKEN_INTERVAL_MS_MAX = 1000
+
 FinishReason = Literal["stop", "length"]
 
 # The code of a failure that is only the effect of another rank's.
@@ -56,6 +59,7 @@ class ConfigureMsg(Message, frozen=True, tag="configure"):
     has_audit: bool = False
     rank: Rank = 0
     ranks: Annotated[int, Meta(ge=1, le=RANKS_MAX)] = 1
+    token_interval_ms: Annotated[int, Meta(ge=0, le=TOKEN_INTERVAL_MS_MAX)] = 0
 
 
 class ReadyMsg(Message, frozen=True, tag="ready"):

@@ -12,6 +12,7 @@ from engine.backends.reference.model.batch import (
     Work,
     prefill_end,
 )
+from engine.backends.reference.model.token_pace import TokenPace
 from plumbing.errors import InvariantError
 
 CONTEXT = 100
@@ -167,3 +168,41 @@ def test_done_for_work_that_was_not_handed_out_is_our_own_fault():
     assert scheduler.done(work, STOP) == "stop"
     with pytest.raises(InvariantError):
         scheduler.done(work, STOP)
+
+
+def test_request_that_rests_makes_no_token_and_delays_nobody():
+    scheduler = Scheduler(2, CONTEXT)
+    scheduler.submit(request(1, prompt=1))
+    scheduler.submit(request(2, prompt=1, made=2))
+    seen = []
+    for _ in range(4):
+        work = scheduler.next_work(resting=(1,))
+        assert work is not None
+        seen.append((work.request.id, work.samples))
+        scheduler.done(work, 0 if work.samples else None)
+    assert seen == [(2, False), (2, False), (2, True), (2, True)]
+    assert scheduler.next_work(resting=(1, 2)) is None
+    assert scheduler.next_work() is not None
+
+
+def test_pace_rests_each_request_for_its_interval():
+    now_s = [10.0]
+    pace = TokenPace(200, lambda: now_s[0])
+    assert not pace.resting()
+    pace.made(1)
+    now_s[0] += 0.1
+    pace.made(2)
+    assert set(pace.resting()) == {1, 2}
+    assert pace.pause_ms() == 0  # a prompt may still be computed
+    pace.is_idle = True
+    assert pace.pause_ms() == 100
+    now_s[0] += 0.1
+    assert set(pace.resting()) == {2}
+
+
+def test_pace_without_an_interval_rests_nobody():
+    pace = TokenPace(0)
+    pace.made(1)
+    pace.is_idle = True
+    assert not pace.resting()
+    assert pace.pause_ms() == 0

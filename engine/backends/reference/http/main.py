@@ -2,7 +2,8 @@
 
     python -m engine.backends.reference.http.main --model DIR [--max-context N] [--slots N]
         [--kv-bytes SIZE] [--cache-tokens N] [--kv-memory gms|private] [--no-kv-adoption]
-        [--kv-audit] [--tensor-parallel N] [--served-model-name NAME …]
+        [--kv-audit] [--tensor-parallel N] [--token-interval-ms N]
+        [--served-model-name NAME …]
 
 Started by `engine run --backend reference -- …`. Owns the start: the witness first, then the model
 processes, one per tensor-parallel rank, and only then the slow imports, which so run while the
@@ -34,6 +35,7 @@ from engine.backends.reference.link import (
     LINK_ENV,
     PEERS_ENV,
     PROMPT_TOKENS_MAX,
+    TOKEN_INTERVAL_MS_MAX,
     ConfigureMsg,
 )
 from engine.backends.registry import HELP
@@ -110,6 +112,13 @@ def parse(argv: list[str]) -> tuple[ConfigureMsg, tuple[str, ...]]:
         "(default: %(default)s)",
     )
     parser.add_argument(
+        "--token-interval-ms",
+        type=_whole(0, TOKEN_INTERVAL_MS_MAX),
+        default=0,
+        help="make a request's next token no sooner than this, as a large model would; prompts and"
+        " what is resumed are computed at full speed (default: %(default)s)",
+    )
+    parser.add_argument(
         "--served-model-name",
         nargs="+",
         metavar="NAME",
@@ -126,6 +135,7 @@ def parse(argv: list[str]) -> tuple[ConfigureMsg, tuple[str, ...]]:
         may_adopt=not found.no_kv_adoption,
         has_audit=found.kv_audit,
         ranks=found.tensor_parallel,
+        token_interval_ms=found.token_interval_ms,
     )
     names = found.served_model_name or [os.path.basename(os.path.realpath(found.model))]
     return settings, tuple(names)

@@ -14,6 +14,7 @@ resumed are run one at a time, as when they were made, and not in the chunks of 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from engine.backends.reference.link import FinishReason, SamplingParams, finish_reason
@@ -98,16 +99,21 @@ class Scheduler:
         self._finish(request_id)
         return True
 
-    def next_work(self) -> Work | None:
-        """The next unit, or None when nothing runs. Report it by `done` before asking again."""
+    def next_work(self, resting: Collection[int] = ()) -> Work | None:
+        """The next unit, or None when nothing runs. Report it by `done` before asking again.
+
+        The requests of `resting` make no token now.
+        """
         if self._handed_out is not None:
             raise InvariantError("work handed out twice without `done`")
-        if not self._turns:
-            return None
-        sequence = self._running[self._turns[0]]
-        self._turns.rotate(-1)
-        self._handed_out = _work(sequence)
-        return self._handed_out
+        for _ in range(len(self._turns)):
+            sequence = self._running[self._turns[0]]
+            self._turns.rotate(-1)
+            work = _work(sequence)
+            if not work.samples or work.request.id not in resting:
+                self._handed_out = work
+                return work
+        return None
 
     def skip(self, work: Work, position: int) -> Work:
         """The unit at `position` instead of `work`, a request's first: what is before it is in the

@@ -7,6 +7,7 @@ between steps.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,9 +70,10 @@ class Generator:
         self._forget(request_id)
         return self._scheduler.cancel(request_id)
 
-    def step(self) -> Produced | None:
-        """One unit for one sequence; None after a prefill chunk, or with nothing to do."""
-        work = self._scheduler.next_work()
+    def step(self, resting: Collection[int] = ()) -> Produced | None:
+        """One unit for one sequence; None after a prefill chunk, or with nothing to do. The
+        requests of `resting` make no token now."""
+        work = self._scheduler.next_work(resting)
         if work is None:
             return None
         request, prefixes = work.request, self._prefixes

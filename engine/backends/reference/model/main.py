@@ -45,6 +45,7 @@ from engine.backends.reference.link import (
 from engine.backends.reference.model.batch import Request
 from engine.backends.reference.model.generation import CANARY_FAILED, Generator, canary
 from engine.backends.reference.model.rank import SCRATCH, SERVING, Rank, follow
+from engine.backends.reference.model.token_pace import TokenPace
 from plumbing.errors import InvariantError, UnderstudyError, UsageError, WaitTimeoutError
 from plumbing.service.log import configure
 from plumbing.wire.blocking import BlockingClient
@@ -70,7 +71,7 @@ def main() -> int:
         rank = Rank(settings, peers)
         if settings.rank:
             follow(link, rank)
-        ModelLoop(link, rank, settings.directory).run()
+        ModelLoop(link, rank, settings.directory, TokenPace(settings.token_interval_ms)).run()
     except UnderstudyError as error:
         logger.error("%s", error)
         with contextlib.suppress(UnderstudyError):  # the HTTP process may be the one that is gone
@@ -86,7 +87,7 @@ def _socket(number: str) -> socket.socket:
 class ModelLoop:
     """Rank 0, and with one rank the whole model: generates until a peer is gone."""
 
-    def __init__(self, link: BlockingClient, rank: Rank, directory: str) -> None:
+    def __init__(self, link: BlockingClient, rank: Rank, directory: str, pace: TokenPace) -> None:
         self._link = link
         self._rank = rank
         self._directory = directory
@@ -95,6 +96,7 @@ class ModelLoop:
         self._next_progress_s = 0.0
         self._published = 0
         self._progress = 0  # of the time before the last rest: it only ever grows
+        self._pace = pace
 
     def run(self) -> NoReturn:
         """Try the decoder and serve. Ends with the UnderstudyError that says why."""
@@ -113,7 +115,7 @@ class ModelLoop:
         poll.register(self._link.fileno(), select.POLLIN)
         while True:
             has_work = self._generator is not None and self._generator.has_work
-            if poll.poll(0 if has_work else None):
+            if poll.poll(self._pace.pause_ms() if has_work else None):
                 self._receive_all()
             if self._generator is not None and self._generator.has_work:
                 self._step(self._generator)
@@ -200,7 +202,9 @@ class ModelLoop:
             raise
 
     def _step(self, generator: Generator) -> None:
-        made = generator.step()
+        before = generator.progress
+        made = generator.step(self._pace.resting())
+        self._pace.is_idle = generator.progress == before
         self._report_kept()
         if made is None:
             # Not every time: a request that is resumed takes thousands of small steps.
@@ -208,6 +212,7 @@ class ModelLoop:
                 self._next_progress_s = time.monotonic() + PROGRESS_EVERY_S
                 self._link.notify(ProgressedMsg(generator.progress))
         else:
+            self._pace.made(made.request_id)
             self._link.notify(
                 TokenMsg(made.request_id, made.token, generator.progress, made.finish_reason)
             )
