@@ -16,7 +16,7 @@ WORKERS ?= auto
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm style types test test-all coverage test-core test-system test-vllm fuzz sim drill drill-vllm bench bench-gateway bench-lock soak-lock sweep kv-kills device-check docs manifests image clean
+.PHONY: help setup setup-vllm style types test test-all coverage test-core test-system test-vllm fuzz sim drill drill-vllm bench bench-gateway bench-pool bench-lock soak-lock sweep kv-kills device-check docs manifests image clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -92,6 +92,9 @@ bench: setup ## measure, and print each budget beside its figure; ARGS=--json
 
 bench-gateway: setup ## what the gateway costs, through it and past it in turns (4 minutes; ARGS=--json)
 	$(PY) -m hack.bench_gateway $(ARGS)
+
+bench-pool: setup ## switches between models, and who waits how long (40 minutes; ARGS=--quick: three; ARGS=--json)
+	@$(PY) -m hack.bench_pool $(ARGS)
 
 bench-lock: setup ## the lock server beside flock, Redis and etcd; ARGS=--quick, ARGS=--json
 	@$(PY) -m hack.bench_lock $(ARGS)

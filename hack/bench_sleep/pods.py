@@ -18,7 +18,7 @@ from hack.vllm.pod import environment, make_pod, model_of
 from hack.vllm.stock import Stock
 from plumbing.errors import UnderstudyError
 from plumbing.service.signals import SignalInbox
-from understudy.drill.clients import Target, clock, send
+from understudy.drill.clients import Target, clock
 from understudy.drill.killer import backend_processes
 from understudy.drill.run import Drill
 from understudy.kubelet.runner import PodRunner, run_pod
@@ -115,15 +115,10 @@ async def stock_restart_ms(pod: StandingPod) -> float:
     stock = Stock(model, base / "stock", 1, flags, environment(base))
     began_ms = clock.now_ms()
     try:
-        await stock.runner.start()
-        exchange = await send(stock.target, prompt)
-        stock.note_leftovers()
+        first_ms = (await stock.first_answer(prompt)).first_token_ms
     finally:
-        await stock.runner.stop()
-        stock.remove_leftovers()
-    if exchange.first_token_ms is None:
-        raise UnderstudyError("bench.no_answer", f"stock vLLM does not answer: {exchange.detail}")
-    return exchange.first_token_ms - began_ms
+        await stock.stop()
+    return (first_ms or began_ms) - began_ms
 
 
 async def _reference(base: Path, model: Path | None) -> LocalPod:

@@ -23,7 +23,7 @@ from typing import Any
 from engine.supervisor import held_files
 from plumbing.errors import UnderstudyError
 from plumbing.service.procfs import descendants
-from understudy.drill.clients import Target, stream_without_pause
+from understudy.drill.clients import Target, send, stream_without_pause
 from understudy.drill.prompts import bank_of, learn_answers
 from understudy.drill.records import End, Exchange, Prompt
 from understudy.drill.verdict import Spread, spread
@@ -116,6 +116,24 @@ class Stock:
         return await learn_answers(
             self.target, [question.prompt for question in questions], needs_token=False
         )
+
+    async def first_answer(self, prompt: Prompt) -> Exchange:
+        """Start it and ask once.
+
+        Raises:
+            UnderstudyError: `bench.no_answer`, or it does not start.
+        """
+        await self.runner.start()
+        exchange = await send(self.target, prompt)
+        self.note_leftovers()
+        if exchange.first_token_ms is None:
+            why = f"stock vLLM does not answer: {exchange.detail}"
+            raise UnderstudyError("bench.no_answer", why)
+        return exchange
+
+    async def stop(self) -> None:
+        await self.runner.stop()
+        self.remove_leftovers()
 
     def note_leftovers(self) -> None:
         """Note what the server has in shared memory: it always leaves some of it behind."""
