@@ -89,7 +89,8 @@ def parse(path: str, text: str) -> YamlFile:
             loader.flatten_mapping(node)  # `<<`: what is merged comes first, and is overridden
         found: dict[str, Any] = {}
         for key_node, value_node in node.value:
-            key = str(loader.construct_object(key_node))
+            # As it is written: `off` is the name of a model, and not false.
+            key = str(key_node.value if isinstance(key_node, yaml.ScalarNode) else key_node.tag)
             lines[(*where, key)] = key_node.start_mark.line + 1
             found[key] = plain(value_node, (*where, key))
         return found

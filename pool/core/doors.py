@@ -19,7 +19,7 @@ def door_of(known: KnownModel, now_ms: float) -> Door:
         case ModelState.FAILED:
             retry_s = None if model.is_permanent else FAILED_RETRY_S
             why = (
-                f"model {known.name} has failed: {model.fault};"
+                f"model {known.name} has failed: {model.fault.rstrip('.')};"
                 f" `understudy pool reset {known.name}` lets it try again"
             )
             return RefusedDoor("pool.failed", why, retry_s)

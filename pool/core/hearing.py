@@ -202,7 +202,7 @@ def _order(pool: PoolSituation, event: ev.Ordered) -> None:
         case ev.Order.LOAD if model.state is ModelState.FAILED:
             raise OrderRefused(
                 "pool.failed",
-                f"model {known.name} has failed: {model.fault}; `understudy pool reset"
+                f"model {known.name} has failed: {model.fault.rstrip('.')}; `understudy pool reset"
                 f" {known.name}` first",
             )
         case ev.Order.LOAD:

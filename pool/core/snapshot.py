@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from zlib import crc32
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from plumbing.part.tier import Tier
 from pool.core.events import LeaseAsked, OpenDoor, Running
@@ -88,6 +89,35 @@ def saved(pool: PoolSituation) -> PoolSnapshot:
         },
         leases=tuple(lease.asked for lease in pool.leases.values() if lease.is_granted),
     )
+
+
+def anew(old: PoolSnapshot) -> PoolSnapshot:
+    """What a new pod keeps of an old one, whose processes are all gone: sizes and costs, who is
+    pinned, and leases, whose processes may live on. Its models are cold, and have no faults."""
+    gone = SavedEngine(goal=None, start=0, number=0, cap=Tier.AWAKE, is_gone=True)
+    models = {
+        name: replace(
+            each,
+            state=ModelState.COLD,
+            floor=Tier.COLD,
+            aim=Tier.AWAKE,
+            running=Running.FINISH,
+            is_again=False,
+            is_wanted=False,
+            faults_ms=(),
+            fault="",
+            is_permanent=False,
+            reason="",
+            load_ordered_ms=None,
+            is_unload_ordered=False,
+            leaving=None,
+            booked=(None,) * len(each.booked),
+            door=None,
+            engines=(gone,) * len(each.engines),
+        )
+        for name, each in old.models.items()
+    }
+    return replace(old, models=models)
 
 
 def shape_of(known: KnownModel) -> int:

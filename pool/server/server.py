@@ -34,7 +34,7 @@ from pool.server.parts import PoolParts
 from pool.server.performer import PoolPerformer
 from pool.server.serving import ServingShare
 from pool.server.settings import PoolSettings
-from pool.server.state_file import PoolStateFile
+from pool.server.state_file import NEW_POD, PoolStateFile
 from pool.server.told import ToldModels
 from pool.settings import PoolFile, engines_of
 
@@ -88,7 +88,7 @@ class PoolServer:
         for task in self._tasks:
             task.add_done_callback(self._ended)
         self.feed(ev.PoolTick())
-        if parts.state.loaded.record is None:
+        if (parts.state.loaded.record or {NEW_POD: True}).get(NEW_POD):
             for name, model in parts.file.models.items():
                 if model.preload:
                     self.feed(ev.Ordered(name, ev.Order.LOAD))

@@ -16,11 +16,15 @@ import stat
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
+
 from plumbing.errors import UnderstudyError
 from plumbing.part.paths import pool_state
 from plumbing.service.files import SlotFile, SlotFormat, put_aside
+from pool.core.snapshot import PoolSnapshot, anew
 
 SCHEMA = 1
+NEW_POD = "new_pod"  # in a record that no pool has read yet
 SLOT_BYTES = 64 * 1024  # a hundred models with two engines each
 FORMAT = SlotFormat("understudy-pool 1", SLOT_BYTES)
 
@@ -82,6 +86,26 @@ class PoolStateFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+def begin_new_pod(directory: str) -> None:
+    """Forget what is on file of a pod whose processes are all gone (`pool.core.snapshot.anew`); a
+    pool that starts then loads what is to be loaded at the start.
+
+    Raises:
+        UnderstudyError: as `PoolStateFile`.
+        OSError: as `write`.
+    """
+    if not os.path.lexists(pool_state(directory)):
+        return
+    file = PoolStateFile(directory)
+    try:
+        record = file.loaded.record
+        if record is not None:
+            old = msgspec.convert(record["pool"], PoolSnapshot)
+            file.write({**record, "pool": msgspec.to_builtins(anew(old)), NEW_POD: True})
+    finally:
+        file.close()
 
 
 def _text(record: dict[str, Any] | None) -> bytes:

@@ -16,6 +16,7 @@ from msgspec import structs
 from plumbing.errors import UsageError
 from plumbing.part.paths import engine_states
 from pool.pool_file import read_pool_file
+from pool.server.state_file import begin_new_pod
 from pool.settings import PoolFile, engines_of
 from understudy.kubelet.containers import Container
 from understudy.manifest.spec import ContainerSpec, ProbeSpec, Variable
@@ -60,6 +61,7 @@ async def prepare_pool(
         await refuse_second_pod(directory)
         for state_file in engine_states(directory):
             state_file.unlink(missing_ok=True)
+        begin_new_pod(str(directory))
     memory = _memory(file, pod.memory)
     made = PoolPod(replace(pod, directory=directory, memory=memory), path, file)
     return PreparedPod(made.containers(), directory, f"the pool of {path}")

@@ -1,0 +1,132 @@
+"""A pod of a pool file for tests: the product's own processes, and clients that stream from it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plumbing.part.paths import pool_socket
+from plumbing.service.procfs import children
+from plumbing.wire.blocking import BlockingClient
+from pool.core.events import Order
+from pool.messages import CATALOGUE, OrderMsg, StatusMsg
+from tests.e2e.pods import AS_USERS_RUN_IT
+from understudy.kubelet.runner import PodRunner
+from understudy.up.local_pod import LocalPod
+from understudy.up.pool_pod import prepare_pool
+from understudy.up.random_model import make_random_model
+
+WAIT_S = 60.0
+
+
+class RunningPool:
+    """A pod in `directory` that serves at `port`; `runner` where the test has started it."""
+
+    def __init__(self, directory: Path, port: int, runner: PodRunner | None = None) -> None:
+        self.directory, self.port = directory, port
+        self._runner = runner
+
+    @property
+    def runner(self) -> PodRunner:
+        assert self._runner is not None
+        return self._runner
+
+    # ------------------------------------------------------------------ looking
+
+    def status(self) -> dict[str, Any]:
+        with BlockingClient(pool_socket(str(self.directory)), CATALOGUE) as client:
+            return dict(client.request(StatusMsg(), timeout_s=WAIT_S).message.document)
+
+    def states(self) -> dict[str, str]:
+        """Of all models."""
+        return {each["model"]: each["state"] for each in self.status()["models"]}
+
+    def engines(self) -> dict[str, dict[str, Any]]:
+        """What each engine's state file says of it."""
+        return {
+            path.stem.removeprefix("engine_"): json.loads(path.read_text())["engine"]
+            for path in self.directory.glob("engine_*.json")
+        }
+
+    def incarnations(self) -> dict[str, str]:
+        return {name: each["incarnation"] for name, each in self.engines().items()}
+
+    def in_state(self, state: str, model: str) -> list[str]:
+        """The engines of a model that are in this state."""
+        found = self.engines().items()
+        return [
+            name
+            for name, each in found
+            if name.startswith(f"{model}-") and each["state"] == state
+        ]
+
+    def model_process(self, engine: str) -> int:
+        """A process of an engine's backend, without which it is dead."""
+        return children(self.runner.pids()[engine])[-1]
+
+    # ------------------------------------------------------------------ asking
+
+    def order(self, model: str, order: Order, *, is_forced: bool = False) -> None:
+        with BlockingClient(pool_socket(str(self.directory)), CATALOGUE) as client:
+            client.request(OrderMsg(model, order, is_forced), timeout_s=WAIT_S)
+
+    def ask(
+        self,
+        model: str,
+        prompt: str = "one rainy day",
+        headers: Mapping[str, str] | None = None,
+        **more: Any,
+    ) -> tuple[int, str]:
+        """The status and the body of one answer."""
+        asked = {"model": model, "prompt": prompt, "temperature": 0, **more}
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)
+        try:
+            connection.request(
+                "POST",
+                "/v1/completions",
+                json.dumps(asked),
+                {"Content-Type": "application/json", **(headers or {})},
+            )
+            response = connection.getresponse()
+            return response.status, response.read().decode()
+        finally:
+            connection.close()
+
+    def stream(self, model: str, prompt: str = "one rainy day", **more: Any) -> str:
+        """The text of one stream, which must be whole."""
+        status, body = self.ask(model, prompt, stream=True, **more)
+        assert status == 200, body
+        lines = [line for line in body.split("\n\n") if line]
+        assert lines[-1] == "data: [DONE]", lines[-1]
+        events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+        return "".join(each["choices"][0]["text"] for each in events)
+
+
+@asynccontextmanager
+async def running_pool(
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    text: str,
+    device_bytes: str | tuple[int, ...],
+) -> AsyncIterator[RunningPool]:
+    """The pod of the pool file `text`, in which MODEL is the directory of a small model."""
+    for name, value in AS_USERS_RUN_IT.items():
+        monkeypatch.setenv(name, value)
+    model = await make_random_model(directory / "model")
+    path = directory / "pool.yaml"
+    path.write_text(text.replace("MODEL", str(model)))
+    local = LocalPod(Path(), None, device_bytes=device_bytes)
+    pod = await prepare_pool(local, path, 0, directory, print, is_drilled=True)
+    port = int(next(w for w in pod.containers[0].command if "service=" in w).rpartition(":")[2])
+    runner = PodRunner(pod.containers, directory / "log")
+    try:
+        await runner.start()
+        yield RunningPool(directory, port, runner)
+    finally:
+        await runner.stop()
