@@ -61,9 +61,7 @@ class RunningPool:
         """The engines of a model that are in this state."""
         found = self.engines().items()
         return [
-            name
-            for name, each in found
-            if name.startswith(f"{model}-") and each["state"] == state
+            name for name, each in found if name.startswith(f"{model}-") and each["state"] == state
         ]
 
     def model_process(self, engine: str) -> int:
