@@ -188,7 +188,7 @@ def explain(config: Resolved, model: str | None, as_json: bool) -> None:
     if as_json:
         click.echo(to_json(answer.document, indent=2))
         return
-    for each in answer.document["models"]:
+    for each in (*answer.document["models"], *answer.document["leases"]):
         first, *rest = each["lines"]
         click.echo("\n".join([first, *(f"  {line}" for line in rest)]))
 

@@ -17,8 +17,17 @@ from plumbing.part.observe import StatusReplyMsg as StatusReplyMsg
 from plumbing.part.observe import WatchMsg as WatchMsg
 from plumbing.part.tier import Tier
 from plumbing.wire.messages import Catalogue, Message, messages_in
-from pool.core.events import Count, Door, Millis, ModelDemand, Order, Priority
-from pool.core.states import BYTES_MAX, MODELS_MAX, NAME_CHARS_MAX, ModelState
+from pool.core.events import Door, ModelDemand, Order
+from pool.core.states import (
+    BYTES_MAX,
+    MODELS_MAX,
+    NAME_CHARS_MAX,
+    Count,
+    Millis,
+    ModelState,
+    PooledRules,
+    Priority,
+)
 
 DEVICES_MAX = 64
 # The status of a hundred models has 200 KiB; 512 tickets have 50.
@@ -27,7 +36,8 @@ FRAME_BYTES_MAX = 1024 * 1024
 ModelName = Annotated[str, Meta(min_length=1, max_length=NAME_CHARS_MAX)]
 DeviceName = Annotated[str, Meta(min_length=1, max_length=64)]
 PoolBytes = Annotated[int, Meta(ge=0, le=BYTES_MAX)]
-Sentence = Annotated[str, Meta(max_length=4096)]
+SENTENCE_CHARS_MAX = 4096
+Sentence = Annotated[str, Meta(max_length=SENTENCE_CHARS_MAX)]
 Code = Annotated[str, Meta(max_length=64)]
 HexId = Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
 
@@ -54,6 +64,7 @@ class PooledModel(Struct, frozen=True, forbid_unknown_fields=True):
     know. `number` is that of the door; `since_ms`: of the state; `memory`: booked bytes by device.
 
     `door` None: the pool has just started, and does not know yet. What it said before counts.
+    `rules` None: as in the gateway's own file.
     """
 
     number: Count
@@ -65,6 +76,7 @@ class PooledModel(Struct, frozen=True, forbid_unknown_fields=True):
     memory: Annotated[dict[DeviceName, PoolBytes], Meta(max_length=DEVICES_MAX)] = field(
         default_factory=dict
     )
+    rules: PooledRules | None = None
 
 
 class DoorsMsg(Message, frozen=True, tag="doors"):

@@ -30,7 +30,8 @@ def _lines(document: Document) -> Iterator[str]:
     for lease in document["leases"]:
         how = "granted" if lease["granted"] else "waiting"
         where = f"{size(lease['bytes'])} of {lease['device']}"
-        yield f"lease    {lease['lease']}  {where}  {how}  {lease['command'] or ''}".rstrip()
+        why = f"  {lease['waits_for']}" if lease["waits_for"] else ""
+        yield f"lease    {lease['lease']}  {where}  {how}  {lease['command'] or ''}".rstrip() + why
     yield from _problems(document)
 
 

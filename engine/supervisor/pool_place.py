@@ -20,13 +20,15 @@ ORIGIN = "pool file"
 
 
 class PoolPlace(NamedTuple):
-    """`number`: of the engine among all of the pool, in the file's order."""
+    """`number`: of the engine among all of the pool, in the file's order. `is_alone`: its model has
+    no shadow."""
 
     model: str
     backend: str
     arguments: tuple[str, ...]
     environment: dict[str, str]
     number: int
+    is_alone: bool
 
 
 def place_in_pool(path: str, engine: str, directory: str) -> PoolPlace:
@@ -60,6 +62,7 @@ def place_in_pool(path: str, engine: str, directory: str) -> PoolPlace:
         ),
         environment={variable: devices},
         number=ids.index((engine, name)),
+        is_alone=len(engines_of(name, model)) == 1,
     )
 
 
@@ -83,4 +86,6 @@ def placed(config: Resolved, place: PoolPlace, port_first: int) -> Resolved:
         )
     if config["http_port"] is None:
         told["http_port"] = port_first + place.number
+    if place.is_alone and config.origin("yield_ms") == "default":
+        told["yield_ms"] = 1  # nobody takes over, so it is relaunched at once
     return config.changed(told, ORIGIN)

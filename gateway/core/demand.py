@@ -84,6 +84,7 @@ class ChildDemands:
             ),
             in_flight=sum(each.in_flight for each in found.values()),
             cannot_park=sum(each.cannot_park for each in found.values()),
+            resuming=sum(each.resuming for each in found.values()),
             last_request_ms=newest.last_request_ms,
             keep_alive_ms=newest.keep_alive_ms,
             door=number if all(each.door >= told for each in found.values()) else 0,

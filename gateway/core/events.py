@@ -74,7 +74,7 @@ class RequestCame(GatewayEvent, frozen=True):
     is_inference: bool  # a known path that may be asked twice: nothing but the answer changes
     is_stream: bool  # the body asks for a stream
     model: str = ""
-    priority: int = 0  # lower is sooner
+    priority: int | None = None  # lower is sooner; None: its model's own
     wait_ms: float = math.inf
     keep_alive_ms: float | None = None
 

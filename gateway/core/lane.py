@@ -18,12 +18,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from gateway.core import answers
 from gateway.core import events as ev
 from gateway.core.answers import Failure
 from gateway.core.commons import Commons
 from gateway.core.events import BreakCause, GatewayEvent, GatewayRules
-from gateway.core.lane_events import LaneDoorSet, LaneRules
+from gateway.core.lane_events import MAX_IN_FLIGHT, LaneDoorSet, LaneRules
 from gateway.core.machine import Gateway
 from gateway.core.request import ClientRequest
 from gateway.core.states import RequestState, Turn
@@ -37,6 +39,7 @@ from pool.core.events import (
     Ticket,
     TicketKind,
 )
+from pool.core.states import PooledRules
 
 # Without a pool an engine that rests may be woken by hand. Each greeting tries for 0.2 s.
 GREET_UNHEARD_MS = 1_000.0
@@ -112,6 +115,7 @@ class Lane(Gateway):
             tickets=tuple(self._ticket(each) for each in waiting),
             in_flight=len(owners),
             cannot_park=sum(not self._may_yield(each) for each in owners),
+            resuming=self._desk.resuming,
             last_request_ms=self._last_ms,
             keep_alive_ms=self._keep_alive_ms,
             door=self.door_number,
@@ -144,7 +148,7 @@ class Lane(Gateway):
         # Behind an open door the pool has nothing to decide, but when all is quiet.
         is_open = isinstance(self.door, OpenDoor)
         counts = (in_flight > 0, waiting > 0) if is_open else (in_flight, waiting)
-        told = (self.door_number, self._keep_alive_ms, *counts)
+        told = (self.door_number, self._keep_alive_ms, self._desk.resuming > 0, *counts)
         if told != self._told:
             self._told = told
             self._desk.outbox.append(ev.DemandChanged())
@@ -158,9 +162,10 @@ class Lane(Gateway):
         request = self._desk.requests.get(came.request)
         if request is None:
             return
-        request.priority = came.priority
+        priority = self.lane_rules.priority if came.priority is None else came.priority
+        request.priority = priority
         request.wait_ms = min(came.wait_ms, self.lane_rules.wait_ms)
-        request.order_key = (now_ms + came.priority * self.lane_rules.starve_after_ms, came.request)
+        request.order_key = (now_ms + priority * self.lane_rules.starve_after_ms, came.request)
         failure = self._refusal(request)
         if failure is not None:
             self._desk.fail(request, failure)
@@ -217,6 +222,8 @@ class Lane(Gateway):
     # ------------------------------------------------------------------ the door
 
     def _set_lane_door(self, event: LaneDoorSet, now_ms: float) -> None:
+        if event.rules is not None:
+            self._set_rules(event.rules)
         old, door = self.door, event.door
         self.door, self.door_number = door, event.number
         if door == old:
@@ -235,6 +242,15 @@ class Lane(Gateway):
                 self._part()
                 for request in list(self._desk.line.waiting.values()):
                     self._desk.fail(request, answers.refused_door(door))
+
+    def _set_rules(self, rules: PooledRules) -> None:
+        self.lane_rules = replace(
+            self.lane_rules,
+            priority=rules.priority,
+            keep_alive_ms=rules.keep_alive_ms,
+            starve_after_ms=rules.starve_after_ms,
+            max_in_flight=rules.max_in_flight or MAX_IN_FLIGHT,
+        )
 
     def _open(self, door: OpenDoor, old: Door | None, now_ms: float) -> None:
         if self._grant is None:  # the lock server has not been heard yet, and the pool has heard it

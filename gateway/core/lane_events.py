@@ -6,6 +6,7 @@ from msgspec import Struct
 
 from gateway.core.events import GatewayEvent
 from pool.core.events import Door
+from pool.core.states import PooledRules
 
 # An engine's batch, as vLLM's on small GPUs. What is sent beyond it waits inside of the engine,
 # where it can be neither ordered nor sent again.
@@ -21,11 +22,14 @@ class LaneRules(Struct, frozen=True):
     wait_ms: float = 300_000.0  # each for so long
     starve_after_ms: float = 60_000.0  # a request that is so much older is sooner by one priority
     keep_alive_ms: float = 300_000.0  # of requests that name no other
+    priority: int = 0  # the same
 
 
 class LaneDoorSet(GatewayEvent, frozen=True):
-    """The pool says what may be done with requests for `model`; repeats change nothing."""
+    """The pool says what may be done with requests for `model`; repeats change nothing. `rules`:
+    its settings now, where an operator may have changed them; None: as they are."""
 
     model: str
     number: int
     door: Door
+    rules: PooledRules | None = None

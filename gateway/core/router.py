@@ -24,7 +24,7 @@ class Wishes(Struct, frozen=True):
     """For which model, how soon, for how long to wait, and to keep it awake afterwards."""
 
     model: str
-    priority: int = 0
+    priority: int | None = None
     wait_ms: float = math.inf
     keep_alive_ms: float | None = None
 
@@ -45,13 +45,13 @@ class Router:
         return (self._models.get(named, "") if named else self._only), named
 
 
-def priority_of(*said: object) -> int:
-    """The first of `said` that is a number, within limits."""
+def priority_of(*said: object) -> int | None:
+    """The first of `said` that is a number, within limits. None: nobody has said."""
     for each in said:
         if isinstance(each, int | str | bytes) and not isinstance(each, bool):
             with contextlib.suppress(ValueError):
                 return max(-PRIORITY_MAX, min(PRIORITY_MAX, int(each)))
-    return 0
+    return None
 
 
 def keep_alive_ms(*said: object) -> float | None:

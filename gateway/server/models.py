@@ -91,7 +91,7 @@ class ModelService:
         self._said = dict(models)
         for model, said in models.items():
             if said.door is not None:
-                yield LaneDoorSet(model, said.number, said.door)
+                yield LaneDoorSet(model, said.number, said.door, said.rules)
 
     def find(self, http: HttpRequest) -> Wishes | OwnAnswer:
         """For which model it is, with its path behind `/m/<model>`; or the gateway's own answer."""

@@ -30,6 +30,7 @@ def read_lanes(path: str) -> LaneSettings:
             wait_ms=pool.queue.wait * 1000,
             starve_after_ms=pool.starve_after * 1000,
             keep_alive_ms=model.keep_alive * 1000,
+            priority=model.priority,
         )
         for name, model in pool.models.items()
     }

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from lockserver.core.lock import LockState
 from lockserver.server.server import LockServer
@@ -14,7 +12,7 @@ from lockserver.server.settings import LockSettings
 from plumbing.part.models import ACTIVE, model_of
 from plumbing.service.browsers import Page
 from plumbing.service.http import HttpServer, Probe
-from plumbing.service.signals import wait_signals
+from plumbing.service.signals import until_ended
 
 UI = Path(__file__).parent.parent / "ui" / "ui.html"
 
@@ -45,23 +43,10 @@ async def run(
         message = f"started on {settings.directory}, probes on {http.host}:{http.port}"
         server.events.record("lockserver.started", message, data={"http_port": http.port})
         gc.freeze()  # these objects stay: no later collection scans them while a grant waits
-        await _until_ended(server)
+        await until_ended(server.failed)
     finally:
         await http.stop()
         await server.close()
-
-
-async def _until_ended(server: LockServer) -> None:
-    """Return on a signal; raise a failure of the server."""
-    signalled = asyncio.ensure_future(wait_signals())
-    ends: list[asyncio.Future[Any]] = [signalled, server.failed]
-    try:
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        if server.failed.done():
-            server.failed.result()
-    finally:
-        signalled.cancel()
-        server.failed.cancel()
 
 
 def ready(server: LockServer) -> Probe:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Sequence
+from typing import Any
 
 ENDING = (signal.SIGTERM, signal.SIGINT)
 
@@ -40,3 +41,17 @@ async def wait_signals(signals: Sequence[int] = ENDING) -> int:
         return await inbox.get()
     finally:
         inbox.close()
+
+
+async def until_ended(failed: asyncio.Future[None]) -> None:
+    """Return on a signal; raise what `failed` fails with. A server that has ended by itself has
+    failed."""
+    signalled = asyncio.ensure_future(wait_signals())
+    ends: list[asyncio.Future[Any]] = [signalled, failed]
+    try:
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if failed.done():
+            failed.result()
+    finally:
+        signalled.cancel()
+        failed.cancel()

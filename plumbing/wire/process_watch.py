@@ -26,6 +26,10 @@ class ProcessWatch:
         self._pidfds[key] = pidfd
         self._loop.add_reader(pidfd.fileno(), self._readable, key)
 
+    def watches(self, key: str) -> bool:
+        """Whether the end of this process will be told."""
+        return key in self._pidfds
+
     def look(self, key: str) -> None:
         """Check now: its connection has closed, which usually means that the process has exited."""
         pidfd = self._pidfds.get(key)

@@ -53,8 +53,13 @@ class Books:
         return is_counted and (device not in self.devices or device in self.memory)
 
     def copies(self, known: KnownModel) -> bool:
-        """Whether its weights are copied to host memory, which happens after its first load."""
+        """Whether a copy of its weights in host memory is booked with it: it is to be offloaded, or
+        the copy that is made after the first load, where there is room for one, has been made."""
         sizes, total = known.sizes, self.ledger.totals.get(HOST, 0)
+        rules = known.rules
+        is_needed = rules.rest is Tier.OFFLOADED or rules.offload_after_ms is not None
+        if not is_needed and EntryKey(HOST, EntryKind.COPY, known.name) not in self.ledger.entries:
+            return False
         return sizes is not None and 0 < sum(sizes.weights.values()) <= total
 
     def entries_at(

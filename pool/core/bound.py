@@ -3,10 +3,14 @@
     max_wait + (D_i + S_i) + Σ_j (W_j + P_j + D_j + S_j) + W_i + starve_after · (p − p_best)
 
 i is the ticket's model, j each model that shares devices with it, also through others. W is the
-budget of a raise, P the protection of a turn, D a drain, S the release of memory. A competitor has
-at most one turn first, since what a yielding model still wants is younger than the ticket; and the
-second term is that of a ticket just behind its own model's barrier. Once the last term is over, no
-later ticket goes before it.
+budget of a raise, resumed streams included, P the protection of a turn, D a drain, S the release of
+memory. A competitor has at most one turn first, since what a yielding model still wants is younger
+than the ticket; and the second term is that of a ticket just behind its own model's barrier. Once
+the last term is over, no later ticket goes before it.
+
+A budget is a minute at least, and most raises take milliseconds: so beside the bound there is the
+same sum with what was measured in the place of every budget (`measured_bound`). It holds for as
+long as nothing takes longer than it did.
 
 Models that never yield take no turns. The bound is of a ticket whose model fits: it says nothing
 where a lease or a stranger takes the room.
@@ -17,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from pool.core.victims import protection_ms
 from pool.core.view import ModelView, PoolRules
@@ -57,6 +62,22 @@ def drain_ms(model: ModelView) -> float:
     if not model.cannot_park:
         return model.rules.park_ms
     return float("inf") if model.rules.cut_ms is None else model.rules.cut_ms
+
+
+def measured_bound(
+    name: str, priority: int, models: Sequence[ModelView], rules: PoolRules
+) -> WaitBound | None:
+    """If nothing takes longer than it did. None: not everything has been measured yet."""
+    (model,) = (each for each in models if each.name == name)
+    takes_turns = [each for each in sharing_with(name, models) if not each.rules.is_pinned]
+    measured = [
+        replace(each, load_ms=each.raise_ms)
+        for each in (model, *takes_turns)
+        if each.raise_ms is not None
+    ]
+    if len(measured) <= len(takes_turns):
+        return None
+    return bound(name, priority, measured, rules)
 
 
 def bound(name: str, priority: int, models: Sequence[ModelView], rules: PoolRules) -> WaitBound:

@@ -30,8 +30,9 @@ def load_budget_ms(known: KnownModel) -> float:
 
 def raise_budget_ms(known: KnownModel) -> float:
     """From where it is to awake."""
-    wake_ms = budget_ms(known.costs.wake_ms)
-    return wake_ms if known.model.floor is not Tier.COLD else load_budget_ms(known) + wake_ms
+    floor = known.model.floor
+    wake_ms = budget_ms(known.costs.waking_ms(floor))
+    return wake_ms if floor is not Tier.COLD else load_budget_ms(known) + wake_ms
 
 
 def deadline_ms(known: KnownModel) -> float | None:
@@ -41,7 +42,7 @@ def deadline_ms(known: KnownModel) -> float | None:
         case ModelState.LOADING:
             return model.since_ms + load_budget_ms(known)
         case ModelState.WAKING:
-            return model.since_ms + budget_ms(known.costs.wake_ms)
+            return model.since_ms + budget_ms(known.costs.waking_ms(model.floor))
         case ModelState.DRAINING if model.running is Running.FINISH:
             return model.since_ms + rules.park_ms
         case ModelState.DRAINING if model.running is Running.PARK:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pool.core.events import Door, OpenDoor, RefusedDoor, Running, ShutDoor
+from pool.core.expected import awake_ms, is_news
 from pool.core.known import KnownModel
 from pool.core.states import ModelState
 
@@ -26,9 +27,8 @@ def door_of(known: KnownModel, now_ms: float) -> Door:
         case ModelState.UNLOADING | ModelState.RELEASING | ModelState.DRAINING if (
             known.is_unload_ordered
         ):
-            why = f"an operator is unloading model {known.name}"
             if model.state is ModelState.UNLOADING:
-                return RefusedDoor("pool.not_loaded", why, None)
+                return RefusedDoor("pool.not_loaded", reason_of(known), None)
         case ModelState.COLD | ModelState.PENDING if (
             not known.rules.is_on_demand and known.load_ordered_ms is None and _is_cold(known)
         ):
@@ -63,16 +63,17 @@ def _open(known: KnownModel) -> OpenDoor | None:
 
 
 def _shut(known: KnownModel, now_ms: float) -> ShutDoor:
-    model, costs = known.model, known.costs
+    model = known.model
     running = model.running if model.state in WITH_REQUESTS else Running.FINISH
-    spent_ms = now_ms - model.since_ms
-    expected_ms = None
-    match model.state:
-        case ModelState.WAKING if costs.wake_ms is not None:
-            expected_ms = max(0.0, costs.wake_ms - spent_ms)
-        case ModelState.LOADING if costs.load_ms is not None:
-            expected_ms = max(0.0, costs.load_ms + (costs.wake_ms or 0.0) - spent_ms)
-    return ShutDoor(running, expected_ms, reason_of(known))
+    return ShutDoor(running, expected_ms(known, now_ms), reason_of(known))
+
+
+def expected_ms(known: KnownModel, now_ms: float) -> float | None:
+    """Until it is awake, as far as is known; None also where nobody waits for it."""
+    at_ms = awake_ms(known, now_ms) or known.expected_ms
+    if at_ms is None or known.is_unload_ordered or known.model.state is ModelState.AWAKE:
+        return None
+    return max(0.0, at_ms - now_ms)
 
 
 WITH_REQUESTS = frozenset({ModelState.DRAINING, ModelState.RELEASING, ModelState.UNLOADING})
@@ -81,6 +82,8 @@ WITH_REQUESTS = frozenset({ModelState.DRAINING, ModelState.RELEASING, ModelState
 def reason_of(known: KnownModel) -> str:
     """Why requests wait, in one sentence."""
     name, model = known.name, known.model
+    if known.is_unload_ordered:
+        return f"an operator is unloading model {name}"
     match model.state:
         case ModelState.PENDING:
             return f"model {name} waits for room: {known.wait or 'it has just been asked for'}"
@@ -94,6 +97,15 @@ def reason_of(known: KnownModel) -> str:
             return f"model {name} gives its memory back: {model.reason}"
         case _:
             return f"model {name} is {model.state}"
+
+
+def is_other_door(known: KnownModel, door: Door, now_ms: float) -> bool:
+    """Whether it must be told: another key, or another time at which a pending model is expected.
+    A number that nobody waits for to be obeyed may grow."""
+    if door_key(known, door) != known.door_key:
+        return True
+    is_pending = known.model.state is ModelState.PENDING
+    return is_pending and isinstance(door, ShutDoor) and is_news(door, known, now_ms)
 
 
 def door_key(known: KnownModel, door: Door) -> tuple[object, ...]:

@@ -18,13 +18,8 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from plumbing.part.tier import Tier
-from pool.core.states import COUNT_MAX, PRIORITY_MAX, TICKETS_MAX, GoalGeneration, ModelState
+from pool.core.states import TICKETS_MAX, Count, GoalGeneration, Millis, ModelState, Priority
 from pool.core.view import ModelRules, PoolRules
-
-# The bounds of what a gateway says: these values travel as they are (`pool.messages`).
-Count = Annotated[int, Meta(ge=0, le=COUNT_MAX)]
-Millis = Annotated[float, Meta(ge=0.0)]
-Priority = Annotated[int, Meta(ge=-PRIORITY_MAX, le=PRIORITY_MAX)]
 
 
 class TicketKind(StrEnum):
@@ -75,6 +70,7 @@ class ModelDemand(Struct, frozen=True, forbid_unknown_fields=True):
     last_request_ms: Millis | None = None  # on the pool's clock
     keep_alive_ms: Millis | None = None
     door: Count = 0
+    resuming: Count = 0  # of those in flight: parked streams, until they have their next token
 
 
 class DemandCame(PoolEvent, frozen=True):
@@ -86,10 +82,11 @@ class DemandCame(PoolEvent, frozen=True):
 
 class GatewayGone(PoolEvent, frozen=True):
     """It is not connected; its requests are, as far as anybody knows, where they were. `is_dead`:
-    its process has ended, and so have its requests."""
+    its process has ended, and so have its requests. `is_watched`: that will be told."""
 
     gateway: str
     is_dead: bool = False
+    is_watched: bool = False
 
 
 class EngineSaid(PoolEvent, frozen=True):
@@ -328,6 +325,13 @@ class Switched(PoolRecord, frozen=True):
     drain_ms: float
     release_ms: float
     raise_ms: float
+
+
+class LeaseWaits(PoolRecord, frozen=True):
+    """Why a lease is not granted yet, for who waits; said again when the reason is another one."""
+
+    lease: str
+    why: str
 
 
 class Alarm(PoolRecord, frozen=True):

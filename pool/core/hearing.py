@@ -13,7 +13,7 @@ from pool.core.model_table import REST, ModelSignal
 from pool.core.signals import DueSignal
 from pool.core.situation import OrderRefused, PoolLease, PoolSituation, WrongMessage
 from pool.core.states import EntryKey, EntryKind, GoalGeneration, ModelState
-from pool.core.view import Leaving, ModelRules, PoolRules
+from pool.core.view import ModelRules, PoolRules
 
 # States in which an engine that has rested under our last goal cannot be awake again.
 ASLEEP = frozenset({ModelState.COLD, *REST, ModelState.PENDING, ModelState.FAILED})
@@ -31,7 +31,7 @@ def hear(pool: PoolSituation, event: ev.PoolEvent) -> None:
         case ev.DemandCame():
             _demand(pool, event)
         case ev.GatewayGone():
-            pool.demand.lose(event.gateway, is_dead=event.is_dead)
+            pool.demand.lose(event.gateway, is_dead=event.is_dead, is_watched=event.is_watched)
             pool.touch_all()
         case ev.EngineSaid():
             _engine(pool, event)
@@ -82,6 +82,7 @@ def _demand(pool: PoolSituation, event: ev.DemandCame) -> None:
         if asked_ms is not None:
             known = pool.models[name]
             known.last_request_ms = max(known.last_request_ms, min(asked_ms, pool.now_ms))
+    pool.is_news_for_file |= event.gateway not in pool.demand.gateways
     pool.touch(*pool.demand.hear(event))
 
 
@@ -216,7 +217,7 @@ def _order(pool: PoolSituation, event: ev.Ordered) -> None:
             if not event.is_forced:
                 _check_pinned(known, "unload it with --force")
             known.load_ordered_ms, known.is_sleep_ordered = None, False
-            _unload(pool, known)
+            known.is_unload_ordered = model.state not in (ModelState.COLD, ModelState.FAILED)
         case ev.Order.PIN | ev.Order.UNPIN:
             known.pinned = event.order is ev.Order.PIN
         case ev.Order.RESET:
@@ -242,14 +243,6 @@ def _rules(pool: PoolSituation, event: ev.RulesChanged) -> None:
 def _check_pinned(known: KnownModel, way_out: str) -> None:
     if known.is_pinned:
         raise OrderRefused("pool.pinned", f"model {known.name} is pinned: {way_out}")
-
-
-def _unload(pool: PoolSituation, known: KnownModel) -> None:
-    before = known.model.state
-    if before in (ModelState.COLD, ModelState.FAILED):
-        return
-    pool.fire(known, DueSignal(ModelSignal.ORDER_COLD, "an operator unloads it"))
-    known.is_unload_ordered, known.leaving = True, Leaving.ORDER
 
 
 def _lease(pool: PoolSituation, event: ev.LeaseAsked) -> None:

@@ -75,13 +75,33 @@ class Costs:
     """Means of what was measured, in ms; None: never yet."""
 
     load_ms: float | None = None  # from cold to rest
-    wake_ms: float | None = None  # from rest to awake
+    wake_ms: float | None = None  # from warm to awake
+    restage_ms: float | None = None  # from offloaded to awake
+    resume_ms: float | None = None  # from awake until no parked stream replays any more
+    turn_ms: float | None = None  # awake until it yields; at most its protection
+    drain_ms: float | None = None
     release_ms: float | None = None
 
     def learn(self, name: str, spent_ms: float) -> None:
         before = getattr(self, name)
         mean = spent_ms if before is None else before + (spent_ms - before) * NEW_SHARE
         setattr(self, name, mean)
+
+    def waking_ms(self, floor: Tier) -> float | None:
+        """From a tier at rest to awake."""
+        return self.restage_ms if floor is Tier.OFFLOADED else self.wake_ms
+
+    def raise_ms(self, floor: Tier) -> float | None:
+        """From whatever it holds to awake."""
+        if floor is not Tier.COLD:
+            return self.waking_ms(floor)
+        if self.load_ms is None or self.wake_ms is None:
+            return None
+        return self.load_ms + self.wake_ms
+
+    def switch_ms(self, floor: Tier) -> float:
+        """What it costs to wake it again, its resumed streams included."""
+        return (self.waking_ms(floor) or 0.0) + (self.resume_ms or 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +139,15 @@ class KnownModel:
     leaving: Leaving | None = None
     is_overdue: bool = False  # its memory should have left long ago
     wait: str = ""  # why it waits
+    expected_ms: float | None = None  # when it should be awake, by what was measured
     never: str | None = None  # why it will not fit
     victims: tuple[str, ...] = ()
     # When.
     back_off_until_ms: float | None = None
     awake_since_ms: float | None = None
+    has_resumed: bool = False  # in this turn it had streams to resume
+    turn_since_ms: float | None = None  # since when it makes new tokens: its protection counts
+    raise_due_ms: float = 0.0  # when that, and what comes before it, has lasted too long
     asleep_since_ms: float | None = None
     drained_ms: float | None = None
     wanted_since_ms: float | None = None
@@ -134,6 +158,7 @@ class KnownModel:
     door: Door | None = None
     door_number: int = 0
     door_key: tuple[object, ...] = ()
+    door_expected_ms: float | None = None  # that was said with it
     asked: int | None = None  # the number of the question for its memory
     asked_for: frozenset[object] = frozenset()
 

@@ -15,7 +15,8 @@ What is surely true at every step:
 - Memory is booked before a goal that takes it is told, and booked out by `books.py` alone.
 - A goal has a generation of its own. One that was superseded is never said again.
 - A door is shut before the goal of an engine behind it is lowered: QUIET needs every gateway to
-  obey the shut door first, and so does the unloading of a model that loads again after a death.
+  obey the shut door first, and so does the unloading of a model that loads or wakes again after a
+  death, whoever asks for it.
 
 Must not know of clocks, sockets or files. `snapshot.py` and `recovery.py` have its restarts.
 """
@@ -30,7 +31,7 @@ from pool.core import events as ev
 from pool.core import policy, recovery
 from pool.core.books import Entries
 from pool.core.budgets import HEADLESS_MS, deadline_ms
-from pool.core.doors import door_key, door_of
+from pool.core.doors import door_key, door_of, is_other_door
 from pool.core.hearing import hear
 from pool.core.known import KnownModel
 from pool.core.model_table import ModelSignal
@@ -43,6 +44,7 @@ from pool.core.states import EntryKind, ModelState
 from pool.core.view import Leaving
 from pool.core.views import ticket_of
 
+GOES_DOWN = (ModelState.DRAINING, ModelState.RELEASING)  # to its floor
 SIGNALS_MAX = 24  # of one model, after one event: longer than any path through the table
 ROUNDS_MAX = 200  # of signals and plan after one event: each changes at least one model
 
@@ -88,6 +90,8 @@ class ModelPool:
         out, pool.out = [*pool.out, *out], []
         self.due_ms = self._next_due_ms()
         is_told = any(not isinstance(effect, ev.PoolRecord) for effect in out)
+        is_told |= pool.is_news_for_file
+        pool.is_news_for_file = False
         return [ev.SaveState(), *out] if is_told else out
 
     # ------------------------------------------------------------------ until nothing changes
@@ -123,7 +127,6 @@ class ModelPool:
         pool.to_follow.discard(known.name)
         if known.is_unknown:
             return
-        self._lower_aim(known)
         for _ in range(SIGNALS_MAX):
             self._keep_books(known)
             ticket = ticket_of(known, pool.demand, pool.now_ms, pool.rules)
@@ -132,29 +135,40 @@ class ModelPool:
             )
             if due is not None:
                 pool.fire(known, due)
-            elif not self._sleep(known):
+            elif not (self._unload(known) or self._sleep(known)):
+                self._begin_turn(known)
                 pool.to_follow.discard(known.name)
                 return
         raise InvariantError(f"model {known.name} does not come to rest in {known.model.state}")
 
-    def _lower_aim(self, known: KnownModel) -> None:
-        """What was measured while it loads does not fit: it comes to rest and waits for room. It
-        must not wake into memory that others have.
+    def _begin_turn(self, known: KnownModel) -> None:
+        """Its protection counts from when its streams have resumed: one that only replays its
+        streams in each turn would never get on. What that takes is part of the raise."""
+        pool, name = self.situation, known.name
+        if known.awake_since_ms is None or known.turn_since_ms is not None:
+            return
+        is_resuming = pool.demand.is_resuming(name)
+        if is_resuming:
+            known.has_resumed = True
+            if pool.now_ms < known.raise_due_ms:
+                return
+        known.turn_since_ms = pool.now_ms
+        if known.has_resumed:
+            known.costs.learn("resume_ms", pool.now_ms - known.awake_since_ms)
+        known.has_resumed = False
+        pool.to_view.add(name)
 
-        A device or an engine that has not been heard since the pool started proves nothing. Behind
-        an open door the engine may serve already, so it keeps its goal.
-        """
+    def _unload(self, known: KnownModel) -> bool:
+        """An operator's order to unload: obeyed at once, but not behind an open door."""
         pool, model = self.situation, known.model
-        if model.state is not ModelState.LOADING or model.aim is not Tier.AWAKE:
-            return
-        if model.is_recovering or isinstance(known.door, ev.OpenDoor):
-            return
-        devices = known.rules.devices
-        if not all(pool.books.is_known(device) for device in devices):
-            return
-        if any(pool.books.ledger.free_bytes(device) < 0 for device in devices):
-            model.aim, known.is_raised_for_ticket = Tier.WARM, False
-            pool.aim(known)
+        is_done = model.state is ModelState.UNLOADING or (
+            model.state in GOES_DOWN and model.floor is Tier.COLD
+        )
+        if not known.is_unload_ordered or is_done or pool.is_sent_to(known):
+            return False
+        pool.fire(known, DueSignal(ModelSignal.ORDER_COLD, "an operator unloads it"))
+        known.leaving = Leaving.ORDER
+        return True
 
     def _sleep(self, known: KnownModel) -> bool:
         """An operator's order to sleep, once nobody needs the model."""
@@ -236,11 +250,13 @@ class ModelPool:
         pool.to_show.clear()
 
     def _is_other_door(self, known: KnownModel) -> bool:
-        door = door_of(known, self.situation.now_ms)
-        key = door_key(known, door)
-        if key == known.door_key:
+        now_ms = self.situation.now_ms
+        door = door_of(known, now_ms)
+        if not is_other_door(known, door, now_ms):
             return False
-        known.door, known.door_key = door, key
+        known.door, known.door_key = door, door_key(known, door)
+        soon_ms = door.expected_ms if isinstance(door, ev.ShutDoor) else None
+        known.door_expected_ms = None if soon_ms is None else now_ms + soon_ms
         return True
 
     def _next_due_ms(self) -> float | None:
@@ -255,6 +271,8 @@ class ModelPool:
         due_ms = deadline_ms(known)
         if due_ms is not None:
             yield due_ms
+        if known.awake_since_ms is not None and known.turn_since_ms is None:
+            yield known.raise_due_ms
         if known.headless_ms is not None:
             yield known.headless_ms + HEADLESS_MS
         if known.ticket_due_ms is not None:

@@ -14,7 +14,7 @@ What a reader may not expect:
 
 - `floor` is the tier that a model holds at rest and while it is pending. While it drains and
   releases, it is the tier to which it falls. `aim` is what it loads for: after a death at rest,
-  that is its floor.
+  that is its floor. TOO_LARGE lowers it: the model comes to rest, and then waits for room.
 - SPENT in `draining` goes through three stages: finish, park, cut. Only then is it killed. A kill
   after the second one would cost requests that may still finish.
 - A model that dies while it loads stays `loading`: its supervisor has launched the next incarnation
@@ -104,6 +104,8 @@ class Model(ModelFacts):
                 self.floor = lower(self.floor, tier)
             case _, ModelSignal.ORDER_COLD:
                 self.floor = Tier.COLD
+            case ModelState.LOADING, ModelSignal.TOO_LARGE:
+                self.aim = Tier.WARM
             case ((ModelState.LOADING | ModelState.COLD), ModelSignal.IS_REST) if tier is not None:
                 self.floor = tier
             case ModelState.DRAINING, ModelSignal.SPENT:

@@ -23,6 +23,7 @@ class ModelSignal(StrEnum):
     WANT = "want"  # the first ticket, or an order
     UNWANT = "unwant"  # the last one is gone
     ROOM = "room"  # all that its goal needs is booked
+    TOO_LARGE = "too large"  # what was measured while it loads does not fit
     IS_REST = "is rest"  # the engine that stands for it is offloaded or warm
     IS_AWAKE = "is awake"
     YIELD = "yield"  # down to a tier
@@ -176,6 +177,7 @@ TRANSITIONS: Transitions = {
     **_stay(_G.UNWANT, _all_but(_S.PENDING)),
     (_S.PENDING, _G.UNWANT): AT_FLOOR,
     (_S.PENDING, _G.ROOM): ModelRow(_S.LOADING, _floor_is(Tier.COLD), ModelRow(_S.WAKING)),
+    (_S.LOADING, _G.TOO_LARGE): ModelRow(_S.LOADING, _aims_awake),
     (_S.COLD, _G.IS_REST): ModelRow(
         _S.OFFLOADED,
         lambda model, said, _: model.is_recovering and said is Tier.OFFLOADED,

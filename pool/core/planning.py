@@ -12,11 +12,12 @@ from msgspec.structs import replace
 
 from plumbing.part.tier import Tier
 from pool.core import events as ev
+from pool.core import reasons
 from pool.core.books import Entries
+from pool.core.expected import expect
 from pool.core.hearing import lease_key
 from pool.core.known import KnownModel
 from pool.core.model_table import ModelSignal
-from pool.core.reasons import making_room
 from pool.core.signals import DueSignal
 from pool.core.situation import PoolLease, PoolSituation
 from pool.core.states import EntryKey, EntryKind, ModelState
@@ -75,6 +76,9 @@ def decide(pool: PoolSituation, planner: Planner) -> None:
     pool.to_view.clear()
     pool.is_lease_changed = False
     leases = [_lease_view(lease) for lease in pool.leases.values() if _is_seen(pool, lease)]
+    for name, lease in pool.leases.items():
+        if not _is_seen(pool, lease):
+            _lease_waits(pool, name, lease, reasons.unheard(lease.asked.device))
     views = [*pool.views.values(), *leases]
     plan = planner(pool.now_ms, views, pool.books.ledger.views(), pool.rules)
     dues = [plan.due_ms, *(known.ticket_due_ms for known in pool.models.values())]
@@ -84,9 +88,13 @@ def decide(pool: PoolSituation, planner: Planner) -> None:
             _decide_lease(pool, name.removeprefix(LEASE_PREFIX), decision)
         else:
             _decide_model(pool, pool.models[name], decision)
+    expected = expect(pool.models, plan.decisions, pool.now_ms)
     for known in pool.models.values():
         if known.never is not None and known.name not in plan.decisions:
             _set_never(pool, known, None)
+        if known.expected_ms != expected.get(known.name):
+            known.expected_ms = expected.get(known.name)
+            pool.to_show.add(known.name)
     for name in plan.unyields:
         _unyield(pool, pool.models[name])
     for victim in plan.rests:
@@ -111,7 +119,7 @@ def _decide_model(pool: PoolSituation, known: KnownModel, decision: Decision) ->
             for victim in decision.victims:
                 known.victims = tuple(dict.fromkeys((*known.victims, victim.model)))
                 _yield(pool, victim, Leaving.HEAD, f"model {known.name} needs its room")
-            known.wait = making_room(known.victims)
+            known.wait = reasons.making_room(known.victims)
             _set_never(pool, known, None)
         case Wait():
             known.wait = decision.why
@@ -228,11 +236,23 @@ def _decide_lease(pool: PoolSituation, name: str, decision: Decision) -> None:
                 pool.say(ev.GrantLease(name))
         case Yield():
             if not lease.has_plan:
-                pool.leases[name] = PoolLease(lease.asked, has_plan=True)
+                lease = replace(lease, has_plan=True)
                 pool.is_lease_changed = True
             for victim in decision.victims:
                 _yield(pool, victim, Leaving.HEAD, f"lease {name} needs its room")
+            asked = (victim.model for victim in decision.victims)
+            victims = tuple(dict.fromkeys((*lease.victims, *asked)))
+            lease = replace(lease, victims=victims)
+            _lease_waits(pool, name, lease, reasons.making_room(victims))
+        case Wait():
+            _lease_waits(pool, name, lease, decision.why)
         case Never():
             del pool.leases[name]
             pool.is_lease_changed = True
             pool.say(ev.RefuseLease(name, "pool.no_room", f"lease {name}: {decision.why}"))
+
+
+def _lease_waits(pool: PoolSituation, name: str, lease: PoolLease, why: str) -> None:
+    pool.leases[name] = replace(lease, wait=why)
+    if why != lease.wait:
+        pool.say(ev.LeaseWaits(name, why))

@@ -228,7 +228,8 @@ class _Planner:
         changes_ms = [at_ms for each in found for at_ms in (each.ready_ms, each.idle_ms)]
         self.due_ms = min([self.due_ms, *(at_ms for at_ms in changes_ms if at_ms > self.now_ms)])
         why = reasons.waiting(claim, self.free, found, chosen, self.rules)
-        return Wait(None if ready_ms == _NEVER_MS else ready_ms, why)
+        names = tuple(victim.model for victim in chosen if not victim.is_shadow)
+        return Wait(None if ready_ms == _NEVER_MS else ready_ms, why, names)
 
     def _raises(self, claim: Head, room: Mapping[str, int]) -> bool:
         """Whether it fits there; then it is booked."""
@@ -265,11 +266,11 @@ class _Planner:
         model = claim.model
         if model.state not in MAY_BE_RAISED:
             self.short_of.update(claim.places)
-            return Wait(None, reasons.moving(model))
+            return Wait(None, reasons.moving(model), behind=before.model.name)
         if model.name not in self.going and self._raises(claim, self.room):
             return Raise(is_backfill=True)
         self.short_of.update(claim.places)
-        return Wait(None, f"{model.name} is behind {before.model.name}")
+        return Wait(None, reasons.behind(model, before.model), behind=before.model.name)
 
     def _unyields(self) -> tuple[str, ...]:
         """Models that drain though no head needs their room: asked for one that is gone, or resting

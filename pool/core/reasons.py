@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from plumbing.part.format import duration, size
 from pool.core.states import HOST, ModelState
+from pool.core.tickets import LEASE_PREFIX
 from pool.core.victims import Candidate, Head, Obstacle, has_shadow, protection_ms
 from pool.core.view import DeviceView, ModelView, PoolRules, Victim
 
@@ -41,7 +42,7 @@ def never(
         held = held_for_ever(other).get(device.name, 0) if other is not model else 0
         if held:
             verb = "holds" if other.is_lease else "is pinned and holds"
-            parts.append(f"{other.name} {verb} {size(held)}")
+            parts.append(f"{_name(other)} {verb} {size(held)}")
     if len(parts) > NAMED_MAX:
         parts[NAMED_MAX:] = [f"{len(parts) - NAMED_MAX} more"]
     if device.outside_bytes:
@@ -50,7 +51,7 @@ def never(
         parts.append(f"{size(margin_bytes)} is kept free")
     holders = ", ".join(parts)
     return (
-        f"{model.name} needs {size(needed)} {where}, which has {size(device.total_bytes)}"
+        f"{_name(model)} needs {size(needed)} {where}, which has {size(device.total_bytes)}"
         f"{': ' if holders else ''}{holders}"
     )
 
@@ -95,6 +96,18 @@ def stuck(head: Head, free: Mapping[str, int], models: Iterable[ModelView]) -> s
     return f"{_wants(head, free)}: {rest}"
 
 
+def unheard(device: str) -> str:
+    """Nothing is given away on a device of which something is not known yet."""
+    return (
+        f"not all engines {_where(device)}, or not the memory service, have been heard since the"
+        " pool started"
+    )
+
+
+def behind(model: ModelView, before: ModelView) -> str:
+    return f"{_name(model)} is behind {_name(before)}"
+
+
 def moving(model: ModelView) -> str:
     """It was asked to make room, or rests, and cannot turn round any more."""
     match model.state:
@@ -108,12 +121,11 @@ def moving(model: ModelView) -> str:
 
 def _wants(head: Head, free: Mapping[str, int]) -> str:
     name = max(head.extra, key=lambda each: head.extra[each] - free[each])
+    who = _name(head.model)
     if free[name] < 0:
-        return (
-            f"{head.model.name} waits: {size(-free[name])} more is in use {_where(name)} than fits"
-        )
+        return f"{who} waits: {size(-free[name])} more is in use {_where(name)} than fits"
     return (
-        f"{head.model.name} needs {size(head.extra[name])} more {_where(name)}, "
+        f"{who} needs {size(head.extra[name])} more {_where(name)}, "
         f"where {size(max(0, free[name]))} is free"
     )
 
@@ -137,3 +149,10 @@ def _obstacle(each: Candidate, head: ModelView, rules: PoolRules) -> str:
 
 def _where(device: str) -> str:
     return "in host memory" if device == HOST else f"on device {device}"
+
+
+def _name(model: ModelView) -> str:
+    """As people know it."""
+    if model.is_lease:
+        return f"lease {model.name.removeprefix(LEASE_PREFIX)}"
+    return model.name

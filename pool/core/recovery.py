@@ -21,7 +21,7 @@ from pool.core.model import Model
 from pool.core.model_table import ModelSignal
 from pool.core.signals import DueSignal
 from pool.core.situation import ModelSetup, PoolLease, PoolSetup, PoolSituation
-from pool.core.snapshot import PoolSnapshot, SavedEngine, SavedModel, shape_of, sizes_on
+from pool.core.snapshot import MORE_COSTS, PoolSnapshot, SavedEngine, SavedModel, shape_of, sizes_on
 from pool.core.states import EntryKey, EntryKind, GoalGeneration, ModelState
 from pool.core.view import Leaving
 
@@ -57,6 +57,7 @@ def _new_model(name: str, setup: ModelSetup, now_ms: float) -> KnownModel:
 def _restore(pool: PoolSituation, snapshot: PoolSnapshot) -> None:
     pool.era, pool.start = snapshot.era, snapshot.start + 1
     pool.door_number, pool.books.number = snapshot.door_number, snapshot.question
+    pool.demand.restore(snapshot.gateways)
     for asked in snapshot.leases:
         pool.leases[asked.lease] = PoolLease(asked, is_granted=True)
         key = EntryKey(asked.device, EntryKind.LEASE, asked.lease)
@@ -89,7 +90,9 @@ def _restore_model(pool: PoolSituation, known: KnownModel, saved: SavedModel) ->
     known.pinned, known.load_ordered_ms = saved.pinned, saved.load_ordered_ms
     known.is_unload_ordered = saved.is_unload_ordered
     known.leaving = Leaving(saved.leaving) if saved.leaving else None
-    known.costs = Costs(saved.load_ms, saved.wake_ms, saved.release_ms)
+    known.costs = Costs(saved.load_ms, saved.wake_ms, release_ms=saved.release_ms)
+    for cost, spent_ms in zip(MORE_COSTS, saved.more_costs, strict=False):
+        setattr(known.costs, cost, spent_ms)
     known.last_request_ms = min(saved.last_request_ms, now_ms)
     if saved.sizes is not None:
         known.sizes = sizes_on(known, saved.sizes, is_estimated=saved.is_estimated)
@@ -97,7 +100,7 @@ def _restore_model(pool: PoolSituation, known: KnownModel, saved: SavedModel) ->
     if saved.door is not None:
         known.door, known.door_key = saved.door, door_key(known, saved.door)
     if model.state in (ModelState.AWAKE, ModelState.DRAINING):
-        known.awake_since_ms = now_ms
+        known.awake_since_ms = known.turn_since_ms = now_ms
     else:
         known.asleep_since_ms = now_ms
 

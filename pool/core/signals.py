@@ -12,7 +12,7 @@ from plumbing.part.tier import Tier
 from pool.core.books import Books
 from pool.core.budgets import HEADLESS_MS, deadline_ms
 from pool.core.demand import Demand
-from pool.core.events import ShutDoor
+from pool.core.events import OpenDoor, ShutDoor
 from pool.core.known import PARKED, KnownEngine, KnownModel
 from pool.core.model_table import REST, ModelSignal
 from pool.core.states import ModelState
@@ -44,6 +44,7 @@ def next_signal(
     return (
         _standing(known, now_ms)
         or _wanted(known, demand, is_wanted=is_wanted)
+        or _too_large(known, books)
         or _word(known)
         or _quiet(known, demand)
         or _freed(known, books)
@@ -126,6 +127,30 @@ def _wanted(known: KnownModel, demand: Demand, *, is_wanted: bool) -> DueSignal 
     if not is_wanted and model.is_wanted and demand.is_heard:
         return DueSignal(ModelSignal.UNWANT, "nobody waits for it any more")
     return None
+
+
+# ------------------------------------------------------------------ what was measured
+
+
+def _too_large(known: KnownModel, books: Books) -> DueSignal | None:
+    """What was measured while it loads is above the estimate and does not fit: it must not wake
+    into memory that others have.
+
+    A device or an engine that has not been heard since the pool started proves nothing. Behind an
+    open door the engine may serve already, so it keeps its goal.
+    """
+    model, devices = known.model, known.rules.devices
+    if not model.may(ModelSignal.TOO_LARGE):
+        return None
+    if model.is_recovering or isinstance(known.door, OpenDoor):
+        return None
+    if not all(books.is_known(device) for device in devices):
+        return None
+    over = [device for device in devices if books.ledger.free_bytes(device) < 0]
+    if not over:
+        return None
+    why = f"it is larger than was booked for it on {over[0]}, and is raised once there is room"
+    return DueSignal(ModelSignal.TOO_LARGE, why)
 
 
 # ------------------------------------------------------------------ what its engine says

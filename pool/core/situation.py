@@ -23,6 +23,8 @@ from pool.core.signals import DueSignal
 from pool.core.states import EngineSizes, GoalGeneration, ModelState
 from pool.core.view import Leaving, ModelRules, ModelView, PoolRules
 
+RAISED = (ModelState.LOADING, ModelState.WAKING)
+
 
 class WrongMessage(UnderstudyError):
     """A neighbour has said what cannot be. Nothing has changed; its connection is to be closed."""
@@ -57,6 +59,8 @@ class PoolLease(Struct, frozen=True):
     asked: ev.LeaseAsked
     is_granted: bool = False
     has_plan: bool = False  # models were asked to make room for it
+    victims: tuple[str, ...] = ()  # these
+    wait: str = ""  # why it waits
 
 
 @dataclass(slots=True)
@@ -84,6 +88,7 @@ class PoolSituation:
     views: dict[str, ModelView] = field(default_factory=dict)
     blind: set[str] = field(default_factory=set)  # models of which something is not known yet
     is_lease_changed: bool = False
+    is_news_for_file: bool = False  # something to remember, though nobody is told anything
 
     def say(self, effect: ev.PoolEffect) -> None:
         self.out.append(effect)
@@ -114,6 +119,8 @@ class PoolSituation:
             self._entered(known, before, self.now_ms - since_ms, due)
         elif due.signal is ModelSignal.SPENT and model.state is ModelState.UNLOADING:
             self._alarm(known)
+        elif due.signal is ModelSignal.TOO_LARGE:
+            known.is_raised_for_ticket = False
         self.aim(known)
 
     def _entered(
@@ -125,10 +132,17 @@ class PoolSituation:
             case ModelState.LOADING if model.state is not ModelState.UNLOADING:
                 known.costs.learn("load_ms", spent_ms)
             case ModelState.WAKING if model.state is ModelState.AWAKE and not model.is_again:
-                known.costs.learn("wake_ms", spent_ms)
+                is_away = model.floor is Tier.OFFLOADED
+                known.costs.learn("restage_ms" if is_away else "wake_ms", spent_ms)
+            case ModelState.AWAKE if model.state is ModelState.DRAINING:
+                known.costs.learn("turn_ms", min(spent_ms, self.protection_ms(known)))
+            case ModelState.DRAINING if model.state is ModelState.RELEASING:
+                known.costs.learn("drain_ms", self.now_ms - (known.drained_ms or self.now_ms))
             case ModelState.RELEASING if model.state is not ModelState.UNLOADING:
                 known.costs.learn("release_ms", spent_ms)
         known.spent_ms[before] = spent_ms
+        if model.state in RAISED and before not in RAISED:
+            known.raise_due_ms = self.now_ms + budgets.raise_budget_ms(known)
         match model.state:
             case ModelState.AWAKE:
                 self._is_awake(known, before)
@@ -147,7 +161,8 @@ class PoolSituation:
             known.is_unload_ordered = False
         known.is_overdue = False
         if before is ModelState.AWAKE:
-            known.asleep_since_ms, known.awake_since_ms = self.now_ms, None
+            known.asleep_since_ms = self.now_ms
+            known.awake_since_ms = known.turn_since_ms = None
 
     def _is_awake(self, known: KnownModel, before: ModelState) -> None:
         if before is not ModelState.DRAINING and known.is_raised_for_ticket:
@@ -165,9 +180,15 @@ class PoolSituation:
             )
         known.model.fault = ""
         known.awake_since_ms, known.asleep_since_ms = self.now_ms, None
+        known.turn_since_ms = None
         known.is_raised_for_ticket = known.has_plan = False
         known.load_ordered_ms = known.back_off_until_ms = known.never = known.leaving = None
         known.victims, known.wait = (), ""
+
+    def protection_ms(self, known: KnownModel) -> float:
+        """As the policy has it (`victims.protection_ms`)."""
+        switch_ms = known.costs.switch_ms(known.model.floor)
+        return max(known.rules.min_runtime_ms, self.rules.quantum_factor * switch_ms)
 
     def _kill(self, known: KnownModel, reason: str) -> None:
         """Its trees at once, and a newer goal of cold behind that: the one to be obeyed."""
@@ -231,17 +252,18 @@ class PoolSituation:
         engine = known.stander()
         if engine is not None and engine.said is not None and not engine.said.can_rest:
             tier = Tier.COLD  # its engine cannot rest in place
-        if not known.model.may(ModelSignal.YIELD, tier) or self._is_sent_to(known):
+        if not known.model.may(ModelSignal.YIELD, tier) or self.is_sent_to(known):
             return
         before, floor = known.model.state, known.model.floor
         self.fire(known, DueSignal(ModelSignal.YIELD, reason, tier))
         if known.model.state is not before or known.model.floor is not floor:
             known.leaving = why
 
-    def _is_sent_to(self, known: KnownModel) -> bool:
-        """Whether requests may reach a model that loads again: behind the door that stayed open
-        over the death, its next engine may serve before we hear of it. The door is shut first."""
-        if known.model.state is not ModelState.LOADING or not known.model.is_again:
+    def is_sent_to(self, known: KnownModel) -> bool:
+        """Whether requests may reach a model that loads or wakes again: behind the door that stayed
+        open over the death, its next engine may serve before we hear of it. The door is shut
+        first."""
+        if known.model.state not in RAISED or not known.model.is_again:
             return False
         if isinstance(known.door, ev.OpenDoor):
             known.door = None

@@ -23,6 +23,8 @@ from pool.core.states import EngineSizes, GoalGeneration, ModelState
 
 TEXT_MAX = 100  # characters of a reason or a fault on file
 
+MORE_COSTS = ("restage_ms", "resume_ms", "turn_ms", "drain_ms")
+
 Sizes = tuple[tuple[int, ...], ...]  # base, weights and KV, each by device
 
 
@@ -60,6 +62,7 @@ class SavedModel(Struct, frozen=True, array_like=True):
     door: OpenDoor | None  # any other one is made anew
     door_number: int
     engines: tuple[SavedEngine, ...]
+    more_costs: tuple[float | None, ...] = ()  # of `MORE_COSTS`, in their order
 
 
 class PoolSnapshot(Struct, frozen=True):
@@ -73,6 +76,7 @@ class PoolSnapshot(Struct, frozen=True):
     models: Mapping[str, SavedModel]
     leases: tuple[LeaseAsked, ...]  # that were granted
     version: int = 1
+    gateways: tuple[str, ...] = ()  # that may have requests
 
 
 def saved(pool: PoolSituation) -> PoolSnapshot:
@@ -88,6 +92,7 @@ def saved(pool: PoolSituation) -> PoolSnapshot:
             if not known.is_unknown
         },
         leases=tuple(lease.asked for lease in pool.leases.values() if lease.is_granted),
+        gateways=pool.demand.gateways,
     )
 
 
@@ -160,9 +165,9 @@ def _saved_model(pool: PoolSituation, known: KnownModel) -> SavedModel:
         load_ordered_ms=known.load_ordered_ms,
         is_unload_ordered=known.is_unload_ordered,
         leaving=known.leaving,
-        load_ms=costs.load_ms,
-        wake_ms=costs.wake_ms,
-        release_ms=costs.release_ms,
+        load_ms=_rounded(costs.load_ms),
+        wake_ms=_rounded(costs.wake_ms),
+        release_ms=_rounded(costs.release_ms),
         last_request_ms=known.last_request_ms,
         sizes=_saved_sizes(known),
         is_estimated=known.sizes is not None and known.sizes.is_estimated,
@@ -170,7 +175,12 @@ def _saved_model(pool: PoolSituation, known: KnownModel) -> SavedModel:
         door=known.door if isinstance(known.door, OpenDoor) else None,
         door_number=known.door_number,
         engines=tuple(_saved_engines(pool, known)),
+        more_costs=tuple(_rounded(getattr(costs, name)) for name in MORE_COSTS),
     )
+
+
+def _rounded(spent_ms: float | None) -> float | None:
+    return None if spent_ms is None else round(spent_ms, 1)
 
 
 def _saved_engines(pool: PoolSituation, known: KnownModel) -> Iterator[SavedEngine]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
+from typing import Annotated
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from plumbing.part.tier import GoalGeneration as GoalGeneration
 from plumbing.part.tier import Tier
@@ -18,6 +19,11 @@ TICKETS_MAX = 512  # of one model in one gateway: the largest queue that a pool 
 PRIORITY_MAX = 1000  # either way
 COUNT_MAX = 2**63 - 1
 BYTES_MAX = 2**62  # beyond any device, and sums of a few still fit 64 bits
+
+# The bounds of what a gateway says, and is told: these values travel as they are (`pool.messages`).
+Count = Annotated[int, Meta(ge=0, le=COUNT_MAX)]
+Millis = Annotated[float, Meta(ge=0.0)]
+Priority = Annotated[int, Meta(ge=-PRIORITY_MAX, le=PRIORITY_MAX)]
 
 
 class ModelState(StrEnum):
@@ -65,3 +71,14 @@ class EngineSizes(Struct, frozen=True):
     weights: Mapping[str, int]  # shared with the shadow
     kv: Mapping[str, int]
     is_estimated: bool = False  # from the files of the model; nobody has measured yet
+
+
+class PooledRules(Struct, frozen=True, forbid_unknown_fields=True):
+    """The settings of a model that its gateways go by, as they are now; times in ms. `priority`: of
+    requests that name none; `keep_alive_ms` too, inf: for ever; `max_in_flight` None: as it is in
+    the gateway's own file."""
+
+    priority: Priority
+    keep_alive_ms: Millis
+    starve_after_ms: Millis
+    max_in_flight: Annotated[int, Meta(ge=1, le=COUNT_MAX)] | None = None

@@ -106,7 +106,8 @@ class Head(Struct, frozen=True):
 
 
 def protection_ms(model: ModelView, rules: PoolRules) -> float:
-    """For how long it is no victim while it has work, from when it is awake."""
+    """For how long it is no victim while it has work, from when it is awake and has resumed its
+    streams: a turn in which they only replay would be followed by another one of that kind."""
     return max(model.rules.min_runtime_ms, rules.quantum_factor * model.switch_ms)
 
 
@@ -187,8 +188,9 @@ def _may_unload(head: Head, model: ModelView, now_ms: float, rules: PoolRules) -
 def _ready(head: Head, model: ModelView, now_ms: float, rules: PoolRules) -> tuple[float, Obstacle]:
     """From when a model with work may be asked, and what it takes longest to wait for."""
     behind = max(0, head.ticket.priority - model.rules.priority)
+    since_ms = model.awake_since_ms if model.turn_since_ms is None else model.turn_since_ms
     reasons = (
-        ((model.awake_since_ms or 0.0) + protection_ms(model, rules), Obstacle.PROTECTED),
+        ((since_ms or 0.0) + protection_ms(model, rules), Obstacle.PROTECTED),
         (head.ticket.since_ms + head.model.rules.max_wait_ms, Obstacle.YOUNG),
         (head.ticket.since_ms + behind * rules.starve_after_ms, Obstacle.BETTER),
     )

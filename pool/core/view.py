@@ -69,6 +69,7 @@ class ModelView(Struct, frozen=True):
     booked: Mapping[str, int] = {}  # for it without its shadow, and until it is proven to be free
     ticket: TicketView | None = None  # None: nobody waits for it
     awake_since_ms: float | None = None
+    turn_since_ms: float | None = None  # since its streams have resumed; None: since it is awake
     asleep_since_ms: float | None = None  # since when it is below awake, at whatever tier
     last_request_ms: float = 0.0
     in_flight: int = 0
@@ -84,6 +85,7 @@ class ModelView(Struct, frozen=True):
     shadow_bytes: Mapping[str, int] = {}  # that the shadow has booked besides, or would have
     switch_ms: float = 0.0  # the mean cost of waking it, resumed prefill included
     load_ms: float = 60_000.0  # the budget of a raise
+    raise_ms: float | None = None  # what it and the resumed streams took; None: never measured
     release_ms: float = 0.0
     is_lease: bool = False
     is_blind: bool = False  # something about it is not known yet: it goes neither up nor down
@@ -122,10 +124,13 @@ class Yield(Struct, frozen=True):
 
 class Wait(Struct, frozen=True):
     """Look again at `until_ms`; None: at the next event. `why`: a sentence for operators, which
-    does not change while the reason is the same (so it names no remaining time)."""
+    does not change while the reason is the same (so it names no remaining time). `victims`: models
+    that are going to be asked then; `behind`: the model, or lease, that goes first."""
 
     until_ms: float | None
     why: str
+    victims: tuple[str, ...] = ()
+    behind: str = ""
 
 
 class Never(Struct, frozen=True):

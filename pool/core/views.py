@@ -33,6 +33,13 @@ def ticket_of(
     return TicketView(known.rules.priority, load_ms)
 
 
+def turn_since_ms(known: KnownModel) -> float | None:
+    """Since when its turn counts, or from when at the latest."""
+    if known.turn_since_ms is not None or known.awake_since_ms is None:
+        return known.turn_since_ms
+    return max(known.awake_since_ms, known.raise_due_ms)
+
+
 def view_of(
     known: KnownModel, ticket: TicketView | None, demand: Demand, books: Books, *, is_blind: bool
 ) -> ModelView:
@@ -54,6 +61,7 @@ def view_of(
         held = Tier.WARM if model.state is ModelState.AWAKE else model.floor
         shadow = Tier.COLD if shadow is Tier.COLD else held
     host = books.memory.get(HOST)
+    raise_ms = costs.raise_ms(model.floor)
     rules = known.rules
     if known.is_pinned is not rules.is_pinned:
         rules = replace(rules, is_pinned=known.is_pinned)
@@ -73,6 +81,7 @@ def view_of(
         booked=booked,
         ticket=None if is_blind else ticket,
         awake_since_ms=known.awake_since_ms,
+        turn_since_ms=turn_since_ms(known),
         asleep_since_ms=known.asleep_since_ms,
         last_request_ms=known.last_request_ms,
         in_flight=in_flight,
@@ -86,8 +95,9 @@ def view_of(
         keep_alive_ms=demand.keep_alive_ms(name),
         shadow=shadow,
         shadow_bytes=shadow_bytes,
-        switch_ms=costs.wake_ms or 0.0,
+        switch_ms=costs.switch_ms(model.floor),
         load_ms=raise_budget_ms(known),
+        raise_ms=None if raise_ms is None else raise_ms + (costs.resume_ms or 0.0),
         release_ms=costs.release_ms or 0.0,
         is_blind=is_blind,
     )

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
-from typing import Any
 
 from plumbing.service.http import HttpServer
-from plumbing.service.signals import wait_signals
+from plumbing.service.signals import until_ended
 from pool.server import report
 from pool.server.server import PoolServer
 from pool.server.settings import PoolSettings
@@ -38,20 +36,7 @@ async def run(settings: PoolSettings) -> None:
         message += f" {http.host}:{http.port}"
         server.log.record("pool.started", message, data={"http_port": http.port})
         gc.freeze()  # these objects stay: no later collection scans them while a ticket waits
-        await _until_ended(server)
+        await until_ended(server.failed)
     finally:
         await http.stop()
         await server.close()
-
-
-async def _until_ended(server: PoolServer) -> None:
-    """Return on a signal; raise a failure of the server."""
-    signalled = asyncio.ensure_future(wait_signals())
-    ends: list[asyncio.Future[Any]] = [signalled, server.failed]
-    try:
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        if server.failed.done():
-            server.failed.result()
-    finally:
-        signalled.cancel()
-        server.failed.cancel()

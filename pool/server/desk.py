@@ -108,7 +108,7 @@ class PoolDesk(Handler):
             text = f"an operator orders: {message.order} {message.model}"
             data = {"model": message.model, "order": message.order}
             self._log.record("pool.order", text, data=data)
-        return msg.OrderedMsg(result, now, sentence[:4096])
+        return msg.OrderedMsg(result, now, sentence[: msg.SENTENCE_CHARS_MAX])
 
 
 _DONE_NAMES = {Order.PIN: "pinned", Order.UNPIN: "unpinned"}

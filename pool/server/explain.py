@@ -9,15 +9,17 @@ import math
 from typing import Any
 
 from plumbing.part.format import duration, size
-from pool.core.bound import TurnBound, WaitBound, bound
-from pool.core.doors import reason_of
+from pool.core.bound import TurnBound, WaitBound, bound, measured_bound
+from pool.core.doors import expected_ms
 from pool.core.events import OpenDoor, Order, RefusedDoor
 from pool.core.known import KnownModel
 from pool.core.planning import is_blind
 from pool.core.states import EntryKind, ModelState
 from pool.core.view import ModelView
 from pool.core.views import ticket_of, view_of
+from pool.server.lease_desk import HeldLease
 from pool.server.parts import PoolParts
+from pool.server.waits import wait_of
 
 # States in which there is nothing left to do for an order.
 DONE = {
@@ -30,7 +32,12 @@ DONE = {
 def document(parts: PoolParts, model: str | None) -> dict[str, Any]:
     """What `pool explain` shows."""
     names = [model] if model is not None else list(parts.told.models)
-    return {"schema": 1, "models": [_model(parts, name) for name in names]}
+    leases = [] if model is not None else list(parts.leases.leases.values())
+    return {
+        "schema": 1,
+        "models": [_model(parts, name) for name in names],
+        "leases": [_lease(parts, lease) for lease in leases],
+    }
 
 
 def views(parts: PoolParts) -> list[ModelView]:
@@ -58,6 +65,14 @@ def bound_of(parts: PoolParts, name: str, seen: list[ModelView]) -> WaitBound | 
     return bound(name, pool.models[name].rules.priority, seen, pool.rules)
 
 
+def measured_bound_of(parts: PoolParts, name: str, seen: list[ModelView]) -> WaitBound | None:
+    """If nothing takes longer than it did; None while something of it was never measured."""
+    pool = parts.pool.situation
+    if all(view.name != name for view in seen):
+        return None
+    return measured_bound(name, pool.models[name].rules.priority, seen, pool.rules)
+
+
 def bounds_ms(parts: PoolParts) -> dict[str, float]:
     """How long the tickets that each model has now, or a usual one, can wait; those that are not
     known are left out."""
@@ -79,7 +94,7 @@ def sentence(parts: PoolParts, name: str) -> str:
     text = f"{name} has been {known.model.state} for {since}"
     if told.reason:
         text += f" ({told.reason})"
-    why = wait_of(known)
+    why = wait_of(parts.pool.situation, known)
     if why:
         text += f"; it waits: {why}"
     if told.alarm is not None:
@@ -87,33 +102,12 @@ def sentence(parts: PoolParts, name: str) -> str:
     return text
 
 
-def next_of(known: KnownModel) -> str:
-    """Why a model that somebody waits for does not serve yet."""
-    if known.model.state is ModelState.FAILED:
-        return known.model.fault
-    return wait_of(known) or reason_of(known)
-
-
-def wait_of(known: KnownModel) -> str | None:
-    """What it waits for, if it does."""
-    if known.is_unknown or known.model.is_recovering:
-        missing = [each.name for each in known.engines if each.said is None and not each.is_gone]
-        if missing:
-            have = "has" if len(missing) == 1 else "have"
-            return f"{', '.join(missing)} {have} not been heard since the pool started"
-        return "an engine is changing its state, and has not said yet what it will be"
-    if known.never is not None:
-        return known.never
-    if known.model.state in (ModelState.DRAINING, ModelState.RELEASING) and known.model.is_wanted:
-        return known.wait or None
-    return known.wait or None if known.model.state is ModelState.PENDING else None
-
-
 def _model(parts: PoolParts, name: str) -> dict[str, Any]:
     pool = parts.pool.situation
     known, told, now_ms = pool.models[name], parts.told.models[name], parts.clock.now_ms()
     tickets = pool.demand.tickets(name)
-    found = bound_of(parts, name, views(parts))
+    seen = views(parts)
+    found, measured = bound_of(parts, name, seen), measured_bound_of(parts, name, seen)
     in_flight = pool.demand.in_flight(name)
     lines = [sentence(parts, name), _door(told.door), _pins(known)]
     if in_flight:
@@ -124,15 +118,33 @@ def _model(parts: PoolParts, name: str) -> dict[str, Any]:
         oldest = duration(now_ms - min(each.since_ms for each in tickets))
         who = "1 request waits" if len(tickets) == 1 else f"{len(tickets)} requests wait"
         lines.append(f"{who} for it, the oldest for {oldest}")
+    soon_ms = expected_ms(known, now_ms)
+    if soon_ms is not None:
+        lines.append(f"it should be awake in {duration(soon_ms)}, by what each phase took before")
     lines += [_device(parts, device) for device in known.rules.devices]
     if found is not None:
-        lines += _bound(found)
+        lines += _bounds(found, measured)
     return {
         "model": name,
         "state": known.model.state.value,
         "lines": [line for line in lines if line],
+        "expected_ms": None if soon_ms is None else round(soon_ms),
         "bound_ms": bound_ms(found),
+        "measured_bound_ms": bound_ms(measured),
     }
+
+
+def _lease(parts: PoolParts, lease: HeldLease) -> dict[str, Any]:
+    """Only those that wait need more than one line."""
+    since = duration(parts.clock.now_ms() - lease.since_ms)
+    what = f"{size(lease.size_bytes)} of {lease.device}"
+    text = "was granted" if lease.is_granted else "waits for"
+    command = f" ({lease.command})" if lease.command else ""
+    lines = [f"lease {lease.lease}{command} {text} {what}, asked for {since} ago"]
+    if not lease.is_granted:
+        lines.append(f"it waits: {lease.waits_for or 'it has just been asked for'}")
+        lines.append(_device(parts, lease.device))
+    return {"lease": lease.lease, "granted": lease.is_granted, "lines": lines}
 
 
 def bound_ms(found: WaitBound | None) -> int | None:
@@ -188,14 +200,28 @@ def _device(parts: PoolParts, device: str) -> str:
     return f"{device}: {free} free of {size(ledger.totals[device])}; {who}"
 
 
-def _bound(found: WaitBound) -> list[str]:
+def _bounds(found: WaitBound, measured: WaitBound | None) -> list[str]:
+    """The useful one first, and the guarantee behind it."""
     if math.isinf(found.total_ms):
         return [
             "a wait has no bound: a model on its devices never cuts its requests (`cut: never`)"
         ]
-    lines = [f"a request waits for {duration(found.total_ms)} at most:"]
+    if measured is None:
+        why = "not every model has been raised yet, so each raise counts with its whole budget"
+        return [f"a request waits for {duration(found.total_ms)} at most ({why}):", *_parts(found)]
+    total = duration(measured.total_ms)
+    lines = [f"a request waits for {total} at most, if each phase takes as long as before:"]
+    lines += _parts(measured)
+    total = duration(found.total_ms)
+    return [
+        *lines,
+        f"and for {total} at most in any case: each raise has a budget of a minute or more",
+    ]
+
+
+def _parts(found: WaitBound) -> list[str]:
     own_ms = found.own_drain_ms + found.own_release_ms
-    lines.append(f"  {duration(found.max_wait_ms)}  max_wait")
+    lines = [f"  {duration(found.max_wait_ms)}  max_wait"]
     lines.append(f"  {duration(own_ms)}  until it has left its own last turn")
     lines += [_turn(each) for each in found.turns]
     lines.append(f"  {duration(found.raise_ms)}  until it is loaded and awake")

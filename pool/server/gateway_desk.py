@@ -1,7 +1,9 @@
 """The gateways: what they have goes to the core, all doors go to all of them.
 
 A gateway is one process; its newest connection counts. One that disconnects may live on and serve,
-so only the end of its process, which the kernel tells, ends its requests.
+so only the end of its process, which the kernel tells, ends its requests. There may be several, as
+while one drains and its successor serves: what they have is summed, and a door counts as shut once
+all of them obey it.
 """
 
 from __future__ import annotations
@@ -56,19 +58,20 @@ class PoolGateways:
         if before is not conn:
             self.conns[gateway], conn.state = conn, gateway
             self._processes.watch(gateway, conn.peer)
-            conn.send(DoorsMsg(dict(self._doors())))
             if before is not None:
                 before.close("the gateway has connected anew")
         now_ms = self._now_ms()
         models = {name: _settled(demand, now_ms) for name, demand in message.models.items()}
         self._feed(DemandCame(gateway, models))
+        if before is not conn:  # it is on file by now: a restarted pool waits for its word
+            conn.send(DoorsMsg(dict(self._doors())))
 
     def left(self, conn: Connection) -> None:
         """`conn` has closed; harmless where it is no gateway's."""
         gateway = conn.state
         if gateway is not None and self.conns.get(gateway) is conn:
             del self.conns[gateway]
-            self._feed(GatewayGone(gateway))
+            self._feed(GatewayGone(gateway, is_watched=self._processes.watches(gateway)))
             self._processes.look(gateway)
 
     def tell(self) -> None:

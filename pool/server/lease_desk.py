@@ -18,7 +18,7 @@ from lockserver.client import witness
 from plumbing.errors import ProtocolError, UnderstudyError
 from plumbing.wire.connection import Connection
 from pool.core.events import LeaseAsked, LeaseOver, PoolEvent
-from pool.messages import LeaseGrantedMsg, LeaseMsg, LeaseWaitingMsg
+from pool.messages import SENTENCE_CHARS_MAX, LeaseGrantedMsg, LeaseMsg, LeaseWaitingMsg
 
 LEASES_MAX = 64  # each is an entry of the ledger, and a file that is tried
 # A training run ends once in hours, and whoever waits for its memory has waited longer than this.
@@ -38,6 +38,7 @@ class HeldLease:
     priority: int = 0
     command: str = ""
     is_granted: bool = False
+    waits_for: str = ""
     conn: Connection | None = None
     request_id: int = 0
 
@@ -78,6 +79,8 @@ class LeaseDesk:
             known.conn, known.request_id, conn.state = conn, request_id, message.lease
             if known.is_granted:
                 conn.send(LeaseGrantedMsg(message.lease), request_id)
+            elif known.waits_for:
+                conn.send(LeaseWaitingMsg(known.waits_for), request_id)
             return
         if message.device not in self._devices:
             names = ", ".join(self._devices)
@@ -121,7 +124,7 @@ class LeaseDesk:
     def granted(self, lease: str) -> None:
         held = self.leases.get(lease)
         if held is not None:
-            held.is_granted = True
+            held.is_granted, held.waits_for = True, ""
             if held.conn is not None:
                 held.conn.send(LeaseGrantedMsg(lease), held.request_id)
 
@@ -132,11 +135,13 @@ class LeaseDesk:
                 held.conn.fault(UnderstudyError(code, sentence), held.request_id, close=False)
             self._remove(held)
 
-    def explain(self, lease: str, why: str) -> None:
+    def waits(self, lease: str, why: str) -> None:
         """Tell who waits what it waits for."""
         held = self.leases.get(lease)
-        if held is not None and held.conn is not None and not held.is_granted:
-            held.conn.send(LeaseWaitingMsg(why[:4096]), held.request_id)
+        if held is not None:
+            held.waits_for = why[:SENTENCE_CHARS_MAX]
+            if held.conn is not None:
+                held.conn.send(LeaseWaitingMsg(held.waits_for), held.request_id)
 
     def left(self, conn: Connection) -> None:
         """`conn` has closed; harmless where it is no lease's. Its processes may live on."""

@@ -78,6 +78,8 @@ class PoolPerformer:
                 self._record(
                     "pool.switch", text, model=record.model, victims=list(record.victims), **data
                 )
+            case ev.LeaseWaits():
+                parts.leases.waits(record.lease, record.why)
             case ev.Alarm():
                 parts.told.alarmed(record)
                 self._record(

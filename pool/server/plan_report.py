@@ -6,8 +6,8 @@ from typing import Any
 
 from pool.core.known import KnownModel
 from pool.core.states import HOST, EntryKey, EntryKind, ModelState
-from pool.server import explain
 from pool.server.parts import PoolParts
+from pool.server.waits import next_of
 
 RISING = frozenset({ModelState.LOADING, ModelState.WAKING})
 LEAVING = frozenset({ModelState.DRAINING, ModelState.RELEASING, ModelState.UNLOADING})
@@ -31,7 +31,7 @@ def plan(parts: PoolParts) -> list[dict[str, Any]]:
         row = {
             "model": name,
             "step": _step(known),
-            "why": explain.next_of(known),
+            "why": next_of(parts.pool.situation, known),
             "victims": list(known.victims) if known.has_plan else [],
             "tickets": len(tickets),
             "waited_ms": round(waited_ms),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from datetime import timedelta
 from typing import Any
 
@@ -11,13 +12,16 @@ import msgspec
 
 from plumbing.service.clock import rfc3339
 from plumbing.service.http import Probe
-from pool.core.known import KnownModel
+from pool.core.doors import expected_ms
+from pool.core.known import Costs, KnownModel
 from pool.core.view import ModelView
 from pool.digests import digests
 from pool.server import explain, plan_report
 from pool.server.parts import PoolParts
+from pool.server.waits import wait_of
 
 SCHEMA = 1
+COSTS = fields(Costs)
 PROBLEMS_MAX = 20  # a pod with a hundred engines that are all gone has one problem
 
 
@@ -100,7 +104,7 @@ def _model(parts: PoolParts, name: str, seen: list[ModelView]) -> dict[str, Any]
         "state": known.model.state.value,
         **_moment(parts, told.since_ms),
         "reason": told.reason or None,
-        "waits_for": explain.wait_of(known),
+        "waits_for": wait_of(pool, known),
         "fault": known.model.fault or None,
         "tier": known.model.goal.value,
         "floor": known.model.floor.value,
@@ -120,9 +124,16 @@ def _model(parts: PoolParts, name: str, seen: list[ModelView]) -> dict[str, Any]
         "sizes": None
         if sizes is None
         else {kind: dict(getattr(sizes, kind)) for kind in ("base", "weights", "kv")},
+        "expected_ms": _rounded(expected_ms(known, now_ms)),
+        "costs": {field.name: _rounded(getattr(known.costs, field.name)) for field in COSTS},
         "bound_ms": explain.bound_ms(explain.bound_of(parts, name, seen)),
+        "measured_bound_ms": explain.bound_ms(explain.measured_bound_of(parts, name, seen)),
         "alarm": told.alarm,
     }
+
+
+def _rounded(spent_ms: float | None) -> int | None:
+    return None if spent_ms is None else round(spent_ms)
 
 
 def _holder(known: KnownModel) -> dict[str, Any] | None:
@@ -179,6 +190,7 @@ def _lease(parts: PoolParts, lease: str) -> dict[str, Any]:
         "device": held.device,
         "bytes": held.size_bytes,
         "granted": held.is_granted,
+        "waits_for": held.waits_for or None,
         "priority": held.priority,
         "command": held.command or None,
         **_moment(parts, held.since_ms),

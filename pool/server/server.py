@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import deque
+from collections.abc import Mapping
 
 import msgspec
 
@@ -21,6 +22,7 @@ from plumbing.service.events import EventLog
 from pool.core import events as ev
 from pool.core.machine import ModelPool
 from pool.core.snapshot import PoolSnapshot
+from pool.messages import PooledModel
 from pool.pool_file import with_changes
 from pool.server import explain
 from pool.server.desk import PoolDesk
@@ -149,6 +151,7 @@ class PoolServer:
             self.feed(ev.RulesChanged(model, parts.file.models[model].rules))
         else:
             self.feed(ev.RulesChanged(None, parts.file.rules))
+        parts.gateways.tell()
 
     def _handle(self, event: ev.PoolEvent) -> None:
         self._is_busy = True
@@ -254,7 +257,7 @@ class PoolServer:
             told=told,
             metrics=PoolMetrics(models, setup.devices),
             serving=ServingShare(file.devices, clock.now_ms()),
-            gateways=PoolGateways(models, lambda: told.for_gateways(pool), feed, clock.now_ms),
+            gateways=PoolGateways(models, self._doors, feed, clock.now_ms),
             engines=engines,
             locks=PoolLockSide(settings.directory, models, self._held),
             memory=MemorySide(
@@ -277,6 +280,9 @@ class PoolServer:
         return parts
 
     # ------------------------------------------------------------------ neighbours and time
+
+    def _doors(self) -> Mapping[str, PooledModel]:
+        return self.parts.told.for_gateways(self.parts.pool, self.parts.file)
 
     def _held(self, model: str, engine: str, token: int, era: str) -> None:
         self.feed(ev.HolderNamed(model, engine, token, era))

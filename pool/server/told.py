@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from plumbing.service.clock import Clock
 from pool.core.events import Alarm, Door, ModelChanged, SetModelDoor
 from pool.core.machine import ModelPool
+from pool.core.states import PooledRules
 from pool.messages import PooledModel
+from pool.settings import PoolFile
 
 
 @dataclass
@@ -42,8 +44,8 @@ class ToldModels:
         if record.model in self.models:
             self.models[record.model].alarm = record.sentence
 
-    def for_gateways(self, pool: ModelPool) -> dict[str, PooledModel]:
-        """As the message `doors` has them."""
+    def for_gateways(self, pool: ModelPool, file: PoolFile) -> dict[str, PooledModel]:
+        """As the message `doors` has them. `file`: with what was set at runtime."""
         found = {}
         for name, told in self.models.items():
             known = pool.situation.models[name]
@@ -58,5 +60,11 @@ class ToldModels:
                 reason=told.reason,
                 tier=known.model.goal,
                 memory=memory,
+                rules=PooledRules(
+                    priority=file.models[name].priority,
+                    keep_alive_ms=file.models[name].keep_alive * 1000,
+                    starve_after_ms=file.starve_after * 1000,
+                    max_in_flight=file.models[name].max_in_flight,
+                ),
             )
         return found

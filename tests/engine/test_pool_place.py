@@ -47,6 +47,17 @@ def test_engine_runs_its_model_under_all_names_on_its_devices(tmp_path: Path):
     assert both.environment == {"UNDERSTUDY_HOST_DEVICES": "HOST-0,HOST-1"}
 
 
+def test_engine_without_a_shadow_is_relaunched_at_once_unless_somebody_says_otherwise(tmp_path):
+    """Its model has nobody who could take over, so nobody is waited for."""
+
+    def yields(engine: str, **flags: object) -> int:
+        config = resolve(OPTIONS, {"dir": str(tmp_path), "engine_id": engine, **flags}, {})
+        return int(placed(config, place(tmp_path, engine, "HOST-0", "HOST-1"), 9410)["yield_ms"])
+
+    assert (yields("coder-0"), yields("coder-0", yield_ms=300)) == (1, 300)
+    assert yields("chat-0") == yields("chat-1") == 2_000
+
+
 def test_number_is_the_same_device_for_engines_and_pool(tmp_path: Path):
     """Goal: no process counts devices by itself. Method: what the memory service wrote, in another
     order than that of the names."""

@@ -74,6 +74,10 @@ def test_orders_are_obeyed_kept_and_refused(place):
                 assert (code, "[pool.pinned]" in errors, "--force" in errors) == (1, True, True)
                 words = ("set", "--model", "coder", "min_runtime=7s")
                 assert (await command(directory, *words))[0] == 0
+                assert (await command(directory, *words[:-1], "priority=3"))[0] == 0
+                await auntil(
+                    lambda: world.doors["coder"].rules.priority == 3, "the gateway to be told"
+                )
                 code, _, errors = await command(
                     directory, "set", "min_runtme=7s", "--model", "chat"
                 )
@@ -84,7 +88,9 @@ def test_orders_are_obeyed_kept_and_refused(place):
                 pool.start()
                 await world.until_open("chat")
                 assert model(directory, "chat")["pinned"]
-                assert document(directory)["changed"] == {"coder": {"min_runtime": "7s"}}
+                assert document(directory)["changed"] == {
+                    "coder": {"min_runtime": "7s", "priority": "3"}
+                }
 
                 # Nothing can take the room of a pinned model: its neighbour is told who has it.
                 world.ask("coder", SystemClock().now_ms())
@@ -134,6 +140,7 @@ def test_lease_lasts_as_long_as_any_of_its_processes(place):
                 )
                 code, _, errors = await command(directory, *words)
                 assert code == 7, errors
+                assert "waiting: chat makes room for it" in errors
                 assert world.engines["chat"].state != "active"
                 found = document(directory)
                 assert [each["granted"] for each in found["leases"]] == [True]

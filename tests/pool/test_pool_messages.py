@@ -38,14 +38,15 @@ def travelled(message):
     ],
 )
 def test_doors_arrive_as_the_core_has_set_them(door):
-    said = msg.DoorsMsg({"chat": msg.PooledModel(5, door, ModelState.AWAKE)})
+    rules = msg.PooledRules(-3, math.inf, 60_000.0, 8)
+    said = msg.DoorsMsg({"chat": msg.PooledModel(5, door, ModelState.AWAKE, rules=rules)})
     assert travelled(said) == (said, 7)
 
 
 def test_demand_arrives_as_the_gateway_has_it():
     """Goal: also a keep-alive for ever, and a ticket without a deadline."""
     tickets = (Ticket(1, 20.5, -1, 99.0, TicketKind.PARKED), Ticket(2, 21.5))
-    demand = ModelDemand(tickets, 3, 1, 20.0, math.inf, 4)
+    demand = ModelDemand(tickets, 3, 1, 20.0, math.inf, 4, 2)
     said = msg.DemandMsg(ID, {"chat": demand})
     assert travelled(said) == (said, 7)
 

@@ -24,6 +24,7 @@ DEMANDS = st.builds(
     ),
     in_flight=st.integers(0, 5),
     cannot_park=st.integers(0, 5),
+    resuming=st.integers(0, 5),
     last_request_ms=st.none() | st.floats(0, 1e6),
     keep_alive_ms=st.none() | st.floats(0, 1e6),
     door=st.integers(0, 3),
@@ -40,6 +41,7 @@ def test_nothing_is_left_out_and_the_slowest_child_decides(children, doors):
     found = whole["a"]
     assert found.in_flight == sum(each.in_flight for each in children.values())
     assert found.cannot_park == sum(each.cannot_park for each in children.values())
+    assert found.resuming == sum(each.resuming for each in children.values())
     is_obeyed = doors and min(each.door for each in children.values()) >= told
     assert found.door == (69 + doors if is_obeyed else 0)
     ids = [each.id for each in found.tickets]

@@ -11,6 +11,7 @@ from gateway.core.lane_events import LaneDoorSet, LaneRules
 from gateway.core.lanes import Lanes
 from plumbing.hop import Continuation
 from pool.core.events import OpenDoor, Running, ShutDoor, TicketKind
+from pool.core.states import PooledRules
 from tests.gateway.core.lanes_pod import CUT, FINISH, PARK, LanesPod, refused
 
 
@@ -63,6 +64,29 @@ def test_streams_are_parked_and_go_on_in_the_next_turn():
     assert max(resumed) <= later.asked[0][0]
     causes = {each.cause for each in pod.records if isinstance(each, ev.StreamPaused)}
     assert causes == {ev.BreakCause.YIELDED}
+
+
+def test_the_pool_is_told_when_the_last_parked_stream_has_its_next_token():
+    """Goal: a turn counts from then. Method: what the gateway says from the turn's begin on."""
+    pod = switching()
+    streams = [pod.ask(max_tokens=200, model="a") for _ in range(3)]
+    pod.at(100.0, lambda: pod.switch("a", "b"))
+    pod.run(1_000.0)
+    told = []
+
+    def listen():
+        demand = pod.demand()
+        parked = sum(each.kind is TicketKind.PARKED for each in demand.tickets)
+        told.append(demand.resuming + parked)
+
+    pod.on_demand = listen
+    pod.switch("b", "a")
+    pod.run()
+    assert told[0] == 3
+    assert told[-1] == 0
+    assert sorted(told, reverse=True) == told
+    for each in streams:
+        each.check_whole()
 
 
 def test_a_parked_stream_goes_on_after_any_number_of_turns():
@@ -220,6 +244,28 @@ def test_in_flight_is_limited_and_the_rest_waits_in_order():
     pod.run()
     assert len(clients) == 5
     assert [client.number for client, _ in pod.asks] == [5, 1, 2, 4, 3]
+
+
+def test_settings_that_an_operator_changes_count_for_requests_that_name_none():
+    """Method: the same door again, with other settings: nothing else changes."""
+    pod = switching(lane_rules=LaneRules(max_in_flight=1, priority=4))
+    pod.run(10.0)
+    first, second = pod.ask(max_tokens=60, model="a"), pod.ask(max_tokens=60, model="a")
+    pod.ask(model="b"), pod.ask(model="b", priority=0)
+    assert [ticket.priority for ticket in pod.demand("b").tickets] == [4, 0]
+    assert (pod.demand().in_flight, len(pod.demand().tickets)) == (1, 1)
+    for name in ("a", "b"):
+        model = pod.models[name]
+        rules = PooledRules(priority=-2, keep_alive_ms=5.0, starve_after_ms=7.0, max_in_flight=2)
+        pod.handle(LaneDoorSet(name, model.number, model.door, rules))
+    assert (pod.demand().in_flight, len(pod.demand().tickets)) == (2, 0)
+    pod.ask(model="b")
+    assert [ticket.priority for ticket in pod.demand("b").tickets] == [4, 0, -2]
+    changed = pod.gateway.by_model["b"].lane_rules
+    assert (changed.keep_alive_ms, changed.starve_after_ms) == (5.0, 7.0)
+    pod.run(5_000.0)
+    first.check_whole()
+    second.check_whole()
 
 
 def test_a_request_that_is_much_older_is_sooner_than_one_of_better_priority():

@@ -75,7 +75,14 @@ def test_keep_alive_is_read_as_ollama_does(said, found):
 
 @pytest.mark.parametrize(
     ("said", "found"),
-    [((None, "3"), 3), ((0, "3"), 0), (("high", b"-2"), -2), ((10**9,), 1000), ((math.inf,), 0)],
+    [
+        ((None, "3"), 3),
+        ((0, "3"), 0),
+        (("high", b"-2"), -2),
+        ((10**9,), 1000),
+        ((math.inf,), None),
+        ((None, "high"), None),
+    ],
 )
 def test_priority(said, found):
     assert priority_of(*said) == found

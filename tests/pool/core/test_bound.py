@@ -1,6 +1,6 @@
 """Goal: the bound of a wait is the formula of the documentation. Method: small pools, by hand."""
 
-from pool.core.bound import bound, sharing_with
+from pool.core.bound import bound, measured_bound, sharing_with
 from tests.pool.core.views import NO_MARGIN, a_model
 
 TIMES = {"load_ms": 1_000.0, "release_ms": 100.0}
@@ -36,3 +36,15 @@ def test_sharing_goes_through_others_and_pinned_models_take_no_turns():
     ]
     assert [each.name for each in sharing_with("a", models)] == ["b", "c", "pinned"]
     assert [turn.model for turn in bound("a", 0, models, NO_MARGIN).turns] == ["b", "c"]
+
+
+def test_what_raises_took_stands_in_the_place_of_their_budgets_once_all_are_measured():
+    models = [
+        a_model("a", raise_ms=30.0, **TIMES),
+        a_model("b", raise_ms=200.0, **TIMES),
+        a_model("far", on=("1",)),
+        a_model("pinned", rules={"is_pinned": True}),
+    ]
+    found = measured_bound("a", 0, models, NO_MARGIN)
+    assert found.total_ms == 5_000 + 2_100 + (200 + 10_000 + 2_000 + 100) + 30
+    assert measured_bound("a", 0, [models[0], a_model("b", **TIMES)], NO_MARGIN) is None

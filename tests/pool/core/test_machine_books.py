@@ -1,12 +1,14 @@
 """Goal: memory is booked before it is taken, and leaves the books on proof alone."""
 
 import pytest
+from msgspec.structs import replace
 
 from plumbing.part.tier import Tier
 from pool.core import events as ev
+from pool.core.machine import ModelPool
 from pool.core.situation import WrongMessage
-from pool.core.states import EntryKey, EntryKind, ModelState
-from tests.pool.core.pod import GPU, MIB, SIZES, Pod
+from pool.core.states import HOST, EntryKey, EntryKind, ModelState
+from tests.pool.core.pod import ERA, GPU, MIB, SIZES, Pod, rules
 
 S = ModelState
 KV = EntryKey(GPU, EntryKind.KV, "a")
@@ -180,3 +182,48 @@ def test_engine_that_claims_to_be_awake_against_the_goal_it_has_obeyed_is_refuse
     with pytest.raises(WrongMessage):
         pod.handle(pod.supervisors["a0"].said(state="active", tier=Tier.AWAKE))
     assert SIZES.kv[GPU] not in booked(pod).values()
+
+
+COPY = EntryKey(HOST, EntryKind.COPY, "a")
+
+
+@pytest.mark.parametrize(
+    ("changed", "state"),
+    [
+        ({}, S.LOADING),
+        ({"rest": Tier.OFFLOADED}, S.PENDING),
+        ({"offload_after_ms": 1_000.0}, S.PENDING),
+    ],
+)
+def test_only_a_model_that_is_to_be_offloaded_needs_room_for_a_copy(changed, state):
+    """Method: host memory that others have taken."""
+    pod = Pod({"a": rules(**changed)})
+    pod.pool = ModelPool(replace(pod.setup, devices=(GPU, HOST)), pod.now_ms, ERA)
+    pod.handle(ev.DeviceIs(HOST, 400 * MIB, 350 * MIB))
+    pod.handle(ev.MemoryIs(HOST, {}, {}, {}))
+    pod.total_bytes = 2000 * MIB
+    pod.start()
+    pod.ask("a")
+    assert pod.state("a") is state
+
+
+def test_copy_that_is_made_where_there_is_room_is_booked_until_its_model_is_cold():
+    pod = Pod({"a": rules()})
+    pod.pool = ModelPool(replace(pod.setup, devices=(GPU, HOST)), pod.now_ms, ERA)
+    pod.handle(ev.DeviceIs(HOST, 400 * MIB, 0))
+    pod.handle(ev.MemoryIs(HOST, {}, {}, {}))
+    pod.total_bytes = 2000 * MIB
+    pod.start()
+    pod.ask("a")
+    pod.settle()
+    assert COPY not in booked(pod)
+    pod.handle(ev.MemoryIs(HOST, {}, {}, {"a": 100 * MIB}))
+    assert booked(pod)[COPY] == 100 * MIB
+    assert COPY not in pod.pool.situation.books.ledger.leaving
+    pod.handle(ev.Ordered("a", ev.Order.UNLOAD))
+    pod.settle()
+    assert COPY in booked(pod)  # the memory service has not said that it is free
+    number = pod.pool.situation.models["a"].asked
+    pod.handle(ev.MemoryIs(HOST, {}, {}, {}, {"a": number}))
+    assert COPY not in booked(pod)
+    assert pod.state("a") is S.COLD

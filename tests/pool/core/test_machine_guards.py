@@ -3,6 +3,8 @@
 Method: a policy that raises everything; and deaths in which several things are said at once.
 """
 
+import pytest
+
 from plumbing.part.tier import Tier
 from pool.core import events as ev
 from pool.core.machine import ModelPool
@@ -87,6 +89,50 @@ def test_model_that_loads_again_behind_an_open_door_is_unloaded_only_once_the_sh
     assert pod.supervisors["a0"].goal is Tier.COLD
     pod.settle()
     assert pod.state("b") is S.AWAKE
+
+
+@pytest.mark.parametrize("is_waking", [False, True])
+def test_order_to_unload_a_model_that_comes_back_from_a_death_shuts_its_open_door_first(is_waking):
+    """As when it yields: its next engine may serve behind the open door before we hear of it."""
+    pod = Pod(total_bytes=1300 * MIB).start()
+    pod.ask("a")
+    pod.settle()
+    pod.in_flight["a"] = 1
+    engine = pod.supervisors["a0"]
+    pod.kill(engine)
+    if is_waking:
+        engine.state, engine.incarnation = "standby", "a0.2"
+        pod.grant("a")
+        engine.state = "waking"
+        pod.handle(engine.said())
+    assert pod.state("a") is (S.WAKING if is_waking else S.LOADING)
+    assert isinstance(pod.pool.situation.models["a"].door, ev.OpenDoor)
+    pod.all.clear()
+    pod.handle(ev.Ordered("a", ev.Order.UNLOAD))
+    assert isinstance(pod.doors["a"].door, ev.ShutDoor)
+    pod.obey_doors()  # and the gateway still counts a request
+    assert not any(isinstance(each, ev.TellEngine) for each in pod.all)
+    pod.in_flight["a"] = 0
+    pod.obey_doors()
+    assert pod.state("a") is S.UNLOADING
+    pod.settle()
+    assert pod.state("a") is S.COLD
+
+
+def test_model_that_serves_again_before_its_door_is_shut_is_drained_before_it_is_unloaded():
+    pod = Pod(total_bytes=1300 * MIB).start()
+    pod.ask("a")
+    pod.settle()
+    pod.in_flight["a"] = 1
+    pod.kill(pod.supervisors["a0"])
+    pod.handle(ev.Ordered("a", ev.Order.UNLOAD))
+    pod.obey_goals()
+    pod.obey_goals()
+    assert pod.state("a") is S.DRAINING
+    assert isinstance(pod.doors["a"].door, ev.ShutDoor)
+    pod.in_flight["a"] = 0
+    pod.settle()
+    assert pod.state("a") is S.COLD
 
 
 def test_kill_is_followed_by_a_newer_goal_even_if_that_was_cold_before():

@@ -120,6 +120,25 @@ def test_lease_waits_like_a_ticket_and_is_booked_until_it_is_over():
     assert pod.state("a") is S.AWAKE
 
 
+def test_lease_says_whom_it_waits_for_once_for_each_reason():
+    pod = pod_of()
+    pod.ask("a")
+    pod.settle()
+    pod.in_flight["a"] = pod.supervisors["a0"].in_flight = 1
+    pod.settle()
+
+    def said(told):
+        return [each.why for each in told if isinstance(each, ev.LeaseWaits)]
+
+    (why,) = said(pod.handle(ev.LeaseAsked("l1", GPU, 400 * MIB, pod.now_ms)))
+    assert why.startswith("lease l1 needs")
+    assert "a has work" in why
+    assert said(pod.tick(10)) == []
+    assert said(pod.tick(20_000)) == ["a makes room for it"]
+    assert pod.pool.situation.leases["l1"].victims == ("a",)
+    assert said(pod.tick(10)) == []
+
+
 def test_lease_that_cannot_fit_is_refused_and_one_that_is_granted_is_told_again():
     pod = pod_of()
     told = pod.handle(ev.LeaseAsked("big", GPU, 9000 * MIB, 0.0))

@@ -26,6 +26,7 @@ MATRIX = """
 want        |pending|=|pending|pending|=|=|=|=|=|=|=
 unwant      |=|=|=|=|cold:cold offloaded:offloaded warm:warm|=|=|=|=|=|=
 room        |x|x|x|x|cold:loading waking|x|x|x|x|x|x
+too large   |x|awake:=|x|x|x|x|x|x|x|x|x
 is rest     |recovering:to-offloaded:offloaded recovering:to-warm:warm|awake:waking wanted:pending \
 to-offloaded:offloaded to-warm:warm|=|=|=|=|x|x|=|=|x
 is awake    |recovering:awake|x|x|x|x|awake|=|=|x|x|x
@@ -189,6 +190,15 @@ def test_death_at_rest_loads_up_to_the_tier_that_was_held():
     assert (model.state, model.goal) == (S.LOADING, Tier.OFFLOADED)
     model = fired(S.AWAKE, G.DIED)
     assert (model.state, model.goal) == (S.LOADING, Tier.AWAKE)
+
+
+def test_model_that_is_too_large_loads_on_to_rest_and_is_asked_for_room_again():
+    model = fired(S.LOADING, G.TOO_LARGE, is_wanted=True)
+    assert (model.state, model.goal) == (S.LOADING, Tier.WARM)
+    model.fire(G.IS_REST, NOW_MS, "why", tier=Tier.WARM)
+    assert (model.state, model.goal) == (S.PENDING, Tier.WARM)
+    model.fire(G.ROOM, NOW_MS, "why")
+    assert (model.state, model.goal) == (S.WAKING, Tier.AWAKE)
 
 
 def test_a_drain_has_three_stages_before_the_kill():

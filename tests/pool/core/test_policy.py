@@ -106,7 +106,7 @@ def test_plan_that_stands_goes_before_a_better_ticket():
     ]
     found = planned(models, {"0": 15})
     assert found.decisions["a"] == Yield(())
-    assert found.decisions["b"] == Wait(None, "b is behind a")
+    assert found.decisions["b"] == Wait(None, "b is behind a", behind="a")
 
 
 @pytest.mark.parametrize("has_head", [True, False])

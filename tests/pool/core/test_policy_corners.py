@@ -81,7 +81,7 @@ def test_claims_on_host_memory_are_in_each_others_way():
     ]
     models = [type(each)(**_but(each, rules=_on(each.rules))) for each in models]
     found = planned(models, {"0": 9, "1": 9, HOST: 6})
-    assert found.decisions == {"a": Raise(), "b": Wait(None, "b is behind a")}
+    assert found.decisions == {"a": Raise(), "b": Wait(None, "b is behind a", behind="a")}
     with_margin = type(NO_MARGIN)(margin_bytes=GIB)
     devices = devices_of(models, {"0": 9, "1": 9, HOST: 4})
     assert plan(NOW, models, devices, with_margin).decisions["a"] == Raise()
@@ -232,7 +232,7 @@ def test_room_of_a_waiting_head_is_kept_though_it_is_free():
     ]
     found = planned(models, {"0": 15})
     assert found.decisions["a"].until_ms == NOW + 10_000.0
-    assert found.decisions["small"] == Wait(None, "small is behind a")
+    assert found.decisions["small"] == Wait(None, "small is behind a", behind="a")
 
 
 def test_model_whose_floor_a_head_takes_is_no_backfill():
@@ -242,7 +242,7 @@ def test_model_whose_floor_a_head_takes_is_no_backfill():
     ]
     found = planned(models, {"0": 12})
     assert found.decisions["a"] == Yield((Victim("b", Tier.OFFLOADED),))
-    assert found.decisions["b"] == Wait(None, "b is behind a")
+    assert found.decisions["b"] == Wait(None, "b is behind a", behind="a")
 
 
 def test_claim_behind_another_is_before_those_behind_it():
@@ -256,7 +256,7 @@ def test_claim_behind_another_is_before_those_behind_it():
     ]
     found = planned(models, {"0": 15, "1": 15})
     assert found.decisions["both"].why == "both is behind a"
-    assert found.decisions["c"] == Wait(None, "c is behind both")
+    assert found.decisions["c"] == Wait(None, "c is behind both", behind="both")
 
 
 def test_way_down_in_steps_and_at_once_without_a_copy():
@@ -353,7 +353,7 @@ def test_lease_waits_and_then_never_yields():
     assert found.decisions == {"lease/train": Yield((Victim("x", Tier.WARM),))}
     granted = lease_view("train", "0", 10 * GIB, 0, NOW, is_granted=True)
     found = planned([granted, a_model("a", waits_since=NOW)], {"0": 15})
-    assert found.decisions["a"].why.endswith("15.0 GiB: lease/train holds 10.0 GiB")
+    assert found.decisions["a"].why.endswith("15.0 GiB: lease train holds 10.0 GiB")
 
 
 def test_device_that_nobody_has_measured_is_waited_for():

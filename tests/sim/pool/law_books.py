@@ -169,10 +169,17 @@ class Books:
         if host is None:
             return True
         up = {each.model for each in self.world.engines.values() if self._is_up(each.name)}
-        copies = [sum(self.sizes[model].weights.values()) for model in up | raised]
+        kept = {model for model in up | raised if self._keeps_copy(model)}
+        copies = [sum(self.sizes[model].weights.values()) for model in kept]
         leases = sum(each.bytes for each in self.leases.values() if each.device == HOST)
         used = sum(size for size in copies if size <= host.total_bytes) + leases
         return used + self.outside.get(HOST, 0) <= host.total_bytes
+
+    def _keeps_copy(self, model: str) -> bool:
+        """It is to be offloaded, or a copy was made where there was room."""
+        rules, parts = self.world.rules[model], self.world.devices[HOST].parts
+        is_needed = rules.rest is Tier.OFFLOADED or rules.offload_after_ms is not None
+        return is_needed or ("copy", model) in parts
 
     def _is_up(self, engine: str) -> bool:
         last = self.last.get(engine)

@@ -125,7 +125,8 @@ def protection_from_the_first_request(patch: Patch) -> None:
         since_ms = known.wanted_since_ms
         if view.awake_since_ms is None or since_ms is None:
             return view
-        return replace(view, awake_since_ms=min(since_ms, view.awake_since_ms))
+        since_ms = min(since_ms, view.awake_since_ms)
+        return replace(view, awake_since_ms=since_ms, turn_since_ms=since_ms)
 
     patch.setattr(planning, "view_of", view_of)
 

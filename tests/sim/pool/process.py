@@ -245,7 +245,7 @@ class PoolProcess:
     def lose_gateway(self, gateway: Gateway, name: str) -> None:
         """One that is only cut off has what it had."""
         gateway.is_losing = False
-        self.feed(GatewayGone(name))
+        self.feed(GatewayGone(name, is_watched=True))
         self.link_gateway_soon(gateway)
 
     def gateway_died(self, name: str) -> None:
