@@ -25,6 +25,7 @@ WAIT_MS_MAX = 7 * 24 * 3600 * 1000  # a week: a longer wait is a mistaken unit
 RANKS_MAX = 1024
 REQUEST_BYTES_MAX = 512 * 1024  # of every frame without a manifest: an identity is half
 DETAIL_LENGTH_MAX = 2048  # a message of a driver or a canary, not a core dump
+COPIER = "gms"  # the engine as which the maker and the keeper of a host copy attach
 
 Name = Annotated[str, Meta(min_length=1, max_length=128)]
 Bytes = Annotated[int, Meta(ge=0, le=BYTES_MAX)]

@@ -19,7 +19,6 @@ from typing import Any
 from gms import messages as msg
 from gms import names
 from gms.client import Keeper, Reader, open_copy
-from gms.copies.maker import ENGINE
 from plumbing.errors import UnderstudyError
 from plumbing.service.process import parent_environment
 from plumbing.wire.blocking import BlockingClient
@@ -68,6 +67,8 @@ class CopyKeeper:
             if copy["state"] == "empty" and weights["state"] == "committed":
                 self.close()
                 self._make_one()
+            elif copy["state"] == "empty" and copy["superseded_bytes"]:
+                self.close()  # it was dropped, and its memory is free once we leave
             return
         if weights["state"] == "committed" and not _is_same(weights, copy):
             self.close()
@@ -85,7 +86,7 @@ class CopyKeeper:
         self._keeper = self._copy = None
 
     def _hold(self, *, is_digested: bool) -> None:
-        me = msg.AttachMsg(ENGINE, f"gms-keep-{os.getpid()}", "ro")
+        me = msg.AttachMsg(msg.COPIER, f"gms-keep-{os.getpid()}", "ro")
         copy = open_copy(self._directory, self._device, me)
         # Whoever finds a copy without a digest computes it: its maker has left.
         copy.is_author = not is_digested

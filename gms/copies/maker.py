@@ -10,9 +10,9 @@ import os
 
 from gms import names
 from gms.client import Reader, Writer, open_session
+from gms.messages import COPIER
 from plumbing.errors import InvariantError
 
-ENGINE = "gms"  # as which it attaches, and what keeps the copy, too
 WAIT_S = 10.0  # for the memory of the copy that this one replaces
 
 
@@ -24,7 +24,7 @@ def make_copy(directory: str, device: str) -> str:
     """
     me = f"gms-copy-{os.getpid()}"
     source = open_session(
-        directory, device, engine=ENGINE, incarnation=me, mode="ro", identity=None, wait_s=0
+        directory, device, engine=COPIER, incarnation=me, mode="ro", identity=None, wait_s=0
     )
     if not isinstance(source, Reader):
         raise InvariantError("a reader was asked for")
@@ -32,7 +32,7 @@ def make_copy(directory: str, device: str) -> str:
         target = open_session(
             directory,
             names.offload_device(device),
-            engine=ENGINE,
+            engine=COPIER,
             incarnation=me,
             mode="rw",
             identity=source.identity,

@@ -53,7 +53,8 @@ class MemorySide:
                 self._add(device, PlaceLink(directory, place, KV, self._changed))
                 if host_bytes:
                     copy = offload_device(place)
-                    self._add(HOST, PlaceLink(directory, copy, WEIGHTS, self._changed))
+                    link = PlaceLink(directory, copy, WEIGHTS, self._changed, is_copy=True)
+                    self._add(HOST, link)
 
     @property
     def problems(self) -> Iterator[str]:

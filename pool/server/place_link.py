@@ -41,9 +41,18 @@ class PlaceLink(Handler):
     """`on_change(link)` is called when `held_bytes` or `device` is another one."""
 
     def __init__(
-        self, directory: str, place: str, tag: str, on_change: Callable[[PlaceLink], None]
+        self,
+        directory: str,
+        place: str,
+        tag: str,
+        on_change: Callable[[PlaceLink], None],
+        *,
+        is_copy: bool = False,
     ) -> None:
+        """`is_copy`: of weights, in host memory. It has a keeper, which maps it as long as the copy
+        is in service."""
         self.place, self.tag = place, tag
+        self._is_copy = is_copy
         self.held_bytes: int | None = None  # None: not known yet
         self.device: DeviceSample | None = None
         self.problem: str | None = "not connected yet"
@@ -112,7 +121,8 @@ class PlaceLink(Handler):
             elif self.is_copy_to_stay:
                 await ask(self._path, weights.CATALOGUE, weights.OffloadMsg())
             else:
-                await ask(self._path, weights.CATALOGUE, weights.DropMsg())
+                drop = weights.DropMsg(even_if_mapped=self._is_copy)
+                await ask(self._path, weights.CATALOGUE, drop)
         except UnderstudyError as error:
             self.problem = f"{self.place} is not freed yet: {error.message}"
             if error.code == "gms.no_copy":
@@ -156,11 +166,14 @@ class PlaceLink(Handler):
                 held = max(held, self.held_bytes or 0)
                 if not held:
                     return self.look_soon(RESTLESS_S)
-            is_restless, is_used = state in LEAVING, state != "idle"
+            is_restless, is_used, has_some = state in LEAVING, state != "idle", bool(held)
         else:
             held = sum(int(document[name]) for name in WEIGHTS_PHASES)
             is_restless = bool(document["releasing_bytes"] or document["superseded_bytes"])
-            is_used = bool(document["sessions"]) or not document["committed_bytes"]
+            # What stands for offloaded weights takes nothing here, and the next load waits for it.
+            is_to_forget = state == "offloaded" and not self.is_copy_to_stay
+            has_some = bool(document["committed_bytes"]) or is_to_forget
+            is_used = self._is_used(document["sessions"]) or not has_some
         is_news, self.held_bytes = held != self.held_bytes, held
         if is_newest and self.answered != self._asked[1]:
             self.answered, is_news = self._asked[1], True
@@ -170,12 +183,20 @@ class PlaceLink(Handler):
         if is_news:
             self._restless_s = RESTLESS_S
             self._on_change(self)
-        if self.is_to_free and held and not is_used and self._freeing is None:
+        has_some = has_some or bool(held)
+        if self.is_to_free and has_some and not is_used and self._freeing is None:
             self._freeing = asyncio.get_running_loop().create_task(self._free())
-        elif is_restless or (self.is_to_free and held and self._freeing is None):
+        elif is_restless or (self.is_to_free and has_some and self._freeing is None):
             self.look_soon(self._restless_s)
             self._restless_s = min(1.5 * self._restless_s, RESTLESS_S_MAX)
         return None
+
+    def _is_used(self, sessions: list[dict[str, Any]]) -> bool:
+        """Whether anybody but the keeper of a copy is there."""
+        return any(
+            not self._is_copy or (each["engine"], each["mode"]) != (weights.COPIER, "ro")
+            for each in sessions
+        )
 
 
 def _sample(document: dict[str, Any]) -> DeviceSample | None:

@@ -170,6 +170,24 @@ def test_lost_copy_costs_a_load(
 
 
 @host_only
+def test_copy_that_is_dropped_with_the_weights_is_let_go(
+    gms: GmsProcess, host: GmsProcess, copies: Copies
+):
+    """Goal: an unloaded model's copy takes no memory. Method: the keeper maps a copy that is
+    dropped under it, when nothing is committed that it could stand for."""
+    with patterned(gms):
+        digested(gms)
+        copies.settle()
+    for each in (gms, host):
+        with each.client() as asking:
+            asking.request(msg.DropMsg(even_if_mapped=True), timeout_s=20)
+    assert host.status()["superseded_bytes"] > 0
+    copies.look()
+    until(lambda: not host.status()["superseded_bytes"], "the keeper to let go")
+    assert len(copies.made) == 1
+
+
+@host_only
 def test_copy_outlives_its_server(gms: GmsProcess, host: GmsProcess, copies: Copies):
     """SIGKILL of the server of the copies, its keeper alive or not: who holds it hands it back."""
     with patterned(gms) as reader:

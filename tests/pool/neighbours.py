@@ -51,6 +51,7 @@ class Memory(Handler):
         catalogue = kv_messages.CATALOGUE if tag == KV else weights_messages.CATALOGUE
         self.tag, self.capacity_bytes, self.held, self.drops = tag, capacity_bytes, 0, 0
         self.is_mapped, self.used_bytes = False, None
+        self.state, self.sessions = "committed", None
         self.conns = set()
         self.server = Server(gms_socket(directory, place, tag), catalogue, self, service="gms")
 
@@ -66,10 +67,10 @@ class Memory(Handler):
         names = ("staging_bytes", "superseded_bytes", "releasing_bytes")
         return {
             "tag": WEIGHTS,
-            "state": "committed",
+            "state": self.state,
             "committed_bytes": self.held,
             **dict.fromkeys(names, 0),
-            "sessions": [{}] if self.is_mapped else [],
+            "sessions": self.sessions or ([{}] if self.is_mapped else []),
             "capacity_bytes": self.capacity_bytes,
             "device_used_bytes": self.used_bytes,
         }
@@ -81,6 +82,7 @@ class Memory(Handler):
                 conn.send(StatusReplyMsg(self.document()), request_id)
             case kv_messages.DropPoolMsg() | weights_messages.DropMsg():
                 self.drops += 1
+                self.state = "empty"
                 self.set(0, is_mapped=False)
                 reply = kv_messages.PoolDroppedMsg("p", 1)
                 if self.tag == WEIGHTS:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 
+from gms.client import messages as weights_messages
+from gms.client import offload_device
 from plumbing.part.paths import KV, WEIGHTS
 from pool.core.events import DeviceIs, MemoryIs
 from pool.server.memory_side import GRAIN_BYTES, MemorySide
@@ -14,12 +16,13 @@ from tests.helpers import auntil
 from tests.pool.neighbours import DEVICE, MIB, Memory
 
 BASE = 3 * MIB
+COPY = "copy"
 
 
 class Scene:
     """The servers of two models on one device, and the side that watches them."""
 
-    def __init__(self, directory, *, bases=BASE):
+    def __init__(self, directory, *, bases=BASE, copies=False):
         directory.chmod(0o700)
         self.events = []
         self.servers = {
@@ -27,8 +30,15 @@ class Scene:
             for model in ("chat", "coder")
             for tag in (WEIGHTS, KV)
         }
+        for model in ("chat", "coder") if copies else ():
+            place = offload_device(f"{DEVICE}.{model}")
+            server = Memory(str(directory), place, WEIGHTS, 100 * MIB)
+            self.servers[model, COPY] = server
+        host_bytes = 100 * MIB if copies else 0
         models = {"chat": (DEVICE,), "coder": (DEVICE,)}
-        self.side = MemorySide(str(directory), models, 0, self.events.append, lambda _: bases)
+        self.side = MemorySide(
+            str(directory), models, host_bytes, self.events.append, lambda _: bases
+        )
 
     async def __aenter__(self):
         self._tasks = self.side.start()
@@ -111,6 +121,49 @@ def test_memory_is_freed_once_nobody_maps_it_and_not_if_it_is_needed_again(tmp_p
             only = {"coder": 20 * MIB}
             await seen.until(MemoryIs, lambda found: found.kv_bytes == only, "chat's to be free")
             assert (chat.drops, coder.drops) == (1, 0)
+
+    asyncio.run(scene())
+
+
+def test_copy_that_only_its_keeper_maps_is_dropped_with_the_weights(tmp_path):
+    """Goal: an unloaded model gives its copy back. Method: a copy that an engine reads, too; once
+    that has left, the keeper's session is the only one, and never ends by itself."""
+
+    async def scene():
+        async with Scene(tmp_path, copies=True) as seen:
+            await seen.serve("chat", "coder")
+            copy = seen.servers["chat", COPY]
+            keeper = {"engine": weights_messages.COPIER, "mode": "ro"}
+            copy.sessions = [keeper, {"engine": "chat-0", "mode": "ro"}]
+            copy.set(10 * MIB, is_mapped=True)
+            held = {"chat": 10 * MIB}
+            await seen.until(MemoryIs, lambda found: found.copy_bytes == held, "the copy")
+            seen.side.free_weights("chat", and_copy=True)
+            seen.side.ask("chat", 1)
+            await seen.until(MemoryIs, lambda found: found.asked == {"chat": 1}, "an answer")
+            assert copy.drops == 0
+            copy.sessions = [keeper]
+            copy.set(10 * MIB, is_mapped=True)
+            await auntil(lambda: copy.drops == 1, "the copy to be dropped")
+
+    asyncio.run(scene())
+
+
+def test_what_stands_for_offloaded_weights_is_forgotten_with_their_copy(tmp_path):
+    """Goal: the next load does not wait for a copy that is gone. Method: weights that are offloaded
+    take no memory, and are dropped all the same; but not where the copy stays."""
+
+    async def scene():
+        async with Scene(tmp_path) as seen:
+            chat, coder = seen.servers["chat", WEIGHTS], seen.servers["coder", WEIGHTS]
+            chat.state = coder.state = "offloaded"
+            await seen.serve("chat", "coder")
+            seen.side.free_weights("coder", and_copy=False)
+            seen.side.free_weights("chat", and_copy=True)
+            await auntil(lambda: chat.drops == 1, "chat's to be forgotten")
+            seen.side.ask("coder", 1)
+            await seen.until(MemoryIs, lambda found: found.asked == {"coder": 1}, "an answer")
+            assert coder.drops == 0
 
     asyncio.run(scene())
 
