@@ -113,7 +113,7 @@ class Model(ModelFacts):
                 self.since_ms = now_ms
             case ModelState.UNLOADING, ModelSignal.SPENT:
                 self.since_ms = now_ms
-            case ModelState.FAILED, ModelSignal.RESET:
+            case _, ModelSignal.RESET:
                 self.faults_ms, self.fault, self.is_permanent = (), "", False
 
     def _enter(self, target: ModelState, signal: ModelSignal, now_ms: float, reason: str) -> bool:

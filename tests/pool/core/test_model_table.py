@@ -230,6 +230,16 @@ def test_permanent_fault_fails_at_once_and_reset_forgets_it():
     assert (model.state, model.is_exhausted(NOW_MS)) == (S.COLD, False)
 
 
+def test_reset_forgets_the_faults_of_a_model_that_has_not_failed_yet():
+    model = Model("m", S.LOADING)
+    for at_ms in (1.0, 2.0):
+        model.fire(G.DIED, at_ms, "why")
+    model.fire(G.RESET, 3.0, "why")
+    assert model.state is S.LOADING
+    model.fire(G.DIED, 4.0, "why")
+    assert not model.is_exhausted(4.0)
+
+
 def test_wanted_is_remembered_in_every_state():
     for state in S:
         model = fired(state, G.WANT, floor=FLOORS.get(state, [Tier.COLD])[0])
