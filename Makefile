@@ -16,7 +16,7 @@ WORKERS ?= auto
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm style types test test-all coverage test-core test-system test-vllm fuzz sim drill drill-vllm bench bench-gateway bench-pool bench-lock soak-lock sweep kv-kills device-check docs manifests image clean
+.PHONY: help setup setup-vllm style types test test-all coverage test-core test-system test-vllm fuzz sim drill drill-pool drill-vllm bench bench-gateway bench-pool bench-lock soak-lock sweep kv-kills device-check docs manifests image clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -83,6 +83,9 @@ sim: setup ## random schedules of the memory service and of the lock: RUNS= of t
 
 drill: setup ## start a pod, kill the active engine 20 times, print the report
 	@$(VENV)/bin/understudy drill $(ARGS)
+
+drill-pool: setup ## three models that do not fit together: switches under load, kills in every state of a model
+	@$(VENV)/bin/understudy drill --pool $(ARGS)
 
 drill-vllm: setup-vllm ## the drill with vLLM on the CPU, its tokens compared with stock vLLM's
 	@$(VLLM_PY) -m hack.drill_vllm $(ARGS)

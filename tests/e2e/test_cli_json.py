@@ -50,6 +50,7 @@ WAIT_S = 60.0
 AT_ONCE = 2  # commands at a time: the pod has work to do meanwhile
 UNREACHABLE = 3
 DEGRADED = 4
+POOL_DRILL = "understudy drill --pool"
 PROGRAMS = {
     "understudy": understudy.cli.main.main,
     "lockserver": lockserver.cli.main,
@@ -289,13 +290,14 @@ async def seen_by_gms(port: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "heading", [each for each in TABLES if not each.startswith(("gateway ", "pool "))]
+    "heading",
+    [each for each in TABLES if not each.startswith(("gateway ", "pool ", POOL_DRILL))],
 )
 def test_page_and_output_have_the_same_keys(printed: Printed, heading: str):
     """Goal: scripts can rely on the page. Method: compare the keys and value types of every
     document with the table of its section; every key not marked as optional must have been
     printed. The gateway's sections are compared in tests/gateway/test_process_status.py, the pool's
-    in tests/pool/test_pool_commands.py."""
+    in tests/pool/test_pool_commands.py, and its drill's in test_pool_drill.py."""
     documents, rows = printed.documents[heading], rows_of(heading)
     for document in documents:
         assert json_page.undocumented(document, rows) == []

@@ -6,7 +6,7 @@ from engine.backends.registry import REGISTRY
 from engine.messages import RANKS_MAX
 from plumbing.service.browsers import ALLOWED_HOST
 from plumbing.service.config import Option, Resolved, size_list
-from understudy.drill.records import check_target
+from understudy.drill.pool.records import check_pool_target
 from understudy.manifest.values import read_choice
 from understudy.up.ports import (
     ENGINE_PORT,
@@ -127,7 +127,7 @@ DRILL_OPTIONS = (
     Option("kills", int, 20, "Number of processes to kill, one after another.", minimum=1),
     Option(
         "target",
-        check_target,
+        check_pool_target,
         (),
         "What to kill: a process of the active engine, lockserver, gms or gms-supervisor; unless "
         "given, each process of the active engine in turn, and with -f the other parts, too.",
@@ -140,6 +140,13 @@ DRILL_OPTIONS = (
         "Number of clients that send requests back to back.",
         minimum=1,
         maximum=256,
+    ),
+    Option(
+        "switches",
+        int,
+        0,
+        "With --pool: go on after the last kill until so many switches were seen.",
+        minimum=0,
     ),
     Option(
         "expected",

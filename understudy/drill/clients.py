@@ -124,7 +124,8 @@ class _Stream(asyncio.Protocol):
 
 async def send(target: Target, prompt: Prompt, silence_max_s: float = SILENCE_MAX_S) -> Exchange:
     """Send one request and wait until the answer ends in any way."""
-    exchange = Exchange(prompt=prompt.key, sent_ms=clock.now_ms())
+    named = str(prompt.body.get("model", ""))
+    exchange = Exchange(prompt=prompt.key, sent_ms=clock.now_ms(), model=named)
     loop = asyncio.get_running_loop()
     transport: asyncio.Transport | None = None
     try:

@@ -111,24 +111,33 @@ async def kill_active(directory: Path, target: str, whole: Whole, observer: Obse
     kill.incarnation = _engine_of(status).get("incarnation")
     kill.kept_blocks = int(kv_of(_document(status)).get("kept_blocks") or 0)
     observer.expect(kill, _old_tree(directory, target, status))
+    await strike(path, target, status.pid, kill)
+    return kill
+
+
+async def strike(path: str, target: str, supervisor: int, kill: EngineKill) -> None:
+    """Kill or stop `target` of the engine with the control socket `path`, and note when.
+
+    Raises:
+        UnderstudyError: as `kill_active`.
+    """
     if target == STOP + SUPERVISOR:
         # Not through its control socket: a process that hangs does not reply.
-        with hold(status.pid, f"the supervisor of {whole.engine}") as pidfd:
+        with hold(supervisor, f"the supervisor of {kill.engine}") as pidfd:
             kill.killed_ms = clock.now_ms()
             signal.pidfd_send_signal(pidfd, signal.SIGSTOP)
-        return kill
+        return
     try:
         answered = await ask(path, engine_messages.CONTROL, asked_of_engine(target))
     except UnreachableError as error:
         # The supervisor may die before it replies; the time of the request stands.
         if target != SUPERVISOR:
             raise UnderstudyError(
-                "drill.kill_failed", f"{whole.engine} did not kill {target}: {error.message}"
+                "drill.kill_failed", f"{kill.engine} did not kill {target}: {error.message}"
             ) from error
     else:
         if isinstance(answered.message, engine_messages.KillingMsg):
             kill.killed_ms = answered.message.mono_ms
-    return kill
 
 
 def _old_tree(directory: Path, target: str, status: Answered) -> OldTree:

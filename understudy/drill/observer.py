@@ -188,11 +188,12 @@ class Observer:
     # ------------------------------------------------------------------ messages
 
     def _on_lockserver(self, message: Message) -> None:
-        if isinstance(message, lock_messages.GrantedMsg) and message.lock == "active":
+        wanted = self._kill.lock if self._kill is not None else "active"
+        if isinstance(message, lock_messages.GrantedMsg) and message.lock == wanted:
             self._granted(message.engine, message.token)
         elif isinstance(message, lock_messages.EventMsg):
             record, data = message.record, message.record.get("data") or {}
-            if data.get("lock") != "active":
+            if data.get("lock") != wanted:
                 return
             if record.get("type") in LOCK_STATES:
                 state, engine = LOCK_STATES[record["type"]], data.get("engine")
@@ -201,7 +202,7 @@ class Observer:
                 self._granted(str(data.get("engine")), int(data.get("token", 0)))
                 self._note_grant(data)
         elif isinstance(message, lock_messages.StatusReplyMsg):
-            lock = (message.document.get("locks") or {}).get("active") or {}
+            lock = (message.document.get("locks") or {}).get(wanted) or {}
             holder = (lock.get("holder") or {}).get("engine")
             self._note(LOCK, str(lock.get("state", "unknown")), str(holder or ""))
 
@@ -234,9 +235,11 @@ class Observer:
             return
         record, data = message.record, message.record.get("data") or {}
         if engine == kill.engine:
-            if record.get("type") == "engine.child_exit" or data.get("to") == "dead":
+            if record.get("type") == "engine.rehearsal":
+                kill.incarnation = self._running.get(engine)  # which may be a moment old
+            elif record.get("type") == "engine.child_exit" or data.get("to") == "dead":
                 _earliest_detection(kill, data.get("seen_mono_ms", record.get("mono_ms")))
-        elif record.get("type") == "engine.state":
+        elif record.get("type") == "engine.state" and (not kill.peers or engine in kill.peers):
             if data.get("to") == "waking" and kill.granted_ms is None:
                 kill.granted_ms = _after(kill, record.get("mono_ms"))
             elif data.get("to") == "active" and kill.active_ms is None:

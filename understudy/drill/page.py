@@ -109,7 +109,7 @@ def page_data(
         ],
         "part_kills": parts,
         "back_ms": spread(part["back_ms"] for part in parts if part["back_ms"]).to_dict(),
-        "requests": _dots(ordered, outcomes, began_ms),
+        "requests": dots_of(ordered, outcomes, began_ms),
     }
 
 
@@ -210,7 +210,7 @@ def _pause(seen: SeenKill, exchange: Exchange) -> list[float | None] | None:
     return [_since(seen.kill, pause.from_ms), _since(seen.kill, pause.to_ms)]
 
 
-def _dots(ordered: Sequence[Exchange], outcomes: Outcomes, began_ms: float) -> dict[str, Any]:
+def dots_of(ordered: Sequence[Exchange], outcomes: Outcomes, began_ms: float) -> dict[str, Any]:
     """All requests, `[sent, first token after, outcome, grant]`, or an even sample of them.
 
     Failed requests are kept as far as there is room.

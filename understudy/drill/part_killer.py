@@ -204,7 +204,7 @@ async def kill_part(directory: Path, target: str) -> tuple[PartKill, Standing, l
         held = [stack.enter_context(hold(pid, target)) for pid in descendants(first or 0)]
         kill = PartKill(target, clock.now_ms(), child=child)
         signal.pidfd_send_signal(first_fd, signal.SIGKILL)
-        await _until_gone(target, [first_fd, *held])
+        await until_gone(target, [first_fd, *held])
     kill.gone_ms = clock.now_ms()
     found = committed_devices(view) if target == GMS_SUPERVISOR else {}
     # In a new container, pids may be the same as before.
@@ -255,7 +255,12 @@ def _first_process(target: str, pids: Pids) -> int | None:
     return parent(servers[0]) if servers else None
 
 
-async def _until_gone(target: str, pidfds: list[int]) -> None:
+async def until_gone(target: str, pidfds: list[int]) -> None:
+    """Wait until all these processes have exited.
+
+    Raises:
+        WaitTimeoutError: `drill.no_part`.
+    """
     end_ms = clock.now_ms() + BACK_DEADLINE_S * 1000
     while not all(is_gone(pidfd) for pidfd in pidfds):
         if clock.now_ms() > end_ms:

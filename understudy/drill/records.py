@@ -124,7 +124,7 @@ class Exchange(Struct):
     text. All clients share the loop and read whatever is readable in each iteration, so text of a
     later iteration really came later; timestamps of a busy process cannot prove that.
     `text_ms`: when each piece of the text came; `piece_ends`: how long the text was after it.
-    `tokens`: of the answer, as its usage says.
+    `tokens`: of the answer, as its usage says. `model`: as the request named it.
     """
 
     prompt: str
@@ -145,6 +145,7 @@ class Exchange(Struct):
     text_ms: list[float] = []
     piece_ends: list[int] = []
     tokens: int | None = None
+    model: str = ""
 
 
 class EngineKill(Struct):
@@ -152,7 +153,8 @@ class EngineKill(Struct):
 
     `deaths_ms`: when each process of the old engine was seen to have exited. `kept_blocks` of KV
     memory were there for the next engine, as the old one had said last, and `adopted_blocks` are
-    those that its cache began with; `kv_note`: why there are none.
+    those that its cache began with; `kv_note`: why there are none. `lock`: the one that the engine
+    may have held; `peers`: the engines that may be granted it next, () for all of the pod.
     """
 
     target: str
@@ -170,6 +172,8 @@ class EngineKill(Struct):
     kept_blocks: int = 0
     adopted_blocks: int | None = None
     kv_note: str = ""
+    lock: str = "active"
+    peers: tuple[str, ...] = ()
 
 
 class Moment(Struct, frozen=True):

@@ -54,12 +54,7 @@ def print_report(
         console.print(
             f"weights          {size(use.committed_bytes)} committed, peak {size(use.peak_bytes)}"
         )
-    for name, (before, after) in usages.items():
-        change = 100 * (after.rss_bytes - before.rss_bytes) / max(1, before.rss_bytes)
-        console.print(
-            f"{name:<16} descriptors {before.fds} → {after.fds}, "
-            f"memory {before.rss_bytes / 2**20:.1f} MiB {change:+.1f} %"
-        )
+    print_usages(usages, console)
     if conditions and "manifest" in conditions:
         console.print(f"manifest         {conditions['manifest']}", markup=False)
         wait_s = conditions["restart_backoff_max_s"]
@@ -67,6 +62,18 @@ def print_report(
     for problem in report.problems:
         console.print(f"problem          {problem}", style="red", markup=False)
     console.print("passed" if report.passed else "FAILED", style="bold", markup=False)
+
+
+def print_usages(
+    usages: Mapping[str, tuple[ResourceUsage, ResourceUsage]], console: Console
+) -> None:
+    """Descriptors and memory of each watched container, before and after."""
+    for name, (before, after) in usages.items():
+        change = 100 * (after.rss_bytes - before.rss_bytes) / max(1, before.rss_bytes)
+        console.print(
+            f"{name:<16} descriptors {before.fds} → {after.fds}, "
+            f"memory {before.rss_bytes / 2**20:.1f} MiB {change:+.1f} %"
+        )
 
 
 def _interrupted(report: DrillReport) -> str:
@@ -106,8 +113,8 @@ def _print_times(
         table.add_column(f"no adoption: {column}", justify="right")
 
     def row(name: str, mine: Spread, others: Spread | None, style: str | None = "bold") -> None:
-        beside = _cells(others) if others is not None else []
-        table.add_row(name, *_cells(mine), *beside, style=style)
+        beside = spread_cells(others) if others is not None else []
+        table.add_row(name, *spread_cells(mine), *beside, style=style)
 
     if has_failovers:
         for phase in PHASES:
@@ -122,7 +129,7 @@ def _print_times(
         if not report.is_direct:
             row("pause of a stream", report.pause_ms, other.pause_ms if other else None)
     if report.recovery_ms is not None:
-        table.add_row("memory recovery", *_cells(report.recovery_ms), style="bold")
+        table.add_row("memory recovery", *spread_cells(report.recovery_ms), style="bold")
     console.print(table)
 
 
@@ -137,7 +144,8 @@ def _measured(report: DrillReport, backend: str, *, has_failovers: bool) -> str:
     return f"recovery of the memory service under the {backend} backend"
 
 
-def _cells(spread: Spread) -> list[str]:
+def spread_cells(spread: Spread) -> list[str]:
+    """p50, p99 and max, as in a table of milliseconds."""
     return [
         "-" if value is None else f"{value:.1f}" for value in (spread.p50, spread.p99, spread.max)
     ]

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
 from plumbing.errors import UnderstudyError, UsageError
@@ -24,6 +24,7 @@ from understudy.drill.clients import Target
 from understudy.drill.killer import wait_whole
 from understudy.drill.page import page_data, write_page
 from understudy.drill.records import LOCKSERVER, Records
+from understudy.drill.report import print_report
 from understudy.drill.run import Drill, DrillPlan
 from understudy.drill.verdict import DrillReport, judge
 from understudy.host import ResourceUsage, machine
@@ -37,12 +38,16 @@ from understudy.up.pool_welcome import has_pool, pool_welcome
 from understudy.up.ports import check_ports, free_pod_ports
 from understudy.up.random_model import with_random_model
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 Say = Callable[[str], None]
 
 SETTLE_DEADLINE_S = 2.0  # connections close within milliseconds; what stays longer has leaked
 SETTLE_POLL_S = 0.05
 
-WATCHED = ("lockserver", "gms", "gateway")  # their descriptors and memory must not grow with kills
+# Their descriptors and memory must not grow with kills.
+WATCHED = ("lockserver", "gms", "gateway", "pool")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +77,10 @@ class DrillResult:
     backend: str | None = None
     records: Records = field(default_factory=Records)
     conditions: dict[str, Any] = field(default_factory=dict)
+
+    def print(self, console: Console, backend: str) -> None:
+        """Print the report; `backend` is the name to show."""
+        print_report(self.report, console, backend, self.usages, self.conditions)
 
     def write_page(self, path: Path, backend: str) -> None:
         """Write the report page; `backend` is the name to show.
@@ -155,10 +164,15 @@ async def drill_new_pod(prepare: Prepare, plan: DrillPlan, say: Say) -> DrillRes
         is_worth_keeping = result is not None and not result.report.passed
         return result
     finally:
-        if is_worth_keeping:
-            say(f"the logs are kept in {directory / 'log'}")
-        else:
-            shutil.rmtree(directory, ignore_errors=True)
+        leave_directory(directory, say, is_kept=is_worth_keeping)
+
+
+def leave_directory(directory: Path, say: Say, *, is_kept: bool) -> None:
+    """Remove a drill's directory, or say where its logs are."""
+    if is_kept:
+        say(f"the logs are kept in {directory / 'log'}")
+    else:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 async def compare_adoption(
@@ -200,10 +214,41 @@ async def run_drill(
 
     `look` is awaited once the pod is ready and idle, before the first kill.
     """
-    usages: dict[str, tuple[ResourceUsage, ResourceUsage]] = {}
-    failure: list[str] = []
+    ran = await run_steps(drill, runner, say, look)
+    if ran is None:
+        return None
+    report = judge(drill.records, plan.kills_wanted)
+    report.problems += ran.failure + drill.records.overlaps
+    return DrillResult(report, ran.usages, drill.backend, drill.records)
 
-    async def body() -> Records:
+
+class DrillSteps(Protocol):
+    """What a drill does on a pod that runs."""
+
+    async def prepare(self) -> Target: ...
+
+    async def run(self, target: Target) -> None: ...
+
+
+@dataclass(slots=True)
+class RanSteps:
+    """Why they ended early, if they did, and the resources of the watched containers."""
+
+    failure: list[str] = field(default_factory=list)
+    usages: dict[str, tuple[ResourceUsage, ResourceUsage]] = field(default_factory=dict)
+
+
+async def run_steps(
+    drill: DrillSteps,
+    runner: PodRunner,
+    say: Say,
+    look: Callable[[Target], Awaitable[None]] | None = None,
+) -> RanSteps | None:
+    """Start the containers of `runner`, take the steps of a drill, stop the containers. None:
+    interrupted. `look`: as in `run_drill`."""
+    ran = RanSteps()
+
+    async def body() -> RanSteps:
         target = await drill.prepare()
         if look is not None:
             await look(target)
@@ -211,21 +256,16 @@ async def run_drill(
         try:
             await drill.run(target)
         except UnderstudyError as error:
-            failure.append(f"the drill ended early: {error}")
+            ran.failure.append(f"the drill ended early: {error}")
         after = await _settled(runner, before)
-        usages.update({name: (before[name], after[name]) for name in before if name in after})
-        return drill.records
+        ran.usages.update({name: (before[name], after[name]) for name in before if name in after})
+        return ran
 
     inbox = SignalInbox()
     try:
-        records = await run_pod(runner, body, inbox.get, say)
+        return await run_pod(runner, body, inbox.get, say)
     finally:
         inbox.close()
-    if records is None:
-        return None
-    report = judge(records, plan.kills_wanted)
-    report.problems += failure + records.overlaps
-    return DrillResult(report, usages, drill.backend, records)
 
 
 def _usages(runner: PodRunner) -> dict[str, ResourceUsage]:

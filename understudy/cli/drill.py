@@ -1,0 +1,252 @@
+"""`understudy drill`: kills parts of a pod under load, and reports the result.
+
+Owns its flags and its output.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+import click
+
+from plumbing.errors import UsageError
+from plumbing.service.cli import INTERRUPTED, options, run_async
+from plumbing.service.config import Resolved
+from plumbing.text import to_json
+from understudy.cli.pods import (
+    backend_arguments,
+    check_manifest_flags,
+    given_flags,
+    json_flag,
+    local_pod,
+    pod_of,
+    refuse_flags,
+)
+from understudy.cli.settings import DRILL_OPTIONS, NOT_WITH_POOL, POD_OPTIONS
+from understudy.drill.kept import LENT_KV, NO_ADOPTION
+from understudy.drill.page import check_destination
+from understudy.drill.pool.records import PoolDrillPlan, is_only_in_pool
+from understudy.drill.records import PARTS
+from understudy.drill.run import DrillPlan
+from understudy.host import machine
+from understudy.status.gather import require_pod
+from understudy.up import sessions
+from understudy.up.pool_drill import PoolDrillResult, drill_new_pool
+from understudy.up.sessions import DrillResult
+
+say = partial(click.echo, err=True)
+
+
+@click.command()
+@options(DRILL_OPTIONS, command="drill")
+@backend_arguments
+@json_flag
+@click.option("--attach", is_flag=True, help="Drill the running pod in --dir.")
+@click.option("--yes", is_flag=True, help="With --attach, do not ask for confirmation.")
+@click.option("--upgrade", is_flag=True, help="Instead of killing, upgrade both engines in turn.")
+@click.option(
+    "--kv-compare",
+    is_flag=True,
+    help="Use long prompts, and drill a second pod whose engines adopt no KV blocks.",
+)
+@click.option(
+    "--pool",
+    "pool_file",
+    is_flag=False,
+    flag_value="",
+    metavar="[FILE]",
+    help="Drill the pod of a pool file; of three small random models unless given.",
+)
+def drill(
+    config: Resolved,
+    arguments: tuple[str, ...],
+    as_json: bool,
+    attach: bool,
+    yes: bool,
+    upgrade: bool,
+    kv_compare: bool,
+    pool_file: str | None,
+) -> None:
+    """Kill parts of a pod under load and report the result.
+
+    Arguments after `--` go to the backends of the pod that it starts.
+    """
+    page = Path(config["report"]) if config["report"] else None
+    if page is not None:
+        check_destination(page)
+    if pool_file is not None:
+        others = {"--attach": attach, "--upgrade": upgrade, "--kv-compare": kv_compare}
+        _refuse_with_pool(config, [name for name, is_set in others.items() if is_set], arguments)
+        _finish(_drill_pool(config, pool_file, as_json=as_json), config, page, as_json=as_json)
+    _refuse_without_pool(config)
+    if kv_compare:
+        _refuse_with_compare(config, attach=attach, upgrade=upgrade)
+    if upgrade:
+        _refuse_with_upgrade(config, attach=attach)
+    plan = DrillPlan(
+        config["kills"],
+        config["target"],
+        config["clients"],
+        Path(config["expected"]) if config["expected"] else None,
+        also=() if config["file"] is None else PARTS,
+        is_upgrade=upgrade,
+        burn=config["burn"],
+        duration_s=config["duration_s"],
+        has_long_prompts=kv_compare,
+    )
+    check_manifest_flags(config, DRILL_OPTIONS, arguments, attach=attach)
+    if attach:
+        result = _drill_running(config, arguments, plan, as_json=as_json, yes=yes)
+    else:
+        result = _drill_new(config, arguments, plan, as_json=as_json, is_compared=kv_compare)
+    _finish(result, config, page, as_json=as_json)
+
+
+def _drill_running(
+    config: Resolved, arguments: tuple[str, ...], plan: DrillPlan, *, as_json: bool, yes: bool
+) -> DrillResult | None:
+    refuse_flags(
+        "drill.needless_flag",
+        [*given_flags(POD_OPTIONS, config), *arguments[:1]],
+        "--attach: the pod in --dir is already running; remove them, or remove --attach",
+    )
+    directory = Path(os.path.abspath(config["dir"]))
+    run_async(lambda: require_pod(directory), as_json=as_json)  # before anybody is asked
+    _ask_first(directory, plan, yes=yes)
+    return run_async(lambda: sessions.drill_running_pod(directory, plan, say), as_json=as_json)
+
+
+def _drill_new(
+    config: Resolved,
+    arguments: tuple[str, ...],
+    plan: DrillPlan,
+    *,
+    as_json: bool,
+    is_compared: bool,
+) -> DrillResult | None:
+    _refuse_directory(config)
+    if is_compared:
+        flags = [(*LENT_KV, *more, *arguments) for more in ((), NO_ADOPTION)]
+        pods = [pod_of(config, DRILL_OPTIONS, each) for each in flags]
+        adopting, empty = (partial(sessions.drill_new_pod, each, plan, say) for each in pods)
+        both = partial(sessions.compare_adoption, adopting, empty, say)
+        return run_async(both, as_json=as_json)
+    prepare = pod_of(config, DRILL_OPTIONS, arguments)
+    return run_async(lambda: sessions.drill_new_pod(prepare, plan, say), as_json=as_json)
+
+
+def _drill_pool(config: Resolved, file: str, *, as_json: bool) -> PoolDrillResult | None:
+    _refuse_directory(config)
+    plan = PoolDrillPlan(
+        config["kills"],
+        config["switches"],
+        config["target"],
+        config["clients"],
+        config["burn"],
+        config["duration_s"],
+    )
+    pod = local_pod(config, DRILL_OPTIONS, ())
+    path = Path(os.path.abspath(file)) if file else None
+    return run_async(lambda: drill_new_pool(pod, path, plan, say), as_json=as_json)
+
+
+def _finish(
+    result: DrillResult | PoolDrillResult | None,
+    config: Resolved,
+    page: Path | None,
+    *,
+    as_json: bool,
+) -> NoReturn:
+    """Print the report, write the page, and exit."""
+    if result is None:
+        sys.exit(INTERRUPTED)
+    backend = result.backend or config["backend"]
+    if as_json:
+        document = result.report.to_dict(backend, machine()) | result.conditions
+        click.echo(to_json(document))
+    else:
+        from rich.console import Console
+
+        result.print(Console(), backend)
+    for problem in result.report.problems:
+        click.echo(f"error: {problem}", err=True)
+    if page is not None:
+        result.write_page(page, backend)
+        click.echo(f"report written to {page}", err=True)
+    sys.exit(0 if result.report.passed else 1)
+
+
+def _refuse_directory(config: Resolved) -> None:
+    if config.origin("dir") == "flag":
+        raise UsageError(
+            "drill.needless_flag",
+            "--dir requires --attach: without it, a drill starts its own pod in a new directory; "
+            "remove --dir, or add --attach",
+        )
+
+
+def _refuse_with_pool(config: Resolved, others: Sequence[str], arguments: tuple[str, ...]) -> None:
+    """It starts its own pod, of which the pool file says the models."""
+    by_model = {*(each.name for each in NOT_WITH_POOL), "expected"}
+    declared = [each for each in DRILL_OPTIONS if each.name in by_model]
+    refuse_flags(
+        "drill.needless_flag",
+        [*others, *given_flags(declared, config), *arguments[:1]],
+        "--pool, which starts its own pod, whose models are in the pool file",
+    )
+
+
+def _refuse_without_pool(config: Resolved) -> None:
+    named = [f"--target {each}" for each in config["target"] if is_only_in_pool(each)]
+    named += ["--switches"] if config.origin("switches") == "flag" else []
+    if named:
+        raise UsageError("drill.needs_pool", f"{named[0]} requires --pool")
+
+
+def _refuse_with_upgrade(config: Resolved, *, attach: bool) -> None:
+    """An upgrade has no kills, and can relaunch only containers that the drill started."""
+    needless = [f"--{name}" for name in ("kills", "target") if config.origin(name) == "flag"]
+    needless += ["--duration-s"] if config.origin("duration_s") == "flag" else []
+    needless += ["--attach"] if attach else []
+    needless += ["-f"] if config.origin("file") == "flag" else []
+    refuse_flags(
+        "drill.needless_flag",
+        needless,
+        "--upgrade, which starts its own pod and has no kills; to upgrade a running pod, follow "
+        "docs/operations.md",
+    )
+
+
+def _refuse_with_compare(config: Resolved, *, attach: bool, upgrade: bool) -> None:
+    """It starts two pods of its own, and kills in both."""
+    needless = ["--attach"] if attach else []
+    needless += ["--upgrade"] if upgrade else []
+    needless += ["-f"] if config.origin("file") == "flag" else []
+    refuse_flags(
+        "drill.needless_flag",
+        needless,
+        "--kv-compare, which starts two pods and kills in both; remove one of the two",
+    )
+
+
+def _ask_first(directory: Path, plan: DrillPlan, *, yes: bool) -> None:
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise UsageError(
+            "drill.unconfirmed", "--attach kills engines that may be in use: add --yes to confirm"
+        )
+    what = ", ".join(plan.targets) or "the active engine"
+    question = f"Kill {what} of the pod in {directory} {plan.kills} times?"
+    try:
+        is_meant = click.confirm(question, err=True)
+    except click.Abort:  # Ctrl-C; click would exit with the code of a failed drill
+        click.echo(err=True)
+        sys.exit(INTERRUPTED)
+    if not is_meant:
+        raise UsageError("drill.declined", "nothing was killed")
