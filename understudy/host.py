@@ -59,7 +59,8 @@ async def output_of(*command: str, timeout_s: float | None = None) -> tuple[int,
         async with asyncio.timeout(timeout_s):
             output, errors = await process.communicate()
     except (TimeoutError, asyncio.CancelledError):
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            process.kill()
         await process.wait()
         raise
     assert process.returncode is not None

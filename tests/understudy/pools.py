@@ -28,7 +28,7 @@ def model(name: str, state: str, **changes: Any) -> dict[str, Any]:
         "parked": 0,
         "in_flight": 2 if state == "awake" else 0,
         "holder": {"engine": f"{name}-0", "token": 7} if state == "awake" else None,
-        "engines": [{"engine": f"{name}-0", "shadow": False, "state": engine, "problem": None}],
+        "engines": [{"engine": f"{name}-0", "shadow": False, "state": engine, "goal": state}],
         "bytes": {"HOST-0": {"weights": 2 * GIB}},
         "bound_ms": 45_000,
         "alarm": None,

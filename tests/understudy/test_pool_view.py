@@ -23,9 +23,10 @@ PARKED = {**GATEWAY, "load": {"parked": 1, "parked_oldest_ms": 30_000}}
 CLOSED = {**GATEWAY, "accepting": False}
 GONE = {"name": "pool", "error": "no process is listening"}
 SHADOWED = [
-    {"engine": "chat-0", "shadow": False, "state": "active", "problem": None},
-    {"engine": "chat-1", "shadow": True, "state": "init", "problem": None},
+    {"engine": "chat-0", "shadow": False, "state": "active", "goal": "awake"},
+    {"engine": "chat-1", "shadow": True, "state": "init", "goal": "warm"},
 ]
+GAVE_ROOM = [SHADOWED[0], {**SHADOWED[1], "state": "dead", "goal": "cold"}]
 
 
 def engine(name: str, state: str) -> dict[str, Any]:
@@ -67,6 +68,7 @@ def view(found: dict[str, Any] | None, gateway: dict[str, Any] = GATEWAY) -> dic
             "a request for chat has waited for 46s, longer than its bound of 45s",
         ),
         (pool(model("chat", "awake", engines=SHADOWED)), GATEWAY, "degraded", "shadow of chat"),
+        (pool(model("chat", "awake", engines=GAVE_ROOM)), GATEWAY, "healthy", ""),
         (
             pool(devices=[device(outside_bytes=11 * GIB)]),
             GATEWAY,

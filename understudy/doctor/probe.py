@@ -47,6 +47,7 @@ INIT = 1
 PACKAGES = ("vllm", "torch", "cuda-python", "nvidia-ml-py")
 # Of the gateway, and of a lock server over TCP.
 TLS_VARIABLES = ("UNDERSTUDY_TLS_CERT", "UNDERSTUDY_TLS_KEY", "UNDERSTUDY_TLS_CA")
+KEEPER = b"keep-copy"  # the command of `gms` that holds a copy of weights
 POOL_FILE = "UNDERSTUDY_POOL"
 CLOCK_SOURCE = "/sys/devices/system/clocksource/clocksource0/current_clocksource"
 SHARED_HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
@@ -204,8 +205,17 @@ def _pod(sockets: Sequence[SocketFile]) -> frozenset[int]:
         found |= {each.pid, *procfs.descendants(each.pid)}
         above = procfs.parent(each.pid)
         if each.name.startswith("gms_") and above is not None and above > INIT:
-            found.add(above)  # the supervisor of the devices' servers has no socket of its own
+            # The supervisor of the devices' servers has no socket of its own, nor have the keepers
+            # of copies in host memory.
+            found |= {above, *filter(_is_keeper, procfs.children(above))}
     return frozenset(found)
+
+
+def _is_keeper(pid: int) -> bool:
+    try:
+        return KEEPER in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
 
 
 def _why_unreadable(path: str) -> str | None:

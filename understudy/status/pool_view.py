@@ -13,7 +13,7 @@ from plumbing.part.format import duration, size, table
 from plumbing.part.models import ACTIVE, kind_of
 from understudy.status.memory_view import Document
 
-AWAKE, FAILED = "awake", "failed"
+AWAKE, FAILED, COLD = "awake", "failed", "cold"
 HEADER = ("model", "state", "for", "tier", "engines", "in flight", "waiting", "memory", "reason")
 MODELS_SHOWN = 20  # what fits on a screen; `understudy pool status` shows all
 WAITING_SHOWN = 5
@@ -46,15 +46,18 @@ def awake_engines(pool: Document | None) -> list[str]:
     return [str(each["holder"]["engine"]) for each in found if each.get("holder")]
 
 
-def lacks_shadow(pool: Document) -> list[str]:
-    """The awake models that have a shadow which could not take over now."""
-    return [
-        each["model"]
-        for each in models_of(pool)
-        if each["state"] == AWAKE
-        and any(own["shadow"] for own in each["engines"])
-        and not any(own["shadow"] and own["state"] == "standby" for own in each["engines"])
-    ]
+def lacks_shadow(pool: Document, *, is_expected: bool = False) -> list[str]:
+    """The awake models that have a shadow which could not take over now. `is_expected`: though the
+    pool wants it to, and has not taken its room for another model."""
+    found = []
+    for each in models_of(pool):
+        shadows = [own for own in each["engines"] if own["shadow"]]
+        if is_expected:
+            shadows = [own for own in shadows if own["goal"] != COLD]
+        is_ready = any(own["state"] == "standby" for own in shadows)
+        if each["state"] == AWAKE and shadows and not is_ready:
+            found.append(str(each["model"]))
+    return found
 
 
 def pool_faults(pool: Document) -> list[str]:
@@ -74,7 +77,8 @@ def pool_faults(pool: Document) -> list[str]:
                 f"a request for {name} has waited for {duration(waited_ms)}, longer than its bound"
                 f" of {duration(bound_ms)}: see `understudy pool explain {name}`"
             )
-    faults += [f"the shadow of {name} could not take over now" for name in lacks_shadow(pool)]
+    missing = lacks_shadow(pool, is_expected=True)
+    faults += [f"the shadow of {name} could not take over now" for name in missing]
     for device in pool.get("devices") or ():
         over = _overbooked(device)
         if over > 0:
