@@ -16,10 +16,12 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from engine.supervisor import held_files
+from gms.operate.kv_upkeep import drop_kv
+from plumbing.errors import RemoteError
 from tests.e2e.pods import CLIENTS, Load, Pod, PodHome
 from tests.e2e.processes import Processes, kill
 from tests.e2e.test_switchover import kept_connections, switch
-from tests.helpers import auntil
+from tests.helpers import POLL_S, auntil
 from understudy.drill.killer import Whole
 
 DEADLINE_S = 30.0
@@ -182,3 +184,45 @@ async def only_answers_under(load: Load, token: int) -> None:
     assert not load.lost()
     assert not load.refused()
     assert load.tokens() == {token}
+
+
+def test_blocks_of_which_a_rank_lacks_its_part_are_adopted_by_none(home: PodHome):
+    """Goal: an engine of which one rank's KV memory is missing begins with an empty cache on all of
+    its ranks, says why, and gives the same answers. Method: kill the active engine while the other
+    one's supervisor is stopped, and have the pool of one device dropped before it goes on. The last
+    test: it leaves the pod as it is."""
+
+    async def scenario(pod: Pod) -> None:
+        before = await pod.whole()
+        (name,) = before.standbys
+        stopped = (await pod.engine(name))["engine"]["pid"]
+        async with pod.load() as load:
+            await load.answers()
+            os.kill(stopped, signal.SIGSTOP)
+            try:
+                await dropped(pod, (await pod.engine(before.engine))["backend"]["pids"]["core"])
+            finally:
+                os.kill(stopped, signal.SIGCONT)
+            await load.newer(before.token)
+            await load.answers()
+        kv = (await pod.engine(name))["backend"]["kv"]
+        assert (kv["memory"], kv["adopted_blocks"]) == ("gms", 0)
+        assert "rank 1: the pool is new" in kv["note"]
+
+    home.run(scenario)
+
+
+async def dropped(pod: Pod, pid: int) -> None:
+    """Kill `pid`, and have the KV memory of rank 1 freed once the kernel has it back."""
+    os.kill(pid, signal.SIGKILL)
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            try:
+                freed = await asyncio.to_thread(drop_kv, str(pod.directory), "HOST-1", DEADLINE_S)
+            except RemoteError as error:
+                if error.code not in ("gms.kv_held", "gms.kv_busy"):
+                    raise
+                await asyncio.sleep(POLL_S)
+            else:
+                assert freed["devices"][0]["result"] == "freed"
+                return
