@@ -132,7 +132,6 @@ class ServiceListener:
 
     def _adopt(self, connection: socket.socket) -> None:
         client = self._factory()
-        connection.setblocking(False)
         tls = {"ssl": self._tls, "ssl_handshake_timeout": HANDSHAKE_S} if self._tls else {}
         # It fails if the client is gone, or does not speak TLS.
         take_over(connection, client, lambda _: self._places.closed(client), **tls)

@@ -7,6 +7,7 @@ from http import HTTPStatus
 
 from plumbing.text import to_json
 
+STATUS_LINES = {int(each): b"HTTP/1.1 %d %b" % (each, each.phrase.encode()) for each in HTTPStatus}
 KINDS = {401: "authentication_error", 503: "service_unavailable"}
 
 
@@ -50,8 +51,4 @@ def error_response(
 
 
 def status_line(status: int) -> bytes:
-    try:
-        reason = HTTPStatus(status).phrase.encode()
-    except ValueError:
-        reason = b""
-    return b"HTTP/1.1 %d %b" % (status, reason)
+    return STATUS_LINES.get(status) or b"HTTP/1.1 %d " % status

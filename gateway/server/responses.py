@@ -23,6 +23,7 @@ PRIVATE = hop.HEADER_PREFIX.encode()
 ENGINE, TOKEN, CONTINUATION = (
     name.lower().encode() for name in (hop.ENGINE, hop.TOKEN, hop.CONTINUATION)
 )
+CONTINUATIONS = {each.value.encode(): each for each in Continuation}
 WITHOUT_BODY = (204, 304)
 
 
@@ -95,10 +96,7 @@ class ResponseReader:
     @property
     def continuation(self) -> Continuation:
         """What the engine says becomes of this answer; NONE if it says nothing known."""
-        try:
-            return Continuation(self._named.get(CONTINUATION, b"").decode(errors="replace"))
-        except ValueError:
-            return Continuation.NONE
+        return CONTINUATIONS.get(self._named.get(CONTINUATION, b""), Continuation.NONE)
 
     @property
     def is_event_stream(self) -> bool:
