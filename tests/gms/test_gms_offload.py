@@ -286,3 +286,23 @@ def test_copy_that_only_its_server_has_does_not_stand_for_the_weights(
     copies.close()
     with gms.client() as asker, pytest.raises(RemoteError, match="only its server has it"):
         asker.request(msg.OffloadMsg())
+
+
+def test_keeper_lets_a_dropped_copy_go(gms: GmsProcess, host: GmsProcess, copies: Copies):
+    """Goal: a model that ends gives its host memory back. Method: drop the weights, then their
+    copy, which only the keeper reads."""
+    with patterned(gms):
+        copies.settle()
+    for server in (gms, host):
+        until(lambda server=server: len(server.status()["sessions"]) == (server is host), "readers")
+        with server.client() as client:
+            client.request(msg.DropMsg(even_if_mapped=server is host))
+
+    def is_free() -> bool:
+        copies.look()
+        status = host.status()
+        kinds = ("committed_bytes", "superseded_bytes", "releasing_bytes")
+        return not any(status[kind] for kind in kinds)
+
+    until(is_free, "the memory of the copy")
+    assert len(copies.made) == 1
