@@ -43,6 +43,7 @@ from pool.core.states import PooledRules
 
 # Without a pool an engine that rests may be woken by hand. Each greeting tries for 0.2 s.
 GREET_UNHEARD_MS = 1_000.0
+NO_ROOM = "pool.no_room"  # as refused in `pool.core.doors`
 BEGUN = (RequestState.STREAMING, RequestState.RESUMING, RequestState.REPLAYING)
 UNANSWERED = (RequestState.ASKED, RequestState.ANSWERING)
 
@@ -241,7 +242,10 @@ class Lane(Gateway):
             case RefusedDoor():
                 self._part()
                 for request in list(self._desk.line.waiting.values()):
-                    self._desk.fail(request, answers.refused_door(door))
+                    # A lease or an order takes room for a while, and no stream is cut for that.
+                    is_kept = request.state is RequestState.PARKED and door.code == NO_ROOM
+                    if not is_kept:
+                        self._desk.fail(request, answers.refused_door(door))
 
     def _set_rules(self, rules: PooledRules) -> None:
         self.lane_rules = replace(

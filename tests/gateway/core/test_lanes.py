@@ -89,6 +89,19 @@ def test_the_pool_is_told_when_the_last_parked_stream_has_its_next_token():
         each.check_whole()
 
 
+def test_a_parked_stream_waits_for_room_that_a_lease_has_and_a_new_request_does_not():
+    pod = switching()
+    parked = pod.ask(max_tokens=60, model="a")
+    pod.at(50.0, lambda: pod.set_door("a", PARK))
+    pod.run(100.0)
+    pod.set_door("a", refused("pool.no_room", 60))
+    assert error(pod, pod.ask(model="a")) == "pool.no_room"
+    assert [each.kind for each in pod.demand("a").tickets] == [TicketKind.PARKED]
+    pod.set_door("a", OpenDoor("a-1", 1))
+    pod.run()
+    parked.check_whole()
+
+
 def test_a_parked_stream_goes_on_after_any_number_of_turns():
     """Goal: yielding is neither a death nor a break. Method: ten turns of one stream, more than
     breaks are borne, and its engine dies at rest three times."""
