@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -74,36 +75,42 @@ class RunningPool:
         with BlockingClient(pool_socket(str(self.directory)), CATALOGUE) as client:
             client.request(OrderMsg(model, order, is_forced), timeout_s=WAIT_S)
 
-    def ask(
+    def ask(self, model: str, prompt: str = "one rainy day", **more: Any) -> tuple[int, str]:
+        """The status and the body of one answer."""
+        with self._asked(model, prompt, **more) as response:
+            return response.status, response.read().decode()
+
+    def stream(
         self,
         model: str,
         prompt: str = "one rainy day",
-        headers: Mapping[str, str] | None = None,
+        begun: threading.Event | None = None,
         **more: Any,
-    ) -> tuple[int, str]:
-        """The status and the body of one answer."""
+    ) -> str:
+        """The text of one stream, which must be whole. `begun` is set at its first token."""
+        with self._asked(model, prompt, stream=True, **more) as response:
+            assert response.status == 200, response.read().decode()
+            text, last = "", ""
+            while raw := response.readline():
+                line = raw.decode().strip().removeprefix("data: ")
+                last = line or last
+                if line and line != "[DONE]":
+                    text += json.loads(line)["choices"][0]["text"]
+                    if begun is not None:
+                        begun.set()
+        assert last == "[DONE]", last
+        return text
+
+    @contextmanager
+    def _asked(self, model: str, prompt: str, **more: Any) -> Iterator[http.client.HTTPResponse]:
         asked = {"model": model, "prompt": prompt, "temperature": 0, **more}
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)
+        headers = {"Content-Type": "application/json"}
         try:
-            connection.request(
-                "POST",
-                "/v1/completions",
-                json.dumps(asked),
-                {"Content-Type": "application/json", **(headers or {})},
-            )
-            response = connection.getresponse()
-            return response.status, response.read().decode()
+            connection.request("POST", "/v1/completions", json.dumps(asked), headers)
+            yield connection.getresponse()
         finally:
             connection.close()
-
-    def stream(self, model: str, prompt: str = "one rainy day", **more: Any) -> str:
-        """The text of one stream, which must be whole."""
-        status, body = self.ask(model, prompt, stream=True, **more)
-        assert status == 200, body
-        lines = [line for line in body.split("\n\n") if line]
-        assert lines[-1] == "data: [DONE]", lines[-1]
-        events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
-        return "".join(each["choices"][0]["text"] for each in events)
 
 
 @asynccontextmanager

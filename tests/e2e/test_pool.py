@@ -1,125 +1,79 @@
-"""Goal: two models that fit only one at a time are both served, and nobody notices more than a
-pause.
+"""Goal: models that do not fit together are all served, and nobody notices more than a pause,
+whatever dies.
 
-Method: the pod of a pool file with the reference backend, clients that stream from both models at
-once, and the pool killed meanwhile. Every answer is compared with the one of a quiet pod.
+Method: the pod of a pool file with the reference backend, and clients that stream from its models
+at once. Every answer is compared with the one of a quiet pod.
 """
 
 from __future__ import annotations
 
 import asyncio
-import http.client
+import contextlib
+import fcntl
 import json
 import os
+import shutil
 import signal
+import subprocess
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from plumbing.part.paths import pool_socket
-from plumbing.wire.blocking import BlockingClient
-from pool.messages import CATALOGUE, StatusMsg
+from plumbing.service.procfs import pids
+from pool.core.events import Order
 from tests.e2e.pods import AS_USERS_RUN_IT
+from tests.e2e.pools import WAIT_S, RunningPool, running_pool
 from tests.helpers import auntil
-from understudy.kubelet.runner import PodRunner
-from understudy.up.local_pod import LocalPod
-from understudy.up.pool_pod import prepare_pool
+from understudy.up.local_pod import program
+from understudy.up.ports import free_pod_ports
 from understudy.up.random_model import make_random_model
 
 # Two engines at rest and one KV cache fit; two KV caches do not. An engine of the reference backend
 # has some 55 MiB beside them.
 DEVICE_BYTES, CACHE_TOKENS = "600MiB", "600000"
-KV_BYTES = 300 << 20
-POOL_FILE = """
+RULES = "{min_runtime: 200ms, max_wait: 100ms, drain_timeout: {park: 50ms, cut: 60s}}"
+TWO = f"""
 devices: [HOST-0]
 margin: 0
-defaults: {{min_runtime: 200ms, max_wait: 100ms, drain_timeout: {{park: 50ms, cut: 60s}}}}
+defaults: {RULES}
 models:
   a: &model
     backend: reference
-    model: {model}
-    args: [--cache-tokens, {tokens}]
-    memory: {{weights: 1MiB, kv: {kv}, base: 64MiB}}
+    model: MODEL
+    args: [--cache-tokens, {CACHE_TOKENS}]
+    memory: {{weights: 1MiB, kv: 300MiB, base: 64MiB}}
   b: *model
 """
 PROMPTS = {"a": "one rainy day", "b": "the other one"}
 TOKENS = 300
 ASKED = 4  # by each client
 CLIENTS = 2  # of each model
-WAIT_S = 60.0
-
-
-class PoolOfTwo:
-    """The running pod."""
-
-    def __init__(self, directory: Path, runner: PodRunner, port: int) -> None:
-        self.directory, self.runner, self.port = directory, runner, port
-
-    def status(self) -> dict[str, Any]:
-        with BlockingClient(pool_socket(str(self.directory)), CATALOGUE) as client:
-            return dict(client.request(StatusMsg(), timeout_s=WAIT_S).message.document)
-
-    def answer(self, model: str) -> tuple[int, str]:
-        """The status and the text of one stream."""
-        asked = {"model": model, "prompt": PROMPTS[model], "max_tokens": TOKENS, "stream": True}
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)
-        connection.request(
-            "POST",
-            "/v1/completions",
-            json.dumps({**asked, "temperature": 0}),
-            {"Content-Type": "application/json"},
-        )
-        response = connection.getresponse()
-        lines = [line for line in response.read().decode().split("\n\n") if line]
-        connection.close()
-        assert lines[-1] == "data: [DONE]", lines[-1]
-        events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
-        return response.status, "".join(each["choices"][0]["text"] for each in events)
-
-    def incarnations(self) -> dict[str, str]:
-        """Of all engines, from their state files."""
-        return {
-            path.stem: json.loads(path.read_text())["engine"]["incarnation"]
-            for path in self.directory.glob("engine_*.json")
-        }
-
-
-@asynccontextmanager
-async def pool_of_two(directory: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[PoolOfTwo]:
-    for name, value in AS_USERS_RUN_IT.items():
-        monkeypatch.setenv(name, value)
-    model = await make_random_model(directory / "model")
-    path = directory / "pool.yaml"
-    path.write_text(POOL_FILE.format(model=model, tokens=CACHE_TOKENS, kv=KV_BYTES))
-    local = LocalPod(Path(), None, device_bytes=DEVICE_BYTES)
-    pod = await prepare_pool(local, path, 0, directory, print, is_drilled=True)
-    port = int(next(w for w in pod.containers[0].command if "service=" in w).rpartition(":")[2])
-    runner = PodRunner(pod.containers, directory / "log")
-    try:
-        await runner.start()
-        yield PoolOfTwo(directory, runner, port)
-    finally:
-        await runner.stop()
+LONG = 1000  # tokens of a stream that an engine dies in
 
 
 def test_models_that_do_not_fit_together_are_both_served_and_no_answer_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    """Method: clients of both models at once; the pool is killed meanwhile."""
+
     async def scenario() -> None:
-        async with pool_of_two(tmp_path, monkeypatch) as pod:
-            quiet = {model: await asyncio.to_thread(pod.answer, model) for model in PROMPTS}
-            assert {status for status, _ in quiet.values()} == {200}
+        async with running_pool(tmp_path, monkeypatch, TWO, DEVICE_BYTES) as pod:
+
+            def stream(model: str) -> str:
+                return pod.stream(model, PROMPTS[model], max_tokens=TOKENS)
+
+            quiet = {model: await asyncio.to_thread(stream, model) for model in PROMPTS}
             before = pod.incarnations()
-            seen: list[tuple[str, tuple[int, str]]] = []
+            seen: list[tuple[str, str]] = []
             half = threading.Event()
 
             def client(model: str) -> None:
                 for _ in range(ASKED):
-                    seen.append((model, pod.answer(model)))
+                    seen.append((model, stream(model)))
                     half.set()
 
             clients = [
@@ -130,12 +84,241 @@ def test_models_that_do_not_fit_together_are_both_served_and_no_answer_changes(
             await asyncio.to_thread(half.wait, WAIT_S)
             os.kill(pod.runner.pids()["pool"], signal.SIGKILL)
             await asyncio.gather(*clients)
-            assert [(model, each) for model, each in seen if each != quiet[model]] == []
+            assert [(model, text) for model, text in seen if text != quiet[model]] == []
             assert len(seen) == len(clients) * ASKED
             await auntil(lambda: pod.runner.restarts()["pool"] == 1, "the pool to be back")
             assert pod.incarnations() == before
-            states = {each["model"]: each["state"] for each in pod.status()["models"]}
+            states = pod.states()
             assert sorted(states) == ["a", "b"]
             assert [*states.values()].count("awake") <= 1, states
 
     asyncio.run(scenario())
+
+
+# Beside `b` there is room for one engine of `a` at rest, and not for two.
+SHADOW = f"""
+devices: [HOST-0]
+margin: 0
+defaults: {RULES}
+models:
+  a:
+    backend: reference
+    model: MODEL
+    args: [--cache-tokens, 200000]
+    memory: {{weights: 1MiB, kv: 100MiB, base: 64MiB}}
+    shadow: follows
+  b:
+    backend: reference
+    model: MODEL
+    args: [--cache-tokens, 400000]
+    memory: {{weights: 1MiB, kv: 200MiB, base: 64MiB}}
+"""
+
+
+@pytest.mark.slow
+def test_failover_needs_no_pool_and_a_shadow_gives_its_memory_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Method: the engine that serves is killed under streams while the pool is stopped, and again
+    while it is dead; then another model needs the shadow's memory, and gives it back."""
+
+    async def scenario() -> None:
+        async with running_pool(tmp_path, monkeypatch, SHADOW, "340MiB") as pod:
+            quiet = await asyncio.to_thread(pod.stream, "a", max_tokens=LONG)
+            for silenced in (stopped, dead):
+                await auntil(lambda: pod.in_state("standby", "a"), "the shadow")
+                (active,) = pod.in_state("active", "a")
+                with silenced(pod):
+                    begun = [threading.Event() for _ in range(CLIENTS)]
+                    streams = [
+                        asyncio.create_task(
+                            asyncio.to_thread(pod.stream, "a", begun=each, max_tokens=LONG)
+                        )
+                        for each in begun
+                    ]
+                    for each in begun:
+                        await asyncio.to_thread(each.wait, WAIT_S)
+                    os.kill(pod.model_process(active), signal.SIGKILL)
+                    assert await asyncio.gather(*streams) == [quiet] * CLIENTS
+            await auntil(lambda: pod.in_state("standby", "a"), "the shadow")
+            await asyncio.to_thread(pod.stream, "b", max_tokens=8)
+            assert len(pod.in_state("dead", "a")) == 1, pod.engines()
+            assert await asyncio.to_thread(pod.stream, "a", max_tokens=LONG) == quiet
+            await auntil(lambda: pod.in_state("standby", "a"), "the shadow to be back")
+
+    asyncio.run(scenario())
+
+
+@contextlib.contextmanager
+def stopped(pod: RunningPool) -> Iterator[None]:
+    """The pool, while this lasts."""
+    pid = pod.runner.pids()["pool"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def dead(pod: RunningPool) -> Iterator[None]:
+    """Killed, and no other one can start in the directory while this lasts."""
+    with open(pod.directory / "pool.lock", "rb+") as file:
+        os.kill(pod.runner.pids()["pool"], signal.SIGKILL)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+# `both` and `left` do not fit together on HOST-0, which is larger than HOST-1.
+UNEQUAL = f"""
+devices: [HOST-0, HOST-1]
+margin: 0
+defaults: {RULES}
+models:
+  both:
+    backend: reference
+    model: MODEL
+    tensor_parallel: 2
+    args: [--cache-tokens, 400000]
+    memory: {{weights: 1MiB, kv: 100MiB, base: 64MiB}}
+  left:
+    backend: reference
+    model: MODEL
+    devices: [HOST-0]
+    args: [--cache-tokens, 600000]
+    memory: {{weights: 1MiB, kv: 300MiB, base: 64MiB}}
+  right:
+    backend: reference
+    model: MODEL
+    devices: [HOST-1]
+    args: [--cache-tokens, 100000]
+    memory: {{weights: 1MiB, kv: 50MiB, base: 64MiB}}
+"""
+MIB = 1 << 20
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "array", "items": {"type": "integer"}, "minItems": 60}},
+    "required": ["a"],
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "seeded": {"max_tokens": 500, "temperature": 0.9, "seed": 7},
+    "penalised": {"max_tokens": 500, "presence_penalty": 0.7, "frequency_penalty": 0.4},
+    "stopped": {"max_tokens": 1500, "stop": ["qz", "Z!"]},
+    "regular": {"max_tokens": 400, "guided_regex": "([a-z]{3,8} ){60}[0-9]+"},
+    "json": {
+        "max_tokens": 400,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
+    },
+}
+
+
+@pytest.mark.slow
+def test_streams_of_all_kinds_are_parked_on_one_of_two_devices_and_end_as_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Goal: a model on both devices takes turns with one of them, and the third is left alone.
+    Method: all kinds of streams of the two at once."""
+
+    async def scenario() -> None:
+        async with running_pool(tmp_path, monkeypatch, UNEQUAL, (540 * MIB, 260 * MIB)) as pod:
+
+            async def stream(model: str, kind: str) -> str:
+                return await asyncio.to_thread(pod.stream, model, kind, **KINDS[kind])
+
+            asked = [(model, kind) for model in ("both", "left") for kind in KINDS]
+            quiet = [await stream(*each) for each in asked]
+            await asyncio.to_thread(pod.stream, "right", max_tokens=8)
+            began = {each["model"]: each["since"] for each in pod.status()["models"]}
+            turns = [asyncio.create_task(stream(*each)) for each in asked for _ in range(CLIENTS)]
+            await asyncio.to_thread(pod.stream, "right", max_tokens=TOKENS)
+            found = await asyncio.gather(*turns)
+            assert found == [text for text in quiet for _ in range(CLIENTS)]
+            after = {each["model"]: each["since"] for each in pod.status()["models"]}
+            assert {each for each in after if after[each] != began[each]} == {"both", "left"}
+            assert pod.states()["right"] == "awake"
+
+    asyncio.run(scenario())
+
+
+STARTED = f"""
+listen: 127.0.0.1:PORT
+devices: [HOST-0]
+margin: 0
+defaults: {RULES}
+models:
+  good: {{backend: reference, model: MODEL, args: [--cache-tokens, 1000], preload: true}}
+  broken: {{backend: reference, model: BROKEN, args: [--cache-tokens, 1000]}}
+"""
+
+
+@pytest.mark.slow
+def test_pod_that_is_stopped_leaves_nothing_behind_and_the_next_one_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Method: `understudy up --pool` with a model whose file is cut off; Ctrl-C; again, with the
+    file repaired. An order is kept, a fault is not."""
+
+    async def scenario() -> None:
+        async with started(tmp_path, monkeypatch) as (pod, model):
+            await auntil(lambda: pod.states()["good"] == "awake", "the model to be loaded")
+            status, body = await asyncio.to_thread(pod.ask, "broken", max_tokens=8)
+            assert (status, json.loads(body)["error"]["code"]) == (503, "pool.failed")
+            assert "model.safetensors: it is truncated" in body
+            await asyncio.to_thread(pod.stream, "good", max_tokens=8)
+            pod.order("good", Order.PIN)
+        shutil.copy(model / "model.safetensors", tmp_path / "broken")
+        async with started(tmp_path, monkeypatch) as (pod, _):
+            await auntil(lambda: pod.states()["good"] == "awake", "the model to be loaded")
+            assert {each["model"]: each["pinned"] for each in pod.status()["models"]} == {
+                "good": True,
+                "broken": False,
+            }
+            assert pod.states()["broken"] == "cold"
+            await asyncio.to_thread(pod.stream, "broken", max_tokens=8)
+
+    asyncio.run(scenario())
+
+
+@asynccontextmanager
+async def started(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[RunningPool, Path]]:
+    """A pod that a user has started, and stops with Ctrl-C; and its model."""
+    for name, value in AS_USERS_RUN_IT.items():
+        monkeypatch.setenv(name, value)
+    model, broken = await make_random_model(directory / "model"), directory / "broken"
+    if not broken.exists():
+        shutil.copytree(model, broken)
+        os.truncate(broken / "model.safetensors", 100_000)
+    ports, home, file = free_pod_ports(has_pool=True), directory / "pod", directory / "pool.yaml"
+    text = STARTED.replace("MODEL", str(model)).replace("BROKEN", str(broken))
+    file.write_text(text.replace("PORT", str(ports.service)))
+    flags = [f"{flag}={port}" for flag, port in ports.by_flag() if flag != "--service-port"]
+    command = [*program("understudy"), "up", "--pool", str(file), "--dir", str(home), *flags[:-1]]
+    said = directory / "said"
+    with said.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output)  # noqa: ASYNC220 - it is stopped below
+    try:
+        await auntil(
+            lambda: "Ctrl-C stops the pod" in said.read_text() or process.poll() is not None,
+            "the pod's welcome",
+            WAIT_S,
+        )
+        yield RunningPool(home, ports.service), model
+        process.send_signal(signal.SIGINT)
+        assert await asyncio.to_thread(process.wait, WAIT_S) == 0, said.read_text()[-2000:]
+    finally:
+        process.kill()
+        process.wait()
+    await auntil(lambda: not processes_of(home), "all processes to be gone")
+    assert [*home.glob("*.sock")] == []
+
+
+def processes_of(directory: Path) -> list[int]:
+    """Those that were told of it."""
+    found = []
+    for pid in pids():
+        with contextlib.suppress(OSError):
+            if str(directory).encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
