@@ -66,6 +66,7 @@ class Law(Books):
                 return
             is_again = effect.goal is last.goal and last.generation.start == now.start
             assert not is_again, f"P10: {effect.engine} is told {effect.goal} again and again"
+        self.knows_enough(effect, last)
         self.last[effect.engine] = effect
         self.goals.setdefault(effect.engine, []).append(effect)
         engine = self.world.engines[effect.engine]
@@ -77,6 +78,18 @@ class Law(Books):
             self.killed.discard(effect.engine)
         elif effect.goal is not Tier.AWAKE and engine.state is State.ACTIVE:
             self.rests(engine)
+
+    def knows_enough(self, effect: TellEngine, last: TellEngine | None) -> None:
+        """P13: a pool that has just started lowers no goal of a model before it has heard each of
+        its engines, unless somebody orders it to."""
+        model = self.world.engines[effect.engine].model
+        is_lower = last is not None and RANK[effect.goal] < RANK[last.goal]
+        is_on_file = self.is_first_step  # said again, as a pool before this one has decided it
+        is_asked = model in self.orders or effect.engine in self.killed
+        if is_lower and not is_asked and not is_on_file:
+            assert not self.is_unheard(model), (
+                f"P13: {effect.engine} is told {effect.goal} before all of {model} has been heard"
+            )
 
     def rests(self, engine: Engine) -> None:
         """P5: an engine that serves is told to rest, and rests, only when nobody can send it
@@ -230,6 +243,7 @@ class Law(Books):
 
     def check(self) -> None:
         """After every step of the pool."""
+        self.is_first_step = False
         for name, device in self.world.devices.items():
             assert device.used_bytes <= device.total_bytes, f"P2: {name} holds too much"
 

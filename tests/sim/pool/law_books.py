@@ -41,6 +41,7 @@ class Books:
         self.demand: dict[str, dict[str, ModelDemand]] = {}
         self.sizes: dict[str, EngineSizes] = dict(world.estimates)
         self.unheard: set[str] = set()  # engines
+        self.is_first_step = True
         self.asked: dict[str, LeaseAsked] = {}
         self.orders: dict[str, float] = {}  # when a model was last ordered about
         self.pinned = {name for name, rules in world.rules.items() if rules.is_pinned}
@@ -59,6 +60,7 @@ class Books:
 
     def pool_started(self) -> None:
         self.starts += 1
+        self.is_first_step = True
         self.demand.clear()
         self.asked.clear()
         self.outside.clear()
@@ -85,7 +87,7 @@ class Books:
                     self.goals[event.engine] = [
                         order for order in told if not order.generation.is_older(event.goal_seen)
                     ]
-            case EngineDead():
+            case EngineDead() if event.incarnation:  # else nobody has died: it is an answer
                 self.faulted.add(self.world.engines[event.engine].model)
             case Ordered():
                 self.orders[event.model] = self.world.timeline.now_ms

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from engine.core.events import State
 from plumbing.part.tier import Tier
-from pool.core import hearing, machine, planning, recovery, tickets, victims, views
+from pool.core import hearing, machine, planning, policy, recovery, tickets, victims, views
 from pool.core.books import Books
 from pool.core.demand import Demand
 from pool.core.events import EngineSaid, TicketKind
@@ -23,6 +23,7 @@ from pool.core.known import KnownEngine, KnownModel
 from pool.core.machine import ModelPool
 from pool.core.situation import PoolSituation
 from pool.core.states import EntryKey, EntryKind, ModelState
+from tests.sim.pool import scenes
 from tests.sim.pool.engine import Engine
 from tests.sim.pool.gateway import Child, Lane
 
@@ -37,6 +38,7 @@ class Rule:
     caught: str
     seed: int = 0  # of a schedule that shows it
     is_saturated: bool = False  # seen in the saturated world
+    scene: Callable[[], None] | None = None  # that needs it
 
     @property
     def name(self) -> str:
@@ -177,6 +179,21 @@ def no_protection(patch: Patch) -> None:
     patch.setattr(planning, "view_of", view_of)
 
 
+def plan_kept_for_a_gone_head(patch: Patch) -> None:
+    """Who has once had a ticket is made room for, though its client has left."""
+    real = views.view_of
+
+    def view_of(known: KnownModel, ticket: Any, demand: Demand, *args: Any, **options: Any) -> Any:
+        kept = vars(demand).setdefault("kept", {})
+        if known.model.state is ModelState.AWAKE or options["is_blind"]:
+            kept.pop(known.name, None)
+        elif ticket is not None:
+            kept[known.name] = ticket
+        return real(known, ticket or kept.get(known.name), demand, *args, **options)
+
+    patch.setattr(planning, "view_of", view_of)
+
+
 # -------------------------------------------------------------------------------------- P10 to P13
 
 
@@ -216,6 +233,29 @@ def a_shadow_is_told_warm(patch: Patch) -> None:
     patch.setattr(KnownModel, "goal_of", goal_of)
 
 
+def floors_are_not_to_be_taken(patch: Patch) -> None:
+    """A model that waits keeps what it holds: two that hold weights wait for each other's."""
+    real = victims._candidate
+
+    def candidate(head: Any, names: Any, model: Any, *args: Any) -> Any:
+        is_floor = model.state is ModelState.PENDING
+        return None if is_floor else real(head, names, model, *args)
+
+    patch.setattr(victims, "_candidate", candidate)
+
+
+def recovery_by_deadline(patch: Patch) -> None:
+    """A restarted pool takes what it has not heard of for gone."""
+    real = recovery.recover
+
+    def recover(pool: PoolSituation, known: KnownModel) -> None:
+        if not known.is_unknown:
+            known.model.is_recovering = False
+        real(pool, known)
+
+    patch.setattr(machine, "recover", recover)
+
+
 def saved_behind_what_is_told(patch: Patch) -> None:
     """The file is written after its effects."""
     real = ModelPool.handle
@@ -251,6 +291,14 @@ def parked_streams_are_no_ticket(patch: Patch) -> None:
     )
 
 
+def first_fit(patch: Patch) -> None:
+    """Whoever fits is raised, into room that a head waits for as well."""
+    real = policy._Planner._raises
+    patch.setattr(
+        policy._Planner, "_raises", lambda self, claim, room: real(self, claim, self.free)
+    )
+
+
 def applied_in_part_then_refused(patch: Patch) -> None:
     """A wrong word of an engine is taken in before it is judged."""
     real = hearing._engine
@@ -272,16 +320,24 @@ RULES = [
     Rule(requeued_twice, "P3|two tickets|ends twice|waits and runs", 100),
     Rule(awake_without_the_lock, "P4:"),
     Rule(the_engines_count_alone, "P5:", 100),
-    Rule(protection_from_the_first_request, "P6:", 1152),
+    Rule(protection_from_the_first_request, "P6:", 21),
     Rule(pinned_yields, "P6: pinned", 800),
     Rule(yield_only_when_idle, "P7:|P11:", 637),
-    Rule(requeued_at_old_age, "P7:|P15:", is_saturated=True),
+    Rule(requeued_at_old_age, "P7:|P15:", 5, is_saturated=True),
     Rule(no_protection, "P8:", is_saturated=True),
+    Rule(plan_kept_for_a_gone_head, "P9:", scene=scenes.a_client_leaves_while_its_model_waits),
     Rule(a_raise_per_request, "P10:"),
+    Rule(
+        floors_are_not_to_be_taken,
+        "P11:",
+        scene=scenes.two_models_hold_weights_and_wait_for_each_other,
+    ),
     Rule(the_shadow_asks_the_pool, "P12:", 359),
     Rule(a_shadow_is_told_warm, "P12:"),
+    Rule(recovery_by_deadline, "P13:", scene=scenes.the_pool_dies_while_a_model_rests),
     Rule(saved_behind_what_is_told, "P14:", 140),
     Rule(starts_are_not_counted, "P14:", 140),
     Rule(parked_streams_are_no_ticket, "P11:|P15:|P7:", 294),
     Rule(applied_in_part_then_refused, "P16:", 350),
+    Rule(first_fit, "P17:", scene=scenes.a_small_model_comes_while_another_makes_room),
 ]

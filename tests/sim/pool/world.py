@@ -42,6 +42,7 @@ SPANS_MS = {
     "link": (0, 300),
     "restart": (200, 4000),
 }
+TWO_GATEWAYS = 5  # of eight trunks: one drains while its successor serves, say
 SLOW = 0.04  # of all steps in a world that is not calm: beyond any budget
 HORIZON_MS = 240_000.0
 
@@ -53,7 +54,7 @@ class Shape:
         self.is_calm = is_calm
         self.models = models or (1, 2, 2, 3, 3, 4, 6)[int(rng.random() * 7)]
         self.devices = (1, 1, 1, 2, 3)[int(rng.random() * 5)]
-        self.gateways = 1  # a pod has one; another one comes only after its death
+        self.gateways = 1
         self.children = 1 + (rng.random() < 0.4)
         self.has_host = rng.random() < 0.6
         self.has_outside = not is_calm and rng.random() < 0.25
@@ -69,6 +70,7 @@ class World:
     def __init__(self, seed: int, shape: Shape | None = None) -> None:
         self.rng = rng = random.Random(seed)
         self.shape = shape = shape or Shape(rng, is_calm=seed % 3 == 0)
+        shape.gateways = max(shape.gateways, 1 + (seed % 8 == TWO_GATEWAYS))
         self.is_calm, self.has_unparkable = shape.is_calm, shape.has_unparkable
         self.timeline = Timeline(rng, shape.lateness)
         self.era, self.tokens, self.numbers, self.eras = "locks", 0, 0, 0
