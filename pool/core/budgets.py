@@ -43,6 +43,11 @@ def deadline_ms(known: KnownModel) -> float | None:
             return model.since_ms + load_budget_ms(known)
         case ModelState.WAKING:
             return model.since_ms + budget_ms(known.costs.waking_ms(model.floor))
+        case ModelState.DRAINING if known.is_unload_ordered and model.running is not Running.CUT:
+            # Nobody waits for a next turn in which parked streams would go on: they may finish.
+            is_over = model.running is Running.PARK
+            finish_ms = 0.0 if is_over else rules.cut_ms
+            return None if finish_ms is None else model.since_ms + finish_ms
         case ModelState.DRAINING if model.running is Running.FINISH:
             return model.since_ms + rules.park_ms
         case ModelState.DRAINING if model.running is Running.PARK:

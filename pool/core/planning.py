@@ -249,7 +249,7 @@ def _decide_lease(pool: PoolSituation, name: str, decision: Decision) -> None:
         case Never():
             del pool.leases[name]
             pool.is_lease_changed = True
-            pool.say(ev.RefuseLease(name, "pool.no_room", f"lease {name}: {decision.why}"))
+            pool.say(ev.RefuseLease(name, "pool.no_room", decision.why))
 
 
 def _lease_waits(pool: PoolSituation, name: str, lease: PoolLease, why: str) -> None:

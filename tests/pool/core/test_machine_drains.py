@@ -88,6 +88,24 @@ def test_streams_are_parked_then_the_rest_is_cut_then_the_engine_is_killed():
     assert kills[0].generation.is_older(goals[-1].generation)
 
 
+def test_model_that_is_unloaded_finishes_its_streams_instead_of_parking_them():
+    """They would be parked for a turn that does not come."""
+    pod = Pod(total_bytes=1300 * MIB).start()
+    pod.ask("a")
+    pod.settle()
+    pod.in_flight["a"] = pod.supervisors["a0"].in_flight = 1
+    pod.obey_goals()
+    pod.say_demand()
+    pod.handle(ev.Ordered("a", ev.Order.UNLOAD))
+    pod.tick(29_999)
+    assert pod.doors["a"].door.running is ev.Running.FINISH
+    pod.tick(1)
+    assert pod.doors["a"].door.running is ev.Running.CUT
+    end_requests(pod)
+    pod.settle()
+    assert pod.state("a") is S.COLD
+
+
 def test_requests_that_cannot_be_parked_are_waited_for_where_they_may_not_be_cut():
     pod = yielding(cut_ms=None)
     pod.tick(2_000)

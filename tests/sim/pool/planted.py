@@ -337,7 +337,7 @@ RULES = [
     Rule(recovery_by_deadline, "P13:", scene=scenes.the_pool_dies_while_a_model_rests),
     Rule(saved_behind_what_is_told, "P14:", 140),
     Rule(starts_are_not_counted, "P14:", 140),
-    Rule(parked_streams_are_no_ticket, "P11:|P15:|P7:", 294),
+    Rule(parked_streams_are_no_ticket, "P11:|P15:|P7:", 532),
     Rule(applied_in_part_then_refused, "P16:", 350),
     Rule(first_fit, "P17:", scene=scenes.a_small_model_comes_while_another_makes_room),
 ]
