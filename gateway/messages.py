@@ -31,6 +31,11 @@ CHANNEL_FRAME_BYTES_MAX = 4 << 20
 CHANNEL_ENV = "UNDERSTUDY_CHANNEL"  # the number of the child's end of the channel
 
 INT64_MAX = 2**63 - 1
+# The refusals that a larger limit would have spared; the others are the client's own.
+LIMITS = (
+    *("headers_too_large", "request_too_large", "request_timeout", "too_many_pipelined"),
+    "overloaded",
+)
 # What a pool answers where there is no room or no time for a request; counted as limits.
 POOL_LIMITS = ("pool.queue_full", "pool.not_awake", "pool.busy", "pool.cut")
 BEAT_MS = 500  # a child beats at least this often; six of them fit into the 3 s of silence allowed

@@ -22,6 +22,7 @@ from gateway.core.events import (
 )
 from gateway.messages import (
     ADDED_BUCKETS_S,
+    LIMITS,
     PAUSE_BUCKETS_S,
     POOL_LIMITS,
     GatewayEventMsg,
@@ -38,13 +39,6 @@ from plumbing.hop import Continuation
 access_logger = logging.getLogger("gateway.access")
 
 PATH_CHARS_MAX = 256  # of a path in the access log
-# The refusals that a larger limit would have spared; the others are the client's own.
-LIMITS = (
-    *("headers_too_large", "request_too_large", "request_timeout", "too_many_pipelined"),
-    "overloaded",
-)
-
-
 EXPIRED = ("pool.not_awake", "pool.busy", "gateway.park_timeout")
 CUT = "pool.cut"
 

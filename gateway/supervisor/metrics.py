@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 from gateway.core.events import Ending
 from gateway.messages import (
     ADDED_BUCKETS_S,
+    LIMITS,
     PAUSE_BUCKETS_S,
     POOL_LIMITS,
     Distribution,
@@ -96,7 +97,8 @@ class _Children(Collector):
         limits = CounterMetricFamily(
             _name("limit_hits"), "Number of times a limit was reached, by limit.", labels=["limit"]
         )
-        known = dict.fromkeys(POOL_LIMITS, 0) if self._gateway.pool.models else {}
+        names = (*LIMITS, *(POOL_LIMITS if self._gateway.pool.models else ()))
+        known = dict.fromkeys(names, 0)
         for limit, count in sorted((known | dict(totals.limits)).items()):
             limits.add_metric([limit], count)
         yield limits
