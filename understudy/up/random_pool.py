@@ -11,17 +11,18 @@ from pathlib import Path
 
 from understudy.up.random_model import make_random_model
 
-# An engine has some 55 MiB, and this many tokens of its cache 196 MiB: all engines at rest and the
-# KV memory of one model fit, and where the third model is cold, that of two.
+# An engine has some 55 MiB, and this many tokens of its cache 199 MiB: all engines at rest and the
+# KV memory of one model fit. That of two never does, or each switch would be a load of the third.
 CACHE_TOKENS, MEMORY = 400_000, "{weights: 1MiB, kv: 196MiB, base: 64MiB}"
-DEVICE_BYTES = 560 << 20
+TOKEN_INTERVAL_MS = 6  # streams outlast a turn, and the machine is left to the switches
+DEVICE_BYTES = 480 << 20
 POOL_FILE = """\
 devices: [HOST-0]
 host_memory: 256MiB
 margin: 0
 defaults:
   backend: reference
-  args: [--cache-tokens, {tokens}]
+  args: [--cache-tokens, {tokens}, --token-interval-ms, {interval_ms}]
   min_runtime: 500ms
   max_wait: 200ms
   drain_timeout: {{park: 200ms, cut: 60s}}
@@ -44,6 +45,7 @@ async def make_random_pool(directory: Path) -> Path:
         )
     )
     path = directory / "pool.yaml"
-    text = POOL_FILE.format(directory=models, tokens=CACHE_TOKENS, memory=MEMORY)
+    numbers = {"tokens": CACHE_TOKENS, "memory": MEMORY, "interval_ms": TOKEN_INTERVAL_MS}
+    text = POOL_FILE.format(directory=models, **numbers)
     path.write_text(text, encoding="utf-8")
     return path

@@ -30,6 +30,7 @@ from understudy.kubelet.runner import PodRunner
 from understudy.status.gather import gateway_part, lockserver_part, status_of
 
 START_DEADLINE_S = 120.0  # until gateway, pool and engines have found one another
+LEARNED_AT_ONCE = 5
 SILENCE_S = 330.0  # longer than a ticket waits in the gateway by default, which ends in an answer
 SWITCHES_DEADLINE_S = 120.0  # for the next one: turns take seconds
 CLIENTS_MIN = 2  # of each model: one that streams for longer than a turn, one that asks anew
@@ -87,12 +88,20 @@ class PoolDrill:
         target = Target("127.0.0.1" if host in ("", "0.0.0.0", "::") else host, int(port))
         for model in self.records.models:
             began_ms = clock.now_ms()
-            bank = pool_prompts(model)
-            self._prompts[model], answers = await learn_answers(target, bank, len(bank))
-            self.records.base.expected |= answers
+            self._prompts[model] = await self._learn(target, pool_prompts(self.backend, model))
             took = duration(clock.now_ms() - began_ms)
-            self._say(f"{model}: {len(answers)} answers learned in {took}")
+            self._say(f"{model}: {len(self._prompts[model])} answers learned in {took}")
         return target
+
+    async def _learn(self, target: Target, bank: list[Prompt]) -> list[Prompt]:
+        """Those that can be used. The reference backend computes each request alike, whatever runs
+        beside it."""
+        at_once = 1 if self.backend == "vllm" else LEARNED_AT_ONCE
+        parts = [bank[number::at_once] for number in range(at_once)]
+        learned = await asyncio.gather(*(learn_answers(target, each, len(each)) for each in parts))
+        for _, answers in learned:
+            self.records.base.expected |= answers
+        return [each for each in bank if each.key in self.records.base.expected]
 
     async def run(self, target: Target) -> None:
         """All kills and switches under load. Raises what ended it early; `records` is valid."""

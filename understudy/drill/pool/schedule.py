@@ -22,7 +22,7 @@ from understudy.drill.pool.records import (
     SHADOW,
     process_of,
 )
-from understudy.drill.prompts import varied_prompts
+from understudy.drill.prompts import bank_of
 from understudy.drill.records import (
     GATEWAY,
     GATEWAY_CHILD,
@@ -35,7 +35,7 @@ from understudy.drill.records import (
     base_targets,
 )
 
-LONG_STREAM_TOKENS = 400  # longer than a turn with streams beside it: it is parked, and resumes
+LONG_STREAM_TOKENS = 160  # longer than a turn with streams beside it: it is parked, and resumes
 # In the body of a stream that outlasts its model's turn.
 LONG_KINDS: Mapping[str, Mapping[str, Any]] = {
     "stream": {},
@@ -91,12 +91,13 @@ def kill_order(
                 yield target, phase
 
 
-def pool_prompts(model: str) -> list[Prompt]:
+def pool_prompts(backend: str | None, model: str) -> list[Prompt]:
     """Short and long streams, whole answers, and the state that must survive a pause; their keys
     name the model."""
-    mixed = varied_prompts(model)
+    mixed = bank_of(backend, model, is_long=False)
     common = {**mixed[0].body, "max_tokens": LONG_STREAM_TOKENS, "ignore_eos": True}
-    long = [Prompt(name, mixed[0].path, {**common, **more}) for name, more in LONG_KINDS.items()]
+    kinds = LONG_KINDS if backend != "vllm" else {"stream": {}}  # as in `bank_of`
+    long = [Prompt(name, mixed[0].path, {**common, **more}) for name, more in kinds.items()]
     whole = Prompt("whole-stream", mixed[0].path, {**common, "stream": False})
     return [
         Prompt(f"{model}/{each.key}", each.path, each.body)
