@@ -26,7 +26,7 @@ from engine.backends.vllm.kv import INSTALL_ENV as KEEP_KV_ENV
 from engine.backends.vllm.kv import audit, facts
 from engine.backends.vllm.kv_size import check_holds_a_sequence
 from engine.backends.vllm.resume import INSTALL_ENV
-from engine.backends.vllm.worker import weights
+from engine.backends.vllm.worker import spinning, weights
 from engine.backends.vllm.worker.answers import Answer, answering, reporting
 from engine.backends.vllm.worker.kv_arena import AddressRange, Backing, KVArena
 from engine.backends.vllm.worker.kv_lease import Lending, RankLease, lending_of
@@ -215,6 +215,7 @@ class ParkingWorker(OffloadingWorker):
     def understudy_join(self, token: int) -> Answer:
         """Hold the serving file, before any rank maps KV memory under `token`."""
         membership.join_serving(token)
+        spinning.resume()
         return {}
 
     @answering
@@ -277,6 +278,7 @@ class ParkingWorker(OffloadingWorker):
         else:
             self._lease.give_up(GIVE_UP_S)
         membership.leave_serving()
+        spinning.stop()
         return {"kv_resident_bytes": resident_bytes}
 
     @answering
