@@ -30,22 +30,22 @@ from hack.bench_pool.peers import PEERS, PeerRun, run_peers
 from hack.bench_pool.plan import PARTS, SCENARIOS, Plan, plan_of
 from hack.bench_pool.pods import BACKENDS, Interrupted
 from plumbing.errors import UnderstudyError, UsageError
-from plumbing.service.cli import INTERRUPTED, fail, run_async
+from plumbing.service.cli import fail, run_async
 from plumbing.service.signals import SignalInbox
 
 
 async def everything(
     plan: Plan, only: tuple[str, ...], peers: tuple[str, ...], llama_server: str | None, base: Path
-) -> dict[str, Any] | None:
-    """None: interrupted."""
-    inbox = SignalInbox()
+) -> dict[str, Any]:
+    """All figures; a signal ends it early, with those that there are."""
+    inbox, found = SignalInbox(), dict[str, Any]()
     ours = Ours(plan, base, inbox, _say)
     try:
         for name in only:
             await ours.run(name)
         found = await run_peers(peers, PeerRun(plan, only, base, llama_server, _say))
     except Interrupted:
-        return None
+        ours.problems.append("interrupted by a signal; what is missing was not measured")
     finally:
         inbox.close()
     return report.document(plan, ours.found, ours.problems, found)
@@ -88,12 +88,10 @@ def main() -> None:
     except UnderstudyError as error:
         fail(error)
     finally:
-        if found is None or found["passed"]:
+        if found is not None and found["passed"]:
             shutil.rmtree(base, ignore_errors=True)
         else:
             _say(f"the logs of all parts are kept in {base}")
-    if found is None:
-        sys.exit(INTERRUPTED)
     print(json.dumps(found, indent=1) if flags.json else "\n".join(report.lines(found)))
     for problem in found["problems"]:
         _say(f"problem: {problem}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,12 +43,12 @@ WHOLE = {
 
 
 def write_gguf(path: Path, seed: int) -> None:
-    """Write the random model of `seed`; its checkpoint stays beside it."""
-    checkpoint = path.with_suffix("")
-    write_random_model(str(checkpoint), seed=seed)
-    keys = json.loads((checkpoint / "config.json").read_text())
-    generation = json.loads((checkpoint / "generation_config.json").read_text())
-    config = parse_config(keys, generation, str(checkpoint))
+    """Write the random model of `seed`."""
+    with tempfile.TemporaryDirectory() as checkpoint:
+        write_random_model(checkpoint, seed=seed)
+        keys = json.loads(Path(checkpoint, "config.json").read_text())
+        generation = json.loads(Path(checkpoint, "generation_config.json").read_text())
+    config = parse_config(keys, generation, str(path))
     tensors = {_name(name): each for name, each in random_weights(config, seed).items()}
     with path.open("wb") as file:
         file.write(b"".join(_head(_values(keys), tensors)))

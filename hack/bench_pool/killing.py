@@ -64,8 +64,9 @@ async def in_each_phase(pool: BenchedPool, plan: Plan, say: Say) -> Figures:
     a, b = pool.models[:2]
     await pool.learn([pool.long[a]])
     found: dict[str, Killed] = {}
+    names = plan.s7_only or tuple(await processes(pool))
     for phase in plan.s7_phases:
-        for name in plan.s7_only or await processes(pool):
+        for name in names:
             say(f"S7: {name} while {a if phase in OF_VICTIM else b} is {phase}")
             into = found.setdefault(name, Killed())
             try:
@@ -95,8 +96,6 @@ async def _one(pool: BenchedPool, phase: str, name: str, into: Killed) -> None:
             await pool.watch.until_state(b, "cold", began_ms)
     await pool.ask(pool.short[a])
     pid = (await processes(pool)).get(name)
-    if pid is None:  # an engine that is cold has no backend
-        return
     began_ms = clock.now_ms()
     asked = [asyncio.create_task(pool.ask(pool.long[a], ANSWER_S))]
 
@@ -107,6 +106,8 @@ async def _one(pool: BenchedPool, phase: str, name: str, into: Killed) -> None:
     asked.append(asyncio.create_task(pool.ask(pool.short[b], ANSWER_S)))
     who = a if phase in OF_VICTIM else b
     await pool.watch.until_state(who, phase, began_ms)
+    if pid is None:  # of an engine that was cold
+        pid = await _appears(pool, name)
     killed_ms = clock.now_ms()
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
@@ -116,6 +117,22 @@ async def _one(pool: BenchedPool, phase: str, name: str, into: Killed) -> None:
     into.outcomes += [pool.outcome(each).value for each in answers]
     into.faults += [f"{phase}: {each}" for each in pool.faults(answers)]
     into.in_phase += _was_in(pool, who, phase, began_ms, killed_ms)
+
+
+async def _appears(pool: BenchedPool, name: str) -> int:
+    """Its pid, once it runs.
+
+    Raises:
+        WaitTimeoutError: `bench.late`.
+    """
+    found = dict[str, int]()
+
+    async def missing() -> str:
+        found.update(await processes(pool))
+        return "" if name in found else f"only {', '.join(found)}"
+
+    await until(missing, name, ANSWER_S, BACK_POLL_S)
+    return found[name]
 
 
 def _was_in(pool: BenchedPool, who: str, phase: str, began_ms: float, killed_ms: float) -> bool:

@@ -38,9 +38,9 @@ async def run(
         where = "no --llama-server was given" if server is None else f"{server} cannot be run"
         text = f"{where}; docs/pool.md says how it is built from a source package"
         raise UsageError("bench.no_llama_server", text)
-    base.mkdir()
+    (base / "models").mkdir(parents=True)
     for number, name in enumerate(MODELS):
-        await asyncio.to_thread(write_gguf, base / f"{name}.gguf", number)
+        await asyncio.to_thread(write_gguf, base / "models" / f"{name}.gguf", number)
     _, told, errors = await output_of(server, "--version", timeout_s=VERSION_S)
     version = (told + errors).strip().splitlines()[:1]
     found: Figures = {"version": version, "scenarios": {}}
@@ -58,7 +58,7 @@ async def run(
 async def _scenario(server: str, base: Path, plan: Plan, name: str) -> Figures:
     (port,) = free_ports(1)
     command = (
-        *(server, "--models-dir", str(base), "--models-max", "1", "--host", "127.0.0.1"),
+        *(server, "--models-dir", str(base / "models"), "--models-max", "1", "--host", "127.0.0.1"),
         *("--port", str(port), "--ctx-size", str(4 * 2048), "--parallel", "4"),
     )
     startup = quick_startup(f"http://127.0.0.1:{port}/health", START_S)

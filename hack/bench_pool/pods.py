@@ -119,8 +119,9 @@ class BenchedPool(Program):
         found = (await self.status())["models"]
         return next(dict(each) for each in found if each["model"] == model)
 
-    async def bound_s(self, model: str) -> float | None:
-        bound_ms = (await self.of(model))["bound_ms"]
+    async def bound_s(self, model: str, kind: str = "bound_ms") -> float | None:
+        """How long a request can wait; `measured_bound_ms`: if every step takes what it took."""
+        bound_ms = (await self.of(model))[kind]
         return None if bound_ms is None else bound_ms / 1000
 
     async def change(self, setting: str, value: str | None, model: str | None = None) -> None:

@@ -47,6 +47,7 @@ async def through_streams(pool: BenchedPool, plan: Plan) -> Figures:
         "stream_s": round(max((_lasted_s(each) for each in exchanges), default=0.0), 1),
         "longest_pause_s": pause_s,
         "bound_s": min(bounds, default=None),
+        "measured_bound_s": await pool.bound_s(pool.models[0], "measured_bound_ms"),
         "longest_of_bound": round(pause_s / min(bounds), 4) if bounds else None,
         "serving_share": round(share, 4),
         "switches_per_s": round(1000 * plan.s5_switches / (ended_ms - began_ms), 2),

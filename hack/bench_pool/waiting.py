@@ -66,6 +66,7 @@ async def saturated_pool(pool: BenchedPool, plan: Plan) -> Figures:
     return {
         **found,
         "bound_s": bound_s,
+        "measured_bound_s": await pool.bound_s(b, "measured_bound_ms"),
         "longest_of_bound": round(longest_s / bound_s, 4) if bound_s else None,
     }
 
