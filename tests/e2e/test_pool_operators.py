@@ -25,7 +25,8 @@ from plumbing.wire.blocking import BlockingClient
 from pool.messages import CATALOGUE, SetMsg
 from tests.browser import Tab, needs_chromium, tab
 from tests.e2e import json_page
-from tests.e2e.test_pool import PoolOfTwo, pool_of_two
+from tests.e2e.pools import RunningPool, running_pool
+from tests.e2e.test_pool import DEVICE_BYTES, TWO
 from tests.helpers import until
 from understudy.doctor.checks import document, examine
 from understudy.doctor.probe import look
@@ -50,14 +51,15 @@ def test_every_surface_shows_who_is_awake_who_waits_and_who_holds_what(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     async def main() -> None:
-        async with pool_of_two(tmp_path / "pod", monkeypatch) as pod, tab(tmp_path) as page:
+        made = running_pool(tmp_path / "pod", monkeypatch, TWO, DEVICE_BYTES)
+        async with made as pod, tab(tmp_path) as page:
             await scenario(pod, page)
 
     (tmp_path / "pod").mkdir(mode=0o700)
     asyncio.run(main())
 
 
-async def scenario(pod: PoolOfTwo, page: Tab) -> None:
+async def scenario(pod: RunningPool, page: Tab) -> None:
     lockserver = pod.port + 1  # free ports are consecutive, in the order of `Ports`
     gms, gateway, pool = lockserver + 1, lockserver + 2, lockserver + 3
     await page.go(f"http://127.0.0.1:{lockserver}/ui?gms={gms}&gateway={gateway}&pool={pool}")
@@ -65,7 +67,7 @@ async def scenario(pod: PoolOfTwo, page: Tab) -> None:
     await page.wait("document.querySelectorAll('#cards .card').length === 4")
     assert set(await cards(page)) == {"a", "b", "gateway", "pool"}
 
-    await asyncio.to_thread(pod.answer, "a")
+    await asyncio.to_thread(pod.ask, "a")
     await asyncio.to_thread(set_of_a, pod, "1h")
     view = await gather(pod.directory)
     (model,) = [
@@ -75,9 +77,9 @@ async def scenario(pod: PoolOfTwo, page: Tab) -> None:
     ]
     os.kill(model, signal.SIGSTOP)
     try:
-        running = asyncio.create_task(asyncio.to_thread(pod.answer, "a"))
+        running = asyncio.create_task(asyncio.to_thread(pod.ask, "a"))
         await page.wait("models.some((each) => each.model === 'a' && each.in_flight)")
-        waiting = asyncio.create_task(asyncio.to_thread(pod.answer, "b"))
+        waiting = asyncio.create_task(asyncio.to_thread(pod.ask, "b"))
         await page.wait(f"{PLAN}.includes('is protected for')")
         assert (await cards(page))["a"] == "awake"
         assert "a awake since" in await page.evaluate(TIMELINE)
@@ -98,7 +100,7 @@ async def scenario(pod: PoolOfTwo, page: Tab) -> None:
     assert page.hosts() == {"127.0.0.1"}
 
 
-async def look_elsewhere(pod: PoolOfTwo, port: int) -> None:
+async def look_elsewhere(pod: RunningPool, port: int) -> None:
     """What `status`, `events`, `doctor` and the pool's metrics say at the same time."""
     view = await gather(pod.directory)
     text = "\n".join(lines(view, datetime.now(UTC)))
@@ -121,7 +123,7 @@ async def look_elsewhere(pod: PoolOfTwo, port: int) -> None:
     assert await asyncio.to_thread(value, port, bound) > 3_600
 
 
-def set_of_a(pod: PoolOfTwo, min_runtime: str) -> None:
+def set_of_a(pod: RunningPool, min_runtime: str) -> None:
     with BlockingClient(pool_socket(str(pod.directory)), CATALOGUE) as client:
         client.request(SetMsg("min_runtime", min_runtime, "a"), timeout_s=30)
 

@@ -29,6 +29,16 @@ SHADOWED = [
 GAVE_ROOM = [SHADOWED[0], {**SHADOWED[1], "state": "dead", "goal": "cold"}]
 
 
+LEASE = {
+    "lease": "1f",
+    "device": "HOST-0",
+    "bytes": 3 * GIB,
+    "granted": False,
+    "for_ms": 9_000,
+    "waits_for": "chat is pinned",
+}
+
+
 def engine(name: str, state: str) -> dict[str, Any]:
     return {"engine": {"id": name, "state": state, "model": name[:-2], "role": "auto"}}
 
@@ -109,12 +119,14 @@ def test_lines_of_a_pool_name_models_who_waits_and_who_holds_memory():
         model("chat", "awake", engines=SHADOWED, pinned=True),
         coder,
         plan=[waits("coder", victims=["chat"], step="switches")],
+        leases=[LEASE],
     )
     text = "\n".join(lines(view(found), NOW))
     assert "1 of 2 models awake, 3 waiting" in text.splitlines()[0]
     assert "chat-0 active, chat-1 (shadow) init" in text
     assert "next   coder   others make room   3 waiting for 4s   chat has work; asked: chat" in text
     assert "device HOST-0   10.0 GiB free of 16.0 GiB   chat 2.0 GiB, coder (leaving) 2.0" in text
+    assert "lease  1f   3.0 GiB of HOST-0   waiting for 9s   chat is pinned" in text
     assert "pool   deciding   pid 5" in text
     assert "! the shadow of chat could not take over now" in text
 

@@ -103,7 +103,7 @@ def pool_lines(pool: Document) -> list[str]:
         how = "granted" if lease["granted"] else "waiting"
         out.append(
             f"lease  {lease['lease']}   {size(lease['bytes'])} of {lease['device']}   {how} for"
-            f" {duration(lease['for_ms'])}"
+            f" {duration(lease['for_ms'])}{_why(lease)}"
         )
     return [*out, f"pool   {_state(pool)}   pid {pool.get('pid', '-')}"]
 
@@ -132,6 +132,10 @@ def headline(pool: Document) -> str:
     awake = sum(each["state"] == AWAKE for each in models)
     waiting = sum(each["tickets"] for each in models)
     return f"{awake} of {len(models)} models awake, {waiting} waiting"
+
+
+def _why(lease: Document) -> str:
+    return f"   {lease['waits_for']}" if lease.get("waits_for") else ""
 
 
 def _state(pool: Document) -> str:
