@@ -43,6 +43,7 @@ def whole_group(data: bytes) -> tuple[bytes, int] | None:
     token = data[end + len(_MARK_IN_LINE) : -len(_ONE_TOKEN)]
     if (
         size_line is None
+        or end < 0
         or not data.startswith(size_line)
         or not data.endswith(_ONE_TOKEN)
         or not token.isdigit()

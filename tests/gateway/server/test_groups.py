@@ -186,6 +186,10 @@ READS = {
         [chunk(b"data: 1\n\n: u=%d|1\n\n" % (TOKEN_MAX + 1))],
         [(b"data: 1\n\n", [TOKEN_MAX + 1])],
     ),
+    "the end of a comment alone": (
+        [chunk(b"1234567|1\n\n"), chunk(ONE)],
+        [(b"1234567|1\n\ndata: 1\n\n", [1])],
+    ),
     "an extension": ([b"%x;a=b\r\n%b\r\n" % (len(ONE), ONE)], [(b"data: 1\n\n", [1])]),
 }
 
