@@ -34,7 +34,7 @@ LEARNED_AT_ONCE = 5
 SILENCE_S = 330.0  # longer than a ticket waits in the gateway by default, which ends in an answer
 SWITCHES_DEADLINE_S = 120.0  # for the next one: turns take seconds
 CLIENTS_MIN = 2  # of each model: one that streams for longer than a turn, one that asks anew
-BURST, FIRST_BURST = 6, 16  # requests of a client, after which it pauses
+BURST, FIRST_BURST = 4, 12  # requests of a client, after which its model is left alone
 PAUSE_S = 2.5
 POLL_S = 0.01
 
@@ -112,8 +112,9 @@ class PoolDrill:
         self.records.began_ms = began_ms = clock.now_ms()
         watch = PoolWatch(self._directory, self.records)
         observer = Observer(self._directory, engine_sockets(self._directory), base)
+        pauses = {model: asyncio.Barrier(self._of_each) for model in self.records.models}
         clients = [
-            asyncio.create_task(self._client(target, model, number, stopping))
+            asyncio.create_task(self._client(target, model, number, pauses[model], stopping))
             for model, number in itertools.product(self.records.models, range(self._of_each))
         ]
         try:
@@ -123,6 +124,8 @@ class PoolDrill:
             await killer.kill_all(self._targets)
             await self._switched(self._plan.switches)
             stopping.set()
+            for pause in pauses.values():
+                await pause.abort()
             await asyncio.gather(*clients)
         finally:
             for client in clients:
@@ -140,9 +143,14 @@ class PoolDrill:
         return max(CLIENTS_MIN, -(-self._plan.clients // len(self.records.models)))
 
     async def _client(
-        self, target: Target, model: str, number: int, stopping: asyncio.Event
+        self,
+        target: Target,
+        model: str,
+        number: int,
+        pause: asyncio.Barrier,
+        stopping: asyncio.Event,
     ) -> None:
-        """Sends one model's prompts in turn, with a pause after each burst."""
+        """Sends one model's prompts in turn; all its clients pause together after each burst."""
         prompts, done = self._prompts[model], self.records.base.exchanges.append
         is_first = model == next(iter(self.records.models))
         burst = FIRST_BURST if is_first else BURST
@@ -150,9 +158,13 @@ class PoolDrill:
             prompt = prompts[(number * len(prompts) // self._of_each + count) % len(prompts)]
             exchange = await send(target, prompt, SILENCE_S)
             done(exchange)
-            pause_s = PAUSE_S if count % burst == 0 else 0.0
+            pause_s = 0.0
             if exchange.end is End.REFUSED or exchange.status >= 400:
                 pause_s = REFUSED_PAUSE_S
+            if count % burst == 0 and not stopping.is_set():
+                pause_s = PAUSE_S
+                with contextlib.suppress(asyncio.BrokenBarrierError):
+                    await pause.wait()
             if pause_s:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(stopping.wait(), pause_s)
