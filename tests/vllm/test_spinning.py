@@ -23,6 +23,7 @@ HOUR_S = 3600.0
 
 def test_a_rank_at_rest_waits_for_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Whether it asks the socket, a moment after a call: while it computes, at rest, and after."""
+    monkeypatch.setattr(spinning, "_is_parked", False)  # another test's rank may rest here
     monkeypatch.setattr(SpinCondition, "wait", SpinCondition.wait)  # as it was, afterwards
     with zmq.Context() as context:
         address = f"ipc://{tmp_path}/notify"
