@@ -175,7 +175,9 @@ def test_drill_of_a_running_pod_costs_lock_server_and_memory_service_nothing(hom
 
 
 @contextmanager
-def running_pod(directory: Path, output: Path, flags: list[str]) -> Iterator[subprocess.Popen]:
+def running_pod(
+    directory: Path, output: Path, flags: list[str], deadline_s: float = 30.0
+) -> Iterator[subprocess.Popen]:
     """`understudy up` once it has printed where to send requests; killed if it is still running."""
     with (
         output.open("w") as file,
@@ -187,7 +189,11 @@ def running_pod(directory: Path, output: Path, flags: list[str]) -> Iterator[sub
         ) as up,
     ):
         try:
-            until(lambda: "curl http" in output.read_text() or up.poll() is not None, "its address")
+            until(
+                lambda: "curl http" in output.read_text() or up.poll() is not None,
+                "its address",
+                deadline_s,
+            )
             assert up.poll() is None, output.read_text()
             yield up
         finally:
