@@ -158,8 +158,8 @@ class Law(Books):
             order = self.order_of(other)
             if other == model or order is None or mine is None or order >= mine:
                 continue
-            if self.is_unheard(other):
-                continue  # nobody knows what it holds: it is not raised yet
+            if self.is_unheard(other) or other in self.orders:
+                continue  # nobody knows what it holds, or it may be unloaded: it is not raised yet
             if other in self.faulted or self.states.get(other) in (*RAISED, ModelState.AWAKE):
                 continue
             if self.will_fit({other}) and not self.will_fit({other, model}):
