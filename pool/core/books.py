@@ -142,18 +142,18 @@ class Books:
         yield EntryKind.COPY, event.copy_bytes
 
     def learn_sizes(self, known: KnownModel) -> None:
-        """Take what its engines have measured; what is booked for their goals follows."""
+        """Take what its engines have measured; what is booked for their goals follows. Where nobody
+        can measure a base, as on a GPU, that one stays estimated."""
         words = [engine.said for engine in known.engines if engine.said is not None]
-        measured = [said for said in words if said.base_bytes]
-        if not measured:
-            return
         before = known.sizes or EngineSizes({}, {}, {})
+        base = _largest([said.base_bytes for said in words])
         sizes = EngineSizes(
-            base=_largest([said.base_bytes for said in measured]),
-            weights=_largest([said.weights_bytes for said in measured]) or before.weights,
-            kv=_largest([said.kv_bytes for said in measured]) or before.kv,
+            base=base or before.base,
+            weights=_largest([said.weights_bytes for said in words]) or before.weights,
+            kv=_largest([said.kv_bytes for said in words]) or before.kv,
+            is_estimated=before.is_estimated and not base,
         )
-        if sizes == known.sizes:
+        if sizes == known.sizes or not sizes.base:
             return
         known.sizes = sizes
         for key, size_bytes in self.entries_at(known, Tier.AWAKE).items():

@@ -7,7 +7,7 @@ from plumbing.part.tier import Tier
 from pool.core import events as ev
 from pool.core.machine import ModelPool
 from pool.core.situation import WrongMessage
-from pool.core.states import HOST, EntryKey, EntryKind, ModelState
+from pool.core.states import HOST, EngineSizes, EntryKey, EntryKind, ModelState
 from tests.pool.core.pod import ERA, GPU, MIB, SIZES, Pod, rules
 
 S = ModelState
@@ -227,3 +227,17 @@ def test_copy_that_is_made_where_there_is_room_is_booked_until_its_model_is_cold
     pod.handle(ev.MemoryIs(HOST, {}, {}, {}, {"a": number}))
     assert COPY not in booked(pod)
     assert pod.state("a") is S.COLD
+
+
+def test_weights_and_kv_are_learnt_where_nobody_can_measure_a_base():
+    """As on a GPU: the base stays what was estimated for it."""
+    pod = Pod(total_bytes=2000 * MIB).start()
+    known = pod.pool.situation.models["a"]
+    known.sizes = EngineSizes({GPU: 30 * MIB}, {GPU: 1}, {}, is_estimated=True)
+    pod.ask("a")
+    word = pod.supervisors["a0"].said(state="standby", incarnation="a0.1")
+    pod.handle(replace(word, weights_bytes={GPU: 100 * MIB}, kv_bytes={GPU: 500 * MIB}))
+    assert known.sizes == EngineSizes(
+        {GPU: 30 * MIB}, {GPU: 100 * MIB}, {GPU: 500 * MIB}, is_estimated=True
+    )
+    assert booked(pod)[KV] == 500 * MIB

@@ -154,6 +154,8 @@ class Law(Books):
     def delays_no_head(self, model: str) -> None:
         """P17: an older ticket's model, which what is free and leaving would do for, still fits."""
         now, mine = self.world.timeline.now_ms, self.order_of(model)
+        if any(self.states.get(each) is ModelState.DRAINING for each in self.orders):
+            return  # as deep as it was ordered to
         for other in self.world.rules:
             order = self.order_of(other)
             if other == model or order is None or mine is None or order >= mine:
