@@ -43,6 +43,7 @@ class Killed:
 
     kills: int = 0
     in_phase: int = 0
+    late: int = 0  # ended without a verdict
     answered_ms: list[float] = field(default_factory=list)  # from the kill to the later answer
     outcomes: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
@@ -52,6 +53,7 @@ class Killed:
         return {
             "kills": self.kills,
             "in_phase": self.in_phase,
+            "late": self.late,
             "answered_ms": spread(self.answered_ms) if self.answered_ms else None,
             "requests": len(self.outcomes),
             "not_answered": len(bad),
@@ -72,6 +74,7 @@ async def in_each_phase(pool: BenchedPool, plan: Plan, say: Say) -> Figures:
             try:
                 await _one(pool, phase, name, into)
             except UnderstudyError as error:
+                into.late += 1
                 into.faults.append(f"{phase}: {error}"[:300])
             await _whole(pool)
     killed = {name: each.to_dict() for name, each in found.items()}
@@ -81,6 +84,7 @@ async def in_each_phase(pool: BenchedPool, plan: Plan, say: Say) -> Figures:
     return {
         "kills": sum(each.kills for each in found.values()),
         "in_phase": sum(each.in_phase for each in found.values()),
+        "late": sum(each.late for each in found.values()),
         "not_answered": apart[False],
         "lost_in_gateway": apart[True],
         "processes": killed,

@@ -91,5 +91,17 @@ QUICK = Plan(
 )
 
 
+# An engine of vLLM takes a gigabyte and, on two cores, half a minute to start. Its streams are as
+# long as its context.
+VLLM = Plan(
+    models=4,
+    s4_models=4,
+    pool_kills=20,
+    streams=StreamPlan(tokens=900),
+    s7_phases=("draining", "waking"),
+)
+
+
 def plan_of(backend: str, *, is_quick: bool) -> Plan:
-    return replace(QUICK if is_quick else Plan(), backend=backend)
+    full = VLLM if backend == "vllm" else Plan()
+    return replace(QUICK if is_quick else full, backend=backend)

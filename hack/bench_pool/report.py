@@ -66,7 +66,7 @@ def broken(found: Mapping[str, Figures]) -> Iterator[str]:
             yield f"{name}: {fault}"
         if (figures.get("longest_of_bound") or 0.0) > 1.0:
             yield f"{name}: the longest wait was {figures['longest_of_bound']} of its bound"
-        for key in ("starved", "switches_for_nobody", "not_answered"):
+        for key in ("starved", "switches_for_nobody", "not_answered", "late"):
             if figures.get(key):
                 yield f"{name}: {key.replace('_', ' ')}: {figures[key]}"
     restarted = found.get("parts", {}).get("pool_killed", {}).get("engines_restarted")

@@ -88,6 +88,7 @@ def test_answers_are_counted_by_how_they_ended():
         ("S5", {**WELL, "wrong_tokens": 1}, "S5: 1 wrong tokens"),
         ("S6", {"switches_for_nobody": 3}, "S6: switches for nobody: 3"),
         ("S7", {"not_answered": 1}, "S7: not answered: 1"),
+        ("S7", {"late": 2}, "S7: late: 2"),
     ],
 )
 def test_what_must_not_be_is_a_problem(scenario: str, figures: dict, told: str):
