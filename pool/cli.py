@@ -130,7 +130,10 @@ def sleep(config: Resolved, model: str, as_json: bool) -> None:
 @click.option("--force", is_flag=True, help="Also if it is pinned.")
 @json_flag
 def unload(config: Resolved, model: str, force: bool, as_json: bool) -> None:
-    """End MODEL's processes and free all its memory, once its requests have ended."""
+    """End MODEL's processes and free all its memory; its requests get `drain_timeout` to end.
+
+    Streams that are parked by then end with an error: there is no next turn.
+    """
     _order(config, OrderMsg(model, Order.UNLOAD, force), as_json=as_json)
 
 
