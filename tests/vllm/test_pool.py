@@ -103,14 +103,18 @@ class PoolPod:
     def model(self, name: str) -> Any:
         return next(each for each in self.status()["models"] if each["model"] == name)
 
-    async def until(self, model: str, **wanted: Any) -> None:
-        """Until the pool says so of `model`."""
+    async def until(self, model: str, state: str) -> None:
+        await auntil(
+            lambda: self.model(model)["state"] == state, f"{model} to be {state}", WHOLE_DEADLINE_S
+        )
+
+    async def switches(self, to: Answer) -> None:
+        """Until `a` yields; a look may come so late that it has, and is awake again."""
 
         def is_so() -> bool:
-            found = self.model(model)
-            return all(found[name] == value for name, value in wanted.items())
+            return self.model("a")["state"] != "awake" or to.done.done()
 
-        await auntil(is_so, f"{model} to be {wanted}", WHOLE_DEADLINE_S)
+        await auntil(is_so, "a to yield", WHOLE_DEADLINE_S)
 
     async def backend(self, engine: str) -> Any:
         (part,) = (each for each in engine_parts(self.directory) if each.name == engine)
@@ -122,7 +126,7 @@ class PoolPod:
         kv_bytes = self.model("b")["bytes"][DEVICE]["kv"]
         self.tell(SetMsg("margin", str(device["free_bytes"] + kv_bytes // 2)))
         self.tell(OrderMsg("b", Order.SLEEP))
-        await self.until("b", state="warm")
+        await self.until("b", "warm")
 
 
 @asynccontextmanager
@@ -161,8 +165,7 @@ def test_models_take_turns_and_every_answer_is_as_alone(tmp_path: Path, model: P
 
             stream = pod.ask("a", LONG)
             await stream.begins()
-            other = pod.ask("b", SHORT)
-            await pod.until("a", parked=1)
+            other = pod.ask("b", SHORT)  # which cannot be answered while `a` is awake
             assert await other.done == short["b"]
             assert await stream.done == alone
             again = {name: await pod.backend(f"{name}-0") for name in MODELS}
@@ -171,7 +174,7 @@ def test_models_take_turns_and_every_answer_is_as_alone(tmp_path: Path, model: P
             stream = pod.ask("a", LONG)
             await stream.begins()
             other = pod.ask("b", SHORT)
-            await pod.until("a", parked=1)
+            await pod.switches(other)
             os.kill(engines["b"]["pids"]["core"], signal.SIGKILL)
             assert await other.done == short["b"]
             assert await stream.done == alone
