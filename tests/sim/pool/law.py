@@ -154,14 +154,14 @@ class Law(Books):
     def delays_no_head(self, model: str) -> None:
         """P17: an older ticket's model, which what is free and leaving would do for, still fits."""
         now, mine = self.world.timeline.now_ms, self.order_of(model)
-        if any(self.states.get(each) is ModelState.DRAINING for each in self.orders):
-            return  # as deep as it was ordered to
+        if self.orders:
+            return  # who is ordered down gives more than is counted here, and is no head
         for other in self.world.rules:
             order = self.order_of(other)
             if other == model or order is None or mine is None or order >= mine:
                 continue
-            if self.is_unheard(other) or other in self.orders:
-                continue  # nobody knows what it holds, or it may be unloaded: it is not raised yet
+            if self.is_unheard(other):
+                continue  # nobody knows what it holds: it is not raised yet
             if other in self.faulted or self.states.get(other) in (*RAISED, ModelState.AWAKE):
                 continue
             if self.will_fit({other}) and not self.will_fit({other, model}):
