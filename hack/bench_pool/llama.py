@@ -70,7 +70,7 @@ async def _scenario(server: str, base: Path, plan: Plan, name: str) -> Figures:
         await program.learn([*program.short.values(), program.long[MODELS[0]]])
         match name:
             case "S1":
-                return await switching.in_turn(program, MODELS, plan.s1_switches)
+                return await switching.in_turn(program, MODELS, plan.s1_switches, plan.pause_s)
             case "S3":
                 return await waiting.beside_saturated(program, plan)
             case "S5":

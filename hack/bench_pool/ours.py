@@ -59,7 +59,9 @@ class Ours:
     async def _s1(self) -> Figures:
         async def body(pool: BenchedPool) -> Figures:
             a, b = pool.models
-            found = await switching.of_pool(pool, [a, b], self._plan.s1_switches)
+            found = await switching.of_pool(
+                pool, [a, b], self._plan.s1_switches, self._plan.pause_s
+            )
             offloaded = await switching.from_offloaded(pool, a, self._plan.offloads)
             return {**found, "from_offloaded": offloaded}
 
@@ -68,7 +70,7 @@ class Ours:
     async def _s2(self) -> Figures:
         async def body(pool: BenchedPool) -> Figures:
             switches = self._plan.models * self._plan.s2_rounds
-            found = await switching.of_pool(pool, pool.models, switches)
+            found = await switching.of_pool(pool, pool.models, switches, self._plan.pause_s)
             return {"models": len(pool.models), **found}
 
         return await self._pod("s2", self._pool(self._plan.models), body)

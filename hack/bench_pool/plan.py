@@ -45,6 +45,9 @@ class Plan:
 
     backend: str = "reference"
     models: int = 10  # of S2
+    # Before each request of S1 and S2: whoever was asked a moment ago is not idle for as long as a
+    # switch takes, and does not yield.
+    pause_s: float = 0.3
     s1_switches: int = 300
     s2_rounds: int = 20
     offloads: int = 50
@@ -94,6 +97,7 @@ QUICK = Plan(
 # An engine of vLLM takes a gigabyte and, on two cores, half a minute to start. Its streams are as
 # long as its context.
 VLLM = Plan(
+    pause_s=1.0,
     models=4,
     s4_models=4,
     pool_kills=20,

@@ -16,20 +16,19 @@ from hack.report import spread
 from understudy.drill.clients import clock
 from understudy.drill.records import Exchange
 
-IDLE_S = 0.05  # so that the model that served last is idle
 IDLE_KEPT = "100ms"
 STARTS_ONLY_S = 600.0  # a program that restarts takes its time
 
 
 async def in_turn(
-    program: Program, models: Sequence[str], switches: int, idle_s: float = IDLE_S
+    program: Program, models: Sequence[str], switches: int, pause_s: float
 ) -> Figures:
     """Ask `models` one after the other, until there were so many switches."""
     took, direct, exchanges = list[float](), list[float](), list[Exchange]()
     await program.ask(program.short[models[-1]])  # where the first one switches from
     for number in range(switches):
         prompt = program.short[models[number % len(models)]]
-        await asyncio.sleep(idle_s)
+        await asyncio.sleep(pause_s)
         for into in (took, direct):
             exchange = await program.ask(prompt, STARTS_ONLY_S)
             exchanges.append(exchange)
@@ -50,10 +49,12 @@ def times(took: Sequence[float], direct: Sequence[float]) -> Figures:
     }
 
 
-async def of_pool(pool: BenchedPool, models: Sequence[str], switches: int) -> Figures:
+async def of_pool(
+    pool: BenchedPool, models: Sequence[str], switches: int, pause_s: float
+) -> Figures:
     """The same of a pool, with the phases that it has recorded itself."""
     began_ms = clock.now_ms()
-    found = await in_turn(pool, models, switches)
+    found = await in_turn(pool, models, switches, pause_s)
     return {**found, "phases_ms": phases(pool.watch.switches(began_ms))}
 
 
