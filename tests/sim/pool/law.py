@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from tests.sim.pool.gateway import Request
 
 RAISED = (ModelState.LOADING, ModelState.WAKING)
+AT_REST = (ModelState.OFFLOADED, ModelState.WARM, ModelState.PENDING)
 
 
 class Law(Books):
@@ -66,7 +67,6 @@ class Law(Books):
                 return
             is_again = effect.goal is last.goal and last.generation.start == now.start
             assert not is_again, f"P10: {effect.engine} is told {effect.goal} again and again"
-        self.knows_enough(effect, last)
         self.last[effect.engine] = effect
         self.goals.setdefault(effect.engine, []).append(effect)
         engine = self.world.engines[effect.engine]
@@ -79,17 +79,14 @@ class Law(Books):
         elif effect.goal is not Tier.AWAKE and engine.state is State.ACTIVE:
             self.rests(engine)
 
-    def knows_enough(self, effect: TellEngine, last: TellEngine | None) -> None:
-        """P13: a pool that has just started lowers no goal of a model before it has heard each of
-        its engines, unless somebody orders it to."""
-        model = self.world.engines[effect.engine].model
-        is_lower = last is not None and RANK[effect.goal] < RANK[last.goal]
-        is_on_file = self.is_first_step  # said again, as a pool before this one has decided it
-        is_asked = model in self.orders or effect.engine in self.killed
-        if is_lower and not is_asked and not is_on_file:
-            assert not self.is_unheard(model), (
-                f"P13: {effect.engine} is told {effect.goal} before all of {model} has been heard"
-            )
+    def knows_enough(self, model: str, old: ModelState, new: ModelState) -> None:
+        """P13: a pool that has just started asks no model at rest to yield before it has heard each
+        of its engines that lives, unless somebody orders it to."""
+        is_asked = old in AT_REST and new in (ModelState.RELEASING, ModelState.UNLOADING)
+        alive = [e.name for e in self.world.engines.values() if e.model == model and e.tree]
+        if is_asked and model not in self.orders:
+            missing = self.unheard & set(alive)
+            assert not missing, f"P13: {model} is {new} before {missing} has been heard"
 
     def rests(self, engine: Engine) -> None:
         """P5: an engine that serves is told to rest, and rests, only when nobody can send it
@@ -139,6 +136,7 @@ class Law(Books):
         if effect.reason.endswith("needs its room"):
             self.planned.add(effect.reason.split()[1])
         self.seen.add((old, new))
+        self.knows_enough(model, old, new)
         if new is ModelState.AWAKE:
             self.opened_ms[model] = self.world.timeline.now_ms
         if old is ModelState.AWAKE and new is ModelState.DRAINING:
@@ -245,7 +243,6 @@ class Law(Books):
 
     def check(self) -> None:
         """After every step of the pool."""
-        self.is_first_step = False
         for name, device in self.world.devices.items():
             assert device.used_bytes <= device.total_bytes, f"P2: {name} holds too much"
 

@@ -41,7 +41,6 @@ class Books:
         self.demand: dict[str, dict[str, ModelDemand]] = {}
         self.sizes: dict[str, EngineSizes] = dict(world.estimates)
         self.unheard: set[str] = set()  # engines
-        self.is_first_step = True
         self.asked: dict[str, LeaseAsked] = {}
         self.orders: dict[str, float] = {}  # when a model was last ordered about
         self.pinned = {name for name, rules in world.rules.items() if rules.is_pinned}
@@ -60,7 +59,6 @@ class Books:
 
     def pool_started(self) -> None:
         self.starts += 1
-        self.is_first_step = True
         self.demand.clear()
         self.asked.clear()
         self.outside.clear()
