@@ -57,6 +57,7 @@ class PlaceLink(Handler):
         self.device: DeviceSample | None = None
         self.problem: str | None = "not connected yet"
         self.is_to_free = self.is_copy_to_stay = False
+        self._is_to_forget = False  # also what stands for offloaded weights
         self._path = gms_socket(directory, place, tag)
         self._on_change = on_change
         self._catalogue = kv.CATALOGUE if tag == KV else weights.CATALOGUE
@@ -78,6 +79,7 @@ class PlaceLink(Handler):
         """Nobody needs this memory: have it freed as soon as no process maps it. `keeps_copy`: of
         weights, so that the copy in host memory stands for them."""
         self.is_to_free, self.is_copy_to_stay = True, keeps_copy
+        self._is_to_forget = not keeps_copy
         self.look_soon()
 
     def keep(self) -> None:
@@ -171,7 +173,7 @@ class PlaceLink(Handler):
             held = sum(int(document[name]) for name in WEIGHTS_PHASES)
             is_restless = bool(document["releasing_bytes"] or document["superseded_bytes"])
             # What stands for offloaded weights takes nothing here, and the next load waits for it.
-            is_to_forget = state == "offloaded" and not self.is_copy_to_stay
+            is_to_forget = state == "offloaded" and self._is_to_forget
             has_some = bool(document["committed_bytes"]) or is_to_forget
             is_used = self._is_used(document["sessions"]) or not has_some
         is_news, self.held_bytes = held != self.held_bytes, held
