@@ -94,7 +94,13 @@ def _turn_over_ms(victim: KnownModel, until_ms: float | None, now_ms: float) -> 
     if victim.model.state in _GOES_UP:
         up_ms, turn_ms = awake_ms(victim, now_ms), victim.costs.turn_ms
         return None if up_ms is None or turn_ms is None else up_ms + turn_ms + _leaves_ms(victim)
-    return None if until_ms is None else max(now_ms, until_ms) + _leaves_ms(victim)
+    if until_ms is None:
+        return None
+    since_ms, turn_ms = victim.awake_since_ms, victim.costs.turn_ms
+    if victim.has_resumed and since_ms is not None and turn_ms is not None:
+        # While its streams resume, `until_ms` is the latest that can be, and not what is expected.
+        until_ms = min(until_ms, since_ms + turn_ms)
+    return max(now_ms, until_ms) + _leaves_ms(victim)
 
 
 def _left_ms(leaving: Iterable[KnownModel | None], now_ms: float) -> float:
