@@ -152,7 +152,7 @@ class Law(Books):
     def delays_no_head(self, model: str) -> None:
         """P17: an older ticket's model, which what is free and leaving would do for, still fits."""
         now, mine = self.world.timeline.now_ms, self.order_of(model)
-        if self.orders:
+        if self.orders or not self.world.is_scene:
             return  # who is ordered down gives more than is counted here, and is no head
         for other in self.world.rules:
             order = self.order_of(other)

@@ -67,6 +67,8 @@ class Shape:
 
 
 class World:
+    is_scene = False  # a scene judges P17; where more happens, the law counts too little
+
     def __init__(self, seed: int, shape: Shape | None = None) -> None:
         self.rng = rng = random.Random(seed)
         self.shape = shape = shape or Shape(rng, is_calm=seed % 3 == 0)
