@@ -37,9 +37,11 @@ def test_exited_process_is_reported_within_the_check():
         watch.watch(SUPERVISOR, peer)
         watch.look(SUPERVISOR)
         assert gone == []
+        assert watch.watches(SUPERVISOR)
         end(child)
         watch.look(SUPERVISOR)
         assert gone == [SUPERVISOR]
+        assert not watch.watches(SUPERVISOR)
         watch.look(SUPERVISOR)
         watch.look("fedcba9876543210")  # never watched
         for _ in range(3):
