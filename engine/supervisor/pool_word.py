@@ -44,6 +44,7 @@ class PoolWords:
             kv_bytes=shards(prepared.kv_bytes, places) if prepared else {},
             can_resume=prepared is not None and prepared.continuation != "",
             is_permanent=now.exit_code is not None,
+            is_leaving=now.is_leaving,
         )
 
     def _base_bytes(self, running: Incarnation, places: Sequence[str]) -> dict[str, int]:

@@ -90,7 +90,7 @@ class PoolWord(Struct, frozen=True, forbid_unknown_fields=True):
     beside weights and KV memory. `weights_bytes` are shared with the model's other engines.
     `kv_bytes`: what it needs awake. `can_resume`: whether it can go on with a stream that another
     engine, or itself before a rest, has begun. `is_permanent`: of its fault, which another try
-    would not change.
+    would not change. `is_leaving`: it was told to stop, so its end is no fault of the model.
     """
 
     model: ModelName
@@ -101,6 +101,7 @@ class PoolWord(Struct, frozen=True, forbid_unknown_fields=True):
     kv_bytes: DeviceBytes
     can_resume: bool
     is_permanent: bool
+    is_leaving: bool = False
 
 
 class AmMsg(Message, frozen=True, tag="am"):

@@ -108,6 +108,7 @@ class EngineSaid(PoolEvent, frozen=True):
     can_rest: bool
     fault: str = ""
     is_permanent: bool = False  # the fault: another try would end the same way
+    is_leaving: bool = False  # it was told to stop
 
 
 class EngineLost(PoolEvent, frozen=True):

@@ -101,8 +101,10 @@ def _engine(pool: PoolSituation, said: ev.EngineSaid) -> None:
     known = pool.models[engine.model]
     _judge(known, engine, said)
     if engine.incarnation and said.incarnation != engine.incarnation:
-        known.lost_one, known.lost_name = True, engine.name
+        known.lost = engine.name, engine.incarnation
     engine.said, engine.is_connected = said, True
+    if said.is_leaving and said.incarnation:
+        engine.leaving = said.incarnation
     engine.has_rested |= engine.has_obeyed and said.state in WITHOUT_KV
     if engine.incarnation:
         engine.is_gone = False
@@ -161,7 +163,7 @@ def _dead(pool: PoolSituation, event: ev.EngineDead) -> None:
     engine = _named(pool, event.engine)
     known = pool.models[engine.model]
     if event.incarnation and event.incarnation == engine.incarnation:
-        known.lost_one, known.lost_name = True, engine.name
+        known.lost = engine.name, event.incarnation
     if event.incarnation:
         engine.learn_dead(event.incarnation)
     is_answer = event.asked and event.asked == engine.asked

@@ -38,6 +38,7 @@ class KnownEngine:
     has_rested: bool = False  # under this goal it has said that it has no KV memory
     is_gone: bool = False  # none of its processes lives, and its supervisor launches none
     dead: tuple[str, ...] = ()  # incarnations
+    leaving: str = ""  # the last incarnation that was told to stop
     asked: int | None = None  # the number of the question for its witnesses
 
     @property
@@ -125,8 +126,7 @@ class KnownModel:
     lock_era: str | None = None  # of the lock server that has named a holder
     stood: tuple[str, str] | None = None  # engine and incarnation that stood last
     headless_ms: float | None = None  # since when nobody stands for it, though somebody could
-    lost_one: bool = False  # a living engine of it has just died: `lost_name`
-    lost_name: str = ""
+    lost: tuple[str, str] | None = None  # engine and incarnation that have just died
     is_unknown: bool = False  # no file, and not all of its engines have been heard
     # What people want.
     pinned: bool | None = None  # by order; None: by its rules

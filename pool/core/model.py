@@ -127,7 +127,7 @@ class Model(ModelFacts):
                 self.running = Running.FINISH
             case ModelState.COLD | ModelState.UNLOADING | ModelState.FAILED:
                 self.floor = Tier.COLD
-        has_died = signal in (ModelSignal.DIED, ModelSignal.OVER)
+        has_died = signal in (ModelSignal.DIED, ModelSignal.LEFT, ModelSignal.OVER)
         self.is_again = has_died or (self.is_again and target is ModelState.WAKING)
         self.state, self.since_ms, self.reason = target, now_ms, reason
         return True

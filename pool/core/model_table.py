@@ -32,6 +32,7 @@ class ModelSignal(StrEnum):
     FREED = "freed"  # all that was asked, say memory service and witness
     SPENT = "spent"  # a budget
     DIED = "died"  # the tree is dead, and nobody else stands
+    LEFT = "left"  # the same, but somebody has told the engine to stop: no fault of the model
     OVER = "over"  # the shadow was granted
     RESET = "reset"
     ORDER_COLD = "order cold"
@@ -150,7 +151,8 @@ TO_FLOOR = ModelRow(_S.PENDING, _is_wanted, AT_FLOOR)
 TO_SAID = ModelRow(_S.OFFLOADED, _says(Tier.OFFLOADED), ModelRow(_S.WARM, _says(Tier.WARM)))
 KILLED = ModelRow(_S.UNLOADING)
 FAULTY = ModelRow(_S.UNLOADING, is_fault=True)
-RELOADED = ModelRow(_S.LOADING, is_fault=True)
+RELOADED = ModelRow(_S.LOADING)
+FAULTY_RELOADED = ModelRow(_S.LOADING, is_fault=True)
 
 
 Transitions = Mapping[tuple[ModelState, ModelSignal], ModelRow]
@@ -165,6 +167,15 @@ def _yields_from(state: ModelState) -> ModelRow:
 
 def _stay(signal: ModelSignal, states: Iterable[ModelState]) -> Transitions:
     return {(state, signal): ModelRow(state) for state in states}
+
+
+def _ends(signal: ModelSignal, again: ModelRow) -> Transitions:
+    """The last engine of a model has ended. On the way down nobody needs it again."""
+    return {
+        **_stay(signal, (_S.COLD, _S.PENDING, _S.UNLOADING, _S.FAILED)),
+        **{(state, signal): again for state in (_S.LOADING, *REST, _S.WAKING, _S.AWAKE)},
+        **{(state, signal): KILLED for state in (_S.DRAINING, _S.RELEASING)},
+    }
 
 
 def _all_but(*states: ModelState) -> list[ModelState]:
@@ -210,10 +221,8 @@ TRANSITIONS: Transitions = {
     (_S.DRAINING, _G.SPENT): ModelRow(_S.UNLOADING, _is_cut, ModelRow(_S.DRAINING)),
     (_S.RELEASING, _G.SPENT): KILLED,
     **_stay(_G.SPENT, (_S.UNLOADING,)),
-    **_stay(_G.DIED, (_S.COLD, _S.PENDING, _S.UNLOADING, _S.FAILED)),
-    (_S.LOADING, _G.DIED): RELOADED,
-    **{(state, _G.DIED): RELOADED for state in (*REST, _S.WAKING, _S.AWAKE)},
-    **{(state, _G.DIED): KILLED for state in (_S.DRAINING, _S.RELEASING)},
+    **_ends(_G.DIED, FAULTY_RELOADED),
+    **_ends(_G.LEFT, RELOADED),
     **_stay(_G.OVER, (_S.LOADING, *REST, _S.PENDING, _S.RELEASING, _S.UNLOADING)),
     (_S.WAKING, _G.OVER): ModelRow(_S.WAKING, is_fault=True),
     (_S.AWAKE, _G.OVER): ModelRow(_S.WAKING),

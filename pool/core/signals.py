@@ -56,14 +56,14 @@ def next_signal(
 
 
 def _standing(known: KnownModel, now_ms: float) -> DueSignal | None:
-    """OVER or DIED, if who stood for it does no more."""
+    """OVER, DIED or LEFT, if who stood for it does no more."""
     model, holder = known.model, known.holder
     stander = known.stander()
     if known.stood is None:
         if stander is not None:
             known.stood = stander.name, stander.incarnation
         return _died_loading(known)
-    known.lost_one = False
+    known.lost = None
     name, incarnation = known.stood
     if holder is not None and holder.engine != name:
         known.stood, known.headless_ms = (holder.engine, ""), None
@@ -80,7 +80,7 @@ def _standing(known: KnownModel, now_ms: float) -> DueSignal | None:
         if now_ms < known.headless_ms + HEADLESS_MS:
             return None  # the lock server will name it
     known.stood = known.headless_ms = None
-    return _died(known, name)
+    return _died(known, name, incarnation)
 
 
 def _is_gone(known: KnownModel, name: str, incarnation: str) -> bool:
@@ -95,18 +95,20 @@ def _is_gone(known: KnownModel, name: str, incarnation: str) -> bool:
 def _died_loading(known: KnownModel) -> DueSignal | None:
     """One of its engines has died, and none had stood for it. While it is recovering, one that has
     not been heard may live, and serve."""
-    if not known.lost_one or known.model.is_recovering:
+    if known.lost is None or known.model.is_recovering:
         return None
-    name, known.lost_one = known.lost_name, False
+    (name, incarnation), known.lost = known.lost, None
     if any(engine.name != name for engine in known.living()):
         return None
-    return _died(known, name)
+    return _died(known, name, incarnation)
 
 
-def _died(known: KnownModel, name: str) -> DueSignal | None:
+def _died(known: KnownModel, name: str, incarnation: str) -> DueSignal | None:
     if known.model.state not in HAS_ENGINES or known.model.state is ModelState.PENDING:
         return None
     engine = known.engine(name)
+    if engine is not None and incarnation and engine.leaving == incarnation:
+        return DueSignal(ModelSignal.LEFT, f"{name} was told to stop")
     said = engine.said if engine is not None else None
     fault = f": {said.fault}" if said is not None and said.fault else ""
     return DueSignal(

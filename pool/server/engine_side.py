@@ -103,6 +103,7 @@ class EngineSide:
                 can_rest=am.can_rest,
                 fault=am.fault,
                 is_permanent=word.is_permanent,
+                is_leaving=word.is_leaving,
             )
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,6 +66,21 @@ def test_engine_of_a_model_uses_the_models_locks_and_tells_a_pool_what_it_must_k
         with pytest.raises(RemoteError) as caught:
             client.request(ShallMsg(Tier.COLD, "x", PoolGoal("coder", GoalGeneration("e", 1, 9))))
         assert caught.value.code == "engine.other_model"
+
+
+def test_engine_that_is_told_to_stop_says_so_before_its_end(pod, lock):
+    """Goal: a pool can tell a stop from a death. Method: SIGTERM while a pool listens."""
+    engine = pod.engine("chat-0", *RESTS, flags=(*QUICK, *MODEL))
+    engine.until("active")
+    with engine.client() as client:
+        before = shall(client, None)
+        assert before.pool is not None
+        assert not before.pool.is_leaving
+        engine.process.send_signal(signal.SIGTERM)
+        said = client.receive(timeout_s=30).message
+        assert isinstance(said, AmMsg)
+        assert said.pool is not None
+        assert (said.incarnation, said.pool.is_leaving) == (before.incarnation, True)
 
 
 def test_engine_is_cold_until_it_is_asked_for_more_and_again_when_asked(pod, lock):

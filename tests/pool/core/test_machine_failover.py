@@ -2,6 +2,7 @@
 
 from plumbing.part.tier import Tier
 from pool.core import events as ev
+from pool.core.model_table import FAULTS_MAX
 from pool.core.states import ModelState
 from tests.pool.core.pod import MIB, Pod, rules
 
@@ -22,6 +23,10 @@ def awake(engines=2, **changed):
 def doors(pod):
     told = [each for each in pod.all if isinstance(each, ev.SetModelDoor)]
     return [each.door for each in told if each.model == "a"]
+
+
+def faults(pod):
+    return pod.pool.situation.models["a"].model.faults_ms
 
 
 def test_shadow_has_the_goal_of_its_model_so_that_nobody_needs_the_pool():
@@ -143,6 +148,29 @@ def test_three_faults_in_ten_minutes_are_a_failure_until_somebody_resets_it():
     assert pod.state("a") is S.LOADING
     pod.settle()
     assert pod.state("a") is S.AWAKE
+
+
+def test_engine_that_was_told_to_stop_is_no_fault_of_its_model():
+    """Stopped and started again more often than a model may fail; both orders in which the pool may
+    hear of the end and of the next supervisor."""
+    pod = awake(engines=1)
+    engine = pod.supervisors["a0"]
+    for is_heard_first in (False, True) * FAULTS_MAX:
+        pod.handle(engine.said(is_leaving=True))
+        gone = engine.incarnation
+        if is_heard_first:
+            engine.state, engine.incarnation, engine.token = "dead", "", 0
+            pod.handle(engine.said())
+        pod.kill(engine)
+        pod.handle(ev.EngineDead("a0", gone))
+        assert pod.state("a") is S.LOADING
+        assert not faults(pod)
+        pod.settle()
+        pod.ask("a")
+        pod.settle()
+        assert pod.state("a") is S.AWAKE
+    pod.kill(engine)
+    assert len(faults(pod)) == 1
 
 
 def test_permanent_fault_is_not_tried_again():

@@ -40,6 +40,7 @@ freed       |x|x|x|x|x|x|x|x|wanted:pending cold:cold offloaded:offloaded warm:w
 |exhausted:failed wanted:pending cold|x
 spent       |x|unloading!|x|x|x|unloading!|x|cut:unloading =|unloading|=|x
 died        |=|=!|loading!|loading!|=|loading!|loading!|unloading|unloading|=|=
+left        |=|=|loading|loading|=|loading|loading|unloading|unloading|=|=
 over        |x|=|=|=|=|=!|waking|releasing|=|=|x
 reset       |=|=|=|=|=|=|=|=|=|=|cold
 order cold  |=|unloading|unloading|unloading|unloading|unloading|draining|=|=|=|=
