@@ -257,21 +257,22 @@ models:
 
 @pytest.mark.slow
 def test_pod_that_is_stopped_leaves_nothing_behind_and_the_next_one_begins_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ):
     """Method: `understudy up --pool` with a model whose file is cut off; Ctrl-C; again, with the
     file repaired. An order is kept, a fault is not."""
+    temporary = tmp_path_factory.mktemp("t")  # sockets have short paths only
 
     async def scenario() -> None:
-        async with started(tmp_path, monkeypatch) as (pod, model):
+        async with started(temporary, monkeypatch) as (pod, model):
             await auntil(lambda: pod.states()["good"] == "awake", "the model to be loaded")
             status, body = await asyncio.to_thread(pod.ask, "broken", max_tokens=8)
             assert (status, json.loads(body)["error"]["code"]) == (503, "pool.failed")
             assert "model.safetensors: it is truncated" in body
             await asyncio.to_thread(pod.stream, "good", max_tokens=8)
             pod.order("good", Order.PIN)
-        shutil.copy(model / "model.safetensors", tmp_path / "broken")
-        async with started(tmp_path, monkeypatch) as (pod, _):
+        shutil.copy(model / "model.safetensors", temporary / "broken")
+        async with started(temporary, monkeypatch) as (pod, _):
             await auntil(lambda: pod.states()["good"] == "awake", "the model to be loaded")
             assert {each["model"]: each["pinned"] for each in pod.status()["models"]} == {
                 "good": True,
@@ -308,6 +309,7 @@ async def started(
             "the pod's welcome",
             WAIT_S,
         )
+        assert process.poll() is None, said.read_text()[-2000:]
         yield RunningPool(home, ports.service), model
         process.send_signal(signal.SIGINT)
         assert await asyncio.to_thread(process.wait, WAIT_S) == 0, said.read_text()[-2000:]

@@ -12,7 +12,7 @@ from plumbing.errors import UnderstudyError, UsageError
 from plumbing.service.browsers import ALLOWED_HOST
 from plumbing.service.config import resolve
 from tests.deploy.manifests import RENDERED
-from understudy.cli.main import _local_pod
+from understudy.cli.pods import local_pod
 from understudy.cli.settings import UP_OPTIONS
 from understudy.kubelet.containers import starts, stops
 from understudy.up.local_pod import POD_MANIFEST, LocalPod, packaged_manifest, program
@@ -71,7 +71,7 @@ def test_direct_pod_has_no_gateway_and_everybody_knows():
     assert {each.env["UNDERSTUDY_DIRECT"] for each in pod.containers()} == {"yes"}
     assert {each.env["UNDERSTUDY_DIRECT"] for each in gateway_pod.containers()} == {"no"}
     flags = {"direct": True, "model": "/tmp"}
-    assert _local_pod(resolve(UP_OPTIONS, flags, {}), UP_OPTIONS, ()).is_direct
+    assert local_pod(resolve(UP_OPTIONS, flags, {}), UP_OPTIONS, ()).is_direct
 
 
 def test_gateways_port_is_not_looked_at_in_direct_mode():
@@ -206,7 +206,7 @@ def test_program_that_is_not_installed_is_named():
 def test_names_of_clients_reach_every_part(tmp_path):
     """Goal: `understudy up` behind a DNS name. Method: the option, each container's environment."""
     flags = {"http_allowed_host": ("a.example", "b.example"), "model": str(tmp_path)}
-    pod = _local_pod(resolve(UP_OPTIONS, flags, {}), UP_OPTIONS, ())
+    pod = local_pod(resolve(UP_OPTIONS, flags, {}), UP_OPTIONS, ())
     for container in pod.containers():
         allowed = resolve((ALLOWED_HOST,), {}, container.env)["http_allowed_host"]
         assert allowed == ("a.example", "b.example")
