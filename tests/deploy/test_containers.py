@@ -105,7 +105,7 @@ def test_image_says_what_the_manifests_rely_on(image: str):
 
 def test_every_command_of_the_manifests_is_on_the_path(image: str):
     programs = {each["command"][0] for name in OVERLAYS for each in containers(name)}
-    assert programs == {"lockserver", "gms", "gateway", "engine", "understudy"}
+    assert programs == {"lockserver", "gms", "gateway", "engine", "pool", "understudy"}
 
     async def ask(program: str) -> str:
         flags = ("--rm", "--network=none", "--read-only", *LIMITS)
