@@ -10,6 +10,9 @@ quarter less of the machine.
 Hypothesis judges no test by its speed: on a busy machine an example may take longer than 200 ms,
 and less when it is repeated.
 
+The simulations come first: each of their files keeps one test process busy for minutes, and at the
+end the others would wait for it.
+
 And Ctrl-C means what it means at a terminal: a shell that starts the tests in the background lets
 them, and all that they start, ignore it.
 """
@@ -23,6 +26,7 @@ import signal
 import socket
 import struct
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +34,7 @@ CLONE_NEWNET = 0x40000000  # linux/sched.h
 SIOCSIFFLAGS = 0x8914  # linux/sockios.h
 IFF_UP = 0x1  # linux/if.h
 WORKER_ENV = "PYTEST_XDIST_WORKER"
+SIMULATIONS = Path(__file__).parent / "sim"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -41,6 +46,10 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.pop("PYTHONDEVMODE", None)
         if enter_own_network():
             bring_up("lo")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: SIMULATIONS not in item.path.parents)
 
 
 def be_patient() -> None:
