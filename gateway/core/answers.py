@@ -15,9 +15,16 @@ RETRY_AFTER_S = 1  # as the lock server's own 503
 BUSY = (429, 503)  # of answers to ask again for
 STATUS_OF = {"model_not_found": 404}  # of what the pool refuses
 KINDS = {
+    400: "invalid_request_error",
     404: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable",
+}
+ANTHROPIC_KINDS = {
+    400: "invalid_request_error",
+    404: "not_found_error",
+    429: "overloaded_error",
+    503: "overloaded_error",
 }
 
 
@@ -42,9 +49,22 @@ def resting(why: str) -> Failure:
     return Failure(503, "gateway.resting", f"{why}; retry")
 
 
-def no_model(name: str, known: str) -> Failure:
-    what = f"there is no model {name!r} here" if name else "the request names no model"
-    return Failure(404, "model_not_found", f"{what}; there are {known}")
+def unknown_model(name: str, known: str) -> Failure:
+    what = f"there is no model {name!r} here; there are {known}"
+    return Failure(404, "model_not_found", what)
+
+
+def no_model(known: str) -> Failure:
+    what = f"the request names no model; set `model` to one of {known}"
+    return Failure(400, "gateway.no_model", what)
+
+
+def bad_json(why: str) -> Failure:
+    what = (
+        f"the body is not a JSON object that names its model ({why}); correct it, or name the model"
+        " as /m/MODEL/… in the path or in X-Understudy-Model"
+    )
+    return Failure(400, "gateway.bad_json", what)
 
 
 def refused_door(door: RefusedDoor) -> Failure:
@@ -142,7 +162,7 @@ def error_event(failure: Failure, path: str) -> bytes:
 
 def _error(failure: Failure, path: str) -> dict[str, object]:
     if _is_anthropic(path):
-        kind = "overloaded_error" if failure.status in BUSY else "api_error"
+        kind = ANTHROPIC_KINDS.get(failure.status, "api_error")
         text = f"{failure.message} [{failure.code}]"
         return {"type": "error", "error": {"type": kind, "message": text}}
     kind = KINDS.get(failure.status, "gateway_error")

@@ -7,7 +7,6 @@ Owns what the pool has said of each model, for show. What may be done with reque
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -18,6 +17,7 @@ from urllib.parse import unquote
 import msgspec
 
 from gateway.core import answers
+from gateway.core.answers import Failure
 from gateway.core.lane_events import LaneDoorSet
 from gateway.core.lanes import Lanes
 from gateway.core.router import (
@@ -100,15 +100,14 @@ class ModelService:
             own = self._own(http.path, unquote(in_path))
             if own is not None:
                 return own
+        if is_hop_path(http.path):
+            return _refusal(answers.NOT_FOUND, http.path)
         said = dict(http.wishes)
-        asked = _NOTHING_ASKED
-        if http.body:
-            with contextlib.suppress(msgspec.DecodeError, RecursionError):  # the engine refuses it
-                asked = _ASKED.decode(http.body)
+        asked, fault = _read(http.body)
         named = said.get(b"x-understudy-model", b"").decode(errors="replace")
         model, name = self._router.find(asked.model, unquote(in_path), named)
-        if not model or is_hop_path(http.path):
-            return self._unknown(name, http.path)
+        if not model:
+            return _refusal(self._objection(name, fault, http), http.path)
         return Wishes(
             model,
             priority_of(asked.priority, said.get(b"x-understudy-priority")),
@@ -180,11 +179,32 @@ class ModelService:
 
     def _one(self, name: str, path: str) -> OwnAnswer:
         model, _ = self._router.find(name)
-        return _ok(self.describe(model)) if model else self._unknown(name, path)
+        if model:
+            return _ok(self.describe(model))
+        return _refusal(answers.unknown_model(name, self._router.known), path)
 
-    def _unknown(self, name: str, path: str) -> OwnAnswer:
-        failure = answers.no_model(name, self._router.known)
-        return OwnAnswer(failure.status, answers.error_body(failure, path), failure.code)
+    def _objection(self, name: str, fault: str, http: HttpRequest) -> Failure:
+        """Why a request is for none of the models: it names `name`, or nothing."""
+        if name:
+            return answers.unknown_model(name, self._router.known)
+        if http.method in (b"GET", b"HEAD"):
+            return answers.NOT_FOUND
+        return answers.bad_json(fault) if fault else answers.no_model(self._router.known)
+
+
+def _read(body: bytes) -> tuple[_Asked, str]:
+    """What a body asks of the pool, and why that cannot be read. Where the path or a header names
+    the model, a broken body is the engine's to refuse."""
+    if not body:
+        return _NOTHING_ASKED, ""
+    try:
+        return _ASKED.decode(body), ""
+    except (ValueError, RecursionError) as error:  # a DecodeError, or text that is not UTF-8
+        return _NOTHING_ASKED, str(error)
+
+
+def _refusal(failure: Failure, path: str) -> OwnAnswer:
+    return OwnAnswer(failure.status, answers.error_body(failure, path), failure.code)
 
 
 def _ok(document: dict[str, Any]) -> OwnAnswer:

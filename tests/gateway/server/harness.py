@@ -66,7 +66,9 @@ class Client:
         self.writer.write(data)
 
     def ask(self, path: str = CHAT, document: Any = None, **headers: str) -> None:
-        body = b"" if document is None else json.dumps(document).encode()
+        """`document`: the body, as bytes or what becomes JSON."""
+        is_raw = isinstance(document, bytes)
+        body = b"" if document is None else document if is_raw else json.dumps(document).encode()
         lines = [
             f"{'GET' if document is None else 'POST'} {path} HTTP/1.1",
             "Host: gateway",

@@ -143,10 +143,7 @@ def test_a_model_is_named_in_the_body_the_path_or_a_header(tmp_path, path, docum
     ("path", "document"),
     [
         (CHAT, body("other")),
-        (CHAT, body(None)),
         (f"/m/other{CHAT}", None),
-        ("/m/chat/understudy/hello", None),
-        ("/m/chat/./understudy/hello", None),
         ("/v1/models/other", None),
         ("/m/other/status", None),
     ],
@@ -156,6 +153,33 @@ def test_an_unknown_model_is_not_found(tmp_path, path, document):
         answer = await models.bench.once(path, document)
         assert (answer.status, answer.error()["code"]) == (404, "model_not_found")
         assert answer.error()["type"] == "invalid_request_error"
+        assert models.engines["chat"].requests == []
+
+    with_models(tmp_path, scenario)
+
+
+@pytest.mark.parametrize(
+    ("path", "document", "status", "code"),
+    [
+        (CHAT, body(None), 400, "gateway.no_model"),
+        (CHAT, b'{"model": "chat"', 400, "gateway.bad_json"),
+        (CHAT, b'["chat"]', 400, "gateway.bad_json"),
+        (CHAT, b'{"model": "\xff"}', 400, "gateway.bad_json"),
+        ("/v1/messages", b"model=chat", 400, "gateway.bad_json"),
+        ("/metrics", None, 404, "gateway.not_found"),
+        ("/m/chat/understudy/hello", None, 404, "gateway.not_found"),
+        ("/m/chat/./understudy/hello", None, 404, "gateway.not_found"),
+    ],
+)
+def test_what_names_no_model_is_refused_with_a_reason(tmp_path, path, document, status, code):
+    async def scenario(models: TwoModels) -> None:
+        answer = await models.bench.once(path, document)
+        error = answer.error()
+        assert (answer.status, error["type"]) == (
+            status,
+            "invalid_request_error",
+        ), error
+        assert code in (error.get("code"), error["message"].rpartition("[")[2].rstrip("]"))
         assert models.engines["chat"].requests == []
 
     with_models(tmp_path, scenario)
