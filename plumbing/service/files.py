@@ -183,7 +183,8 @@ class SlotFormat:
 
 
 class SlotFile:
-    """An open file with slots, under flock. A `write` is durable when it returns."""
+    """An open file with slots, under flock. What was written outlives this process, and, unless
+    told otherwise, the machine."""
 
     def __init__(self, path: str, form: SlotFormat) -> None:
         """Open and lock an existing file; the newest sequence counts.
@@ -202,8 +203,15 @@ class SlotFile:
             os.close(self._fd)
             raise
 
-    def write(self, text: bytes, check_place: Callable[[], None] | None = None) -> None:
-        """Write the next slot and wait for the disk.
+    def write(
+        self,
+        text: bytes,
+        check_place: Callable[[], None] | None = None,
+        *,
+        survives_power_cut: bool = True,
+    ) -> None:
+        """Write the next slot and wait for the disk; without `survives_power_cut` for nothing, and
+        the kernel writes it a little later, whatever becomes of this process.
 
         A file that was removed or replaced meanwhile is created anew, unless `check_place` raises:
         a record in a file without a name would be lost with this process.
@@ -221,7 +229,8 @@ class SlotFile:
         slot = self._form.encode(sequence, text)
         if os.pwrite(self._fd, slot, sequence % 2 * len(slot)) != len(slot):
             raise OSError(errno.ENOSPC, "the slot was written in part")
-        os.fdatasync(self._fd)
+        if survives_power_cut:
+            os.fdatasync(self._fd)
         self._sequence = sequence
 
     def close(self) -> None:

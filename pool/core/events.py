@@ -198,7 +198,10 @@ class PoolEffect(Struct, frozen=True):
 
 
 class SaveState(PoolEffect, frozen=True):
-    """Write `Pool.snapshot()` before any effect behind this one."""
+    """Write `Pool.snapshot()` before any effect behind this one. `is_order`: a person has asked for
+    something, which must be found again even after a power cut; all else would be over by then."""
+
+    is_order: bool = False
 
 
 class Running(StrEnum):

@@ -221,7 +221,7 @@ def _order(pool: PoolSituation, event: ev.Ordered) -> None:
             known.load_ordered_ms, known.is_sleep_ordered = None, False
             known.is_unload_ordered = model.state not in (ModelState.COLD, ModelState.FAILED)
         case ev.Order.PIN | ev.Order.UNPIN:
-            known.pinned = event.order is ev.Order.PIN
+            known.pinned, pool.is_news_for_file = event.order is ev.Order.PIN, True
         case ev.Order.RESET:
             pool.fire(known, DueSignal(ModelSignal.RESET, "an operator has reset it"))
     pool.touch(known.name)

@@ -92,7 +92,7 @@ class ModelPool:
         is_told = any(not isinstance(effect, ev.PoolRecord) for effect in out)
         is_told |= pool.is_news_for_file
         pool.is_news_for_file = False
-        return [ev.SaveState(), *out] if is_told else out
+        return [ev.SaveState(isinstance(event, ev.Ordered)), *out] if is_told else out
 
     # ------------------------------------------------------------------ until nothing changes
 

@@ -11,9 +11,10 @@ from pool.server.parts import PoolParts
 
 
 class PoolPerformer:
-    """`save` writes the state, and raises OSError where that fails."""
+    """`save` writes the state, to survive a power cut if it is told True, and raises OSError where
+    that fails."""
 
-    def __init__(self, parts: PoolParts, save: Callable[[], None]) -> None:
+    def __init__(self, parts: PoolParts, save: Callable[[bool], None]) -> None:
         self._parts, self._save = parts, save
 
     def perform(self, effect: ev.PoolEffect) -> None:
@@ -24,7 +25,7 @@ class PoolPerformer:
         parts = self._parts
         match effect:
             case ev.SaveState():
-                self._save()
+                self._save(effect.is_order)
             case ev.SetModelDoor():
                 parts.told.set_door(effect)
                 parts.gateways.tell()

@@ -142,7 +142,7 @@ class PoolServer:
         file, before = with_changes(self.settings.file, changed), parts.changed
         parts.changed = {name: found for name, found in changed.items() if found}
         try:
-            self._save()
+            self._save(True)
         except OSError:
             parts.changed = before
             raise
@@ -201,10 +201,11 @@ class PoolServer:
 
     # ------------------------------------------------------------------ the state
 
-    def _save(self) -> None:
-        """
+    def _save(self, is_order: bool) -> None:
+        """`is_order`: what a person has asked for is in it (`SaveState`).
+
         Raises:
-            OSError: it may not be on disk.
+            OSError: it may not be on file.
         """
         parts = self.parts
         parts.state.write(
@@ -212,7 +213,8 @@ class PoolServer:
                 "pool": msgspec.to_builtins(parts.pool.snapshot()),
                 "leases": parts.leases.record(),
                 "changed": parts.changed,
-            }
+            },
+            survives_power_cut=is_order,
         )
 
     def _hold(self, error: OSError) -> None:

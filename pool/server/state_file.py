@@ -5,6 +5,10 @@ record leads to. Both slots are valid from the moment the file exists, so one ba
 the newest record may be lost, and the other one must not be believed: goals that were told later
 would come back with older generations. Then the file is put aside, and a new *era* begins: engines
 replace what they remember, and the pool learns everything from those who hold it.
+
+The surprising thing: decisions do not wait for the disk. What they are about (processes, memory,
+doors) is gone after a power cut, and an engine whose file is newer than ours is caught up with
+(`pool.core.hearing`). Only what people have asked for must outlive the machine.
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ class LoadedPool:
 
 
 class PoolStateFile:
-    """The open file. `write` is durable when it returns."""
+    """The open file."""
 
     def __init__(self, directory: str) -> None:
         """Open it, or put an unreadable one aside and create a new one.
@@ -70,16 +74,16 @@ class PoolStateFile:
                 path=self.path,
             ) from error
 
-    def write(self, record: dict[str, Any]) -> None:
-        """Write the next slot and wait for the disk.
+    def write(self, record: dict[str, Any], *, survives_power_cut: bool = True) -> None:
+        """Write the next slot; as `SlotFile.write`.
 
         Raises:
-            OSError: it may or may not be on disk; write again before anything depends on it. EFBIG:
+            OSError: it may or may not be on file; write again before anything depends on it. EFBIG:
                 it does not fit.
         """
         text = _text(record)
         try:
-            self._file.write(text)
+            self._file.write(text, survives_power_cut=survives_power_cut)
         except ValueError as error:
             why = f"the state of so many models has {len(text)} bytes, and a slot {SLOT_BYTES}"
             raise OSError(errno.EFBIG, why) from error

@@ -61,6 +61,18 @@ def test_record_of_a_newer_version_is_put_aside(directory):
     assert "schema 2" in loaded(directory).problem
 
 
+def test_only_what_must_survive_a_power_cut_waits_for_the_disk(directory, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fdatasync", synced.append)
+    file = PoolStateFile(directory)
+    file.write({"number": 1}, survives_power_cut=False)
+    assert not synced
+    file.write({"number": 2})
+    assert len(synced) == 1
+    file.close()
+    assert loaded(directory).record == {"number": 2}
+
+
 def test_second_user_of_the_file_is_refused(directory):
     file = PoolStateFile(directory)
     with pytest.raises(UnderstudyError, match="another process has locked"):

@@ -143,6 +143,18 @@ def test_door_says_why_and_every_door_is_preceded_by_the_state_on_file():
     assert told
 
 
+def test_only_what_a_person_orders_must_survive_a_power_cut():
+    """A pin is on file although nobody is told anything; decisions are over after a power cut."""
+    pod = Pod(total_bytes=1300 * MIB).start()
+    ordered = pod.pool.handle(ev.Ordered("a", ev.Order.PIN), pod.now_ms)
+    assert ordered[0] == ev.SaveState(is_order=True)
+    pod.all.clear()
+    pod.ask("a")
+    pod.settle()
+    saves = [each for each in pod.all if isinstance(each, ev.SaveState)]
+    assert set(saves) == {ev.SaveState(is_order=False)}
+
+
 def test_switch_is_recorded_with_its_phases():
     pod = yielding()
     pod.tick(1_000)
