@@ -139,6 +139,7 @@ class EpochFree(DeviceEvent, frozen=True):
     """No process holds the file of this epoch any more, and our own copy is freed."""
 
     epoch: str
+    copy: JournalRecord | None = None  # the host copy, as for `offload`
 
 
 class JournalKept(DeviceEvent, frozen=True):

@@ -235,7 +235,7 @@ class DeviceMachine:
         is_over = self.device.is_journal_lost and not self.device.orphans
         if is_over or (epoch.phase is EpochPhase.ORPHANED and epoch.expected is not None):
             self.device.is_journal_lost = False
-            effects += self._recovery.journalled_is_gone(epoch.expected)
+            effects += self._recovery.journalled_is_gone(epoch.expected, event.copy)
         for session in list(self.device.sessions.values()):
             if session.epoch == epoch.id and session.state in HANDING_BACK:
                 error = UnderstudyError(

@@ -7,6 +7,8 @@ not know; the shell says what is committed there and that a living process holds
 - Nobody may map the epoch: sessions and the kernel are asked, as for a drop.
 - The link is on disk with the epoch's end, and lasts until the next commit is on disk (or is
   dropped): a restage that breaks off at any step leaves it in force.
+- A server that dies before the link is on disk leaves a record whose memory is gone. Its copy then
+  stands for it, too (`recovery.py`): the reader may have unmapped it in order to offload it.
 - "Offloaded" is answered when the kernel says that the memory is free, not when it was given up.
 """
 
@@ -18,7 +20,6 @@ from gms.core import events as ev
 from gms.core.device import Device
 from gms.core.effects import Effects
 from gms.core.events import EpochPhase
-from gms.core.identity import identity_hash
 from gms.core.state import Epoch
 from plumbing.errors import UnderstudyError
 
@@ -117,6 +118,17 @@ class Offload:
             )
 
 
+def is_copy_of(copy: ev.JournalRecord, epoch: ev.JournalRecord) -> bool:
+    """Whether both have the same layout, identity and bytes; not as long as a digest is unknown."""
+    if copy.digest is None or epoch.digest is None:
+        return False
+    return (copy.layout_hash, copy.identity_hash, copy.digest) == (
+        epoch.layout_hash,
+        epoch.identity_hash,
+        epoch.digest,
+    )
+
+
 def _checked(copy: ev.JournalRecord | None, epoch: Epoch) -> ev.JournalRecord:
     """`copy`, if it is of the same bytes as `epoch`."""
     why = None
@@ -126,11 +138,7 @@ def _checked(copy: ev.JournalRecord | None, epoch: Epoch) -> ev.JournalRecord:
         why = "there is none, or only its server has it"
     elif copy.digest is None:
         why = "the digest of the copy is not known yet"
-    elif (copy.layout_hash, copy.identity_hash, copy.digest) != (
-        epoch.layout_hash,
-        identity_hash(epoch.identity or {}),
-        epoch.digest,
-    ):
+    elif not is_copy_of(copy, epoch.record()):
         why = f"epoch {copy.epoch} there has other bytes"
     if copy is None or why is not None:
         raise UnderstudyError(

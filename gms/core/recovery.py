@@ -26,6 +26,7 @@ from gms.core.device import Device
 from gms.core.effects import Effects
 from gms.core.events import EpochPhase, Mode, SessionState
 from gms.core.identity import check_identity, identity_hash
+from gms.core.offload import is_copy_of
 from gms.core.state import HANDING_BACK, Epoch, Session
 from gms.manifest import check_size, layout_hash
 from plumbing.errors import InvariantError, ProtocolError, UnderstudyError
@@ -129,15 +130,24 @@ class Recovery:
             *self.device.journal(),  # the record may be lost, or name a predecessor too
         ]
 
-    def journalled_is_gone(self, record: ev.JournalRecord | None) -> Effects:
+    def journalled_is_gone(
+        self, record: ev.JournalRecord | None, copy: ev.JournalRecord | None
+    ) -> Effects:
         """The journalled epoch's file is free. If its commit was never answered, the epoch that it
-        was to replace is still the committed one."""
+        was to replace is still the committed one. Otherwise a host copy of its bytes stands for
+        it: its readers may have unmapped it to offload it when the server died."""
         predecessor = next((orphan for orphan in self.device.orphans if orphan.fallback), None)
-        if predecessor is None:
-            self._late = record
-            return self.device.journal()
-        predecessor.expected, predecessor.fallback = predecessor.fallback, None
-        return []
+        if predecessor is not None:
+            predecessor.expected, predecessor.fallback = predecessor.fallback, None
+            return []
+        self._late = record
+        effects: Effects = []
+        if record is not None and copy is not None and is_copy_of(copy, record):
+            self.device.offloaded = copy
+            said = f"{copy.epoch} in host memory stands for epoch {record.epoch}, which is gone"
+            data = {"epoch": record.epoch, "copy": copy.epoch, "size_bytes": record.size_bytes}
+            effects.append(fx.RecordEvent("gms.offloaded", said, data))
+        return effects + self.device.journal()
 
     def judge_all(self, now_ms: float) -> Effects:
         """Judge every survivor that has reconnected, in order."""

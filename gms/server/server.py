@@ -78,7 +78,7 @@ class DeviceServer(MemoryServer[DeviceMachine]):
             self.clock,
             self._threads.driver,
             self._epoch_path,
-            lambda epoch: self._handle(ev.EpochFree(epoch)),
+            lambda epoch: self._handle(ev.EpochFree(epoch, host_copy(self.directory, self.device))),
             lambda epoch, pids: self._handle(ev.HoldersSeen(epoch, pids)),
             lambda epoch, why: self.log.record("gms.epoch", why, "warning", {"epoch": epoch}),
         )

@@ -80,13 +80,18 @@ def digested(gms: GmsProcess) -> str:
     return str(status["digest"])
 
 
-def away(gms: GmsProcess, copies: Copies, reader: Reader) -> Offloaded:
-    """Released, its device freed: what a resting engine does."""
+def released(gms: GmsProcess, copies: Copies, reader: Reader) -> Offloaded:
+    """Unmapped; the service has not been told yet."""
     keeper = Keeper(reader)
     keeper.start()
     digested(gms)
     copies.settle()
-    gone = release(reader, keeper)
+    return release(reader, keeper)
+
+
+def away(gms: GmsProcess, copies: Copies, reader: Reader) -> Offloaded:
+    """Released, its device freed: what a resting engine does."""
+    gone = released(gms, copies, reader)
     assert gone.free() == reader.size_bytes
     return gone
 
@@ -203,6 +208,28 @@ def test_copy_outlives_its_server(gms: GmsProcess, host: GmsProcess, copies: Cop
         host.kill()
         gone.restage(20)  # the engine has it: it needs no server of copies
         assert reader.digest() == digest
+
+
+@host_only
+@pytest.mark.parametrize("asks_again", [True, False])
+def test_device_server_that_dies_while_weights_leave_takes_their_copy(
+    gms: GmsProcess, copies: Copies, asks_again: bool
+):
+    """SIGKILL when the only reader has unmapped them and has not said so: the copy of the lost
+    bytes stands for them, whether the engine asks for their memory again or wants them back."""
+    with patterned(gms) as reader:
+        digest = reader.digest()
+        gone = released(gms, copies, reader)
+        gms.kill()
+        gms.start()
+        if asks_again:
+            until(lambda: gms.status()["state"] == "offloaded", "the kernel to say that it is lost")
+            assert gone.free() == reader.size_bytes
+            gms.kill()
+            gms.start()  # it is on disk
+        gone.restage(20)
+        assert reader.digest() == gms.status()["digest"] == digest
+        assert gms.status()["restages_total"] == 1
 
 
 @host_only

@@ -154,7 +154,22 @@ class Node:
     def look(self, epoch: str) -> None:
         self.watched.discard(epoch)
         self.files.discard(epoch)
-        self.tell(ev.EpochFree(epoch))
+        copy = self.world.host_copy() if self is self.world.device else None
+        if copy is not None and self._is_lost(epoch) and copy.digest == self.digest:
+            self.world.standing = copy.epoch
+        self.tell(ev.EpochFree(epoch, copy))
+
+    @property
+    def digest(self) -> str | None:
+        """Of the committed bytes, on disk."""
+        return None if self.record is None else self.record.digest
+
+    def _is_lost(self, epoch: str) -> bool:
+        """Whether the committed epoch is gone with all that mapped it, and nothing replaces it."""
+        record = self.record
+        if record is None or record.epoch != epoch or epoch in self.marked or record.digest is None:
+            return False
+        return record.previous is None or record.previous.epoch not in self.files - self.marked
 
     @property
     def free_files(self) -> list[str]:
@@ -304,11 +319,16 @@ class OffloadWorld:
 
     def facts(self) -> dict[str, Any]:
         """What the shell looks up for `offload`."""
-        committed, copy, host = self.device.machine.device.committed, self.host.record, self.host
-        if copy is not None and (not host.holders(copy.epoch) or copy.epoch in host.marked):
-            copy = None
+        committed = self.device.machine.device.committed
         is_mapped = committed is not None and bool(self.device.holders(committed.id))
-        return {"is_mapped": is_mapped, "copy": copy}
+        return {"is_mapped": is_mapped, "copy": self.host_copy()}
+
+    def host_copy(self) -> ev.JournalRecord | None:
+        """What is committed in host memory, if a process holds it."""
+        copy, host = self.host.record, self.host
+        if copy is not None and (not host.holders(copy.epoch) or copy.epoch in host.marked):
+            return None
+        return copy
 
     def _rejoin(self, node: Node, actor: Actor) -> None:
         memory = actor.holds[node.name]

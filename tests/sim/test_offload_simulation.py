@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from gms.core import offload
 from gms.core.device import Device
 from gms.core.offload import Offload
+from gms.core.recovery import Recovery
 from gms.core.writing import Writing
 from tests.sim.offload_world import OffloadWorld
 from tests.sim.seeds import replayable, seeds
@@ -83,6 +84,14 @@ def the_link_outlives_the_commit(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Device, "journal", journal)
 
 
+def lost_weights_are_loaded_again(patch: pytest.MonkeyPatch) -> None:
+    """A server died while they left: its successor knows of no copy."""
+    real = Recovery.journalled_is_gone
+    patch.setattr(
+        Recovery, "journalled_is_gone", lambda self, record, copy: real(self, record, None)
+    )
+
+
 @pytest.mark.parametrize(
     ("leave_out", "caught"),
     [
@@ -91,6 +100,7 @@ def the_link_outlives_the_commit(patch: pytest.MonkeyPatch) -> None:
         (given_up_is_free, "is not free"),
         (the_link_ends_with_the_grant, "although a copy stands for them"),
         (the_link_outlives_the_commit, "condemned bytes are back"),
+        (lost_weights_are_loaded_again, "although a copy stands for them"),
     ],
     ids=lambda each: getattr(each, "__name__", ""),
 )
