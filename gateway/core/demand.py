@@ -32,6 +32,11 @@ class ChildDemands:
         self._last = 0
         self._children: dict[int, Mapping[str, ModelDemand]] = {}
 
+    @property
+    def is_heard(self) -> bool:
+        """Whether there is a child that has spoken."""
+        return bool(self._children)
+
     def said(self, child: int, models: Mapping[str, ModelDemand]) -> None:
         self._children[child] = models
 

@@ -29,10 +29,8 @@ from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import Message
 from plumbing.wire.unix_connection import UnixConnection
+from pool.core.pace import DemandPace
 
-# Between two words on what waits for the models of a pool, which is told at every change: a full
-# queue takes a millisecond to tell.
-DEMAND_S = 0.005
 ORPHANED = 1  # the exit code when the parent is gone
 
 logger = logging.getLogger(__name__)
@@ -99,7 +97,7 @@ class ParentLink(Handler):
         self._is_beat_due = False
         self._demand: msg.ModelDemandMsg | None = None  # what was said last
         self._demand_due: asyncio.TimerHandle | None = None
-        self._demand_s = 0.0  # on the loop's clock: not said before
+        self._demand_pace = DemandPace()
 
     # ------------------------------------------------------------------ as the doors' parent
 
@@ -114,7 +112,7 @@ class ParentLink(Handler):
 
     def demand_changed(self) -> None:
         if self._demand_due is None:
-            at_s = max(self._demand_s, self._loop.time())
+            at_s = self._demand_pace.next_s(self._loop.time())
             self._demand_due = self._loop.call_at(at_s, self._tell_demand)
 
     # ------------------------------------------------------------------ as the wire's handler
@@ -188,10 +186,10 @@ class ParentLink(Handler):
             self._demand_due = None
         if self._conn is None or self._doors is None or self._conn.is_backed_up:
             return
-        self._demand_s = self._loop.time() + DEMAND_S
         demand = self._doors.demand()
         if demand is not None and demand != self._demand:
             self._demand = demand
+            self._demand_pace.said(self._loop.time())
             self._conn.send(demand)
 
     def _beat(self) -> None:

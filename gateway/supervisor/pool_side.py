@@ -108,7 +108,8 @@ class GatewayPoolSide:
             message = f"the pool has {names}, of which this gateway does not know; restart it"
             self._log.record("gateway.pool_differs", message, "warning")
         self._strangers = strangers
-        self._link.changed()
+        if not self._demands.is_heard:  # else children answer, once they obey
+            self._link.changed()
 
     def _set(self, model: str, said: PooledModel) -> None:
         old = self.said.get(model)

@@ -20,11 +20,8 @@ from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import FaultMsg, Message
 from plumbing.wire.unix_connection import connect
 from pool.core.events import ModelDemand
+from pool.core.pace import DemandPace
 from pool.messages import CATALOGUE, DemandMsg, DoorsMsg
-
-# Between two messages. A message of 512 tickets costs the pool a millisecond, and a door that is
-# opened this much later costs a request nothing that it would notice.
-DEMAND_S = 0.005
 
 
 def _ignore(*_: object) -> None:
@@ -70,7 +67,7 @@ class PoolLink(Handler):
         self._conn: Connection | None = None
         self._ended = asyncio.Event()
         self._due: asyncio.TimerHandle | None = None
-        self._next_s = 0.0  # on the loop's clock: not sent before
+        self._pace = DemandPace()
 
     @property
     def is_connected(self) -> bool:
@@ -80,7 +77,7 @@ class PoolLink(Handler):
         """The demand is another one: send it, together with what changes in the next moment."""
         if self._conn is not None and self._due is None:
             loop = asyncio.get_running_loop()
-            self._due = loop.call_at(max(self._next_s, loop.time()), self._send)
+            self._due = loop.call_at(self._pace.next_s(loop.time()), self._send)
 
     async def run(self) -> None:
         """Stay connected until cancelled."""
@@ -100,7 +97,7 @@ class PoolLink(Handler):
     def _send(self) -> None:
         self._due = None
         if self._conn is not None:
-            self._next_s = asyncio.get_running_loop().time() + DEMAND_S
+            self._pace.said(asyncio.get_running_loop().time())
             self._conn.send(DemandMsg(self.gateway, dict(self._demand())))
 
     def _forget_conn(self) -> None:
