@@ -30,7 +30,8 @@ def main() -> None:
             on_wait=lambda reason: say("waiting", reason=reason),
         )
     except UnderstudyError as error:
-        say("refused", code=error.code, message=error.message)
+        reason = error.details.get("reason")
+        say("refused", code=error.code, message=error.message, reason=reason)
         return
     addresses = memory_for(device).reserve(sum(lease.slab_sizes))
     addresses.map(0, lease.slabs, writable=True)
