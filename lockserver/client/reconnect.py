@@ -10,8 +10,9 @@ from plumbing.errors import UnderstudyError
 from plumbing.wire import sockets
 
 HEARTBEAT_MS = 500  # six of them fit into the server's silent_ms of 3 s
-RETRY_MS_MIN = 10.0  # a restarted server is found again after a few of these
+RETRY_MS_MIN = 10.0
 RETRY_MS_MAX = 500.0
+RETRY_GROWTH = 1.1  # a server is found again within a tenth of the time for which it was away
 
 
 async def keep_connected(
@@ -37,7 +38,7 @@ async def keep_connected(
             if (loop.time() - begun) * 1000 > RETRY_MS_MAX:
                 retry_ms = RETRY_MS_MIN
         await asyncio.sleep(retry_ms / 1000)
-        retry_ms = min(retry_ms * 2, RETRY_MS_MAX)
+        retry_ms = min(retry_ms * RETRY_GROWTH, RETRY_MS_MAX)
 
 
 class NewestGrants:

@@ -95,7 +95,8 @@ def decide(pool: PoolSituation, planner: Planner) -> None:
         if known.expected_ms != expected.get(known.name):
             known.expected_ms = expected.get(known.name)
             pool.to_show.add(known.name)
-    for name in plan.unyields:
+    # Of a pool that has just started: who needed the room may not have been heard yet.
+    for name in plan.unyields if pool.demand.is_heard and not blind else ():
         _unyield(pool, pool.models[name])
     for victim in plan.rests:
         _yield(pool, victim, Leaving.IDLE, "nobody has asked for it")

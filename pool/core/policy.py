@@ -221,12 +221,12 @@ class _Planner:
             return Wait(None, reasons.stuck(claim, self.free, models))
         chosen = victims.choose([each for each in found if each.ready_ms <= ready_ms], short)
         self._reserve(claim, chosen, tuple(short))
+        # Whom it asks, or waits for, changes whenever one of them becomes ready, or idle.
+        changes_ms = [at_ms for each in found for at_ms in (each.ready_ms, each.idle_ms)]
+        self.due_ms = min([self.due_ms, *(at_ms for at_ms in changes_ms if at_ms > self.now_ms)])
         if ready_ms <= self.now_ms:
             self.asked.update(victim.model for victim in chosen if not victim.is_shadow)
             return Yield(tuple(chosen))
-        # Who waits for what changes whenever one of them becomes ready, or idle.
-        changes_ms = [at_ms for each in found for at_ms in (each.ready_ms, each.idle_ms)]
-        self.due_ms = min([self.due_ms, *(at_ms for at_ms in changes_ms if at_ms > self.now_ms)])
         why = reasons.waiting(claim, self.free, found, chosen, self.rules)
         names = tuple(victim.model for victim in chosen if not victim.is_shadow)
         return Wait(None if ready_ms == _NEVER_MS else ready_ms, why, names)

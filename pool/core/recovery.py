@@ -16,6 +16,7 @@ from plumbing.part.tier import Tier
 from pool.core import events as ev
 from pool.core.books import Books
 from pool.core.doors import door_key
+from pool.core.events import Running
 from pool.core.known import SETTLED, Costs, KnownEngine, KnownModel
 from pool.core.model import Model
 from pool.core.model_table import ModelSignal
@@ -99,10 +100,20 @@ def _restore_model(pool: PoolSituation, known: KnownModel, saved: SavedModel) ->
     known.door_number = saved.door_number
     if saved.door is not None:
         known.door, known.door_key = saved.door, door_key(known, saved.door)
+    # A pool that is restarted again and again must not let one turn, or its drain, last for ever.
+    known.drained_ms = _not_after(now_ms, saved.drained_ms)
+    if model.state is ModelState.DRAINING and model.running is Running.FINISH:
+        model.since_ms = known.drained_ms or now_ms
     if model.state in (ModelState.AWAKE, ModelState.DRAINING):
-        known.awake_since_ms = known.turn_since_ms = now_ms
+        known.awake_since_ms = awake_ms = _not_after(now_ms, saved.awake_since_ms) or now_ms
+        known.turn_since_ms = min(awake_ms + (known.costs.resume_ms or 0.0), now_ms)
     else:
         known.asleep_since_ms = now_ms
+
+
+def _not_after(now_ms: float, saved_ms: float | None) -> float | None:
+    """The clock begins anew with the machine."""
+    return None if saved_ms is None else min(saved_ms, now_ms)
 
 
 def say_again(pool: PoolSituation) -> None:

@@ -63,6 +63,8 @@ class SavedModel(Struct, frozen=True, array_like=True):
     door_number: int
     engines: tuple[SavedEngine, ...]
     more_costs: tuple[float | None, ...] = ()  # of `MORE_COSTS`, in their order
+    awake_since_ms: float | None = None
+    drained_ms: float | None = None
 
 
 class PoolSnapshot(Struct, frozen=True):
@@ -119,6 +121,8 @@ def anew(old: PoolSnapshot) -> PoolSnapshot:
             booked=(None,) * len(each.booked),
             door=None,
             engines=(gone,) * len(each.engines),
+            awake_since_ms=None,
+            drained_ms=None,
         )
         for name, each in old.models.items()
     }
@@ -176,6 +180,8 @@ def _saved_model(pool: PoolSituation, known: KnownModel) -> SavedModel:
         door_number=known.door_number,
         engines=tuple(_saved_engines(pool, known)),
         more_costs=tuple(_rounded(getattr(costs, name)) for name in MORE_COSTS),
+        awake_since_ms=_rounded(known.awake_since_ms),
+        drained_ms=_rounded(known.drained_ms),
     )
 
 

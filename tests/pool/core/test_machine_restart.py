@@ -69,6 +69,28 @@ def test_nothing_changes_for_engines_and_clients_when_all_have_been_heard():
     assert {each.name: each.state for each in pod.supervisors.values()}["a0"] == "active"
 
 
+def test_turn_ends_however_often_the_pool_is_restarted_in_it():
+    """And parked streams count from the drain, as they did: else their model had a second turn."""
+    pod = Pod(total_bytes=1300 * MIB).start()
+    pod.ask("a")
+    pod.settle()
+    pod.in_flight["a"] = pod.supervisors["a0"].in_flight = 1
+    pod.ask("b")
+    for _ in range(5):
+        assert pod.state("a") is S.AWAKE
+        pod.tick(2_000)  # a fifth of `min_runtime`
+        hear_all(restart(pod))
+    assert pod.state("a") is S.DRAINING
+    known = pod.pool.situation.models["a"]
+    began_ms, park_ms = known.drained_ms, known.rules.park_ms
+    assert known.model.running is ev.Running.FINISH
+    for _ in range(2):
+        pod.tick(park_ms / 2)
+        hear_all(restart(pod))
+    known = pod.pool.situation.models["a"]
+    assert (known.drained_ms, known.model.running) == (began_ms, ev.Running.PARK)
+
+
 def test_generations_after_a_restart_are_newer_than_all_before():
     pod = served()
     before = [each.generation for each in pod.all if isinstance(each, ev.TellEngine)]
