@@ -248,9 +248,9 @@ def test_the_last_doors_hold_without_the_pool_and_for_a_fresh_child():
         child = await asyncio.to_thread(made.gateway.child)
         os.kill(child, signal.SIGKILL)
         assert await waiting.rest() == b""  # what was in the child is lost with it
-        await asyncio.to_thread(made.gateway.start)
         lost = 'understudy_pool_requests_total{model="coder",outcome="lost"}'
-        assert await asyncio.to_thread(made.gateway.metric, lost) == 1
+        await auntil(lambda: made.gateway.counts(lost, 1), "the child's death to be noticed")
+        await asyncio.to_thread(made.gateway.start)
         connected = "understudy_gateway_pool_connected"
         assert await asyncio.to_thread(made.gateway.metric, connected) == 0
         client, document = await made.ask("chat")
