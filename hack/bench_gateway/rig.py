@@ -14,7 +14,7 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -198,13 +198,15 @@ def _is_open(port: int) -> bool:
 
 
 @contextlib.contextmanager
-def pod(directory: Path, *flags: str) -> Iterator[int]:
-    """`understudy up` with the reference backend; the port of its service."""
+def pod(directory: Path, *flags: str, arguments: Sequence[str] = ()) -> Iterator[int]:
+    """`understudy up` with the reference backend, which is told `arguments`; the port of its
+    service."""
     service, lock, gms, gate, *engines = free_ports(6)
     ports = {"service": service, "lockserver": lock, "gms": gms, "gateway": gate}
     command = [sys.executable, "-m", "understudy.cli.main", "up", "--dir", str(directory), *flags]
     command += [word for name, port in ports.items() for word in (f"--{name}-port", str(port))]
     command += [word for port in engines for word in ("--engine-port", str(port))]
+    command += ["--", *arguments]
     with open(directory.with_suffix(".log"), "wb") as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=log, env={**os.environ, **parent_environment()}

@@ -9,7 +9,7 @@ from typing import Any
 from hack.bench_gateway.rig import pod as plain_pod
 from hack.bench_pool import costs, killing, streaming, switching, waiting
 from hack.bench_pool.plan import HURRIED, THROUGH_STREAMS, Plan, StreamPlan
-from hack.bench_pool.pods import BenchedPool, PoolPlan, with_pool
+from hack.bench_pool.pods import BACKENDS, BenchedPool, PoolPlan, with_pool
 from hack.bench_pool.programs import Figures
 from plumbing.errors import UnderstudyError
 from plumbing.service.signals import SignalInbox
@@ -125,7 +125,7 @@ class Ours:
         return found
 
     async def _beside_without(self) -> Figures:
-        """Beside a pod without a pool."""
+        """Beside a pod without a pool, with the same engines."""
 
         async def body(pool: BenchedPool) -> Figures:
             doors = (
@@ -138,5 +138,6 @@ class Ours:
             }
 
         directory = self._base / "plain"
-        with plain_pod(directory) as port:
+        arguments = BACKENDS[self._plan.backend].arguments
+        with plain_pod(directory, arguments=arguments) as port:
             return await self._pod("shadow", self._pool(1, has_shadows=True), body)

@@ -106,6 +106,8 @@ def _died_loading(known: KnownModel) -> DueSignal | None:
 def _died(known: KnownModel, name: str, incarnation: str) -> DueSignal | None:
     if known.model.state not in HAS_ENGINES or known.model.state is ModelState.PENDING:
         return None
+    if known.model.goal is Tier.COLD:
+        return DueSignal(ModelSignal.LEFT, known.model.reason)  # it obeys
     engine = known.engine(name)
     if engine is not None and incarnation and engine.leaving == incarnation:
         return DueSignal(ModelSignal.LEFT, f"{name} was told to stop")

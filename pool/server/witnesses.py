@@ -19,7 +19,8 @@ from plumbing.part.tier import WitnessRef
 
 LINK_PREFIX = "pool_"  # before the name of a witness, `witness_<engine>_<16 hex>`
 # Small processes die within milliseconds, and some need half a minute; who is hung may be so for
-# days. A try costs a few microseconds.
+# days. A try takes 50 us of a CPU, so it is dense only where somebody waits for the answer: during
+# a failover nobody does, and the engines need the CPU.
 DENSE_S, DENSE_FOR_S = 0.001, 1.0
 SLOW_S, SLOW_FOR_S = 0.010, 60.0
 RARE_S = 0.1
@@ -102,6 +103,7 @@ class WitnessWatch:
         """Its supervisor has stopped it: answer once all of its processes are dead."""
         self._asked[engine] = number
         self._newest_s = asyncio.get_running_loop().time()
+        self.close()  # the next try may be far
         self.suspect(engine)
 
     def withdraw(self, engine: str) -> None:
@@ -115,13 +117,15 @@ class WitnessWatch:
     def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
+            self._timer = None
 
     def _arm(self) -> None:
         if self._timer is None and (self._since_s or self._asked):
             loop = asyncio.get_running_loop()
             waited_s = loop.time() - self._newest_s
-            delay_s = DENSE_S if waited_s < DENSE_FOR_S else SLOW_S
-            delay_s = delay_s if waited_s < SLOW_FOR_S else RARE_S
+            delay_s = SLOW_S if waited_s < SLOW_FOR_S else RARE_S
+            if self._asked and waited_s < DENSE_FOR_S:
+                delay_s = DENSE_S
             self._timer = loop.call_later(delay_s, self._try)
 
     def _try(self) -> None:

@@ -52,6 +52,16 @@ def test_unload_refuses_those_who_wait_and_ends_cold():
     assert pod.state("a") is S.AWAKE
 
 
+def test_engine_that_ends_as_it_was_told_is_not_called_dead():
+    pod = pod_of()
+    order(pod, "load")
+    pod.settle()
+    order(pod, "unload")
+    pod.settle()
+    model = pod.pool.situation.models["a"].model
+    assert (model.state, model.reason) == (S.COLD, "an operator unloads it")
+
+
 def test_model_that_is_not_loaded_on_demand_refuses_until_it_is_ordered():
     pod = pod_of(is_on_demand=False)
     pod.ask("a")
