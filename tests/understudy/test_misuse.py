@@ -16,10 +16,14 @@ import pytest
 from click.testing import CliRunner
 
 from engine import cli as engine
+from plumbing.errors import UsageError
+from tests.deploy.manifests import RENDERED
 from tests.helpers import until
 from tests.understudy.test_top import WAIT_S, terminal
 from understudy.bundle.bundle import collect
 from understudy.cli.main import main
+from understudy.drill.run import DrillPlan
+from understudy.up.sessions import drill_running_pod
 
 
 @pytest.mark.parametrize("name", ["log", "l" * 300])
@@ -119,6 +123,18 @@ def test_second_thoughts_at_the_question_are_no_failed_drill(tmp_path: Path):
             with contextlib.suppress(subprocess.TimeoutExpired):  # it came before the read began
                 drill.process.wait(5.0)
         assert drill.process.returncode == 130
+
+
+def test_drill_that_kills_the_active_engine_is_refused_where_models_take_turns(tmp_path: Path):
+    """Goal: nobody waits for a standby that no pool has. Method: a pool's manifest, and the
+    directory of a pool."""
+    result = CliRunner().invoke(main, ["drill", "-f", str(RENDERED / "pool-cpu.yaml")])
+    assert result.exit_code == 2
+    assert "[drill.is_pool]" in result.output
+    assert "understudy drill --pool FILE" in result.output
+    (tmp_path / "pool.sock").touch()
+    with pytest.raises(UsageError, match=f"{tmp_path} has a pool"):
+        asyncio.run(drill_running_pod(tmp_path, DrillPlan(), print))
 
 
 @pytest.mark.parametrize("flag", ["--attach", "--kills=3", "--target=supervisor", "-f=."])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
 from plumbing.errors import UnderstudyError, UsageError
-from plumbing.part.paths import engine_states
+from plumbing.part.paths import engine_states, pool_socket
 from plumbing.service.clock import rfc3339
 from plumbing.service.signals import SignalInbox
 from understudy.drill.clients import Target
@@ -155,6 +156,8 @@ async def drill_new_pod(prepare: Prepare, plan: DrillPlan, say: Say) -> DrillRes
                 f"no container of {pod.title} has UNDERSTUDY_DIR, so there is nothing to drill; "
                 "pass the manifest of an Understudy pod",
             )
+        if has_pool(pod.containers):
+            raise _of_a_pool(pod.title)
         runner = PodRunner(pod.containers, directory / "log")
         is_worth_keeping = True
         say(f"starting {pod.title} in {directory}")
@@ -165,6 +168,15 @@ async def drill_new_pod(prepare: Prepare, plan: DrillPlan, say: Say) -> DrillRes
         return result
     finally:
         leave_directory(directory, say, is_kept=is_worth_keeping)
+
+
+def _of_a_pool(what: str) -> UsageError:
+    return UsageError(
+        "drill.is_pool",
+        f"{what} has a pool, whose models take turns, so this drill would wait in vain for one that"
+        " is awake and its standby; use `understudy drill --pool FILE` with its pool file, which"
+        " starts a pod of its own",
+    )
 
 
 def leave_directory(directory: Path, say: Say, *, is_kept: bool) -> None:
@@ -200,6 +212,8 @@ async def compare_adoption(
 
 async def drill_running_pod(directory: Path, plan: DrillPlan, say: Say) -> DrillResult | None:
     """Drill the running pod in `directory`, which keeps running."""
+    if os.path.exists(pool_socket(str(directory))):
+        raise _of_a_pool(f"the pod in {directory}")
     return await run_drill(Drill(directory, plan, say), PodRunner([], directory / "log"), plan, say)
 
 
