@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 import socket
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from plumbing.errors import UsageError
 from pool.pool_file import settle
-from pool.settings import PoolFile
-from pool.yaml_file import parse
+from pool.yaml_file import YamlFile, parse
 from understudy.kubelet import namespaces
 from understudy.kubelet.containers import KUBELET
 from understudy.manifest.files import load_manifest, make_volumes
@@ -81,7 +81,7 @@ async def prepare(request: PodRequest, directory: Path, say: Say, is_drilled: bo
     if model is not None:
         await make_random_model(model)
     make_volumes(manifest, place.volumes, choices, common_paths(manifest, place))
-    for line in ignored_parts(manifest):
+    for line in (*ignored_parts(manifest), *_ignored_addresses(manifest, choices)):
         say(line)
     conditions = {
         "manifest": str(request.file),
@@ -95,9 +95,9 @@ def _refuse_other_backends(manifest: PodManifest, choices: Choices) -> None:
     """Only the reference backend can serve a random model without further flags."""
     words = [word for spec in manifest.specs for word in spec.command]
     named = [word.removeprefix("--").partition("=") for word in words]
-    backends = [
-        choices.flag.get(name, backend) for name, _, backend in named if name == "backend"
-    ] + [model.backend for file in _pool_files(manifest, choices) for model in file.models.values()]
+    backends = [choices.flag.get(name, backend) for name, _, backend in named if name == "backend"]
+    for file in _pool_files(manifest, choices):
+        backends += [model.backend for model in settle(file).models.values()]
     for backend in backends:
         if backend != "reference":
             raise UsageError(
@@ -107,7 +107,18 @@ def _refuse_other_backends(manifest: PodManifest, choices: Choices) -> None:
             )
 
 
-def _pool_files(manifest: PodManifest, choices: Choices) -> list[PoolFile]:
+def _ignored_addresses(manifest: PodManifest, choices: Choices) -> Iterator[str]:
+    """A manifest says itself where its pod listens: on port `http` of its lock server."""
+    for file in _pool_files(manifest, choices):
+        if ("listen",) in file.lines:
+            yield (
+                f"ignored: listen: {file.value['listen']} in {file.path}, which only `understudy up"
+                " --pool` obeys; this pod listens where its lock server's --service says"
+                " (--set port.http=NUMBER)"
+            )
+
+
+def _pool_files(manifest: PodManifest, choices: Choices) -> list[YamlFile]:
     """The pool files in the ConfigMaps of `manifest`, where containers are told of them."""
     found = {}
     for spec in manifest.specs:
@@ -117,5 +128,5 @@ def _pool_files(manifest: PodManifest, choices: Choices) -> list[PoolFile]:
             name = path.removeprefix(f"{mount.path.rstrip('/')}/")
             text = manifest.config_maps.get(volume.source, {}).get(name) if volume else None
             if text is not None:
-                found[name] = settle(parse(name, choices.config.get(name, text)))
+                found[name] = parse(name, choices.config.get(name, text))
     return [*found.values()]

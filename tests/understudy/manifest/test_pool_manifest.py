@@ -19,12 +19,15 @@ from understudy.up.sessions import PreparedPod
 PORTS = ("http", "lockserver", "gms", "gateway", "pool", *(f"engine-{n}" for n in range(4)))
 
 
-def prepared(directory: Path, overlay: str, *chosen: str) -> PreparedPod:
+def prepared(
+    directory: Path, overlay: str, *chosen: str, said: list[str] | None = None
+) -> PreparedPod:
     first = free_ports(len(PORTS))
     ports = [f"port.{name}={first + number}" for number, name in enumerate(PORTS)]
     choices = Choices.of(read_choice(each) for each in (*ports, *chosen))
     request = PodRequest(RENDERED / f"{overlay}.yaml", choices)
-    return asyncio.run(prepare(request, directory, lambda line: None, is_drilled=False))
+    say = [].append if said is None else said.append
+    return asyncio.run(prepare(request, directory, say, is_drilled=False))
 
 
 @pytest.mark.parametrize(
@@ -46,7 +49,9 @@ def test_pool_file_of_a_manifest_names_directories_of_this_machine(tmp_path: Pat
     rendered file, with a checkpoint of somebody's."""
     model = tmp_path / "checkpoint"
     model.mkdir()
-    pod = prepared(tmp_path / "pod", "pool-cpu", f"volume.model={model}")
+    said: list[str] = []
+    pod = prepared(tmp_path / "pod", "pool-cpu", f"volume.model={model}", said=said)
+    assert not [line for line in said if "listen" in line]
     assert has_pool(pod.containers)
     containers = {each.name: each for each in pod.containers}
     paths = {
@@ -57,6 +62,16 @@ def test_pool_file_of_a_manifest_names_directories_of_this_machine(tmp_path: Pat
     assert {each.model for each in file.models.values()} == {str(model)}
     # Each engine mounts a volume of its own at /tmp: a path that means several directories stays.
     assert len({each.env["TMPDIR"] for each in containers.values() if "TMPDIR" in each.env}) == 4
+
+
+def test_address_in_the_pool_file_of_a_manifest_is_said_to_be_ignored(tmp_path: Path):
+    model = tmp_path / "checkpoint"
+    model.mkdir()
+    text = f"{{listen: '0.0.0.0:9', devices: [HOST-0], models: {{chat: {{model: {model}}}}}}}"
+    said: list[str] = []
+    chosen = (f"volume.model={model}", f"config.pool.yaml={text}")
+    prepared(tmp_path / "pod", "pool-cpu", *chosen, said=said)
+    assert [line for line in said if "listen: 0.0.0.0:9" in line]
 
 
 def test_pool_whose_models_are_not_here_is_refused(tmp_path: Path):
