@@ -161,15 +161,20 @@ def allocate(size_bytes: int) -> mmap.mmap:
 
 
 def resident_bytes(address: int, size_bytes: int) -> int:
-    """How much of these addresses is in memory now, says the kernel (mincore).
+    """How much of these addresses is in memory now, says the kernel.
 
     They must be reserved by the caller, or what another thread has mapped there meanwhile counts.
     """
+    return mmap.PAGESIZE * resident_pages(address, size_bytes).count(1)
+
+
+def resident_pages(address: int, size_bytes: int) -> bytes:
+    """For each page of these addresses, whether it is in memory now: 1 or 0 (man 2 mincore)."""
     pages = (ctypes.c_ubyte * -(-size_bytes // mmap.PAGESIZE))()
     if _libc.mincore(address, size_bytes, pages):
         number = ctypes.get_errno()
         raise OSError(number, f"mincore of {size_bytes} bytes: {os.strerror(number)}")
-    return mmap.PAGESIZE * bytes(pages).translate(_RESIDENT).count(1)
+    return bytes(pages).translate(_RESIDENT)
 
 
 def _machine(root: str) -> Room:

@@ -1,4 +1,4 @@
-"""Huge pages under a backend's malloc, by what the kernel says of a real process."""
+"""Huge pages under a backend's own memory, by what the kernel says of a real process."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.backends.own_memory import into_huge_pages
 from engine.supervisor.incarnation import TUNABLES_ENV, huge_pages
 from tests.helpers import until
 
@@ -20,15 +21,37 @@ for line in open("/proc/self/smaps_rollup"):
     if line.startswith("AnonHugePages"):
         print(line.split()[1])
 """
+# 60 MB in Python's arenas, and 16 MiB of which one page in each huge page is used.
+OF_PYTHON = """
+import ctypes, mmap
+from engine.backends import free_memory, own_memory
+kept = [b""] * 600_000  # whole from the beginning: a list that grows moves, and leaves gaps
+for number in range(len(kept)):
+    kept[number] = b"%d" % number * 9
+flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+thin = mmap.mmap(-1, 8 * own_memory.HUGE_BYTES, flags=flags)
+thin[:: own_memory.HUGE_BYTES] = bytes(8)
+address = ctypes.addressof(ctypes.c_ubyte.from_buffer(thin))
+own_memory.into_huge_pages()
+assert kept == [b"%d" % number * 9 for number in range(600_000)]
+assert free_memory.resident_bytes(address, len(thin)) < 4 * own_memory.HUGE_BYTES
+for line in open("/proc/self/smaps_rollup"):
+    if line.startswith("AnonHugePages"):
+        print(line.split()[1])
+"""
 
 
 def is_allowed() -> bool:
     return SETTING.exists() and "[never]" not in SETTING.read_text()
 
 
-def huge_kib(environ: dict[str, str]) -> int:
+def kernel() -> tuple[int, ...]:
+    return tuple(int(each) for each in platform.release().split("-")[0].split(".")[:2])
+
+
+def huge_kib(child: str, environ: dict[str, str]) -> int:
     done = subprocess.run(
-        [sys.executable, "-c", CHILD], env=environ, capture_output=True, text=True
+        [sys.executable, "-c", child], env=environ, capture_output=True, text=True, check=True
     )
     return int(done.stdout)
 
@@ -39,7 +62,20 @@ def test_most_of_what_a_child_allocates_is_in_huge_pages():
     """Goal: the memory of a killed backend is given back in large pieces. Method: a child that
     takes 60 MB in pieces of 60 kB, again where the kernel had too few at that moment."""
     environ = {**os.environ, **huge_pages({})}
-    until(lambda: huge_kib(environ) > 40 << 10, "most of it to be in huge pages")
+    until(lambda: huge_kib(CHILD, environ) > 40 << 10, "most of it to be in huge pages")
+
+
+@pytest.mark.skipif(not is_allowed(), reason="this kernel gives no transparent huge pages")
+@pytest.mark.skipif(kernel() < (6, 1), reason="this kernel has no MADV_COLLAPSE")
+def test_what_python_allocated_is_moved_and_what_is_hardly_used_is_not():
+    """Goal: as above, of what malloc does not allocate, and the process does not grow. Method: a
+    child with 600,000 small objects and a mapping of which little is used."""
+    environ = {**os.environ, TUNABLES_ENV: ""}
+    until(lambda: huge_kib(OF_PYTHON, environ) > 40 << 10, "most of it to be in huge pages")
+
+
+def test_nothing_is_moved_where_huge_pages_are_turned_off():
+    assert into_huge_pages({TUNABLES_ENV: "glibc.malloc.hugetlb=0"}) == 0
 
 
 @pytest.mark.parametrize(

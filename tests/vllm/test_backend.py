@@ -98,7 +98,8 @@ def _backend(engine):
 def test_an_engine_is_parked_before_it_reports_prepared(engine):
     """Goal: an engine holds no KV memory when it reports `prepared`; method: the order of calls."""
     prepared = asyncio.run(_backend(engine).prepare())
-    assert engine.asked == [("sleep", 1), ("understudy_status",)]
+    asked = [("sleep", 1), ("understudy_status",), ("understudy_into_huge_pages",)]
+    assert engine.asked == asked
     assert (prepared.weights_bytes, prepared.kv_bytes, prepared.epoch) == (
         20,
         40,

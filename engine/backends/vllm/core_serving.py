@@ -1,4 +1,4 @@
-"""In the engine core: its place on the serving file. The plugin imports this there.
+"""In the engine core: its place on the serving file, and its memory. The plugin imports this there.
 
 The core maps the index of the KV pools, where it keeps one, and leads the workers; so it holds the
 file whenever they do. The backend calls these methods by name (`call_utility_async`). They never
@@ -12,6 +12,7 @@ from typing import Any
 
 from vllm.v1.engine.core import EngineCore
 
+from engine.backends import own_memory
 from engine.backends.vllm import membership
 from plumbing.errors import UnderstudyError
 
@@ -46,5 +47,12 @@ def _leave(core: Any) -> Answer:
     return {"code": "", "problem": ""}
 
 
+def _into_huge_pages(core: Any) -> Answer:
+    """Once the engine is prepared."""
+    own_memory.into_huge_pages()
+    return {"code": "", "problem": ""}
+
+
+EngineCore.understudy_into_huge_pages = _into_huge_pages
 EngineCore.understudy_join = _join
 EngineCore.understudy_leave = _leave

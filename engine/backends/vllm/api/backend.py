@@ -21,6 +21,7 @@ from vllm import SamplingParams
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from engine.backends import own_memory
 from engine.backends.channel import Phases
 from engine.backends.vllm.api.continuation import Continuing
 from engine.backends.vllm.api.door import Door
@@ -115,6 +116,7 @@ class VllmBackend:
         if self._find_continuing is not None:
             self._continuing = self._find_continuing(statuses)
         self._kv.prepared(statuses)
+        await self._into_huge_pages()
         self.phases.step("ready")
         first = statuses[0]
         cannot_offload = self._offloading.problem_with(statuses)
@@ -129,6 +131,13 @@ class VllmBackend:
             can_offload=self._seat is not None and not cannot_offload,
             cannot_offload=cannot_offload,
         )
+
+    async def _into_huge_pages(self) -> None:
+        """Every process, so that they die sooner (`own_memory.py`)."""
+        await self._ask_ranks("understudy_into_huge_pages", STATUS_WAIT_S)
+        if self._seat is not None:  # else this vLLM's core may not be as we know it
+            await ask_core(self._engine, "understudy_into_huge_pages")
+        await asyncio.to_thread(own_memory.into_huge_pages)
 
     async def wake(
         self,

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import torch
 from msgspec import structs
 
+from engine.backends import own_memory
 from engine.backends.free_memory import Room, check_can_ever_fit
 from engine.backends.vllm import membership
 from engine.backends.vllm.kv import INSTALL_ENV as KEEP_KV_ENV
@@ -210,6 +211,11 @@ class ParkingWorker(OffloadingWorker):
             "cannot_keep_kv": self._cannot_keep,
             "cannot_offload": ours.cannot_offload,
         }
+
+    @answering
+    def understudy_into_huge_pages(self) -> Answer:
+        """Once the engine is prepared, so that this process dies sooner."""
+        return {"huge_bytes": own_memory.into_huge_pages()}
 
     @answering
     def understudy_join(self, token: int) -> Answer:
