@@ -70,6 +70,7 @@ class Engine:
         self.last_fault: FaultReportMsg | None = None
         self.exit: asyncio.Future[ev.Exit] = asyncio.get_running_loop().create_future()
         self.on_change: list[Callable[[], object]] = []
+        self._showing: asyncio.Handle | None = None
         self.on_tick: Callable[[], object] = lambda: None
         self.leftovers = Leftovers(leftovers_path(settings.directory, settings.engine), self.log)
         self.layout = layout_of(settings)
@@ -120,6 +121,8 @@ class Engine:
 
     def close(self) -> None:
         """End timers; a tree that still lives (only after a bug of ours) is killed."""
+        if self._showing is not None:
+            self._show()
         if self.incarnation is not None:
             self.incarnation.tree.kill()
         self._timers.close()
@@ -251,7 +254,15 @@ class Engine:
         self.changed()
 
     def changed(self) -> None:
-        """Tell those that show this engine's status."""
+        """Tell those that show this engine's status: once for all that changes together, and after
+        its effects, since to write it down takes longer than they do."""
+        if self._showing is None:
+            self._showing = asyncio.get_running_loop().call_soon(self._show)
+
+    def _show(self) -> None:
+        if self._showing is not None:
+            self._showing.cancel()
+            self._showing = None
         for listener in self.on_change:
             listener()
 

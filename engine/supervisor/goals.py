@@ -28,8 +28,8 @@ class Goals:
         self._watchers: set[Connection] = set()
         self._told: tuple[object, ...] = ()
         self._pool = PoolWords(engine)
-        engine.on_change.append(self._changed)
-        engine.history.on_idle = self._tell  # a pool that heard of requests waits for their end
+        engine.on_change.insert(0, self._changed)  # before it is written down: a pool waits for it
+        engine.history.on_idle = self._idle  # a pool that heard of requests waits for their end
 
     def shall(self, conn: Connection, message: ShallMsg, request_id: int) -> None:
         """Take a goal, if there is one, and tell `conn` of every change from now on.
@@ -85,10 +85,12 @@ class Goals:
         if said == self._told:
             return
         self._told = said
-        self._tell()
+        self._tell(am)
 
-    def _tell(self) -> None:
-        am = self.am()
+    def _idle(self) -> None:
+        self._tell(self.am())
+
+    def _tell(self, am: AmMsg) -> None:
         for conn in tuple(self._watchers):
             conn.send(am)
 

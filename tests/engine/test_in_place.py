@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from engine import messages as m
+from engine.supervisor import state_file
 from lockserver.messages import CATALOGUE, SwitchedOverMsg, SwitchOverMsg
 from plumbing.errors import UnderstudyError, UnreachableError
+from plumbing.part.paths import engine_state
 from plumbing.part.tier import AmMsg, ShallMsg, Tier
 from plumbing.wire.blocking import BlockingClient
 from tests.engine.pod import Engine, Pod, stub_lock
@@ -301,6 +303,8 @@ def test_goal_outlives_the_supervisor_and_a_hand_over_ends_a_rest(pod, directory
         with first.client() as client:
             shall(client, Tier.WARM)
             first.until("resting")
+        path = engine_state(str(directory), "e-0")  # written on a thread
+        until(lambda: state_file.load(path)[0].goal == "warm", "the goal on file")
         first.stop()
         engine = pod.engine("e-0", *RESTS, flags=QUICK)
         engine.until("resting")
