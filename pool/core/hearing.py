@@ -100,6 +100,8 @@ def _engine(pool: PoolSituation, said: ev.EngineSaid) -> None:
     engine = _named(pool, said.engine)
     known = pool.models[engine.model]
     _judge(known, engine, said)
+    is_news = said != engine.said or not engine.is_connected
+    before = _facts(known, engine)
     if engine.incarnation and said.incarnation != engine.incarnation:
         known.lost = engine.name, engine.incarnation
     engine.said, engine.is_connected = said, True
@@ -111,9 +113,15 @@ def _engine(pool: PoolSituation, said: ev.EngineSaid) -> None:
     if engine.generation is not None and said.goal_seen is not None:
         _catch_up(pool, known, engine, said.goal_seen)
     _claim(known, engine, said)
-    pool.books.learn_sizes(known)
-    pool.books.book_living(known)
-    pool.touch(known.name)
+    if is_news or _facts(known, engine) != before:  # it is asked again and again
+        pool.books.learn_sizes(known)
+        pool.books.book_living(known)
+        pool.touch(known.name)
+
+
+def _facts(known: KnownModel, engine: KnownEngine) -> tuple[object, ...]:
+    """What even a repeated word may change."""
+    return known.holder, known.lost, engine.is_gone, engine.has_rested
 
 
 def _catch_up(
