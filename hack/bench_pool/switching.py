@@ -25,6 +25,7 @@ async def in_turn(
 ) -> Figures:
     """Ask `models` one after the other, until there were so many switches."""
     took, direct, exchanges = list[float](), list[float](), list[Exchange]()
+    await asyncio.sleep(pause_s)  # else others at rest are unloaded for the first one
     await program.ask(program.short[models[-1]])  # where the first one switches from
     for number in range(switches):
         prompt = program.short[models[number % len(models)]]
