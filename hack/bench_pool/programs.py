@@ -116,24 +116,28 @@ async def saturated(
     program: Program, prompt: Prompt, clients: int
 ) -> AsyncIterator[list[Exchange]]:
     """Clients that ask `prompt` without pause meanwhile; yields what they got, as it comes, once
-    each has had an answer."""
-    async with without_pause(program, [[prompt]] * clients) as exchanges:
+    each has had an answer. They begin apart: answers that are batched from the same moment on end
+    together, and then the model is idle again and again."""
+    alone = program.expected[prompt.key]
+    apart_s = (alone.ended_ms - alone.sent_ms) / 1000 / clients
+    async with without_pause(program, [[prompt]] * clients, apart_s) as exchanges:
         await answered(exchanges, clients)
         yield exchanges
 
 
 @contextlib.asynccontextmanager
 async def without_pause(
-    program: Program, prompts: Sequence[Sequence[Prompt]]
+    program: Program, prompts: Sequence[Sequence[Prompt]], apart_s: float = 0.0
 ) -> AsyncIterator[list[Exchange]]:
-    """A client for each list of prompts, which it asks in turn; each ends with an answer."""
+    """A client for each list of prompts, which it asks in turn; each ends with an answer, and
+    begins `apart_s` after the one before."""
     stopping, exchanges = asyncio.Event(), list[Exchange]()
-    clients = [
-        asyncio.ensure_future(
-            stream_without_pause(program.target, each, 0, exchanges.append, stopping)
-        )
-        for each in prompts
-    ]
+
+    async def client(number: int, asked: Sequence[Prompt]) -> None:
+        await asyncio.sleep(number * apart_s)
+        await stream_without_pause(program.target, asked, 0, exchanges.append, stopping)
+
+    clients = [asyncio.ensure_future(client(*each)) for each in enumerate(prompts)]
     try:
         yield exchanges
     finally:

@@ -9,11 +9,13 @@ import math
 from typing import Any
 
 from plumbing.part.format import duration, size
+from plumbing.part.tier import Tier
 from pool.core.bound import TurnBound, WaitBound, bound, measured_bound
 from pool.core.doors import expected_ms
 from pool.core.events import OpenDoor, Order, RefusedDoor
 from pool.core.known import KnownModel
 from pool.core.planning import is_blind
+from pool.core.reasons import held_for_ever
 from pool.core.states import EntryKind, ModelState
 from pool.core.view import ModelView
 from pool.core.views import ticket_of, view_of
@@ -122,7 +124,10 @@ def _model(parts: PoolParts, name: str) -> dict[str, Any]:
     if soon_ms is not None:
         lines.append(f"it should be awake in {duration(soon_ms)}, by what each phase took before")
     lines += [_device(parts, device) for device in known.rules.devices]
-    if found is not None:
+    too_large = _no_room(parts, name, seen)
+    if too_large:
+        lines.append(too_large)
+    elif found is not None:
         lines += _bounds(found, measured)
     return {
         "model": name,
@@ -198,6 +203,29 @@ def _device(parts: PoolParts, device: str) -> str:
     free = size(max(0, ledger.free_bytes(device)))
     who = "; ".join(words) or "nothing is booked"
     return f"{device}: {free} free of {size(ledger.totals[device])}; {who}"
+
+
+def _no_room(parts: PoolParts, name: str, seen: list[ModelView]) -> str:
+    """Why no wait would raise it; "" while it fits beside what never yields."""
+    view = next((each for each in seen if each.name == name), None)
+    ledger = parts.pool.situation.books.ledger
+    for device in view.rules.devices if view is not None else ():
+        needed = view.needs.get(Tier.AWAKE, {}).get(device) if view is not None else None
+        if needed is None or device not in ledger.totals:
+            continue
+        kept = [held_for_ever(each).get(device, 0) for each in seen if each is not view]
+        kept += [
+            size_bytes
+            for key, size_bytes in ledger.entries.items()
+            if key.device == device and key.kind is EntryKind.LEASE
+        ]
+        room = ledger.usable_bytes(device) - sum(kept)
+        if needed > room:
+            return (
+                f"its requests are refused while it is not awake: it needs {size(needed)} on"
+                f" {device}, and beside what never yields there is {size(max(0, room))}"
+            )
+    return ""
 
 
 def _bounds(found: WaitBound, measured: WaitBound | None) -> list[str]:

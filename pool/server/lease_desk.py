@@ -16,6 +16,7 @@ from typing import Any
 
 from lockserver.client import witness
 from plumbing.errors import ProtocolError, UnderstudyError
+from plumbing.part.device_names import read_device_names
 from plumbing.wire.connection import Connection
 from pool.core.events import LeaseAsked, LeaseOver, PoolEvent
 from pool.messages import SENTENCE_CHARS_MAX, LeaseGrantedMsg, LeaseMsg, LeaseWaitingMsg
@@ -82,7 +83,8 @@ class LeaseDesk:
             elif known.waits_for:
                 conn.send(LeaseWaitingMsg(known.waits_for), request_id)
             return
-        if message.device not in self._devices:
+        device = self._named(message.device)
+        if device not in self._devices:
             names = ", ".join(self._devices)
             raise UnderstudyError(
                 "pool.unknown_device",
@@ -103,7 +105,7 @@ class LeaseDesk:
         since_ms = min(message.since_ms, now_ms)
         self.leases[message.lease] = HeldLease(
             message.lease,
-            message.device,
+            device,
             message.size_bytes,
             file.dev,
             file.ino,
@@ -115,9 +117,7 @@ class LeaseDesk:
         )
         conn.state = message.lease
         self._feed(
-            LeaseAsked(
-                message.lease, message.device, message.size_bytes, since_ms, message.priority
-            )
+            LeaseAsked(message.lease, device, message.size_bytes, since_ms, message.priority)
         )
         self._arm()
 
@@ -176,6 +176,11 @@ class LeaseDesk:
     def _remove(self, held: HeldLease) -> None:
         with contextlib.suppress(OSError):
             os.unlink(self._path(held.lease))
+
+    def _named(self, device: str) -> str:
+        """A number counts the devices of the memory service, as in the pool file."""
+        served = read_device_names(self._directory) if device.isdecimal() else ()
+        return served[int(device)] if device.isdecimal() and int(device) < len(served) else device
 
     def _path(self, lease: str) -> str:
         return os.path.join(self._directory, f"lease_{lease}")

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from plumbing.part.cli import ask_status
+from plumbing.part.device_names import write_device_names
 from plumbing.part.paths import pool_socket
 from plumbing.service.clock import SystemClock
 from pool.messages import CATALOGUE
@@ -101,6 +102,7 @@ def test_orders_are_obeyed_kept_and_refused(place):
                 assert "chat" in world.doors["coder"].door.sentence
                 code, out, _ = await command(directory, "explain", "coder", "--json")
                 assert (code, "pinned" in out) == (0, True)
+                assert "beside what never yields there is" in out
                 rows = json_page.rows_of("pool explain")
                 assert json_page.undocumented(json.loads(out), rows) == []
                 rows = json_page.rows_of(STATUS)
@@ -156,7 +158,8 @@ def test_lease_lasts_as_long_as_any_of_its_processes(place):
                 world.ask("chat", SystemClock().now_ms())
                 await world.until_open("chat")
 
-                words = ("lease", "--device", "HOST-0", "--bytes", "1GiB", "--", "true")
+                write_device_names(directory, ["HOST-0"])
+                words = ("lease", "--device", "0", "--bytes", "1GiB", "--", "true")
                 code, _, errors = await command(directory, *words)
                 assert (code, "[pool.no_room]" in errors) == (1, True), errors
                 assert not [each for each in os.listdir(directory) if each.startswith("lease_")]
