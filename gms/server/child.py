@@ -34,6 +34,7 @@ SILENT_MS = 5000.0  # several pings: a server that is silent for longer is not r
 # While a server starts: newcomers wait for the first answer, and its events are lost if it dies
 # before we watch it.
 FIRST_PING_S = 0.005
+PING_GROWTH = 1.1  # of a start that takes long, which many servers at once make longer
 LOOK_EVERY_MS = 100.0  # at how long it has been silent, and why
 FINAL_READ_S = 1.0  # to read what a dead server has sent: it has all arrived already
 # Driver calls and fsyncs run on threads, so a loop that could run and did not for half a minute
@@ -63,6 +64,7 @@ class Child:
         self.problem: str | None = None  # why there is no server, until one answers
         self.on_recovery: Callable[[], None] = lambda: None  # `problem` is over
         self.is_killed_for_silence = False
+        self.settled = asyncio.Event()  # it has answered once, or has failed
         self._cannot_ask: str | None = None
         self._silence, self._looked_ms = Silence(), 0.0
         self._document: dict[str, Any] | None = None
@@ -114,9 +116,11 @@ class Child:
 
     async def ping(self) -> None:
         """Ping the server while it runs; kill it when it hangs."""
+        first_s = FIRST_PING_S
         while True:
             await self._ask()
-            await asyncio.sleep(PING_S if self.is_answering else FIRST_PING_S)
+            await asyncio.sleep(PING_S if self.is_answering else first_s)
+            first_s = min(first_s * PING_GROWTH, LOOK_EVERY_MS / 1000)
             self._look()
             if self._silence.ms > HANG_MS and self.process is not None:
                 self.is_killed_for_silence = True
@@ -177,6 +181,7 @@ class Child:
                 conn.close("the previous server answered, which is exiting")
             else:
                 self.answered_ms = self._clock.now_ms()
+                self.settled.set()
                 self._silence.answered()
                 if self.problem is not None:
                     self.problem = None

@@ -122,8 +122,8 @@ class GmsSupervisor:
             await self.http.start()
             try:
                 async with asyncio.TaskGroup() as tasks:
-                    running = [tasks.create_task(self._keep(child)) for child in self._everybody]
-                    running += [tasks.create_task(each.run()) for each in self.copiers]
+                    running = [tasks.create_task(self._keep(child)) for child in self._awaited]
+                    running.append(tasks.create_task(self._keep_copies()))
                     signals = tasks.create_task(self._await_signal(inbox))
                     code = await self._exit_code
                     for task in (*running, signals):
@@ -150,8 +150,24 @@ class GmsSupervisor:
         return {**child.status(), "kv": kv}
 
     @property
+    def _awaited(self) -> tuple[Child, ...]:
+        """Those without which no engine starts or wakes."""
+        return (*self.children, *self.kv_children)
+
+    @property
     def _everybody(self) -> tuple[Child, ...]:
-        return (*self.children, *self.host_children, *self.kv_children)
+        return (*self._awaited, *self.host_children)
+
+    async def _keep_copies(self) -> None:
+        """Start what keeps host copies once the others answer, or have failed: a dozen starts at
+        once would share the CPUs, and nobody waits for these."""
+        for child in self._awaited:
+            await child.settled.wait()
+        async with asyncio.TaskGroup() as tasks:
+            for child in self.host_children:
+                tasks.create_task(self._keep(child))
+            for copier in self.copiers:
+                tasks.create_task(copier.run())
 
     async def _keep(self, child: Child) -> None:
         """Start a server, wait for its end, restart it, until it keeps dying. Those of KV memory
@@ -223,6 +239,7 @@ class GmsSupervisor:
             severity, then = "warning", "restarting it"
         is_known = child.restarts.shortages > 1 and child.problem == what
         child.problem = what
+        child.settled.set()
         self._tell_why()
         if not is_known:
             self.log.record(
