@@ -13,9 +13,11 @@ driver has pinned stays where it is.
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import mmap
 import os
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -29,6 +31,10 @@ PAGES = HUGE_BYTES // mmap.PAGESIZE
 # Of a huge page that many small ones must be there, for the others are taken, too: the process
 # grows by a third at most, and in fact by 1 %.
 PAGES_MIN = PAGES * 3 // 4
+# Whoever asks for this waits for 15 s. On a busy machine it takes two, and more only where the
+# kernel must make room for each huge page.
+TIME_MAX_S = 5.0
+STEP_BYTES = 32 * HUGE_BYTES  # between two looks at the clock: 50 ms, or 300 on a busy machine
 
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 # What turns them off for glibc turns them off here (docs/vllm.md).
@@ -46,11 +52,15 @@ def into_huge_pages(environ: Mapping[str, str] = os.environ) -> int:
     if NO_HUGE_PAGES in environ.get(TUNABLES_ENV, "") or not _are_allowed():
         return 0
     moved_bytes = 0
+    end_s = time.monotonic() + TIME_MAX_S
     try:
-        for address, size_bytes in list(_own_memory()):
-            for at, used_bytes in _used(address, size_bytes):
-                if not _libc.madvise(at, used_bytes, MADV_COLLAPSE):
-                    moved_bytes += used_bytes
+        for at, size_bytes in _used_memory():
+            if time.monotonic() > end_s:
+                break
+            if not _libc.madvise(at, size_bytes, MADV_COLLAPSE):
+                moved_bytes += size_bytes
+            elif ctypes.get_errno() == errno.ENOMEM:  # no huge page is left
+                break
     except OSError as error:  # no descriptor, or another thread has unmapped something
         logger.debug("not all of this process's memory is in huge pages: %s", error)
     return moved_bytes
@@ -61,6 +71,14 @@ def _are_allowed() -> bool:
         return "[never]" not in SETTING.read_text()
     except OSError:  # a kernel without them
         return False
+
+
+def _used_memory() -> Iterator[tuple[int, int]]:
+    """Address and size of what is to be moved, a step at a time."""
+    for first, size_bytes in list(_own_memory()):
+        for at, used_bytes in _used(first, size_bytes):
+            for done in range(0, used_bytes, STEP_BYTES):
+                yield at + done, min(STEP_BYTES, used_bytes - done)
 
 
 def _own_memory() -> Iterator[tuple[int, int]]:
@@ -76,13 +94,13 @@ def _own_memory() -> Iterator[tuple[int, int]]:
 
 
 def _used(address: int, size_bytes: int) -> Iterator[tuple[int, int]]:
-    """The parts of it that are used well, each as long as possible: the kernel does the same work
-    before every call."""
-    begin = end = address
-    for at in range(address, address + size_bytes, HUGE_BYTES):
-        if resident_pages(at, HUGE_BYTES).count(1) >= PAGES_MIN:
-            begin, end = begin if end == at else at, at + HUGE_BYTES
-        elif begin < end == at:
-            yield begin, end - begin
+    """The parts of it that are used well, each as long as possible: some of the kernel's work is
+    done once for each call."""
+    begin, end = address, address + size_bytes
+    for at in range(address, end, HUGE_BYTES):
+        if resident_pages(at, HUGE_BYTES).count(1) < PAGES_MIN:
+            if begin < at:
+                yield begin, at - begin
+            begin = at + HUGE_BYTES
     if begin < end:
         yield begin, end - begin
