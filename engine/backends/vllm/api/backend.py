@@ -113,8 +113,7 @@ class VllmBackend:
             raise UnderstudyError("vllm.trial_failed", f"the trial canary failed: {found}")
         await self._engine.sleep(level=1)
         statuses = await self._ask_ranks("understudy_status", STATUS_WAIT_S)
-        if self._find_continuing is not None:
-            self._continuing = self._find_continuing(statuses)
+        self._continuing = self._find_continuing(statuses)
         self._kv.prepared(statuses)
         await self._into_huge_pages()
         self.phases.step("ready")
