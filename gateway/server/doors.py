@@ -108,21 +108,21 @@ class HttpDoors:
 
     def granted(self, engine: str, token: int, era: str, model: str = "") -> None:
         self._granted = ("", 0) if model else (engine, token)
-        self.exchange.handle(EngineGranted(engine, token, era, model))
+        self.exchange.told(EngineGranted(engine, token, era, model))
 
     def nobody(self, reason: str, model: str = "") -> None:
         self._granted = ("", 0)
-        self.exchange.handle(NobodyGranted(reason, model))
+        self.exchange.told(NobodyGranted(reason, model))
 
     def set_door(self, door: DoorMsg) -> None:
         self._door_number = door.number
         is_open, is_shut = door.door is GatewayDoor.OPEN, door.door is GatewayDoor.SHUT
-        self.exchange.handle(DoorSet(door.token, is_open, is_shut, door.does_open, door.reason))
+        self.exchange.told(DoorSet(door.token, is_open, is_shut, door.does_open, door.reason))
 
     def set_model_doors(self, doors: ModelDoorsMsg) -> None:
         if self._models is not None:
             for event in self._models.set_doors(doors.models):
-                self.exchange.handle(event)
+                self.exchange.told(event)
 
     def demand(self) -> ModelDemandMsg | None:
         if self._models is None:
@@ -146,6 +146,7 @@ class HttpDoors:
             pass
         for client in tuple(self.clients):
             client.abort()
+        self.exchange.idle_connections.close()
         self._accounts.tell()
         self._sweeping.cancel()
 

@@ -23,6 +23,7 @@ from gateway.core.router import Wishes
 from gateway.server.accounts import Accounts
 from gateway.server.client import ClientConnection
 from gateway.server.greeting import greet
+from gateway.server.idle_connections import IdleConnections
 from gateway.server.models import ModelService, OwnAnswer
 from gateway.server.open_request import OpenRequest
 from gateway.server.refusals import error_response
@@ -63,6 +64,7 @@ class HttpExchange:
         self._want = want
         self._quiet_since_ms = 0.0  # long ago: a fresh child keeps no engine awake
         self.upstreams: dict[int, Upstream] = {}  # by the number of their attempt
+        self.idle_connections = IdleConnections()
         self._by_client: dict[ClientConnection, OpenRequest] = {}
         self._paused: dict[int, float] = {}  # request → when it was sent something last, in ms
         self._inbox: deque[ev.GatewayEvent] = deque()
@@ -127,12 +129,27 @@ class HttpExchange:
         if request.is_fresh:
             self._accounts.added.observe((self.now_ms() - request.came_ms) / 1000)
 
+    def connect(self, upstream: Upstream) -> None:
+        """Send its request on a connection of its own."""
+        attempt = upstream.attempt
+        try:
+            connection = upstream.connect(engine_http_socket(self._directory, attempt.engine))
+        except OSError:
+            self.handle(ev.ConnectFailed(attempt.number))
+        else:
+            take_over(connection, upstream, upstream.connection_lost)
+
     def now_ms(self) -> float:
         return time.monotonic() * 1000
 
     @property
     def outbox(self) -> Sequence[ev.GatewayEffect]:
         return self.core.outbox
+
+    def told(self, event: ev.GatewayEvent) -> None:
+        """A word about engines from outside. What has led to one before is not used again."""
+        self.idle_connections.close()
+        self.handle(event)
 
     def handle(self, event: ev.GatewayEvent) -> None:
         self._inbox.append(event)
@@ -197,12 +214,11 @@ class HttpExchange:
         )
         request.upstream = self.upstreams[effect.attempt] = upstream
         request.engine = effect.engine
-        try:
-            connection = upstream.connect(engine_http_socket(self._directory, effect.engine))
-        except OSError:
-            self.handle(ev.ConnectFailed(effect.attempt))
-        else:
-            take_over(connection, upstream, upstream.connection_lost)
+        # A request that must not be asked twice meets no connection that may end at any time.
+        reusable = request.may_be_asked_twice
+        idle = self.idle_connections.take((effect.engine, effect.token)) if reusable else None
+        if idle is None or not upstream.reuse(idle):
+            self.connect(upstream)
 
     def serve(self) -> None:
         """Clients come here from now on: an engine that is waited for is greeted at once."""
@@ -302,7 +318,8 @@ class HttpExchange:
     # ------------------------------------------------------------------ time
 
     def sweep(self, keepalive_ms: float) -> None:
-        """Once a second: comments into paused streams, and heads that do not end."""
+        """Once a second: comments into paused streams, heads that do not end, old connections."""
+        self.idle_connections.close_old()
         now_ms = self.now_ms()
         if keepalive_ms:
             for number, sent_ms in self._paused.items():

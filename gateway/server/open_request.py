@@ -63,7 +63,7 @@ class OpenRequest:
         http, body = self.http, self.http.body
         if http.is_tunnel:
             return (http.head + b"\r\n",)
-        head = http.head + MARK + b"connection: close\r\n"
+        head = http.head + MARK
         if journal is not None:
             body, header = hop.with_journal(body, journal)
             head += b"%b: %b\r\n" % (JOURNAL, header.encode())

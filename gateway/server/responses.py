@@ -32,8 +32,8 @@ class ResponseReader:
 
     __slots__ = (
         *("_bare_bytes", "_head_bytes", "_is_interim", "_is_to_head", "_named", "_parser"),
-        "has_head",
-        *("headers", "is_switched", "is_whole", "on_body", "pieces", "status"),
+        *("has_head", "headers", "is_switched", "is_whole", "keeps_alive", "on_body", "pieces"),
+        "status",
     )
 
     def __init__(self, *, is_to_head: bool) -> None:
@@ -42,6 +42,9 @@ class ResponseReader:
         self.headers: Headers = []
         self.has_head = False
         self.is_whole = False
+        self.keeps_alive = (
+            False  # another response may follow on this connection, and none has begun
+        )
         self.is_switched = False  # to another protocol, whose bytes are `pieces` then
         self.pieces: list[bytes] = []
         self.on_body = self.pieces.append  # called by llhttp without any code of ours between
@@ -71,6 +74,7 @@ class ResponseReader:
             self.is_switched = True
             self.pieces.append(data[upgrade.args[0] :])
         except httptools.HttpParserError as error:
+            self.keeps_alive = False
             if not self.is_whole:
                 raise ValueError(f"not an HTTP response: {error}") from error
         if not self.has_head:
@@ -146,6 +150,9 @@ class ResponseReader:
 
     # ------------------------------------------------------------------ llhttp's callbacks
 
+    def on_message_begin(self) -> None:
+        self.keeps_alive = False
+
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self.has_head:  # else a trailer
             self.headers.append((name.lower(), value))
@@ -159,6 +166,7 @@ class ResponseReader:
             return
         self._named = dict(self.headers)
         self.has_head = True
+        self.keeps_alive = not self.is_whole and self._parser.should_keep_alive()
         self._head_bytes = sum(len(name) + len(value) for name, value in self.headers)
         self.is_whole = not self.has_body
 

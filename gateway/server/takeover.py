@@ -1,4 +1,4 @@
-"""Gives a connected socket to the loop, in the turn in which it is there.
+"""Connects, sends, and gives a connected socket to the loop, in the turn in which it is there.
 
 A task would begin only in the next turn, behind whatever has come for everybody else meanwhile:
 with hundreds of streams, one turn is most of what the gateway adds to a request's time.
@@ -8,8 +8,40 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+Buffer: TypeAlias = "bytes | memoryview"
+
+
+def connect_to(path: str) -> socket.socket:
+    """A Unix socket connects without waiting.
+
+    Raises:
+        OSError: no socket, nobody listens, its backlog is full, or descriptors have run out.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        connection.connect(path)
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def send_now(connection: socket.socket, parts: Sequence[Buffer]) -> Sequence[Buffer]:
+    """Send as much as the kernel takes now; what remains.
+
+    Raises:
+        OSError: the other side has closed, or nothing can be taken.
+    """
+    sent_bytes = connection.sendmsg(parts)
+    left: list[Buffer] = []
+    for part in parts:
+        if sent_bytes < len(part):
+            left.append(memoryview(part)[sent_bytes:])
+        sent_bytes = max(0, sent_bytes - len(part))
+    return left
 
 
 def take_over(

@@ -1,4 +1,4 @@
-"""One connection to an engine: one request, one response, then it is closed.
+"""One request to an engine and its response, on a connection that is left to the next one.
 
 The hot path of a stream is `data_received`: cut the groups, hand each to the core's attempt, and
 write to the client what that returns, in one write. Everything cold goes through `Upstreams`.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias, cast
+from typing import Protocol, cast
 
 from gateway.core.attempt import Attempt
 from gateway.core.events import (
@@ -26,11 +26,12 @@ from gateway.core.events import (
     HeadCame,
 )
 from gateway.server.groups import GroupCutter, whole_group
+from gateway.server.idle_connections import IdleConnection, IdleConnections
 from gateway.server.responses import ResponseReader
+from gateway.server.takeover import Buffer, connect_to, send_now
 from plumbing.hop import Continuation
 
 _GROUP_AND_CHUNK_END = b"\n\n\r\n"
-Buffer: TypeAlias = "bytes | memoryview"
 
 
 class BodySink(Protocol):
@@ -49,8 +50,11 @@ class Upstreams(Protocol):
     """Who opens these connections: the shell around the core."""
 
     def sent(self, upstream: Upstream) -> None: ...
+    def connect(self, upstream: Upstream) -> None: ...
     def handle(self, event: GatewayEvent) -> None: ...
     def perform_outbox(self) -> None: ...
+    @property
+    def idle_connections(self) -> IdleConnections: ...
     @property
     def outbox(self) -> Sequence[GatewayEffect]:
         """Always the same one."""
@@ -62,8 +66,8 @@ class Upstream(asyncio.Protocol):
     """One attempt's connection. After `drop` nothing of it reaches anybody."""
 
     __slots__ = (
-        *("_cutter", "_is_between", "_is_head_told", "_is_passed_on", "_is_paused", "_outbox"),
-        *("_owner", "_request", "_sink", "_transport"),
+        *("_cutter", "_is_between", "_is_head_told", "_is_passed_on", "_is_paused", "_is_reused"),
+        *("_outbox", "_owner", "_request", "_sink", "_socket", "_transport", "_unsent"),
         *("attempt", "head_since_ms", "held", "is_dropped", "response"),
     )
 
@@ -83,8 +87,11 @@ class Upstream(asyncio.Protocol):
         self._owner = owner
         self._outbox = owner.outbox
         self._sink = sink
-        self._request = request
+        self._request = request  # as long as it may have to be sent again
+        self._unsent: Sequence[Buffer] = ()
+        self._socket: socket.socket | None = None
         self._transport: asyncio.Transport | None = None
+        self._is_reused = False
         self._cutter: GroupCutter | None = None
         self._is_between = False  # the next byte begins a chunk and, within it, a group
         self._is_head_told = False
@@ -106,19 +113,27 @@ class Upstream(asyncio.Protocol):
         Raises:
             OSError: no socket, nobody listens, its backlog is full, or descriptors have run out.
         """
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        connection = connect_to(path)
         try:
-            connection.connect(path)
-        except OSError:
-            connection.close()
-            raise
-        try:
-            sent_bytes = connection.sendmsg(self._request)
+            self._unsent = send_now(connection, self._request)
         except OSError:  # it has closed already, as reading will tell
-            sent_bytes = 0
-        self._request = _behind(self._request, sent_bytes)
+            self._unsent = self._request
+        self._socket, self._request = connection, ()
         self._owner.sent(self)
         return connection
+
+    def reuse(self, idle: IdleConnection) -> bool:
+        """Send the request on this connection. False: the engine has closed it."""
+        try:
+            self._unsent = send_now(idle.socket, self._request)
+        except OSError:
+            idle.transport.abort()
+            return False
+        self._socket, self._is_reused = idle.socket, True
+        idle.transport.set_protocol(self)
+        self.connection_made(idle.transport)
+        self._owner.sent(self)
+        return True
 
     def drop(self) -> None:
         """Close, at the latest when the loop has taken the socket over."""
@@ -151,9 +166,9 @@ class Upstream(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
         if self.is_dropped:
             self._transport.abort()
-        elif self._request:
-            self._transport.writelines(self._request)
-        self._request = ()
+        elif self._unsent:
+            self._transport.writelines(self._unsent)
+        self._unsent = ()
 
     def data_received(self, data: bytes) -> None:
         if self._is_between and (group := whole_group(data)) is not None:
@@ -208,6 +223,10 @@ class Upstream(asyncio.Protocol):
             self._sink.resume_reading()
 
     def connection_lost(self, error: Exception | None) -> None:
+        if self._was_unread(error):
+            self._transport, self._is_reused = None, False
+            self._owner.connect(self)
+            return
         self.response.close()
         if self.is_dropped:
             return
@@ -224,6 +243,12 @@ class Upstream(asyncio.Protocol):
             self._break(BreakCause.CLOSED)
 
     # ------------------------------------------------------------------ inside
+
+    def _was_unread(self, error: Exception | None) -> bool:
+        """Whether the engine has closed a connection that was idle before it saw the request."""
+        is_silent = self.head_since_ms is None and not self._is_head_told
+        is_reset = isinstance(error, (ConnectionResetError, BrokenPipeError))
+        return self._is_reused and is_reset and is_silent and not self.is_dropped
 
     def _send(self, data: bytes) -> None:
         """To the client; if it is full, nothing more is read for it. A replay, of which it gets
@@ -244,6 +269,7 @@ class Upstream(asyncio.Protocol):
                 self.head_since_ms = self._owner.now_ms()
             return
         self._is_head_told, self.head_since_ms = True, None
+        self._request = ()
         head = HeadCame(
             self.attempt.number,
             response.status,
@@ -267,10 +293,24 @@ class Upstream(asyncio.Protocol):
 
     def _end(self) -> None:
         """The response is over, as HTTP sees it; a stream without `END` is none to the core."""
-        self.is_dropped, self._is_between = True, False  # but its answer is kept
+        self._leave_connection()  # but its answer is kept
         self._owner.handle(AnswerCame(self.attempt.number))
-        if self._transport is not None:
-            self._transport.abort()
+
+    def _leave_connection(self) -> None:
+        """The answer is over: leave the connection to another request, if nothing is odd."""
+        self.is_dropped, self._is_between = True, False
+        transport, self._transport = self._transport, None
+        if transport is None or self._socket is None:
+            return
+        response = self.response
+        is_flowing = not self._is_paused and not transport.get_write_buffer_size()
+        if response.status == 200 and response.keeps_alive and is_flowing:
+            grant = (self.attempt.engine, self.attempt.token)
+            kept = self._owner.idle_connections
+            kept.keep(grant, transport, self._socket, is_over=response.is_whole)
+        else:
+            transport.abort()
+        response.close()
 
     def _cut(self, cutter: GroupCutter, data: bytes) -> None:
         attempt, outbox = self.attempt, self._outbox
@@ -290,7 +330,7 @@ class Upstream(asyncio.Protocol):
             if found:
                 out.append(found)
             self._flush(out)
-            self.drop()
+            self._leave_connection()
             self._owner.perform_outbox()
             return
         if out:
@@ -306,13 +346,3 @@ class Upstream(asyncio.Protocol):
     def _break(self, cause: BreakCause) -> None:
         self.drop()
         self._owner.handle(AnswerBroke(self.attempt.number, cause))
-
-
-def _behind(parts: Sequence[Buffer], sent_bytes: int) -> list[Buffer]:
-    """The buffers that remain once so many bytes were sent."""
-    left: list[Buffer] = []
-    for part in parts:
-        if sent_bytes < len(part):
-            left.append(memoryview(part)[sent_bytes:])
-        sent_bytes = max(0, sent_bytes - len(part))
-    return left

@@ -112,9 +112,11 @@ class StubEngine:
     cut_after_groups: int | None = None  # die then, with `cut_bytes` of the next group written
     cut_bytes: int = 0
     hold_after_groups: int | None = None  # wait for `released`
+    keeps_alive: bool = False  # serve one request after the other on a connection
     routes: dict[str, Route] = field(default_factory=dict)
     requests: list[StubRequest] = field(default_factory=list)
-    gone: int = 0  # requests whose connection ended before their answer
+    accepted: int = 0  # connections, with those for a hello
+    gone: int = 0  # requests whose connection ended before their answer; not with `keeps_alive`
 
     def __post_init__(self) -> None:
         self.released = asyncio.Event()
@@ -151,10 +153,12 @@ class StubEngine:
         assert task is not None
         self._tasks.add(task)
         self._writers.add(writer)
+        self.accepted += 1
         try:
-            await self._serve(reader, writer)
+            while await self._serve(reader, writer) and self.keeps_alive:
+                pass
         except (asyncio.IncompleteReadError, ConnectionError):
-            self.gone += 1
+            self.gone += not self.keeps_alive
         except asyncio.CancelledError:
             pass  # `die`
         finally:
@@ -162,7 +166,8 @@ class StubEngine:
             self._writers.discard(writer)
             writer.close()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """One request; whether another one may follow."""
         lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         method, target, _ = lines[0].split(" ")
         headers = {
@@ -177,7 +182,7 @@ class StubEngine:
         reply = StubReply(self, reader, writer)
         if request.path == hop.HELLO_PATH:
             await self._hello(reply)
-            return
+            return False
         self.requests.append(request)
         work = asyncio.ensure_future(self.routes.get(request.path, self._default)(request, reply))
         leaving = asyncio.ensure_future(self._leave(request, reader))
@@ -189,7 +194,8 @@ class StubEngine:
             if isinstance(result, Exception) and not isinstance(result, ConnectionError):
                 raise result
         if not is_done:
-            self.gone += 1
+            self.gone += not self.keeps_alive
+        return is_done
 
     async def _leave(self, request: StubRequest, reader: asyncio.StreamReader) -> None:
         """Returns when the gateway closes the connection."""
