@@ -93,6 +93,8 @@ async def in_each_phase(pool: BenchedPool, plan: Plan, say: Say) -> Figures:
 
 async def _one(pool: BenchedPool, phase: str, name: str, into: Killed) -> None:
     a, b = pool.models[:2]
+    for model in (a, b):  # or the third death in ten minutes would be a fault of the model
+        await pool.order(model, "reset")
     if phase == "loading":
         began_ms = clock.now_ms()
         await pool.order(b, "unload")
