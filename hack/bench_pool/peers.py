@@ -44,7 +44,7 @@ async def _llama(run: PeerRun) -> Figures:
 async def _stock_vllm(run: PeerRun) -> Figures:
     if "S1" not in run.only:
         return {"absent": "it runs S1 only"}
-    found = await stock_vllm.in_turn(run.base / "stock", stock_vllm.SWITCHES)
+    found = await stock_vllm.in_turn(run.base / "stock", run.plan.stock_switches)
     return {"scenarios": {"S1": found}}
 
 

@@ -68,7 +68,10 @@ class Plan:
     s7_phases: tuple[str, ...] = ("draining", "releasing", "waking", "awake", "loading")
     s7_only: tuple[str, ...] = ()  # processes; all, if empty
     s7_streams: StreamPlan = field(default_factory=lambda: StreamPlan(token_ms=10))
-    saturating: int = 4  # clients that stream without pause: as many as the engine has slots
+    # Clients that stream without pause: four times as many as an engine has slots, so that requests
+    # wait in it also while this process is slow to read what has ended.
+    saturating: int = 16
+    stock_switches: int = 4  # of stock vLLM; each takes half a minute on two cores
 
 
 QUICK = Plan(
@@ -87,6 +90,7 @@ QUICK = Plan(
     failovers=2,
     requests=30,
     idle_s=2.0,
+    stock_switches=2,
     streams=StreamPlan(token_ms=50, tokens=60),
     fair=HURRIED,
     s7_phases=("draining",),

@@ -18,8 +18,6 @@ from understudy.drill.records import Exchange
 from understudy.host import installed
 from understudy.up.random_model import VLLM_RANDOM_MODEL, make_random_model
 
-SWITCHES = 4  # each takes half a minute on two cores
-
 
 async def in_turn(base: Path, switches: int) -> Figures:
     """S1: two servers, of which one runs.
