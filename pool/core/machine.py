@@ -45,7 +45,6 @@ from pool.core.view import Leaving
 from pool.core.views import ticket_of
 
 GOES_DOWN = (ModelState.DRAINING, ModelState.RELEASING)  # to its floor
-LOG_ONLY = (ev.ModelChanged, ev.Switched, ev.Alarm)
 SIGNALS_MAX = 24  # of one model, after one event: longer than any path through the table
 ROUNDS_MAX = 200  # of signals and plan after one event: each changes at least one model
 
@@ -89,7 +88,6 @@ class ModelPool:
         out, pool.out = pool.out, []
         self._set_doors(says_again=is_first)
         out, pool.out = [*pool.out, *out], []
-        out.sort(key=lambda effect: isinstance(effect, LOG_ONLY))  # whoever waits is told first
         self.due_ms = self._next_due_ms()
         is_told = any(not isinstance(effect, ev.PoolRecord) for effect in out)
         is_told |= pool.is_news_for_file

@@ -42,6 +42,7 @@ from pool.settings import PoolFile, engines_of
 
 INBOX_MAX = 10_000  # events that wait for a disk; a pool whose disk is gone for longer ends
 SAVE_RETRY_S = 1.0
+LOG_ONLY = (ev.ModelChanged, ev.Switched, ev.Alarm)
 DUE_S_MIN = 0.001  # the core may ask to be called at once, and others must get their turn
 DUE_S_MAX = 3600.0
 
@@ -159,7 +160,8 @@ class PoolServer:
             effects = self.parts.pool.handle(event, self.clock.now_ms())
             if isinstance(event, ev.DemandCame | ev.GatewayGone):
                 self._look_at_serving()
-            self._effects.extend(effects)
+            # Whoever waits is told first, and then it is written down.
+            self._effects.extend(sorted(effects, key=lambda each: isinstance(each, LOG_ONLY)))
             self._perform()
         finally:
             self._is_busy = False
