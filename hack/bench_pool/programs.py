@@ -116,12 +116,12 @@ async def saturated(
     program: Program, prompt: Prompt, clients: int
 ) -> AsyncIterator[list[Exchange]]:
     """Clients that ask `prompt` without pause meanwhile; yields what they got, as it comes, once
-    each has had an answer. They begin apart: answers that are batched from the same moment on end
+    one has had an answer. They begin apart: answers that are batched from the same moment on end
     together, and then the model is idle again and again."""
     alone = program.expected[prompt.key]
     apart_s = (alone.ended_ms - alone.sent_ms) / 1000 / clients
     async with without_pause(program, [[prompt]] * clients, apart_s) as exchanges:
-        await answered(exchanges, clients)
+        await answered(exchanges, 1)
         yield exchanges
 
 

@@ -43,7 +43,7 @@ async def beside_saturated(program: Program, plan: Plan) -> Figures:
             wait_ms = first_ms(exchange)
             starved += wait_ms is None
             waits += [] if wait_ms is None else [wait_ms / 1000]
-            await answered(others, plan.saturating)
+            await answered(others, 1)  # it is awake again
     return {
         "wait_s": round(max(waits), 3) if waits else None,
         "waits_s": [round(each, 3) for each in waits],
