@@ -20,6 +20,7 @@ from engine.core.lifecycle import PARKED, IllegalEvent, Lifecycle
 from engine.core.patience import Signs
 from engine.messages import FaultReportMsg, HealthyMsg
 from engine.supervisor import over_tcp, state_file
+from engine.supervisor.changes import Changes
 from engine.supervisor.cpu_share import CpuShare
 from engine.supervisor.health_watch import HealthWatch
 from engine.supervisor.history import History
@@ -69,8 +70,7 @@ class Engine:
         self.predecessor: str | None = None  # an earlier tree that holds up the first launch
         self.last_fault: FaultReportMsg | None = None
         self.exit: asyncio.Future[ev.Exit] = asyncio.get_running_loop().create_future()
-        self.on_change: list[Callable[[], object]] = []
-        self._showing: asyncio.Handle | None = None
+        self.changes = Changes()
         self.on_tick: Callable[[], object] = lambda: None
         self.leftovers = Leftovers(leftovers_path(settings.directory, settings.engine), self.log)
         self.layout = layout_of(settings)
@@ -121,8 +121,7 @@ class Engine:
 
     def close(self) -> None:
         """End timers; a tree that still lives (only after a bug of ours) is killed."""
-        if self._showing is not None:
-            self._show()
+        self.changes.close()
         if self.incarnation is not None:
             self.incarnation.tree.kill()
         self._timers.close()
@@ -182,7 +181,7 @@ class Engine:
                 self._record(effect)
             case ev.KeepGoal():
                 self.history.asked_to_be(effect.goal, effect.by, effect.generation)
-                self.changed()
+                self.changes.note()
             case ev.StartTree():
                 self._start_tree(effect)
             case ev.TellLockServer():
@@ -203,7 +202,7 @@ class Engine:
             case ev.PlaceWeights():
                 self._running.place(is_away=effect.is_away)
             case ev.ShowTier():
-                self.changed()
+                self.changes.note()
             case ev.Claim():
                 self.history.granted(effect.token)
                 self.lock.hold(effect.token)
@@ -251,20 +250,7 @@ class Engine:
             )
         if record.target is State.STANDBY:
             self._running.cpus.lift("prepared")
-        self.changed()
-
-    def changed(self) -> None:
-        """Tell those that show this engine's status: once for all that changes together, and after
-        its effects, since to write it down takes longer than they do."""
-        if self._showing is None:
-            self._showing = asyncio.get_running_loop().call_soon(self._show)
-
-    def _show(self) -> None:
-        if self._showing is not None:
-            self._showing.cancel()
-            self._showing = None
-        for listener in self.on_change:
-            listener()
+        self.changes.note()
 
     def _budget_spent(self) -> None:
         self.post(ev.BudgetSpent(self.history.budget_spent(self.lifecycle.state)))
@@ -303,7 +289,7 @@ class Engine:
             self.relauncher.died(now.reason, reached_standby=has_stood_by, is_planned=is_planned)
         history.reaped(now, gone.rehearsed_ms)
         self.post(ev.Reaped(self.relauncher.verdict))
-        self.changed()
+        self.changes.note()
 
     # ------------------------------------------------------------------ the lock, waking, health
 

@@ -28,7 +28,9 @@ class Goals:
         self._watchers: set[Connection] = set()
         self._told: tuple[object, ...] = ()
         self._pool = PoolWords(engine)
-        engine.on_change.insert(0, self._changed)  # before it is written down: a pool waits for it
+        engine.changes.listeners.insert(
+            0, self._changed
+        )  # before it is written down: a pool waits for it
         engine.history.on_idle = self._idle  # a pool that heard of requests waits for their end
 
     def shall(self, conn: Connection, message: ShallMsg, request_id: int) -> None:

@@ -37,7 +37,7 @@ class EngineStatus:
         self._state_file = state_file
         self.http_problem: Callable[[], str | None] = lambda: None
         self.server: Server | None = None  # the control socket's, whose problem is reported
-        engine.on_change.append(lambda: state_file.write(self.document()))
+        engine.changes.listeners.append(lambda: state_file.write(self.document()))
 
     def document(self) -> dict[str, Any]:
         """The status document."""

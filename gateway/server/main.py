@@ -29,7 +29,7 @@ from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import Message
 from plumbing.wire.unix_connection import UnixConnection
-from pool.core.pace import DemandPace
+from pool.client.pace import DemandPace
 
 ORPHANED = 1  # the exit code when the parent is gone
 

@@ -19,8 +19,8 @@ from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import FaultMsg, Message
 from plumbing.wire.unix_connection import connect
+from pool.client.pace import DemandPace
 from pool.core.events import ModelDemand
-from pool.core.pace import DemandPace
 from pool.messages import CATALOGUE, DemandMsg, DoorsMsg
 
 
