@@ -80,7 +80,7 @@ def _expected(
                 room_ms = first_ms + other.costs.turn_ms + _leaves_ms(other)
         case Wait() if known.model.state in _GOES_DOWN:
             room_ms = _left_ms((known,), now_ms)
-        case Wait():
+        case Wait() if not decision.is_outranked:  # else only its competitor's last answer tells
             asked = [models[name] for name in decision.victims if name in models]
             ends = [_turn_over_ms(each, decision.until_ms, now_ms) for each in asked]
             known_ends = [ms for ms in ends if ms is not None]

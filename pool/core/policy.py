@@ -24,7 +24,7 @@ from pool.core import reasons, victims
 from pool.core.rests import rests_of
 from pool.core.states import HOST, ModelState
 from pool.core.tickets import next_level_ms, order_of
-from pool.core.victims import Head
+from pool.core.victims import Head, Obstacle
 from pool.core.view import (
     Decision,
     DeviceView,
@@ -229,7 +229,11 @@ class _Planner:
             return Yield(tuple(chosen))
         why = reasons.waiting(claim, self.free, found, chosen, self.rules)
         names = tuple(victim.model for victim in chosen if not victim.is_shadow)
-        return Wait(None if ready_ms == _NEVER_MS else ready_ms, why, names)
+        is_outranked = any(
+            each.obstacle is Obstacle.BETTER and each.model.name in names for each in found
+        )
+        until_ms = None if ready_ms == _NEVER_MS else ready_ms
+        return Wait(until_ms, why, names, is_outranked=is_outranked)
 
     def _raises(self, claim: Head, room: Mapping[str, int]) -> bool:
         """Whether it fits there; then it is booked."""

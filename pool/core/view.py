@@ -125,12 +125,14 @@ class Yield(Struct, frozen=True):
 class Wait(Struct, frozen=True):
     """Look again at `until_ms`; None: at the next event. `why`: a sentence for operators, which
     does not change while the reason is the same (so it names no remaining time). `victims`: models
-    that are going to be asked then; `behind`: the model, or lease, that goes first."""
+    that are going to be asked then; `behind`: the model, or lease, that goes first. `is_outranked`:
+    one of them has work of a better priority, and most likely ends it before `until_ms`."""
 
     until_ms: float | None
     why: str
     victims: tuple[str, ...] = ()
     behind: str = ""
+    is_outranked: bool = False
 
 
 class Never(Struct, frozen=True):

@@ -117,3 +117,12 @@ def test_each_phase_is_measured():
     for name in ("load_ms", "wake_ms", "turn_ms", "drain_ms", "release_ms"):
         assert getattr(costs, name) is not None, name
     assert costs.turn_ms <= 10_000.0  # its protection, however long nobody needed its room
+
+
+def test_nothing_is_expected_of_a_model_behind_work_of_a_better_priority():
+    """Its deadline may be earlier than the end of its starvation, and the work may end at once."""
+    pod = pod_of("a", "b")
+    pod.tick(1_000)
+    pod.ask("b", priority=10)
+    assert "has work of a better priority" in pod.doors["b"].door.reason
+    assert expected(pod, "b") is None
