@@ -134,6 +134,8 @@ class Books:
                 key = EntryKey(event.device, kind, name)
                 if name in models and size_bytes > self.ledger.entries.get(key, 0):
                     self.ledger.settle(key, size_bytes)
+        for name in event.weights_bytes.keys() & models.keys():
+            self.learn_sizes(models[name])
 
     @staticmethod
     def _held(event: MemoryIs) -> Iterator[tuple[EntryKind, Mapping[str, int]]]:
@@ -147,9 +149,13 @@ class Books:
         words = [engine.said for engine in known.engines if engine.said is not None]
         before = known.sizes or EngineSizes({}, {}, {})
         base = _largest([said.base_bytes for said in words])
+        weights = _largest([said.weights_bytes for said in words]) or before.weights
         sizes = EngineSizes(
             base=base or before.base,
-            weights=_largest([said.weights_bytes for said in words]) or before.weights,
+            weights={
+                device: max(size_bytes, self._weights_held(known, device))
+                for device, size_bytes in weights.items()
+            },
             kv=_largest([said.kv_bytes for said in words]) or before.kv,
             is_estimated=before.is_estimated and not base,
         )
@@ -160,6 +166,11 @@ class Books:
             if key in self.ledger.entries:
                 held = self._bytes_held(key)
                 self.ledger.settle(key, max(size_bytes, held))
+
+    def _weights_held(self, known: KnownModel, device: str) -> int:
+        """By the memory service, which counts whole pages where an engine counts its tensors. With
+        the smaller figure, all who rest could give way and a page of each would still be booked."""
+        return self._bytes_held(EntryKey(device, EntryKind.WEIGHTS, known.name))
 
     def book_living(self, known: KnownModel) -> None:
         """An engine that lives has its base, whoever has launched it, and one that wakes or serves

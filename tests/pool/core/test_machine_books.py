@@ -241,3 +241,18 @@ def test_weights_and_kv_are_learnt_where_nobody_can_measure_a_base():
         {GPU: 30 * MIB}, {GPU: 100 * MIB}, {GPU: 500 * MIB}, is_estimated=True
     )
     assert booked(pod)[KV] == 500 * MIB
+
+
+def test_weights_are_as_large_as_the_memory_service_says():
+    """It counts whole pages, and an engine its tensors. A head that needs the whole device could
+    never have it, since the last page of a model at rest would stay booked."""
+    pod = Pod(total_bytes=1500 * MIB).start()
+    pod.ask("a")
+    pod.settle()
+    held = SIZES.weights[GPU] + 4096
+    pod.handle(ev.MemoryIs(GPU, {"a": held}, {"a": SIZES.kv[GPU]}, {}, dict(pod.asked)))
+    pod.handle(pod.supervisors["a0"].said())
+    known = pod.pool.situation.models["a"]
+    assert known.sizes is not None
+    assert known.sizes.weights == {GPU: held}
+    assert booked(pod)[WEIGHTS] == held
