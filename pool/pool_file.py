@@ -76,6 +76,10 @@ def settle(file: YamlFile) -> PoolFile:
         UsageError: `pool.bad_setting`.
     """
     raw = file.value
+    known = PoolFile.__struct_fields__
+    for key in raw if isinstance(raw, dict) else ():
+        if key not in known:
+            _refuse(file, (key,), f"unknown; {closest(key, known)}")
     if not isinstance(raw, dict) or not isinstance(raw.get("models"), dict) or not raw["models"]:
         _refuse(file, (), "a pool file is a mapping with `devices` and at least one of `models`")
     if len(raw["models"]) > MODELS_MAX:

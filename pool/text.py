@@ -38,7 +38,7 @@ def _lines(document: Document) -> Iterator[str]:
 def _model(model: Document) -> tuple[str, ...]:
     notes = [name for name in ("pinned", "recovering") if model[name]]
     if model["estimated"]:
-        notes.append("size estimated")
+        notes.append("size estimated" if model["sizes"] else "size unknown")
     why = model["alarm"] or model["fault"] or model["waits_for"]
     if why:
         notes.append(why)

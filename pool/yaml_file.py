@@ -74,6 +74,7 @@ def parse(path: str, text: str) -> YamlFile:
     lines: dict[Path, int] = {}
     checked: set[int] = set()
     loader = yaml.SafeLoader(text)
+    loader.name = path  # for the places in its errors
 
     def plain(node: Any, where: Path) -> Any:
         lines.setdefault(where, node.start_mark.line + 1)

@@ -17,9 +17,8 @@ import socket
 import time
 
 IDLE_MAX = 32  # of all engines together: as many as clients are accepted in one turn of the loop
-IDLE_S = (
-    2.0  # engines close theirs after five seconds (uvicorn), so requests hardly ever cross that
-)
+# Engines close theirs after five seconds (uvicorn), so requests hardly ever cross that.
+IDLE_S = 2.0
 _LAST_CHUNK = b"0\r\n\r\n"
 
 

@@ -122,8 +122,9 @@ models:
         ("models:", "listen: 8000\nmodels:", 2, "listen: expected a string"),
         ("models:", "listen: localhost\nmodels:", 2, "is not HOST:PORT, such as 127.0.0.1:8000"),
         ("[HOST-0, HOST-1]", "[HOST-0, HOST.1]", 1, "'HOST.1' is not a device"),
-        ("models:", "modells:", 1, "at least one of `models`"),
-        ("models:", "models: [", 0, "not valid YAML"),
+        ("models:", "modells:", 2, "did you mean 'models'?"),
+        (SMALL, "devices: [0]", 1, "at least one of `models`"),
+        ("models:", "models: [", 0, 'in "pool.yaml"'),
     ],
 )
 def test_fault_is_named_with_its_place(old, new, line, words):

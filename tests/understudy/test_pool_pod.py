@@ -82,10 +82,16 @@ def test_pod_listens_where_the_file_says_unless_a_flag_does(tmp_path: Path, give
     ports = free_pod_ports()
     listen = f"listen: 127.0.0.2:{free_ports(1)[0]}\n"
     local = LocalPod(Path(), None, ports, http_host="127.0.0.3")
-    pod = prepared(tmp_path, listen + POOL_FILE, local, is_drilled=False, given=given)
+    file = listen + POOL_FILE.replace("/models/A", "/").replace("/models/B", "some/name")
+    pod = prepared(tmp_path, file, local, is_drilled=False, given=given)
     host = "127.0.0.1" if "host" in given else "127.0.0.2"
     port = str(ports.service) if "service_port" in given else listen.strip().rpartition(":")[2]
     assert f"--service=active={host}:{port}" in pod.containers[0].command
+
+
+def test_a_model_without_its_directory_is_refused(tmp_path: Path):
+    with pytest.raises(UsageError, match="chat: there is no directory /models/A"):
+        prepared(tmp_path, POOL_FILE, is_drilled=False)
 
 
 def test_gpus_and_host_memory_in_one_pool_are_refused(tmp_path: Path):

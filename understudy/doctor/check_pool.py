@@ -180,8 +180,9 @@ def _too_large(known: Models, rooms: Mapping[str, int]) -> Finding | None:
         for device, needed in _awake(model).items():
             if needed > rooms.get(device, math.inf):
                 return failed(
-                    f"{name} needs {size(needed)} of {device}, which has {size(rooms[device])}"
-                    " beside the margin and what others use: it can never be awake",
+                    f"{name} needs {size(needed)} of {device}, which has"
+                    f" {size(max(0, rooms[device]))} beside the margin and what others use:"
+                    " it can never be awake",
                     "give it less KV memory, more devices (tensor_parallel), or another device",
                 )
     return None

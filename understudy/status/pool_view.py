@@ -148,7 +148,8 @@ def _row(model: Document) -> tuple[str, ...]:
         waiting += f" (oldest {duration(model['oldest_ticket_ms'])})"
     held = sum(sum(kinds.values()) for kinds in model["bytes"].values())
     notes = [word for word in ("pinned", "recovering") if model[word]]
-    notes += ["size estimated"] if model["estimated"] else []
+    if model["estimated"]:
+        notes.append("size estimated" if model["sizes"] else "size unknown")
     why = model["alarm"] or model["fault"] or model["waits_for"] or model["reason"]
     return (
         model["model"],

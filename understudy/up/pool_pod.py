@@ -51,6 +51,7 @@ async def prepare_pool(
     if is_drilled:
         pod = replace(pod, ports=free_pod_ports(engines, has_pool=True))
     else:
+        _check_directories(file)
         first, *_ = pod.ports.engines
         numbers = tuple(range(first, first + engines))
         host, service = file.address
@@ -134,6 +135,15 @@ def _memory(file: PoolFile, wanted: str) -> str:
             f"{', '.join(file.devices)}: a pod uses either GPUs or host memory; name one kind",
         )
     return kinds.pop() if kinds else wanted
+
+
+def _check_directories(file: PoolFile) -> None:
+    """A request would find out only once others have made room for its model."""
+    for name, each in file.models.items():
+        if each.model.startswith("/") and not Path(each.model).is_dir():
+            raise UsageError(
+                "pool.no_model_directory", f"{name}: there is no directory {each.model}"
+            )
 
 
 def _renamed(spec: ContainerSpec, name: str, command: tuple[str, ...]) -> ContainerSpec:

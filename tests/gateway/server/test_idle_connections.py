@@ -184,10 +184,11 @@ def test_idle_connections_are_few_and_do_not_grow_old(tmp_path, monkeypatch):
     with_bench(tmp_path, scenario)
 
 
-def test_a_connection_on_which_something_comes_is_closed(tmp_path):
+@pytest.mark.parametrize("stray", [b"HTTP/1.1 408 Request Timeout\r\n\r\n", b"0\r\n\r\n"])
+def test_a_connection_on_which_something_comes_is_closed(tmp_path, stray):
     async def scenario(bench):
         engine, writer = await one_idle(bench)
-        writer.write(b"HTTP/1.1 408 Request Timeout\r\nContent-Length: 0\r\n\r\n")
+        writer.write(stray)
         await closed(engine)
         assert_whole(await bench.once(CHAT, ASKED))
         assert engine.accepted == 3
