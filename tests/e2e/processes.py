@@ -6,13 +6,16 @@ import contextlib
 import os
 import select
 import signal
+import time
 from collections.abc import Iterable, Sequence
 
+from gateway.server.idle_connections import IDLE_S
 from plumbing.service import procfs
 from tests.helpers import auntil, free_port, free_ports, open_fds
 from understudy.up.ports import Ports
 
 SETTLED_AFTER = 25  # equal readings in a row
+SETTLED_S = IDLE_S + 1.5  # a gateway looks once a second which of its connections are too old
 
 
 class Processes:
@@ -74,19 +77,23 @@ def fd_counts(pids: Iterable[int]) -> dict[int, int]:
 
 
 async def settled_fds(pids: Sequence[int]) -> dict[int, int]:
-    """How many descriptors each has, once the connections of the last status query are closed.
+    """How many descriptors each has, once the connections of the last requests are closed.
 
     A process that has something to do waits for a CPU, however long: only looks at one that sleeps
     count."""
     seen: dict[int, list[int]] = {pid: [] for pid in pids}
+    changed_s = dict.fromkeys(pids, time.monotonic())
 
     def look(pid: int) -> bool:
         counts = seen[pid]
         times = procfs.cpu_times(pid)
         if times is not None and not times[0]:
             counts.append(len(open_fds(pid)))
+            if counts[-1:] != counts[-2:-1]:
+                changed_s[pid] = time.monotonic()
         latest = counts[-SETTLED_AFTER:]
-        return len(latest) == SETTLED_AFTER and len(set(latest)) == 1
+        is_same = len(latest) == SETTLED_AFTER and len(set(latest)) == 1
+        return is_same and time.monotonic() - changed_s[pid] > SETTLED_S
 
     def is_settled() -> bool:
         looks = [look(pid) for pid in pids]

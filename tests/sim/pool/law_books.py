@@ -20,6 +20,7 @@ from pool.core.events import (
     PoolEvent,
     TellEngine,
 )
+from pool.core.snapshot import PoolSnapshot
 from pool.core.states import HOST, EngineSizes, ModelState
 from tests.sim.pool.engine import RANK
 
@@ -45,6 +46,7 @@ class Books:
         self.orders: dict[str, float] = {}  # when a model was last ordered about
         self.pinned = {name for name, rules in world.rules.items() if rules.is_pinned}
         self.opened_ms: dict[str, float] = {}
+        self.awake: set[str] = set()  # models, by the pool's file
         self.shut_ms: dict[str, float] = {}
         self.faulted: set[str] = set()  # models whose engines failed or were killed, ever
         self.killed: set[str] = set()  # engines, until they are told a goal
@@ -64,6 +66,15 @@ class Books:
         self.outside.clear()
         self.states.clear()
         self.unheard = set(self.world.engines)
+
+    def filed(self, snapshot: PoolSnapshot) -> None:
+        """A turn begins with its record: who comes after a pool that has died opens the door."""
+        for name, saved in snapshot.models.items():
+            if saved.state is not ModelState.AWAKE:
+                self.awake.discard(name)
+            elif name not in self.awake:
+                self.awake.add(name)
+                self.opened_ms[name] = self.world.timeline.now_ms
 
     def heard(self, event: PoolEvent) -> None:
         match event:

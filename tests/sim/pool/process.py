@@ -149,6 +149,7 @@ class PoolProcess:
             case SaveState():
                 assert self.core is not None
                 self.file = self.core.snapshot()
+                world.law.filed(self.file)
             case TellEngine():
                 engine = world.engines[effect.engine]
                 self.goals[effect.engine] = effect
