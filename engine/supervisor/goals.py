@@ -28,9 +28,8 @@ class Goals:
         self._watchers: set[Connection] = set()
         self._told: tuple[object, ...] = ()
         self._pool = PoolWords(engine)
-        engine.changes.listeners.insert(
-            0, self._changed
-        )  # before it is written down: a pool waits for it
+        # Before it is written down: a pool waits for it.
+        engine.changes.listeners.insert(0, self._changed)
         engine.history.on_idle = self._idle  # a pool that heard of requests waits for their end
 
     def shall(self, conn: Connection, message: ShallMsg, request_id: int) -> None:
