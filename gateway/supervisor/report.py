@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from typing import Any
 
 import msgspec
@@ -17,7 +16,7 @@ from gateway.supervisor.parts import GatewayParts
 from gateway.supervisor.settings import MANUAL, ON_REQUEST
 from plumbing.part.format import duration
 from plumbing.part.tier import Tier
-from plumbing.service.clock import rfc3339
+from plumbing.service.clock import moment
 from plumbing.service.http import Probe
 from pool.client import ModelDemand, ShutDoor, TicketKind
 
@@ -38,10 +37,12 @@ def document(gateway: GatewayParts) -> dict[str, Any]:
         **gateway.log.newest(),
         "pid": os.getpid(),
         "dir": gateway.settings.directory,
-        **_moment(gateway, gateway.started_ms),
+        **moment(gateway.started_ms, gateway.clock),
         "stopping": gateway.is_stopping,
         "accepting": nursery.is_accepting,
-        "accepting_since": None if accepting_ms is None else _time(gateway, accepting_ms),
+        "accepting_since": (
+            None if accepting_ms is None else moment(accepting_ms, gateway.clock)["since"]
+        ),
         "service": {
             "lock": lock.lock,
             "address": nursery.address or None,
@@ -55,13 +56,13 @@ def document(gateway: GatewayParts) -> dict[str, Any]:
         "upstream": None if beat is None else msgspec.to_builtins(beat.upstream),
         "lock_server": {
             "connected": lock.is_served,
-            "since": _time(gateway, lock.changed_ms),
+            "since": moment(lock.changed_ms, gateway.clock)["since"],
             "problem": lock.problem,
         },
         "grant": _grant(gateway),
         "idle": None
         if lock.idle is None
-        else {"reason": lock.idle, **_moment(gateway, lock.idle_ms)},
+        else {"reason": lock.idle, **moment(lock.idle_ms, gateway.clock)},
         "rest": _rest(gateway),
         "pool": _pool(gateway),
         "load": msgspec.to_builtins(load(gateway)),
@@ -195,7 +196,7 @@ def _grant(gateway: GatewayParts) -> dict[str, Any] | None:
     grant = gateway.lock.grant
     if grant is None:
         return None
-    since = _moment(gateway, grant.since_ms)
+    since = moment(grant.since_ms, gateway.clock)
     return {"engine": grant.engine, "token": grant.token, "era": grant.era, **since}
 
 
@@ -222,7 +223,7 @@ def _pool(gateway: GatewayParts) -> dict[str, Any] | None:
     demand = side.demand()
     return {
         "connected": side.is_connected,
-        **_moment(gateway, side.changed_ms),
+        **moment(side.changed_ms, gateway.clock),
         "problem": side.problem,
         "models": {model: _model(gateway, model, demand[model]) for model in side.models},
     }
@@ -250,7 +251,7 @@ def _said(gateway: GatewayParts) -> dict[str, Any] | None:
         return None
     return {
         "state": said.state,
-        **_moment(gateway, gateway.engine.said_ms - said.since_ms),
+        **moment(gateway.engine.said_ms - said.since_ms, gateway.clock),
         "tier": said.tier,
         "goal": said.goal,
         "goal_by": said.goal_by or None,
@@ -274,7 +275,7 @@ def _unheard(gateway: GatewayParts) -> str | None:
 
 def _child(gateway: GatewayParts, link: ChildLink) -> dict[str, Any]:
     found = link.beat.load if link.beat is not None else GatewayLoad()
-    return {"pid": link.pid, **_moment(gateway, link.started_ms), "in_flight": found.in_flight}
+    return {"pid": link.pid, **moment(link.started_ms, gateway.clock), "in_flight": found.in_flight}
 
 
 def _totals(gateway: GatewayParts) -> dict[str, Any]:
@@ -290,13 +291,3 @@ def _totals(gateway: GatewayParts) -> dict[str, Any]:
         "lost_requests": gateway.nursery.lost_requests,
         "limits": dict(totals.limits),
     }
-
-
-def _moment(gateway: GatewayParts, at_ms: float) -> dict[str, Any]:
-    for_ms = max(0.0, gateway.clock.now_ms() - at_ms)
-    return {"since": _time(gateway, at_ms), "for_ms": round(for_ms)}
-
-
-def _time(gateway: GatewayParts, at_ms: float) -> str:
-    ago = timedelta(milliseconds=gateway.clock.now_ms() - at_ms)
-    return rfc3339(gateway.clock.wall() - ago)

@@ -7,11 +7,12 @@ and the most favourable reading where its text leaves something open. None of th
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 
 from hack.policies.world import Phase, Request, SimModel, World
 
 
-class PeerRules:
+class PeerRules(ABC):
     """What they share: who waits, who is busy, waking into a free slot."""
 
     name = ""
@@ -20,8 +21,9 @@ class PeerRules:
     def admits(self, world: World, model: SimModel) -> bool:
         return True
 
+    @abstractmethod
     def decide(self, world: World) -> float | None:
-        raise NotImplementedError
+        """Begin what these rules begin now; when to ask again, None: at the next event."""
 
     def pending(self, world: World) -> list[tuple[Request, SimModel]]:
         """Who waits for a model that is neither awake nor waking, by arrival."""

@@ -27,11 +27,10 @@ from lockserver.core.machine import LockMachine
 from lockserver.messages import REASON_CHARS_MAX, BorrowMsg, GrantedMsg, IdleMsg
 from lockserver.server.service_desk import ServiceDesk
 from lockserver.server.settings import LockSettings
-from lockserver.status.document import moment
 from lockserver.status.gateway_waits import MissingGateway, SilentGateway, no_gateway_wait
 from plumbing.errors import ProtocolError
 from plumbing.part.models import kind_of
-from plumbing.service.clock import Clock
+from plumbing.service.clock import Clock, moment
 from plumbing.wire.connection import Connection
 
 GATEWAYS_MAX = 8  # a pod has one, two while it is replaced; a process that loops gets no further

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import islice
 from typing import Any
 
@@ -32,7 +31,7 @@ from lockserver.status.waits import (
 )
 from plumbing.part.models import kind_of
 from plumbing.service import procfs
-from plumbing.service.clock import Clock, rfc3339
+from plumbing.service.clock import Clock, moment
 
 SCHEMA = 1
 # The document must fit into one frame: more are counted, not listed. A pod has a handful.
@@ -229,13 +228,6 @@ def supervisor_documents(machine: LockMachine, clock: Clock) -> list[dict[str, A
         }
         for each in islice(machine.supervisors.values(), SUPERVISORS_NAMED_MAX)
     ]
-
-
-def moment(mono_ms: float, clock: Clock) -> dict[str, Any]:
-    """`since` and `for_ms`. A grant on file may be from a machine whose clock was ahead."""
-    for_ms = max(0.0, clock.now_ms() - mono_ms)
-    since = clock.wall() - timedelta(milliseconds=for_ms)
-    return {"since": rfc3339(since), "for_ms": round(for_ms)}
 
 
 WHOLE, WAITING, ENDING = "whole", "waiting", "ending"

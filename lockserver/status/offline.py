@@ -14,11 +14,11 @@ from lockserver import state_file, witness
 from lockserver.core.events import Holder, LockRecord
 from lockserver.core.kinds import KINDS, kinds_of, with_filed
 from lockserver.core.names import WitnessState
-from lockserver.status.document import SCHEMA, moment, processes_of, wait_document
+from lockserver.status.document import SCHEMA, processes_of, wait_document
 from lockserver.status.silent import SilentServer
 from lockserver.status.wait import LockWait, named
 from plumbing.part.format import duration
-from plumbing.service.clock import Clock, SystemClock
+from plumbing.service.clock import Clock, SystemClock, moment
 
 UNANSWERED = "no lock server answers; this is its state file"
 

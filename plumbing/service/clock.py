@@ -7,8 +7,8 @@ times of processes on one machine can be compared; those of two machines cannot.
 from __future__ import annotations
 
 import time
-from datetime import UTC, datetime
-from typing import Protocol
+from datetime import UTC, datetime, timedelta
+from typing import Any, Protocol
 
 
 class Clock(Protocol):
@@ -31,6 +31,14 @@ class SystemClock:
 
     def wall(self) -> datetime:
         return datetime.now(UTC)
+
+
+def moment(mono_ms: float, clock: Clock) -> dict[str, Any]:
+    """`since` and `for_ms`, of every status document. A moment that was read from a file may lie
+    ahead of this machine's clock."""
+    for_ms = max(0.0, clock.now_ms() - mono_ms)
+    since = clock.wall() - timedelta(milliseconds=for_ms)
+    return {"since": rfc3339(since), "for_ms": round(for_ms)}
 
 
 def rfc3339(moment: datetime) -> str:

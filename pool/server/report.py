@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from datetime import timedelta
 from typing import Any
 
 import msgspec
 
-from plumbing.service.clock import rfc3339
+from plumbing.service.clock import moment
 from plumbing.service.http import Probe
 from pool.core.doors import expected_ms
 from pool.core.known import Costs, KnownModel
@@ -34,7 +33,7 @@ def document(parts: PoolParts) -> dict[str, Any]:
         **parts.log.newest(),
         "pid": os.getpid(),
         "dir": parts.settings.directory,
-        **_moment(parts, parts.started_ms),
+        **moment(parts.started_ms, parts.clock),
         "era": parts.pool.situation.era,
         "start": parts.pool.situation.start,
         "recovering": is_recovering(parts),
@@ -102,7 +101,7 @@ def _model(parts: PoolParts, name: str, seen: list[ModelView]) -> dict[str, Any]
     return {
         "model": name,
         "state": known.model.state.value,
-        **_moment(parts, told.since_ms),
+        **moment(told.since_ms, parts.clock),
         "reason": told.reason or None,
         "waits_for": wait_of(pool, known),
         "fault": known.model.fault or None,
@@ -193,11 +192,5 @@ def _lease(parts: PoolParts, lease: str) -> dict[str, Any]:
         "waits_for": held.waits_for or None,
         "priority": held.priority,
         "command": held.command or None,
-        **_moment(parts, held.since_ms),
+        **moment(held.since_ms, parts.clock),
     }
-
-
-def _moment(parts: PoolParts, at_ms: float) -> dict[str, Any]:
-    for_ms = max(0.0, parts.clock.now_ms() - at_ms)
-    since = parts.clock.wall() - timedelta(milliseconds=for_ms)
-    return {"since": rfc3339(since), "for_ms": round(for_ms)}

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.service.files import write_atomic
@@ -46,6 +46,16 @@ LOOK_BACK_MS = 10_000.0  # older requests are not considered
 PARTS_SEEN_WITHIN = 1000  # moments: every part reports its state when it is first watched
 
 Outcomes = Mapping[int, Outcome]  # of each exchange, by its id()
+
+
+class JudgedReport(Protocol):
+    """The verdict on a drill, of one pod or of a pool."""
+
+    problems: list[str]
+
+    @property
+    def passed(self) -> bool: ...
+    def to_dict(self, backend: str, machine: dict[str, Any]) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +103,27 @@ def page_data(
         for kill, first, end_ms in zip(records.kills, firsts, ends_ms, strict=False)
     ][:KILLS_MAX]
     return {
+        **page_head(report, backend, machine, usages, made_at),
+        "kills_left_out": len(records.kills) - len(seen_kills),
+        "kills": [
+            _kill(number, seen, began_ms, _around(seen, ordered, outcomes), moments)
+            for number, seen in enumerate(seen_kills, 1)
+        ],
+        "part_kills": parts,
+        "back_ms": spread(part["back_ms"] for part in parts if part["back_ms"]).to_dict(),
+        "requests": dots_of(ordered, outcomes, began_ms),
+    }
+
+
+def page_head(
+    report: JudgedReport,
+    backend: str,
+    machine: Mapping[str, Any],
+    usages: Mapping[str, tuple[ResourceUsage, ResourceUsage]],
+    made_at: str,
+) -> dict[str, Any]:
+    """What the page says of every drill."""
+    return {
         "schema": SCHEMA,
         "made_at": made_at,
         "passed": report.passed,
@@ -102,14 +133,6 @@ def page_data(
             name: {"before": asdict(before), "after": asdict(after)}
             for name, (before, after) in usages.items()
         },
-        "kills_left_out": len(records.kills) - len(seen_kills),
-        "kills": [
-            _kill(number, seen, began_ms, _around(seen, ordered, outcomes), moments)
-            for number, seen in enumerate(seen_kills, 1)
-        ],
-        "part_kills": parts,
-        "back_ms": spread(part["back_ms"] for part in parts if part["back_ms"]).to_dict(),
-        "requests": dots_of(ordered, outcomes, began_ms),
     }
 
 

@@ -6,10 +6,9 @@ Times are milliseconds since the first request. What there is too much of is lef
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
-from understudy.drill.page import SCHEMA, Outcomes, dots_of
+from understudy.drill.page import Outcomes, dots_of, page_head
 from understudy.drill.pool.records import PoolDrillRecords
 from understudy.drill.pool.verdict import (
     PoolDrillReport,
@@ -49,15 +48,7 @@ def pool_page_data(
     ]
     length_ms = 1000 * records.base.lasted_s
     return {
-        "schema": SCHEMA,
-        "made_at": made_at,
-        "passed": report.passed,
-        "problems": report.problems,
-        "report": report.to_dict(backend, dict(machine)),
-        "usages": {
-            name: {"before": asdict(before), "after": asdict(after)}
-            for name, (before, after) in usages.items()
-        },
+        **page_head(report, backend, machine, usages, made_at),
         "kills_left_out": 0,
         "kills": [],
         "part_kills": parts,

@@ -59,8 +59,8 @@ class ParkingWorker(OffloadingWorker):
 
     # ------------------------------------------------------------------ what differs
 
-    # Each platform's worker has these three. vLLM's worker is not an abstract class, so a worker
-    # that lacks one fails while it starts.
+    # Each platform's worker has these three. They cannot be abstract methods: the classes of vLLM
+    # that we extend have no ABCMeta, and a worker that lacks one fails while it starts.
 
     def room(self) -> Room:
         """The memory available for KV caches."""
