@@ -18,9 +18,7 @@ import contextlib
 import json
 import os
 import random
-import shutil
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -30,10 +28,9 @@ from typing import Any
 
 from engine.core.events import State
 from hack.bench_sleep.pods import BACKENDS, StandingPod, run_standing
+from hack.kept_logs import run_below
 from hack.report import commit, machine, spread
-from plumbing.errors import UnderstudyError
 from plumbing.part.tier import Tier
-from plumbing.service.cli import INTERRUPTED, fail, run_async
 from plumbing.service.procfs import descendants, rss_bytes
 from understudy.drill.clients import clock, stream_without_pause
 from understudy.drill.records import Exchange, Outcome
@@ -254,19 +251,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="a checkpoint [default: a random one]")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     flags = parser.parse_args()
-    base = Path(tempfile.mkdtemp(prefix="rest-cycles-"))
-    found: dict[str, Any] | None = None
-    try:
-        found = run_async(partial(run, base, flags))
-    except UnderstudyError as error:
-        fail(error)
-    finally:
-        if found is not None and found["passed"]:
-            shutil.rmtree(base, ignore_errors=True)
-        else:
-            print(f"the logs of all parts are kept in {base / 'log'}", file=sys.stderr)
-    if found is None:
-        sys.exit(INTERRUPTED)
+    found = run_below("rest-cycles-", partial(run, flags=flags))
     if flags.json:
         print(json.dumps(found, indent=2))
     else:

@@ -20,9 +20,7 @@ import argparse
 import asyncio
 import json
 import os
-import shutil
 import sys
-import tempfile
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,11 +29,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from hack.kept_logs import run_below
 from hack.report import commit, machine, spread
 from hack.stock_clients.kinds import APART_S
 from hack.vllm.pod import environment, make_pod, model_of
 from plumbing.errors import UnderstudyError, UsageError
-from plumbing.service.cli import INTERRUPTED, fail, run_async
+from plumbing.service.cli import fail
 from plumbing.service.signals import SignalInbox
 from understudy.drill.clients import Target
 from understudy.drill.records import GMS, LOCKSERVER
@@ -347,19 +346,7 @@ def main() -> None:
         flags.version = vllm_version()
     except UsageError as error:
         fail(error)
-    base = Path(tempfile.mkdtemp(prefix="understudy-serving-"))
-    found = None
-    try:
-        found = run_async(partial(everything, base, flags))
-    except UnderstudyError as error:
-        fail(error)
-    finally:
-        if found is not None and found["passed"]:
-            shutil.rmtree(base, ignore_errors=True)
-        else:
-            _say(f"the logs are kept in {base}")
-    if found is None:
-        sys.exit(INTERRUPTED)
+    found = run_below("understudy-serving-", partial(everything, flags=flags))
     print(json.dumps(found, indent=2) if flags.json else "\n".join(lines(found)))
     sys.exit(0 if found["passed"] else 1)
 

@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
-import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,8 +27,9 @@ from hack.bench_pool.ours import Ours
 from hack.bench_pool.peers import PEERS, PeerRun, run_peers
 from hack.bench_pool.plan import PARTS, SCENARIOS, Plan, plan_of
 from hack.bench_pool.pods import BACKENDS, Interrupted
-from plumbing.errors import UnderstudyError, UsageError
-from plumbing.service.cli import fail, run_async
+from hack.kept_logs import run_below
+from plumbing.errors import UsageError
+from plumbing.service.cli import fail
 from plumbing.service.signals import SignalInbox
 
 
@@ -79,19 +78,13 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer models, switches and kills")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     flags = parser.parse_args()
-    base, found = Path(tempfile.mkdtemp(prefix="bench-pool-")), None
     try:
         only = _names(flags.only, everything_ours, "--only")
         peers = _names(flags.peers, PEERS, "--peers")
-        plan = plan_of(flags.backend, is_quick=flags.quick)
-        found = run_async(partial(everything, plan, only, peers, flags.llama_server, base))
-    except UnderstudyError as error:
+    except UsageError as error:
         fail(error)
-    finally:
-        if found is not None and found["passed"]:
-            shutil.rmtree(base, ignore_errors=True)
-        else:
-            _say(f"the logs of all parts are kept in {base}")
+    plan = plan_of(flags.backend, is_quick=flags.quick)
+    found = run_below("bench-pool-", partial(everything, plan, only, peers, flags.llama_server))
     print(json.dumps(found, indent=1) if flags.json else "\n".join(report.lines(found)))
     for problem in found["problems"]:
         _say(f"problem: {problem}")

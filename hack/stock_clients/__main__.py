@@ -15,9 +15,7 @@ import argparse
 import asyncio
 import itertools
 import json
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,13 +24,13 @@ from typing import Any
 
 import openai
 
+from hack.kept_logs import run_below
 from hack.report import commit, machine
 from hack.stock_clients.client import ANSWER_S, WholeAnswer, ask, clock
 from hack.stock_clients.kinds import APART_S, BY_BACKEND, VLLM_FLAGS, RequestKind
 from hack.stock_clients.seen import FAULTS, Attempt, Clients, Fate
 from hack.vllm.pod import make_pod, model_of
 from plumbing.errors import UnderstudyError
-from plumbing.service.cli import INTERRUPTED, fail, run_async
 from plumbing.service.signals import SignalInbox
 from understudy.drill.clients import Target
 from understudy.drill.records import PARTS
@@ -230,7 +228,6 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     flags = parser().parse_args()
-    base = Path(tempfile.mkdtemp(prefix="understudy-clients-"))
     say = partial(print, file=sys.stderr, flush=True)
     plan = DrillPlan(
         flags.kills,
@@ -239,19 +236,12 @@ def main() -> None:
         also=PARTS,
         duration_s=flags.kills * flags.apart_s,
     )
-    found: dict[str, Any] = {}
-    try:
-        result = run_async(lambda: run(base, flags.backend, plan, flags.clients, say, flags.model))
-        found = result.to_dict() if result is not None else {}
-    except UnderstudyError as error:
-        fail(error)
-    finally:
-        if found.get("passed"):
-            shutil.rmtree(base, ignore_errors=True)
-        else:
-            say(f"the logs of all parts are kept in {base / 'pod' / 'log'}")
-    if not found:
-        sys.exit(INTERRUPTED)
+
+    async def body(base: Path) -> dict[str, Any] | None:
+        result = await run(base, flags.backend, plan, flags.clients, say, flags.model)
+        return None if result is None else result.to_dict()
+
+    found = run_below("understudy-clients-", body)
     print(json.dumps(found, indent=2) if flags.json else "\n".join(lines(found)))
     sys.exit(0 if found["passed"] else 1)
 
