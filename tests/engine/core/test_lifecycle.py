@@ -1,4 +1,4 @@
-"""The lifecycle: its table, its main line, every way out, and random schedules."""
+"""The lifecycle: its table, its main line, deaths, and random schedules."""
 
 from __future__ import annotations
 
@@ -11,68 +11,7 @@ from engine.core import events as ev
 from engine.core.events import EngineEvent, State, WakingStep
 from engine.core.lifecycle import HOLDING, IGNORED, TRANSITIONS, IllegalEvent, Lifecycle
 from plumbing.part.tier import Tier
-
-INC = "e-0123456789abcdef"
-SAMPLES: dict[type[EngineEvent], EngineEvent] = {
-    ev.Launch: ev.Launch(INC),
-    ev.Prepared: ev.Prepared(),
-    ev.Granted: ev.Granted(INC, 7),
-    ev.OtherGranted: ev.OtherGranted("other", 8),
-    ev.Woken: ev.Woken(),
-    ev.CanaryPassed: ev.CanaryPassed(),
-    ev.Serving: ev.Serving(),
-    ev.Failed: ev.Failed("child_exit", "http died"),
-    ev.BudgetSpent: ev.BudgetSpent(1000),
-    ev.Terminate: ev.Terminate(),
-    ev.TerminateNow: ev.TerminateNow(),
-    ev.HandOver: ev.HandOver(INC, "other"),
-    ev.Drained: ev.Drained(),
-    ev.Shall: ev.Shall(Tier.WARM, "a test"),
-    ev.Rested: ev.Rested(),
-    ev.WeightsPlaced: ev.WeightsPlaced(is_away=True),
-    ev.Reaped: ev.Reaped(),
-}
-MAIN_LINE = [
-    SAMPLES[kind]
-    for kind in (ev.Launch, ev.Prepared, ev.Granted, ev.Woken, ev.CanaryPassed, ev.Serving)
-]
-STEPS_TO = {
-    State.DEAD: 0,
-    State.INIT: 1,
-    State.STANDBY: 2,
-    State.WAKING: 3,
-    State.ACTIVE: 6,
-}
-
-
-RESTING_LINE = [ev.Shall(Tier.WARM, "a test"), ev.Drained(), ev.Rested()]
-STEPS_TO_REST = {State.RELEASING: 2, State.RESTING: 3}
-
-
-def engine_in(state: State, *, can_rest: bool = False) -> Lifecycle:
-    """One of the states of a rest implies that it can."""
-    engine = Lifecycle()
-    if state is State.DRAINING:
-        engine = engine_in(State.ACTIVE, can_rest=can_rest)
-        engine.handle(ev.Terminate())
-        return engine
-    if state in STEPS_TO_REST:
-        engine = engine_in(State.ACTIVE, can_rest=True)
-        for event in RESTING_LINE[: STEPS_TO_REST[state]]:
-            engine.handle(event)
-        assert engine.state is state
-        return engine
-    for event in MAIN_LINE[: STEPS_TO[state]]:
-        is_prepared = isinstance(event, ev.Prepared)
-        engine.handle(ev.Prepared(can_rest) if is_prepared else event)
-    assert engine.state is state
-    return engine
-
-
-def kinds(effects: list[ev.EngineEffect]) -> list[str]:
-    return [
-        type(effect).__name__ for effect in effects if not isinstance(effect, ev.RecordTransition)
-    ]
+from tests.engine.core.lifecycles import INC, MAIN_LINE, SAMPLES, engine_in, kinds
 
 
 def test_every_event_has_a_sample():
@@ -205,115 +144,6 @@ def test_standby_leaves_the_queue_before_it_is_killed():
     assert engine.handle(ev.Reaped()) == [ev.TellLockServer(False, False), ev.Exit(0, None)]
 
 
-def test_active_drains_reaps_releases_exits():
-    """SIGTERM in active: drain first; the lock is named until the tree is reaped; exit 0."""
-    engine = engine_in(State.ACTIVE)
-    assert kinds(engine.handle(ev.Terminate())) == ["DrainBackend"]
-    assert kinds(engine.handle(ev.Terminate())) == []
-    assert kinds(engine.handle(ev.Drained())) == ["KillTree"]
-    assert engine.handle(ev.Reaped()) == [ev.TellLockServer(False, False), ev.Exit(0, None)]
-
-
-@pytest.mark.parametrize("event", [ev.TerminateNow(), ev.BudgetSpent(30), SAMPLES[ev.Failed]])
-def test_draining_can_be_cut_short(event):
-    """Second signal, spent budget, death: the tree is killed at once and nothing is relaunched."""
-    engine = engine_in(State.DRAINING)
-    assert kinds(engine.handle(event)) == ["KillTree"]
-    assert kinds(engine.handle(ev.Reaped())) == ["TellLockServer", "Exit"]
-
-
-def handing_over() -> Lifecycle:
-    engine = engine_in(State.ACTIVE)
-    assert kinds(engine.handle(SAMPLES[ev.HandOver])) == ["DrainBackend"]
-    assert engine.state is State.DRAINING
-    return engine
-
-
-@pytest.mark.parametrize("end", [ev.Drained(), ev.BudgetSpent(30_000)])
-def test_hand_over_drains_reaps_gives_up_and_comes_back(end):
-    """Goal: a switchover ends in a standby, and counts as no failure. Method: asked twice, then
-    drained, or its budget spent: killed, reaped, the lock given up, a relaunch."""
-    engine = handing_over()
-    assert engine.handle(SAMPLES[ev.HandOver]) == []
-    assert kinds(engine.handle(end)) == ["KillTree"]
-    assert engine.now.is_handed_over
-    assert engine.handle(ev.Reaped()) == [ev.TellLockServer(False, False), ev.ScheduleRelaunch()]
-    engine.handle(ev.Launch("e-1111111111111111"))
-    assert not engine.now.is_handed_over
-    assert engine.now.hand_over is None
-
-
-@pytest.mark.parametrize("end", [SAMPLES[ev.Failed], ev.OtherGranted("other", 9)])
-def test_death_in_a_hand_over_is_an_ordinary_death(end):
-    """Goal: only a hand-over that was done is forgiven. Method: die of something else in it."""
-    engine = handing_over()
-    assert kinds(engine.handle(end)) == ["KillTree"]
-    assert not engine.now.is_handed_over
-    assert kinds(engine.handle(ev.Reaped())) == ["TellLockServer", "ScheduleRelaunch"]
-
-
-def test_sigterm_in_a_hand_over_leaves():
-    """Goal: SIGTERM wins over a hand-over. Method: SIGTERM while it drains; the drain goes on,
-    and there is no relaunch. The same where the hand-over comes while it drains for SIGTERM."""
-    engine = handing_over()
-    assert engine.handle(ev.Terminate()) == []
-    assert kinds(engine.handle(ev.Drained())) == ["KillTree"]
-    assert engine.handle(ev.Reaped())[-1] == ev.Exit(0, None)
-    engine = engine_in(State.DRAINING)
-    assert engine.handle(SAMPLES[ev.HandOver]) == []
-    engine.handle(ev.Drained())
-    assert engine.handle(ev.Reaped())[-1] == ev.Exit(0, None)
-
-
-def test_hand_over_while_waking_begins_once_active():
-    """Goal: nothing accepted is lost. Method: asked while waking; the first thing after active is
-    the drain, and both transitions are recorded."""
-    engine = engine_in(State.WAKING)
-    assert engine.handle(SAMPLES[ev.HandOver]) == []
-    for event in MAIN_LINE[3:5]:
-        engine.handle(event)
-    effects = engine.handle(ev.Serving())
-    targets = [effect.target for effect in effects if isinstance(effect, ev.RecordTransition)]
-    assert targets == [State.ACTIVE, State.DRAINING]
-    assert effects[-1] == ev.DrainBackend(resume=False)
-
-
-@pytest.mark.parametrize("resume", [True, False])
-@pytest.mark.parametrize("state", [State.ACTIVE, State.WAKING])
-def test_hand_over_says_whether_streams_are_left(state, resume):
-    """Goal: what the lock server decided arrives at the drain, and in its record. Method: asked
-    while active, and while waking, from where the drain begins later."""
-    engine = engine_in(state)
-    effects = engine.handle(ev.HandOver(INC, "other", resume))
-    for event in MAIN_LINE[STEPS_TO[state] :]:
-        effects = engine.handle(event)
-    assert effects[-1] == ev.DrainBackend(resume)
-    moved = effects[-2]
-    assert isinstance(moved, ev.RecordTransition)
-    assert ("streams continue" in moved.message) is resume
-
-
-def test_departure_says_whether_streams_are_left():
-    """Goal: as above, for SIGTERM; and a hand-over that comes later changes nothing."""
-    engine = engine_in(State.ACTIVE)
-    assert engine.handle(ev.Terminate(resume=True))[-1] == ev.DrainBackend(resume=True)
-    assert engine.handle(ev.HandOver(INC, "other")) == []
-    assert engine.now.resumes
-
-
-@pytest.mark.parametrize("state", list(State))
-def test_hand_over_of_another_incarnation_is_stale(state):
-    """Goal: a late hand-over drains no other incarnation. Method: another one's, everywhere;
-    and this one's where it holds nothing."""
-    engine = engine_in(state)
-    before = engine.now
-    assert engine.handle(ev.HandOver("e-ffffffffffffffff", "other")) == []
-    assert engine.now == before
-    if state not in HOLDING:
-        assert engine.handle(SAMPLES[ev.HandOver]) == []
-        assert engine.now == before
-
-
 def test_permanent_fault_ends_the_engine_with_its_sentence():
     """A broken checkpoint: exit with the reason, whichever comes first, the report or the death."""
     fault = ev.Failed("backend_fault", "model.safetensors is cut short", exit_code=2)
@@ -331,16 +161,6 @@ def test_crash_loop_ends_the_engine():
     assert engine.handle(ev.Reaped("crash loop: …"))[-1] == ev.Exit(1, "crash loop: …")
     with pytest.raises(IllegalEvent):
         engine.handle(ev.Launch("e-1111111111111111"))
-
-
-def test_terminate_while_dead():
-    """Told to end while waiting to relaunch: at once; while reaping: when it is reaped."""
-    engine = engine_in(State.DEAD)
-    assert engine.handle(ev.Terminate()) == [ev.Exit(0, None)]
-    engine = engine_in(State.INIT)
-    engine.handle(SAMPLES[ev.Failed])
-    assert engine.handle(ev.Terminate()) == []
-    assert kinds(engine.handle(ev.Reaped())) == ["TellLockServer", "Exit"]
 
 
 def test_every_state_that_can_hang_has_a_way_out_by_time():

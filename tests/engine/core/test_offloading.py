@@ -8,7 +8,7 @@ from engine.core import events as ev
 from engine.core.events import State
 from engine.core.lifecycle import Lifecycle, tier_of
 from plumbing.part.tier import Tier
-from tests.engine.core.test_lifecycle import INC, MAIN_LINE, kinds
+from tests.engine.core.lifecycles import INC, MAIN_LINE, kinds
 
 AWAY = ev.Shall(Tier.OFFLOADED, "a test")
 WARM = ev.Shall(Tier.WARM, "a test")

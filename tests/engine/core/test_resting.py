@@ -8,7 +8,7 @@ from engine.core import events as ev
 from engine.core.events import State, WakingStep
 from engine.core.lifecycle import HOLDING, IllegalEvent, Lifecycle, tier_of
 from plumbing.part.tier import Tier
-from tests.engine.core.test_lifecycle import INC, MAIN_LINE, engine_in, kinds
+from tests.engine.core.lifecycles import INC, MAIN_LINE, engine_in, kinds
 
 SLEEP = ev.Shall(Tier.WARM, "a test")
 WAKE = ev.Shall(Tier.AWAKE, "a test")

@@ -172,3 +172,17 @@ class LanesPod(Pod):
 
 def refused(code: str = "pool.failed", retry_after_s: int | None = 5) -> RefusedDoor:
     return RefusedDoor(code, "the model has failed", retry_after_s)
+
+
+def switching(seed: int = 1, **options) -> LanesPod:
+    """`a` is awake, `b` rests."""
+    pod = LanesPod(seed, **options)
+    pod.stand("b")
+    pod.set_door("b", FINISH)
+    pod.awake("a")
+    return pod
+
+
+def error(pod: LanesPod, client) -> str:
+    assert client.outcome == "error"
+    return client.ending.code
