@@ -13,7 +13,7 @@ from gms.messages import StatusMsg
 from gms.operate.kv_report import ask_kv, render_kv
 from gms.server.kv_metrics import STATES, KvMetrics
 from plumbing.service.metrics import Metrics
-from tests.gms.kv.test_kv_machine import Desk
+from tests.gms.kv.desk import Desk
 
 
 def document(desk: Desk) -> dict:

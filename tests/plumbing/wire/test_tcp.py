@@ -12,25 +12,22 @@ from typing import Any
 
 import pytest
 
-from plumbing.errors import ProtocolError, UnderstudyError, UnreachableError, UsageError
+from plumbing.errors import ProtocolError
 from plumbing.wire import connection
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.frames import encode_frame
 from plumbing.wire.limits import UNACKNOWLEDGED_MS_MAX
 from plumbing.wire.messages import FaultMsg, HelloMsg, WelcomeMsg
-from plumbing.wire.tcp import server as tcp
 from plumbing.wire.tcp.address import TcpAddress
 from plumbing.wire.tcp.connection import TcpConnection, connect_tcp
 from plumbing.wire.tcp.security import Security
 from plumbing.wire.tcp.server import TcpServer
 from tests.helpers import auntil, open_fds
-from tests.plumbing.wire.certificates import Authority, write_secret
 from tests.plumbing.wire.echo import CATALOGUE, LOOPS, Echo, EchoHandler, Refuse, run_on
 from tests.plumbing.wire.tcp_rig import (
     KINDS,
     Client,
-    answers,
     gone,
     heard,
     serving,
@@ -268,170 +265,3 @@ def test_tcp_half_open_connection_ends(loop: str):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("the peer is gone") == 2
-
-
-# ---------------------------------------------------------------------- listening
-
-
-def test_tcp_server_without_security_is_on_loopback_only():
-    """Goal: no caller can expose the lock to other hosts by mistake, on either side."""
-
-    async def main() -> None:
-        address = TcpAddress("0.0.0.0", 0)
-        server = TcpServer(address, CATALOGUE, EchoHandler(), service="echo", security=None)
-        with pytest.raises(UsageError, match=r"wire\.insecure_address"):
-            await server.start()
-        await server.close()
-        with pytest.raises(UsageError, match=r"wire\.insecure_address"):
-            await connect_tcp(TcpAddress("192.0.2.1", 1), CATALOGUE, Client(), None)
-
-    asyncio.run(main())
-
-
-def test_tcp_address_in_use_or_of_another_host_is_an_error(tmp_path: Path):
-    """Goal: a port in use, and an address that is not this host's, are errors that name the address
-    and the fix; nothing leaks."""
-
-    async def main() -> None:
-        _, theirs = settings("psk", tmp_path)
-        async with serving(None) as (_, address):
-            before = len(open_fds())
-            for taken, code in (
-                (address, "wire.address_in_use"),
-                (TcpAddress("192.0.2.1", 7443), "wire.cannot_listen"),
-            ):
-                options = {"service": "echo", "security": theirs}
-                server = TcpServer(taken, CATALOGUE, EchoHandler(), **options)
-                with pytest.raises(UnderstudyError) as caught:
-                    await server.start()
-                assert caught.value.code == code
-                assert str(taken) in caught.value.message
-            assert len(open_fds()) == before
-
-    asyncio.run(main())
-
-
-def test_tcp_server_does_not_start_with_files_that_cannot_be_used(tmp_path: Path):
-    """Goal: unusable files are detected at the start, not by the first client."""
-
-    async def main() -> None:
-        security = Security(psk=str(tmp_path / "none"))
-        options = {"service": "echo", "security": security}
-        server = TcpServer(TcpAddress("127.0.0.1", 0), CATALOGUE, EchoHandler(), **options)
-        with pytest.raises(UsageError, match="No such file"):
-            await server.start()
-
-    asyncio.run(main())
-
-
-def test_tcp_over_ipv6_and_ipv4_on_one_socket(tmp_path: Path):
-    """Goal: a server on [::] serves both, and shows IPv4 peers as such. Method: one of each."""
-
-    async def main() -> None:
-        ours, theirs = settings("psk", tmp_path)
-        options = {"service": "echo", "security": ours}
-        server = TcpServer(TcpAddress("::", 0), CATALOGUE, EchoHandler(), **options)
-        try:
-            await server.start()
-        except UnderstudyError as error:
-            pytest.skip(f"no IPv6 here: {error}")
-        for host, shown in (("::1", "[::1]:"), ("127.0.0.1", "127.0.0.1:")):
-            address = TcpAddress(host, server.port)
-            conn = await connect_tcp(address, CATALOGUE, Client(), theirs)
-            (peer,) = [other.peer for other in server.connections]
-            assert peer.name.startswith(shown)
-            assert peer.host == host
-            conn.close("done")
-            await auntil(lambda: not server.connections, "the end")
-        await server.close()
-
-    asyncio.run(main())
-
-
-@loops
-def test_tcp_server_close_ends_connections_and_handshakes(
-    loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Goal: closing leaves nothing open, finished or not. Method: one connection, and one socket
-    that never starts its handshake, which has a very long deadline."""
-    monkeypatch.setattr(tcp, "HANDSHAKE_DEADLINE_S", 600.0)
-
-    async def main() -> None:
-        ours, theirs = settings("tls", tmp_path)
-        handler, client = EchoHandler(), Client()
-        for _ in range(2):  # libuv opens one file of its own at the first connection
-            before = len(open_fds())
-            async with serving(ours, handler) as (server, address):
-                await connect_tcp(address, CATALOGUE, client, theirs)
-                mute = socket.create_connection((address.host, address.port))
-                await auntil(lambda: server._handshakes, "its handshake to begin")
-                await asyncio.wait_for(server.close(), 30)
-            assert server.connections == set()
-            await auntil(lambda: len(client.reasons) == len(handler.reasons), "the client to hear")
-            mute.close()
-            await server.close()
-        assert handler.reasons == ["echo is stopping"] * 2
-        await auntil(lambda: len(open_fds()) <= before, "everything to be closed")
-
-    run_on(loop, main())
-
-
-@loops
-def test_tcp_renewed_certificates_are_used_by_new_connections(loop: str, tmp_path: Path):
-    """Goal: a new CA applies to the next connection without a restart, open ones stay open, and a
-    broken file is a visible problem that keeps the old ones in use. Method: renew while serving."""
-
-    async def main() -> None:
-        (tmp_path / "new").mkdir()
-        old, new = Authority(tmp_path), Authority(tmp_path / "new")
-        ours, theirs = old.issue("lockserver"), old.issue("engine-0")
-        assert ours.cert
-        assert ours.key
-        assert ours.ca
-        client = Client()
-        async with serving(ours) as (server, address):
-            conn = await connect_tcp(address, CATALOGUE, client, theirs)
-            write_secret(ours.cert, b"nonsense")
-            assert "stay in use" in str(server.security_problem)
-            assert await answers(address, theirs)
-            renewed = new.issue("lockserver")
-            for path, source in (
-                (ours.cert, renewed.cert),
-                (ours.key, renewed.key),
-                (ours.ca, renewed.ca),
-            ):
-                assert source
-                write_secret(path, Path(source).read_bytes())
-            assert server.security_problem is None
-            assert await answers(address, new.issue("engine-1"))
-            stale = Security(theirs.cert, theirs.key, renewed.ca)
-            with pytest.raises(UnreachableError):
-                await connect_tcp(address, CATALOGUE, Client(), stale)
-            conn.send(Echo("as before"))
-            await auntil(lambda: client.received_messages, "the old connection's echo")
-            conn.close("done")
-
-    run_on(loop, main())
-
-
-# ---------------------------------------------------------------------- connecting
-
-
-@loops
-def test_tcp_unreachable_server_is_an_error(loop: str):
-    """Goal: no listener, no such host: an error that names the address; nothing is leaked."""
-
-    async def main() -> None:
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            port = sock.getsockname()[1]
-        client = Client()
-        for _ in range(2):
-            before = len(open_fds())
-            with pytest.raises(UnreachableError, match=f"tcp://localhost:{port}") as caught:
-                await connect_tcp(TcpAddress("localhost", port), CATALOGUE, client, None)
-            assert caught.value.code == "wire.unreachable"
-        assert len(open_fds()) == before
-        assert (client.opened_count, client.reasons) == (0, [])
-
-    run_on(loop, main())

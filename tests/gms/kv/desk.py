@@ -1,0 +1,87 @@
+"""A machine of KV memory whose driver and kernel answer when they are told to."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from gms import kv_messages as msg
+from gms.core import effects as fx
+from gms.core.events import DeadlinePassed, Received
+from gms.kv.core import events as ev
+from gms.kv.core.machine import KvMachine
+from plumbing.errors import UnderstudyError
+
+SIZE, INDEX, WAIT_MS = 4096, 64, 1000
+
+
+class Desk:
+    """A machine whose driver and kernel answer when they are told to."""
+
+    def __init__(self, **arguments):
+        ids = itertools.count(1)
+        self.machine = KvMachine(new_pool_id=lambda: f"{next(ids):032x}", **arguments)
+        self.now_ms = 0.0
+        self.effects: list[fx.DeviceEffect] = []
+        self.tell(DeadlinePassed())
+
+    def tell(self, event):
+        found = self.machine.handle(event, self.now_ms)
+        self.effects += found
+        return found
+
+    def borrow(self, session, token=1, *, era="e", size=SIZE, incarnation=""):
+        claim = msg.BorrowPoolMsg(
+            f"engine-{token}", incarnation or f"i-{token}", token, era, size, INDEX, WAIT_MS
+        )
+        return self.tell(Received(session, 1, claim, 100 + session))
+
+    def make(self, error=None):
+        """Complete the making of a pool."""
+        (effect,) = [e for e in self.effects if isinstance(e, ev.MakePool)][-1:]
+        done = ev.PoolNotMade(effect.pool, error) if error else ev.PoolMade(effect.pool, (SIZE,))
+        self.tell(done)
+        return effect.pool
+
+    def take(self, session):
+        """The descriptors' message."""
+        return of(self.tell(Received(session, 2, msg.TakeMsg())), ev.SendPool)
+
+    def hold(self, session, token=1):
+        """A pool, made for and taken by `session`."""
+        self.borrow(session, token)
+        pool = self.make()
+        self.take(session)
+        return pool
+
+    def mark(self, session, *marks):
+        for mark in marks:
+            self.tell(Received(session, 0, msg.MarkMsg(mark)))
+
+    def last_to(self, session):
+        """The last answer to a session: a message, an error or an effect that sends one."""
+        answers = [e for e in self.effects if isinstance(e, fx.Respond) and e.session == session]
+        last = answers[-1]
+        if isinstance(last, fx.RefuseRequest):
+            return last.error
+        return last.message if isinstance(last, fx.SendMessage) else last
+
+
+def of(effects, kind):
+    (found,) = [each for each in effects if isinstance(each, kind)]
+    return found
+
+
+def hand_back(pool, token=1, *, mark="", discarded="", size=SIZE):
+    return msg.HandBackMsg(
+        f"engine-{token}", f"i-{token}", token, "e", size, INDEX, pool, (size,), mark, discarded
+    )
+
+
+def refused(desk, event):
+    before = desk.machine.borrowers.waiting, desk.machine.borrowers.holders
+    with pytest.raises(UnderstudyError) as caught:
+        desk.tell(event)
+    assert (desk.machine.borrowers.waiting, desk.machine.borrowers.holders) == before
+    return caught.value
