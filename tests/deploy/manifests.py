@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +29,7 @@ ON_HOST_MEMORY = ("cpu", "pool-cpu", NODES)
 IN_MANY_CONTAINERS = tuple(name for name in OVERLAYS if name != "no-dra")
 LOCK_POD = f"{NODES}:understudy-lockserver"
 PODS = (*OVERLAYS, LOCK_POD)  # each pod that is made; an overlay's own is that of the engines
+KUBECTL_MIN = (1, 28)
 POD_INDEX = "apps.kubernetes.io/pod-index"
 
 Document = dict[str, Any]
@@ -114,3 +119,21 @@ def words(pod: str, container: Mapping[str, Any]) -> list[str]:
     for name, value in environment(pod, container).items():
         line = [word.replace(f"$({name})", value) for word in line]
     return line
+
+
+def kubectl() -> str | None:
+    """A kubectl that renders as ours did, if this machine has one."""
+    path = shutil.which("kubectl")
+    if path is None:
+        return None
+    said = subprocess.run(
+        [path, "version", "--client", "--output=json"], capture_output=True, check=False
+    ).stdout
+    version = json.loads(said or b"{}").get("clientVersion", {})
+    numbers = (version.get("major", "0"), version.get("minor", "0"))
+    major, minor = (int(re.sub(r"\D", "", number) or 0) for number in numbers)
+    return path if (major, minor) >= KUBECTL_MIN else None
+
+
+def of_program(overlay: str, program: str) -> list[Document]:
+    return [each for each in containers(overlay) if each["command"][0] == program]

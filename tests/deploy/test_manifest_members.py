@@ -37,13 +37,14 @@ from tests.deploy.manifests import (
     containers,
     documents,
     environment,
+    kubectl,
     labels,
     one,
     pod_spec,
     words,
     workload,
 )
-from tests.deploy.test_manifests import PROGRAMS, kubectl
+from tests.deploy.test_manifests import PROGRAMS
 from tests.helpers import until
 from tests.lockserver.engines import EngineProcess
 from tests.lockserver.processes import ServerProcess

@@ -1,0 +1,220 @@
+"""Goal: the manifests keep the pod's promises: its devices, its memory, its probes' patience.
+
+Method: the rendered files as data, against the limits of our code.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import lockserver.cli
+from engine.core import probes
+from engine.core.events import State
+from engine.supervisor import settings as engine_settings
+from gateway.supervisor.settings import OPTIONS as GATEWAY_OPTIONS
+from plumbing.service.config import resolve, size_bytes
+from tests.deploy.manifests import (
+    DEPLOY,
+    IN_MANY_CONTAINERS,
+    IN_ONE_POD,
+    NODES,
+    ON_HOST_MEMORY,
+    OVERLAYS,
+    PODS,
+    POOLS,
+    WITH_CLAIM,
+    Document,
+    containers,
+    documents,
+    environment,
+    kubectl,
+    of_program,
+    one,
+    pod_spec,
+    pool_file,
+    workload,
+)
+
+GATEWAY_IDLE_BYTES = 192 << 20  # a parent, the child that serves and its spare
+HANG_FOUND_S = 6.0  # its backend serves meanwhile; a busy machine's supervisor answers late
+HOLD_S = 10.0
+
+
+def seconds_until_restart(probe: Document) -> float:
+    """From a hang to SIGKILL at the latest: looks, the wait for an answer, the grace."""
+    looks = int(probe["failureThreshold"]) * float(probe["periodSeconds"])
+    return looks + float(probe["timeoutSeconds"]) + float(probe["terminationGracePeriodSeconds"])
+
+
+@pytest.mark.parametrize("overlay", WITH_CLAIM)
+def test_whoever_opens_a_device_is_in_the_claim(overlay: str):
+    """All but the lock server and the gateway; one claim, so that all see the same devices."""
+    spec = pod_spec(overlay)
+    assert [each["name"] for each in spec["resourceClaims"]] == ["gpus"]
+    for container in containers(overlay):
+        claims = [each["name"] for each in container["resources"].get("claims", [])]
+        opens_none = container["name"] in ("lockserver", "gateway", "pool")
+        assert claims == ([] if opens_none else ["gpus"])
+    request = one(overlay, "ResourceClaimTemplate")["spec"]["spec"]["devices"]["requests"][0]
+    count = request["exactly"]["count"]
+    if overlay in POOLS:
+        assert pool_file(overlay).devices == tuple(map(str, range(count)))
+    else:
+        assert one(overlay, "ConfigMap")["data"]["TENSOR_PARALLEL"] == str(count)
+
+
+@pytest.mark.parametrize("overlay", ["no-dra", *ON_HOST_MEMORY])
+def test_without_a_claim_nobody_asks_for_one(overlay: str):
+    assert "claim" not in json.dumps(pod_spec(overlay)).replace(
+        "persistentVolumeClaim", ""
+    ).replace("claimName", "")
+    assert not [each for each in documents(overlay) if each["kind"] == "ResourceClaimTemplate"]
+
+
+@pytest.mark.parametrize("overlay", IN_ONE_POD)
+def test_nothing_takes_a_serving_pod_out_of_its_service(overlay: str):
+    """Readiness is the word of the lock server and of the gateway, never of an engine, and both are
+    asked with the patience that requests have. Of one container, the gateway's is enough: it is not
+    ready without an engine. So it is in a pool, where all models may rest."""
+    probes = [each["readinessProbe"] for each in containers(overlay) if "readinessProbe" in each]
+    asked = [probe["httpGet"] for probe in probes]
+    words = [{"path": "/ready", "port": name} for name in ("lockserver", "gateway")]
+    assert asked == (words[1:] if overlay in ("no-dra", *POOLS) else words)
+    for probe in probes:
+        assert probe["periodSeconds"] * probe["failureThreshold"] >= HOLD_S
+    for options in (lockserver.cli.SERVE, GATEWAY_OPTIONS):
+        assert resolve(options, {}, {})["hold_ms"] == 1000 * HOLD_S
+
+
+@pytest.mark.parametrize("overlay", [each for each in IN_ONE_POD if each != "no-dra"])
+def test_gateway_has_the_memory_that_it_may_hold(overlay: str):
+    """Goal: the kernel never kills it for what its own limit allows. Method: the flag against the
+    container's limit, with what its processes need when idle."""
+    (container,) = of_program(overlay, "gateway")
+    (word,) = container["args"]  # of a pool, too: its file is in the environment
+    held = size_bytes(word.removeprefix("--memory-bytes="))
+    limit, request = (container["resources"][each]["memory"] for each in ("limits", "requests"))
+    assert held + GATEWAY_IDLE_BYTES <= size_bytes(f"{limit}B")
+    assert size_bytes(f"{request}B") >= GATEWAY_IDLE_BYTES
+    assert container["command"] == ["gateway", "serve"]
+
+
+@pytest.mark.skipif(kubectl() is None, reason="needs kubectl 1.28 or newer, to render")
+@pytest.mark.parametrize("overlay", ["cpu", "single-gpu"])
+def test_component_without_a_gateway_leaves_the_rest_as_it_is(overlay: str, tmp_path: Path):
+    """Goal: today's direct mode for whoever needs it. Method: render an overlay with the component
+    and without it."""
+    shutil.copytree(DEPLOY, tmp_path / "deploy")
+    own = tmp_path / "own"
+    own.mkdir()
+    base = f"resources: [../deploy/overlays/{overlay}]\n"
+    (own / "kustomization.yaml").write_text(f"{base}components: [../deploy/components/direct]\n")
+    path = kubectl()
+    assert path is not None
+    said = subprocess.run([path, "kustomize", str(own)], capture_output=True, check=True).stdout
+    found = list(yaml.safe_load_all(said))
+    expected = documents(overlay)
+    (made,) = (each for each in expected if each["kind"] == "Deployment")
+    lock, gms_server, _ = made["spec"]["template"]["spec"]["initContainers"]
+    lock["env"].insert(0, {"name": "UNDERSTUDY_DIRECT", "value": "yes"})
+    made["spec"]["template"]["spec"]["initContainers"] = [lock, gms_server]
+    assert found == expected
+
+
+@pytest.mark.parametrize("overlay", IN_MANY_CONTAINERS)
+def test_restarted_engine_is_started_at_its_first_probe(overlay: str):
+    """Or its startup probe would hold its liveness probe back for as long as it loads: the answer
+    is in a state file, on a volume that outlives the container."""
+    for state in (State.INIT, State.DEAD):
+        view = probes.View(
+            state=state,
+            was_started=True,
+            is_budget_spent=False,
+            is_healthy=True,
+            is_crash_loop=False,
+        )
+        assert probes.answer("startup", view).ok
+    volumes = {each["name"]: each for each in pod_spec(overlay)["volumes"]}
+    for container in of_program(overlay, "engine"):
+        probe = container["startupProbe"]
+        assert probe["httpGet"]["path"] == "/startup"
+        assert "initialDelaySeconds" not in probe
+        mounts = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
+        directory = environment(overlay, container)["UNDERSTUDY_DIR"]
+        (shared,) = (name for path, name in mounts.items() if directory.startswith(path + "/"))
+        assert volumes[shared]["emptyDir"]["medium"] == "Memory"
+
+
+@pytest.mark.parametrize("overlay", IN_MANY_CONTAINERS)
+def test_hung_supervisor_is_killed_in_time(overlay: str):
+    for container in of_program(overlay, "engine"):
+        assert seconds_until_restart(container["livenessProbe"]) < HANG_FOUND_S
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_first_load_may_take_as_long_as_the_supervisor_lets_it(overlay: str):
+    for container in containers(overlay):
+        if any(port["name"] == "engine-0" for port in container["ports"]):
+            probe = container["startupProbe"]
+            budget_s = engine_settings.INIT_MS / 1000
+            assert probe["periodSeconds"] * probe["failureThreshold"] >= budget_s
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_pod_is_given_time_to_drain(overlay: str):
+    needed_s = (engine_settings.DRAIN_MS + engine_settings.REAP_MS) / 1000
+    assert pod_spec(overlay)["terminationGracePeriodSeconds"] > needed_s
+    assert not [each for each in containers(overlay) if "lifecycle" in each]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_order_of_the_pod(overlay: str):
+    """Sidecars start before the engines and stop after them."""
+    sidecars = pod_spec(overlay).get("initContainers", [])
+    names = [each["name"] for each in sidecars]
+    usual = ["lockserver", "gms", "gateway", *(["pool"] if overlay in POOLS else [])]
+    assert names == {"no-dra": [], NODES: ["gms"]}.get(overlay, usual)
+    for container in sidecars:
+        assert container["restartPolicy"] == "Always"
+        assert "startupProbe" in container
+
+
+@pytest.mark.parametrize("overlay", IN_ONE_POD)
+def test_new_pod_waits_for_the_old_ones_devices(overlay: str):
+    spec = workload(overlay)["spec"]
+    assert spec["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
+    assert one(overlay, "PodDisruptionBudget")["spec"]["maxUnavailable"] == 1
+
+
+@pytest.mark.parametrize("overlay", PODS)
+def test_containers_may_do_little(overlay: str):
+    spec = pod_spec(overlay)
+    assert spec["automountServiceAccountToken"] is False
+    # Of a pod with one container there is nothing to share.
+    assert spec.get("shareProcessNamespace", len(containers(overlay)) > 1) is False
+    context = spec["securityContext"]
+    assert context["runAsNonRoot"] is True
+    assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+    for container in containers(overlay):
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        assert container["resources"]["requests"]["memory"]
+        assert container["resources"]["limits"]["memory"]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_shared_memory_has_a_size(overlay: str):
+    volumes: dict[str, Any] = {each["name"]: each for each in pod_spec(overlay)["volumes"]}
+    for name in ("shared", "shm"):
+        assert volumes[name]["emptyDir"]["medium"] == "Memory"
+        assert volumes[name]["emptyDir"]["sizeLimit"]
