@@ -34,6 +34,9 @@ from plumbing.service.clock import Clock, moment
 from plumbing.wire.connection import Connection
 
 GATEWAYS_MAX = 8  # a pod has one, two while it is replaced; a process that loops gets no further
+# A gateway that was never here is reported after this, if `hold_ms` is shorter: the processes of a
+# pod start together, and a slow start is no fault. Requests are answered after `hold_ms` even so.
+START_MS = 60_000.0
 TELL_MS = 1000.0  # a sentence that changes is sent no more often
 
 
@@ -80,6 +83,7 @@ class GatewayDesk:
         self._machine, self._services, self._clock = machine, services, clock
         self._record, self._settings = record, settings
         self._ticked_ms = clock.now_ms()
+        self._was_here: set[str] = set()  # the locks that a gateway has accepted for
 
     def borrow(self, conn: Connection, message: BorrowMsg) -> None:
         """Take in what a gateway says; lend and tell it what it lacks.
@@ -204,11 +208,13 @@ class GatewayDesk:
     def _look_for_missing(self, now_ms: float) -> None:
         for name, service in self._services.sockets.items():
             if self.is_accepting(name):
+                self._was_here.add(name)
                 self.missing.pop(name, None)
                 continue
             before = self.missing.get(name)
             since_ms = before.since_ms if before is not None else now_ms
-            is_overdue = now_ms - since_ms >= self._settings.hold_ms
+            start_ms = 0.0 if name in self._was_here else START_MS
+            is_overdue = now_ms - since_ms >= max(self._settings.hold_ms, start_ms)
             connected = [each for each in self.gateways.values() if each.lock == name]
             for each in connected:
                 each.is_given_up = each.is_late and is_overdue

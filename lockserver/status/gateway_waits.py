@@ -17,7 +17,7 @@ from plumbing.service import procfs
 @dataclass(frozen=True, slots=True)
 class MissingGateway:
     """No gateway accepts on a service address. `connected`: a sentence on each that could;
-    `is_overdue`: clients are answered with 503."""
+    `is_overdue`: that is a fault, and no slow start of the pod."""
 
     address: str
     since_ms: float

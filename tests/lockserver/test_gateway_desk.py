@@ -6,9 +6,11 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from lockserver.core import events as ev
 from lockserver.messages import BorrowMsg, GrantedMsg
-from lockserver.server.gateway_desk import TELL_MS, GatewayDesk
+from lockserver.server.gateway_desk import START_MS, TELL_MS, GatewayDesk
 from lockserver.server.settings import LockSettings
 from tests.lockserver.core.shell import A, B, Shell, restarted, want
 
@@ -28,7 +30,7 @@ class Conn:
 class Desk:
     """A desk over `shell`'s machine, with one gateway."""
 
-    def __init__(self, shell: Shell) -> None:
+    def __init__(self, shell: Shell, *, is_accepting: bool = True) -> None:
         self.shell, self.conn = shell, Conn()
         self.is_waited_for = False
         self.happened: list[str] = []
@@ -44,7 +46,7 @@ class Desk:
             shell.machine, services, clock, lambda event: self.happened.append(event.type), settings
         )
         conn: Any = self.conn
-        self.desk.borrow(conn, BorrowMsg("active", "0" * 16, True))
+        self.desk.borrow(conn, BorrowMsg("active", "0" * 16, is_accepting))
 
     def news(self) -> list[str]:
         """What it was told since the last call: the engine of each grant, the state of the lock in
@@ -159,6 +161,23 @@ def test_silent_gateway_accepts_until_connections_have_waited_for_hold_ms():
     assert is_accepting()
     assert gateways.problem is None
     assert desk.happened[-1] == "lock.gateway_heard"
+
+
+@pytest.mark.parametrize("was_here", [True, False])
+def test_slow_start_is_no_fault_and_a_gateway_that_never_comes_or_is_gone_is_one(was_here):
+    """Goal: one error for a gateway that is missing, none for one that has not started yet. Method:
+    one that has accepted and leaves, and one that leaves before that, after their deadlines."""
+    desk = Desk(Shell(), is_accepting=was_here)
+    conn: Any = desk.conn
+    desk.desk.left(conn, "its end")
+    deadline_ms = LockSettings("/d").hold_ms if was_here else START_MS
+    desk.pass_ms(deadline_ms - 100)
+    assert "lock.gateway_missing" not in desk.happened
+    assert desk.desk.problem is None
+    desk.pass_ms(200)
+    desk.pass_ms(START_MS)
+    assert desk.happened.count("lock.gateway_missing") == 1
+    assert "no gateway accepts connections" in (desk.desk.problem or "")
 
 
 def test_gateways_are_not_silent_because_the_server_was_stopped():

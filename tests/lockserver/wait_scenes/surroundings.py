@@ -124,6 +124,9 @@ async def without_gateway(scene: Scene, *, is_connected: bool) -> AsyncIterator[
     async with Gateway(scene.directory) as gateway:
         who = gateway.borrower.gateway
         await gateway.lent()
+        gateway.borrower.set_accepting(True)  # one that never was here may still come
+        await auntil(lambda: server.status()["gateways"][0]["accepting"], "it to accept")
+        gateway.borrower.set_accepting(False)
         if is_connected:
             await auntil(lambda: "no gateway accepts" in str(server.status()["problem"]), "it")
             yield Told("no_gateway", None, (who, "does not accept"), ("gateway status --dir",))
