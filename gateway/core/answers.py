@@ -67,6 +67,11 @@ def bad_json(why: str) -> Failure:
     return Failure(400, "gateway.bad_json", what)
 
 
+def bad_wish(field: str, header: str, must_be: str) -> Failure:
+    what = f"`{field}`, or {header}, must be {must_be}; correct it, or leave it out"
+    return Failure(400, f"gateway.bad_{field}", what)
+
+
 def refused_door(door: RefusedDoor) -> Failure:
     status = STATUS_OF.get(door.code, 503)
     return Failure(status, door.code, door.sentence, door.retry_after_s)

@@ -1,8 +1,8 @@
 """Which model a request is for, and what its client asks of the pool beside the answer.
 
 The model is named in the body, else in the path (`/m/<model>/…`), else in a header; where there is
-only one, it need not be named. What cannot be read counts as not said: a body is the engine's to
-judge, and the gateway changes nothing in it.
+only one, it need not be named. A wish that cannot be read is refused; all else in a body is the
+engine's to judge, and the gateway changes nothing in it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,25 @@ from collections.abc import Mapping, Sequence
 from msgspec import Struct
 
 PRIORITY_MAX = 1000  # either way
-_DURATION = re.compile(r"\s*([+-]?\d+(?:\.\d+)?)\s*(ms|s|m|h)?\s*")
-_UNITS_MS = {"ms": 1.0, "s": 1000.0, "m": 60_000.0, "h": 3_600_000.0, None: 1000.0}
+# A number of seconds, or a duration as Go writes it: 1h30m. A dozen digits are 30,000 years.
+_NUMBER = r"(\d{1,12}(?:\.\d{0,12})?|\.\d{1,12})"
+_UNITS_MS = {"ns": 1e-6, "us": 1e-3, "µs": 1e-3, "ms": 1.0, "s": 1000.0, None: 1000.0}
+_UNITS_MS |= {"m": 60_000.0, "h": 3_600_000.0}
+_PART = re.compile(rf"{_NUMBER}\s*(ns|us|µs|ms|s|m|h)?", re.ASCII)
+_DURATION = re.compile(
+    rf"([+-]?)({_NUMBER}|(?:{_NUMBER}\s*(?:ns|us|µs|ms|s|m|h)){{1,7}})", re.ASCII
+)
+_FOREVER_S = 10**12
 _WAIT = re.compile(r"(?:^|[,;\s])wait\s*=\s*\"?(\d{1,9})", re.IGNORECASE)  # RFC 7240
+
+
+class BadWish(ValueError):
+    """A client asks the pool for something that nobody can read. `must_be`: what it would take."""
+
+    def __init__(self, field: str, must_be: str) -> None:
+        super().__init__(field, must_be)
+        self.field, self.must_be = field, must_be
+        self.header = f"X-Understudy-{field.replace('_', '-').title()}"
 
 
 class Wishes(Struct, frozen=True):
@@ -46,25 +62,35 @@ class Router:
 
 
 def priority_of(*said: object) -> int | None:
-    """The first of `said` that is a number, within limits. None: nobody has said."""
-    for each in said:
-        if isinstance(each, int | str | bytes) and not isinstance(each, bool):
-            with contextlib.suppress(ValueError):
-                return max(-PRIORITY_MAX, min(PRIORITY_MAX, int(each)))
-    return None
+    """The first of `said` that is there, within limits. None: nobody has said. Raises `BadWish`."""
+    return next((each for each in [*map(_priority, said)] if each is not None), None)
+
+
+def _priority(said: object) -> int | None:
+    if said is None:
+        return None
+    if isinstance(said, int | str) and not isinstance(said, bool):
+        with contextlib.suppress(ValueError):
+            return max(-PRIORITY_MAX, min(PRIORITY_MAX, int(said)))
+    raise BadWish("priority", "a whole number, and lower is sooner")
 
 
 def keep_alive_ms(*said: object) -> float | None:
-    """The first of `said` that is a duration, as Ollama reads it: a number is in seconds, and less
-    than nothing is for ever. None: nobody has said."""
-    for each in said:
-        if each is None or isinstance(each, bool):
-            continue
-        found = _DURATION.fullmatch(str(each)[:32])
-        if found is not None:
-            ms = float(found[1]) * _UNITS_MS[found[2]]
-            return math.inf if ms < 0 else ms
-    return None
+    """The first of `said` that is there, as Ollama reads it: a number is in seconds, and less than
+    nothing is for ever. None: nobody has said. Raises `BadWish`."""
+    return next((each for each in [*map(_keep_alive_ms, said)] if each is not None), None)
+
+
+def _keep_alive_ms(said: object) -> float | None:
+    if said is None:
+        return None
+    if isinstance(said, int | float) and not isinstance(said, bool):
+        return math.inf if said < 0 else min(said, _FOREVER_S) * 1000.0
+    found = _DURATION.fullmatch(said.strip()) if isinstance(said, str) else None
+    if found is None:
+        raise BadWish("keep_alive", 'seconds, a duration such as "5m", 0, or -1 for ever')
+    ms = sum(float(each[1]) * _UNITS_MS[each[2]] for each in _PART.finditer(found[2]))
+    return math.inf if found[1] == "-" and ms else ms
 
 
 def wait_ms(prefer: str) -> float:

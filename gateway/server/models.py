@@ -21,6 +21,7 @@ from gateway.core.answers import Failure
 from gateway.core.lane_events import LaneDoorSet
 from gateway.core.lanes import Lanes
 from gateway.core.router import (
+    BadWish,
     Router,
     Wishes,
     keep_alive_ms,
@@ -65,7 +66,7 @@ class OwnAnswer(NamedTuple):
 
 
 class _Asked(msgspec.Struct):
-    """What a body may say to the pool. Of any type: the body is the engine's to judge."""
+    """What a body may say to the pool. Of any type: what cannot be read is refused by its name."""
 
     model: object = None
     priority: object = None
@@ -108,12 +109,15 @@ class ModelService:
         model, name = self._router.find(asked.model, unquote(in_path), named)
         if not model:
             return _refusal(self._objection(name, fault, http), http.path)
-        return Wishes(
-            model,
-            priority_of(asked.priority, said.get(b"x-understudy-priority")),
-            wait_ms(said.get(b"prefer", b"").decode(errors="replace")),
-            keep_alive_ms(asked.keep_alive, _text(said.get(b"x-understudy-keep-alive"))),
-        )
+        try:
+            return Wishes(
+                model,
+                priority_of(asked.priority, _text(said.get(b"x-understudy-priority"))),
+                wait_ms(said.get(b"prefer", b"").decode(errors="replace")),
+                keep_alive_ms(asked.keep_alive, _text(said.get(b"x-understudy-keep-alive"))),
+            )
+        except BadWish as bad:
+            return _refusal(answers.bad_wish(bad.field, bad.header, bad.must_be), http.path)
 
     def describe(self, model: str) -> dict[str, Any]:
         """One entry of `/v1/models`."""

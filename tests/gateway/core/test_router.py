@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from gateway.core.router import Router, keep_alive_ms, model_in_path, priority_of, wait_ms
+from gateway.core.router import BadWish, Router, keep_alive_ms, model_in_path, priority_of, wait_ms
 
 ROUTER = Router({"chat": ("gpt-4o-mini",), "coder": ()})
 
@@ -64,9 +64,11 @@ def test_a_path_names_a_model(target, found):
         ((90,), 90_000.0),
         ((-1,), math.inf),
         (("-1s",), math.inf),
-        (("soon", 3), 3_000.0),
-        ((True, [1]), None),
-        (("x" * 400,), None),
+        (("1h30m",), 5_400_000.0),
+        ((" 0 ",), 0.0),
+        ((0.5,), 500.0),
+        (("-0",), 0.0),
+        ((10**400,), 1e15),
     ],
 )
 def test_keep_alive_is_read_as_ollama_does(said, found):
@@ -74,18 +76,33 @@ def test_keep_alive_is_read_as_ollama_does(said, found):
 
 
 @pytest.mark.parametrize(
+    "said", [*("soon", "", "5 minutes", "1h30", "x" * 400, "9" * 400, "١s"), True, [1], {}]
+)
+def test_keep_alive_that_nobody_can_read_is_refused_wherever_it_stands(said):
+    for both in ((said, "5m"), (None, said), (5, said)):
+        with pytest.raises(BadWish):
+            keep_alive_ms(*both)
+
+
+@pytest.mark.parametrize(
     ("said", "found"),
     [
         ((None, "3"), 3),
         ((0, "3"), 0),
-        (("high", b"-2"), -2),
+        ((None, "-2"), -2),
         ((10**9,), 1000),
-        ((math.inf,), None),
-        ((None, "high"), None),
+        ((None, None), None),
     ],
 )
 def test_priority(said, found):
     assert priority_of(*said) == found
+
+
+@pytest.mark.parametrize("said", ["high", "", "1.5", 1.5, math.inf, True, [1], "9" * 5000])
+def test_priority_that_is_no_whole_number_is_refused(said):
+    for both in ((said, "3"), (None, said)):
+        with pytest.raises(BadWish):
+            priority_of(*both)
 
 
 @pytest.mark.parametrize(

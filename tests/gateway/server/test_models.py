@@ -185,6 +185,26 @@ def test_what_names_no_model_is_refused_with_a_reason(tmp_path, path, document, 
     with_models(tmp_path, scenario)
 
 
+@pytest.mark.parametrize(
+    ("wish", "headers", "code"),
+    [
+        ({"keep_alive": "soon"}, {}, "gateway.bad_keep_alive"),
+        ({"priority": "high"}, {}, "gateway.bad_priority"),
+        ({}, {"X_Understudy_Keep_Alive": "5 minutes"}, "gateway.bad_keep_alive"),
+        ({}, {"X_Understudy_Priority": "1.5"}, "gateway.bad_priority"),
+    ],
+)
+def test_a_wish_that_nobody_can_read_is_refused_with_its_name(tmp_path, wish, headers, code):
+    async def scenario(models: TwoModels) -> None:
+        answer = await models.bench.once(CHAT, body("chat", **wish), **headers)
+        error = answer.error()
+        assert (answer.status, error["code"], error["type"]) == (400, code, "invalid_request_error")
+        assert "must be" in error["message"]
+        assert models.engines["chat"].requests == []
+
+    with_models(tmp_path, scenario)
+
+
 def test_streams_are_parked_at_a_switch_and_go_on_in_the_next_turn(tmp_path):
     """Goal: a switch under streams. Method: two streams that are in the middle, and a whole answer
     of the other model between their two halves."""
