@@ -34,7 +34,7 @@ SILENT_MS = 5000.0  # several pings: a server that is silent for longer is not r
 # While a server starts: newcomers wait for the first answer, and its events are lost if it dies
 # before we watch it.
 FIRST_PING_S = 0.005
-PING_GROWTH = 1.1  # of a start that takes long, which many servers at once make longer
+PING_GROWTH = 1.1  # fewer questions during a long start: many servers start at once on few CPUs
 LOOK_EVERY_MS = 100.0  # at how long it has been silent, and why
 FINAL_READ_S = 1.0  # to read what a dead server has sent: it has all arrived already
 # Driver calls and fsyncs run on threads, so a loop that could run and did not for half a minute

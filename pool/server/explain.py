@@ -208,9 +208,11 @@ def _device(parts: PoolParts, device: str) -> str:
 def _no_room(parts: PoolParts, name: str, seen: list[ModelView]) -> str:
     """Why no wait would raise it; "" while it fits beside what never yields."""
     view = next((each for each in seen if each.name == name), None)
+    if view is None:
+        return ""
     ledger = parts.pool.situation.books.ledger
-    for device in view.rules.devices if view is not None else ():
-        needed = view.needs.get(Tier.AWAKE, {}).get(device) if view is not None else None
+    for device in view.rules.devices:
+        needed = view.needs.get(Tier.AWAKE, {}).get(device)
         if needed is None or device not in ledger.totals:
             continue
         kept = [held_for_ever(each).get(device, 0) for each in seen if each is not view]

@@ -10,19 +10,15 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import deque
-from dataclasses import dataclass, field
 from typing import Any
 
 from gms import messages as msg
 from gms.core import effects as fx
 from gms.core import events as ev
 from gms.core.events import EpochPhase
-from gms.core.machine import DeviceMachine
-from gms.core.recovery import orphans_of
 from gms.core.state import WRITER_STATES
-from plumbing.errors import UnderstudyError
 from tests.sim.gms_device import MIB, commit_of, manifest_of
+from tests.sim.offload_node import Actor, Memory, Node
 
 IDENTITY = {"model": "tiny"}
 SIZES = [MIB]
@@ -30,150 +26,6 @@ SIZES = [MIB]
 
 def digest_of(content: int) -> str:
     return f"{content:064x}"
-
-
-@dataclass(eq=False)
-class Memory:
-    """Physical memory, for as long as a server or a process has it."""
-
-    epoch: str
-    content: int = 0
-
-
-@dataclass(eq=False)
-class Actor:
-    """A process. `at` is where it stands with each server: "", asking, writing, reading."""
-
-    name: str
-    at: dict[str, str] = field(default_factory=lambda: {"device": "", "host": ""})
-    session: dict[str, int | None] = field(default_factory=lambda: {"device": None, "host": None})
-    holds: dict[str, Memory | None] = field(default_factory=lambda: {"device": None, "host": None})
-    copy: str | None = None  # that its writer was told of
-    restages_from: str | None = None
-    is_busy: bool = False
-    is_away: bool = False  # it has released the device's weights
-    is_dying: bool = False  # its connections have ended, what it maps is still mapped
-
-
-class Node:
-    """One server, and what it runs on."""
-
-    machine_type: type[DeviceMachine] = DeviceMachine
-
-    def __init__(self, name: str, world: OffloadWorld) -> None:
-        self.name, self.world = name, world
-        self.files: set[str] = set()
-        self.marked: set[str] = set()
-        self.record: ev.JournalRecord | None = None
-        self.offloaded: ev.JournalRecord | None = None
-        self.vault: dict[str, Memory] = {}
-        self.driver: deque[fx.DeviceEffect] = deque()
-        self.sessions: dict[int, Actor] = {}
-        self.boot()
-
-    def boot(self) -> None:
-        orphans = orphans_of(sorted(self.files), self.record, self.marked & self.files)
-        self.machine = self.machine_type(
-            capacity_bytes=8 * MIB,
-            granularity_bytes=4096,
-            stall_ms=1e9,
-            new_epoch_id=self.world.new_id,
-            orphans=orphans,
-            offloaded=self.offloaded,
-            is_journal_behind=self.record is not None and self.record.epoch in self.marked,
-            now_ms=self.world.now_ms,
-        )
-        self.watched = {orphan.id for orphan in orphans}
-
-    def crash(self) -> None:
-        self.vault.clear()
-        self.driver.clear()
-        if self is self.world.device:  # it forgets what is not on disk, like a report too late
-            self.world.condemning.clear()
-        for actor in self.sessions.values():
-            self.world.lose_session(actor, self.name)
-        self.sessions.clear()
-        self.boot()
-
-    def holders(self, epoch: str) -> list[Actor]:
-        held = ((a, a.holds[self.name]) for a in self.world.actors)
-        return [actor for actor, memory in held if memory is not None and memory.epoch == epoch]
-
-    def tell(self, event: ev.DeviceEvent) -> None:
-        try:
-            effects = self.machine.handle(event, self.world.now_ms)
-        except UnderstudyError as error:
-            assert isinstance(event, ev.SessionEvent)
-            effects = [fx.RefuseRequest(event.session, 0, error)]
-        for effect in effects:
-            if isinstance(effect, fx.Respond):
-                actor = self.sessions.get(effect.session)
-                if actor is not None:
-                    self.world.hear(self, actor, effect)
-            elif isinstance(effect, fx.Unwatch):
-                self.watched.discard(effect.epoch)
-            elif not isinstance(effect, fx.RecordEvent):
-                self.driver.append(effect)
-
-    def complete_one(self) -> None:
-        effect = self.driver.popleft()
-        match effect:
-            case fx.OpenEpoch():
-                self.files.add(effect.epoch)
-                self.vault[effect.epoch] = Memory(effect.epoch)
-                self.tell(ev.EpochOpened(effect.session))
-            case fx.CreateSlab():
-                self.tell(ev.SlabCreated(effect.session))
-            case fx.SealEpoch():
-                self.tell(ev.Sealed(effect.session, tensors=1))
-            case fx.WriteJournal():
-                self.record, self.offloaded = effect.record, effect.offloaded
-                self.world.journalled(self)
-                done = ev.JournalKept() if effect.session is None else ev.Journalled(effect.session)
-                self.tell(done)
-            case fx.MarkHistory():
-                self.marked.add(effect.epoch)
-                self.world.journalled(self)
-            case fx.AdoptEpoch():
-                actor = self.sessions.get(effect.session)
-                memory = actor.holds[self.name] if actor is not None else None
-                if memory is None:
-                    error = UnderstudyError("gms.bad_slab", "its process is gone")
-                    self.tell(ev.DriverFailed(effect.session, error))
-                else:
-                    self.vault[effect.epoch] = memory
-                    self.tell(ev.Adopted(effect.session, tensors=1))
-            case fx.DiscardOffer():
-                self.vault.pop(effect.epoch, None)
-            case fx.ReleaseEpoch():
-                self.vault.pop(effect.epoch, None)
-                self.watched.add(effect.epoch)
-            case _:
-                raise AssertionError(effect)
-
-    def look(self, epoch: str) -> None:
-        self.watched.discard(epoch)
-        self.files.discard(epoch)
-        copy = self.world.host_copy() if self is self.world.device else None
-        if copy is not None and self._is_lost(epoch) and copy.digest == self.digest:
-            self.world.standing = copy.epoch
-        self.tell(ev.EpochFree(epoch, copy))
-
-    @property
-    def digest(self) -> str | None:
-        """Of the committed bytes, on disk."""
-        return None if self.record is None else self.record.digest
-
-    def _is_lost(self, epoch: str) -> bool:
-        """Whether the committed epoch is gone with all that mapped it, and nothing replaces it."""
-        record = self.record
-        if record is None or record.epoch != epoch or epoch in self.marked or record.digest is None:
-            return False
-        return record.previous is None or record.previous.epoch not in self.files - self.marked
-
-    @property
-    def free_files(self) -> list[str]:
-        return sorted(epoch for epoch in self.watched if not self.holders(epoch))
 
 
 class OffloadWorld:

@@ -18,9 +18,10 @@ import pytest
 from engine.supervisor import held_files
 from gms.operate.kv_upkeep import drop_kv
 from plumbing.errors import RemoteError
+from tests.e2e.kept_connections import kept_connections
 from tests.e2e.pods import CLIENTS, Load, Pod, PodHome
 from tests.e2e.processes import Processes, kill
-from tests.e2e.test_switchover import kept_connections, switch
+from tests.e2e.switching import switch
 from tests.helpers import POLL_S, auntil
 from understudy.drill.killer import Whole
 

@@ -142,7 +142,8 @@ def _check_directories(file: PoolFile) -> None:
     for name, each in file.models.items():
         if each.model.startswith("/") and not Path(each.model).is_dir():
             raise UsageError(
-                "pool.no_model_directory", f"{name}: there is no directory {each.model}"
+                "pool.no_model_directory",
+                f"{name}: there is no directory {each.model}; correct `model` in the pool file",
             )
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
+
+from click.testing import CliRunner
 
 from gms import kv_messages as msg
 from gms import names
+from gms.cli import main as gms_command
 from plumbing.errors import UnderstudyError
 from plumbing.wire.blocking import BlockingClient
 from tests.gms.bench import ClientProcess
@@ -92,3 +97,14 @@ class BorrowerProcess(ClientProcess):
             assert answer["is"] == "waiting", answer
             if saying in answer["reason"]:
                 return
+
+
+Borrow = Callable[..., BorrowerProcess]  # the fixture `borrow`
+
+
+def drop_kv(kv: KvProcess) -> tuple[int, str]:
+    """Exit code, and the result or the sentence why not."""
+    words = ["drop-kv", "--dir", kv.directory, "--device", kv.device, "--yes", "--json"]
+    done = CliRunner().invoke(gms_command, words)
+    found = json.loads(done.stdout)
+    return done.exit_code, found["devices"][0]["result"] if "devices" in found else str(found)

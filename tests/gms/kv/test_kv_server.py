@@ -4,19 +4,14 @@ memory; where the driver has a say, also on CUDA through the stand-in for it."""
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
-from click.testing import CliRunner
 
 from gms import kv_messages as msg
-from gms import names
-from gms.cli import main as gms_command
 from gms.client import KvClaim, borrow_pool
 from gms.messages import DropMsg
 from gms.server.supervisor import GmsSupervisor
@@ -26,32 +21,17 @@ from plumbing.wire.fds import OwnedFd
 from plumbing.wire.messages import Message
 from tests.gms.bench import GmsProcess
 from tests.gms.kinds import host_only
-from tests.gms.kv.kv_bench import ERA, INDEX_BYTES, MIB, SIZE_BYTES, BorrowerProcess, KvProcess
+from tests.gms.kv.kv_bench import (
+    ERA,
+    INDEX_BYTES,
+    MIB,
+    SIZE_BYTES,
+    Borrow,
+    KvProcess,
+    drop_kv,
+)
 from tests.gms.limits import descriptors_left
 from tests.helpers import auntil, open_fds, until
-
-Borrow = Callable[..., BorrowerProcess]
-
-
-@pytest.fixture
-def kv(directory: str, device: str) -> Iterator[KvProcess]:
-    server = KvProcess(directory, device).start()
-    yield server
-    server.stop()
-
-
-@pytest.fixture
-def borrow(kv: KvProcess) -> Iterator[Borrow]:
-    """Starts processes that borrow, which end with the test."""
-    started: list[BorrowerProcess] = []
-
-    def start(token: int, **more: float) -> BorrowerProcess:
-        started.append(BorrowerProcess(kv, token, **more))
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.kill()
 
 
 def test_content_outlives_its_engine_and_the_next_one_finds_it(kv: KvProcess, borrow: Borrow):
@@ -151,73 +131,6 @@ def test_survivor_that_is_stopped_keeps_newcomers_waiting(kv: KvProcess, borrow:
     first.kill()
     second.expect("lent")
     assert second.do("read")["memory"] == "kept"
-
-
-@host_only
-def test_operator_frees_idle_memory_and_is_told_who_holds_it(kv: KvProcess, borrow: Borrow):
-    """Goal: `gms drop-kv` frees what no engine uses, and says who does. Method: a holder, a child
-    that outlives it, nobody, and nothing left."""
-    os.close(os.open(names.journal_path(kv.directory, kv.device), os.O_CREAT | os.O_WRONLY))
-    assert drop_kv(kv) == (0, "already_empty")
-    first = borrow(1)
-    first.expect("lent")
-    code, said = drop_kv(kv)
-    assert (code, f"lent to engine-1 (token 1, pid {first.pid})" in said) == (1, True)
-    child = first.do("fork")["pid"]
-    os.kill(first.pid, signal.SIGKILL)
-    until(lambda: kv.status()["state"] == "idle", "the end of its session")
-    code, said = drop_kv(kv)
-    assert (code, f"still mapped by pid {child}" in said) == (1, True)
-    os.kill(child, signal.SIGKILL)
-    until(lambda: drop_kv(kv) == (0, "freed"), "its memory")
-    assert (kv.status()["state"], kv.status()["pool_bytes"]) == ("empty", 0)
-
-
-def drop_kv(kv: KvProcess) -> tuple[int, str]:
-    """Exit code, and the result or the sentence why not."""
-    words = ["drop-kv", "--dir", kv.directory, "--device", kv.device, "--yes", "--json"]
-    done = CliRunner().invoke(gms_command, words)
-    found = json.loads(done.stdout)
-    return done.exit_code, found["devices"][0]["result"] if "devices" in found else str(found)
-
-
-@host_only
-def test_memory_that_is_given_up_is_free_when_the_service_says_so(kv: KvProcess, borrow: Borrow):
-    """Goal: an engine that rests really frees its KV memory, and can have new memory at once.
-    Method: two processes of one engine; the kernel's own list of what the server holds."""
-
-    def slabs() -> set[str]:
-        """By name: the server has copies for a moment, to send them."""
-        links = open_fds(kv.process.pid).values()
-        return {link for link in links if "understudy_kv-" in link}
-
-    first, mate = borrow(1), borrow(1)
-    for each in (first, mate):
-        pool = each.expect("lent")["pool"]
-    assert len(slabs()) == 2  # and the index
-    mate.ask("give_up 20")
-    until(lambda: kv.status()["sessions"][1]["state"] == "leaving", "it to be heard")
-    assert len(slabs()) == 2
-    assert first.do("give_up 20")["is"] == "freed"
-    assert slabs() == set()
-    assert mate.expect("freed")
-    assert (kv.status()["state"], kv.status()["sessions"]) == ("empty", [])
-    again = borrow(1).expect("lent")
-    assert again["is_fresh"]
-    assert again["pool"] != pool
-
-
-@host_only
-def test_memory_that_is_given_up_while_the_service_is_away_is_free(kv: KvProcess, borrow: Borrow):
-    """Goal: a rest does not depend on the service. Method: kill it; give up; the next server finds
-    nothing."""
-    first = borrow(1)
-    first.expect("lent")
-    kv.kill()
-    first.do("until rejoining")
-    assert first.do("give_up 0.1")["is"] == "freed"
-    kv.start()
-    until(lambda: kv.status()["state"] == "empty", "the file that is left to be removed")
 
 
 @host_only

@@ -1,103 +1,31 @@
 """`understudy doctor` on real faults: real processes, sockets, files and the kernel.
 
-GPUs are the stand-in driver's; an older kernel is simulated by a preloaded library.
+An older kernel is simulated by a preloaded library.
 """
 
 from __future__ import annotations
 
-import asyncio
-import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.gms.bench import ClientProcess, GmsProcess
-from tests.gms.kinds import stand_in_only
 from tests.helpers import free_port, free_ports, until
 from tests.lockserver.processes import ServerProcess
-from tests.standin import build
-from understudy.doctor import fixes, probe_devices
-from understudy.doctor.checks import examine
-from understudy.doctor.facts import PodFacts
-from understudy.doctor.findings import Finding, FindingStatus
-from understudy.doctor.probe import look
+from tests.understudy.doctor.examining import FAIL, PASS, doctor, examined, facts_of
+from understudy.doctor import fixes
 from understudy.doctor.probe_directory import UNIX_LISTENS
 from understudy.up.ports import Ports
 
-FAIL, WARN, PASS, SKIP = (
-    FindingStatus.FAIL,
-    FindingStatus.WARN,
-    FindingStatus.PASS,
-    FindingStatus.SKIP,
-)
 LOCK_FILES = ("lockserver.sock", "lockserver.lock", "lockserver.json")
 PRELOAD = Path(__file__).with_name("old_kernel.c")
-
-
-@pytest.fixture
-def directory() -> Iterator[str]:
-    """A directory for a pod, short enough for a GPU's socket."""
-    base = tempfile.mkdtemp(prefix="doctor-")
-    path = os.path.join(base, "pod")
-    os.mkdir(path, 0o700)
-    yield path
-    shutil.rmtree(base)
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., Any]]:
-    """`start(process)`: started, and ended with the test."""
-    with ExitStack() as stack:
-
-        def started(process: Any) -> Any:
-            stack.callback(process.stop if hasattr(process, "stop") else process.close)
-            process.start()
-            return process
-
-        yield started
-
-
-def ports_of(first: int) -> Ports:
-    return Ports(first, first + 1, first + 2, first + 3, (first + 4, first + 5))
-
-
-def facts_of(directory: str, ports: Ports | None = None) -> PodFacts:
-    return asyncio.run(look(Path(directory), ports or ports_of(free_ports(5)), os.environ))
-
-
-def examined(directory: str, ports: Ports | None = None) -> dict[str, Finding]:
-    """What every check finds, by its id."""
-    return {each.check.id: each.finding for each in examine(facts_of(directory, ports))}
-
-
-def doctor(
-    *flags: str, before: Sequence[str] = (), **env: str
-) -> tuple[int, dict[str, dict[str, Any]]]:
-    """The command as people run it: its exit code and the checks of its document, by id."""
-    first = free_ports(5)
-    moved = [f"--service-port={first}", f"--lockserver-port={first + 1}"]
-    moved += [f"--gms-port={first + 2}", f"--engine-port={first + 3}"]
-    done = subprocess.run(
-        [*before, sys.executable, "-m", "understudy.cli.main", "doctor", "--json", *moved, *flags],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, **env},
-    )
-    assert done.stdout, done.stderr
-    document = json.loads(done.stdout)
-    assert document["schema"] == 1
-    return done.returncode, {each["id"]: each for each in document["checks"]}
 
 
 def test_nothing_running_fails_nothing_and_makes_nothing(directory: str):
@@ -249,75 +177,6 @@ def test_host_memory_that_a_process_outside_the_pod_holds_is_named(directory: st
     assert examined(directory)["memory_outside"].status is not FAIL
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> str:
-    """A machine with two GPUs, of the stand-in."""
-    build.use(monkeypatch)
-    return build.GPU_A
-
-
-@stand_in_only
-def test_device_that_the_driver_does_not_list_is_named(
-    directory: str, start, gpu: str, monkeypatch: pytest.MonkeyPatch
-):
-    """Goal: containers that were given different devices. Method: a server of a GPU, looked at from
-    where only the other one is; and a UUID in the environment that is none."""
-    start(GmsProcess(directory, device=gpu))
-    assert examined(directory)["device_uuid"] == Finding(PASS, gpu)
-    monkeypatch.setenv("STANDIN_DEVICES", build.GPU_B)
-    finding = examined(directory)["device_uuid"]
-    assert finding.status is FAIL
-    assert f"{gpu} is not visible here, but the memory service serves it" in finding.found
-    assert f"the driver lists {build.GPU_B}" in finding.found
-    monkeypatch.delenv("STANDIN_DEVICES")
-    monkeypatch.setenv("UNDERSTUDY_GPUS", "GPU-ffffffff")
-    finding = examined(directory)["device_uuid"]
-    assert "GPU-ffffffff is not visible here, but UNDERSTUDY_GPUS names it" in finding.found
-
-
-@stand_in_only
-def test_gpu_memory_that_a_process_outside_the_pod_holds_is_named(directory: str, start, gpu: str):
-    """Goal: a takeover that finds no room. Method: a process takes memory of the pod's GPU beside
-    the pod's own server."""
-    writer = start(GmsProcess(directory, device=gpu)).load(64)
-    # This process started the server, as a supervisor does, so what it maps is the pod's.
-    assert examined(directory)["memory_outside"].status is PASS
-    writer.close()
-    program = (
-        "import os, sys\nfd = os.memfd_create(sys.argv[1])\nprint(flush=True)\nsys.stdin.read()"
-    )
-    name = f"standin:{os.environ['STANDIN_MACHINE']}:{gpu}:{3 << 20}"
-    with subprocess.Popen(
-        [sys.executable, "-c", program, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as stranger:
-        assert stranger.stdout is not None
-        stranger.stdout.readline()
-        finding = examined(directory)["memory_outside"]
-        stranger.kill()
-    assert finding.status is FAIL
-    assert finding.found == f"pid {stranger.pid} (python) (3.0 MiB) uses memory of {gpu}"
-
-
-@pytest.mark.parametrize(
-    ("setting", "value", "check", "status", "words"),
-    [
-        ("PERSISTENCE", "1", "persistence_mode", PASS, "2 GPUs"),
-        ("PERSISTENCE", "0", "persistence_mode", WARN, build.GPU_A),
-        ("COMPUTE_MODE", "3", "sharing_mode", FAIL, "exclusive_process"),
-        ("DEVICES", "GPU-aa=MIG-bb+MIG-cc", "mig_mode", PASS, "GPU-aa (2 instances)"),
-        ("NVML_INIT", "9", "driver", SKIP, "Driver Not Loaded"),
-        ("NVML_INIT", "999", "driver", FAIL, "NVML reports"),
-    ],
-)
-def test_settings_of_a_gpu_are_asked_of_its_driver(
-    directory: str, monkeypatch: pytest.MonkeyPatch, setting, value, check, status, words
-):
-    """Goal: through NVML itself. Method: a machine that is set so, one thing at a time."""
-    build.use(monkeypatch, **{setting: value})
-    finding = examined(directory)[check]
-    assert (finding.status, words in finding.found) == (status, True), finding
-
-
 def test_pod_in_another_pid_namespace_is_examined_without_its_pids(directory: str, start):
     """Goal: containers hide their processes from each other. Method: the command in a PID namespace
     of its own, beside a lock server and a memory server that it cannot see."""
@@ -331,32 +190,6 @@ def test_pod_in_another_pid_namespace_is_examined_without_its_pids(directory: st
     assert checks["shared"]["status"] == checks["one_lockserver"]["status"] == "pass"
     assert "not visible here" in checks["one_lockserver"]["found"]
     assert checks["stale_sockets"]["status"] == checks["ports"]["status"] == "pass"
-
-
-@pytest.mark.parametrize(
-    ("program", "deadline_s", "words"),
-    [
-        ("exec sleep 1000", 0.2, "did not answer in 0.2 s"),
-        ("kill -9 $$", probe_devices.NVML_DEADLINE_S, "process that asked the driver died"),
-    ],
-)
-def test_driver_that_hangs_or_crashes_is_named_and_costs_no_more(
-    directory: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    program: str,
-    deadline_s: float,
-    words: str,
-):
-    """Goal: a broken driver must not break the doctor. Method: in place of the process that
-    asks the driver, one that never ends, and one that is killed."""
-    path = tmp_path / "python"
-    path.write_text(f"#!/bin/sh\n{program}\n")
-    path.chmod(0o700)
-    monkeypatch.setattr(probe_devices, "NVML_DEADLINE_S", deadline_s)
-    monkeypatch.setattr(sys, "executable", str(path))
-    finding = examined(directory)["driver"]
-    assert (finding.status, words in finding.found) == (FAIL, True), finding
 
 
 @pytest.mark.slow

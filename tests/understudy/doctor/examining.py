@@ -1,0 +1,59 @@
+"""Asks `understudy doctor`, in this process and as people run it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.helpers import free_ports
+from understudy.doctor.checks import examine
+from understudy.doctor.facts import PodFacts
+from understudy.doctor.findings import Finding, FindingStatus
+from understudy.doctor.probe import look
+from understudy.up.ports import Ports
+
+FAIL, WARN, PASS, SKIP = (
+    FindingStatus.FAIL,
+    FindingStatus.WARN,
+    FindingStatus.PASS,
+    FindingStatus.SKIP,
+)
+
+
+def ports_of(first: int) -> Ports:
+    return Ports(first, first + 1, first + 2, first + 3, (first + 4, first + 5))
+
+
+def facts_of(directory: str, ports: Ports | None = None) -> PodFacts:
+    return asyncio.run(look(Path(directory), ports or ports_of(free_ports(5)), os.environ))
+
+
+def examined(directory: str, ports: Ports | None = None) -> dict[str, Finding]:
+    """What every check finds, by its id."""
+    return {each.check.id: each.finding for each in examine(facts_of(directory, ports))}
+
+
+def doctor(
+    *flags: str, before: Sequence[str] = (), **env: str
+) -> tuple[int, dict[str, dict[str, Any]]]:
+    """The command as people run it: its exit code and the checks of its document, by id."""
+    first = free_ports(5)
+    moved = [f"--service-port={first}", f"--lockserver-port={first + 1}"]
+    moved += [f"--gms-port={first + 2}", f"--engine-port={first + 3}"]
+    done = subprocess.run(
+        [*before, sys.executable, "-m", "understudy.cli.main", "doctor", "--json", *moved, *flags],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **env},
+    )
+    assert done.stdout, done.stderr
+    document = json.loads(done.stdout)
+    assert document["schema"] == 1
+    return done.returncode, {each["id"]: each for each in document["checks"]}
