@@ -29,7 +29,6 @@ import msgspec
 HEADER_BYTES = 4096  # one page: the facts are about 700 bytes
 RECORD_BYTES = 64
 HASH_BYTES = 32  # SHA-256
-BLOCKS_MAX = 1 << 22  # 256 MiB of index; 2 TiB of KV in blocks of 512 KiB
 GENERATION_MAX = (1 << 32) - 1  # half of a commit word; a clear per second lasts 136 years
 
 WORD = 8

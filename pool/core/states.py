@@ -9,7 +9,6 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from plumbing.part.tier import GoalGeneration as GoalGeneration
-from plumbing.part.tier import Tier
 
 HOST = "HOST"  # the host's memory, beside the devices: copies of weights are booked on it
 
@@ -40,9 +39,6 @@ class ModelState(StrEnum):
     RELEASING = "releasing"  # memory leaves, and is booked until that is proven
     UNLOADING = "unloading"  # its processes are being killed
     FAILED = "failed"
-
-
-AT_REST = {Tier.OFFLOADED: ModelState.OFFLOADED, Tier.WARM: ModelState.WARM}
 
 
 class EntryKind(StrEnum):
