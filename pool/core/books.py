@@ -28,7 +28,6 @@ from pool.core.events import (
 )
 from pool.core.known import WITHOUT_KV, KnownEngine, KnownModel
 from pool.core.ledger import PoolLedger
-from pool.core.model import lower
 from pool.core.model_table import RANK
 from pool.core.states import HOST, EngineSizes, EntryKey, EntryKind
 
@@ -66,25 +65,26 @@ class Books:
         self, known: KnownModel, tier: Tier, engines: tuple[KnownEngine, ...] | None = None
     ) -> Entries:
         """All that `known` has booked at a tier, with those of its `engines` that may go there."""
-        sizes, name = known.sizes, known.name
+        sizes = known.sizes
         engines = known.engines if engines is None else engines
-        up = [each for each in engines if lower(each.cap, tier) is not Tier.COLD]
-        entries: Entries = {}
+        is_up = tier is not Tier.COLD
+        up = [each.name for each in engines if is_up and each.cap is not Tier.COLD]
         if not up:
-            return entries
+            return {}
         if sizes is None:
             sizes = self._whole(known)
-        for device in known.rules.devices:
-            for engine in up:
-                entries[EntryKey(device, EntryKind.BASE, engine.name)] = sizes.base.get(device, 0)
-            if RANK[tier] >= RANK[Tier.WARM]:
-                key = EntryKey(device, EntryKind.WEIGHTS, name)
-                entries[key] = sizes.weights.get(device, 0)
-            if tier is Tier.AWAKE:
-                entries[EntryKey(device, EntryKind.KV, name)] = sizes.kv.get(device, 0)
+        held = {EntryKind.BASE: sizes.base}
+        if RANK[tier] >= RANK[Tier.WARM]:
+            held[EntryKind.WEIGHTS] = sizes.weights
+        if tier is Tier.AWAKE:
+            held[EntryKind.KV] = sizes.kv
         if self.copies(known):
-            entries[EntryKey(HOST, EntryKind.COPY, name)] = sum(sizes.weights.values())
-        return entries
+            held[EntryKind.COPY] = {HOST: sum(sizes.weights.values())}
+        return {
+            key: held[key.kind].get(key.device, 0)
+            for key in known.keys
+            if key.kind in held and (key.kind is not EntryKind.BASE or key.owner in up)
+        }
 
     def _whole(self, known: KnownModel) -> EngineSizes:
         """Of a model whose size nobody knows: all of its devices, for its first engine."""
@@ -97,17 +97,7 @@ class Books:
     def booked(self, known: KnownModel) -> Entries:
         """All lines of this model and of its engines."""
         entries = self.ledger.entries
-        return {key: entries[key] for key in self.keys(known) if key in entries}
-
-    @staticmethod
-    def keys(known: KnownModel) -> Iterator[EntryKey]:
-        """All lines that it may have, in a fixed order."""
-        for device in known.rules.devices:
-            for engine in known.engines:
-                yield EntryKey(device, EntryKind.BASE, engine.name)
-            yield EntryKey(device, EntryKind.WEIGHTS, known.name)
-            yield EntryKey(device, EntryKind.KV, known.name)
-        yield EntryKey(HOST, EntryKind.COPY, known.name)
+        return {key: entries[key] for key in known.keys if key in entries}
 
     def book(self, entries: Entries) -> bool:
         """Book what is missing of these, all or nothing; whether there was room."""

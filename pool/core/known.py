@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from plumbing.part.tier import Tier
 from pool.core.events import Door, EngineSaid
 from pool.core.model import Model, lower
-from pool.core.states import EngineSizes, GoalGeneration
+from pool.core.states import HOST, EngineSizes, EntryKey, EntryKind, GoalGeneration
 from pool.core.view import Leaving, ModelRules
 
 DEAD_KEPT = 4  # incarnations of one engine that are known to be dead; an older one is not heard of
@@ -161,10 +161,13 @@ class KnownModel:
     door_expected_ms: float | None = None  # that was said with it
     asked: int | None = None  # the number of the question for its memory
     asked_for: frozenset[object] = frozenset()
+    # What stays: its name, and all lines that it may have in the books, in a fixed order.
+    name: str = field(init=False)
+    keys: tuple[EntryKey, ...] = field(init=False)
 
-    @property
-    def name(self) -> str:
-        return self.model.name
+    def __post_init__(self) -> None:
+        self.name = self.model.name
+        self.keys = tuple(_keys(self))
 
     @property
     def is_pinned(self) -> bool:
@@ -198,3 +201,12 @@ class KnownModel:
 
     def goal_of(self, engine: KnownEngine) -> Tier:
         return lower(self.model.goal, engine.cap)
+
+
+def _keys(known: KnownModel) -> Iterator[EntryKey]:
+    for device in known.rules.devices:
+        for engine in known.engines:
+            yield EntryKey(device, EntryKind.BASE, engine.name)
+        yield EntryKey(device, EntryKind.WEIGHTS, known.name)
+        yield EntryKey(device, EntryKind.KV, known.name)
+    yield EntryKey(HOST, EntryKind.COPY, known.name)

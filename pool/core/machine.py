@@ -23,8 +23,6 @@ Must not know of clocks, sockets or files. `snapshot.py` and `recovery.py` have 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from plumbing.errors import InvariantError
 from plumbing.part.tier import Tier
 from pool.core import events as ev
@@ -44,6 +42,7 @@ from pool.core.states import EntryKind, ModelState
 from pool.core.view import Leaving
 from pool.core.views import ticket_of
 
+NEVER_MS = float("inf")
 GOES_DOWN = (ModelState.DRAINING, ModelState.RELEASING)  # to its floor
 SIGNALS_MAX = 24  # of one model, after one event: longer than any path through the table
 ROUNDS_MAX = 200  # of signals and plan after one event: each changes at least one model
@@ -98,9 +97,10 @@ class ModelPool:
 
     def _settle(self) -> None:
         pool = self.situation
-        plan_due_ms = pool.plan_due_ms
-        is_due = plan_due_ms is not None and plan_due_ms <= pool.now_ms
-        self._touch_due()
+        is_due = self.due_ms is not None and self.due_ms <= pool.now_ms
+        if is_due:
+            is_due = pool.plan_due_ms is not None and pool.plan_due_ms <= pool.now_ms
+            self._touch_due()
         for _ in range(ROUNDS_MAX):
             while pool.to_follow:
                 names = [name for name in pool.models if name in pool.to_follow]
@@ -116,8 +116,7 @@ class ModelPool:
         """Models about which time alone changes something now."""
         pool = self.situation
         for known in pool.models.values():
-            due_ms = min(self._deadlines(known), default=None)
-            if due_ms is not None and due_ms <= pool.now_ms:
+            if self._model_due_ms(known) <= pool.now_ms:
                 pool.touch(known.name)
 
     def _follow(self, known: KnownModel) -> None:
@@ -261,19 +260,21 @@ class ModelPool:
 
     def _next_due_ms(self) -> float | None:
         pool = self.situation
-        dues = [ms for known in pool.models.values() for ms in self._deadlines(known)]
+        dues = [self._model_due_ms(known) for known in pool.models.values()]
         if pool.plan_due_ms is not None:
             dues.append(pool.plan_due_ms)
-        return min(dues, default=None)
+        due_ms = min(dues, default=NEVER_MS)
+        return None if due_ms == NEVER_MS else due_ms
 
     @staticmethod
-    def _deadlines(known: KnownModel) -> Iterator[float]:
+    def _model_due_ms(known: KnownModel) -> float:
+        """When time alone changes something about it."""
         due_ms = deadline_ms(known)
-        if due_ms is not None:
-            yield due_ms
+        due_ms = NEVER_MS if due_ms is None else due_ms
         if known.awake_since_ms is not None and known.turn_since_ms is None:
-            yield known.raise_due_ms
+            due_ms = min(due_ms, known.raise_due_ms)
         if known.headless_ms is not None:
-            yield known.headless_ms + HEADLESS_MS
+            due_ms = min(due_ms, known.headless_ms + HEADLESS_MS)
         if known.ticket_due_ms is not None:
-            yield known.ticket_due_ms
+            due_ms = min(due_ms, known.ticket_due_ms)
+        return due_ms

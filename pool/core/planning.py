@@ -80,7 +80,7 @@ def decide(pool: PoolSituation, planner: Planner) -> None:
         if not _is_seen(pool, lease):
             _lease_waits(pool, name, lease, reasons.unheard(lease.asked.device))
     views = [*pool.views.values(), *leases]
-    plan = planner(pool.now_ms, views, pool.books.ledger.views(), pool.rules)
+    plan = _plan(pool, planner, views)
     dues = [plan.due_ms, *(known.ticket_due_ms for known in pool.models.values())]
     pool.plan_due_ms = min((ms for ms in dues if ms is not None), default=None)
     for name, decision in plan.decisions.items():
@@ -102,6 +102,19 @@ def decide(pool: PoolSituation, planner: Planner) -> None:
         _yield(pool, victim, Leaving.IDLE, "nobody has asked for it")
     for name in plan.shadows:
         launch_shadows(pool, pool.models[name])
+
+
+def _plan(pool: PoolSituation, planner: Planner, views: list[ModelView]) -> Plan:
+    """The last one, while nothing that it follows from has changed: most events are no news. It is
+    obeyed again, for what could not be done then may be possible now."""
+    seen = views, pool.books.ledger.views(), pool.rules
+    if pool.planned is not None and pool.planned[0] == seen:
+        plan = pool.planned[1]
+        if plan.due_ms is None or pool.now_ms < plan.due_ms:
+            return plan
+    plan = planner(pool.now_ms, *seen)
+    pool.planned = seen, plan
+    return plan
 
 
 def _ticket_due_ms(pool: PoolSituation, known: KnownModel) -> float | None:

@@ -79,7 +79,7 @@ def _restore_engine(engine: KnownEngine, saved: SavedEngine, era: str) -> None:
 
 def _restore_model(pool: PoolSituation, known: KnownModel, saved: SavedModel) -> None:
     model, now_ms = known.model, pool.now_ms
-    for key, size_bytes in zip(pool.books.keys(known), saved.booked, strict=True):
+    for key, size_bytes in zip(known.keys, saved.booked, strict=True):
         if size_bytes is not None:
             pool.books.ledger.settle(key, size_bytes)
     model.state, model.floor, model.aim = saved.state, saved.floor, saved.aim

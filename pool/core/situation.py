@@ -21,9 +21,10 @@ from pool.core.known import KnownEngine, KnownModel
 from pool.core.model_table import REST, ModelSignal
 from pool.core.signals import DueSignal
 from pool.core.states import EngineSizes, GoalGeneration, ModelState
-from pool.core.view import Leaving, ModelRules, ModelView, PoolRules
+from pool.core.view import DeviceView, Leaving, ModelRules, ModelView, Plan, PoolRules
 
 RAISED = (ModelState.LOADING, ModelState.WAKING)
+PolicySaw = tuple[list[ModelView], Mapping[str, DeviceView], PoolRules]
 
 
 class WrongMessage(UnderstudyError):
@@ -86,6 +87,7 @@ class PoolSituation:
     to_view: set[str] = field(default_factory=set)
     to_show: set[str] = field(default_factory=set)
     views: dict[str, ModelView] = field(default_factory=dict)
+    planned: tuple[PolicySaw, Plan] | None = None  # what the policy saw last, and answered
     blind: set[str] = field(default_factory=set)  # models of which something is not known yet
     is_lease_changed: bool = False
     is_news_for_file: bool = False  # something to remember, though nobody is told anything

@@ -58,7 +58,7 @@ class SavedModel(Struct, frozen=True, array_like=True):
     last_request_ms: float
     sizes: Sizes | None
     is_estimated: bool
-    booked: tuple[int | None, ...]  # in the order of `Books.keys`
+    booked: tuple[int | None, ...]  # in the order of `KnownModel.keys`
     door: OpenDoor | None  # any other one is made anew
     door_number: int
     engines: tuple[SavedEngine, ...]
@@ -175,7 +175,7 @@ def _saved_model(pool: PoolSituation, known: KnownModel) -> SavedModel:
         last_request_ms=known.last_request_ms,
         sizes=_saved_sizes(known),
         is_estimated=known.sizes is not None and known.sizes.is_estimated,
-        booked=tuple(entries.get(key) for key in pool.books.keys(known)),
+        booked=tuple(entries.get(key) for key in known.keys),
         door=known.door if isinstance(known.door, OpenDoor) else None,
         door_number=known.door_number,
         engines=tuple(_saved_engines(pool, known)),

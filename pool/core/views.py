@@ -10,6 +10,7 @@ from pool.core.budgets import raise_budget_ms
 from pool.core.demand import Demand
 from pool.core.known import KnownModel
 from pool.core.ledger import needs_of
+from pool.core.model_table import RANK
 from pool.core.states import HOST, EntryKind, ModelState
 from pool.core.tickets import first_ticket
 from pool.core.view import ModelView, PoolRules, TicketView
@@ -54,7 +55,7 @@ def view_of(
         is_shadow = key.kind is EntryKind.BASE and key.owner in shadow_names
         found = shadow_bytes if is_shadow else booked
         found[key.device] = found.get(key.device, 0) + size_bytes
-    shadow = max((engine.cap for engine in shadows), key=list(Tier).index, default=None)
+    shadow = max((engine.cap for engine in shadows), key=RANK.__getitem__, default=None)
     if shadow is not None and not shadow_bytes and known.sizes is not None:
         shadow_bytes = dict(known.sizes.base)
     if shadow is not None:
