@@ -15,6 +15,13 @@ LATENCIES_MS = (0.0, 0.0, 0.1, 1.0, 5.0, 40.0)
 LATE_MS = (200.0, 1500.0, 8000.0)
 
 
+class Dice(random.Random):
+    """Copies of a world leave its 625 words behind: each is seeded anew (`runs.branch`)."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Dice, (0,)
+
+
 class Line:
     """One direction of one connection."""
 

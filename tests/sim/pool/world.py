@@ -25,7 +25,7 @@ from tests.sim.pool.lease import Lease
 from tests.sim.pool.lock import ActiveLock
 from tests.sim.pool.memory import Device, Memory
 from tests.sim.pool.process import PoolProcess
-from tests.sim.pool.timeline import Timeline
+from tests.sim.pool.timeline import Dice, Timeline
 
 MARGIN = 1
 SPANS_MS = {
@@ -67,10 +67,10 @@ class Shape:
 
 
 class World:
-    is_scene = False  # a scene judges P17; where more happens, the law counts too little
+    is_scene = False  # a scene judges P17 by what is told; elsewhere `law_plan` judges each plan
 
     def __init__(self, seed: int, shape: Shape | None = None) -> None:
-        self.rng = rng = random.Random(seed)
+        self.rng = rng = Dice(seed)
         self.shape = shape = shape or Shape(rng, is_calm=seed % 3 == 0)
         shape.gateways = max(shape.gateways, 1 + (seed % 8 == TWO_GATEWAYS))
         self.is_calm, self.has_unparkable = shape.is_calm, shape.has_unparkable
