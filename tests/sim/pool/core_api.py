@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from pool.core.machine import ModelPool
 from pool.core.situation import ModelSetup, PoolSetup
 from pool.core.snapshot import PoolSnapshot
+from tests.sim.pool.law_plan import judged_plan
 
 if TYPE_CHECKING:
     from tests.sim.pool.world import World
@@ -23,4 +24,4 @@ def make_pool(world: World, snapshot: PoolSnapshot | None, now_ms: float) -> Mod
     }
     setup = PoolSetup(models, tuple(world.devices), world.pool_rules)
     world.eras += snapshot is None
-    return ModelPool(setup, now_ms, f"era-{world.eras}", snapshot)
+    return ModelPool(setup, now_ms, f"era-{world.eras}", snapshot, judged_plan)

@@ -339,5 +339,6 @@ RULES = [
     Rule(starts_are_not_counted, "P14:", 140),
     Rule(parked_streams_are_no_ticket, "P11:|P15:|P7:", 532),
     Rule(applied_in_part_then_refused, "P16:", 350),
+    Rule(first_fit, "P17: .* and shadows", 100),
     Rule(first_fit, "P17:", scene=scenes.a_small_model_comes_while_another_makes_room),
 ]
