@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from msgspec import structs
 
@@ -56,7 +57,7 @@ def adoptable(
         return Adoption(why_empty=f"{first.unproven} engines in a row died with these blocks")
     if first.capacity < expected[0].blocks:
         return Adoption(why_empty=f"the index has room for {first.capacity} blocks")
-    records = sorted(first.records(expected[0].blocks), key=lambda record: record.sequence)
+    records = sorted(first.records(expected[0].blocks), key=attrgetter("sequence"))
     return Adoption(tuple(records), "" if records else "no block is published")
 
 

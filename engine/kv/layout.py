@@ -234,18 +234,20 @@ class IndexPage:
 
     def records(self, blocks: int) -> Iterator[IndexRecord]:
         """The valid records of the first `blocks` blocks, by number."""
-        generation = self.generation
+        generation, crc32 = self.generation, zlib.crc32
         key = _key(self._cells.load_word(COMMIT), generation)
-        memory = self._cells.load(HEADER_BYTES, min(blocks, self.capacity) * RECORD_BYTES)
+        # A copy: nobody writes now, and its parts cost less.
+        memory = bytes(self._cells.load(HEADER_BYTES, min(blocks, self.capacity) * RECORD_BYTES))
+        start = WORD
         for block, (commit, sequence, tokens, group, flags, audit, block_hash) in enumerate(
             _RECORD.iter_unpack(memory)
         ):
             if commit and commit & GENERATION_MAX == generation:
-                start = block * RECORD_BYTES
-                body = memory[start + WORD : start + RECORD_BYTES]
-                if commit >> 32 == zlib.crc32(body, key ^ block):
+                body = memory[start : start + _BODY.size]
+                if commit >> 32 == crc32(body, key ^ block):
                     proof = audit if flags & HAS_AUDIT else None
                     yield IndexRecord(block, block_hash, group, tokens, sequence, proof)
+            start += RECORD_BYTES
 
 
 def incarnation_word(incarnation: str) -> int:

@@ -74,10 +74,10 @@ class IndexWriter:
             self._sequence = adoption.records[-1].sequence
             for block in adoption.torn:
                 self._page.erase(block)
-            for record in adoption.records:
-                self._is_kept[record.block] = 1
-            self.kept = len(adoption.records)
             self._adopted = {record.block for record in adoption.records}
+            for block in self._adopted:
+                self._is_kept[block] = 1
+            self.kept = len(self._adopted)
 
     def use(self, block: int) -> int:
         """The number of the present use of a block, for a later `publish`."""

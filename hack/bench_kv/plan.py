@@ -26,7 +26,6 @@ BLOCK_TOKENS = 32  # of the reference backend; on the CPU vLLM takes multiples o
 MODEL_TOKENS = 2048  # the random model's longest sequence
 MADE = 8  # tokens of an answer whose first one is timed
 LONGEST = MODEL_TOKENS - MADE
-KV_HEADS = 2  # of the random model
 WHOLE_DEVICE = "1TiB"  # more than any GPU has: the memory service takes what there is
 HOST_BYTES = "8GiB"
 # Every death is the bench's, also where others use the machine: that is not what is measured here.
@@ -41,14 +40,23 @@ class Shape:
     hidden: int
     layers: int
     heads: int
+    kv_heads: int = 2
+    head_dim: int = 0  # 0: hidden / heads
 
     @property
     def flags(self) -> tuple[str, ...]:
-        return (f"--hidden={self.hidden}", f"--layers={self.layers}", f"--heads={self.heads}")
+        return (
+            f"--hidden={self.hidden}",
+            f"--layers={self.layers}",
+            f"--heads={self.heads}",
+            f"--kv-heads={self.kv_heads}",
+            f"--head-dim={self.head_dim or self.hidden // self.heads}",
+        )
 
     def kv_bytes(self, tokens: int) -> int:
         """In float32."""
-        return tokens * 2 * self.layers * KV_HEADS * (self.hidden // self.heads) * 4
+        per_head = self.head_dim or self.hidden // self.heads
+        return tokens * 2 * self.layers * self.kv_heads * per_head * 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,9 @@ its limit of descriptors gets no error: it silently loses passed descriptors (MS
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import logging
 import os
 import resource
@@ -17,6 +19,9 @@ PARENT_PID_ENV = "UNDERSTUDY_PARENT_PID"
 
 # 16 sessions attaching 250 slabs each at once, which is the most that this version plans for.
 FDS_ADVISED = 4096
+
+# What an engine's process opens: vLLM's have about 60, and a pool of KV memory brings up to 250.
+FDS_EXPECTED = 512
 
 # Doors that anybody may knock at: probes, the service address, and over TCP the lock's. Together
 # they leave more than half of the descriptors for engines: to accept them, watch and lend to them.
@@ -78,6 +83,23 @@ def make_fd_room(count: int) -> None:
     wanted = soft + count if hard == resource.RLIM_INFINITY else min(soft + count, hard)
     if soft not in (resource.RLIM_INFINITY, wanted):
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def widen_fd_table(count: int = FDS_EXPECTED) -> None:
+    """Make room for `count` descriptors in this process's table, best before it has threads.
+
+    The table grows when it is full (at 64, 256, 512 … descriptors), and in a process with threads
+    the kernel then waits for all CPUs to take notice: 10 to 20 ms, in a wake if they open there
+    what they borrow. It never shrinks, and a child begins with a small one.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = count if soft == resource.RLIM_INFINITY else min(count, soft)
+    with contextlib.suppress(OSError):  # without descriptors, or memory: it grows when it must
+        placeholder = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.close(fcntl.fcntl(placeholder, fcntl.F_DUPFD_CLOEXEC, highest - 1))
+        finally:
+            os.close(placeholder)
 
 
 def strangers_max(at_most: int) -> int:

@@ -50,6 +50,7 @@ def write_random_model(
     layers: int = 2,
     heads: int = 4,
     kv_heads: int = 2,
+    head_dim: int | None = None,
     intermediate: int = 192,
     max_position: int = 2048,
 ) -> None:
@@ -75,7 +76,7 @@ def write_random_model(
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
-        "head_dim": hidden // heads,
+        "head_dim": head_dim or hidden // heads,
         "max_position_embeddings": max_position,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
@@ -173,10 +174,12 @@ def main(arguments: list[str] | None = None) -> int:
         ("--seed", 0, "the same seed writes the same weights"),
         ("--hidden", 64, "hidden size, a multiple of 8"),
         ("--layers", 2, "number of layers"),
-        ("--heads", 4, "number of attention heads, over two heads of keys and values"),
+        ("--heads", 4, "number of attention heads"),
+        ("--kv-heads", 2, "number of heads of keys and values, which divides that of --heads"),
     ):
         text = f"{meaning} (default: %(default)s)"
         parser.add_argument(name, type=int, default=default, help=text)
+    parser.add_argument("--head-dim", type=int, help="size of a head (default: hidden / heads)")
     options = parser.parse_args(arguments)
     try:
         write_random_model(
@@ -185,6 +188,8 @@ def main(arguments: list[str] | None = None) -> int:
             hidden=options.hidden,
             layers=options.layers,
             heads=options.heads,
+            kv_heads=options.kv_heads,
+            head_dim=options.head_dim,
         )
     except UnderstudyError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -37,7 +37,10 @@ KV: dict[str, tuple[Contract, ...]] = {
             "BlockPool._insert_block_hash",
             every(
                 takes_only("block_hash_with_group_id", "block", "num_tokens"),
-                contains("block.set_block_hash(block_hash_with_group_id, num_tokens=num_tokens)"),
+                contains(
+                    "block.set_block_hash(block_hash_with_group_id, num_tokens=num_tokens)",
+                    "self.cached_block_hash_to_block.insert(block_hash_with_group_id, block)",
+                ),
             ),
         ),
         block_pool(

@@ -71,3 +71,23 @@ def test_without_the_variable_nothing_is_armed():
         [sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True
     )
     assert done.stdout == "False\n"
+
+
+def test_table_of_descriptors_is_widened_at_once():
+    """Goal: no later `open` waits for it to grow; method: the kernel's own count, in a new process
+    that then has as many descriptors open as before."""
+    program = textwrap.dedent(
+        """
+        import os, re
+        from plumbing.service.process import widen_fd_table
+        def state():
+            status = open("/proc/self/status").read()
+            return int(re.search(r"FDSize:\\s+(\\d+)", status)[1]), len(os.listdir("/proc/self/fd"))
+        before = state()
+        widen_fd_table(900)
+        print(*before, *state())
+        """
+    )
+    with spawn(program) as child:
+        before, open_before, after, open_after = map(int, child.stdout.read().split())
+    assert (before < 900 <= after, open_after) == (True, open_before)

@@ -7,12 +7,13 @@ Every hash that a block gets goes through `_insert_block_hash`, and every one th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import (
     BlockHash,
+    BlockHashWithGroupId,
     get_block_hash,
     get_group_id,
     make_block_hash_with_group_id,
@@ -21,6 +22,9 @@ from vllm.v1.core.kv_cache_utils import (
 from engine.backends.vllm.kv.kept_index import KeptIndex
 from engine.kv.layout import IndexRecord
 from plumbing.errors import InvariantError
+
+# What follows the hash in the key of a block of the first group, the only one that is published.
+FIRST_GROUP = bytes(make_block_hash_with_group_id(BlockHash(b""), 0))
 
 
 class KeptBlockPool(BlockPool):
@@ -35,24 +39,28 @@ class KeptBlockPool(BlockPool):
         pool.kept = kept
         return pool
 
-    def adopt(self, records: Iterable[IndexRecord], block_tokens: int) -> int:
+    def adopt(self, records: Sequence[IndexRecord], block_tokens: int) -> int:
         """Cache the blocks of `records`, oldest first; how many. They are handed out last.
 
+        What `_insert_block_hash` does with a block that has no hash, for many: nobody is served
+        before the last one is cached.
+
         Raises:
-            InvariantError: a record that cannot be true; call `reset_prefix_cache` then.
+            InvariantError: a record that cannot be true, and nothing was adopted.
         """
-        count = 0
-        for record in records:
-            block = self.blocks[record.block]
-            is_free = not block.is_null and block.ref_cnt == 0 and block.block_hash is None
+        blocks = [self.blocks[record.block] for record in records]
+        for record, block in zip(records, blocks, strict=True):
+            is_free = block.ref_cnt == 0 and block.block_hash is None and not block.is_null
             if not is_free or record.tokens % block_tokens or record.group:
                 raise InvariantError(f"the record of block {record.block} cannot be true")
-            key = make_block_hash_with_group_id(BlockHash(record.block_hash), record.group)
-            super()._insert_block_hash(key, block, record.tokens)
-            self.free_block_queue.remove(block)
-            self.free_block_queue.append(block)
-            count += 1
-        return count
+        insert, queue = self.cached_block_hash_to_block.insert, self.free_block_queue
+        for record, block in zip(records, blocks, strict=True):
+            key = BlockHashWithGroupId(record.block_hash + FIRST_GROUP)
+            block.set_block_hash(key, num_tokens=record.tokens)
+            insert(key, block)
+            queue.remove(block)
+            queue.append(block)
+        return len(blocks)
 
     # ------------------------------------------------------------------ what vLLM calls
 

@@ -11,6 +11,7 @@ import os
 
 from engine.backends.process import INCARNATION_ENV
 from engine.backends.vllm import LOAD_FORMAT
+from plumbing.service.process import widen_fd_table
 
 
 def register() -> None:
@@ -24,6 +25,7 @@ def register() -> None:
     from engine.backends.vllm import membership
 
     membership.join()
+    widen_fd_table()
     from vllm.model_executor.model_loader import register_model_loader
 
     from engine.backends.vllm import collector
