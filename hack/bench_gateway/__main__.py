@@ -3,12 +3,15 @@
     python -m hack.bench_gateway [--json] [--streams 1,64,256,1000] [--events-per-s 20000]
 
 The stub upstream sends one token and one write for each event, at a rate that takes the gateway
-so many `cores`; `events_per_s` is what passes through when nothing paces the stub. The CPU of an
-event is counted while all streams are under way, that of a request by itself; `copying` is a proxy
-that only copies (`copier.py`), and `cores_lacked` is how long the gateway waited for a CPU that
-others had. *Added* is the difference between the percentiles through the gateway and past it. The
-reference backend is a whole pod of each kind, asked in turns. With `--tls`, a child that serves TLS
-is measured beside the plain one, where each request by itself has a handshake.
+so many `cores`; `at_half_a_core` has the rate at which that is half of one. `events_per_s` is what
+passes through when nothing paces the stub. The CPU of an event is counted while all streams are
+under way, that of a request by itself. `copying` is a proxy that only copies, on the gateway's loop
+(`copier.py`), and `copying_c` one in C (`copier.c`, left out without a compiler): what no process
+can do without. `over_unix` is without the clients' TCP, of which loopback counts both halves as the
+gateway's. `cores_lacked` is how long the gateway waited for a CPU that others had. *Added* is the
+difference between the percentiles through the gateway and past it. The reference backend is a whole
+pod of each kind, asked in turns. With `--tls`, a child that serves TLS is measured beside the plain
+one, where each request by itself has a handshake.
 """
 
 from __future__ import annotations
@@ -25,9 +28,9 @@ from typing import Any
 import uvloop
 
 from hack.bench_gateway.load import DEADLINE_S, Seen, one_by_one, request, stream
+from hack.bench_gateway.paced import ROUNDS, added, at_half_a_core, paced, steady
 from hack.bench_gateway.rig import (
     BenchChild,
-    Door,
     Doors,
     Usage,
     doors_of_stub,
@@ -41,7 +44,7 @@ from plumbing.service.process import raise_fd_limit
 Report = dict[str, Any]
 
 SHOWN = 256  # streams: the first keys of the report are theirs
-ROUNDS = 3  # of each way, in turns
+AT_HALF_A_CORE = (64, 256)  # streams
 WARM_UP = 20
 ASKED_ALONE = 300  # requests, one after the other
 REFERENCE_ASKED = 150
@@ -49,19 +52,23 @@ UNPACED_EVENTS = 40_000  # of all streams together
 MEMORY_TOKENS = 100  # that a stream has delivered when its memory is looked at
 HELD_EVENTS_PER_S = 5000  # while memory is looked at
 LOOK_S = 0.05
-PAUSE_S = 0.005  # between two requests that are timed
 
 
 async def measure(
     directory: str, counts: list[int], rate: float, seconds: float, *, with_tls: bool
 ) -> Report:
     async with doors_of_stub(directory) as doors:
-        for door in doors:
-            await one_by_one(door.port, WARM_UP, request(8, 0), Seen())
+        for door in doors.all():
+            await one_by_one(door.address, WARM_UP, request(8, 0), Seen())
         idle_kib = doors.child.rss_kib()
         alone = await _alone(doors)
         memory = await _memory(doors.child, max(counts))  # early: freed memory is used again
-        found = {str(count): await _paced(doors, count, rate, seconds) for count in counts}
+        found = {str(count): await paced(doors, count, rate, seconds) for count in counts}
+        at_half = {
+            str(count): await at_half_a_core(doors, count, seconds)
+            for count in counts
+            if count in AT_HALF_A_CORE
+        }
         for count in counts:
             found[str(count)] |= await _unpaced(doors.child, count)
         streams_shown = SHOWN if SHOWN in counts else counts[0]
@@ -80,6 +87,7 @@ async def measure(
         "kib_per_stream": memory,
         "alone": alone,
         "streams": found,
+        "at_half_a_core": at_half,
         **tls,
     }
 
@@ -99,12 +107,12 @@ async def _beside_tls(
     ways = [("plain", plain, None), ("tls", secure, trust)]
     events, requests = ({name: Usage() for name, _, _ in ways} for _ in range(2))
     seen, timed = ({name: Seen() for name, _, _ in ways} for _ in range(2))
-    await one_by_one(secure.port, WARM_UP, request(8, 0), Seen(), trust)
+    await one_by_one(secure.address, WARM_UP, request(8, 0), Seen(), trust)
     for _ in range(ROUNDS):
         for name, child, tls in ways:
-            await _steady(child, count, what, seen[name], events[name], tls)
+            await steady(child, count, what, seen[name], events[name], tls)
             requests[name].begin(child)
-            await one_by_one(child.port, ASKED_ALONE // ROUNDS, request(1, 0), timed[name], tls)
+            await one_by_one(child.address, ASKED_ALONE // ROUNDS, request(1, 0), timed[name], tls)
             requests[name].end(child)
     return {
         name: {
@@ -125,78 +133,20 @@ async def _alone(doors: Doors) -> Report:
     for _ in range(ROUNDS):
         for door, seen, usage in ((doors.child, through, ours), (doors.copier, copied, copying)):
             usage.begin(door)
-            await one_by_one(door.port, each, request(1, 0), seen)
+            await one_by_one(door.address, each, request(1, 0), seen)
             usage.end(door)
-        await one_by_one(doors.stub.port, each, request(1, 0), past)
+        await one_by_one(doors.stub.address, each, request(1, 0), past)
     return {
-        **_added(through, past),
+        **added(through, past),
         "cpu_us_per_request": round(ours.cpu_ms * 1000 / ASKED_ALONE, 1),
         "copying_us_per_request": round(copying.cpu_ms * 1000 / ASKED_ALONE, 1),
     }
 
 
-async def _paced(doors: Doors, count: int, rate: float, seconds: float) -> Report:
-    """`count` streams with `rate` events per second in all: first alone, for the CPU that an event
-    takes, then, through the gateway and past it in turns, while single requests are timed."""
-    interval_ms = max(1.0, count / rate * 1000)
-    what = request(max(2, int(seconds * 1000 / interval_ms)), interval_ms)
-    through, past, load = Seen(), Seen(), Seen()
-    ours, copying = Usage(), Usage()
-    for _ in range(ROUNDS):
-        await _steady(doors.child, count, what, load, ours)
-        await _steady(doors.copier, count, what, load, copying)
-        await _beside(doors.child.port, count, what, through)
-        await _beside(doors.stub.port, count, what, past)
-    return {
-        **_added(through, past),
-        "events": ours.events,
-        "errors": load.errors + through.errors,
-        "cpu_us_per_event": ours.cpu_us_per_event,
-        "copying_us_per_event": copying.cpu_us_per_event,
-        "cores": round(ours.cpu_ms / ours.wall_ms, 2),
-        "cores_lacked": round(ours.waited_ms / ours.wall_ms, 2),
-    }
-
-
-async def _steady(
-    door: Door,
-    count: int,
-    what: bytes,
-    seen: Seen,
-    usage: Usage,
-    tls: ssl.SSLContext | None = None,
-) -> None:
-    """`count` streams; `usage` is counted while all of them are under way, so that what a request
-    takes at its beginning and at its end is not in it."""
-    await stream(
-        door.port,
-        count,
-        what,
-        seen,
-        all_begun=lambda: usage.begin(door, seen.events),
-        one_ended=lambda: usage.end(door, seen.events),
-        tls=tls,
-    )
-
-
-async def _beside(port: int, count: int, what: bytes, timed: Seen) -> None:
-    """Time single requests for as long as the streams last."""
-    begun, load = asyncio.Event(), Seen()
-    streams = asyncio.create_task(stream(port, count, what, load, begun.set))
-    waiting = asyncio.create_task(begun.wait())
-    await asyncio.wait((waiting, streams), return_when=asyncio.FIRST_COMPLETED)
-    waiting.cancel()
-    while not streams.done():
-        await one_by_one(port, 1, request(1, 0), timed)
-        await asyncio.sleep(PAUSE_S)
-    await streams
-    timed.errors += load.errors
-
-
 async def _unpaced(child: BenchChild, count: int) -> Report:
     """The most that passes through: events are merged in each read, so they cost less."""
     seen = Seen()
-    await stream(child.port, count, request(UNPACED_EVENTS // count, 0), seen)
+    await stream(child.address, count, request(UNPACED_EVENTS // count, 0), seen)
     return {
         "events_per_s": round(seen.events / (seen.last_s - seen.first_s)),
         "errors_unpaced": seen.errors,
@@ -207,7 +157,7 @@ async def _memory(child: BenchChild, count: int) -> float:
     """What one more stream takes, in KiB, once it has delivered `MEMORY_TOKENS` tokens."""
     seen, before = Seen(), child.rss_kib()
     what = request(2 * MEMORY_TOKENS, count / HELD_EVENTS_PER_S * 1000)
-    held = asyncio.create_task(stream(child.port, count, what, seen))
+    held = asyncio.create_task(stream(child.address, count, what, seen))
     for _ in range(int(DEADLINE_S / LOOK_S)):
         if seen.events >= MEMORY_TOKENS * count or held.done():
             break
@@ -215,12 +165,6 @@ async def _memory(child: BenchChild, count: int) -> float:
     grown = child.rss_kib() - before
     await held
     return round(grown / count, 1)
-
-
-def _added(through: Seen, past: Seen) -> Report:
-    ours, theirs = spread(through.ttft_ms, 3), spread(past.ttft_ms, 3)
-    added = {name: round(ours[name] - theirs[name], 3) for name in ("p50", "p99")}
-    return {"added_ttft_ms": added, "ttft_ms": {"gateway": ours, "direct": theirs}}
 
 
 async def reference(gateway_port: int, direct_port: int) -> Report:
@@ -231,7 +175,7 @@ async def reference(gateway_port: int, direct_port: int) -> Report:
     for _ in range(REFERENCE_ASKED):
         await one_by_one(gateway_port, 1, what, through)
         await one_by_one(direct_port, 1, what, past)
-    return {**_added(through, past), "errors": through.errors + past.errors}
+    return {**added(through, past), "errors": through.errors + past.errors}
 
 
 def main() -> int:

@@ -23,6 +23,7 @@ class Client(asyncio.Protocol):
         self._path = path
         self._loop = asyncio.get_running_loop()
         self._connecting: asyncio.Task[object] | None = None
+        self.engine: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
@@ -32,15 +33,20 @@ class Client(asyncio.Protocol):
             connection = self._loop.create_unix_connection(lambda: Engine(self, data), self._path)
             self._connecting = self._loop.create_task(connection)
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.engine is not None:
+            self.engine.abort()
+
 
 class Engine(asyncio.Protocol):
     """The connection that a client's answer comes on."""
 
     def __init__(self, client: Client, request: bytes) -> None:
-        self._client, self._request = client.transport, request
+        self._owner, self._client, self._request = client, client.transport, request
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        cast("asyncio.Transport", transport).write(self._request)
+        self._owner.engine = cast("asyncio.Transport", transport)
+        self._owner.engine.write(self._request)
 
     def data_received(self, data: bytes) -> None:
         self._client.write(data)

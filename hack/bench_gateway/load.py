@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import cast
 
+from hack.processes import ProcessError
+
 DEADLINE_S = 120.0
 END = b"0\r\n\r\n"
 
@@ -80,7 +82,7 @@ def request(tokens: int, interval_ms: float, path: str = "/v1/chat/completions")
 
 
 async def stream(
-    port: int,
+    address: int | str,
     count: int,
     what: bytes,
     seen: Seen,
@@ -88,27 +90,25 @@ async def stream(
     one_ended: Callable[[], None] | None = None,
     tls: ssl.SSLContext | None = None,
 ) -> None:
-    """`count` streams at the same time, until all have ended; over TLS with `tls`. `all_begun` is
-    called once each has sent its first event, `one_ended` when the first of them is over.
+    """`count` streams at the same time, until all have ended; over TLS with `tls`. `address` is a
+    port, or the path of a Unix socket. `all_begun` is called once each has sent its first event,
+    `one_ended` when the first of them is over.
 
     Raises:
         TimeoutError: they have not ended by `DEADLINE_S`.
+        ProcessError: one has ended before the last has begun, so never were all under way.
     """
-    loop = asyncio.get_running_loop()
     seen.first_s = time.perf_counter()
     async with asyncio.timeout(DEADLINE_S):
-        readers = [
-            (await loop.create_connection(lambda: Reader(seen, what), "127.0.0.1", port, ssl=tls))[
-                1
-            ]
-            for _ in range(count)
-        ]
+        readers = [await _connect(address, Reader(seen, what), tls) for _ in range(count)]
         try:
             for reader in readers:
                 await reader.begun
             if all_begun is not None:
                 all_begun()
             if one_ended is not None:
+                if any(reader.done.done() for reader in readers):
+                    raise ProcessError("the streams are too short for this machine: see --seconds")
                 ends = [reader.done for reader in readers]
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
                 one_ended()
@@ -119,9 +119,18 @@ async def stream(
                 reader.transport.abort()
 
 
+async def _connect(address: int | str, reader: Reader, tls: ssl.SSLContext | None) -> Reader:
+    loop = asyncio.get_running_loop()
+    if isinstance(address, str):
+        await loop.create_unix_connection(lambda: reader, address)
+    else:
+        await loop.create_connection(lambda: reader, "127.0.0.1", address, ssl=tls)
+    return reader
+
+
 async def one_by_one(
-    port: int, count: int, what: bytes, seen: Seen, tls: ssl.SSLContext | None = None
+    address: int | str, count: int, what: bytes, seen: Seen, tls: ssl.SSLContext | None = None
 ) -> None:
     """`count` requests, one after the other, each on its own connection."""
     for _ in range(count):
-        await stream(port, 1, what, seen, tls=tls)
+        await stream(address, 1, what, seen, tls=tls)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
+import shutil
 import signal
 import socket
 import ssl
@@ -17,7 +19,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 from gateway import messages as msg
 from gateway.supervisor.child import COMMAND, ChildLink
@@ -35,10 +37,14 @@ START_S = 60.0
 IDLE_S = 0.1  # less than the half second between two beats
 
 
+Address: TypeAlias = "int | str"  # a port on the loopback, or the path of a Unix socket
+
+
 class Door(Protocol):
     """A process that clients connect to."""
 
-    port: int
+    @property
+    def address(self) -> Address: ...
 
     @property
     def pid(self) -> int: ...
@@ -52,6 +58,7 @@ class Usage:
     wall_ms: float = 0.0
     cpu_ms: float = 0.0  # of the thread that has the loop, to the nanosecond
     waited_ms: float = 0.0  # for a CPU, which others had
+    writes: int = 0  # system calls; where a process lags, one passes several events on
 
     def begin(self, door: Door, events: int = 0) -> None:
         self._add(door, events, -1)
@@ -63,6 +70,14 @@ class Usage:
     def cpu_us_per_event(self) -> float:
         return round(self.cpu_ms * 1000 / self.events, 2)
 
+    @property
+    def cores(self) -> float:
+        return round(self.cpu_ms / self.wall_ms, 2)
+
+    @property
+    def events_per_s(self) -> float:
+        return self.events * 1000 / self.wall_ms
+
     def _add(self, door: Door, events: int, sign: int) -> None:
         found = procfs.cpu_times(door.pid)
         assert found is not None
@@ -70,12 +85,20 @@ class Usage:
         self.wall_ms += sign * time.monotonic() * 1000
         self.cpu_ms += sign * found[1]
         self.waited_ms += sign * found[2]
+        self.writes += sign * _writes(door.pid)
+
+
+def _writes(pid: int) -> int:
+    """How often it has called `write` (man 5 proc); not `sendmsg` and its like."""
+    found = re.search(r"^syscw: (\d+)$", Path(f"/proc/{pid}/io").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1])
 
 
 class BenchChild:
-    """The serving child; `port` is its door."""
+    """The serving child; it accepts at `address`: a port of its own unless set."""
 
-    def __init__(self, directory: str, cert: str = "", key: str = "") -> None:
+    def __init__(self, directory: str, cert: str = "", key: str = "", address: Address = 0) -> None:
         self._settings = msg.ConfigureGatewayMsg(
             directory=os.fsencode(directory),
             hold_ms=10_000,
@@ -89,7 +112,7 @@ class BenchChild:
         )
         self._link = ChildLink(1, self, SystemClock())
         self._beat = asyncio.Event()
-        (self.port,) = free_ports(1)
+        self.address = address or free_ports(1)[0]
 
     @property
     def pid(self) -> int:
@@ -99,9 +122,7 @@ class BenchChild:
         """Let it accept, and grant the lock to the stub."""
         self._link.start(COMMAND, self._settings)
         await self._next_beat()
-        with socket.socket() as door:
-            door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            door.bind(("127.0.0.1", self.port))
+        with _bound(self.address) as door:
             door.listen(BACKLOG)
             door.setblocking(False)
             self._link.send(msg.AcceptMsg("bench"), [OwnedFd(os.dup(door.fileno()))])
@@ -141,35 +162,86 @@ class BenchChild:
 
 
 class Beside(ServerProcess):
-    """A program of this bench, `hack.bench_gateway.NAME`, with a port of its own."""
+    """A program between the stub's socket and clients, or the stub itself, with a port of its own
+    unless `address` is set."""
 
-    def __init__(self, name: str, path: str) -> None:
-        (self.port,) = free_ports(1)
-        command = [sys.executable, "-m", f"hack.bench_gateway.{name}", path, str(self.port)]
-        super().__init__(command, lambda: os.path.exists(path) and _is_open(self.port))
+    def __init__(self, program: Sequence[str], path: str, address: Address = 0) -> None:
+        self.address = address or free_ports(1)[0]
+        command = [*program, path, str(self.address)]
+        super().__init__(command, lambda: os.path.exists(path) and _is_open(self.address))
+
+
+class OverUnix(NamedTuple):
+    """The same, with clients on Unix sockets: what they take without TCP."""
+
+    child: BenchChild
+    compiled: Beside | None
 
 
 class Doors(NamedTuple):
-    """The ways to the stub: through the gateway, through the proxy that only copies, past both."""
+    """The ways to the stub: through the gateway, through the proxies that only copy (`compiled`:
+    the one in C, where there is a compiler), past all of them."""
 
     child: BenchChild
     copier: Beside
+    compiled: Beside | None
     stub: Beside
+    over_unix: OverUnix
+
+    def all(self) -> list[Door]:
+        every = (self.child, self.copier, self.compiled, self.stub, *self.over_unix)
+        return [door for door in every if door is not None]
 
 
 @contextlib.asynccontextmanager
 async def doors_of_stub(directory: str) -> AsyncIterator[Doors]:
     path = engine_http_socket(directory, ENGINE)
-    doors = Doors(BenchChild(directory), Beside("copier", path), Beside("stub", path))
+    copier, stub = (
+        Beside((sys.executable, "-m", f"hack.bench_gateway.{name}"), path)
+        for name in ("copier", "stub")
+    )
+    program = _compile(directory)
+    one, two = (os.path.join(directory, f"clients-{number}.sock") for number in (1, 2))
+    compiled = Beside(program, path) if program else None
+    over_unix = OverUnix(
+        BenchChild(directory, address=one), Beside(program, path, two) if program else None
+    )
+    doors = Doors(BenchChild(directory), copier, compiled, stub, over_unix)
+    processes = [each for each in (stub, copier, compiled, over_unix.compiled) if each]
+    children = (doors.child, over_unix.child)
     try:
-        doors.stub.start()
-        doors.copier.start()
-        await doors.child.start()
+        for process in processes:
+            process.start()
+        for child in children:
+            await child.start()
         yield doors
     finally:
-        await doors.child.close()
-        doors.copier.kill()
-        doors.stub.kill()
+        for child in children:
+            await child.close()
+        for process in processes:
+            process.kill()
+
+
+def _compile(directory: str) -> list[str]:
+    """The command of `copier.c`; none without a compiler."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        return []
+    program = os.path.join(directory, "copier")
+    source = Path(__file__).with_name("copier.c")
+    subprocess.run([compiler, "-O2", "-o", program, str(source)], check=True)
+    return [program]
+
+
+def _bound(address: Address) -> socket.socket:
+    if isinstance(address, str):
+        sock = socket.socket(socket.AF_UNIX)
+        sock.bind(address)
+        return sock
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.bind(("127.0.0.1", address))
+    return sock
 
 
 @contextlib.asynccontextmanager
@@ -192,9 +264,12 @@ async def secure_child(directory: str) -> AsyncIterator[tuple[BenchChild, ssl.SS
         await child.close()
 
 
-def _is_open(port: int) -> bool:
+def _is_open(address: Address) -> bool:
+    if isinstance(address, str):
+        with socket.socket(socket.AF_UNIX) as sock:
+            return sock.connect_ex(address) == 0
     with socket.socket() as sock:
-        return sock.connect_ex(("127.0.0.1", port)) == 0
+        return sock.connect_ex(("127.0.0.1", address)) == 0
 
 
 @contextlib.contextmanager
