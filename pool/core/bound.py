@@ -1,12 +1,15 @@
 """How long a ticket can wait at most, part by part, so that `explain` can print them.
 
-    max_wait + (D_i + S_i) + Σ_j (W_j + P_j + D_j + S_j) + W_i + starve_after · (p − p_best)
+    max(max_wait, 2 s) + (D_i + S_i) + Σ_j (W_j + P_j + D_j + S_j) + W_i
+      + starve_after · (p − p_best)
 
 i is the ticket's model, j each model that shares devices with it, also through others. W is the
 budget of a raise, resumed streams included, P the protection of a turn, D a drain, S the release of
 memory. A competitor has at most one turn first, since what a yielding model still wants is younger
 than the ticket; and the second term is that of a ticket just behind its own model's barrier. Once
-the last term is over, no later ticket goes before it.
+the last term is over, no later ticket goes before it. The 2 s are `IDLE_MS_MAX`, in which a head
+may wait for an awake model to be idle rather than have others unloaded (`unloads.py`): they begin
+with the ticket, as `max_wait` does, and add nothing unless that is shorter.
 
 A budget is a minute at least, and most raises take milliseconds: so beside the bound there is the
 same sum with what was measured in the place of every budget (`measured_bound`). It holds for as
@@ -23,7 +26,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from pool.core.victims import protection_ms
+from pool.core.victims import IDLE_MS_MAX, protection_ms
 from pool.core.view import ModelView, PoolRules
 
 
@@ -44,7 +47,7 @@ class TurnBound(Struct, frozen=True):
 class WaitBound(Struct, frozen=True):
     """The parts of the bound, in the order of the formula."""
 
-    max_wait_ms: float
+    max_wait_ms: float  # `IDLE_MS_MAX` at least
     own_drain_ms: float
     own_release_ms: float
     turns: tuple[TurnBound, ...]
@@ -88,7 +91,7 @@ def bound(name: str, priority: int, models: Sequence[ModelView], rules: PoolRule
     in_use += [each.ticket.priority for each in (model, *sharing) if each.ticket is not None]
     behind = max(0, priority - min(in_use))
     return WaitBound(
-        max_wait_ms=model.rules.max_wait_ms,
+        max_wait_ms=max(model.rules.max_wait_ms, IDLE_MS_MAX),
         own_drain_ms=drain_ms(model),
         own_release_ms=model.release_ms,
         turns=tuple(

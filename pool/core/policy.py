@@ -24,6 +24,7 @@ from pool.core import reasons, victims
 from pool.core.rests import rests_of
 from pool.core.states import HOST, ModelState
 from pool.core.tickets import next_level_ms, order_of
+from pool.core.unloads import choose_idle_soon, unloaded
 from pool.core.victims import Head, Obstacle
 from pool.core.view import (
     Decision,
@@ -214,12 +215,20 @@ class _Planner:
         if not short:
             self._reserve(claim)
             return Yield(())
-        models = {each.name: each for name in short for each in self.models_on[name]}.values()
+        models = [*{each.name: each for name in short for each in self.models_on[name]}.values()]
         found = victims.candidates(claim, short, models, self.now_ms, self.rules)
         ready_ms = victims.ready_ms(found, short)
         if ready_ms is None:
             return Wait(None, reasons.stuck(claim, self.free, models))
         chosen = victims.choose([each for each in found if each.ready_ms <= ready_ms], short)
+        spared: tuple[str, ...] = ()
+        unloads = unloaded(chosen, models) if ready_ms <= self.now_ms else ()
+        if unloads:
+            soon = choose_idle_soon(
+                claim, short, models, found, len(unloads), self.now_ms, self.rules
+            )
+            if soon is not None:
+                (ready_ms, chosen), spared = soon, unloads
         self._reserve(claim, chosen, tuple(short))
         # Whom it asks, or waits for, changes whenever one of them becomes ready, or idle.
         changes_ms = [at_ms for each in found for at_ms in (each.ready_ms, each.idle_ms)]
@@ -227,7 +236,7 @@ class _Planner:
         if ready_ms <= self.now_ms:
             self.asked.update(victim.model for victim in chosen if not victim.is_shadow)
             return Yield(tuple(chosen))
-        why = reasons.waiting(claim, self.free, found, chosen, self.rules)
+        why = reasons.waiting(claim, self.free, found, chosen, spared, self.rules)
         names = tuple(victim.model for victim in chosen if not victim.is_shadow)
         is_outranked = any(
             each.obstacle is Obstacle.BETTER and each.model.name in names for each in found

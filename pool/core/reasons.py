@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from plumbing.part.format import duration, size
 from pool.core.states import HOST, ModelState
 from pool.core.tickets import LEASE_PREFIX
-from pool.core.victims import Candidate, Head, Obstacle, has_shadow, protection_ms
+from pool.core.victims import Candidate, Head, Obstacle, has_shadow, idle_after_ms, protection_ms
 from pool.core.view import DeviceView, ModelView, PoolRules, Victim
 
 _HARD_TO_MOVE = frozenset({ModelState.UNLOADING, ModelState.RELEASING, ModelState.FAILED})
@@ -61,16 +61,20 @@ def waiting(
     free: Mapping[str, int],
     found: Sequence[Candidate],
     chosen: Collection[Victim],
+    spared: Sequence[str],
     rules: PoolRules,
 ) -> str:
-    """Somebody who is needed cannot be asked yet."""
+    """Somebody who is needed cannot be asked yet. `spared`: who would be unloaded otherwise."""
     names = {victim.model for victim in chosen if not victim.is_shadow}
     parts = [
         _obstacle(each, head.model, rules)
         for each in found
         if each.obstacle is not Obstacle.NONE and each.model.name in names
     ]
-    return f"{_wants(head, free)}: {'; '.join(parts[:NAMED_MAX])}"
+    sentence = f"{_wants(head, free)}: {'; '.join(parts[:NAMED_MAX])}"
+    if not spared:
+        return sentence
+    return f"{sentence}; so {', '.join(spared[:NAMED_MAX])} need not be unloaded"
 
 
 def making_room(victims: Sequence[str]) -> str:
@@ -133,6 +137,9 @@ def _wants(head: Head, free: Mapping[str, int]) -> str:
 def _obstacle(each: Candidate, head: ModelView, rules: PoolRules) -> str:
     name = each.model.name
     match each.obstacle:
+        case Obstacle.QUIET:
+            after = duration(idle_after_ms(each.model))
+            return f"{name} has no requests, and makes room once it has had none for {after}"
         case Obstacle.PROTECTED:
             turn = duration(protection_ms(each.model, rules))
             return f"{name} has work and is protected for the first {turn} of its turn"

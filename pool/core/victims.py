@@ -3,19 +3,21 @@
     class  who                                          to              when
     0      shadows, unless `shadow: keeps`              cold            now
     1      a model that loads, and nobody waits for it  cold            now
-    2      warm                                         offloaded ¹     now
-    3, 4   awake and idle                               warm, deeper ¹  now
-    5      awake with work                              warm, deeper ¹  past its protection and the
+    2      warm, with a copy in host memory             offloaded       now
+    3, 4   awake and idle                               warm, offloaded now
+    5      warm, or awake and idle, without a copy      cold            now
+    6      awake with work                              warm, offloaded past its protection and the
                                                                         head's `max_wait`, if its
                                                                         priority is not better
-    6      all of these                                 cold            as above
+    7      all of these                                 cold            as above
 
-¹ Cold at once without a copy in host memory; one that works, in class 6. Within a class the least
-recently asked yields first. A model that leaves already may be asked to leave deeper. Never one
-that is pinned or on its way up for a ticket; a granted lease is pinned.
+Within a class the least recently asked yields first. A model that leaves already may be asked to
+leave deeper. Never one that is pinned or on its way up for a ticket; a granted lease is pinned.
 
-The surprising thing: nobody is asked until all who are needed may be asked. To ask early those who
-may be would leave the device idle until the last one's protection ends.
+The surprising things: nobody is asked until all who are needed may be asked. To ask early those who
+may be would leave the device idle until the last one's protection ends. And nobody is unloaded
+(classes 5 and 7) for a head that is `IDLE_MS_MAX` old at most, if to wait until an awake model is
+idle spares it that: a load takes longer than that wait.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ from pool.core.states import ModelState
 from pool.core.tickets import order_of
 from pool.core.view import ModelView, PoolRules, TicketView, Victim
 
-IDLE_MS_MAX = 2_000.0  # awake and quiet for so long is idle, however costly it is to wake again
+# Awake and quiet for so long is idle, however costly it is to wake again; so a head need not wait
+# longer for that.
+IDLE_MS_MAX = 2_000.0
 _KEEPS_ITS_TIER = frozenset(
     {
         *(ModelState.OFFLOADED, ModelState.WARM, ModelState.PENDING),
@@ -44,16 +48,16 @@ _KEEPS_ITS_TIER = frozenset(
 _DESCENTS: Mapping[tuple[str, bool], tuple[tuple[int, Tier], ...]] = {
     ("loading", True): ((1, Tier.COLD),),
     ("loading", False): ((1, Tier.COLD),),
-    (Tier.WARM, True): ((2, Tier.OFFLOADED), (6, Tier.COLD)),
-    (Tier.WARM, False): ((2, Tier.COLD),),
-    (Tier.OFFLOADED, True): ((6, Tier.COLD),),
-    (Tier.OFFLOADED, False): ((6, Tier.COLD),),
+    (Tier.WARM, True): ((2, Tier.OFFLOADED), (7, Tier.COLD)),
+    (Tier.WARM, False): ((5, Tier.COLD),),
+    (Tier.OFFLOADED, True): ((7, Tier.COLD),),
+    (Tier.OFFLOADED, False): ((7, Tier.COLD),),
     (Tier.COLD, True): (),
     (Tier.COLD, False): (),
-    ("idle", True): ((3, Tier.WARM), (4, Tier.OFFLOADED), (6, Tier.COLD)),
-    ("idle", False): ((3, Tier.WARM), (4, Tier.COLD)),
-    ("working", True): ((5, Tier.WARM), (5, Tier.OFFLOADED), (6, Tier.COLD)),
-    ("working", False): ((5, Tier.WARM), (6, Tier.COLD)),
+    ("idle", True): ((3, Tier.WARM), (4, Tier.OFFLOADED), (7, Tier.COLD)),
+    ("idle", False): ((3, Tier.WARM), (5, Tier.COLD)),
+    ("working", True): ((6, Tier.WARM), (6, Tier.OFFLOADED), (7, Tier.COLD)),
+    ("working", False): ((6, Tier.WARM), (7, Tier.COLD)),
 }
 
 
@@ -61,6 +65,7 @@ class Obstacle(StrEnum):
     """Why a model cannot be asked now."""
 
     NONE = ""
+    QUIET = "quiet"  # it has no work, and is idle before it could be asked otherwise
     PROTECTED = "protected"  # it has work, and is in its protection
     YOUNG = "young"  # it has work, and the head's ticket is too young
     BETTER = "better"  # it has work, and the better priority
@@ -116,11 +121,16 @@ def quiet_since_ms(model: ModelView) -> float:
     return max(model.last_request_ms, model.awake_since_ms or 0.0)
 
 
+def idle_after_ms(model: ModelView) -> float:
+    """For how long it must be quiet to be idle."""
+    return min(IDLE_MS_MAX, model.switch_ms)
+
+
 def idle_from_ms(model: ModelView) -> float:
     """From when it is idle; infinite while it has work."""
     if model.in_flight or model.ticket is not None:
         return float("inf")
-    return quiet_since_ms(model) + min(IDLE_MS_MAX, model.switch_ms)
+    return quiet_since_ms(model) + idle_after_ms(model)
 
 
 # ------------------------------------------------------------------------------------ candidates
@@ -166,8 +176,9 @@ def _candidate(
             if idle_ms <= now_ms:
                 return Candidate(model, _steps(model, names, "idle"), now_ms)
             ready_ms, obstacle = _ready(head, model, now_ms, rules)
-            steps = _steps(model, names, "working")
-            return Candidate(model, steps, min(ready_ms, idle_ms), idle_ms, obstacle)
+            if idle_ms < ready_ms:
+                ready_ms, obstacle = idle_ms, Obstacle.QUIET
+            return Candidate(model, _steps(model, names, "working"), ready_ms, idle_ms, obstacle)
         case ModelState.LOADING if _may_unload(head, model, now_ms, rules):
             return Candidate(model, _steps(model, names, "loading"), now_ms)
         case ModelState.LOADING | ModelState.WAKING:

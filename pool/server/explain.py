@@ -251,7 +251,7 @@ def _bounds(found: WaitBound, measured: WaitBound | None) -> list[str]:
 
 def _parts(found: WaitBound) -> list[str]:
     own_ms = found.own_drain_ms + found.own_release_ms
-    lines = [f"  {duration(found.max_wait_ms)}  max_wait"]
+    lines = [f"  {duration(found.max_wait_ms)}  max_wait, or until an awake model is idle"]
     lines.append(f"  {duration(own_ms)}  until it has left its own last turn")
     lines += [_turn(each) for each in found.turns]
     lines.append(f"  {duration(found.raise_ms)}  until it is loaded and awake")

@@ -10,6 +10,7 @@ from typing import Any
 
 from plumbing.part.format import duration, size
 from pool.core.states import HOST
+from pool.core.victims import IDLE_MS_MAX
 from pool.settings import ModelSettings, PoolFile
 from understudy.doctor.facts import PodFacts
 from understudy.doctor.findings import Finding, HealthCheck, failed, passed, skipped, warned
@@ -253,7 +254,8 @@ def _turns_s(file: PoolFile, name: str) -> float:
     """The part of the bound that settings decide: what does not depend on the machine."""
     others = [file.models[each] for each in _sharing(file, name) if each != name]
     turns = sum(each.min_runtime + each.drain_timeout.park for each in others if not each.pinned)
-    return float(file.models[name].max_wait + file.models[name].drain_timeout.park + turns)
+    first = max(file.models[name].max_wait, IDLE_MS_MAX / 1000)
+    return float(first + file.models[name].drain_timeout.park + turns)
 
 
 def _sharing(file: PoolFile, name: str) -> list[str]:

@@ -14,13 +14,14 @@ if TYPE_CHECKING:
     from tests.sim.pool.world import World
 
 RAISE_MS = 60_000.0  # W: a raise's budget
+IDLE_MS = 2_000.0  # in which a head may wait for an awake model to be idle; `max_wait` runs too
 RELEASE_MS = 10_000.0  # S: what the slowest release of a calm world takes, and its messages
 
 
 def bound_ms(world: World, request: Request) -> float | None:
     """None: never, if the drain of a model that shares devices has no end."""
     mine = world.rules[request.model]
-    total = mine.max_wait_ms + RAISE_MS
+    total = max(mine.max_wait_ms, IDLE_MS) + RAISE_MS
     for name in competitors(world, request.model):
         rules = world.rules[name]
         drain = drain_ms(world, rules)

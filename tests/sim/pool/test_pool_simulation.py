@@ -15,7 +15,8 @@ from tests.sim.seeds import replayable, seeds
 
 SCHEDULES = 100_000
 PARTS = 5  # one after the other: a test that takes two minutes is taken for one that hangs
-OUTCOMES = "answered cancelled expired refused cut lost"
+# Of each part. A ticket that expires after its five minutes is rare: none to thirteen in a part.
+OUTCOMES = "answered cancelled refused cut lost"
 
 
 @pytest.mark.slow

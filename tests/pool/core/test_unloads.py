@@ -1,0 +1,101 @@
+"""Goal: nobody is unloaded for a head while an awake model is about to be idle, and no head waits
+for that beyond its first two seconds. Method: small pools by hand, and three models in turn whose
+loads are counted."""
+
+import math
+
+import pytest
+
+from plumbing.part.tier import Tier
+from pool.core.bound import bound
+from pool.core.policy import plan
+from pool.core.states import ModelState
+from pool.core.view import Raise, Victim, Wait, Yield
+from tests.pool.core.policy_world import PolicyWorld
+from tests.pool.core.views import NO_MARGIN, a_model, devices_of
+
+S = ModelState
+NOW = 1_000_000.0
+UP = a_model("up", S.AWAKE, last_request_ms=NOW, switch_ms=300.0)  # idle at NOW + 300
+
+
+def decided(now, *others, since=NOW, total=20):
+    models = [a_model("a", kv=10, waits_since=since), *others]
+    return plan(now, models, devices_of(models, {"0": total}), NO_MARGIN).decisions["a"]
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [a_model("rest", weights=10, has_copy=False), a_model("rest", S.OFFLOADED, base=10)],
+    ids=["warm without a copy", "offloaded"],
+)
+def test_head_waits_for_an_awake_model_to_be_idle_rather_than_unload_another(rest):
+    found = decided(NOW, UP, rest)
+    assert isinstance(found, Wait)
+    assert (found.until_ms, found.victims) == (NOW + 300.0, ("up",))
+    assert found.why == (
+        "a needs 10.0 GiB more on device 0, where 0 B is free: up has no requests, and makes room"
+        " once it has had none for 300 ms; so rest need not be unloaded"
+    )
+    assert decided(NOW + 300.0, UP, rest) == Yield((Victim("up", Tier.WARM),))
+
+
+def test_head_waits_only_within_its_first_two_seconds():
+    """Goal: a model that is asked again and again is not waited for again and again."""
+    rest = a_model("rest", S.OFFLOADED, base=10)
+    unload = Yield((Victim("rest", Tier.COLD),))
+    assert isinstance(decided(NOW, UP, rest, since=NOW - 1_700.0), Wait)
+    assert decided(NOW, UP, rest, since=NOW - 1_701.0) == unload
+    busy = a_model("up", S.AWAKE, in_flight=1, awake_since_ms=NOW)
+    assert decided(NOW, busy, rest) == unload
+
+
+def test_head_does_not_wait_if_that_spares_nobody():
+    """Method: what the awake model gives is too little, or what rests can go to host memory."""
+    rest = a_model("rest", S.OFFLOADED, base=10)
+    little = a_model("up", S.AWAKE, kv=5, last_request_ms=NOW, switch_ms=300.0)
+    assert decided(NOW, little, rest, total=15) == Yield((Victim("rest", Tier.COLD),))
+    copied = a_model("warm", weights=10)
+    assert decided(NOW, UP, copied) == Yield((Victim("warm", Tier.OFFLOADED),))
+
+
+def test_short_max_wait_counts_in_the_bound_as_the_two_seconds():
+    for max_wait_ms, counted_ms in ((0.0, 2_000.0), (7_000.0, 7_000.0)):
+        models = [a_model("a", rules={"max_wait_ms": max_wait_ms})]
+        assert bound("a", 0, models, NO_MARGIN).max_wait_ms == counted_ms
+
+
+class InTurn(PolicyWorld):
+    """Three models on one device: all at rest and one awake fit. Whoever is answered is followed by
+    a request for the next one."""
+
+    def __init__(self, has_copy):
+        super().__init__(seed=3)
+        self.models, self.totals, self.loads = self.models[:3], {"0": 11}, 0
+        self.rules = a_model("a").rules
+        sizes = {Tier.COLD: 0, Tier.OFFLOADED: 3, Tier.WARM: 3, Tier.AWAKE: 5}
+        for model in self.models:
+            model.rules, model.has_copy = self.rules, has_copy
+            model.needs = {tier: {"0": size} for tier, size in sizes.items()}
+            model.booked, model.service_ms, model.pause_ms = {"0": 0}, 50.0, math.inf
+            model.asks_ms = math.inf
+        self.models[0].asks_ms = 1.0
+
+    def _pass(self, model):
+        was_busy = model.busy_until_ms is not None
+        super()._pass(model)
+        if was_busy and model.busy_until_ms is None and model.since_ms is None:
+            after = self.models[(self.models.index(model) + 1) % len(self.models)]
+            after.asks_ms = self.now_ms + 10.0
+
+    def _obey(self, found):
+        raised = [name for name, each in found.decisions.items() if each == Raise()]
+        self.loads += sum(each.tier is Tier.COLD for each in self.models if each.name in raised)
+        return super()._obey(found)
+
+
+@pytest.mark.parametrize("has_copy", [True, False])
+def test_three_models_in_turn_load_once_each(has_copy):
+    world = InTurn(has_copy).run(120_000.0)
+    assert world.loads == 3
+    assert world.switches > 100
