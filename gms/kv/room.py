@@ -84,15 +84,19 @@ def _check_limit(needed_bytes: int, limit_bytes: int, of: str) -> None:
 
 
 def _weights_bytes(directory: str, device: str) -> int:
-    """The size of the device's weights; if their server does not answer, of those that were
-    committed last, which the engines that map them keep."""
+    """The size of the device's weights. While the journalled epoch is the only one with a file that
+    is all there is, and nobody need be asked. If their server does not answer, it is the size of
+    those that were committed last, which the engines that map them keep.
+    """
+    record = journal.peek(names.journal_path(directory, device))
+    size_bytes = record.size_bytes if record is not None else 0
+    if names.epochs_on_disk(directory, device) == ([record.epoch] if record is not None else []):
+        return size_bytes
     path = names.socket_path(directory, device)
     try:
         with BlockingClient(path, msg.CATALOGUE, connect_timeout_s=ASK_S) as client:
             answer = client.request(msg.StatusMsg(), timeout_s=ASK_S).message
     except UnderstudyError as error:
-        record = journal.peek(names.journal_path(directory, device))
-        size_bytes = record.size_bytes if record is not None else 0
         logger.warning(
             "counting %s of weights, by their journal: %s", size(size_bytes), error.message
         )
