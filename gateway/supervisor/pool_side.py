@@ -27,6 +27,7 @@ from pool.client import (
     PooledModel,
     PoolLink,
     RefusedDoor,
+    binds_alike,
 )
 
 
@@ -115,11 +116,14 @@ class GatewayPoolSide:
         old = self.said.get(model)
         if said.door is None:  # what it said before counts
             door, number = (None, 0) if old is None else (old.door, old.number)
-        elif old is not None and self._heard.get(model) == (said.number, said.door):
-            door, number = old.door, old.number
         else:
+            before, before_door = self._heard.get(model, (0, None))
+            is_same = before == said.number and binds_alike(before_door, said.door)
             self._heard[model] = (said.number, said.door)
-            door, number = said.door, self._demands.tell(model, said.number)
+            if old is not None and is_same:
+                door, number = said.door, old.number  # there is nothing to obey anew
+            else:
+                door, number = said.door, self._demands.tell(model, said.number)
         self.said[model] = msgspec.structs.replace(said, door=door, number=number)
 
     def _connected(self) -> None:

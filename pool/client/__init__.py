@@ -16,6 +16,7 @@ from pool.core.events import (
     ShutDoor,
     Ticket,
     TicketKind,
+    binds_alike,
 )
 from pool.core.states import TICKETS_MAX, ModelState
 from pool.messages import DemandMsg, DoorsMsg, PooledModel
@@ -41,6 +42,7 @@ __all__ = [
     "ShutDoor",
     "Ticket",
     "TicketKind",
+    "binds_alike",
     "engines_of",
     "messages",
     "read_pool_file",

@@ -238,8 +238,16 @@ class RefusedDoor(Struct, frozen=True, tag="refused"):
 Door = OpenDoor | ShutDoor | RefusedDoor
 
 
+def binds_alike(one: Door | None, other: Door | None) -> bool:
+    """Whether gateways do the same behind both: reasons and times are only told."""
+    if isinstance(one, ShutDoor) and isinstance(other, ShutDoor):
+        return one.running is other.running
+    return one == other
+
+
 class SetModelDoor(PoolEffect, frozen=True):
-    """To every gateway. `number` grows with every change of any door."""
+    """To every gateway. `number` grows with every change of any door in what it binds them to
+    (`binds_alike`): that is what they have to obey."""
 
     model: str
     number: int

@@ -238,10 +238,8 @@ class ModelPool:
         for name in [name for name in pool.models if name in pool.to_show]:
             known = pool.models[name]
             stands = known.door is not None and known.model.is_recovering
-            if not known.is_unknown and not stands and self._is_other_door(known):
-                pool.door_number += 1
-                known.door_number = pool.door_number
-            elif not says_again:
+            is_other = not known.is_unknown and not stands and self._is_other_door(known)
+            if not (is_other or says_again):
                 continue
             if known.door is not None:
                 state = known.model.state
@@ -253,6 +251,9 @@ class ModelPool:
         door = door_of(known, now_ms)
         if not is_other_door(known, door, now_ms):
             return False
+        if not (known.door_key and ev.binds_alike(known.door, door)):
+            self.situation.door_number += 1
+            known.door_number = self.situation.door_number
         known.door, known.door_key = door, door_key(known, door)
         soon_ms = door.expected_ms if isinstance(door, ev.ShutDoor) else None
         known.door_expected_ms = None if soon_ms is None else now_ms + soon_ms

@@ -9,6 +9,7 @@ all of them obey it.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Collection, Mapping
 
 from msgspec.structs import replace
@@ -19,6 +20,7 @@ from plumbing.wire.process_watch import ProcessWatch
 from pool.core.events import DemandCame, GatewayGone, ModelDemand, PoolEvent
 from pool.messages import DemandMsg, DoorsMsg, PooledModel
 
+SHOWN_S = 0.05  # longer than a switch takes: what gateways only show does not stand in its way
 GATEWAYS_MAX = 8  # a pod has one, and a dead one or two that it replaces
 
 
@@ -36,7 +38,8 @@ class PoolGateways:
         self._doors, self._feed, self._now_ms = doors, feed, now_ms
         self._processes = ProcessWatch(self._ended)
         self.conns: dict[str, Connection] = {}  # by gateway
-        self._is_due = False
+        self._due: asyncio.Handle | None = None
+        self._is_urgent = False
 
     def said(self, conn: Connection, message: DemandMsg) -> None:
         """
@@ -74,17 +77,24 @@ class PoolGateways:
             self._feed(GatewayGone(gateway, is_watched=self._processes.watches(gateway)))
             self._processes.look(gateway)
 
-    def tell(self) -> None:
-        """Doors have changed: tell all, once for what changes together."""
-        if not self._is_due:
-            self._is_due = True
-            asyncio.get_running_loop().call_soon(self._tell)
+    def tell(self, *, is_urgent: bool) -> None:
+        """Doors have changed: tell all, once for what changes together. Not urgent is what makes no
+        gateway act, such as reasons and states."""
+        if self._due is not None and is_urgent and not self._is_urgent:
+            self._due.cancel()
+            self._due = None
+        if self._due is None:
+            loop = asyncio.get_running_loop()
+            later = loop.call_soon if is_urgent else functools.partial(loop.call_later, SHOWN_S)
+            self._due, self._is_urgent = later(self._tell), is_urgent
 
     def close(self) -> None:
+        if self._due is not None:
+            self._due.cancel()
         self._processes.close()
 
     def _tell(self) -> None:
-        self._is_due = False
+        self._due = None
         if self.conns:
             doors = DoorsMsg(dict(self._doors()))
             for conn in tuple(self.conns.values()):

@@ -27,8 +27,7 @@ class PoolPerformer:
             case ev.SaveState():
                 self._save(effect.is_order)
             case ev.SetModelDoor():
-                parts.told.set_door(effect)
-                parts.gateways.tell()
+                parts.gateways.tell(is_urgent=parts.told.set_door(effect))
             case ev.TellEngine():
                 self._tell(effect)
             case ev.KillEngine():
@@ -63,7 +62,7 @@ class PoolPerformer:
         match record:
             case ev.ModelChanged():
                 parts.told.changed(record)
-                parts.gateways.tell()
+                parts.gateways.tell(is_urgent=False)
                 known = parts.pool.situation.models[record.model]
                 parts.metrics.count(record, known.leaving)
                 text = f"{record.model}: {record.old} → {record.new}: {record.reason}"

@@ -152,7 +152,7 @@ class PoolServer:
             self.feed(ev.RulesChanged(model, parts.file.models[model].rules))
         else:
             self.feed(ev.RulesChanged(None, parts.file.rules))
-        parts.gateways.tell()
+        parts.gateways.tell(is_urgent=True)
 
     def _handle(self, event: ev.PoolEvent) -> None:
         self._is_busy = True

@@ -36,9 +36,12 @@ class ToldModels:
         told = self.models[record.model]
         told.since_ms, told.reason, told.alarm = self._clock.now_ms(), record.reason, None
 
-    def set_door(self, effect: SetModelDoor) -> None:
+    def set_door(self, effect: SetModelDoor) -> bool:
+        """Whether gateways have to obey it anew."""
         told = self.models[effect.model]
+        is_new = effect.number != told.number
         told.door, told.number = effect.door, effect.number
+        return is_new
 
     def alarmed(self, record: Alarm) -> None:
         if record.model in self.models:
