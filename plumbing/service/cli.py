@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import io
 import os
 import sys
@@ -69,6 +70,7 @@ def run_async(main: Callable[[], Coroutine[Any, Any, T]], *, as_json: bool = Fal
     in a callback of the loop, is our own fault and ends it with a stack trace.
     """
     raise_fd_limit()
+    gc.freeze()  # what is imported stays: no later collection scans it while somebody waits
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.get_loop().set_exception_handler(_crash_on_our_fault)
