@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 from collections.abc import Callable
 
 from plumbing.part.format import duration
@@ -91,4 +93,6 @@ class PoolPerformer:
                 )
 
     def _record(self, kind: str, message: str, severity: str = "info", **data: object) -> None:
-        self._parts.log.record(kind, message, severity, data)
+        """Behind what is sent in this turn of the loop: gateways wait for their doors."""
+        record = functools.partial(self._parts.log.record, kind, message, severity, data)
+        asyncio.get_running_loop().call_soon(record)
