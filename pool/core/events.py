@@ -246,8 +246,7 @@ def binds_alike(one: Door | None, other: Door | None) -> bool:
 
 
 class SetModelDoor(PoolEffect, frozen=True):
-    """To every gateway. `number` grows with every change of any door in what it binds them to
-    (`binds_alike`): that is what they have to obey."""
+    """To every gateway. `number` grows whenever any door no longer binds them as it did."""
 
     model: str
     number: int
@@ -311,9 +310,6 @@ class RefuseLease(PoolEffect, frozen=True):
     lease: str
     code: str
     sentence: str
-
-
-# -------------------------------------------------------------------------------------- records
 
 
 class PoolRecord(PoolEffect, frozen=True):
