@@ -352,4 +352,5 @@ def test_members_with_the_reference_backend_come_back_and_say_the_same(host, oth
         member.until("active", number=2)
     assert say(host) == before
     assert zero.status()["deaths"][-1]["cause"] == "member_lost"
-    assert one.status()["deaths"][-1]["cause"] == "child_exit"
+    # What its HTTP process says of the closed link may come before the word of the kernel.
+    assert one.status()["deaths"][-1]["cause"] in ("child_exit", "backend_fault")

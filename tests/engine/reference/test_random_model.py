@@ -75,5 +75,5 @@ def test_help_of_the_random_model_says_every_default(capsys: pytest.CaptureFixtu
         main(["--help"])
     assert caught.value.code == 0
     said = capsys.readouterr().out
-    assert said.count("(default: ") == 4
+    assert said.count("(default: ") == 6
     assert "--hidden 4096 --layers 6" in said

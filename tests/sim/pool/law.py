@@ -6,6 +6,7 @@ but its file. Each message of an assertion begins with the invariant's number.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from engine.core.events import State
@@ -52,7 +53,7 @@ class Law(Books):
                 assert lease is not None, f"P16: a lease nobody asked for: {effect.lease}"
                 if effect.lease not in self.leases:
                     self.leases[effect.lease] = lease
-                    self.fits((lease.device,), f"lease {effect.lease} is granted")
+                    self.fits((lease.device,), f"lease {effect.lease} is granted", self.outside)
             case KillEngine():
                 self.killed.add(effect.engine)
                 self.faulted.add(self.world.engines[effect.engine].model)
@@ -74,7 +75,8 @@ class Law(Books):
         before = RANK[last.goal] if last is not None else 0
         if RANK[effect.goal] > before:
             rules = self.world.rules[engine.model]
-            self.fits(rules.devices, f"{effect.engine} is told {effect.goal}")
+            heard = self.predecessor_heard if self.is_inherited(now) else self.outside
+            self.fits(rules.devices, f"{effect.engine} is told {effect.goal}", heard)
         if effect.engine in self.killed:  # what a spent cut had left running ended with it
             self.killed.discard(effect.engine)
         elif effect.goal is not Tier.AWAKE and engine.state is State.ACTIVE:
@@ -166,15 +168,16 @@ class Law(Books):
             if self.will_fit({other}) and not self.will_fit({other, model}):
                 raise AssertionError(f"P17: {model} takes the room of {other} at {now:.0f}")
 
-    def fits(self, devices: tuple[str, ...], why: str) -> None:
-        """P1: what is used or may be, by the goals that engines have or may still obey."""
+    def fits(self, devices: tuple[str, ...], why: str, heard: Mapping[str, int]) -> None:
+        """P1: what is used or may be, by the goals that engines have or may still obey, beside the
+        memory outside that was `heard` of."""
         world = self.world
         for name in (*devices, HOST):
             device = world.devices.get(name)
             if device is None:
                 continue
             parts = self.may_use(name)
-            outside = self.outside.get(name, device.outside_bytes)
+            outside = heard.get(name, device.outside_bytes)
             margin = 0 if name == HOST else world.pool_rules.margin_bytes
             total = sum(parts.values()) + outside + margin
             assert total <= device.total_bytes, (

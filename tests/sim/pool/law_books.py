@@ -21,7 +21,7 @@ from pool.core.events import (
     TellEngine,
 )
 from pool.core.snapshot import PoolSnapshot
-from pool.core.states import HOST, EngineSizes, ModelState
+from pool.core.states import HOST, EngineSizes, GoalGeneration, ModelState
 from tests.sim.pool.engine import RANK
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ class Books:
         self.leases: dict[str, LeaseAsked] = {}  # granted
         # what this pool has heard
         self.outside: dict[str, int] = {}
+        self.predecessor_heard: dict[str, int] = {}  # of the memory outside
         self.demand: dict[str, dict[str, ModelDemand]] = {}
         self.sizes: dict[str, EngineSizes] = dict(world.estimates)
         self.unheard: set[str] = set()  # engines
@@ -47,6 +48,8 @@ class Books:
         self.pinned = {name for name, rules in world.rules.items() if rules.is_pinned}
         self.opened_ms: dict[str, float] = {}
         self.awake: set[str] = set()  # models, by the pool's file
+        self.on_file: GoalGeneration | None = None  # the newest
+        self.inherited: GoalGeneration | None = None  # the newest that a predecessor decided
         self.shut_ms: dict[str, float] = {}
         self.faulted: set[str] = set()  # models whose engines failed or were killed, ever
         self.killed: set[str] = set()  # engines, until they are told a goal
@@ -63,12 +66,15 @@ class Books:
         self.starts += 1
         self.demand.clear()
         self.asked.clear()
+        self.predecessor_heard |= self.outside
         self.outside.clear()
+        self.inherited = self.on_file
         self.states.clear()
         self.unheard = set(self.world.engines)
 
     def filed(self, snapshot: PoolSnapshot) -> None:
         """A turn begins with its record: who comes after a pool that has died opens the door."""
+        self.on_file = GoalGeneration(snapshot.era, snapshot.start, snapshot.number)
         for name, saved in snapshot.models.items():
             if saved.state is not ModelState.AWAKE:
                 self.awake.discard(name)
@@ -113,6 +119,11 @@ class Books:
     def forget(self) -> None:
         """What a trunk has done counts once."""
         self.seen, self.outcomes, self.switches = set(), {}, 0
+
+    def is_inherited(self, generation: GoalGeneration) -> bool:
+        """Whether a pool before this one has decided it, and died before it was told."""
+        newest = self.inherited
+        return newest is not None and (generation == newest or generation.is_older(newest))
 
     # ------------------------------------------------------------------ what follows from it
 
