@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import zlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -121,21 +122,29 @@ class StubEngine:
     def __post_init__(self) -> None:
         self.released = asyncio.Event()
         self.died = asyncio.Event()
-        self._server: asyncio.Server | None = None
+        self._listening: socket.socket | None = None
+        self._accepted: set[socket.socket] = set()  # of tasks that have not begun
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         if os.path.exists(self.path):
             os.unlink(self.path)
-        self._server = await asyncio.start_unix_server(self._connected, self.path, backlog=4096)
+        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        self._listening.bind(self.path)
+        self._listening.listen(4096)
+        asyncio.get_running_loop().add_reader(self._listening, self._accept)
 
     def die(self) -> None:
         """As with SIGKILL: every connection ends where it is."""
-        if self._server is not None:
-            self._server.close()
+        if self._listening is not None:
+            asyncio.get_running_loop().remove_reader(self._listening)
+            self._listening.close()
             os.unlink(self.path)
-            self._server = None
+            self._listening = None
+        for connection in self._accepted:
+            connection.close()
+        self._accepted.clear()
         for writer in tuple(self._writers):
             writer.transport.abort()
         for task in tuple(self._tasks):
@@ -144,16 +153,28 @@ class StubEngine:
 
     @property
     def open_connections(self) -> int:
-        return len(self._writers)
+        return len(self._tasks)
 
     # ------------------------------------------------------------------ connections
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
+    def _accept(self) -> None:
+        """Not `asyncio.start_unix_server`: closing its server leaves connections open for ever that
+        were accepted in the same turn of the loop."""
+        while self._listening is not None:
+            try:
+                connection, _ = self._listening.accept()
+            except BlockingIOError:
+                return
+            self.accepted += 1
+            self._accepted.add(connection)
+            task = asyncio.ensure_future(self._connected(connection))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _connected(self, connection: socket.socket) -> None:
+        self._accepted.discard(connection)
+        reader, writer = await asyncio.open_unix_connection(sock=connection)
         self._writers.add(writer)
-        self.accepted += 1
         try:
             while await self._serve(reader, writer) and self.keeps_alive:
                 pass
@@ -162,7 +183,6 @@ class StubEngine:
         except asyncio.CancelledError:
             pass  # `die`
         finally:
-            self._tasks.discard(task)
             self._writers.discard(writer)
             writer.close()
 
