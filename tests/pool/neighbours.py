@@ -252,9 +252,9 @@ class World:
             for tag in (WEIGHTS, KV)
         }
         self.engines = {model: StandInEngine(self, f"{model}-0", model) for model in models}
-        self.demand, self.doors, self.lost = {}, {}, []
-        self.heard = []  # every word on doors, since a test has cleared it
-        callbacks = PoolCallbacks(on_doors=self._doors, on_lost=self.lost.append)
+        self.demand, self.doors = {}, {}
+        self.heard = []  # every word on doors of this pool
+        callbacks = PoolCallbacks(on_doors=self._doors, on_lost=self._lost)
         self.link = PoolLink(directory, lambda: self.demand, callbacks)
         self._running = None
 
@@ -284,6 +284,13 @@ class World:
                 tickets, last_request_ms=has.last_request_ms, door=model.number
             )
         self.link.changed()
+
+    def _lost(self, _reason):
+        self.doors, self.heard = {}, []
+
+    async def loses_the_pool(self):
+        """Wait until the last word of a pool that was killed has been read."""
+        await auntil(lambda: not self.doors, "the gateway to lose the pool")
 
     def ask(self, model, now_ms):
         """A request comes."""

@@ -85,7 +85,7 @@ def test_orders_are_obeyed_kept_and_refused(place):
                 assert (code, "did you mean 'min_runtime'?" in errors) == (1, True)
 
                 pool.kill()
-                world.doors = {}
+                await world.loses_the_pool()
                 pool.start()
                 await world.until_open("chat")
                 assert model(directory, "chat")["pinned"]
@@ -149,7 +149,7 @@ def test_lease_lasts_as_long_as_any_of_its_processes(place):
                 assert json_page.undocumented(found, json_page.rows_of(STATUS)) == []
 
                 pool.kill()
-                world.doors = {}
+                await world.loses_the_pool()
                 pool.start()
                 await auntil(lambda: world.doors, "another pool to run")
                 assert [each["granted"] for each in document(directory)["leases"]] == [True]

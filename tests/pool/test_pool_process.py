@@ -80,9 +80,7 @@ async def take_turns(directory, file):
 
             told = {name: list(engine.goals) for name, engine in world.engines.items()}
             pool.kill()
-            await auntil(lambda: world.lost, "the gateway to lose the pool")
-            world.doors = {}
-            world.heard.clear()
+            await world.loses_the_pool()
             pool.start()
             await world.until_open("coder")
             assert all(
@@ -110,7 +108,7 @@ def test_second_pool_of_a_directory_cannot_run(place):
                 assert (code, "[wire.address_in_use]" in errors) == (1, True)
                 assert f"pid {pool.process.pid}" in errors
                 pool.kill()
-                world.doors = {}
+                await world.loses_the_pool()
                 pool.start()
                 await auntil(lambda: world.doors, "another pool to run")
 
