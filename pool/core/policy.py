@@ -231,7 +231,7 @@ class _Planner:
                 (ready_ms, chosen), spared = soon, unloads
         self._reserve(claim, chosen, tuple(short))
         # Whom it asks, or waits for, changes whenever one of them becomes ready, or idle.
-        changes_ms = [at_ms for each in found for at_ms in (each.ready_ms, each.idle_ms)]
+        changes_ms = [ready_ms, *(at for each in found for at in (each.ready_ms, each.idle_ms))]
         self.due_ms = min([self.due_ms, *(at_ms for at_ms in changes_ms if at_ms > self.now_ms)])
         if ready_ms <= self.now_ms:
             self.asked.update(victim.model for victim in chosen if not victim.is_shadow)

@@ -11,7 +11,16 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from plumbing.part.format import duration, size
 from pool.core.states import HOST, ModelState
 from pool.core.tickets import LEASE_PREFIX
-from pool.core.victims import Candidate, Head, Obstacle, has_shadow, idle_after_ms, protection_ms
+from pool.core.victims import (
+    IDLE_MS_MAX,
+    Candidate,
+    Head,
+    Obstacle,
+    has_shadow,
+    has_work,
+    idle_after_ms,
+    protection_ms,
+)
 from pool.core.view import DeviceView, ModelView, PoolRules, Victim
 
 _HARD_TO_MOVE = frozenset({ModelState.UNLOADING, ModelState.RELEASING, ModelState.FAILED})
@@ -67,9 +76,11 @@ def waiting(
     """Somebody who is needed cannot be asked yet. `spared`: who would be unloaded otherwise."""
     names = {victim.model for victim in chosen if not victim.is_shadow}
     parts = [
-        _obstacle(each, head.model, rules)
+        _works(each.model)
+        if spared and has_work(each.model)
+        else _obstacle(each, head.model, rules)
         for each in found
-        if each.obstacle is not Obstacle.NONE and each.model.name in names
+        if each.model.name in names and (spared or each.obstacle is not Obstacle.NONE)
     ]
     sentence = f"{_wants(head, free)}: {'; '.join(parts[:NAMED_MAX])}"
     if not spared:
@@ -132,6 +143,11 @@ def _wants(head: Head, free: Mapping[str, int]) -> str:
         f"{who} needs {size(head.extra[name])} more {_where(name)}, "
         f"where {size(max(0, free[name]))} is free"
     )
+
+
+def _works(model: ModelView) -> str:
+    within = duration(IDLE_MS_MAX)
+    return f"{model.name} has work, and a request waits up to {within} for it to end"
 
 
 def _obstacle(each: Candidate, head: ModelView, rules: PoolRules) -> str:

@@ -126,9 +126,13 @@ def idle_after_ms(model: ModelView) -> float:
     return min(IDLE_MS_MAX, model.switch_ms)
 
 
+def has_work(model: ModelView) -> bool:
+    return model.in_flight > 0 or model.ticket is not None
+
+
 def idle_from_ms(model: ModelView) -> float:
     """From when it is idle; infinite while it has work."""
-    if model.in_flight or model.ticket is not None:
+    if has_work(model):
         return float("inf")
     return quiet_since_ms(model) + idle_after_ms(model)
 

@@ -46,8 +46,27 @@ def test_head_waits_only_within_its_first_two_seconds():
     unload = Yield((Victim("rest", Tier.COLD),))
     assert isinstance(decided(NOW, UP, rest, since=NOW - 1_700.0), Wait)
     assert decided(NOW, UP, rest, since=NOW - 1_701.0) == unload
-    busy = a_model("up", S.AWAKE, in_flight=1, awake_since_ms=NOW)
-    assert decided(NOW, busy, rest) == unload
+
+
+@pytest.mark.parametrize(
+    "up",
+    [
+        a_model("up", S.AWAKE, in_flight=1, awake_since_ms=NOW, switch_ms=300.0),
+        a_model("up", S.WAKING, waits_since=NOW, switch_ms=300.0),
+    ],
+    ids=["at work", "waking"],
+)
+def test_head_waits_up_to_two_seconds_for_work_to_end_rather_than_unload_another(up):
+    rest = a_model("rest", S.OFFLOADED, base=10)
+    found = decided(NOW, up, rest)
+    assert isinstance(found, Wait)
+    assert (found.until_ms, found.victims) == (NOW + 2_000.0, ("up",))
+    assert found.why == (
+        "a needs 10.0 GiB more on device 0, where 0 B is free: up has work, and a request waits up"
+        " to 2s for it to end; so rest need not be unloaded"
+    )
+    assert isinstance(decided(NOW, up, rest, since=NOW - 1_999.0), Wait)
+    assert decided(NOW, up, rest, since=NOW - 2_000.0) == Yield((Victim("rest", Tier.COLD),))
 
 
 def test_head_does_not_wait_if_that_spares_nobody():
