@@ -52,6 +52,8 @@ class Goals:
                     pool is not None and pool.is_kill,
                 )
             )
+        self._watchers.discard(conn)
+        self._changed()  # for the others; this one hears it once, as the answer
         conn.send(self.am(), request_id)
         self._watchers.add(conn)
 

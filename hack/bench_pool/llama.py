@@ -67,7 +67,7 @@ async def _scenario(server: str, base: Path, plan: Plan, name: str) -> Figures:
     program = Program("llama.cpp", Target("127.0.0.1", port), MODELS)
     try:
         await runner.start()
-        await program.learn([*program.short.values(), program.long[MODELS[0]]])
+        await program.learn([*program.short.values(), *program.mixed[MODELS[0]]])
         match name:
             case "S1":
                 return await switching.in_turn(program, MODELS, plan.s1_switches, plan.pause_s)

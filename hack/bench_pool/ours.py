@@ -77,7 +77,7 @@ class Ours:
 
     async def _s3(self) -> Figures:
         async def body(pool: BenchedPool) -> Figures:
-            await pool.learn([pool.long[pool.models[0]]])
+            await pool.learn(pool.mixed[pool.models[0]])
             return await waiting.saturated_pool(pool, self._plan)
 
         return await self._pod("s3", self._pool(2, defaults=self._plan.fair), body)
@@ -99,7 +99,7 @@ class Ours:
 
     async def _s6(self) -> Figures:
         async def body(pool: BenchedPool) -> Figures:
-            await pool.learn([pool.long[pool.models[0]]])
+            await pool.learn(pool.mixed[pool.models[0]])
             return await waiting.leavers(pool, self._plan)
 
         # Whoever waits for less than `max_wait` makes nobody yield.

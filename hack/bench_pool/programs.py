@@ -21,6 +21,9 @@ from understudy.drill.records import End, Exchange, Outcome, Prompt
 from understudy.drill.verdict import classify
 
 SHORT_TOKENS, LONG_TOKENS = 16, 300
+# Of answers that keep a model busy, as long as LONG_TOKENS on average. Answers of one length that
+# are computed in one batch end together, and then the model is idle: what no real load is.
+MIXED_TOKENS = (140, 380, 260, 460, 300, 220, 340)
 LOST = (Outcome.LOST, Outcome.HUNG, Outcome.LOST_IN_GATEWAY)
 FIRST_ANSWER_S = 300.0  # vLLM starts meanwhile
 FIRST_ANSWERS = 3  # a program that has just started may refuse
@@ -48,7 +51,8 @@ def prompts_of(models: Sequence[str], tokens: int, kind: str) -> dict[str, Promp
 
 @dataclass
 class Program:
-    """`short` and `long`: a prompt for each model. `expected`: the answers to them, by key."""
+    """`short` and `long`: a prompt for each model; `mixed`: several for each, whose answers differ
+    in length. `expected`: the answers to them, by key."""
 
     name: str
     target: Target
@@ -56,10 +60,13 @@ class Program:
     expected: dict[str, Exchange] = field(default_factory=dict)
     short: Mapping[str, Prompt] = field(init=False)
     long: Mapping[str, Prompt] = field(init=False)
+    mixed: Mapping[str, Sequence[Prompt]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.short = prompts_of(self.models, SHORT_TOKENS, "short")
         self.long = prompts_of(self.models, LONG_TOKENS, "long")
+        mixed = [prompts_of(self.models, tokens, f"mixed{tokens}") for tokens in MIXED_TOKENS]
+        self.mixed = {model: [each[model] for each in mixed] for model in self.models}
 
     async def learn(self, prompts: Sequence[Prompt]) -> None:
         """Ask each once, alone.
@@ -112,15 +119,16 @@ def _is_whole(answer: Exchange) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def saturated(
-    program: Program, prompt: Prompt, clients: int
-) -> AsyncIterator[list[Exchange]]:
-    """Clients that ask `prompt` without pause meanwhile; yields what they got, as it comes, once
-    one has had an answer. They begin apart: answers that are batched from the same moment on end
-    together, and then the model is idle again and again."""
-    alone = program.expected[prompt.key]
+async def saturated(program: Program, model: str, clients: int) -> AsyncIterator[list[Exchange]]:
+    """Clients that ask `model` without pause meanwhile; yields what they got, as it comes, once one
+    has had an answer. They begin apart and with different prompts, since the model is to have
+    requests at every moment, which some programs need not to give it up."""
+    prompts = program.mixed[model]
+    alone = program.expected[prompts[0].key]
     apart_s = (alone.ended_ms - alone.sent_ms) / 1000 / clients
-    async with without_pause(program, [[prompt]] * clients, apart_s) as exchanges:
+    starts = [number % len(prompts) for number in range(clients)]
+    asked = [[*prompts[start:], *prompts[:start]] for start in starts]
+    async with without_pause(program, asked, apart_s) as exchanges:
         await answered(exchanges, 1)
         yield exchanges
 

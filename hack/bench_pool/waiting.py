@@ -36,7 +36,7 @@ async def beside_saturated(program: Program, plan: Plan) -> Figures:
     `starved_s` is starved, and is asked no more."""
     a, b = program.models[:2]
     waits, starved, mine = list[float](), 0, list[Exchange]()
-    async with saturated(program, program.long[a], plan.saturating) as others:
+    async with saturated(program, a, plan.saturating) as others:
         while len(mine) < plan.s3_rounds and not starved:
             exchange = await program.ask(program.short[b], plan.starved_s)
             mine.append(exchange)
@@ -108,7 +108,7 @@ async def leavers(program: Program, plan: Plan) -> Figures:
     """S6: many ask for `b` while `a` is saturated, and leave before they have an answer."""
     a, b = program.models[:2]
     chance = random.Random(6)
-    async with saturated(program, program.long[a], plan.saturating) as others:
+    async with saturated(program, a, plan.saturating) as others:
         began_ms = clock.now_ms()
         crowd = [
             asyncio.create_task(_leave(program, program.short[b], chance.random() * LEAVE_S_MAX))

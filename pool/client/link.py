@@ -1,8 +1,9 @@
 """A gateway's connection to the pool: its demand goes there, the doors of all models come back.
 
 The surprising things: the demand is the first message on every connection, and is asked for when it
-is sent, so that any number of changes at once cost one message; and a lost connection changes
-nothing, since the last doors count until newer ones come.
+is sent, so that any number of changes at once cost one message, and none that leaves everything as
+the pool knows it; and a lost connection changes nothing, since the last doors count until newer
+ones come.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class PoolLink(Handler):
         self._conn: Connection | None = None
         self._ended = asyncio.Event()
         self._due: asyncio.TimerHandle | None = None
+        self._said: dict[str, ModelDemand] | None = None  # on this connection, last
         self._pace = DemandPace()
 
     @property
@@ -74,7 +76,7 @@ class PoolLink(Handler):
         return self._conn is not None
 
     def changed(self) -> None:
-        """The demand is another one: send it, together with what changes in the next moment."""
+        """The demand may be another one: send it if so, with what changes in the next moment."""
         if self._conn is not None and self._due is None:
             loop = asyncio.get_running_loop()
             self._due = loop.call_at(self._pace.next_s(loop.time()), self._send)
@@ -96,12 +98,16 @@ class PoolLink(Handler):
 
     def _send(self) -> None:
         self._due = None
-        if self._conn is not None:
+        if self._conn is None:
+            return
+        demand = dict(self._demand())
+        if demand != self._said:
+            self._said = demand
             self._pace.said(asyncio.get_running_loop().time())
-            self._conn.send(DemandMsg(self.gateway, dict(self._demand())))
+            self._conn.send(DemandMsg(self.gateway, demand))
 
     def _forget_conn(self) -> None:
-        self._conn = None
+        self._conn = self._said = None
         if self._due is not None:
             self._due.cancel()
             self._due = None

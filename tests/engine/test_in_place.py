@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
@@ -13,6 +14,7 @@ import pytest
 
 from engine import messages as m
 from engine.supervisor import state_file
+from engine.supervisor.goals import WHAT_COUNTS
 from lockserver.messages import CATALOGUE, SwitchedOverMsg, SwitchOverMsg
 from plumbing.errors import UnderstudyError, UnreachableError
 from plumbing.part.paths import engine_state
@@ -240,6 +242,13 @@ def heard_until(client: BlockingClient, state: str) -> list[AmMsg]:
     return said
 
 
+def assert_no_repeats(words: list[AmMsg]) -> None:
+    """A pool judges each word."""
+    counting = [tuple(getattr(word, name) for name in WHAT_COUNTS) for word in words]
+    for earlier, later in itertools.pairwise(counting):
+        assert later != earlier
+
+
 @pytest.fixture
 def lock(directory: Path) -> Iterator[StubLock]:
     """A lock server with a gateway, that grants everything at once."""
@@ -256,8 +265,11 @@ def test_engine_rests_and_wakes_under_its_token_and_says_so(pod, lock):
     with engine.client() as client:
         assert shall(client, None).goal_seen == 0
         for seen in (1, 3):
-            assert shall(client, Tier.WARM).goal_seen == seen
-            rested = heard_until(client, "resting")[-1]
+            answer = shall(client, Tier.WARM)
+            assert answer.goal_seen == seen
+            words = [answer, *heard_until(client, "resting")]
+            assert_no_repeats(words)
+            rested = words[-1]
             assert (rested.tier, rested.goal, rested.goal_by) == (Tier.WARM, Tier.WARM, "a test")
             assert (rested.token, rested.kv_bytes, rested.fault) == (1, 0, "")
             assert engine.get("/ready")[0] == 200
@@ -266,8 +278,9 @@ def test_engine_rests_and_wakes_under_its_token_and_says_so(pod, lock):
             document = engine.status()
             assert document["goal"]["tier"] == "warm"
             assert "at rest" in document["engine"]["reason"]
-            shall(client, Tier.AWAKE)
-            awake = heard_until(client, "active")[-1]
+            words = [shall(client, Tier.AWAKE), *heard_until(client, "active")]
+            assert_no_repeats(words)
+            awake = words[-1]
             assert (awake.token, awake.tier, awake.kv_bytes) == (1, Tier.AWAKE, 1024)
     assert engine.pids() == pids
     assert {want.tokens.get("active", 1) for want in lock.wants} == {1}

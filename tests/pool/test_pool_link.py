@@ -98,3 +98,37 @@ async def changes_are_one_message(directory):
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         await pool.server.close()
+
+
+def test_demand_that_is_as_it_was_is_not_sent_again_but_on_a_new_connection(directory):
+    asyncio.run(same_demand_is_sent_once(directory))
+
+
+async def same_demand_is_sent_once(directory):
+    """Goal: a pool judges only what is new. Method: a change that changes nothing, then a real one,
+    which comes second; then a new connection, which hears it again."""
+    demand, looks = {"chat": ModelDemand(in_flight=1)}, []
+
+    def look():
+        looks.append(dict(demand))
+        return demand
+
+    link = PoolLink(directory, look)
+    pool = CollectingPool(directory)
+    await pool.server.start()
+    running = asyncio.create_task(link.run())
+    try:
+        await auntil(lambda: pool.said, "the first demand")
+        link.changed()
+        await auntil(lambda: len(looks) > 1, "the look at what has changed")
+        demand["chat"] = ModelDemand(in_flight=2)
+        link.changed()
+        await auntil(lambda: len(pool.said) > 1, "the change")
+        assert [each.models["chat"].in_flight for each in pool.said] == [1, 2]
+        pool.conns[0].close("a test")
+        await auntil(lambda: len(pool.said) > 2, "the new connection's demand")
+        assert pool.said[2].models["chat"].in_flight == 2
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await pool.server.close()
