@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,9 +22,11 @@ from understudy.drill.records import End, Exchange, Outcome, Prompt
 from understudy.drill.verdict import classify
 
 SHORT_TOKENS, LONG_TOKENS = 16, 300
-# Of answers that keep a model busy, as long as LONG_TOKENS on average. Answers of one length that
-# are computed in one batch end together, and then the model is idle: what no real load is.
-MIXED_TOKENS = (140, 380, 260, 460, 300, 220, 340)
+# Of answers that keep a model busy. Answers of one length that are computed in one batch end
+# together, and then the model is idle for a moment, which no real load leaves it. None is longer
+# than LONG_TOKENS: more tokens of the small model depend, in llama.cpp, on what is in its batch.
+MIXED_TOKENS = (140, 280, 200, 300, 240, 160, 260)
+CLIENTS_PRIORITY = 1  # of real-time ones, the lowest
 LOST = (Outcome.LOST, Outcome.HUNG, Outcome.LOST_IN_GATEWAY)
 FIRST_ANSWER_S = 300.0  # vLLM starts meanwhile
 FIRST_ANSWERS = 3  # a program that has just started may refuse
@@ -128,9 +131,32 @@ async def saturated(program: Program, model: str, clients: int) -> AsyncIterator
     apart_s = (alone.ended_ms - alone.sent_ms) / 1000 / clients
     starts = [number % len(prompts) for number in range(clients)]
     asked = [[*prompts[start:], *prompts[:start]] for start in starts]
-    async with without_pause(program, asked, apart_s) as exchanges:
-        await answered(exchanges, 1)
-        yield exchanges
+    with undelayed():
+        async with without_pause(program, asked, apart_s) as exchanges:
+            await answered(exchanges, 1)
+            yield exchanges
+
+
+@contextlib.contextmanager
+def undelayed() -> Iterator[None]:
+    """This thread gets a processor before all others meanwhile, as far as it may.
+
+    Clients stand for other machines. Linux gives each session its share of the processors
+    (sched(7), autogroup), and beside a program with busy threads this process waited for a second
+    now and then: all answers had ended by then, and the model was idle.
+    """
+    policy, priority = os.sched_getscheduler(0), os.sched_getparam(0)
+    try:
+        os.sched_setscheduler(
+            0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(CLIENTS_PRIORITY)
+        )
+    except PermissionError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, policy, priority)
 
 
 @contextlib.asynccontextmanager
