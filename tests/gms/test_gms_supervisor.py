@@ -76,8 +76,12 @@ class Serve:
         return found
 
     def started(self) -> Serve:
+        """With its KV servers, which /startup does not wait for."""
         until(lambda: self.get("/startup")[0] == 200, "/startup to be 200")
-        until(lambda: all("pid" in d for d in self.devices()), "every device's status")
+        until(
+            lambda: all("pid" in each for d in self.devices() for each in (d, d["kv"])),
+            "the status of every device's servers",
+        )
         return self
 
     def stop(self) -> None:
