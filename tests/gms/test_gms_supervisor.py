@@ -79,7 +79,8 @@ class Serve:
         """With its KV servers, which /startup does not wait for."""
         until(lambda: self.get("/startup")[0] == 200, "/startup to be 200")
         until(
-            lambda: all("pid" in each for d in self.devices() for each in (d, d["kv"])),
+            # A host copy's device has no KV server.
+            lambda: all("pid" in each for d in self.devices() for each in (d, d["kv"] or d)),
             "the status of every device's servers",
         )
         return self
