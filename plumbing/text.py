@@ -25,6 +25,12 @@ def printable(value: Any) -> Any:
     return value
 
 
+def one_line(text: str) -> str:
+    """`text` with all that no terminal should be sent escaped: line ends, control characters,
+    surrogates, marks that turn the direction of writing."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
 def encoded(text: str) -> bytes:
     """`text` as UTF-8."""
     return text.encode("utf-8", ERRORS)

@@ -229,6 +229,7 @@ LEASE_OPTIONS = (
         "How long to wait for the memory, in seconds or as 1h.",
         env="UNDERSTUDY_LEASE_TIMEOUT",
         minimum=0,
+        maximum=7 * 24 * 3600,
     ),
 )
 

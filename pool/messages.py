@@ -99,7 +99,7 @@ class LeaseMsg(Message, frozen=True, tag="lease"):
     witness: Annotated[str, Meta(pattern="^lease_[0-9a-f]{16}$")]
     since_ms: Millis
     priority: Priority = 0
-    command: Annotated[str, Meta(max_length=256)] = ""  # for status: what it is for
+    program: Annotated[str, Meta(max_length=256)] = ""  # its name, without its arguments
 
 
 class LeaseWaitingMsg(Message, frozen=True, tag="lease_waiting"):

@@ -19,7 +19,6 @@ from plumbing.errors import UsageError
 from plumbing.part.device_names import read_device_names
 from plumbing.part.models import MODELS_MAX, NAME_PATTERN
 from plumbing.service.config import duration_s, size_bytes
-from pool.core.states import BYTES_MAX
 from pool.settings import (
     DeviceName,
     DrainTimeout,
@@ -76,6 +75,7 @@ def settle(file: YamlFile) -> PoolFile:
         UsageError: `pool.bad_setting`.
     """
     raw = file.value
+    file.refuse_control_characters("pool.bad_setting", several_lines="args")
     known = PoolFile.__struct_fields__
     for key in raw if isinstance(raw, dict) else ():
         if key not in known:
@@ -296,10 +296,7 @@ def _read(kind: type[Any], value: Any) -> Any:
     if kind is DeviceName:
         return DeviceName(text)
     if kind is Size:
-        found = 0 if text in ("none", "None", "0") else size_bytes(text)
-        if found > BYTES_MAX:
-            raise ValueError("no device is as large as that")
-        return Size(found)
+        return Size(0 if text in ("none", "None", "0") else size_bytes(text))
     if kind is SecondsOrNever and text in FOR_EVER:
         return SecondsOrNever(math.inf)
     seconds = duration_s(text)

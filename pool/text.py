@@ -31,7 +31,8 @@ def _lines(document: Document) -> Iterator[str]:
         how = "granted" if lease["granted"] else "waiting"
         where = f"{size(lease['bytes'])} of {lease['device']}"
         why = f"  {lease['waits_for']}" if lease["waits_for"] else ""
-        yield f"lease    {lease['lease']}  {where}  {how}  {lease['command'] or ''}".rstrip() + why
+        who = f"  {lease['command']}, pid {lease['pid']}" if lease["command"] else ""
+        yield f"lease    {lease['lease']}  {where}  {how}{who}{why}"
     yield from _problems(document)
 
 

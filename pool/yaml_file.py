@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import difflib
 import os
+import unicodedata
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from msgspec import Struct
 
 from plumbing.errors import UsageError
+from plumbing.text import one_line
 
 FILE_BYTES_MAX = 1 << 20  # a hundred models with all their settings have 50 KiB
 NODES_MAX = 50_000  # with anchors, a small file can describe an endless one
@@ -36,9 +38,36 @@ class YamlFile(Struct, frozen=True):
         while known not in self.lines and known:
             known = known[:-1]
         line = self.lines.get(known, 1)
-        key = ".".join(map(str, where))
+        key = one_line(".".join(map(str, where)))
         place = f"{self.path}:{line}" + (f": {key}" if key else "")
         raise UsageError(code, f"{place}: {why}", file=self.path, line=line, key=key)
+
+    def refuse_control_characters(self, code: str, several_lines: str) -> None:
+        """A name with a line end forges a line of a log, and one with a surrogate cannot be sent.
+        Below the key `several_lines`, values may have tabs and line ends.
+
+        Raises:
+            UsageError: `code`.
+        """
+
+        def look(where: Path, value: Any) -> None:
+            if isinstance(value, dict):
+                for key, each in value.items():
+                    check((*where, key), key, "")
+                    look((*where, key), each)
+            elif isinstance(value, list):
+                for number, each in enumerate(value):
+                    look((*where, number), each)
+            elif isinstance(value, str):
+                check(where, value, "\t\n" if several_lines in where else "")
+
+        def check(where: Path, text: str, allowed: str) -> None:
+            for char in text:
+                if unicodedata.category(char) in ("Cc", "Cs") and char not in allowed:
+                    what = f"it has the control character U+{ord(char):04X}"
+                    self.refuse(code, where, f"{what}; remove it")
+
+        look((), self.value)
 
 
 def closest(name: str, known: Iterable[str]) -> str:
@@ -73,7 +102,14 @@ def parse(path: str, text: str) -> YamlFile:
 
     lines: dict[Path, int] = {}
     checked: set[int] = set()
-    loader = yaml.SafeLoader(text)
+    try:
+        loader = yaml.SafeLoader(text)
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        why = f"a YAML file has no character U+{error.character:04X}; remove it"
+        raise UsageError(
+            "pool.file_broken", f"{path}:{line}: {why}", file=path, line=line
+        ) from error
     loader.name = path  # for the places in its errors
 
     def plain(node: Any, where: Path) -> Any:

@@ -18,6 +18,8 @@ from plumbing.errors import UsageError
 TRUE = frozenset({"1", "true", "yes", "on"})
 FALSE = frozenset({"0", "false", "no", "off"})
 S_UNITS = {"": 1.0, "MS": 0.001, "S": 1.0, "M": 60.0, "H": 3600.0}
+DURATION_S_MAX = 365 * 24 * 3600.0  # all clocks and time-outs can count this far
+SIZE_BYTES_MAX = 2**62  # sums of a few still fit the 64 bits of a message
 SIZE_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
@@ -139,7 +141,10 @@ def size_bytes(text: str) -> int:
     unit = match.group(2).upper() if match else None
     if match is None or unit not in SIZE_UNITS:
         raise ValueError("a size is a number and one of the units KiB, MiB, GiB, TiB, such as 4GiB")
-    return int(float(match.group(1)) * SIZE_UNITS[unit])
+    size = float(match.group(1)) * SIZE_UNITS[unit]
+    if size > SIZE_BYTES_MAX:
+        raise ValueError("no memory is as large as that; the maximum is 4194304TiB")
+    return int(size)
 
 
 def size_list(text: str) -> tuple[int, ...]:
@@ -156,7 +161,10 @@ def duration_s(text: str) -> float:
     unit = match.group(2).upper() if match else None
     if match is None or unit not in S_UNITS:
         raise ValueError("a time is a number and one of the units ms, s, m, h, such as 5s")
-    return float(match.group(1)) * S_UNITS[unit]
+    seconds = float(match.group(1)) * S_UNITS[unit]
+    if seconds > DURATION_S_MAX:
+        raise ValueError("the maximum is a year (8760h)")
+    return seconds
 
 
 def _read_table(file: str, command: str) -> dict[str, Any]:

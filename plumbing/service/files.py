@@ -260,7 +260,12 @@ def put_aside(path: str) -> str:
     """Give an unreadable file a second name; a new file will take over its first name.
 
     Linked, not moved: a crash in between must not lose what is still readable in it.
+
+    Raises:
+        OSError: EISDIR: it is a directory, which somebody has made or mounted there.
     """
+    if os.path.isdir(path):
+        raise IsADirectoryError(errno.EISDIR, "it is a directory; remove it", path)
     names = [f"{path}.unreadable-{number}" for number in range(1, ASIDE_MAX + 1)]
     aside = next((name for name in names if not os.path.lexists(name)), names[-1])
     if os.path.lexists(aside):

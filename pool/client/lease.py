@@ -20,11 +20,12 @@ from collections.abc import Callable, Iterator, Sequence
 from plumbing.errors import UnderstudyError, UnreachableError, WaitTimeoutError
 from plumbing.part.paths import pool_socket
 from plumbing.service.clock import SystemClock
+from plumbing.text import one_line
 from plumbing.wire.blocking import BlockingClient
 from pool.messages import CATALOGUE, LeaseGrantedMsg, LeaseMsg, LeaseWaitingMsg
 
 RETRY_S = 0.2  # while the pool is away
-COMMAND_CHARS_MAX = 256
+PROGRAM_CHARS_MAX = 256
 NOT_FOUND, NOT_EXECUTABLE = 127, 126  # as shells exit
 FORWARDED = (signal.SIGTERM, signal.SIGHUP)
 
@@ -54,7 +55,7 @@ def run_with_lease(
         witness=os.path.basename(path),
         since_ms=SystemClock().now_ms(),
         priority=priority,
-        command=" ".join(command)[:COMMAND_CHARS_MAX],
+        program=one_line(os.path.basename(command[0]))[:PROGRAM_CHARS_MAX],
     )
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     is_granted = False

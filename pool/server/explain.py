@@ -144,8 +144,8 @@ def _lease(parts: PoolParts, lease: HeldLease) -> dict[str, Any]:
     since = duration(parts.clock.now_ms() - lease.since_ms)
     what = f"{size(lease.size_bytes)} of {lease.device}"
     text = "was granted" if lease.is_granted else "waits for"
-    command = f" ({lease.command})" if lease.command else ""
-    lines = [f"lease {lease.lease}{command} {text} {what}, asked for {since} ago"]
+    program = f" ({lease.program}, pid {lease.pid})" if lease.program else ""
+    lines = [f"lease {lease.lease}{program} {text} {what}, asked for {since} ago"]
     if not lease.is_granted:
         lines.append(f"it waits: {lease.waits_for or 'it has just been asked for'}")
         lines.append(_device(parts, lease.device))

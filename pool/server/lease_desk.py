@@ -24,11 +24,14 @@ from pool.messages import SENTENCE_CHARS_MAX, LeaseGrantedMsg, LeaseMsg, LeaseWa
 LEASES_MAX = 64  # each is an entry of the ledger, and a file that is tried
 # A training run ends once in hours, and whoever waits for its memory has waited longer than this.
 TRY_S = 0.1
+RECORDED = ("device", "size_bytes", "dev", "ino", "since_ms", "priority", "program", "pid")
 
 
 @dataclass
 class HeldLease:
-    """One neighbour. `is_granted`: it may have processes that use the memory."""
+    """One neighbour. `is_granted`: it may have processes that use the memory. `program`: its name
+    alone, because status and file are read by others than its user, and arguments hold secrets.
+    `pid`: of the `lease` command; 0 where it is not visible."""
 
     lease: str
     device: str
@@ -37,7 +40,8 @@ class HeldLease:
     ino: int
     since_ms: float
     priority: int = 0
-    command: str = ""
+    program: str = ""
+    pid: int = 0
     is_granted: bool = False
     waits_for: str = ""
     conn: Connection | None = None
@@ -59,14 +63,14 @@ class LeaseDesk:
         is gone is a lease that is over: what its processes have is seen as used from outside."""
         for lease, said in record.items():
             if lease in granted:
-                self.leases[lease] = HeldLease(lease, **said, is_granted=True)
+                known = {name: said[name] for name in RECORDED if name in said}
+                self.leases[lease] = HeldLease(lease, **known, is_granted=True)
         self._arm()
 
     def record(self) -> dict[str, Any]:
         """All of them, for the state file: a grant is on file before it is told."""
-        fields = ("device", "size_bytes", "dev", "ino", "since_ms", "priority", "command")
         return {
-            each.lease: {name: getattr(each, name) for name in fields}
+            each.lease: {name: getattr(each, name) for name in RECORDED}
             for each in self.leases.values()
         }
 
@@ -111,7 +115,8 @@ class LeaseDesk:
             file.ino,
             since_ms,
             message.priority,
-            message.command,
+            message.program,
+            conn.peer.pid,
             conn=conn,
             request_id=request_id,
         )

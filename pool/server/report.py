@@ -191,6 +191,7 @@ def _lease(parts: PoolParts, lease: str) -> dict[str, Any]:
         "granted": held.is_granted,
         "waits_for": held.waits_for or None,
         "priority": held.priority,
-        "command": held.command or None,
+        "command": held.program or None,
+        "pid": held.pid or None,
         **moment(held.since_ms, parts.clock),
     }

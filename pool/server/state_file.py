@@ -67,12 +67,7 @@ class PoolStateFile:
                 path=self.path,
             ) from error
         except OSError as error:
-            raise UnderstudyError(
-                "pool.state_unwritable",
-                f"cannot keep the pool's state in {self.path}: {error.strerror}; it needs"
-                f" {FORMAT.file_bytes} bytes on a disk that can be written to",
-                path=self.path,
-            ) from error
+            raise _unwritable(self.path, error) from error
 
     def write(self, record: dict[str, Any], *, survives_power_cut: bool = True) -> None:
         """Write the next slot; as `SlotFile.write`.
@@ -98,7 +93,6 @@ def begin_new_pod(directory: str) -> None:
 
     Raises:
         UnderstudyError: as `PoolStateFile`.
-        OSError: as `write`.
     """
     if not os.path.lexists(pool_state(directory)):
         return
@@ -108,8 +102,19 @@ def begin_new_pod(directory: str) -> None:
         if record is not None:
             old = msgspec.convert(record["pool"], PoolSnapshot)
             file.write({**record, "pool": msgspec.to_builtins(anew(old)), NEW_POD: True})
+    except OSError as error:
+        raise _unwritable(file.path, error) from error
     finally:
         file.close()
+
+
+def _unwritable(path: str, error: OSError) -> UnderstudyError:
+    return UnderstudyError(
+        "pool.state_unwritable",
+        f"cannot keep the pool's state in {path}: {error.strerror}; it needs"
+        f" {FORMAT.file_bytes} bytes on a disk that can be written to",
+        path=path,
+    )
 
 
 def _text(record: dict[str, Any] | None) -> bytes:

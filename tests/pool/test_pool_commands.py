@@ -122,7 +122,7 @@ def test_lease_lasts_as_long_as_any_of_its_processes(place):
     go_on = os.path.join(directory, "go_on")
     os.mkfifo(go_on)
     # The survivor opens the fifo, so it lives until the test has written to it.
-    script = f"cat {go_on} > /dev/null 2>&1 & exit 7"
+    script = f"SECRET=7; cat {go_on} > /dev/null 2>&1 & exit $SECRET"
 
     async def scene():
         async with World(directory, ("chat", "coder"), ROOM) as world:
@@ -136,7 +136,7 @@ def test_lease_lasts_as_long_as_any_of_its_processes(place):
                     "--bytes",
                     "20MiB",
                     "--",
-                    "sh",
+                    "/bin/sh",
                     "-c",
                     script,
                 )
@@ -147,6 +147,12 @@ def test_lease_lasts_as_long_as_any_of_its_processes(place):
                 found = document(directory)
                 assert [each["granted"] for each in found["leases"]] == [True]
                 assert json_page.undocumented(found, json_page.rows_of(STATUS)) == []
+                # Its arguments may hold secrets, and are nowhere: status is on an open port.
+                assert found["leases"][0]["command"] == "sh"
+                assert found["leases"][0]["pid"] > 0
+                _, explained, _ = await command(directory, "explain")
+                file_bytes = Path(directory, "pool.json").read_bytes()
+                assert b"SECRET" not in file_bytes + explained.encode() + json.dumps(found).encode()
 
                 pool.kill()
                 await world.loses_the_pool()
@@ -157,6 +163,10 @@ def test_lease_lasts_as_long_as_any_of_its_processes(place):
                 await auntil(lambda: not document(directory)["leases"], "the lease to end")
                 world.ask("chat", SystemClock().now_ms())
                 await world.until_open("chat")
+
+                words = ("lease", "--device", "HOST-0", "--bytes", "9" * 20, "--", "true")
+                code, _, errors = await command(directory, *words)
+                assert (code, "[config.bad_value]" in errors) == (2, True), errors
 
                 write_device_names(directory, ["HOST-0"])
                 words = ("lease", "--device", "0", "--bytes", "1GiB", "--", "true")

@@ -125,6 +125,22 @@ models:
         ("models:", "modells:", 2, "did you mean 'models'?"),
         (SMALL, "devices: [0]", 1, "at least one of `models`"),
         ("models:", "models: [", 0, 'in "pool.yaml"'),
+        (
+            "priority: 1",
+            'aliases: ["x\\ny"]',
+            5,
+            "aliases.0: it has the control character U+000A",
+        ),
+        ("priority: 1", 'aliases: ["\\ud800"]', 5, "U+D800"),
+        (
+            "priority: 1",
+            'args: ["a\\0b"]',
+            5,
+            "chat.args.0: it has the control character U+0000",
+        ),
+        ("  chat:", '  "c\\nt":', 3, "models.c\\nt: it has the control character U+000A"),
+        ("  chat:", '  "\\ud800":', 3, "models.\\ud800: it has"),
+        ("priority: 1", "aliases: [a\0b]", 5, "no character U+0000"),
     ],
 )
 def test_fault_is_named_with_its_place(old, new, line, words):
@@ -136,6 +152,13 @@ def test_fault_is_named_with_its_place(old, new, line, words):
     assert refused.value.details.get("line", 0) in (line, 0)
     if line and "again" not in words:
         assert f"pool.yaml:{line}:" in refused.value.message
+
+
+def test_arguments_of_an_engine_may_have_several_lines():
+    template = "{% for m in messages %}\n\t{{ m }}\n"
+    text = SMALL.replace("priority: 1", 'args: [--chat-template, "{}"]', 1)
+    escaped = template.replace("\n", "\\n").replace("\t", "\\t")
+    assert read(text.replace("{}", escaped, 1)).models["chat"].args[1] == template
 
 
 def test_small_file_that_describes_an_endless_one_is_refused():

@@ -9,7 +9,7 @@ import os
 import pytest
 
 from plumbing.errors import UnderstudyError
-from pool.server.state_file import FORMAT, SLOT_BYTES, PoolStateFile
+from pool.server.state_file import FORMAT, SLOT_BYTES, PoolStateFile, begin_new_pod
 
 
 @pytest.fixture
@@ -59,6 +59,15 @@ def test_record_of_a_newer_version_is_put_aside(directory):
     os.unlink(file.path)
     FORMAT.create(file.path, b'{"schema":2,"record":{}}')
     assert "schema 2" in loaded(directory).problem
+
+
+def test_directory_in_its_place_is_named_and_left_alone(directory):
+    os.mkdir(os.path.join(directory, "pool.json"))
+    for call in (PoolStateFile, begin_new_pod):
+        with pytest.raises(UnderstudyError, match="it is a directory; remove it") as refused:
+            call(directory)
+        assert refused.value.code == "pool.state_unwritable"
+    assert os.listdir(directory) == ["pool.json"]
 
 
 def test_only_what_must_survive_a_power_cut_waits_for_the_disk(directory, monkeypatch):

@@ -95,6 +95,8 @@ def test_describe_lists_every_setting_in_order():
         ("memory", "disk", "it must be one of host, cuda"),
         ("verify", "perhaps", "it must be true or false"),
         ("device_bytes", "4GB", "one of the units KiB, MiB, GiB, TiB"),
+        ("device_bytes", "9" * 20, "the maximum is 4194304TiB"),
+        ("device_bytes", "9" * 400, "the maximum is 4194304TiB"),
     ],
 )
 def test_bad_value_names_its_origin_and_the_reason(name, raw, reason):
@@ -158,6 +160,12 @@ def test_size_bytes_reads_binary_units(text, expected):
 def test_duration_s_reads_units(text, expected):
     """Goal: times as the documents write them, a plain number in seconds; method: a table."""
     assert duration_s(text) == expected
+
+
+@pytest.mark.parametrize("text", ["9000h", "9" * 400])
+def test_duration_s_refuses_what_no_clock_counts(text):
+    with pytest.raises(ValueError, match="a year"):
+        duration_s(text)
 
 
 @pytest.mark.parametrize("text", ["", "s", "-5s", "5 days", "5s5s", "inf"])
