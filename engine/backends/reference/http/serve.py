@@ -93,7 +93,9 @@ class ReferenceBackend:
         """`seat`: this process's; without one it cannot rest."""
         self._seat = seat
         self._phases = Phases()
-        self._placing = asyncio.Lock()
+        # While a request about memory is under way. The phase alone does not order two of them: a
+        # wake may come before the ranks have been sent the offload that was begun before it.
+        self._memory = asyncio.Lock()
         self._served = served
         self._directory = directory
         self._listener: SharedListener | None = None
@@ -144,7 +146,8 @@ class ReferenceBackend:
                 listening.duplicate(), server, lambda: len(server.connections)
             )
             self._served.on_request = self._listener.request_received
-        taken = await self._served.link.take_memory(token, era)
+        async with self._memory:
+            taken = await self._served.link.take_memory(token, era)
         return WokenMsg(taken.kv_bytes, taken.memory, taken.adopted, taken.note, taken.torn)
 
     async def run_canary(self) -> CanaryMsg:
@@ -221,7 +224,7 @@ class ReferenceBackend:
     async def place_weights(self, budget_s: float, *, is_away: bool) -> WeightsPlacedMsg:
         """Release the weights on every rank, or map them again."""
         self._phases.step("place_weights")
-        async with self._placing:
+        async with self._memory:
             if not self._phases.is_parked:  # woken meanwhile, which has mapped them
                 return WeightsPlacedMsg(False)
             placed = await self._served.link.place(budget_s, is_away=is_away)
