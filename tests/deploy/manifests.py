@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from pool.pool_file import settle
@@ -37,7 +38,13 @@ Document = dict[str, Any]
 # Where Prometheus is expected: a namespace, or its operator's pods in our own.
 MONITORING: list[Document] = [
     {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}},
-    {"podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}}},
+    {
+        "podSelector": {
+            "matchExpressions": [
+                {"key": "app.kubernetes.io/name", "operator": "In", "values": ["prometheus"]}
+            ]
+        }
+    },
 ]
 
 
@@ -133,6 +140,31 @@ def kubectl() -> str | None:
     numbers = (version.get("major", "0"), version.get("minor", "0"))
     major, minor = (int(re.sub(r"\D", "", number) or 0) for number in numbers)
     return path if (major, minor) >= KUBECTL_MIN else None
+
+
+needs_kubectl = pytest.mark.skipif(kubectl() is None, reason="needs kubectl 1.28 or newer")
+
+
+def block(page: str, word: str) -> str:
+    """The code block of a page that has `word`."""
+    text = (DEPLOY.parent / "docs" / page).read_text()
+    (found,) = (each for each in re.findall(r"```\n(.*?)```", text, re.DOTALL) if word in each)
+    return found
+
+
+def render(place: Path, kustomization: str) -> list[Document]:
+    """What an overlay of a user's own, in the directory `place`, renders to."""
+    path = kubectl()
+    assert path is not None
+    place.mkdir(exist_ok=True)
+    (place / "kustomization.yaml").write_text(kustomization)
+    said = subprocess.run(
+        [path, "kustomize", "--load-restrictor=LoadRestrictionsNone", str(place)],
+        capture_output=True,
+        check=False,
+    )
+    assert said.returncode == 0, said.stderr.decode()
+    return list(yaml.safe_load_all(said.stdout))
 
 
 def of_program(overlay: str, program: str) -> list[Document]:

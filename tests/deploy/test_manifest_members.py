@@ -34,13 +34,15 @@ from tests.deploy.manifests import (
     POD_INDEX,
     PODS,
     Document,
+    block,
     containers,
     documents,
     environment,
-    kubectl,
     labels,
+    needs_kubectl,
     one,
     pod_spec,
+    render,
     words,
     workload,
 )
@@ -49,7 +51,6 @@ from tests.helpers import until
 from tests.lockserver.engines import EngineProcess
 from tests.lockserver.processes import ServerProcess
 
-needs_kubectl = pytest.mark.skipif(kubectl() is None, reason="needs kubectl 1.28 or newer")
 HOLD_S = 10.0
 START_AGAIN_S = 5.0  # of a lock server's container that died: its start, on a busy node
 
@@ -295,36 +296,6 @@ def test_readiness_asks_the_lock_server_whether_an_engine_is_active(tmp_path: Pa
 
 
 # ------------------------------------------------------------------ what people make of it
-
-
-def render(place: Path, kustomization: str) -> list[Document]:
-    """What an overlay of somebody's own renders to."""
-    path = kubectl()
-    assert path is not None
-    (place / "kustomization.yaml").write_text(kustomization)
-    said = subprocess.run(
-        [path, "kustomize", "--load-restrictor=LoadRestrictionsNone", str(place)],
-        capture_output=True,
-        check=False,
-    )
-    assert said.returncode == 0, said.stderr.decode()
-    return list(yaml.safe_load_all(said.stdout))
-
-
-@pytest.fixture
-def own(tmp_path: Path) -> Path:
-    """A directory with ours beside it, as an overlay of somebody's own has: paths are relative."""
-    (tmp_path / "deploy").symlink_to(DEPLOY)
-    place = tmp_path / "own"
-    place.mkdir()
-    return place
-
-
-def block(page: str, word: str) -> str:
-    """The code block of a page that has `word`."""
-    text = (DEPLOY.parent / "docs" / page).read_text()
-    (found,) = (each for each in re.findall(r"```\n(.*?)```", text, re.DOTALL) if word in each)
-    return found
 
 
 @needs_kubectl

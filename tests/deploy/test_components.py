@@ -1,0 +1,112 @@
+"""Goal: what users make of the overlays is valid and does what docs/kubernetes.md says.
+
+Method: overlays of a user's own, rendered by kubectl; Kubernetes' schemas; selectors, references.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from tests.deploy.manifests import (
+    DEPLOY,
+    IN_ONE_POD,
+    OVERLAYS,
+    WITH_CLAIM,
+    Document,
+    block,
+    documents,
+    labels,
+    needs_kubectl,
+    render,
+)
+from tests.deploy.test_manifest_policy import references, selectors
+
+VERSIONS = ["1.34", kubernetes_validate.latest_version()]
+OF_PODS = ("Deployment", "StatefulSet")
+
+
+def using(overlay: str, *components: str) -> str:
+    names = ", ".join(f"../deploy/components/{each}" for each in components)
+    return f"resources: [../deploy/overlays/{overlay}]\ncomponents: [{names}]\n"
+
+
+@needs_kubectl
+@pytest.mark.parametrize("overlay", IN_ONE_POD)
+def test_components_leave_every_object_valid(own: Path, overlay: str):
+    """Goal: no field that a cluster refuses. Method: all components that fit, against the oldest
+    and the newest schema."""
+    of_gpus = ["exclusive-gpu"] if overlay in WITH_CLAIM else []
+    found = render(own, using(overlay, "replicas", *of_gpus))
+    for document in found:
+        for version in VERSIONS:
+            kubernetes_validate.validate(document, version, strict=True)
+
+
+@needs_kubectl
+@pytest.mark.parametrize("overlay", WITH_CLAIM)
+def test_exclusive_gpus_differ_in_their_claim_alone(own: Path, overlay: str):
+    found = render(own, using(overlay, "exclusive-gpu"))
+    (claim,) = (each for each in found if each["kind"] == "ResourceClaimTemplate")
+    (request,) = claim["spec"]["spec"]["devices"]["requests"]
+    (selector,) = request["exactly"].pop("selectors")
+    assert "device.allowMultipleAllocations" in selector["cel"]["expression"]
+    assert sorted(found, key=str) == sorted(documents(overlay), key=str)
+
+
+@needs_kubectl
+@pytest.mark.parametrize("overlay", IN_ONE_POD)
+def test_two_instances_share_a_namespace(tmp_path: Path, overlay: str):
+    """Goal: neither finds the other's pods or objects. Method: the page's overlay twice, with a
+    name of its own; every selector and reference of the one against the objects of both."""
+    (tmp_path / "deploy").symlink_to(DEPLOY)
+    text = block("kubernetes.md", "namePrefix:")
+    text = re.sub(r"\[\S*\]", f"[../deploy/overlays/{overlay}]", text, count=1)
+    chat, code = (render(tmp_path / name, text.replace("chat", name)) for name in ("chat", "code"))
+    mine, theirs = (names(each) for each in (chat, code))
+    assert not mine & theirs
+    pods, others = (pod_labels(each) for each in (chat, code))
+    for document in chat:
+        for selector in selectors(document):
+            assert all(selector.items() <= each.items() for each in pods), document["kind"]
+            assert not [each for each in others if selector.items() <= each.items()]
+        if document["kind"] in OF_PODS:
+            assert references(document["spec"]["template"]["spec"]) <= mine
+
+
+def names(found: list[Document]) -> set[tuple[str, str]]:
+    return {(each["kind"], each["metadata"]["name"]) for each in found}
+
+
+def pod_labels(found: list[Document]) -> list[dict[str, str]]:
+    return [own for each in found if each["kind"] in OF_PODS for own in labels(each)]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_objects_come_before_the_pods_that_wait_for_them(overlay: str):
+    kinds = [each["kind"] for each in documents(overlay)]
+    first = min(kinds.index(kind) for kind in OF_PODS if kind in kinds)
+    assert set(kinds[first:]) <= set(OF_PODS)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_version_is_that_of_the_image(overlay: str):
+    """Goal: a label that nobody forgets. Method: the labels of objects and pods against the tag."""
+    for document in documents(overlay):
+        if document["kind"] in OF_PODS:
+            pod = document["spec"]["template"]
+            tags = {each["image"].rpartition(":")[2] for each in pod["spec"]["containers"]}
+            for about in (document["metadata"], pod["metadata"]):
+                assert {about["labels"]["app.kubernetes.io/version"]} == tags
+
+
+@pytest.mark.parametrize("example", sorted((DEPLOY / "examples").glob("*.yaml")), ids=str)
+def test_examples_are_valid(example: Path):
+    """Of what has a schema: the Gateway API's objects have none of Kubernetes' own."""
+    for document in yaml.safe_load_all(example.read_text()):
+        if not document["apiVersion"].startswith("gateway."):
+            kubernetes_validate.validate(document, VERSIONS[0], strict=True)
