@@ -173,6 +173,7 @@ class Course:
     def progressed(self, request: ClientRequest) -> None:
         """It has made enough new tokens to be above suspicion."""
         request.progress_at = request.breaks_here = request.deaths = 0
+        request.was_tried = False
         request.steer()
         self.desk.line.end_trial(request)
         self.desk.look()
@@ -196,7 +197,7 @@ class Course:
         if request.state is RequestState.STREAMING:
             self._pause(attempt, cause, now_ms)
         elif request.state in (RequestState.ASKED, RequestState.ANSWERING):
-            request.waits_since_ms = now_ms
+            request.waits_anew(now_ms)
             request.held_bytes = 0
             self.desk.weigh(request)
         self.desk.fire(request, Turn.BREAK)

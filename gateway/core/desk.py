@@ -45,6 +45,11 @@ class Desk:
         """Of all lanes together."""
         return self.commons.memory_bytes
 
+    @property
+    def company(self) -> int:
+        """New requests that an engine has."""
+        return sum(not each.owner.has_broken for each in self.attempts.values())
+
     def add(self, came: ev.RequestCame, now_ms: float) -> ClientRequest:
         request = ClientRequest(
             came.request,

@@ -204,8 +204,8 @@ class Lane(Gateway):
     def _may_ask(self) -> bool:
         return self.door is None or isinstance(self.door, OpenDoor)
 
-    def _hold_ms(self, request: ClientRequest) -> float:
-        return request.wait_ms
+    def _is_overdue(self, request: ClientRequest, now_ms: float) -> bool:
+        return now_ms - request.waits_since_ms >= request.wait_ms
 
     @property
     def _waits_for(self) -> str:

@@ -53,7 +53,7 @@ class Gateway:
         self._no_hello = ""  # and why
         self._door = ev.DoorSet(0)
         self._is_wanted = False  # the parent knows that a request waits behind this door
-        self._now_ms = 0.0
+        self._now_ms = self._ticked_ms = 0.0
         self._is_busy = False
 
     @property
@@ -177,7 +177,8 @@ class Gateway:
         if not self._may_ask() or self.hello is None:
             return
         self._is_busy = True
-        for request in self._desk.line.due(lambda: self._desk.resuming, self._now_ms):
+        desk = self._desk
+        for request in desk.line.due(lambda: desk.resuming, lambda: desk.company, self._now_ms):
             if not self._has_room:
                 break
             failure = self._objection(request, self.hello)
@@ -238,7 +239,7 @@ class Gateway:
             self._part()
         elif old.is_shut:
             for request in self._desk.line.waiting.values():
-                request.waits_since_ms = now_ms  # until now it waited for a wake, not in vain
+                request.waits_anew(now_ms)  # for a wake
             self._begin_anew(is_death=False, now_ms=now_ms)  # while it rests nothing is in it
             self._greet(now_ms)
 
@@ -255,11 +256,13 @@ class Gateway:
 
     def _begin_anew(self, *, is_death: bool, now_ms: float) -> None:
         """What broke off before says nothing about the engine that is asked now."""
-        for request in list(self._desk.line.waiting.values()):
+        waiting = self._desk.line.waiting
+        if is_death:
+            for request in [each for each in waiting.values() if each.is_inside]:
+                self._died(request, now_ms)
+        for request in waiting.values():
             request.breaks_here = request.refusals = 0
             request.gives_up_ms, request.not_before_ms = None, now_ms
-            if request.is_inside and is_death:
-                self._died(request, now_ms)
             request.is_inside = request.is_handed_over = False
         self._desk.line.queue_again()
 
@@ -268,11 +271,18 @@ class Gateway:
         request.died(now_ms)
         if not request.is_suspect:
             self._desk.line.end_trial(request)
-        elif self._desk.line.on_trial is request:
-            self._desk.fail(request, answers.suspect(request.deaths))
+        elif self._desk.line.on_trial is request or request.was_tried:
+            self._convict(request)
         else:
             self._desk.totals.suspects += request.deaths == 2
             self._desk.outbox.append(ev.SuspectFound(request.number, request.deaths))
+
+    def _convict(self, culprit: ClientRequest) -> None:
+        """It ends. Suspects that this engine did not have are cleared of all deaths but one."""
+        for each in self._desk.line.waiting.values():
+            if each.is_suspect and not each.is_inside and each is not culprit:
+                each.deaths = 1
+        self._desk.fail(culprit, answers.suspect(culprit.deaths))
 
     def _greet(self, now_ms: float) -> None:
         assert self._grant is not None
@@ -300,12 +310,13 @@ class Gateway:
     def _greet_again_ms(self) -> float:
         return GREET_AGAIN_MS
 
-    def _hold_ms(self, request: ClientRequest) -> float:
-        """How long a request waits for an engine. One that rests and will wake is none that is
-        missing, so that time counts from when the door opens."""
+    def _is_overdue(self, request: ClientRequest, now_ms: float) -> bool:
+        """Whether it has waited long enough for an engine that can be asked. One that rests and
+        will wake is none that is missing, so that time counts from when the door opens."""
+        hold_ms, park_ms = self.rules.hold_ms, self.rules.park_timeout_ms
         is_resting = self._is_granted and self._door.is_shut and self._door.does_open
-        hold_ms = self.rules.hold_ms
-        return max(hold_ms, self.rules.park_timeout_ms) if is_resting else hold_ms
+        limit_ms = max(hold_ms, park_ms) if is_resting else hold_ms
+        return request.held_ms >= limit_ms
 
     @property
     def _no_engine(self) -> answers.Failure:
@@ -320,11 +331,16 @@ class Gateway:
         trial = self._desk.line.on_trial
         if trial is not None and trial.made_progress(now_ms):
             self._course.progressed(trial)
+        self._desk.line.limit_trial(now_ms)
+        passed_ms, self._ticked_ms = now_ms - self._ticked_ms, now_ms
         keeps_breaking = answers.keeps_breaking(self._grant.engine if self._grant else "")
         for request in list(self._desk.line.waiting.values()):
             is_given_up = request.gives_up_ms is not None
             if request.state is RequestState.WAITING:
-                if now_ms - request.waits_since_ms >= self._hold_ms(request):
+                # An engine that refuses it, or breaks it off each time, cannot be asked for it.
+                if self._waits_for or is_given_up or request.refusals:
+                    request.held_ms += min(passed_ms, now_ms - request.waits_since_ms)
+                if self._is_overdue(request, now_ms):
                     self._desk.fail(request, keeps_breaking if is_given_up else self._no_engine)
             elif now_ms - (request.paused_since_ms or 0.0) >= self.rules.park_timeout_ms:
                 timeout_s = self.rules.park_timeout_ms / 1000

@@ -2,8 +2,9 @@
 
     streams that were paused      oldest first, so many replays at once
     requests to ask again         nothing of them was sent; oldest first
-    suspects                      last, one at a time, streams first
-    new requests                  oldest first, behind the first two but not behind suspects
+    suspects                      one at a time, streams first
+    new requests                  oldest first; while there are suspects, so few at once that a
+                                  trial finds room in the engine
 
 In a pool, requests have priorities, and in each queue the one with the smallest `order_key` is
 first: the time when it came, as much later as its priority is worse (`lane.py`).
@@ -11,7 +12,12 @@ first: the time when it came, as much later as its priority is worse (`lane.py`)
 A *suspect* was in the engine at two deaths and has made fewer than 32 tokens between them, or was
 there for less than ten seconds where its tokens cannot be seen. One that kills engines is among
 them, and whoever was there beside it. Alone, each shows what it is: it makes progress and is
-cleared, or it is in the engine at a third death and ends.
+cleared, or it is in the engine at a third death and ends. That death explains the earlier ones, so
+it clears the suspects that still waited.
+
+A suspect waits for the trials before it, each of `TRIAL_MS` at most, and in the engine for the
+`COMPANY_MAX` new requests at most that were sent meanwhile. Engines do not say which requests they
+have scheduled, so one that only waited in the engine is a suspect, too.
 
 A request that must not be asked yet waits aside, `delayed`. A paused stream that the engine has
 refused keeps new requests back, since they would take the room that it waits for, but only
@@ -28,6 +34,11 @@ from gateway.core.request import ClientRequest
 from gateway.core.states import RequestState
 
 REFUSALS_THAT_HOLD = 4  # with their pauses, less than a second
+# New requests in the engine while there are suspects: one that waits for them shows nothing.
+COMPANY_MAX = 4
+# A suspect that neither dies nor makes progress keeps the next one waiting this long. Its client
+# may read slowly; a prefill takes less.
+TRIAL_MS = 30_000.0
 
 
 class Precedence(IntEnum):
@@ -70,6 +81,13 @@ class WaitingLine:
         self.waiting.pop(request.number, None)
         self._delayed.pop(request.number, None)
 
+    def limit_trial(self, now_ms: float) -> None:
+        """Let the next suspect have its turn. This one stays a suspect, and ends if an engine dies
+        that has it."""
+        trial = self.on_trial
+        if trial is not None and trial.attempt and now_ms - trial.asked_ms >= TRIAL_MS:
+            trial.was_tried, self.on_trial = True, None
+
     def end_trial(self, request: ClientRequest) -> None:
         """This request is cleared or over."""
         if self.on_trial is request:
@@ -80,10 +98,12 @@ class WaitingLine:
         self._queues = {rank: [] for rank in Precedence}
         self._delayed = dict(self.waiting)
 
-    def due(self, resuming: Callable[[], int], now_ms: float) -> Iterator[ClientRequest]:
+    def due(
+        self, resuming: Callable[[], int], company: Callable[[], int], now_ms: float
+    ) -> Iterator[ClientRequest]:
         """Those whose turn it is, one after the other; the caller asks each before the next.
 
-        `resuming` says how many replays are under way.
+        `resuming` says how many replays are under way, and `company` how many new requests.
         """
         self._queue_due(now_ms)
         while (request := self._first(Precedence.PAUSED)) is not None:
@@ -96,6 +116,8 @@ class WaitingLine:
             yield request
         if not any(self._keeps_new_back(each) for each in self._delayed.values()):
             while (request := self._first(Precedence.NEW)) is not None:
+                if self._has_suspects and company() >= COMPANY_MAX:
+                    return
                 yield request
 
     def _queue_due(self, now_ms: float) -> None:
@@ -118,9 +140,17 @@ class WaitingLine:
             heapq.heappop(queue)
         return None
 
+    @property
+    def _first_suspect(self) -> ClientRequest | None:
+        return self._first(Precedence.SUSPECT) or self._first(Precedence.SUSPECT_HELD)
+
+    @property
+    def _has_suspects(self) -> bool:
+        return self.on_trial is not None or self._first_suspect is not None
+
     def _next_suspect(self, now_ms: float) -> ClientRequest | None:
         if self.on_trial is None:
-            self.on_trial = self._first(Precedence.SUSPECT) or self._first(Precedence.SUSPECT_HELD)
+            self.on_trial = self._first_suspect
             return self.on_trial
         # Its fate is open until it has made progress or has ended, also while it waits itself.
         is_waiting = self.on_trial.number in self.waiting

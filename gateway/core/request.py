@@ -38,12 +38,12 @@ class ClientRequest:
     __slots__ = (
         *("number", "path", "body_bytes", "is_inference", "is_stream", "is_lean", "state"),
         *("attempt", "has_broken", "is_handed_over", "is_inside", "asked_ms", "lived_ms"),
-        *("waits_since_ms", "not_before_ms"),
+        *("waits_since_ms", "held_ms", "not_before_ms"),
         *("breaks_here", "refusals", "gives_up_ms", "engine_error"),
         *("continuation", "continuation_id", "is_event_stream", "is_at_boundary"),
         *("transcript", "charged_bytes", "held_bytes"),
         *("forgotten_tokens", "replay", "rewriter", "paused_since_ms", "paused_under"),
-        *("pauses", "paused_ms", "deaths", "tokens_at_death", "progress_at"),
+        *("pauses", "paused_ms", "deaths", "tokens_at_death", "progress_at", "was_tried"),
         *("priority", "order_key", "wait_ms", "was_requeued"),
     )
 
@@ -72,6 +72,7 @@ class ClientRequest:
         self.asked_ms = now_ms
         self.lived_ms = 0.0  # how long the last engine had it
         self.waits_since_ms = now_ms
+        self.held_ms = 0.0  # of that, while no engine could be asked
         self.not_before_ms = now_ms
         self.breaks_here = 0  # in a row under one grant
         self.refusals = 0  # in a row
@@ -97,6 +98,7 @@ class ClientRequest:
         self.deaths = 0  # of engines that had it, without progress in between
         self.tokens_at_death = 0
         self.progress_at = 0  # tell the desk at so many tokens; 0: never
+        self.was_tried = False  # alone as a suspect, for as long as that may take
 
         self.order_key = (0.0, number)  # the smallest of a queue is asked first
         # In a pool:
@@ -145,6 +147,10 @@ class ClientRequest:
         """The engine that had it is dead."""
         self.deaths = 1 if self.made_progress(now_ms) else self.deaths + 1
         self.tokens_at_death = self.delivered_tokens
+
+    def waits_anew(self, now_ms: float) -> None:
+        """Until now it did not wait in vain."""
+        self.waits_since_ms, self.held_ms = now_ms, 0.0
 
     def made_progress(self, now_ms: float) -> bool:
         """Whether it has lived long enough since the last death to be above suspicion."""

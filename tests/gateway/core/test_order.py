@@ -59,7 +59,7 @@ def test_pod_with_random_deaths_loses_nothing(seed):
             ),
         )
     for death in range(4):  # far enough apart for 32 tokens; the deaths of no request
-        pod.at(600.0 + 2500.0 * death, lambda: pod.kill(rng.choice((5.0, 80.0, 600.0))))
+        pod.at(600.0 + 5000.0 * death, lambda: pod.kill(rng.choice((5.0, 80.0, 600.0))))
 
     def disturb():
         pod.refusals = rng.choice((0, 2))
@@ -68,7 +68,7 @@ def test_pod_with_random_deaths_loses_nothing(seed):
             pod.break_off(rng.choice(list(pod.upstreams.values())))
 
     for _ in range(10):
-        pod.at(rng.uniform(100, 9000), disturb)
+        pod.at(rng.uniform(100, 17_000), disturb)
     pod.run()
     assert len(pod.clients) == 25
     for client in pod.clients.values():
