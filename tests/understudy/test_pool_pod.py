@@ -82,7 +82,7 @@ def test_pod_listens_where_the_file_says_unless_a_flag_does(tmp_path: Path, give
     ports = free_pod_ports()
     listen = f"listen: 127.0.0.2:{free_ports(1)[0]}\n"
     local = LocalPod(Path(), None, ports, http_host="127.0.0.3")
-    file = listen + POOL_FILE.replace("/models/A", "/").replace("/models/B", "some/name")
+    file = listen + POOL_FILE.replace("/models/A", "/").replace("/models/B", "/")
     pod = prepared(tmp_path, file, local, is_drilled=False, given=given)
     host = "127.0.0.1" if "host" in given else "127.0.0.2"
     port = str(ports.service) if "service_port" in given else listen.strip().rpartition(":")[2]

@@ -18,6 +18,7 @@ from understudy.cli.settings import NOT_WITH_MANIFEST, UP_OPTIONS, given_address
 from understudy.kubelet.containers import QUICK
 from understudy.manifest.values import Choices
 from understudy.up import manifest_pod, sessions
+from understudy.up.hub_model import HUB_BACKEND, is_hub_id
 from understudy.up.local_pod import LocalPod
 from understudy.up.manifest_pod import PodRequest
 from understudy.up.pool_pod import prepare_pool
@@ -45,9 +46,11 @@ def pod_of(config: Resolved, declared: Sequence[Option], arguments: tuple[str, .
 
 
 def local_pod(config: Resolved, declared: Sequence[Option], arguments: tuple[str, ...]) -> LocalPod:
+    model, hub_id = _model(config["model"], config["backend"])
     pod = LocalPod(
         Path(),
-        _model(config["model"]),
+        model,
+        hub_id=hub_id,
         backend=config["backend"],
         device_bytes=config["device_bytes"],
         tensor_parallel=config["tensor_parallel"],
@@ -88,16 +91,22 @@ def check_manifest_flags(
     )
 
 
-def _model(given: str | None) -> Path | None:
-    """The absolute path of the checkpoint, which the engine validates."""
+def _model(given: str | None, backend: str) -> tuple[Path | None, str | None]:
+    """The absolute path of the checkpoint, which the engine validates, or its id at the Hub. As
+    for vLLM, a directory wins over a model of the Hub with the same name."""
     if given is None:
-        return None
+        return None, None
     path = Path(os.path.abspath(given))
-    if not path.is_dir():
-        raise UsageError(
-            "pod.no_model", f"{path} is not a directory; --model must be a Hugging Face checkpoint"
-        )
-    return path
+    if path.is_dir():
+        return path, None
+    if backend == HUB_BACKEND and is_hub_id(given):
+        return None, given
+    wanted = "a Hugging Face checkpoint"
+    if backend == HUB_BACKEND:
+        wanted += ", or a model of the Hugging Face Hub, owner/name"
+    elif is_hub_id(given):
+        wanted += f" on this machine; the {backend} backend downloads nothing, --backend vllm does"
+    raise UsageError("pod.no_model", f"{path} is not a directory; --model must be {wanted}")
 
 
 def _log_env() -> dict[str, str]:

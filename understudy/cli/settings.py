@@ -34,7 +34,8 @@ POD_OPTIONS = (
         "model",
         str,
         None,
-        "The directory of a Hugging Face checkpoint; a small random model unless given.",
+        "The directory of a Hugging Face checkpoint; with --backend vllm also a model of the Hub,"
+        " such as Qwen/Qwen3-8B. A small random model unless given.",
     ),
     Option(
         "backend",

@@ -36,8 +36,9 @@ GATEWAY = "gateway"  # the container that a pod in direct mode does not have
 class LocalPod:
     """What distinguishes one local pod from another.
 
-    `model` None: a random one, still to be created. `backend_args` go to the backend unchanged;
-    `env` is added to every container's environment.
+    `model` None: a random one, still to be created, or that of the Hugging Face Hub's `hub_id`,
+    still to be downloaded. `backend_args` go to the backend unchanged; `env` is added to every
+    container's environment.
     """
 
     directory: Path
@@ -54,6 +55,7 @@ class LocalPod:
     http_host: str = "127.0.0.1"  # where probes and metrics listen
     pace: Pace = QUICK
     is_direct: bool = False
+    hub_id: str | None = None
 
     def containers(self) -> list[Container]:
         """The pod, in the order in which it starts."""

@@ -20,6 +20,7 @@ from pool.server.state_file import begin_new_pod
 from pool.settings import PoolFile, engines_of
 from understudy.kubelet.containers import Container
 from understudy.manifest.spec import ContainerSpec, ProbeSpec, Variable
+from understudy.up.hub_model import HUB_BACKEND, hub_directory, is_hub_id
 from understudy.up.local_pod import GATEWAY, LocalPod, packaged_manifest
 from understudy.up.ports import check_ports, free_pod_ports
 from understudy.up.sessions import PreparedPod, Say, refuse_second_pod
@@ -63,6 +64,7 @@ async def prepare_pool(
         for state_file in engine_states(directory):
             state_file.unlink(missing_ok=True)
         begin_new_pod(str(directory))
+    await _fill_cache(file, say)
     memory = _memory(file, pod.memory)
     made = PoolPod(replace(pod, directory=directory, memory=memory), path, file)
     return PreparedPod(made.containers(), directory, f"the pool of {path}")
@@ -145,6 +147,15 @@ def _check_directories(file: PoolFile) -> None:
                 "pool.no_model_directory",
                 f"{name}: there is no directory {each.model}; correct `model` in the pool file",
             )
+
+
+async def _fill_cache(file: PoolFile, say: Say) -> None:
+    """Download the Hub's models that the cache lacks, so that no request waits for a download. The
+    engines find them there by their ids."""
+    for name, each in file.models.items():
+        if each.backend == HUB_BACKEND and is_hub_id(each.model) and not Path(each.model).is_dir():
+            arguments = [str(argument) for argument in each.args]
+            say(f"{name}: {each.model} is in {await hub_directory(each.model, arguments)}")
 
 
 def _renamed(spec: ContainerSpec, name: str, command: tuple[str, ...]) -> ContainerSpec:

@@ -34,6 +34,7 @@ from understudy.kubelet.http_get import get
 from understudy.kubelet.runner import PodRunner, run_pod
 from understudy.status.gather import gather, pids_of
 from understudy.status.view import is_reachable
+from understudy.up.hub_model import with_hub_model
 from understudy.up.local_pod import LocalPod, program, reachable
 from understudy.up.pool_welcome import has_pool, pool_welcome
 from understudy.up.ports import check_ports, free_pod_ports
@@ -95,7 +96,8 @@ class DrillResult:
 
 
 async def prepare_local(pod: LocalPod, directory: Path, say: Say, is_drilled: bool) -> PreparedPod:
-    """Prepare the standard pod, with a random model unless it has one."""
+    """Prepare the standard pod, with a random model unless it has one. A model of the Hub is
+    downloaded once everything else is known to be right."""
     if is_drilled:
         pod = replace(pod, ports=free_pod_ports())
     else:
@@ -105,7 +107,9 @@ async def prepare_local(pod: LocalPod, directory: Path, say: Say, is_drilled: bo
         for state_file in engine_states(directory):
             state_file.unlink(missing_ok=True)
     pod = replace(pod, directory=directory)
-    if pod.model is None:
+    if pod.hub_id is not None:
+        pod = await with_hub_model(pod, pod.hub_id, say)
+    elif pod.model is None:
         pod = await with_random_model(pod, directory / "random-model")
     return PreparedPod(pod.containers(), directory)
 

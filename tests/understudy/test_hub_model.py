@@ -1,0 +1,326 @@
+"""Models of the Hugging Face Hub, from a Hub on this machine: what is downloaded, how it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+from click.testing import CliRunner
+
+from plumbing.errors import UnderstudyError, UsageError
+from plumbing.service.config import resolve
+from tests.helpers import free_ports, until
+from tests.understudy.hub import COMMIT, Hub, serving
+from understudy.cli.main import main
+from understudy.cli.pods import local_pod
+from understudy.cli.settings import UP_OPTIONS
+from understudy.up.hub_download import Wanted, explained, weight_files
+from understudy.up.hub_model import hub_directory, vllm_options
+from understudy.up.local_pod import LocalPod, program
+from understudy.up.pool_pod import prepare_pool
+from understudy.up.sessions import prepare_local
+
+TINY = "acme/tiny"
+SMALL = {"config.json", "tokenizer.json", "chat_template.jinja"}
+OTHERS = {"pytorch_model.bin", "onnx/model.onnx", "original/consolidated.00.pth"}
+# Each its own content: the cache has equal files once.
+FILES = {name: name.encode() for name in (*SMALL, "model.safetensors", *OTHERS)}
+EXIT_S = 20.0  # a starting Python on a busy machine
+
+silent = list[str]().append
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A Hub, an empty cache, and a package called vllm, since nothing is downloaded without one."""
+    (tmp_path / "lib/vllm").mkdir(parents=True)
+    (tmp_path / "lib/vllm/__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path / "lib"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "lib"), prepend=":")
+    repositories = {
+        TINY: FILES,
+        "acme/gated": FILES,
+        "acme/gguf": {"model-Q4.gguf": b"w"},
+    }
+    with serving(Hub({**repositories}, gated=frozenset({"acme/gated"}))) as found:
+        for name in ("HF_TOKEN", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "VLLM_USE_MODELSCOPE"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("HF_ENDPOINT", found.url)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+        yield found
+
+
+@pytest.mark.parametrize(
+    ("names", "load_format", "expected"),
+    [
+        (["a.safetensors", "a.bin"], "auto", ["a.safetensors"]),
+        (["a.bin", "a.pt", "training_args.bin"], "auto", ["a.bin"]),
+        (["a.safetensors", "consolidated.safetensors"], "auto", ["consolidated.safetensors"]),
+        (["consolidated.safetensors"], "hf", ["consolidated.safetensors"]),
+        (["a.safetensors", "a.pt"], "pt", ["a.pt"]),
+        (["a.safetensors", "a.bin"], "npcache", ["a.bin"]),
+        (["a.safetensors", "x/b.safetensors"], "safetensors", ["a.safetensors"]),
+        (["a.safetensors"], "dummy", []),
+        (["a.gguf"], "auto", []),
+    ],
+)
+def test_weights_are_chosen_as_vllm_chooses_them(names, load_format, expected):
+    """Goal: nothing is downloaded that vLLM would not load. Method: a repository's names."""
+    assert weight_files(names, load_format, lambda name: None) == expected
+
+
+def test_weights_are_those_of_the_index():
+    """Goal: a second set of shards beside the listed ones stays at the Hub."""
+    listed = {"model-1.safetensors", "model-2.safetensors"}
+    index = {"model.safetensors.index.json": listed}.get
+    assert weight_files([*listed, "extra.safetensors"], "auto", index) == sorted(listed)
+
+
+def test_download_has_only_what_vllm_loads_and_a_warm_cache_needs_no_network(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Goal: safetensors and no other format; then nothing again, with HF_HUB_OFFLINE and without,
+    while the Hub is away. Method: what the Hub was asked for."""
+    directory = located(TINY, ())
+    assert directory == tmp_path / f"hf/hub/models--acme--tiny/snapshots/{COMMIT}"
+    assert sorted(hub.downloads) == sorted({*SMALL, "model.safetensors"})
+    assert (directory / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+    hub.downloads.clear()
+    assert located(TINY, ()) == directory
+    hub.status = 503
+    assert located(TINY, ()) == directory
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert located(TINY, ()) == directory
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # discard; nothing listens
+    assert located(TINY, ()) == directory
+    assert hub.downloads == []
+
+
+def test_flags_of_vllm_say_which_revision_where_to_and_by_whose_token(hub: Hub, tmp_path: Path):
+    """Goal: --revision, --download-dir, --hf-token and --load-format mean what they mean to vLLM,
+    also in its --config file."""
+    file = tmp_path / "vllm.yaml"
+    file.write_text(f"download_dir: {tmp_path}/there\nrevision: nonsense\n")
+    flags = ["--config", str(file), f"--revision={COMMIT}", "--hf-token", "hf_secret"]
+    directory = located(TINY, [*flags, "--load-format", "npcache"])
+    assert directory.is_relative_to(tmp_path / "there")
+    assert "pytorch_model.bin" in hub.downloads
+    assert "model.safetensors" not in hub.downloads
+    assert "Bearer hf_secret" in hub.tokens
+
+
+def test_options_are_read_as_vllm_reads_them(tmp_path: Path):
+    """Goal: both spellings, both ways to give a value, flags without one."""
+    flags = ["--served_model_name", "a", "b", "--revision=x", "--enforce-eager", "--hf-token"]
+    found = vllm_options([*flags, "--config", str(tmp_path / "missing.yaml")])
+    assert found["served-model-name"] == "a"
+    assert (found["revision"], found["enforce-eager"], found["hf-token"]) == ("x", "", "")
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "code"),
+    [
+        ("acme/other", (), "hub.not_found"),
+        (TINY, ("--revision", "nonsense"), "hub.not_found"),
+        ("acme/gated", (), "hub.gated"),
+        ("acme/gguf", (), "hub.no_weights"),
+        ("acme--..", (), "hub.not_found"),
+    ],
+)
+def test_refusal_names_the_repository_and_the_cause(hub: Hub, model, flags, code):
+    with pytest.raises(UnderstudyError) as refused:
+        located(model, flags)
+    assert (refused.value.code, refused.value.exit_code) == (code, 1)
+    assert model in refused.value.message
+
+
+def test_hub_that_cannot_answer_is_told_from_a_token_that_it_refuses(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+):
+    """Goal: each cause has its own fix. Method: an answer of 401 with a token and without, 503, no
+    server, HF_HUB_OFFLINE; all with an empty cache."""
+
+    def code() -> str:
+        with pytest.raises(UnderstudyError) as refused:
+            located(TINY, ())
+        assert TINY in refused.value.message
+        return refused.value.code
+
+    hub.status = 503
+    assert code() == "hub.unreachable"
+    hub.status = 401
+    assert code() == "hub.not_found"
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    assert code() == "hub.bad_token"
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert code() == "hub.unreachable"
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert code() == "hub.offline"
+
+
+def test_part_of_a_model_in_the_cache_is_not_enough(hub: Hub, monkeypatch: pytest.MonkeyPatch):
+    """Goal: engines never start on a checkpoint with a shard missing. Method: the weights leave the
+    cache, and the Hub is not asked."""
+    directory = located(TINY, ())
+    (directory / "model.safetensors").unlink()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(UnderstudyError) as refused:
+        located(TINY, ())
+    assert refused.value.code == "hub.offline"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "hub.no_space"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "hub.no_space"),
+        (RuntimeError("I/O error: No space left on device (os error 28)"), "hub.no_space"),
+        (PermissionError(errno.EACCES, "Permission denied", "/cache"), "hub.not_writable"),
+        # A firewall's answer to connect(2) has the same number and no file.
+        (PermissionError(errno.EPERM, "Operation not permitted"), "hub.unreachable"),
+    ],
+)
+def test_fault_of_the_disk_names_the_cache(tmp_path: Path, error, code):
+    found = explained(error, Wanted(TINY), str(tmp_path / "no/such"), "https://hub.example")
+    assert found.code == code
+    assert TINY in found.message
+    assert str(tmp_path) in found.message
+
+
+def test_both_engines_get_one_directory_and_clients_the_id(hub: Hub, tmp_path: Path):
+    """Goal: as `vllm serve`: the model is called what the user called it, unless the user names it;
+    the engines never ask the Hub for it."""
+    said: list[str] = []
+    pod = LocalPod(Path(), None, backend="vllm", hub_id=TINY, backend_args=("--enforce-eager",))
+    prepared = asyncio.run(prepare_local(pod, tmp_path / "pod", said.append, True))
+    snapshot = str(tmp_path / f"hf/hub/models--acme--tiny/snapshots/{COMMIT}")
+    told = [
+        each.command[each.command.index("--") + 1 :]
+        for each in prepared.containers
+        if each.name.startswith("engine-")
+    ]
+    assert told == [(snapshot, "--served-model-name", TINY, "--enforce-eager")] * 2
+    assert [line for line in said if TINY in line and snapshot in line]
+    pod = LocalPod(
+        Path(), None, backend="vllm", hub_id=TINY, backend_args=("--served-model-name", "mine")
+    )
+    prepared = asyncio.run(prepare_local(pod, tmp_path / "pod", silent, True))
+    command = prepared.containers[-1].command
+    assert command[command.index(snapshot) + 1 :] == ("--served-model-name", "mine")
+
+
+def test_pool_fills_the_cache_before_it_starts(hub: Hub, tmp_path: Path):
+    """Goal: no request to a model waits for its download. Method: a pool file with two models of
+    vLLM, of which one is a directory."""
+    (tmp_path / "here").mkdir()
+    file = tmp_path / "pool.yaml"
+    file.write_text(
+        f"devices: [HOST-0]\nmodels:\n  a: {{model: {TINY}}}\n  b: {{model: {tmp_path}/here}}\n"
+    )
+    said: list[str] = []
+    pod = LocalPod(Path(), None)
+    asyncio.run(prepare_pool(pod, file, 0, tmp_path / "pod", said.append, True))
+    assert [line.partition(" is in ")[0] for line in said] == [f"a: {TINY}"]
+    assert "model.safetensors" in hub.downloads
+
+
+def test_directory_wins_and_other_backends_take_no_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Goal: as in vLLM, a directory called like a model is the directory; the reference backend
+    says what it takes."""
+
+    def pod(**flags: str) -> LocalPod:
+        return local_pod(resolve(UP_OPTIONS, flags, {}), UP_OPTIONS, ())
+
+    monkeypatch.chdir(tmp_path)
+    assert pod(model=TINY, backend="vllm").hub_id == TINY
+    (tmp_path / TINY).mkdir(parents=True)
+    assert pod(model=TINY, backend="vllm").model == tmp_path / TINY
+    for model, backend in [("a/b", "reference"), ("./a", "vllm"), ("a/b/c", "vllm")]:
+        with pytest.raises(UsageError) as refused:
+            pod(model=model, backend=backend)
+        assert refused.value.code == "pod.no_model"
+    result = CliRunner().invoke(main, ["up", "--model", "Qwen/Qwen3-8B"])
+    assert result.exit_code == 2
+    assert "--backend vllm" in result.output
+
+
+@pytest.mark.parametrize("command", ["up", "drill"])
+def test_failed_download_is_one_sentence(hub: Hub, tmp_path: Path, command: str):
+    """Goal: exit code 1, no stack trace, nothing started."""
+    done = subprocess.run(
+        _command(command, tmp_path, "acme/other"), capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert line.endswith("[hub.not_found]")
+
+
+@pytest.mark.parametrize("command", ["up", "drill"])
+def test_ctrl_c_ends_a_download(hub: Hub, tmp_path: Path, command: str):
+    """Goal: code 130 and no trace at once, and no process goes on; the next start finishes it.
+    Method: SIGINT to all processes of the terminal while the weights arrive."""
+    hub.block = frozenset({"model.safetensors"})
+    started = subprocess.Popen(
+        _command(command, tmp_path, TINY),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    with started:
+        assert hub.begun.wait(EXIT_S)
+        (child,) = psutil.Process(started.pid).children()
+        os.killpg(started.pid, signal.SIGINT)
+        output, errors = started.communicate(timeout=EXIT_S)
+    assert started.returncode == 130
+    assert "Traceback" not in output + errors
+    until(lambda: not child.is_running(), "the download's process to end")
+
+
+def test_download_ends_with_the_command_that_wanted_it(hub: Hub, tmp_path: Path):
+    """Goal: SIGKILL of `up` leaves no download behind."""
+    hub.block = frozenset({"model.safetensors"})
+    started = subprocess.Popen(_command("up", tmp_path, TINY))
+    with started:
+        assert hub.begun.wait(EXIT_S)
+        (child,) = psutil.Process(started.pid).children()
+        started.kill()
+    until(lambda: not child.is_running(), "the download's process to end")
+
+
+def test_library_is_needed_only_for_a_download():
+    """Goal: everything but a download works without huggingface_hub. Method: Python refuses to
+    import it, first for the commands, then for the download itself."""
+    hidden = "import sys; sys.modules['huggingface_hub'] = None\n"
+    asks = (
+        "import understudy.cli.main\n"
+        "from understudy.up.hub_download import main\n"
+        f"sys.exit(main(['{TINY}']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", hidden + asks], capture_output=True, text=True)
+    assert (done.returncode, json.loads(done.stdout)["code"]) == (1, "hub.no_library")
+
+
+def located(model: str, flags: Sequence[str]) -> Path:
+    return asyncio.run(hub_directory(model, flags))
+
+
+def _command(command: str, directory: Path, model: str) -> list[str]:
+    first = free_ports(8)
+    names = ("service", "lockserver", "gms", "gateway", "engine")
+    ports = [f"--{name}-port={first + number}" for number, name in enumerate(names)]
+    ours = [f"--dir={directory}/pod", *ports] if command == "up" else []
+    return [*program("understudy"), command, "--backend=vllm", f"--model={model}", *ours]
