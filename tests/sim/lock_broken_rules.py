@@ -19,6 +19,8 @@ from lockserver.core.machine import LockMachine
 from lockserver.core.names import WitnessState
 from lockserver.core.queue import Waiter
 from lockserver.core.supervisors import SupervisorRecord
+from tests.sim.lock_faults import Faults
+from tests.sim.lock_parts import Tree
 from tests.sim.lock_planted import LIVES, Patch, Rule, hear
 from tests.sim.lock_shell import Shell
 
@@ -109,6 +111,17 @@ def unseen_is_unproven(patch: Patch) -> None:
 def no_seal(patch: Patch) -> None:
     """A witness that was found free can still be joined."""
     patch.setattr(Shell, "seal", lambda self, tree: None)
+
+
+def helper_opens_a_device(patch: Patch) -> None:
+    """A process of the tree that does not hold the witness opens the device."""
+    start = Faults.start_helper
+
+    def start_on_device(self: Faults, tree: Tree) -> None:
+        start(self, tree)
+        tree.has_helper_on_device = True
+
+    patch.setattr(Faults, "start_helper", start_on_device)
 
 
 def grant_is_not_repeated(patch: Patch) -> None:
@@ -255,13 +268,14 @@ def witness_is_removed_early(patch: Patch) -> None:
 
 MODEL = [
     Rule("newest-connection", older_connection_counts, "not given its grant|waits|does not wait"),
-    Rule("old-eof", old_eof_counts, f"{STUCK}|supervisor lives|known dead"),
+    Rule("old-eof", old_eof_counts, f"{STUCK}|supervisor lives|known dead|was there before"),
     Rule("unnamed-is-over", unnamed_lives_on, f"{STUCK}|no longer asks"),
     Rule("claims-only-when-unreadable", any_claim_is_believed, f"{LIVES}|second one|on disk"),
     Rule("held-witness-to-ask", free_witness_is_let_in, "asked with a free witness"),
     Rule("unseen-lets-nobody-in", unseen_is_held, "does not wait, or is known dead"),
     Rule("unseen-puts-nobody-out", unseen_is_unproven, "refused without a look"),
     Rule("seal", no_seal, LIVES),
+    Rule("witness-in-every-process-on-a-device", helper_opens_a_device, LIVES),
     Rule("same-grant-again", grant_is_not_repeated, "was not given its grant"),
     Rule("silent-waiter-passed-over", silent_waiter_is_granted, "granted in its silence"),
     Rule("fifo", last_comes_first, "was there before"),

@@ -35,6 +35,8 @@ class Faults:
                 found.append((self.join, tree))
             if tree.holding > len(tree.workers) and not tree.is_doomed:
                 found.append((self.kill_process, tree))
+            if world.has_helpers and not tree.helpers and tree.holding and not tree.is_doomed:
+                found.append((self.start_helper, tree))
             if tree.strays:
                 found.append((self.end_stray, tree))
             elif tree.holding:
@@ -63,6 +65,10 @@ class Faults:
         tree.is_hurt = True
         self.world.forget_dead(tree)
 
+    def start_helper(self, tree: Tree) -> None:
+        """A process of the tree without the witness, such as Python's resource tracker."""
+        tree.helpers = 1
+
     def join(self, tree: Tree) -> None:
         """A late process opens the witness; if it is sealed or gone, it exits before it opens a
         device."""
@@ -76,7 +82,7 @@ class Faults:
     def kill_supervisor(self, sup: Sup) -> None:
         sup.is_alive = sup.is_stopped = False
         if sup.tree is not None:
-            sup.tree.is_doomed = True  # PID 1 of its namespace, or PDEATHSIG
+            sup.tree.is_doomed = True  # killed by init, by PDEATHSIG, or by the kernel after PID 1
         self.cut(sup)
 
     def stop(self, sup: Sup) -> None:

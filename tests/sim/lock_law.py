@@ -194,7 +194,7 @@ class Law:
             name = other.incarnation
             if other.sup.model != tree.sup.model:
                 continue
-            if other is not tree and other.is_alive:
+            if other is not tree and other.uses_device:
                 is_over = other is not last or other.freed >= last_token
                 assert is_over, f"granted while the last holder {name} lives"
                 assert not other.is_told, f"granted while {name} lives and believes it is active"
@@ -270,7 +270,7 @@ class Law:
     def check(self) -> None:
         for model in self.world.models:
             living = [tree for tree in self.world.living if tree.sup.model == model]
-            told = [tree.incarnation for tree in living if tree.is_told and tree.is_alive]
+            told = [tree.incarnation for tree in living if tree.is_told and tree.uses_device]
             assert len(told) <= 1, f"two active engines: {told}"
             if self.world.hand_overs is not None:
                 used = {(t.incarnation, w.used) for t in living for w in t.workers if w.used}

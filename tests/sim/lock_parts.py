@@ -36,6 +36,8 @@ class Tree:
     holding: int = 1
     coming: int = 0  # forked, but has not locked the witness yet; it may do so very late
     strays: int = 0  # hold the witness, and are not killed with the tree
+    helpers: int = 0  # of the tree, without the witness: they may open no device
+    has_helper_on_device: bool = False  # one does, against the rule
     is_doomed: bool = False  # SIGKILL was sent to all but the strays
     is_hurt: bool = False  # one process has died by itself
     is_sealed: bool = False
@@ -58,6 +60,11 @@ class Tree:
     @property
     def is_alive(self) -> bool:
         return self.holding > 0 or self.strays > 0
+
+    @property
+    def uses_device(self) -> bool:
+        """Whether a process of it can still read or write the device's memory."""
+        return self.is_alive or (self.helpers > 0 and self.has_helper_on_device)
 
 
 @dataclass(slots=True, eq=False)

@@ -23,12 +23,13 @@ REPAIRS = ("go_on", "repair_disk", "end_shortage", "end_stray", "join")
 
 
 def pod(seed: int) -> World:
-    """The kind of pod that this seed stands for: every combination occurs within 24 seeds."""
+    """The kind of pod that this seed stands for: every combination occurs within 48 seeds."""
     return World(
         engines=3 if seed % 3 == 0 else 2,
         in_container=bool(seed & 1),
         has_pidfd=bool(seed & 2),
         locks=(ACTIVE, LOADER) if seed & 4 else (ACTIVE,),
+        has_helpers=bool(seed & 8),
     )
 
 

@@ -132,7 +132,7 @@ class Names:
             tree.is_disowned,
         )
         name = self.sup_names[tree.sup.id]
-        here = (name, tree.holding, tree.coming, tree.strays, flags)
+        here = (name, tree.holding, tree.coming, tree.strays, tree.helpers, flags)
         return (*here, self.serving(tree)) if tree.made else here
 
     def serving(self, tree: Tree) -> Any:

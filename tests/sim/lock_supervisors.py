@@ -42,7 +42,7 @@ class Supervisors:
                 if sup.launches < world.launches_max:
                     found.append((self.launch, sup))
             elif sup.is_killing:
-                if not tree.holding and not tree.coming:
+                if not (tree.holding or tree.coming or tree.helpers):
                     found.append((self.reap, sup))
             elif tree.is_hurt:
                 found.append((self.give_up, sup))
@@ -52,6 +52,8 @@ class Supervisors:
                     found.append((self.die_on_the_way, tree))
                 if tree.holding:
                     found.append((self.die, tree))
+                if tree.helpers:
+                    found.append((self.end_helper, tree))
         return found
 
     # ------------------------------------------------------------------ sending
@@ -148,6 +150,11 @@ class Supervisors:
             self.world.serving.end_worker((tree, tree.workers[-1]))
             return
         tree.holding -= 1
+        self.world.forget_dead(tree)
+
+    def end_helper(self, tree: Tree) -> None:
+        """A helper ends, or is killed; it may be the last of its tree."""
+        tree.helpers = 0
         self.world.forget_dead(tree)
 
     def die_on_the_way(self, tree: Tree) -> None:

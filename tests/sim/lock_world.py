@@ -44,11 +44,14 @@ class World:
         has_late: bool = True,
         hand_overs: int | None = None,
         kinds: frozenset[str] | None = None,
+        has_helpers: bool = False,
     ) -> None:
         """`models`: of which the engines are in turn. `hand_overs`: how many there may be in place,
-        None: no engine has a serving file. `kinds`: the faults that may occur, None: all."""
+        None: no engine has a serving file. `kinds`: the faults that may occur, None: all.
+        `has_helpers`: trees have processes that do not hold the witness."""
         self.hand_overs, self.kinds, self.models = hand_overs, kinds, models
         self.in_container, self.has_pidfd, self.launches_max = in_container, has_pidfd, launches_max
+        self.has_helpers = has_helpers
         self.has_late = has_late  # a process of each tree locks the witness late
         self.process = "SO_PEERPIDFD" if has_pidfd else "none"
         self.now_ms = 0.0
@@ -163,15 +166,16 @@ class World:
         return not any(s.is_alive and s.engine == sup.engine for s in self.sups)
 
     def is_process_gone(self, sup: Sup) -> bool:
-        """A container's PID 1 is gone once its whole tree is dead; strays are outside it."""
+        """A supervisor that is PID 1 of its container is gone once its whole tree is dead; strays
+        are outside it. Below an init, it is gone by itself: only the witness tells of its tree."""
         tree = sup.tree if self.in_container else None
-        return not sup.is_alive and not (tree and (tree.holding or tree.coming))
+        return not sup.is_alive and not (tree and (tree.holding or tree.coming or tree.helpers))
 
     def forget_closed(self) -> None:
         self.conns = [conn for conn in self.conns if conn.server_open or conn.client_open]
 
     def forget_dead(self, tree: Tree) -> None:
-        if not (tree.holding or tree.coming or tree.strays):
+        if not (tree.holding or tree.coming or tree.strays or tree.helpers):
             self.living.remove(tree)
 
 

@@ -12,7 +12,8 @@ from tests.sim.seeds import seeds
 SCHEDULES = 100_000
 PARTS = 5  # one after the other: a test that takes two minutes is taken for one that hangs
 EVERYTHING = """
-    connect hear launch join die die_on_the_way reap give_up see_eof receive probe scan see_exit
+    connect hear launch join start_helper end_helper
+    die die_on_the_way reap give_up see_eof receive probe scan see_exit
     replace restart kill_process kill_supervisor stop go_on stray end_stray twin cut lie
     kill_server let_die_after_write stall_server lose_slot fail_disk repair_disk wait
     run_short end_shortage look_again
@@ -26,8 +27,9 @@ EVERYTHING = """
 def test_lock_simulation_no_schedule_breaks_a_promise(part):
     """Goal: the promises of docs/lock.md, under deaths, stops, cuts, late and overtaking messages,
     restarts (also between write and send), a failing disk, lost state, wrong tokens, twins, strays,
-    and a server that can look at no witness. Every fifth pod hands over in place, with late orders,
-    false words, forks, processes that never join, and serving files that are replaced.
+    helpers without the witness, and a server that can look at no witness. Every fifth pod hands
+    over in place, with late orders, false words, forks, processes that never join, and serving
+    files that are replaced.
     Method: the law is checked after every step; every 50th schedule goes on without faults until
     an engine serves."""
     every = seeds(SCHEDULES)

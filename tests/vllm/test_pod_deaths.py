@@ -16,8 +16,10 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from engine.supervisor import held_files
+from engine.supervisor.tree import HELPERS
 from gms.operate.kv_upkeep import drop_kv
 from plumbing.errors import RemoteError
+from tests.e2e.fence import assert_witness_fences
 from tests.e2e.kept_connections import kept_connections
 from tests.e2e.pods import CLIENTS, Load, Pod, PodHome
 from tests.e2e.processes import Processes, kill
@@ -57,6 +59,20 @@ def test_death_of_the_core_is_a_takeover_and_no_stream_of_it_is_completed(home: 
     supervisor is stopped, so that vLLM has all the time it needs to send its error event and
     `[DONE]`; read the bytes to their end."""
     home.run(lambda pod: taken_over(pod, "core", cut_a_stream, *BOTH_SEEN))
+
+
+def test_vllm_tree_has_no_process_without_the_witness_that_reaches_a_device(home: PodHome):
+    """Goal: below an init, the witness alone proves that vLLM's tree is dead. Method: list the
+    trees of the active engine and of the standby; descriptors and maps of each process that lacks
+    the witness."""
+
+    async def scenario(pod: Pod) -> None:
+        whole = await pod.whole()
+        for engine in (whole.engine, *whole.standbys):
+            supervisor = (await pod.engine(engine))["engine"]["pid"]
+            assert assert_witness_fences(supervisor, pod.tree("gms"), HELPERS)
+
+    home.run(scenario)
 
 
 def send(number: int) -> Strike:
