@@ -23,6 +23,7 @@ from engine.supervisor.state_file import EngineStateFile, to_text
 from plumbing.part.format import duration
 from plumbing.part.tier import Tier
 from plumbing.service.http import Probe
+from plumbing.service.notify import restarts
 from plumbing.wire.server import Server
 
 SCHEMA = 1
@@ -57,6 +58,7 @@ class EngineStatus:
                 "number": now.number,
                 "model": settings.model or None,
                 "pid": os.getpid(),
+                "restarts": restarts(),
                 "is_healthy": history.is_healthy,
                 "was_standby": history.saved.was_standby,
                 "member": settings.member,

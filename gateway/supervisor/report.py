@@ -18,6 +18,7 @@ from plumbing.part.format import duration
 from plumbing.part.tier import Tier
 from plumbing.service.clock import moment
 from plumbing.service.http import Probe
+from plumbing.service.notify import restarts
 from pool.client import ModelDemand, ShutDoor, TicketKind
 
 SCHEMA = 1
@@ -36,6 +37,7 @@ def document(gateway: GatewayParts) -> dict[str, Any]:
         "online": True,
         **gateway.log.newest(),
         "pid": os.getpid(),
+        "restarts": restarts(),
         "dir": gateway.settings.directory,
         **moment(gateway.started_ms, gateway.clock),
         "stopping": gateway.is_stopping,

@@ -26,6 +26,7 @@ from plumbing.part.restarts import GiveUp, StartAgain
 from plumbing.service.clock import Clock, SystemClock
 from plumbing.service.events import EventLog
 from plumbing.service.http import HttpServer, Probe
+from plumbing.service.notify import restarts
 from plumbing.service.process import parent_environment
 from plumbing.service.signals import SignalInbox
 from plumbing.shortage import explain
@@ -140,6 +141,7 @@ class GmsSupervisor:
             "schema": 1,
             "as_of_event_id": self.log.last_id,
             "pid": os.getpid(),
+            "restarts": restarts(),
             "problem": self.http.problem,
             "devices": [self._device(child) for child in (*self.children, *self.host_children)],
         }

@@ -13,6 +13,7 @@ from lockserver.server.parts import Parts
 from lockserver.status import document
 from plumbing.service.clock import rfc3339
 from plumbing.service.events import Event
+from plumbing.service.notify import restarts
 
 LAST_GRANTS = 20
 DIRECT, GATEWAY = "direct", "gateway"  # who accepts connections: the engines, or a gateway
@@ -57,6 +58,7 @@ class LockReport:
                 "since": rfc3339(parts.started),
                 "dir": parts.settings.directory,
                 "online": True,
+                "restarts": restarts(),
             },
             "mode": GATEWAY if parts.settings.has_gateway else DIRECT,
             "era": machine.ledger.era,

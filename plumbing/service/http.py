@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from plumbing.errors import UnderstudyError, UsageError
-from plumbing.service import procfs, sse
+from plumbing.service import notify, procfs, sse
 from plumbing.service.browsers import KnownHosts, Page, allow_own_pages
 from plumbing.service.events import EventLog
 from plumbing.service.http_connection import GetAnswer, GetProtocol, GetRequest, text_answer
@@ -87,6 +87,7 @@ class HttpServer:
         limit_hit = self._metrics.limit_hits.labels(limit="http_connections").inc
         self._listener = HttpListener(socks, lambda: GetProtocol(self._answer), limit_hit)
         self.port = self._listener.port
+        notify.ready()  # each of our programs has one server, the last that it starts
 
     async def stop(self) -> None:
         """Stop listening and close all connections; idempotent."""

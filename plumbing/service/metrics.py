@@ -25,6 +25,7 @@ from prometheus_client import (
 )
 
 from plumbing import __version__
+from plumbing.service.notify import restarts
 
 PREFIX = "understudy"
 COMMIT_ENV = "UNDERSTUDY_COMMIT"  # set by an image's build; a wheel does not know its commit
@@ -76,6 +77,9 @@ class Metrics:
             ("version", "commit", "python", "driver"),
         )
         self.build_info()
+        self.counter(
+            "program_restarts_total", "Restarts of this program by its init, in its container."
+        ).inc(restarts())
         self.limit_hits = self.counter(
             "limit_hits_total", "Number of times a limit was reached, by limit.", {"limit": limits}
         )

@@ -11,6 +11,7 @@ import msgspec
 
 from plumbing.service.clock import moment
 from plumbing.service.http import Probe
+from plumbing.service.notify import restarts
 from pool.core.doors import expected_ms
 from pool.core.known import Costs, KnownModel
 from pool.core.view import ModelView
@@ -32,6 +33,7 @@ def document(parts: PoolParts) -> dict[str, Any]:
         "online": True,
         **parts.log.newest(),
         "pid": os.getpid(),
+        "restarts": restarts(),
         "dir": parts.settings.directory,
         **moment(parts.started_ms, parts.clock),
         "era": parts.pool.situation.era,

@@ -70,7 +70,7 @@ def test_vllm_tree_has_no_process_without_the_witness_that_reaches_a_device(home
         whole = await pod.whole()
         for engine in (whole.engine, *whole.standbys):
             supervisor = (await pod.engine(engine))["engine"]["pid"]
-            assert assert_witness_fences(supervisor, pod.tree("gms"), HELPERS)
+            assert_witness_fences(supervisor, pod.tree("gms"), HELPERS)
 
     home.run(scenario)
 

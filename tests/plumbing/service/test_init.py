@@ -1,0 +1,230 @@
+"""Init with real processes: kills, stops, orphans, signals, as a subreaper and as PID 1."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from plumbing.service import init, procfs
+from tests.helpers import until
+
+ROOT = str(Path(__file__).parents[3])
+PROGRAM = str(Path(__file__).with_name("init_program.py"))
+INIT = (sys.executable, "-I", "-S", init.__file__)
+NAMESPACE = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+PSS_MAX_KIB = 8 * 1024
+
+
+def can_unshare() -> bool:
+    return subprocess.run([*NAMESPACE, "true"], capture_output=True, check=False).returncode == 0
+
+
+class Run:
+    """One init and its program, which notes each of its lives in a file."""
+
+    def __init__(self, folder: Path, words: tuple[str, ...], before: tuple[str, ...]) -> None:
+        self.path = folder / "lives"
+        self.errors = folder / "errors"
+        environ = {**os.environ, "PYTHONPATH": ROOT, "PYTHONDEVMODE": "", "PYTHONWARNINGS": ""}
+        with open(self.errors, "ab") as stderr:
+            self.process = subprocess.Popen(
+                [*before, *INIT, sys.executable, PROGRAM, str(self.path), *words],
+                env=environ,
+                stderr=stderr,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Of init, by the number that this process knows."""
+        name = procfs.name(self.process.pid)
+        return procfs.children(self.process.pid)[0] if name == "unshare" else self.process.pid
+
+    def lives(self) -> list[tuple[int, int]]:
+        """The pid, as the program knows it, and the restarts of every life that began."""
+        lines = self.path.read_text().splitlines() if self.path.exists() else []
+        return [(int(pid), int(count)) for pid, count in map(str.split, lines)]
+
+    def life(self, count: int) -> int:
+        """Wait for the program's life after `count` restarts; its pid as this process knows it."""
+        until(lambda: len(self.lives()) > count, f"life {count}: {self.errors.read_text()}")
+        assert [restarts for _, restarts in self.lives()] == list(range(len(self.lives())))
+        return procfs.children(self.pid)[0]
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        os.kill(self.pid, number)
+        return self.process.wait(30)
+
+
+@contextmanager
+def running(folder: Path, *words: str, before: tuple[str, ...] = ()) -> Iterator[Run]:
+    run = Run(folder, words, before)
+    try:
+        yield run
+    finally:
+        for pid in reversed(procfs.descendants(run.process.pid)):
+            os.kill(pid, signal.SIGKILL)
+        run.process.kill()
+        run.process.wait()
+
+
+@pytest.fixture(params=["subreaper", "pid 1"])
+def before(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """What starts init: directly, or as PID 1 of a namespace."""
+    if request.param == "subreaper":
+        return ()
+    if not can_unshare():
+        pytest.skip("this machine does not let us create a PID namespace")
+    return NAMESPACE
+
+
+def test_program_killed_ten_times_in_a_row_is_back_each_time_and_init_lives(tmp_path, before):
+    with running(tmp_path, "ready", before=before) as run:
+        for count in range(10):
+            os.kill(run.life(count), signal.SIGKILL)
+        run.life(10)
+        assert run.process.poll() is None
+        assert run.end() == 0
+
+
+def test_what_the_program_leaves_is_killed_before_its_restart(tmp_path, before):
+    """Goal: no process of the last life is alive when the next one begins, in whatever session.
+    Method: kill the program; its child's pid is gone in the next life."""
+    with running(tmp_path, "ready", "child", before=before) as run:
+        program = run.life(0)
+        (child,) = procfs.children(program)
+        pidfd = os.pidfd_open(child)
+        try:
+            os.kill(program, signal.SIGKILL)
+            run.life(1)
+            with pytest.raises(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, 0)
+        finally:
+            os.close(pidfd)
+
+
+def test_pid_1_kills_what_was_executed_from_outside(tmp_path):
+    """Goal: nobody of the namespace outlives a restart, also who is no child of init. Method: a
+    process that enters the namespace, as `kubectl exec` does."""
+    if not can_unshare():
+        pytest.skip("this machine does not let us create a PID namespace")
+    with running(tmp_path, "ready", before=NAMESPACE) as run:
+        program = run.life(0)
+        inside = ["nsenter", f"--pid=/proc/{run.pid}/ns/pid", "sleep", "1000"]
+        visitor = subprocess.Popen(inside)
+        until(lambda: procfs.children(visitor.pid), "the visitor")
+        os.kill(program, signal.SIGKILL)
+        assert visitor.wait(30) != 0
+        run.life(1)
+
+
+def test_as_a_subreaper_init_kills_nothing_but_its_descendants(tmp_path):
+    neighbour = subprocess.Popen(["sleep", "1000"])
+    try:
+        with running(tmp_path, "ready", "child") as run:
+            os.kill(run.life(0), signal.SIGKILL)
+            run.life(1)
+            assert neighbour.poll() is None
+    finally:
+        neighbour.kill()
+        neighbour.wait()
+
+
+def test_stopped_program_is_replaced(tmp_path, before):
+    with running(tmp_path, "ready", before=before) as run:
+        stopped = run.life(0)
+        began = time.monotonic()
+        os.kill(stopped, signal.SIGSTOP)
+        assert run.life(1) != stopped
+        assert time.monotonic() - began > init.TICK_S * (init.SILENT_TICKS - 10)
+
+
+def test_pod_that_stands_still_loses_nothing(tmp_path):
+    """Goal: no restart after eight seconds in which nobody ran. Method: SIGSTOP to init and to the
+    program, SIGCONT to init first, which is the worst order; five times the beat's period."""
+    with running(tmp_path, "ready") as run:
+        program = run.life(0)
+        for pid in (program, run.pid):
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(8)  # what is tested is that time passes
+        for pid in (run.pid, program):
+            os.kill(pid, signal.SIGCONT)
+        time.sleep(5 * 0.5)
+        assert run.life(0) == program
+
+
+def test_sigterm_ends_program_and_init_with_the_programs_code(tmp_path, before):
+    with running(tmp_path, "ready", before=before) as run:
+        run.life(0)
+        assert run.end() == 0
+        assert len(run.lives()) == 1
+
+
+def test_sigterm_prevents_the_restart_of_a_program_that_is_killed_meanwhile(tmp_path, before):
+    with running(tmp_path, "ready", "deaf", before=before) as run:
+        program = run.life(0)
+        os.kill(run.pid, signal.SIGTERM)
+        os.kill(program, signal.SIGKILL)
+        assert run.process.wait(30) != 0
+        assert len(run.lives()) == 1
+
+
+def test_sigterm_during_the_back_off_prevents_the_restart(tmp_path, before):
+    with running(tmp_path, "exit=1", before=before) as run:
+        until(lambda: "restart 3 in 2 s" in run.errors.read_text(), "the third back-off")
+        assert run.end() == 1
+        assert len(run.lives()) == 3
+
+
+@pytest.mark.parametrize("code", [0, 2, 69])
+def test_init_ends_with_the_code_of_a_program_that_no_restart_helps(tmp_path, code):
+    with running(tmp_path, "ready", f"exit={code}") as run:
+        assert run.process.wait(30) == code
+        assert len(run.lives()) == 1
+
+
+def test_other_signals_are_forwarded(tmp_path):
+    with running(tmp_path, "ready") as run:
+        run.life(0)
+        os.kill(run.pid, signal.SIGUSR1)  # whose default action ends the program
+        run.life(1)
+
+
+def test_program_dies_with_an_init_that_is_killed(tmp_path):
+    with running(tmp_path, "ready") as run:
+        program = run.life(0)
+        os.kill(run.pid, signal.SIGKILL)
+        until(lambda: not procfs.is_alive(program), "the program's end")
+
+
+def test_command_finds_the_program_and_keeps_the_small_interpreter(tmp_path):
+    """Goal: what manifests name is one small process of the expected size. Method: the console
+    script with a program on PATH; the command line and the memory of what is then init."""
+    command = str(Path(sys.executable).parent / "understudy-init")
+    process = subprocess.Popen([command, "sleep", "1000"])
+    try:
+        (sleep,) = until(lambda: procfs.children(process.pid), "the program")
+        until(lambda: procfs.name(sleep) == "sleep", "its command")
+        line = Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
+        assert line[1:3] == [b"-I", b"-S"]
+        assert line[4].startswith(b"/")
+        rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
+        pss = next(each for each in rollup if each.startswith("Pss:"))
+        assert int(pss.split()[1]) <= PSS_MAX_KIB
+    finally:
+        process.terminate()
+        assert process.wait(30) == 128 + signal.SIGTERM
+
+
+def test_program_that_does_not_exist_is_a_usage_error():
+    command = str(Path(sys.executable).parent / "understudy-init")
+    done = subprocess.run([command, "no-such-program"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "init.no_program" in done.stderr
