@@ -120,10 +120,10 @@ def read_group_end(comment: bytes) -> tuple[list[int], list[int]]:
     return ids, sizes
 
 
-def with_journal(body: bytes, journal: Journal) -> tuple[bytes, str]:
+def with_journal(body: bytes | bytearray, journal: Journal) -> tuple[bytes, str]:
     """The body of a request that is resumed, and the value of its `JOURNAL` header."""
     packed = array("I", journal.tokens).tobytes() + array("I", journal.chunks).tobytes()
-    return body + packed, f"{len(body)},{len(journal.tokens)},{len(journal.chunks)}"
+    return b"".join((body, packed)), f"{len(body)},{len(journal.tokens)},{len(journal.chunks)}"
 
 
 def without_journal(body: bytes, header: str) -> tuple[bytes, Journal]:

@@ -43,7 +43,7 @@ _DEVICE = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,63}")  # as in `gms.names`
 DRAIN_SETTINGS = frozenset(DrainTimeout.__struct_fields__)
 MODEL_SETTINGS = DRAIN_SETTINGS | {
     *("priority", "rest", "min_runtime", "max_wait", "keep_alive", "offload_after"),
-    *("unload_after", "on_demand", "max_in_flight"),
+    *("unload_after", "on_demand", "max_in_flight", "client_priority"),
 }
 POOL_SETTINGS = frozenset({"margin", "starve_after", "quantum_factor"})
 

@@ -85,6 +85,7 @@ class ModelSettings(Struct, frozen=True, forbid_unknown_fields=True):
     on_demand: bool = True  # a request may load it from cold
     max_in_flight: Annotated[int, Meta(ge=1, le=100_000)] | None = None
     priority: Annotated[int, Meta(ge=-PRIORITY_MAX, le=PRIORITY_MAX)] = 0
+    client_priority: Annotated[int, Meta(ge=-PRIORITY_MAX, le=PRIORITY_MAX)] | None = None
     rest: Literal["cold", "offloaded", "warm"] = "warm"
     min_runtime: Seconds = Seconds(10)
     max_wait: Seconds = Seconds(5)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from pool.core.events import RefusedDoor
 
+QUOTED_CHARS_MAX = 64  # of a name that a client has sent
 RETRY_AFTER_S = 1  # as the lock server's own 503
 BUSY = (429, 503)  # of answers to ask again for
 STATUS_OF = {"model_not_found": 404}  # of what the pool refuses
@@ -50,7 +51,8 @@ def resting(why: str) -> Failure:
 
 
 def unknown_model(name: str, known: str) -> Failure:
-    what = f"there is no model {name!r} here; there are {known}"
+    quoted = name if len(name) <= QUOTED_CHARS_MAX else name[:QUOTED_CHARS_MAX] + "…"
+    what = f"there is no model {quoted!r} here; there are {known}"
     return Failure(404, "model_not_found", what)
 
 

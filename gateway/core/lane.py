@@ -163,8 +163,7 @@ class Lane(Gateway):
         request = self._desk.requests.get(came.request)
         if request is None:
             return
-        priority = self.lane_rules.priority if came.priority is None else came.priority
-        request.priority = priority
+        request.priority = priority = self.lane_rules.priority_for(came.priority)
         request.wait_ms = min(came.wait_ms, self.lane_rules.wait_ms)
         request.order_key = (now_ms + priority * self.lane_rules.starve_after_ms, came.request)
         failure = self._refusal(request)
@@ -251,6 +250,7 @@ class Lane(Gateway):
         self.lane_rules = replace(
             self.lane_rules,
             priority=rules.priority,
+            client_priority=rules.client_priority,
             keep_alive_ms=rules.keep_alive_ms,
             starve_after_ms=rules.starve_after_ms,
             max_in_flight=rules.max_in_flight or MAX_IN_FLIGHT,

@@ -23,6 +23,15 @@ class LaneRules(Struct, frozen=True):
     starve_after_ms: float = 60_000.0  # a request that is so much older is sooner by one priority
     keep_alive_ms: float = 300_000.0  # of requests that name no other
     priority: int = 0  # the same
+    client_priority: int | None = None  # the most urgent that a request may name; None: `priority`
+
+    def priority_for(self, wanted: int | None) -> int:
+        """The priority of a request that names `wanted`. A client may only make its requests less
+        urgent, unless the pool file lets it do more: else one client starves all others."""
+        if wanted is None:
+            return self.priority
+        best = self.priority if self.client_priority is None else self.client_priority
+        return max(wanted, min(best, self.priority))
 
 
 class LaneDoorSet(GatewayEvent, frozen=True):

@@ -29,6 +29,7 @@ from gateway.core.router import (
     priority_of,
     wait_ms,
 )
+from gateway.server.outline import value_of
 from gateway.server.refusals import error_response
 from gateway.server.requests import HttpRequest, is_hop_path, path_of
 from plumbing.service.clock import rfc3339
@@ -65,18 +66,6 @@ class OwnAnswer(NamedTuple):
         )
 
 
-class _Asked(msgspec.Struct):
-    """What a body may say to the pool. Of any type: what cannot be read is refused by its name."""
-
-    model: object = None
-    priority: object = None
-    keep_alive: object = None
-
-
-_ASKED = msgspec.json.Decoder(_Asked)
-_NOTHING_ASKED = _Asked()
-
-
 class ModelService:
     """All models of one child."""
 
@@ -95,7 +84,8 @@ class ModelService:
                 yield LaneDoorSet(model, said.number, said.door, said.rules)
 
     def find(self, http: HttpRequest) -> Wishes | OwnAnswer:
-        """For which model it is, with its path behind `/m/<model>`; or the gateway's own answer."""
+        """For which model it is, with its path behind `/m/<model>`; or the gateway's own answer.
+        Where the path or a header names the model, a broken body is the engine's to refuse."""
         in_path = self._strip(http)
         if http.method in (b"GET", b"HEAD"):
             own = self._own(http.path, unquote(in_path))
@@ -104,17 +94,21 @@ class ModelService:
         if is_hop_path(http.path):
             return _refusal(answers.NOT_FOUND, http.path)
         said = dict(http.wishes)
-        asked, fault = _read(http.body)
+        asked, fault = http.members
+        try:
+            in_body = value_of(asked.model)
+        except ValueError as error:
+            in_body, fault = None, str(error)
         named = said.get(b"x-understudy-model", b"").decode(errors="replace")
-        model, name = self._router.find(asked.model, unquote(in_path), named)
+        model, name = self._router.find(in_body, unquote(in_path), named)
         if not model:
             return _refusal(self._objection(name, fault, http), http.path)
         try:
             return Wishes(
                 model,
-                priority_of(asked.priority, _text(said.get(b"x-understudy-priority"))),
+                priority_of(_wish(asked.priority), _text(said.get(b"x-understudy-priority"))),
                 wait_ms(said.get(b"prefer", b"").decode(errors="replace")),
-                keep_alive_ms(asked.keep_alive, _text(said.get(b"x-understudy-keep-alive"))),
+                keep_alive_ms(_wish(asked.keep_alive), _text(said.get(b"x-understudy-keep-alive"))),
             )
         except BadWish as bad:
             return _refusal(answers.bad_wish(bad.field, bad.header, bad.must_be), http.path)
@@ -196,23 +190,20 @@ class ModelService:
         return answers.bad_json(fault) if fault else answers.no_model(self._router.known)
 
 
-def _read(body: bytes) -> tuple[_Asked, str]:
-    """What a body asks of the pool, and why that cannot be read. Where the path or a header names
-    the model, a broken body is the engine's to refuse."""
-    if not body:
-        return _NOTHING_ASKED, ""
-    try:
-        return _ASKED.decode(body), ""
-    except (ValueError, RecursionError) as error:  # a DecodeError, or text that is not UTF-8
-        return _NOTHING_ASKED, str(error)
-
-
 def _refusal(failure: Failure, path: str) -> OwnAnswer:
     return OwnAnswer(failure.status, answers.error_body(failure, path), failure.code)
 
 
 def _ok(document: dict[str, Any]) -> OwnAnswer:
     return OwnAnswer(HTTPStatus.OK, to_json(document).encode() + b"\n")
+
+
+def _wish(raw: msgspec.Raw) -> object:
+    """A member of the body. One that cannot be read is no number and no text."""
+    try:
+        return value_of(raw)
+    except ValueError:
+        return ()
 
 
 def _text(value: bytes | None) -> str | None:

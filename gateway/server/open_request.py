@@ -58,7 +58,7 @@ class OpenRequest:
             return False
         return self.http.method in SAFE_METHODS or self.http.path in INFERENCE_PATHS
 
-    def for_engine(self, journal: Journal | None) -> tuple[bytes, ...]:
+    def for_engine(self, journal: Journal | None) -> tuple[bytes | bytearray, ...]:
         """The request as it goes to an engine, with the journal of what the client has."""
         http, body = self.http, self.http.body
         if http.is_tunnel:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import httptools
 
+from gateway.server.outline import LARGE_BYTES, Outline
 from gateway.server.refusals import Refused
 from gateway.server.requests import (
     NOT_PASSED_ON,
@@ -48,6 +49,7 @@ class _Open:
     has_head: bool = False
     keeps_alive: bool = True
     is_tunnel: bool = False
+    outline: Outline | None = None  # of a body that is large, or may be
 
 
 class BodyMemory:
@@ -177,6 +179,8 @@ class RequestReader:
             if isinstance(current.body, bytes):
                 current.body = bytearray(current.body)
             current.body += body
+        if current.outline is not None:
+            current.outline.feed(body)
         current.body_bytes += len(body)
         self._memory.bytes += len(body)
         if current.body_bytes > self._body_bytes_max():
@@ -204,11 +208,12 @@ class RequestReader:
                 current.method,
                 current.url,
                 current.headers,
-                bytes(current.body),
+                current.body,
                 version=current.version,
                 keeps_alive=current.keeps_alive,
                 is_tunnel=current.is_tunnel,
                 stripped=self._stripped,
+                outline=current.outline,
             )
         )
 
@@ -238,6 +243,8 @@ class RequestReader:
         declared = int(named.get(b"content-length", b"0"))  # llhttp has checked it
         if declared > self._body_bytes_max():
             return _body_too_large(self._body_bytes_max())
+        if codings or declared > LARGE_BYTES:
+            current.outline = Outline()
         is_expecting = named.get(b"expect", b"").lower() == b"100-continue"
         self.expects_continue = is_expecting and current.version == "1.1"
         return None

@@ -8,8 +8,14 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 from urllib.parse import unquote_to_bytes
 
-import msgspec
-
+from gateway.server.outline import (
+    LARGE_BYTES,
+    NO_MEMBERS,
+    OUTLINE_BYTES_MAX,
+    BodyMembers,
+    Outline,
+    read_members,
+)
 from plumbing.hop import HEADER_PREFIX, HOP_PATHS
 
 BODY_BYTES_MAX = 64 << 20  # until an engine has said how much it reads
@@ -42,30 +48,40 @@ class HttpRequest:
     method: bytes
     path: str  # decoded, without the query
     head: bytes
-    body: bytes
+    body: bytes | bytearray
     request_id: bytes
     is_http_1_0: bool = False
     keeps_alive: bool = True
     is_tunnel: bool = False
     wishes: Headers = field(default_factory=list)  # those headers of `WISHES` that came
+    outline: Outline | None = None  # of a large body
+    _members: tuple[BodyMembers, str] | None = None
 
     @property
     def is_to_head(self) -> bool:
         return self.method == b"HEAD"
 
     @property
+    def members(self) -> tuple[BodyMembers, str]:
+        """The members of the body, and why they cannot be read."""
+        if self._members is None:
+            self._members = _members_of(self.body, self.outline)
+        return self._members
+
+    @property
     def asks_for_stream(self) -> bool:
-        try:
-            return _STREAM_FLAG.decode(self.body).stream is True
-        except (msgspec.DecodeError, RecursionError):  # nested too deeply: the engine refuses it
-            return False
+        return bytes(self.members[0].stream) == b"true"
 
 
-class _StreamFlag(msgspec.Struct):
-    stream: bool | None = None
-
-
-_STREAM_FLAG = msgspec.json.Decoder(_StreamFlag)
+def _members_of(body: bytes | bytearray, outline: Outline | None) -> tuple[BodyMembers, str]:
+    if not body:
+        return NO_MEMBERS, ""
+    if outline is None or len(body) <= LARGE_BYTES:
+        return read_members(body)
+    if outline.text is None:
+        what = f"its members take more than {OUTLINE_BYTES_MAX} bytes, or it is nested too deeply"
+        return NO_MEMBERS, what
+    return read_members(outline.text)
 
 
 def is_hop_path(path: str) -> bool:
@@ -85,12 +101,13 @@ def make_request(
     method: bytes,
     url: bytes,
     headers: Headers,
-    body: bytes,
+    body: bytes | bytearray,
     *,
     version: str,
     keeps_alive: bool,
     is_tunnel: bool,
     stripped: frozenset[bytes],
+    outline: Outline | None = None,
 ) -> HttpRequest:
     """`stripped`: names of headers that no engine gets, beside those that `Connection` names."""
     request_id = sane_id(headers)
@@ -121,6 +138,7 @@ def make_request(
         keeps_alive=keeps_alive and not is_tunnel,
         is_tunnel=is_tunnel,
         wishes=[each for each in headers if each[0] in WISHES],
+        outline=outline,
     )
 
 

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-Buffer: TypeAlias = "bytes | memoryview"
+Buffer: TypeAlias = "bytes | bytearray | memoryview"
 
 
 def connect_to(path: str) -> socket.socket:

@@ -31,6 +31,7 @@ def read_lanes(path: str) -> LaneSettings:
             starve_after_ms=pool.starve_after * 1000,
             keep_alive_ms=model.keep_alive * 1000,
             priority=model.priority,
+            client_priority=model.client_priority,
         )
         for name, model in pool.models.items()
     }

@@ -72,9 +72,11 @@ class EngineSizes(Struct, frozen=True):
 class PooledRules(Struct, frozen=True, forbid_unknown_fields=True):
     """The settings of a model that its gateways go by, as they are now; times in ms. `priority`: of
     requests that name none; `keep_alive_ms` too, inf: for ever; `max_in_flight` None: as it is in
-    the gateway's own file."""
+    the gateway's own file; `client_priority`: the most urgent one that a request may name, None:
+    `priority`."""
 
     priority: Priority
     keep_alive_ms: Millis
     starve_after_ms: Millis
     max_in_flight: Annotated[int, Meta(ge=1, le=COUNT_MAX)] | None = None
+    client_priority: Priority | None = None

@@ -68,6 +68,7 @@ class ToldModels:
                     keep_alive_ms=file.models[name].keep_alive * 1000,
                     starve_after_ms=file.starve_after * 1000,
                     max_in_flight=file.models[name].max_in_flight,
+                    client_priority=file.models[name].client_priority,
                 ),
             )
         return found

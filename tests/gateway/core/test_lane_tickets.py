@@ -19,7 +19,8 @@ from tests.gateway.core.lanes_pod import FINISH, PARK, LanesPod, error, refused,
 
 
 def test_in_flight_is_limited_and_the_rest_waits_in_order():
-    pod = switching(lane_rules=LaneRules(max_in_flight=2, starve_after_ms=1_000.0))
+    rules = LaneRules(max_in_flight=2, starve_after_ms=1_000.0, client_priority=-1)
+    pod = switching(lane_rules=rules)
     clients = [
         pod.ask(model="a", is_stream=False, priority=priority) for priority in (0, 0, 5, 0, -1)
     ]
@@ -36,8 +37,8 @@ def test_settings_that_an_operator_changes_count_for_requests_that_name_none():
     pod = switching(lane_rules=LaneRules(max_in_flight=1, priority=4))
     pod.run(10.0)
     first, second = pod.ask(max_tokens=60, model="a"), pod.ask(max_tokens=60, model="a")
-    pod.ask(model="b"), pod.ask(model="b", priority=0)
-    assert [ticket.priority for ticket in pod.demand("b").tickets] == [4, 0]
+    pod.ask(model="b"), pod.ask(model="b", priority=6)
+    assert [ticket.priority for ticket in pod.demand("b").tickets] == [4, 6]
     assert (pod.demand().in_flight, len(pod.demand().tickets)) == (1, 1)
     for name in ("a", "b"):
         model = pod.models[name]
@@ -45,12 +46,43 @@ def test_settings_that_an_operator_changes_count_for_requests_that_name_none():
         pod.handle(LaneDoorSet(name, model.number, model.door, rules))
     assert (pod.demand().in_flight, len(pod.demand().tickets)) == (2, 0)
     pod.ask(model="b")
-    assert [ticket.priority for ticket in pod.demand("b").tickets] == [4, 0, -2]
+    assert [ticket.priority for ticket in pod.demand("b").tickets] == [4, 6, -2]
     changed = pod.gateway.by_model["b"].lane_rules
     assert (changed.keep_alive_ms, changed.starve_after_ms) == (5.0, 7.0)
     pod.run(5_000.0)
     first.check_whole()
     second.check_whole()
+
+
+@pytest.mark.parametrize(
+    ("rules", "wanted", "found"),
+    [
+        (LaneRules(priority=4), -1000, 4),
+        (LaneRules(priority=4), 0, 4),
+        (LaneRules(priority=4), None, 4),
+        (LaneRules(priority=4), 9, 9),
+        (LaneRules(priority=4, client_priority=-3), -1000, -3),
+        (LaneRules(priority=4, client_priority=-3), -2, -2),
+        (LaneRules(priority=4, client_priority=-3), None, 4),
+        (LaneRules(priority=4, client_priority=8), 0, 4),
+    ],
+)
+def test_a_client_makes_its_request_as_urgent_as_the_pool_file_allows(rules, wanted, found):
+    pod = switching(lane_rules=rules)
+    pod.ask(model="b", priority=wanted)
+    assert [ticket.priority for ticket in pod.demand("b").tickets] == [found]
+
+
+def test_an_operator_changes_what_clients_may_name_while_the_gateway_runs():
+    pod = switching(lane_rules=LaneRules())
+    rules = PooledRules(
+        priority=0, keep_alive_ms=5.0, starve_after_ms=7.0, max_in_flight=2, client_priority=-9
+    )
+    model = pod.models["b"]
+    pod.ask(model="b", priority=-20)
+    pod.handle(LaneDoorSet("b", model.number, model.door, rules))
+    pod.ask(model="b", priority=-20)
+    assert [ticket.priority for ticket in pod.demand("b").tickets] == [0, -9]
 
 
 def test_a_request_that_is_much_older_is_sooner_than_one_of_better_priority():

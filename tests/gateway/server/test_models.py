@@ -190,6 +190,8 @@ def test_what_names_no_model_is_refused_with_a_reason(tmp_path, path, document, 
     [
         ({"keep_alive": "soon"}, {}, "gateway.bad_keep_alive"),
         ({"priority": "high"}, {}, "gateway.bad_priority"),
+        ({"priority": [[]]}, {}, "gateway.bad_priority"),
+        ({"keep_alive": {"a": "b" * 5000}}, {}, "gateway.bad_keep_alive"),
         ({}, {"X_Understudy_Keep_Alive": "5 minutes"}, "gateway.bad_keep_alive"),
         ({}, {"X_Understudy_Priority": "1.5"}, "gateway.bad_priority"),
     ],
@@ -271,7 +273,7 @@ def test_a_deadline_and_a_full_queue(tmp_path):
 def test_priority_and_keep_alive_come_from_the_body_or_headers(tmp_path):
     async def scenario(models: TwoModels) -> None:
         wishes = [
-            (body("coder", priority=-2, keep_alive="1h"), {}),
+            (body("coder", priority=2, keep_alive="1h"), {}),
             (body("coder"), {"X_Understudy_Priority": "7", "X_Understudy_Keep_Alive": "-1"}),
         ]
         for document, headers in wishes:
@@ -279,7 +281,7 @@ def test_priority_and_keep_alive_come_from_the_body_or_headers(tmp_path):
             client.ask(CHAT, document, **headers)
         await auntil(lambda: len(models.demand("coder").tickets) == 2, "both to wait")
         demand = models.demand("coder")
-        assert sorted(ticket.priority for ticket in demand.tickets) == [-2, 7]
+        assert sorted(ticket.priority for ticket in demand.tickets) == [2, 7]
         assert demand.keep_alive_ms == float("inf")
 
     with_models(tmp_path, scenario)

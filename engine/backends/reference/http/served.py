@@ -56,7 +56,7 @@ class ServedModel:
     def check_model(self, asked: str | None) -> None:
         """Raises ApiError 404."""
         if asked is not None and asked not in self.names:
-            what = f"The model {asked!r:.500} does not exist; this engine serves"
+            what = f"The model {asked[:64]!r} does not exist; this engine serves"
             what = f"{what} {self.model_name!r}."
             raise ApiError(404, what, code="model_not_found", param="model")
 

@@ -1,0 +1,236 @@
+"""Goal: no body keeps the loop from its other streams, takes more memory than it has bytes, or is
+quoted in an answer.
+
+Method: outlines beside what `json` builds; bodies of every shape, cut as connections cut them, with
+the process's CPU time and a trace of what Python allocates; one through real sockets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import tracemalloc
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.core.answers import QUOTED_CHARS_MAX
+from gateway.server.outline import (
+    LARGE_BYTES,
+    OUTLINE_BYTES_MAX,
+    VALUE_BYTES_MAX,
+    Outline,
+    read_members,
+    value_of,
+)
+from tests.gateway.server.harness import CHAT
+from tests.gateway.server.test_models import TwoModels, body, with_models
+
+PART_BYTES = 256_000  # what uvloop reads at once
+MIB = 1 << 20
+SIZE = 8 * MIB
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=20,
+)
+KEYS = st.sampled_from(["model", "stream", "priority", "messages", '"model"', "a\\", "[{", ""])
+
+
+def outline_of(text: bytes, cuts: list[int]) -> Outline:
+    found = Outline()
+    places = sorted({each % (len(text) + 1) for each in cuts} | {0, len(text)})
+    for start, end in pairwise(places):
+        found.feed(text[start:end])
+    return found
+
+
+def filled(unit: bytes, before: bytes = b"", after: bytes = b"") -> bytes:
+    return before + unit * (SIZE // len(unit)) + after
+
+
+SHAPES = {
+    "arrays as the model": filled(b"[],", b'{"model":[', b"[]]}"),
+    "arrays in messages": filled(b"[],", b'{"model":"m","messages":[', b"[]]}"),
+    "objects in messages": filled(b"{},", b'{"messages":[', b'{}],"model":"m"}'),
+    "nested arrays": filled(b"[[[[[]]]]],", b'{"model":"m","x":[', b"[]]}"),
+    "deeper arrays": filled(b"[" * 400 + b"]" * 400 + b",", b'{"model":"m","x":[', b"[]]}"),
+    "too deep": b'{"model":"m","x":' + b"[" * (SIZE // 2) + b"]" * (SIZE // 2) + b"}",
+    "many members": filled(b'"x":1,', b'{"model":"m",', b'"y":1}'),
+    "the model many times": filled(b'"model":"m",', b"{", b'"y":1}'),
+    "short strings": filled(b'"",', b'{"model":"m","x":[', b'""]}'),
+    "tokens": filled(b"12345,", b'{"model":"m","prompt":[', b"1]}"),
+    "an image": filled(b"abcdefgh/+", b'{"messages":[{"url":"', b'"}],"model":"m"}'),
+    "a long text": filled(b"a text, ", b'{"prompt":"', b'","model":"m"}'),
+    "a text of quotes": filled(b'\\"', b'{"prompt":"', b'","model":"m"}'),
+    "a text of backslashes": filled(b"\\\\", b'{"prompt":"', b'","model":"m"}'),
+    "a long model": filled(b"m", b'{"model":"', b'"}'),
+    "a long model in escapes": filled(b"\\u0041", b'{"model":"', b'"}'),
+    "a long key": filled(b"a", b'{"', b'":1,"model":"m"}'),
+    "a long number": filled(b"9", b'{"model":"m","priority":', b"}"),
+    "a long fraction": filled(b"9", b'{"model":"m","priority":0.', b"}"),
+    "NaN": filled(b"NaN,", b'{"model":"m","x":[', b"NaN]}"),
+    "spaces": filled(b" ", b'{"model":"m"', b"}"),
+    "an array": filled(b"[],", b"[", b"[]]"),
+    "no JSON": filled(b"\x00"),
+}
+NAMED = (
+    *("arrays in messages", "objects in messages", "nested arrays", "deeper arrays"),
+    *("short strings", "tokens", "an image", "a long text", "a text of quotes"),
+    *("a text of backslashes", "a long key", "NaN"),
+)
+
+
+@given(
+    st.lists(st.tuples(KEYS | st.text(max_size=3), VALUES), max_size=6),
+    st.lists(st.integers(0, 10_000), max_size=8),
+    st.booleans(),
+)
+def test_the_outline_says_what_the_body_says(members, cuts, is_ascii):
+    """Method: members in any order, also twice, and cut anywhere, also within an escape."""
+    dump = [
+        f"{json.dumps(key, ensure_ascii=is_ascii)}: {json.dumps(value, ensure_ascii=is_ascii)}"
+        for key, value in members
+    ]
+    try:
+        text = ("{" + ", ".join(dump) + "}").encode()
+    except UnicodeEncodeError:
+        return
+    found = outline_of(text, cuts)
+    assert found.text is not None
+    of_outline, fault = read_members(found.text)
+    of_body, fault_of_body = read_members(text)
+    assert (fault, fault_of_body) == ("", "")
+    for name in ("model", "priority", "keep_alive", "stream"):
+        said = json.loads(bytes(getattr(of_body, name)))
+        outlined = json.loads(bytes(getattr(of_outline, name)))
+        if isinstance(said, (dict, list)):
+            assert outlined == type(said)()
+        elif isinstance(said, str) and set(said) & {'"', "\\"}:
+            assert isinstance(outlined, str)  # no name of a model
+        else:
+            assert outlined == said
+
+
+@given(st.text('[]{}",:\\ a1', max_size=60), st.lists(st.integers(0, 60), max_size=4))
+def test_what_is_no_json_object_has_no_outline_of_one_that_names_another_model(text, cuts):
+    """Method: what msgspec refuses in the outline or reads as the body's own members."""
+    data = b'{"model":"m",' + text.encode() + b"}"
+    found = outline_of(data, cuts)
+    whole, _ = read_members(data)
+    if found.text is not None and not read_members(data)[1]:
+        assert read_members(found.text)[1] == ""
+        assert value_of(read_members(found.text)[0].stream) == value_of(whole.stream)
+
+
+def test_long_strings_are_empty_in_the_outline_and_stand_for_no_model():
+    for length in (1, VALUE_BYTES_MAX - 2, VALUE_BYTES_MAX + 1, 5 * VALUE_BYTES_MAX):
+        name = "m" * length
+        found = outline_of(json.dumps({"prompt": name, "model": name}).encode(), [1000, 4000])
+        assert found.text is not None
+        is_kept = length <= VALUE_BYTES_MAX
+        assert (value_of(read_members(found.text)[0].model) == name) is is_kept
+        assert len(found.text) <= 2 * VALUE_BYTES_MAX + 100
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_large_body_of_any_shape_is_outlined_without_building_it(shape):
+    """Goal: nearly all of a body is passed over by C code, and nothing of it is built. Method: the
+    bytes that Python looks at, and what is allocated, which depends on a part's size only."""
+    text = SHAPES[shape]
+    looked_bytes = 0
+
+    class Counting(Outline):
+        def _keep_outside(self, part: bytes) -> None:
+            nonlocal looked_bytes
+            looked_bytes += len(part)
+            super()._keep_outside(part)
+
+    found = Counting()
+    tracemalloc.start()
+    try:
+        for start in range(0, len(text), PART_BYTES):
+            found.feed(text[start : start + PART_BYTES])
+        assert tracemalloc.get_traced_memory()[1] < 80 * PART_BYTES
+    finally:
+        tracemalloc.stop()
+    assert looked_bytes < 2 * OUTLINE_BYTES_MAX
+    assert found.text is None or len(found.text) <= OUTLINE_BYTES_MAX
+    members, _ = read_members(b"" if found.text is None else found.text)
+    assert (bytes(members.model) == b'"m"') is (shape in NAMED)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_body_that_is_not_large_is_read_at_once_and_not_built(shape):
+    text = SHAPES[shape][:LARGE_BYTES]
+    for each in (text, text.rstrip(b",") + b"]}"):
+        tracemalloc.start()
+        try:
+            members, _ = read_members(each)
+            for raw in (members.model, members.priority):
+                with contextlib.suppress(ValueError):
+                    value_of(raw)
+            assert tracemalloc.get_traced_memory()[1] < 100_000
+        finally:
+            tracemalloc.stop()
+
+
+def test_a_body_that_names_no_model_of_the_pool_gets_a_short_answer(tmp_path):
+    """Method: `{"model": [[],…]}`, names of megabytes in a body, and one of kilobytes in a path."""
+
+    async def scenario(models: TwoModels) -> None:
+        models.open("coder")
+        for shape, code in (
+            ("arrays as the model", "gateway.no_model"),
+            ("many members", "gateway.bad_json"),
+            ("too deep", "gateway.bad_json"),
+            ("no JSON", "gateway.bad_json"),
+            ("a long model", "model_not_found"),
+            ("an image", "model_not_found"),
+        ):
+            answer = await models.bench.once(CHAT, SHAPES[shape])
+            assert answer.error()["code"] == code, shape
+            assert len(answer.body) < 600
+        name = "\x00" * 5_000_000
+        for document in (body(name), body("n" * 200)):
+            answer = await models.bench.once(CHAT, document)
+            assert answer.error()["code"] == "model_not_found"
+            assert len(answer.body) < 12 * QUOTED_CHARS_MAX
+        answer = await models.bench.once(f"/m/{'n' * 50_000}{CHAT}", body(None))
+        assert answer.error()["code"] == "model_not_found"
+        assert len(answer.body) < 12 * QUOTED_CHARS_MAX
+
+    with_models(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_a_large_request_reaches_its_model_as_it_was_sent(tmp_path, is_chunked):
+    noise = random.Random(1).randbytes(3 * MIB).hex()
+    document = body("coder", max_tokens=3) | {"messages": [{"role": "user", "content": noise}]}
+    for order in (document, dict(reversed(document.items()))):
+        text = json.dumps(order).encode()
+
+        async def scenario(models: TwoModels, text: bytes = text) -> None:
+            models.open("coder")
+            client = await models.bench.client()
+            if is_chunked:
+                client.send(
+                    b"POST %b HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+                    b"%x\r\n%b\r\n0\r\n\r\n" % (CHAT.encode(), len(text), text)
+                )
+            else:
+                client.ask(CHAT, text)
+            answer = await client.answer()
+            assert (answer.status, answer.headers["x-understudy-engine"]) == (200, "coder-0")
+            (request,) = models.engines["coder"].requests
+            assert request.body == text
+
+        with_models(tmp_path, scenario)
