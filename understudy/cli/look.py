@@ -36,7 +36,10 @@ LOG_DIR = Option(
     "The directory of the parts' logs [default: DIR/log]; with `up -f`, in the --dir of `up`.",
 )
 LOG_OPTIONS = (DIR, LOG_DIR)
-DOCTOR_OPTIONS = (DIR, *(each for each in UP_OPTIONS if each.name.endswith("_port")))
+DOCTOR_OPTIONS = (
+    DIR,
+    *(each for each in UP_OPTIONS if each.name.endswith("_port") or each.name == "port_offset"),
+)
 
 
 def attach(group: click.Group) -> None:

@@ -14,7 +14,7 @@ import click
 from plumbing.errors import UsageError
 from plumbing.service.browsers import ALLOWED_HOST
 from plumbing.service.config import Option, Resolved
-from understudy.cli.settings import NOT_WITH_MANIFEST, UP_OPTIONS, given_address, ports_of
+from understudy.cli.settings import NOT_WITH_MANIFEST, UP_OPTIONS, given_address, port_of, ports_of
 from understudy.kubelet.containers import QUICK
 from understudy.manifest.values import Choices
 from understudy.up import manifest_pod, sessions
@@ -34,13 +34,19 @@ def pod_of(config: Resolved, declared: Sequence[Option], arguments: tuple[str, .
     """The pod to start: a manifest's if -f is given."""
     if declared is UP_OPTIONS and config["pool"] is not None:
         pod, file = local_pod(config, declared, ()), Path(config["pool"])
-        return partial(prepare_pool, pod, file, config["pool_port"], given=given_address(config))
+        place = {"given": given_address(config), "port_offset": config["port_offset"]}
+        return partial(prepare_pool, pod, file, port_of(config, "pool"), **place)
     if config["file"] is None:
         return partial(sessions.prepare_local, local_pod(config, declared, arguments))
     choices = Choices.of(config["set"])
-    backoff_max_s = config["restart_backoff_max"] if declared is UP_OPTIONS else None
+    is_up = declared is UP_OPTIONS
     request = PodRequest(
-        Path(config["file"]), choices, config["pid_namespaces"], backoff_max_s, _log_env()
+        Path(config["file"]),
+        choices,
+        config["pid_namespaces"],
+        config["restart_backoff_max"] if is_up else None,
+        _log_env(),
+        config["port_offset"] if is_up else 0,
     )
     return partial(manifest_pod.prepare, request)
 

@@ -20,6 +20,7 @@ from understudy.up.ports import (
 
 DIRECTORY = "/run/understudy"
 
+PORT_OFFSET_MAX = 50_000  # leaves room for the ports of some thousand engines
 BURN_MAX = 16  # loops per CPU: the pod's share is then a seventeenth, or less
 
 DIR = Option("dir", str, DIRECTORY, "The directory that the pod's processes share.")
@@ -109,6 +110,14 @@ UP_OPTIONS = (
     Option("host", str, "127.0.0.1", "Address of the inference port."),
     Option("http_host", str, "127.0.0.1", "Address of probes and metrics."),
     ALLOWED_HOST,
+    Option(
+        "port_offset",
+        int,
+        0,
+        "Add this number to every port that has no flag of its own, e.g. 100 for a second pod.",
+        minimum=0,
+        maximum=PORT_OFFSET_MAX,
+    ),
     _port("service_port", SERVICE_PORT, "Port for inference requests."),
     _port("lockserver_port", LOCKSERVER_PORT, "Port of the lock server's probes and metrics."),
     _port("gms_port", GMS_PORT, "Port of the memory service's probes and metrics."),
@@ -178,11 +187,13 @@ DRILL_OPTIONS = (
 _BY_MODEL = {"model", "backend", "tensor_parallel", "direct", "file", "set"}
 NOT_WITH_POOL = tuple(each for each in UP_OPTIONS if each.name in _BY_MODEL)
 
+BESIDE_MANIFEST = {"restart_backoff_max", "port_offset"}
+
 # What says which pod is started: with -f the manifest says it.
 NOT_WITH_MANIFEST = frozenset(
     each.name
     for each in (*POD_OPTIONS, *UP_OPTIONS)
-    if each is not DIR and each.name != "restart_backoff_max" and each not in MANIFEST_OPTIONS
+    if each is not DIR and each.name not in BESIDE_MANIFEST and each not in MANIFEST_OPTIONS
 )
 
 STATUS_OPTIONS = (DIR,)
@@ -191,9 +202,16 @@ STATUS_OPTIONS = (DIR,)
 def ports_of(config: Resolved) -> Ports:
     """The ports in `UP_OPTIONS`."""
     service, lockserver, gms, gateway, engine = (
-        config[f"{part}_port"] for part in ("service", "lockserver", "gms", "gateway", "engine")
+        port_of(config, part) for part in ("service", "lockserver", "gms", "gateway", "engine")
     )
     return Ports(service, lockserver, gms, gateway, (engine, engine + 1))
+
+
+def port_of(config: Resolved, part: str) -> int:
+    """The port of `part`: its own setting, else the default plus --port-offset."""
+    is_own = config.origin(f"{part}_port") != "default"
+    port: int = config[f"{part}_port"]
+    return port if is_own else port + int(config["port_offset"])
 
 
 def given_address(config: Resolved) -> frozenset[str]:

@@ -67,35 +67,40 @@ async def wait_whole(
     end_ms = began_ms + deadline_s * 1000
     while True:
         view = await gather(directory)
-        lock = (view["lockserver"].get("locks") or {}).get("active") or {}
-        queued = {waiter.get("engine") for waiter in lock.get("waiters") or []}
-        parked = [
-            engine["engine"]["id"]
-            for engine in view["engines"]
-            if (engine.get("engine") or {}).get("state") == PARKED
-        ]
-        ready = tuple(name for name in parked if name in queued)
-        gateway = view["gateway"]
-        is_serving = view["active"] is not None and is_open(gateway)
-        if is_serving and view["failover_ready"] and ready:
-            service = (view["lockserver"].get("service") or {}).get("active") or {}
-            address = str(service.get("address"))
-            return Whole(view["active"], view["token"], address, ready, gateway is None)
+        if (whole := whole_of(view)) is not None:
+            return whole
+        missing = "; ".join(view["problems"]) or "no standby is queued for the lock"
         if clock.now_ms() > end_ms:
-            said = (
-                "; ".join(view["problems"])
-                or f"standbys: {parked}, queued: {sorted(map(str, queued))}"
-            )
             raise WaitTimeoutError(
                 "drill.not_whole",
                 f"the pod was not ready for a failover within {deadline_s:g} s: it is "
-                f"{view['state']}, {said}",
+                f"{view['state']}, {missing}",
             )
         if clock.now_ms() - said_ms > WHOLE_SAID_EVERY_S * 1000:
             said_ms = clock.now_ms()
-            missing = "; ".join(view["problems"]) or "no standby is queued for the lock"
             say(f"waiting for a standby, {duration(said_ms - began_ms)}: {missing}")
         await asyncio.sleep(poll_s)
+
+
+def whole_of(view: dict[str, Any]) -> Whole | None:
+    """The pod of this view, if one engine is active, a standby is queued and requests can come in.
+    None also if a document lacks what says so."""
+    lock = (view["lockserver"].get("locks") or {}).get("active") or {}
+    queued = {waiter.get("engine") for waiter in lock.get("waiters") or []}
+    engines = [engine.get("engine") or {} for engine in view["engines"]]
+    parked = [str(each.get("id")) for each in engines if each.get("state") == PARKED]
+    ready = tuple(name for name in parked if name in queued)
+    service, gateway = service_of(view), view["gateway"]
+    is_serving = view["active"] is not None and view["token"] is not None and is_open(gateway)
+    if is_serving and view["failover_ready"] and ready and service:
+        return Whole(view["active"], view["token"], service, ready, gateway is None)
+    return None
+
+
+def service_of(view: dict[str, Any]) -> str:
+    """The address that requests of the pod go to, as the lock server says; empty if it does not."""
+    service = (view["lockserver"].get("service") or {}).get("active") or {}
+    return str(service.get("address") or "")
 
 
 async def kill_active(directory: Path, target: str, whole: Whole, observer: Observer) -> EngineKill:

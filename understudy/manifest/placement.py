@@ -89,10 +89,11 @@ def needs_model(manifest: PodManifest, choices: Choices) -> bool:
 
 
 def place_ports(
-    manifest: PodManifest, choices: Choices, first: int | None = None
+    manifest: PodManifest, choices: Choices, first: int | None = None, offset: int = 0
 ) -> dict[str, int]:
-    """The number of each port; consecutive from `first` on, if that is given."""
-    ports = manifest.ports()
+    """The number of each port, plus `offset` unless the user has chosen it; consecutive from
+    `first` on, if that is given."""
+    ports = {name: port + offset for name, port in manifest.ports().items()}
     if first is not None:
         ports = {name: first + number for number, name in enumerate(ports)}
     return {**ports, **choices.port}

@@ -31,10 +31,11 @@ from understudy.manifest.placement import (
 )
 from understudy.manifest.spec import PodManifest
 from understudy.manifest.values import Choices, pod_fields
+from understudy.up.directory import refuse_second_pod
 from understudy.up.local_pod import program
 from understudy.up.ports import ANYWHERE, check_port, free_ports
 from understudy.up.random_model import ONE_THREAD, make_random_model
-from understudy.up.sessions import PreparedPod, Say, refuse_second_pod
+from understudy.up.sessions import PreparedPod, Say
 
 POOL_ENV = "UNDERSTUDY_POOL"
 DRILL_BACKOFF_MAX_S = 1.0  # kills are not crashes, and twenty of them should take minutes
@@ -49,6 +50,7 @@ class PodRequest:
     pid_namespaces: str = "auto"
     backoff_max_s: float | None = None
     env: dict[str, str] | None = None
+    port_offset: int = 0
 
 
 async def prepare(request: PodRequest, directory: Path, say: Say, is_drilled: bool) -> PreparedPod:
@@ -65,7 +67,7 @@ async def prepare(request: PodRequest, directory: Path, say: Say, is_drilled: bo
     has_pid_namespaces = await namespaces.wanted(request.pid_namespaces)
     place = Placement(
         place_volumes(manifest, directory, choices),
-        place_ports(manifest, choices, first),
+        place_ports(manifest, choices, first, request.port_offset),
         pod_fields(manifest, str(uuid.uuid4()), socket.gethostname()),
         choices,
         env,

@@ -14,16 +14,16 @@ from pathlib import Path
 from msgspec import structs
 
 from plumbing.errors import UsageError
-from plumbing.part.paths import engine_states
 from pool.pool_file import read_pool_file
 from pool.server.state_file import begin_new_pod
 from pool.settings import PoolFile, engines_of
 from understudy.kubelet.containers import Container
 from understudy.manifest.spec import ContainerSpec, ProbeSpec, Variable
+from understudy.up.directory import forget_engines, refuse_second_pod
 from understudy.up.hub_model import HUB_BACKEND, hub_directory, is_hub_id
 from understudy.up.local_pod import GATEWAY, LocalPod, packaged_manifest
 from understudy.up.ports import check_ports, free_pod_ports
-from understudy.up.sessions import PreparedPod, Say, refuse_second_pod
+from understudy.up.sessions import PreparedPod, Say
 
 POOL = "pool"
 EXAMPLE = "engine-0"  # the engine of the packaged pod that all engines are made after
@@ -40,9 +40,11 @@ async def prepare_pool(
     is_drilled: bool,
     *,
     given: Collection[str] = (),
+    port_offset: int = 0,
 ) -> PreparedPod:
     """Prepare the pod of the pool file at `path`; `pod` has what the flags say, `port` is the
-    pool's own. `given`: `host`, `service_port` if they were said, and win over `listen`.
+    pool's own. `given`: `host`, `service_port` if they were said, and win over `listen`,
+    whose port `port_offset` moves.
 
     Raises:
         UsageError: a fault in the file, or a device that `up` cannot give to an engine.
@@ -56,18 +58,18 @@ async def prepare_pool(
         first, *_ = pod.ports.engines
         numbers = tuple(range(first, first + engines))
         host, service = file.address
-        service = pod.ports.service if "service_port" in given else service
+        service = pod.ports.service if "service_port" in given else service + port_offset
         ports = replace(pod.ports, service=service, engines=numbers, pool=port)
         pod = replace(pod, ports=ports, host=pod.host if "host" in given else host)
-        check_ports(pod.ports, pod.host, pod.http_host)
         await refuse_second_pod(directory)
-        for state_file in engine_states(directory):
-            state_file.unlink(missing_ok=True)
+        check_ports(pod.ports, pod.host, pod.http_host)
         begin_new_pod(str(directory))
     await _fill_cache(file, say)
     memory = _memory(file, pod.memory)
     made = PoolPod(replace(pod, directory=directory, memory=memory), path, file)
-    return PreparedPod(made.containers(), directory, f"the pool of {path}")
+    containers = made.containers()
+    forget_engines(directory, containers)
+    return PreparedPod(containers, directory, f"the pool of {path}")
 
 
 class PoolPod:

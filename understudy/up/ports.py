@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from plumbing.errors import UnderstudyError
+from plumbing.service.procfs import listener_pid
+from plumbing.service.procfs import name as process_name
 
 SERVICE_PORT = 8000
 LOCKSERVER_PORT = 9400
@@ -24,6 +26,7 @@ ENGINE_PORT = 9410  # engine n: this plus n
 
 OURS = range(15_000, 32_000)  # below the kernel's ephemeral range
 TRIES = 100
+MOVE_ALL = "--port-offset 100"
 ANYWHERE = "0.0.0.0"  # a port in use at any address counts as taken
 
 
@@ -76,17 +79,23 @@ def check_port(port: int, address: str, flag: str) -> None:
         except OSError as error:
             raise UnderstudyError(
                 "pod.port_in_use",
-                f"cannot listen on port {port} of {address}: {error.strerror}; {_fix(error, flag)}",
+                f"cannot listen on port {port} of {address}: {error.strerror}"
+                f"{_fix(error, port, flag)}",
                 port=port,
             ) from error
 
 
-def _fix(error: OSError, flag: str) -> str:
+def _fix(error: OSError, port: int, flag: str) -> str:
     if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-        return "choose an IPv4 address of this machine with --host or --http-host"
+        return "; choose an IPv4 address of this machine with --host or --http-host"
     if error.errno == errno.EACCES:
-        return f"choose a port of 1024 or above with {flag}, or run as root"
-    return f"is another pod running? Stop it, or choose another port with {flag}"
+        return f"; choose a port of 1024 or above with {flag}, or run as root"
+    holder = listener_pid(port)
+    named = f" by pid {holder} ({process_name(holder)})" if holder else ""
+    return (
+        f"{named}; move all ports of this pod with {MOVE_ALL}, or this one alone with {flag}, or"
+        " stop what uses it"
+    )
 
 
 def free_ports(count: int) -> range:

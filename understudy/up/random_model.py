@@ -6,6 +6,7 @@ The checkpoint is written by `engine.backends.reference.random_model`, in a sepa
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -63,20 +64,31 @@ async def make_random_model(directory: Path, shape: Sequence[str] = ()) -> Path:
     """Create a small random checkpoint in `directory`, unless there is one.
 
     In a separate process: importing numpy would cost this one memory and time while it measures.
+    Renamed when it is complete: an interrupted start must not spoil the next one.
     """
     if (directory / "config.json").exists():
         return directory
+    unfinished = directory.with_name(f"{directory.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
     command = (sys.executable, "-m", "engine.backends.reference.random_model")
-    code, output, errors = await output_of(*command, str(directory), *shape)
+    code, output, errors = await output_of(*command, str(unfinished), *shape)
     if code:
         lines = (output + errors).strip().splitlines() or ["no error message"]
         raise UnderstudyError("pod.no_model", f"cannot create the random model: {lines[-1]}")
+    try:
+        unfinished.rename(directory)
+    except OSError as error:
+        raise UnderstudyError(
+            "pod.no_model", f"cannot create {directory}: {error.strerror}; remove it, or move it"
+        ) from error
     return directory
 
 
 async def with_random_model(pod: LocalPod, directory: Path) -> LocalPod:
     """`pod` with a random model for its backend; the user's own settings win."""
     random = RandomModel.of(pod.backend)
+    if random.shape:  # another backend's does not fit
+        directory = directory.with_name(f"{directory.name}-{pod.backend}")
     env = {name: os.environ.get(name, value) for name, value in random.env.items()}
     return replace(
         pod,

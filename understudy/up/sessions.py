@@ -6,7 +6,7 @@ Prints only through `say`.
 from __future__ import annotations
 
 import asyncio
-import json
+import contextlib
 import os
 import shutil
 import tempfile
@@ -15,30 +15,32 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
-from urllib.parse import urlsplit
 
 from plumbing.errors import UnderstudyError, UsageError
-from plumbing.part.paths import engine_states, pool_socket
+from plumbing.part.paths import pool_socket
 from plumbing.service.clock import rfc3339
 from plumbing.service.signals import SignalInbox
 from understudy.drill.clients import Target
-from understudy.drill.killer import wait_whole
 from understudy.drill.page import page_data, write_page
-from understudy.drill.records import LOCKSERVER, Records
+from understudy.drill.records import Records
 from understudy.drill.report import print_report
 from understudy.drill.run import Drill, DrillPlan
 from understudy.drill.verdict import DrillReport, judge
 from understudy.host import ResourceUsage, machine
 from understudy.kubelet.containers import Container
-from understudy.kubelet.http_get import get
 from understudy.kubelet.runner import PodRunner, run_pod
-from understudy.status.gather import gather, pids_of
-from understudy.status.view import is_reachable
+from understudy.up.directory import (
+    claim,
+    forget_engines,
+    has_pool,
+    put_leftovers_aside,
+    refuse_second_pod,
+)
 from understudy.up.hub_model import with_hub_model
-from understudy.up.local_pod import LocalPod, program, reachable
-from understudy.up.pool_welcome import has_pool, pool_welcome
+from understudy.up.local_pod import LocalPod
 from understudy.up.ports import check_ports, free_pod_ports
 from understudy.up.random_model import with_random_model
+from understudy.up.welcome import say_welcome
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -101,48 +103,40 @@ async def prepare_local(pod: LocalPod, directory: Path, say: Say, is_drilled: bo
     if is_drilled:
         pod = replace(pod, ports=free_pod_ports())
     else:
-        check_ports(pod.ports, pod.host, pod.http_host, is_direct=pod.is_direct)
         await refuse_second_pod(directory)
-        # Engines' state files belong to the previous pod; the lock server keeps its tokens.
-        for state_file in engine_states(directory):
-            state_file.unlink(missing_ok=True)
+        check_ports(pod.ports, pod.host, pod.http_host, is_direct=pod.is_direct)
     pod = replace(pod, directory=directory)
     if pod.hub_id is not None:
         pod = await with_hub_model(pod, pod.hub_id, say)
     elif pod.model is None:
         pod = await with_random_model(pod, directory / "random-model")
-    return PreparedPod(pod.containers(), directory)
+    containers = pod.containers()
+    forget_engines(directory, containers)  # the lock server keeps its tokens
+    return PreparedPod(containers, directory)
 
 
 async def stay_up(prepare: Prepare, directory: Path, say: Say) -> None:
-    """Run a pod in `directory` until a signal; `say` gets its output and where to send requests."""
-    pod = await prepare(directory, say, False)
-
-    async def body() -> None:
-        for line in await _welcome(pod) if pod.runtime is not None else ():
-            say(line)
-        await asyncio.Event().wait()
-
-    runner = PodRunner(pod.containers, directory / "log", say)
-    inbox = SignalInbox()
-    try:
-        await run_pod(runner, body, inbox.get, say)
-    finally:
-        inbox.close()
-
-
-async def refuse_second_pod(directory: Path) -> None:
-    """Raise if a pod is running in `directory`.
+    """Run a pod in `directory` until a signal; `say` gets its output and where to send requests.
 
     Raises:
-        UnderstudyError: `pod.already_running`.
+        UnderstudyError: `pod.already_running`, and what the start of the pod raises.
     """
-    if is_reachable(await gather(directory)):
-        named = ", ".join((await pids_of(directory)).named()) or "in another PID namespace"
-        raise UnderstudyError(
-            "pod.already_running",
-            f"a pod is already running in {directory}: {named}; stop it, or choose another --dir",
-        )
+    with contextlib.closing(await claim(directory)):
+        pod = await prepare(directory, say, False)
+        for line in put_leftovers_aside(pod.runtime, pod.containers) if pod.runtime else ():
+            say(line)
+
+        async def body() -> None:
+            if pod.runtime is not None:
+                await say_welcome(pod.runtime, pod.containers, say)
+            await asyncio.Event().wait()
+
+        runner = PodRunner(pod.containers, directory / "log", say)
+        inbox = SignalInbox()
+        try:
+            await run_pod(runner, body, inbox.get, say)
+        finally:
+            inbox.close()
 
 
 async def drill_new_pod(prepare: Prepare, plan: DrillPlan, say: Say) -> DrillResult | None:
@@ -299,33 +293,3 @@ async def _settled(runner: PodRunner, before: dict[str, ResourceUsage]) -> dict[
         if is_level or asyncio.get_running_loop().time() > end:
             return after
         await asyncio.sleep(SETTLE_POLL_S)
-
-
-async def _welcome(pod: PreparedPod) -> list[str]:
-    """How to use the pod: a request to copy, and commands to look at it."""
-    directory, containers = pod.runtime, pod.containers
-    assert directory is not None
-    if has_pool(containers):
-        return await pool_welcome(directory)
-    whole = await wait_whole(directory)
-    host, _, port = whole.service.rpartition(":")
-    service_url = f"http://{reachable(host.strip('[]'))}:{port}"
-    answer = await get(f"{service_url}/v1/models", timeout_s=30)
-    models = answer.json().get("data") or [{}]
-    command = " ".join(program("understudy"))
-    body = {"model": models[0].get("id", "?"), "prompt": "Hello", "max_tokens": 16}
-    return [
-        "",
-        f"{whole.engine} is active, {', '.join(whole.standbys)} is in standby. "
-        f"Send requests to {service_url}; Ctrl-C stops the pod. Try:",
-        f"  curl {service_url}/v1/completions -H 'Content-Type: application/json' "
-        f"-d '{json.dumps(body)}'",
-        f"  {command} status --dir {directory}",
-        *(
-            f"  http://{urlsplit(each.startup.url).netloc}/ui"  # the lock server's live page
-            for each in containers
-            if each.name == LOCKSERVER and each.startup is not None
-        ),
-        f"  {command} drill --attach --dir {directory}",
-        "",
-    ]

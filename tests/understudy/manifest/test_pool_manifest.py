@@ -12,8 +12,8 @@ from pool.pool_file import read_pool_file
 from tests.deploy.manifests import RENDERED
 from tests.helpers import free_ports
 from understudy.manifest.values import Choices, read_choice, replace_paths_within
+from understudy.up.directory import has_pool
 from understudy.up.manifest_pod import PodRequest, prepare
-from understudy.up.pool_welcome import has_pool
 from understudy.up.sessions import PreparedPod
 
 PORTS = ("http", "lockserver", "gms", "gateway", "pool", *(f"engine-{n}" for n in range(4)))

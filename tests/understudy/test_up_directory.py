@@ -1,0 +1,224 @@
+"""The directory of a pod before its start: leftovers of another pod, and pods that run there."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import re
+import socket
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from plumbing.errors import UnderstudyError
+from plumbing.service.config import resolve
+from plumbing.wire.server import PathGuard
+from tests.helpers import free_port
+from tests.understudy.drill.fake_pod import FakePod
+from understudy.cli.main import main
+from understudy.cli.settings import UP_OPTIONS, ports_of
+from understudy.drill.killer import whole_of
+from understudy.status.gather import gather
+from understudy.up import directory as up_directory
+from understudy.up import welcome
+from understudy.up.directory import claim, put_leftovers_aside, refuse_second_pod
+from understudy.up.local_pod import LocalPod
+from understudy.up.pool_pod import prepare_pool
+from understudy.up.random_model import make_random_model
+
+OF_ANY_POD = [
+    *("lockserver.json", "lockserver.lock", "gms.json", "gms.lock", "devices.json", "log"),
+    *("witness_chat-0_0123456789abcdef", "serving_chat-0_0123456789abcdef", "up.lock", "aside"),
+]
+OF_PLAIN_POD = [
+    *("engine_engine-0.json", "engine_engine-1.http.sock", "leftovers_engine-0.json"),
+    *("gms_HOST-0_weights.json", "gms_HOST-0_kv_0123456789abcdef0123456789abcdef.pool"),
+    "kv_layout.json",
+]
+OF_POOL = [
+    *("pool.json", "pool.sock", "pool.lock", "pool.json.unreadable-1"),
+    *("engine_llama-3-1-0.sock", "engine_llama-3-1-0.json", "leftovers_llama-3-1-0.json"),
+    *("gms_HOST-0.llama-3.1_weights.sock", "gms_HOST-0.llama-3.1_kv.lock"),
+    "kv_layout_llama-3.1.json",
+]
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    made = tmp_path / "pod"
+    made.mkdir(mode=0o700)
+    return made
+
+
+def plain_pod(directory: Path) -> list[Any]:
+    # A flag of the backend must not look like a model of a pool.
+    return LocalPod(directory, Path("/m"), backend_args=("--model=x",)).containers()
+
+
+def pool_pod(directory: Path) -> list[Any]:
+    path = directory / "pool.yaml"
+    path.write_text("devices: [HOST-0]\nmodels: {llama-3.1: {model: /m, backend: reference}}")
+    prepared = prepare_pool(LocalPod(Path(), None), path, 0, directory, print, is_drilled=True)
+    return [*asyncio.run(prepared).containers]
+
+
+@pytest.mark.parametrize(
+    ("containers", "foreign"), [(plain_pod, OF_POOL), (pool_pod, OF_PLAIN_POD)]
+)
+def test_files_of_another_pod_are_moved_and_those_of_this_one_are_not(
+    directory: Path, containers: Any, foreign: list[str]
+):
+    """Method: files of every kind that a pod and a pool leave, and the pod that starts next."""
+    made = containers(directory)
+    for name in (*OF_ANY_POD, *OF_PLAIN_POD, *OF_POOL):
+        if name not in ("log", "aside"):
+            (directory / name).write_text(name)
+    before = {*os.listdir(directory)}
+    (said,) = put_leftovers_aside(directory, made)
+    moved = directory / "aside"
+    assert {*os.listdir(moved)} == {*foreign}
+    assert all((moved / name).read_text() == name for name in foreign)
+    assert {*os.listdir(directory)} == before - {*foreign} | {"aside"}
+    assert str(moved) in said
+    assert put_leftovers_aside(directory, made) == []
+
+
+def test_pod_is_announced_before_its_standby_is_ready(directory: Path, monkeypatch):
+    """Goal: `up` waits without a deadline and never ends a pod that serves. Method: a pod whose
+    standby is dead; one whose lock server does not say the address yet, until it does."""
+
+    async def main() -> list[str]:
+        said: list[str] = []
+        monkeypatch.setattr(welcome, "ALONE_AFTER_S", 0.0)
+        async with FakePod(directory) as pod:
+            pod.states["engine-1"] = "dead"
+            document = pod.document
+            monkeypatch.setattr(pod, "document", lambda name: document(name) | {"service": {}})
+            containers = LocalPod(directory, Path("/m")).containers()
+            saying = asyncio.create_task(welcome.say_welcome(directory, containers, said.append))
+            await asyncio.wait({saying}, timeout=0.3)
+            assert not saying.done()
+            monkeypatch.setattr(pod, "document", document)
+            await saying
+        return said
+
+    said = "\n".join(asyncio.run(main()))
+    assert "engine-0 is active, NO standby" in said
+    assert "curl http://127.0.0.1:" in said
+
+
+def test_no_view_of_a_pod_is_too_incomplete_to_be_judged(directory: Path):
+    """Goal: a document that lacks keys means not whole, not a crash that stops the pod. Method:
+    a pod's view, without keys at random places, a thousand times."""
+
+    def cut(value: Any, chance: random.Random) -> Any:
+        if isinstance(value, dict):
+            kept = {key: each for key, each in value.items() if chance.random() > 0.1}
+            return {key: cut(each, chance) for key, each in kept.items()}
+        return [cut(each, chance) for each in value] if isinstance(value, list) else value
+
+    async def view() -> dict[str, Any]:
+        async with FakePod(directory):
+            return await gather(directory)
+
+    whole = asyncio.run(view())
+    found = whole_of(whole)
+    assert found is not None
+    seen = set()
+    for seed in range(1000):
+        less = {**whole, "lockserver": cut(whole["lockserver"], random.Random(seed))}
+        less["engines"] = cut(whole["engines"], random.Random(seed))
+        seen.add(whole_of(less))
+    assert None in seen
+    assert {each.engine for each in seen if each} == {found.engine}
+
+
+def test_directory_of_another_up_is_refused_at_once_with_its_pid(directory: Path):
+    """Method: this process holds the directory as `up` does, before any part runs."""
+    with closing(asyncio.run(claim(directory))):
+        result = CliRunner().invoke(main, ["up", f"--dir={directory}"])
+    assert result.exit_code == 1
+    assert "[pod.already_running]" in result.output
+    assert f"pid {os.getpid()} " in result.output
+    assert re.search(r"since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d", result.output)
+    assert f"kill {os.getpid()}" in result.output
+    assert [path.name for path in directory.iterdir()] == ["up.lock"]
+
+
+def test_parts_that_something_else_runs_are_refused_too(directory: Path, monkeypatch):
+    """Method: parts that answer, and one that holds its lock and does not answer; then nothing."""
+    monkeypatch.setattr(up_directory, "DYING_S", 0.2)
+
+    async def meet() -> None:
+        async with FakePod(directory):
+            with pytest.raises(UnderstudyError, match="lockserver") as refused:
+                await refuse_second_pod(directory)
+            assert refused.value.code == "pod.already_running"
+        held = closing(PathGuard(str(directory / "gms.lock"), "a test"))
+        with held, pytest.raises(UnderstudyError, match=r"gms\.lock"):
+            await refuse_second_pod(directory)
+        await refuse_second_pod(directory)
+
+    asyncio.run(meet())
+
+
+def test_parts_of_a_killed_up_are_waited_for(directory: Path):
+    """Goal: `up` right after `kill -9` of another one. Method: a lock that is freed meanwhile."""
+
+    async def meet() -> None:
+        guard = PathGuard(str(directory / "gms.lock"), "a dying part")
+        refusing = asyncio.create_task(refuse_second_pod(directory))
+        await asyncio.wait({refusing}, timeout=0.2)
+        assert not refusing.done()
+        guard.close()
+        await refusing
+
+    asyncio.run(meet())
+
+
+def test_one_flag_moves_all_ports():
+    """Goal: a second pod with one flag. Method: the flag alone; then with a port of its own."""
+    usual = ports_of(resolve(UP_OPTIONS, {}, {})).all()
+    moved = ports_of(resolve(UP_OPTIONS, {"port_offset": "100"}, {}))
+    assert moved.all() == tuple(port + 100 for port in usual)
+    both = ports_of(resolve(UP_OPTIONS, {"port_offset": "100", "service_port": "80"}, {}))
+    assert both.all() == (80, *moved.all()[1:])
+
+
+@pytest.mark.parametrize("kind", ["plain", "pool", "manifest"])
+def test_taken_port_is_named_with_the_flag_that_moves_all(directory: Path, kind: str):
+    """Method: a listener on a port that each kind of pod wants only because of the offset."""
+    with socket.socket() as taken:
+        port = free_port()
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        if kind == "plain":
+            flags = [f"--service-port={port}"]
+        elif kind == "pool":
+            path = directory / "pool.yaml"
+            path.write_text("devices: [HOST-0]\nlisten: 127.0.0.1:5000\nmodels: {a: {model: b}}")
+            flags = [f"--pool={path}", f"--port-offset={port - 5000}"]
+        else:
+            manifest = Path(__file__).parents[2] / "understudy" / "up" / "pod.yaml"
+            flags = [f"--file={manifest}", f"--port-offset={port - 8000}"]
+        result = CliRunner().invoke(main, ["up", f"--dir={directory}", *flags])
+    assert result.exit_code == 1
+    assert "[pod.port_in_use]" in result.output
+    assert f"port {port} " in result.output
+    assert f"pid {os.getpid()} " in result.output
+    assert "--port-offset 100" in result.output
+
+
+def test_interrupted_creation_of_the_model_does_not_spoil_the_next(directory: Path):
+    """Method: what a killed writer leaves, then the model twice."""
+    unfinished = directory / "model.unfinished"
+    unfinished.mkdir()
+    (unfinished / "model.safetensors").write_text("half")
+    made = asyncio.run(make_random_model(directory / "model"))
+    assert (made / "config.json").exists()
+    assert [path.name for path in directory.iterdir()] == ["model"]
+    assert asyncio.run(make_random_model(directory / "model")) == made

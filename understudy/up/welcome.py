@@ -1,0 +1,125 @@
+"""Says how to use a pod, once requests to it are answered.
+
+Waits for that without a deadline: a pod may serve long before its status says that it is whole, and
+`understudy up` must not stop it for that. What is missing is said again and again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from plumbing.errors import UnderstudyError
+from plumbing.part.format import duration
+from plumbing.part.paths import pool_socket
+from plumbing.part.peers import ask
+from plumbing.service.clock import SystemClock
+from pool.messages import CATALOGUE, StatusMsg
+from understudy.drill.killer import service_of, whole_of
+from understudy.drill.records import LOCKSERVER
+from understudy.kubelet.containers import Container
+from understudy.kubelet.http_get import get
+from understudy.status.gateway_view import is_open
+from understudy.status.gather import gather
+from understudy.up.directory import has_pool
+from understudy.up.local_pod import program, reachable
+
+POLL_S = 0.05
+SAID_EVERY_S = 10.0
+ALONE_AFTER_S = 10.0  # a pod that serves is announced without a standby then
+MODELS_TIMEOUT_S = 5.0
+
+clock = SystemClock()
+
+
+async def say_welcome(
+    directory: Path, containers: Sequence[Container], say: Callable[[str], None]
+) -> None:
+    """Once the pod in `directory` serves, say where to send requests and how to look at it."""
+    began_ms = said_ms = clock.now_ms()
+    while True:
+        view = await gather(directory)
+        lines, missing = (
+            await _pool_lines(directory, view)
+            if has_pool(containers)
+            else await _pod_lines(directory, view, containers, clock.now_ms() - began_ms)
+        )
+        if lines:
+            for line in ("", *lines, ""):
+                say(line)
+            return
+        if clock.now_ms() - said_ms > SAID_EVERY_S * 1000:
+            said_ms = clock.now_ms()
+            say(f"waiting for the pod to serve, {duration(said_ms - began_ms)}: {missing}")
+        await asyncio.sleep(POLL_S)
+
+
+async def _pod_lines(
+    directory: Path, view: dict[str, Any], containers: Sequence[Container], waited_ms: float
+) -> tuple[list[str], str]:
+    """What to say, or nothing and what is missing."""
+    whole, url = whole_of(view), _url(view)
+    missing = "; ".join(view["problems"]) or "no standby is queued for the lock"
+    is_serving = view["active"] is not None and is_open(view["gateway"])
+    is_time = whole is not None or waited_ms > ALONE_AFTER_S * 1000
+    if not (url and is_serving and is_time):
+        return [], missing
+    answer = await get(f"{url}/v1/models", MODELS_TIMEOUT_S)
+    models = answer.json().get("data") or [{}]
+    standby = f"{', '.join(whole.standbys)} is in standby" if whole else f"NO standby ({missing})"
+    command = " ".join(program("understudy"))
+    lines = [
+        f"{view['active']} is active, {standby}. "
+        f"Send requests to {url}; Ctrl-C stops the pod. Try:",
+        _request(url, models[0].get("id", "?")),
+        f"  {command} status --dir {directory}",
+        *(
+            f"  http://{urlsplit(each.startup.url).netloc}/ui"  # the lock server's live page
+            for each in containers
+            if each.name == LOCKSERVER and each.startup is not None
+        ),
+        f"  {command} drill --attach --dir {directory}",
+    ]
+    return lines, ""
+
+
+async def _pool_lines(directory: Path, view: dict[str, Any]) -> tuple[list[str], str]:
+    """As `_pod_lines`. No engine needs to be active: a request raises its model."""
+    try:
+        answered = await ask(pool_socket(str(directory)), CATALOGUE, StatusMsg())
+    except UnderstudyError as error:
+        return [], error.message
+    document = getattr(answered.message, "document", {})
+    models = [str(each.get("model")) for each in document.get("models") or ()]
+    url = _url(view)
+    if not (document.get("gateways") and models):
+        return [], "no gateway is connected to the pool"
+    if not (url and is_open(view["gateway"])):
+        return [], "; ".join(view["problems"]) or "the gateway does not accept"
+    command = " ".join(program("understudy"))
+    lines = [
+        f"Models: {', '.join(models)}; each is awake when it is asked for. Send requests to {url};"
+        " Ctrl-C stops the pod. Try:",
+        _request(url, models[-1]),
+        f"  {command} pool status --dir {directory}",
+        f"  {command} pool explain --dir {directory}",
+    ]
+    return lines, ""
+
+
+def _url(view: dict[str, Any]) -> str:
+    """Where requests go; empty while the lock server does not say it."""
+    address = service_of(view)
+    host, _, port = address.rpartition(":")
+    return f"http://{reachable(host.strip('[]'))}:{port}" if address else ""
+
+
+def _request(url: str, model: str) -> str:
+    body = {"model": model, "prompt": "Hello", "max_tokens": 16}
+    return (
+        f"  curl {url}/v1/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
+    )
