@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shutil
 import subprocess
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +51,13 @@ MONITORING: list[Document] = [
 
 
 def documents(pod: str) -> list[Document]:
-    """Every object of the overlay that `pod` is of."""
-    text = (RENDERED / f"{pod.partition(':')[0]}.yaml").read_text()
+    """Every object of the overlay that `pod` is of: the caller's own copy."""
+    return copy.deepcopy(_parsed(pod.partition(":")[0]))
+
+
+@cache
+def _parsed(overlay: str) -> list[Document]:
+    text = (RENDERED / f"{overlay}.yaml").read_text()
     return [document for document in yaml.safe_load_all(text) if document]
 
 
@@ -88,10 +95,21 @@ def pod_spec(pod: str) -> Document:
     return spec
 
 
-def containers(pod: str) -> list[Document]:
-    """Sidecars and main containers, in the order in which they start."""
+def every_container(pod: str) -> list[Document]:
+    """In the order in which they start."""
     spec = pod_spec(pod)
     return [*spec.get("initContainers", []), *spec["containers"]]
+
+
+def containers(pod: str) -> list[Document]:
+    """Sidecars and main containers, in the order in which they start."""
+    return [each for each in every_container(pod) if each not in init_containers(pod)]
+
+
+def init_containers(pod: str) -> list[Document]:
+    """Those that end before the engines start."""
+    found = pod_spec(pod).get("initContainers", [])
+    return [each for each in found if "restartPolicy" not in each]
 
 
 def environment(pod: str, container: Mapping[str, Any], index: int = 0) -> dict[str, str]:

@@ -1,8 +1,8 @@
 """The pod of the rendered manifests as real containers: a kubelet's part, played with podman.
 
 Owns the containers that it makes, known by their ids, and the folders that stand for the pod's
-volumes. What differs from the manifest is what a kubelet fills in (the image, a model) and the
-ports, which have to be free here.
+volumes. What differs from the manifest is the image, which a kubelet fills in, and the ports, which
+have to be free here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from tests.deploy.image import PODMAN
-from tests.deploy.manifests import Document, containers, environment, one, pod_spec, words
+from tests.deploy.manifests import (
+    Document,
+    containers,
+    environment,
+    every_container,
+    one,
+    pod_spec,
+    words,
+)
 from tests.helpers import free_ports
 from understudy.kubelet.http_get import get
 
@@ -56,9 +64,8 @@ async def podman(*arguments: str) -> str:
 class PodmanPod:
     """The containers of an overlay's pod and their volumes."""
 
-    def __init__(self, image: str, model: Path, overlay: str = OVERLAY) -> None:
+    def __init__(self, image: str, overlay: str = OVERLAY) -> None:
         self._image = image
-        self._model = model
         self._overlay = overlay
         # In memory, as the manifests have it, and short: sockets are in it.
         self._volumes = Path(tempfile.mkdtemp(prefix="understudy-pod-", dir="/dev/shm"))
@@ -81,9 +88,14 @@ class PodmanPod:
     # ------------------------------------------------------------------ what a kubelet does
 
     async def start(self) -> None:
-        """Make every container in order; a sidecar's startup probe holds the next one back."""
-        for name in self.names:
-            self._ids[name] = await podman("run", "--detach", *self._flags(self._specs[name]))
+        """Make every container in order; a sidecar's startup probe holds the next one back, and an
+        init container's end."""
+        for container in every_container(self._overlay):
+            name = container["name"]
+            if name not in self._specs:
+                await podman("run", "--rm", *self._flags(container))
+                continue
+            self._ids[name] = await podman("run", "--detach", *self._flags(container))
             await self._started(name)
 
     async def restart(self, name: str) -> None:
@@ -151,7 +163,8 @@ class PodmanPod:
         name = container["name"]
         security = pod_spec(self._overlay)["securityContext"]
         variables = environment(self._overlay, container)
-        variables["UNDERSTUDY_HTTP_PORT"] = str(self._ports[name])
+        if name in self._ports:
+            variables["UNDERSTUDY_HTTP_PORT"] = str(self._ports[name])
         command = [
             re.sub(rf":{SERVICE_PORT}$", f":{self.service_port}", word)
             for word in words(self._overlay, container)
@@ -171,11 +184,9 @@ class PodmanPod:
         found = []
         volumes = {each["name"]: each for each in pod_spec(self._overlay)["volumes"]}
         for mount in container["volumeMounts"]:
-            source, volume = self._model, volumes[mount["name"]]
-            if "emptyDir" in volume or "configMap" in volume:
-                source = self._volumes / mount["name"]
-                source.mkdir(exist_ok=True)
-                source.chmod(0o777)  # as a kubelet makes them
+            source, volume = self._volumes / mount["name"], volumes[mount["name"]]
+            source.mkdir(exist_ok=True)
+            source.chmod(0o777)  # as a kubelet makes them
             for name, text in self._files(volume).items():
                 (source / name).write_text(text)
             mode = "ro" if mount.get("readOnly") else "rw"

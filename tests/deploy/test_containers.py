@@ -19,7 +19,7 @@ from plumbing.service.procfs import rss_bytes
 from tests.deploy.image import WHEELS, why_not
 from tests.deploy.manifests import OVERLAYS, containers
 from tests.deploy.podman_pod import LIMITS, PodmanPod, pid_namespace, podman
-from tests.e2e.pods import CLIENTS, grants_in, load_on, make_model
+from tests.e2e.pods import CLIENTS, grants_in, load_on
 from tests.e2e.processes import Processes, kill
 from tests.helpers import POLL_S, auntil
 from understudy.drill.clients import Target
@@ -43,8 +43,8 @@ pytestmark = [
 class Home:
     """A pod of containers, on one event loop. A test leaves it whole, or fails those after it."""
 
-    def __init__(self, image: str, model: Path) -> None:
-        self.pod = PodmanPod(image, model)
+    def __init__(self, image: str) -> None:
+        self.pod = PodmanPod(image)
         self._loop = asyncio.Runner()
         self._drill: Drill | None = None
         self._target: Target | None = None
@@ -85,8 +85,8 @@ class Home:
 
 
 @pytest.fixture(scope="module")
-def home(image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
-    found = Home(image, make_model(tmp_path_factory.mktemp("containers") / "model"))
+def home(image: str) -> Iterator[Home]:
+    found = Home(image)
     try:
         found.start()
         yield found

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +28,8 @@ from tests.deploy.manifests import (
     containers,
     documents,
     environment,
+    every_container,
+    init_containers,
     labels,
     one,
     pod_spec,
@@ -97,7 +102,7 @@ def selectors(document: Document) -> list[dict[str, str]]:
 @pytest.mark.parametrize("overlay", PODS)
 def test_every_volume_is_there_and_used(overlay: str):
     """Goal: nothing is mounted that is not there. Method: the names on both sides."""
-    mounted = {each["name"] for c in containers(overlay) for each in mounts(c).values()}
+    mounted = {each["name"] for c in every_container(overlay) for each in mounts(c).values()}
     assert mounted == {each["name"] for each in pod_spec(overlay)["volumes"]}
 
 
@@ -231,13 +236,33 @@ def test_one_user_without_rights_has_what_it_must_write(overlay: str):
         assert "emptyDir" in volumes[mounted["/tmp"]["name"]]
         assert volumes[mounted["/dev/shm"]["name"]]["emptyDir"]["medium"] == "Memory"
         assert mounted["/model"]["readOnly"] is True
-        claim = volumes[mounted["/model"]["name"]]["persistentVolumeClaim"]
-        assert claim == {"claimName": "model", "readOnly": True}
+        model = volumes[mounted["/model"]["name"]]
+        if overlay in ON_HOST_MEMORY:
+            assert model["emptyDir"] == {}
+        else:
+            claim = model["persistentVolumeClaim"]
+            assert claim == {"claimName": "model", "readOnly": True}
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_pod_to_try_out_writes_its_model_itself(overlay: str, tmp_path: Path):
+    """Goal: `kubectl apply -k` and nothing else. Method: the init container's command, run here,
+    twice, since a node that restarts runs it again on the same volume."""
+    found = init_containers(overlay)
+    assert len(found) == (overlay in ON_HOST_MEMORY)
+    for container in found:
+        *command, place = container["command"]
+        (mount,) = mounts(container)
+        assert place == mount == "/model"
+        assert command[0] == "python3"
+        for _ in range(2):
+            subprocess.run([sys.executable, *command[1:], str(tmp_path)], check=True)
+        assert (tmp_path / "config.json").exists()
 
 
 @pytest.mark.parametrize("overlay", PODS)
 def test_one_image_with_a_version(overlay: str):
-    (image,) = {each["image"] for each in containers(overlay)}
+    (image,) = {each["image"] for each in every_container(overlay)}
     assert re.fullmatch(r"[\w./-]+:[\w.-]+", image)
     assert not image.endswith(":latest")
 

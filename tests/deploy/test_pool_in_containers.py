@@ -10,7 +10,6 @@ import asyncio
 import http.client
 import json
 from collections.abc import Awaitable, Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from plumbing.part.peers import ask
 from pool.messages import CATALOGUE, StatusMsg
 from tests.deploy.image import why_not
 from tests.deploy.podman_pod import PodmanPod
-from tests.e2e.pods import make_model
 from tests.e2e.processes import kill
 from tests.helpers import auntil
 
@@ -36,8 +34,8 @@ pytestmark = [
 class PoolHome:
     """The pod, on one event loop."""
 
-    def __init__(self, image: str, model: Path) -> None:
-        self.pod = PodmanPod(image, model, "pool-cpu")
+    def __init__(self, image: str) -> None:
+        self.pod = PodmanPod(image, "pool-cpu")
         self._loop = asyncio.Runner()
         self._loop.run(self.pod.start())
 
@@ -82,8 +80,8 @@ class PoolHome:
 
 
 @pytest.fixture(scope="module")
-def home(image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PoolHome]:
-    found = PoolHome(image, make_model(tmp_path_factory.mktemp("pool") / "model"))
+def home(image: str) -> Iterator[PoolHome]:
+    found = PoolHome(image)
     try:
         yield found
     finally:

@@ -20,7 +20,7 @@ from msgspec import structs
 from engine.backends.registry import model_arguments
 from plumbing.errors import UsageError
 from plumbing.part.paths import lockserver_socket
-from understudy.kubelet.containers import QUICK, Container, Pace, quick_startup
+from understudy.kubelet.containers import QUICK, Container, Kind, Pace, quick_startup
 from understudy.manifest.files import read_manifest_file
 from understudy.manifest.placement import Placement, place_containers
 from understudy.manifest.spec import ContainerSpec, PodManifest, ProbeSpec
@@ -148,8 +148,10 @@ class LocalPod:
 
 @cache
 def packaged_manifest() -> PodManifest:
-    """The pod as it is packaged."""
-    return read_manifest_file(POD_MANIFEST)
+    """The pod as it is packaged, without the container that writes its model: `up` does that."""
+    found = read_manifest_file(POD_MANIFEST)
+    specs = (each for each in found.specs if each.kind is not Kind.INIT)
+    return structs.replace(found, specs=tuple(specs))
 
 
 def reachable(host: str) -> str:

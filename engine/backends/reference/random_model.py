@@ -35,6 +35,11 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 PRINTABLE = range(0x20, 0x7F)
+# What is there if writing was interrupted: config.json comes last.
+UNFINISHED = {
+    *("model.safetensors", "tokenizer.json"),
+    *("tokenizer_config.json", "generation_config.json"),
+}
 
 # Standard deviation of a projection's output per unit of input. At 1 the residual stream keeps its
 # past; above, attention and MLP outweigh it and the next token depends on the whole prompt.
@@ -57,10 +62,10 @@ def write_random_model(
     """Write config.json, model.safetensors (bfloat16), tokenizer files and generation_config.json.
 
     Raises:
-        UsageError: `model.exists` when the directory is not empty.
+        UsageError: `model.exists` when the directory has other files than an interrupted call's.
     """
     os.makedirs(directory, exist_ok=True)
-    if os.listdir(directory):
+    if set(os.listdir(directory)) - UNFINISHED:
         raise UsageError(
             "model.exists", f"{directory} is not empty; name a new directory for the model."
         )
@@ -179,8 +184,12 @@ def main(arguments: list[str] | None = None) -> int:
     ):
         text = f"{meaning} (default: %(default)s)"
         parser.add_argument(name, type=int, default=default, help=text)
+    text = "succeed without a change if the directory has a model"
+    parser.add_argument("--if-missing", action="store_true", help=text)
     parser.add_argument("--head-dim", type=int, help="size of a head (default: hidden / heads)")
     options = parser.parse_args(arguments)
+    if options.if_missing and os.path.exists(os.path.join(options.directory, "config.json")):
+        return 0
     try:
         write_random_model(
             options.directory,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,6 +68,19 @@ def test_write_random_model_into_a_used_directory_is_refused(
     assert caught.value.code == "model.exists"
     assert main([model]) == 2
     assert "is not empty" in capsys.readouterr().err
+
+
+def test_interrupted_write_is_finished_and_a_model_that_is_there_is_kept(tmp_path: Path):
+    """Goal: an init container that a kubelet runs again. Method: leftovers without config.json, a
+    whole model, a user's files."""
+    (tmp_path / "model.safetensors").write_bytes(b"half")
+    assert main(["--if-missing", str(tmp_path)]) == 0
+    written = {each.name: each.read_bytes() for each in tmp_path.iterdir()}
+    assert len(written["model.safetensors"]) > 100_000
+    assert main(["--if-missing", "--seed=1", str(tmp_path)]) == 0
+    assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == written
+    (tmp_path / "config.json").rename(tmp_path / "mine.txt")
+    assert main(["--if-missing", str(tmp_path)]) == 2
 
 
 def test_help_of_the_random_model_says_every_default(capsys: pytest.CaptureFixture[str]):

@@ -156,10 +156,11 @@ def test_cpu_overlay_in_another_place_is_told_of_its_directories_and_ports():
     """Goal: two pods on one machine. Method: the overlay with a model and ports of its own."""
     manifest = read_manifest(documents("cpu"))
     pod = place(manifest, "volume.model=/srv/m", first=15_000)
-    lock, _, gateway, one, two = pod
+    lock, _, gateway, model, one, two = pod
+    assert model.command == ("/bin/python3", *model.command[1:-1], "/srv/m")
     assert "--service=active=0.0.0.0:15000" in lock.command
     assert lock.command[0] == "/bin/lockserver"
-    ports = [each.env["UNDERSTUDY_HTTP_PORT"] for each in pod]
+    ports = [each.env["UNDERSTUDY_HTTP_PORT"] for each in pod if each is not model]
     assert ports == ["15001", "15002", "15003", "15004", "15005"]
     assert gateway.command[0] == "/bin/gateway"
     assert one.startup is not None
@@ -202,7 +203,7 @@ def test_set_changes_what_it_names():
     manifest = read_manifest(documents("cpu"))
     chosen = ("env.LOG_LEVEL=debug", "config.TENSOR_PARALLEL=2", "port.http=8001")
     pod = place(manifest, "volume.model=/m", "volume.shared=/dev/shm/x", *chosen)
-    lock, gms, gateway, one, _ = pod
+    lock, gms, gateway, _, one, _ = pod
     assert {each.env["LOG_LEVEL"] for each in (lock, gms, gateway, one)} == {"debug"}
     assert "--devices=2" in gms.command
     assert "--tensor-parallel=2" in one.command
@@ -226,12 +227,13 @@ def test_bad_set_is_refused(text: str):
 
 def test_volume_that_only_a_cluster_has_must_be_named_or_is_a_random_model():
     """Goal: no guess about somebody's files. Method: the claim of the overlay, with and without."""
-    manifest = read_manifest(documents("cpu"))
+    manifest = read_manifest(documents("single-gpu"))
     with pytest.raises(UsageError, match=r"persistentVolumeClaim.*--set volume\.model=PATH"):
         place(manifest)
     assert needs_model(manifest, Choices())
     assert not needs_model(manifest, Choices.of([read_choice("volume.model=/m")]))
     assert not needs_model(small(), Choices())
+    assert not needs_model(read_manifest(documents("cpu")), Choices())  # it writes its own
 
 
 def test_containers_that_cannot_run_here_are_refused():
