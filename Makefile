@@ -1,4 +1,5 @@
-# Everything runs from .venv, which `setup` creates, and updates whenever pyproject.toml changes.
+# Everything runs from .venv, which is updated whenever pyproject.toml changes: the package alone is
+# enough for a drill; `setup` adds what developers need.
 # ARGS= is passed on to the command, e.g.  make drill ARGS="--kills 5 --json"
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -21,12 +22,16 @@ export PYTHONDONTWRITEBYTECODE :=
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-setup: $(VENV)/.stamp ## create .venv and install the project into it
+setup: $(VENV)/.stamp-dev ## create .venv with the project and its tests' and linters' packages
 
 $(VENV)/.stamp: pyproject.toml
 	@python3 -c 'import sys; sys.exit("understudy needs Python 3.11 or newer, this is %d.%d" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
 	@python3 -m venv $(VENV)
 	@echo "installing into $(VENV): a minute" >&2
+	@$(PY) -m pip install --quiet --disable-pip-version-check -e .
+	@touch $@
+
+$(VENV)/.stamp-dev: $(VENV)/.stamp
 	@$(PY) -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@
 
@@ -81,10 +86,10 @@ fuzz: setup ## random input for the decoder, the sessions and real servers; keep
 sim: setup ## random schedules of the memory service and of the lock: RUNS= of them from SEED= on
 	SEED=$(SEED) RUNS=$(RUNS) $(PY) -m pytest -q tests/sim/test_crash_recovery.py tests/sim/test_tensor_parallel.py tests/sim/test_lock_simulation.py tests/sim/test_lease_simulation.py -k simulation -o faulthandler_timeout=0 $(ARGS)
 
-drill: setup ## start a pod, kill the active engine 20 times, print the report
+drill: $(VENV)/.stamp ## start a pod, kill the active engine 20 times, print the report
 	@$(VENV)/bin/understudy drill $(ARGS)
 
-drill-pool: setup ## three models that do not fit together: switches under load, kills in every state of a model
+drill-pool: $(VENV)/.stamp ## three models that do not fit together: switches under load, kills in every state of a model
 	@$(VENV)/bin/understudy drill --pool $(ARGS)
 
 drill-vllm: setup-vllm ## the drill with vLLM on the CPU, its tokens compared with stock vLLM's

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +65,16 @@ PLACES = {
     "llguidance": NUMERIC,
     "cryptography": ("plumbing/wire/tcp/psk.py",),
     "opentelemetry": ("gateway/server/tracing.py",),
+    "huggingface_hub": ("understudy/up/hub_download.py",),
 }
+
+# What `pip install .` alone does not bring, or brings for a dependency's sake: imported where it is
+# needed, or by vLLM's own processes. `pynvml` is in nvidia-ml-py, `yaml` in pyyaml.
+OPTIONAL = (
+    *("cuda", "cryptography", "huggingface_hub", "opentelemetry", "torch", "vllm"),
+    *("fastapi", "starlette", "transformers", "uvicorn"),
+)
+DISTRIBUTIONS = {"pynvml": "nvidia-ml-py", "yaml": "pyyaml"}
 
 # A core is told the time and tells what should happen: it opens, logs and waits for nothing. So of
 # ours it imports only what is pure, and of the standard library nothing that acts.
@@ -340,7 +350,8 @@ def run_importing(modules, then) -> str:
     program = textwrap.dedent(
         """
         import importlib, sys
-        for name in ("torch", "vllm", "cuda", "pynvml", "opentelemetry"):
+        absent = ("torch", "vllm", "cuda", "pynvml", "opentelemetry", "huggingface_hub")
+        for name in absent:
             sys.modules[name] = None  # importing it now raises ImportError
         for name in sys.argv[1].split():
             importlib.import_module(name)
@@ -371,6 +382,25 @@ def test_long_lived_processes_load_nothing_heavy_at_start():
     ]
     heavy = run_importing(lean, f"print(*sorted(set({NOT_LOADED_AT_START}) & set(sys.modules)))")
     assert heavy.split() == []
+
+
+def test_the_package_alone_brings_what_it_imports_and_reads():
+    """Goal: `pip install .` is enough to run. Method: every library that is imported is one of the
+    dependencies, or optional; every file that is no source is package data."""
+    about = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    listed = {re.split(r"[^\w.-]", each)[0] for each in about["project"]["dependencies"]}
+    known = {*sys.stdlib_module_names, *PACKAGES, *OPTIONAL}
+    libraries = {found.module.split(".")[0] for found in all_imports()} - known
+    assert {DISTRIBUTIONS.get(name, name) for name in libraries} <= listed
+    data = about["tool"]["setuptools"]["package-data"]
+    packaged = {f"{name.replace('.', '/')}/{file}" for name in data for file in data[name]}
+    found = {
+        path.relative_to(ROOT).as_posix()
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*")
+        if path.is_file() and path.suffix not in (".py", ".pyc")
+    }
+    assert found == packaged
 
 
 def test_no_module_has_more_than_350_lines():

@@ -23,7 +23,7 @@ from tests.understudy.hub import COMMIT, Hub, serving
 from understudy.cli.main import main
 from understudy.cli.pods import local_pod
 from understudy.cli.settings import UP_OPTIONS
-from understudy.up.hub_download import Wanted, explained, weight_files
+from understudy.up.hub_download import HubModel, explained, weight_files
 from understudy.up.hub_model import hub_directory, vllm_options
 from understudy.up.local_pod import LocalPod, program
 from understudy.up.pool_pod import prepare_pool
@@ -191,7 +191,7 @@ def test_part_of_a_model_in_the_cache_is_not_enough(hub: Hub, monkeypatch: pytes
     ],
 )
 def test_fault_of_the_disk_names_the_cache(tmp_path: Path, error, code):
-    found = explained(error, Wanted(TINY), str(tmp_path / "no/such"), "https://hub.example")
+    found = explained(error, HubModel(TINY), str(tmp_path / "no/such"), "https://hub.example")
     assert found.code == code
     assert TINY in found.message
     assert str(tmp_path) in found.message

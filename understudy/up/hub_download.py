@@ -15,6 +15,7 @@ import os
 import shutil
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import filter as matching
@@ -53,7 +54,7 @@ NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class HubModel:
     """A model of the Hub. `cache`: vLLM's --download-dir, the library's own cache unless given."""
 
     repository: str
@@ -75,7 +76,7 @@ def weight_files(
     return []
 
 
-def download(wanted: Wanted) -> str:
+def download(wanted: HubModel) -> str:
     """The directory of `wanted` in the cache, after downloading what it lacks.
 
     Raises:
@@ -108,15 +109,10 @@ def download(wanted: Wanted) -> str:
         raise UnderstudyError(
             "hub.no_weights",
             f"{wanted.repository} has no weights that vLLM loads ({kinds}), only"
-            f" {', '.join(matching_any(names)) or 'other files'}; choose another repository, or"
+            f" {', '.join(_others(names)) or 'other files'}; choose another repository, or"
             " convert it into a directory and pass that",
         )
     return directory
-
-
-def matching_any(names: Collection[str]) -> list[str]:
-    """Up to three weights of any format."""
-    return sorted({name for pattern in WEIGHTS for name in matching(names, pattern)})[:3]
 
 
 def _listed(directory: str, index: str) -> Collection[str] | None:
@@ -127,8 +123,13 @@ def _listed(directory: str, index: str) -> Collection[str] | None:
         return None
 
 
+def _others(names: Collection[str]) -> list[str]:
+    """Up to three weights of any format."""
+    return sorted({name for pattern in WEIGHTS for name in matching(names, pattern)})[:3]
+
+
 def explained(
-    error: Exception, wanted: Wanted, cache: str, endpoint: str, *, has_token: bool = False
+    error: Exception, wanted: HubModel, cache: str, endpoint: str, *, has_token: bool = False
 ) -> UnderstudyError:
     """`error` of the library as a code and a sentence that names the cause and the fix."""
     if isinstance(error, UnderstudyError):
@@ -145,7 +146,7 @@ def explained(
         return UnderstudyError(
             "hub.no_space",
             f"no room for {what} in {cache}, where {_free(cache)} are free; make room, or set"
-            " HF_HOME to a directory on a larger disk; the download continues where it stopped",
+            " HF_HOME to a directory on a larger disk; files that are complete are kept",
         )
     if any(each.errno in NOT_WRITABLE and each.filename for each in files):
         return UnderstudyError(
@@ -227,12 +228,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print `{"directory": …}`, or `{"code": …, "message": …}` and return 1."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends threads, too, and without a stack trace
     arm_from_environment()
+    warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
     parser = argparse.ArgumentParser(prog="understudy.up.hub_download")
     parser.add_argument("repository")
     parser.add_argument("--revision")
     parser.add_argument("--cache")
     parser.add_argument("--load-format", default="auto")
-    wanted = Wanted(**vars(parser.parse_args(argv)))
+    wanted = HubModel(**vars(parser.parse_args(argv)))
     try:
         from huggingface_hub import constants, get_token
     except ImportError:
