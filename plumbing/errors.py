@@ -5,6 +5,7 @@
     ├── UnreachableError       exit 3   nothing answers there
     ├── DegradedError          exit 4   it works, without redundancy
     ├── WaitTimeoutError       exit 5   a wait reached its deadline
+    ├── GivenUpError           exit 69  a program ends because no restart of it can help
     ├── ProtocolError          exit 1   the peer's fault: closes its connection only
     └── RemoteError            exit 1   the peer answered with an error frame
     InvariantError             (not an UnderstudyError) our own fault: crash with a stack trace
@@ -51,6 +52,12 @@ class DegradedError(UnderstudyError):
 
 class WaitTimeoutError(UnderstudyError):
     exit_code = 5
+
+
+class GivenUpError(UnderstudyError):
+    """A crash loop, or a fault that a restart does not cure: an init ends its container."""
+
+    exit_code = 69  # EX_UNAVAILABLE of sysexits.h, as in plumbing/service/init.py
 
 
 class ProtocolError(UnderstudyError):

@@ -22,7 +22,7 @@ from engine.supervisor.engine import Engine
 from engine.supervisor.settings import TERMINATION_LOG, TERMINATION_LOG_BYTES_MAX, EngineSettings
 from engine.supervisor.state_file import EngineStateFile
 from engine.supervisor.status import EngineStatus
-from plumbing.errors import UnderstudyError, UsageError
+from plumbing.errors import GivenUpError, UsageError
 from plumbing.part.paths import engine_state
 from plumbing.service.clock import Clock, SystemClock
 from plumbing.service.http import HttpServer
@@ -127,7 +127,7 @@ def _depart(
         return
     _write_termination_log(settings, ending.reason)
     code = "engine.crash_loop" if is_loop else fault.code if fault else "engine.cannot_go_on"
-    kind = UsageError if ending.code == EXIT_USAGE else UnderstudyError
+    kind = UsageError if ending.code == EXIT_USAGE else GivenUpError
     raise kind(code, ending.reason)
 
 

@@ -10,7 +10,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +111,9 @@ class SweptPod:
         directory.mkdir(mode=0o700)
         env = {**ONE_THREAD, **NO_CRASH_LOOP, **control.environment}
         local = LocalPod(directory, model, self.ports, env=env, pace=PACE)
-        self.runner = PodRunner(local.containers(), directory / "log")
+        # Calls fail in our programs; an init would be one of those that cannot be replaced.
+        containers = [replace(each, init=()) for each in local.containers()]
+        self.runner = PodRunner(containers, directory / "log")
         self._target = Target("127.0.0.1", self.ports.service)
         self._prompts: list[Prompt] = []
         self._answers: dict[str, Exchange] = {}

@@ -1,8 +1,8 @@
 """When a supervisor restarts a dead server of its own, and when the whole container gives up.
 
 Pure. A server is restarted in place, because others still serve (of `gms`, those of other devices);
-the first time at once, since newcomers wait for it. After several short runs in a row the container
-exits with the server's exit code, so that its operator sees why.
+the first time at once, since newcomers wait for it. After several short runs in a row the program
+gives up: its init then ends the container, so that the loop shows where containers are listed.
 
 Two kinds of ends never count towards giving up. A server that had answered and was then killed by
 SIGKILL was killed from outside, by a drill or for lack of memory: it lost nothing, so it is
@@ -16,6 +16,8 @@ from __future__ import annotations
 import errno
 
 from msgspec import Struct
+
+from plumbing.errors import GivenUpError
 
 DEATHS_MAX = 5  # in a row: 0 + 0.5 + 1 + 2 s of back-off and five start-ups, about ten seconds
 LONG_LIFE_MS = 10_000.0  # a server that lived longer did not die of how it was started
@@ -31,7 +33,6 @@ SHORTAGES = frozenset(
 )
 SHORTAGE_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: the server met a shortage while it started
 SHORTAGE_BACKOFF_MS_MAX = 5_000.0  # an attempt costs milliseconds, and newcomers wait
-CANNOT_RUN_EXIT_CODE = 126  # what shells report for a program that cannot be run
 
 
 class StartAgain(Struct, frozen=True):
@@ -41,7 +42,7 @@ class StartAgain(Struct, frozen=True):
 
 
 class GiveUp(Struct, frozen=True):
-    """End the container with this exit code."""
+    """End the program with this exit code: 2 for bad flags, else that of GivenUpError."""
 
     exit_code: int
 
@@ -65,20 +66,18 @@ class Restarts:
         was_killed = had_answered and returncode == -SIGKILL
         self.deaths = 1 if lived_ms >= LONG_LIFE_MS or was_killed else self.deaths + 1
         is_misused = returncode == USAGE_EXIT_CODE and not self._has_ever_answered
-        # Shells report a death by signal n as 128 + n; a server that exited with 0 failed too.
-        exit_code = 128 - returncode if returncode < 0 else returncode or 1
-        return GiveUp(exit_code) if is_misused else self._next(exit_code)
+        return GiveUp(USAGE_EXIT_CODE) if is_misused else self._next()
 
     def not_started(self, error_number: int | None) -> StartAgain | GiveUp:
         """What to do about a server whose process could not be created, with the kernel's errno."""
         if error_number in SHORTAGES:
             return self._wait_out_shortage()
         self.deaths += 1
-        return self._next(CANNOT_RUN_EXIT_CODE)
+        return self._next()
 
-    def _next(self, exit_code: int) -> StartAgain | GiveUp:
+    def _next(self) -> StartAgain | GiveUp:
         if self.deaths >= DEATHS_MAX:
-            return GiveUp(exit_code)
+            return GiveUp(GivenUpError.exit_code)
         if self.deaths == 1:
             return StartAgain(0.0)
         return StartAgain(min(BACKOFF_MS * 2 ** (self.deaths - 2), BACKOFF_MS_MAX))

@@ -3,8 +3,8 @@
     python -I -S init.py /path/to/PROGRAM ARGUMENT…          (what `understudy-init` executes)
 
 The container of a program that dies stays up and Ready, without the kubelet's back-off. Before a
-restart, init kills and reaps all that the program has left. `Restarter` decides, and is pure. One init
-runs beside each program (PSS under 8 MiB), so it imports little.
+restart, init kills and reaps all that the program has left. `Restarter` decides, and is pure. One
+init runs beside each program (PSS under 8 MiB), so it imports little.
 
 The watchdog follows systemd's protocol: the program sends READY=1 and WATCHDOG=1 to NOTIFY_SOCKET.
 The surprising thing: silence is counted in ticks that init itself got on time. A pod that is frozen

@@ -33,6 +33,7 @@ IN_MANY_CONTAINERS = tuple(name for name in OVERLAYS if name != "no-dra")
 LOCK_POD = f"{NODES}:understudy-lockserver"
 PODS = (*OVERLAYS, LOCK_POD)  # each pod that is made; an overlay's own is that of the engines
 KUBECTL_MIN = (1, 28)
+INIT = "understudy-init"
 POD_INDEX = "apps.kubernetes.io/pod-index"
 
 Document = dict[str, Any]
@@ -96,9 +97,14 @@ def pod_spec(pod: str) -> Document:
 
 
 def every_container(pod: str) -> list[Document]:
-    """In the order in which they start."""
+    """In the order in which they start; `command` is the program's, without the init above it, of
+    which `test_every_program_runs_below_an_init` is."""
     spec = pod_spec(pod)
-    return [*spec.get("initContainers", []), *spec["containers"]]
+    found = [*spec.get("initContainers", []), *spec["containers"]]
+    for each in found:
+        if each["command"][:1] == [INIT]:
+            del each["command"][0]
+    return found
 
 
 def containers(pod: str) -> list[Document]:
@@ -141,6 +147,7 @@ def engines_in_order(pod: str) -> list[tuple[str, str]]:
 def words(pod: str, container: Mapping[str, Any]) -> list[str]:
     """The command line, with $(NAME) filled in as the kubelet does."""
     line = [*container["command"], *container.get("args", [])]
+    line = line[1:] if line[0] == INIT else line
     for name, value in environment(pod, container).items():
         line = [word.replace(f"$({name})", value) for word in line]
     return line

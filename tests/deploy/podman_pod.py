@@ -17,17 +17,20 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from plumbing.service.procfs import children
 from tests.deploy.image import PODMAN
 from tests.deploy.manifests import (
+    INIT,
     Document,
     containers,
     environment,
     every_container,
+    init_containers,
     one,
     pod_spec,
     words,
 )
-from tests.helpers import free_ports
+from tests.helpers import auntil, free_ports
 from understudy.kubelet.http_get import get
 
 OVERLAY = "cpu"
@@ -143,6 +146,11 @@ class PodmanPod:
         """Its PID 1, as it is called outside."""
         return int((await self.state(name))["Pid"])
 
+    async def program(self, name: str) -> int:
+        """The program below its PID 1, as it is called outside."""
+        first = await self.pid(name)
+        return await auntil(lambda: next(iter(children(first)), None), f"the program of {name}")
+
     async def processes(self, name: str) -> list[int]:
         """Everything in the container: whatever is in the PID namespace of its PID 1."""
         namespace = pid_namespace(await self.pid(name))
@@ -177,6 +185,7 @@ class PodmanPod:
             *(f"--volume={each}" for each in self._mounts(container)),
             *(f"--env={key}={value}" for key, value in variables.items()),
             self._image,
+            *([] if container in init_containers(self._overlay) else [INIT]),
             *command,
         ]
 

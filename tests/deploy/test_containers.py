@@ -17,7 +17,7 @@ import pytest
 
 from plumbing.service.procfs import rss_bytes
 from tests.deploy.image import WHEELS, why_not
-from tests.deploy.manifests import OVERLAYS, containers
+from tests.deploy.manifests import INIT, OVERLAYS, containers
 from tests.deploy.podman_pod import LIMITS, PodmanPod, pid_namespace, podman
 from tests.e2e.pods import CLIENTS, grants_in, load_on
 from tests.e2e.processes import Processes, kill
@@ -105,6 +105,9 @@ def test_image_says_what_the_manifests_rely_on(image: str):
 
 def test_every_command_of_the_manifests_is_on_the_path(image: str):
     programs = {each["command"][0] for name in OVERLAYS for each in containers(name)}
+    assert f"usage: {INIT}" in asyncio.run(
+        podman("run", "--rm", "--network=none", "--read-only", *LIMITS, image, INIT, "--help")
+    )
     assert programs == {"lockserver", "gms", "gateway", "engine", "pool", "understudy"}
 
     async def ask(program: str) -> str:
@@ -147,7 +150,7 @@ def test_killed_container_is_gone_before_the_next_is_granted_and_comes_back_as_s
         bystander = await with_bystander(pod, before.engine)
         with Processes(await pod.processes(before.engine)) as old:
             assert {pid, bystander} < old.alive()
-            assert len(old.alive()) == 4  # and the backend's two
+            assert len(old.alive()) == 5  # and the supervisor, and the backend's two
             async with home.load() as load, grants_in(pod.directory, old) as grants:
                 await load.answers()
                 kill(pid)

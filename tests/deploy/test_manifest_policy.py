@@ -39,7 +39,7 @@ from tests.deploy.manifests import (
     workloads,
 )
 
-SIDECAR_HANG_FOUND_S = 10.0  # nobody is served by them: engines go on without either
+HUNG_GRACE_S = 2.0  # what hangs does not heed SIGTERM
 SIDECAR_START_S = 60.0  # imports on a busy node; there is nothing to load
 ROLLOUT_MARGIN_S = 60.0
 NAME, INSTANCE = "app.kubernetes.io/name", "app.kubernetes.io/instance"
@@ -194,13 +194,9 @@ def test_every_container_is_looked_after(overlay: str):
         assert liveness["httpGet"]["path"] == "/live"
         if container["command"][0] == "engine":
             assert patience_s(startup) >= engine_settings.INIT_MS / 1000
-            # A supervisor that is busy for a moment is not one that hangs.
-            assert liveness["failureThreshold"] >= 2
-            assert liveness["timeoutSeconds"] >= 1
         elif overlay != "no-dra":
             assert patience_s(startup) >= SIDECAR_START_S
-            found_s = patience_s(liveness) + liveness["timeoutSeconds"]
-            assert found_s + liveness["terminationGracePeriodSeconds"] <= SIDECAR_HANG_FOUND_S
+            assert liveness["terminationGracePeriodSeconds"] <= HUNG_GRACE_S
 
 
 @pytest.mark.parametrize("overlay", IN_ONE_POD)

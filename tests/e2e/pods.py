@@ -59,9 +59,10 @@ class Pod:
         self._whole_deadline_s = whole_deadline_s
         self._whole_poll_s = max(WHOLE_POLL_S, whole_deadline_s * POLL_SHARE)
         self.directory = local.directory
-        # No liveness probe: tests stop processes to see how the pod reacts.
+        # No liveness probe and no init: tests stop processes to see how the pod reacts, and the
+        # runner restarts what dies. test_inits.py has pods with both.
         containers = [
-            replace(each, grace_s=GRACE_S, liveness=None, starts_in_order=starts_in_order)
+            replace(each, grace_s=GRACE_S, liveness=None, init=(), starts_in_order=starts_in_order)
             for each in local.containers()
         ]
         self.runner = PodRunner(containers, self.directory / "log")

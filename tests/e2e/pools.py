@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,9 @@ async def running_pool(
     local = LocalPod(Path(), None, device_bytes=device_bytes)
     pod = await prepare_pool(local, path, 0, directory, print, is_drilled=True)
     port = int(next(w for w in pod.containers[0].command if "service=" in w).rpartition(":")[2])
-    runner = PodRunner(pod.containers, directory / "log")
+    # Without inits: tests stop processes, and the runner restarts what dies.
+    containers = [replace(each, init=()) for each in pod.containers]
+    runner = PodRunner(containers, directory / "log")
     try:
         await runner.start()
         yield RunningPool(directory, port, runner)

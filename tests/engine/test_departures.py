@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from engine import messages as m
-from plumbing.errors import RemoteError
+from plumbing.errors import GivenUpError, RemoteError
 from plumbing.service import procfs
 from tests.engine.pod import Engine, environment, program, stub_lock
 from tests.helpers import until
@@ -68,11 +68,11 @@ def test_missing_backend_program_is_a_sentence(pod, lock):
 
 @pytest.mark.slow
 def test_crash_loop_ends_with_a_verdict(pod, lock, directory):
-    """Five deaths in a row: exit code 1 and the verdict on stderr and in the log."""
+    """Five deaths in a row: exit code 69 and the verdict on stderr and in the log."""
     log = directory / "termination"
     flags = (*QUICK, "--termination-log", str(log))
     engine = pod.engine("e-0", "--crash-at", "launch", flags=flags)
-    assert engine.wait() == 1
+    assert engine.wait() == GivenUpError.exit_code
     assert "crash loop: 5 deaths within 10 minutes" in errors_of(engine)
     assert "exited with code 13" in log.read_text()
 

@@ -25,10 +25,11 @@ from gms.server import child as child_module
 from gms.server.child import HANG_MS, Child
 from gms.server.metrics import GmsMetrics
 from gms.server.supervisor import GmsSupervisor
+from plumbing.errors import GivenUpError
 from plumbing.part import restarts
 from plumbing.part.absence import absences
 from plumbing.part.child_process import ChildProcess
-from plumbing.part.restarts import CANNOT_RUN_EXIT_CODE, DEATHS_MAX, SHORTAGE_EXIT_CODE
+from plumbing.part.restarts import DEATHS_MAX, SHORTAGE_EXIT_CODE
 from plumbing.service import procfs
 from plumbing.service.events import EventLog
 from plumbing.wire.server import PathGuard
@@ -95,7 +96,7 @@ def test_program_that_cannot_run_ends_the_supervisor(
     """There is no such interpreter: tried as often as a server may die, then the exit code."""
     monkeypatch.setattr(restarts, "BACKOFF_MS", 1.0)
     supervisor = one_device(directory, f"{directory}/python")
-    assert asyncio.run(supervisor.run()) == CANNOT_RUN_EXIT_CODE
+    assert asyncio.run(supervisor.run()) == GivenUpError.exit_code
     told = [event for event in supervisor.log.kept_since(0) if event.type == "gms.cannot_start"]
     assert len(told) == DEATHS_MAX
     assert "No such file" in told[-1].message

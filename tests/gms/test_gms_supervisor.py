@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from gms.client import Reader, open_session
+from plumbing.errors import GivenUpError
 from plumbing.service import procfs
 from tests.gms.bench import IDENTITY, GmsProcess
 from tests.gms.kinds import host_only
@@ -193,8 +194,8 @@ def test_sigterm_ends_it_with_exit_code_zero(serve: Serve):
 
 @pytest.mark.slow
 @host_only  # the supervisor counts deaths; what its servers hold is all the same to it
-def test_several_deaths_in_a_row_end_the_container_with_the_childs_code(serve: Serve):
-    """Kill a server as often as it comes: the supervisor gives up with 128 + SIGKILL."""
+def test_several_deaths_in_a_row_end_it_with_the_code_of_giving_up(serve: Serve):
+    """Kill a server as often as it comes: the supervisor gives up, and its init with it."""
     serve.started()
     killed: set[int] = set()
 
@@ -211,7 +212,7 @@ def test_several_deaths_in_a_row_end_the_container_with_the_childs_code(serve: S
         return serve.process.poll() is not None
 
     until(kill_again, "the supervisor to give up", 60)
-    assert serve.process.returncode == 128 + signal.SIGKILL
+    assert serve.process.returncode == GivenUpError.exit_code
     assert len(killed) == 5
 
 

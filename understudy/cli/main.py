@@ -18,6 +18,7 @@ import understudy
 from plumbing.part.paths import runtime_dir
 from plumbing.service.cli import options, plain_errors, run_async
 from plumbing.service.config import Resolved, resolve
+from plumbing.service.process import arm_from_environment
 from plumbing.text import to_json
 from understudy.cli import look, rest
 from understudy.cli.drill import drill
@@ -61,6 +62,7 @@ def up(config: Resolved, arguments: tuple[str, ...]) -> None:
     containers of a manifest. With --pool it has the engines of many models, and a pool that decides
     which of them are awake. Arguments after `--` go to both engines' backends.
     """
+    arm_from_environment()  # of an init above it, in a container
     directory = Path(runtime_dir(config["dir"]))
     if config["pool"] is not None:
         given = [*given_flags(NOT_WITH_POOL, config), *arguments[:1]]

@@ -111,6 +111,7 @@ class Container:
     `is_private`: it does not inherit Understudy's settings from the runner.
     `has_pid_namespace`: it sees only its own processes, the first of which is pid 1.
     `starts_in_order`: even a main container starts only once the one before it is up.
+    `init`: what runs `command` and restarts it in place; (): the runner alone does.
     """
 
     name: str
@@ -126,6 +127,7 @@ class Container:
     is_private: bool = False
     has_pid_namespace: bool = False
     starts_in_order: bool = False
+    init: tuple[str, ...] = ()
 
     @property
     def probes(self) -> dict[Question, HttpProbe]:

@@ -19,7 +19,9 @@ from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Callable, Mapping
 
 from plumbing.part.format import duration
+from plumbing.service.init import FIRST_START_ENV, RESTARTS_ENV
 from plumbing.service.process import parent_environment
+from plumbing.service.procfs import children, environment_of, is_alive
 from understudy.kubelet import namespaces
 from understudy.kubelet.containers import (
     Backoff,
@@ -50,7 +52,9 @@ class RunningContainer:
         self.log = log
         self._after_end = after_end
         self.is_starting = False  # a process is being created, its pid not known yet
-        self.restarts = 0
+        self._restarts = 0  # of its first process
+        self._program_restarts = 0  # by the present init, as far as seen
+        self._earlier_restarts = 0  # by the inits before it
         # In any of its lives; without a startup probe, as soon as it is started.
         self.was_up = container.startup is None and container.kind is not Kind.INIT
         self.ended = "has not started"
@@ -66,7 +70,7 @@ class RunningContainer:
         self._task: asyncio.Task[None] | None = None
 
     @property
-    def pid(self) -> int | None:
+    def first(self) -> int | None:
         """The container's first process, while it lives."""
         process = self._process
         if process is None or process.returncode is not None:
@@ -74,6 +78,24 @@ class RunningContainer:
         if self.container.has_pid_namespace:
             return namespaces.first_process(process.pid)
         return process.pid
+
+    @property
+    def pid(self) -> int | None:
+        """The container's program, while it lives: the first process, or init's eldest child. Init
+        has no other child when it starts the program; orphans come later."""
+        first = self.first
+        if first is None or not self.container.init:
+            return first
+        return next((pid for pid in children(first) if is_alive(pid)), None)
+
+    @property
+    def restarts(self) -> int:
+        """How often its program was restarted, by its init or with the whole container."""
+        pid = self.pid if self.container.init else None
+        if pid is not None:
+            count = environment_of(pid).get(RESTARTS_ENV, "")
+            self._program_restarts = int(count or self._program_restarts)
+        return self._restarts + self._earlier_restarts + self._program_restarts
 
     @property
     def child(self) -> int | None:
@@ -130,17 +152,20 @@ class RunningContainer:
             self.log.note(f"(runner) {self.ended}; restarting {when}")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), delay_ms / 1000)
-            self.restarts += 1
+            self._restarts += 1
+            self._earlier_restarts += self._program_restarts
+            self._program_restarts = 0
 
     async def _live_once(self) -> int:
         """One process from start to reaping; its exit code, negative for a signal."""
         container, writing = self.container, self.log.open_pipe()
+        command = (*container.init, *container.command)
         self.health = ContainerHealth(container.probes)
         is_inside = container.has_pid_namespace
         self.is_starting = True
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *(namespaces.inside(container.command) if is_inside else container.command),
+                *(namespaces.inside(command) if is_inside else command),
                 stdin=DEVNULL,
                 stdout=writing,
                 stderr=writing,
@@ -148,7 +173,7 @@ class RunningContainer:
                 start_new_session=True,  # Ctrl-C is for the runner, which stops them in order
             )
         except OSError as error:
-            self.log.note(f"error: {container.command[0]} cannot be started: {error}")
+            self.log.note(f"error: {command[0]} cannot be started: {error}")
             return 127  # the shell's code for a command that cannot be run
         finally:
             self.is_starting = False
@@ -172,6 +197,8 @@ class RunningContainer:
             if not (is_private and name.startswith(OURS))
         }
         found |= self.container.env
+        if not self.was_up:
+            found[FIRST_START_ENV] = "final"
         # In a namespace it cannot watch its parent; enter_namespace.py does.
         return found if self.container.has_pid_namespace else found | parent_environment()
 
@@ -221,7 +248,7 @@ class RunningContainer:
         and has no handler yet."""
         is_accepted = False
         while not is_accepted:
-            pid = self.pid if self.container.has_pid_namespace else None
+            pid = self.first if self.container.has_pid_namespace else None
             is_accepted = pid is None or namespaces.accepts_signal(pid, signal.SIGTERM)
             self._signal(signal.SIGTERM)
             await asyncio.sleep(ASK_AGAIN_S)

@@ -35,6 +35,7 @@ HTTP_PORT_ENV = "UNDERSTUDY_HTTP_PORT"
 # Variables of `understudy up`, which has the ports of all parts: engine n's is that of engine 0 +
 # n.
 UP = "understudy"
+INIT = "understudy-init"  # what runs a container's program, by plumbing/service/init.py
 UP_PORTS = {
     "http": "UNDERSTUDY_SERVICE_PORT",
     "lockserver": "UNDERSTUDY_LOCKSERVER_PORT",
@@ -149,6 +150,9 @@ def _container(
 ) -> Container:
     values = variables(spec, manifest, place.choices, place.fields)
     command = arguments(spec, values, place.choices)
+    has_init = command[:1] == (INIT,)
+    if has_init:
+        command = command[1:]
     if not command:
         raise UsageError(
             "manifest.no_command",
@@ -175,6 +179,7 @@ def _container(
         place.pace,
         is_private=True,
         has_pid_namespace=place.has_pid_namespaces and not manifest.shares_processes,
+        init=program(INIT) if has_init else (),
     )
 
 

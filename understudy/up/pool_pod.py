@@ -18,6 +18,7 @@ from pool.pool_file import read_pool_file
 from pool.server.state_file import begin_new_pod
 from pool.settings import PoolFile, engines_of
 from understudy.kubelet.containers import Container
+from understudy.manifest.placement import INIT
 from understudy.manifest.spec import ContainerSpec, ProbeSpec, Variable
 from understudy.up.directory import forget_engines, refuse_second_pod
 from understudy.up.hub_model import HUB_BACKEND, hub_directory, is_hub_id
@@ -120,10 +121,10 @@ class PoolPod:
         return structs.replace(spec, command=(*spec.command, *more))
 
     def _pool(self, gateway: ContainerSpec) -> ContainerSpec:
-        return _renamed(gateway, POOL, (POOL, "serve", f"--file={self._path}"))
+        return _renamed(gateway, POOL, (INIT, POOL, "serve", f"--file={self._path}"))
 
     def _engine(self, example: ContainerSpec, engine: str) -> ContainerSpec:
-        command = ("engine", "run", f"--pool={self._path}")
+        command = (INIT, "engine", "run", f"--pool={self._path}")
         kept = [each for each in example.env if each.name != "ENGINE_ID"]
         env = (*kept, Variable("ENGINE_ID", engine))
         return structs.replace(_renamed(example, engine, command), env=env)

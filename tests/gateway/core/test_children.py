@@ -24,8 +24,8 @@ from gateway.core.children import (
     Children,
     Place,
 )
-from plumbing.errors import InvariantError
-from plumbing.part.restarts import BACKOFF_MS_MAX, CANNOT_RUN_EXIT_CODE, DEATHS_MAX
+from plumbing.errors import GivenUpError, InvariantError
+from plumbing.part.restarts import BACKOFF_MS_MAX, DEATHS_MAX
 
 EAGAIN, ENOENT = 11, 2
 KILL = -9
@@ -145,7 +145,7 @@ def test_a_child_that_dies_at_its_start_again_and_again_ends_the_gateway():
         assert not bench.of(ev.EndGateway)
         bench.feed(ev.ChildEnded(number, 7, "the certificate is bad"))
         bench.wait(BACKOFF_MS_MAX)
-    assert bench.of(ev.EndGateway)[0].exit_code == 7
+    assert bench.of(ev.EndGateway)[0].exit_code == GivenUpError.exit_code
     assert bench.told()[-1].endswith(
         "ended with code 7: the certificate is bad; giving up after 5 attempts in a row"
     )
@@ -168,7 +168,7 @@ def test_a_program_that_cannot_run_ends_the_gateway_and_a_shortage_does_not():
     bench.cannot_start = ENOENT
     for _ in range(DEATHS_MAX):
         bench.wait(BACKOFF_MS_MAX)
-    assert bench.of(ev.EndGateway)[0].exit_code == CANNOT_RUN_EXIT_CODE
+    assert bench.of(ev.EndGateway)[0].exit_code == GivenUpError.exit_code
     bench = Bench()
     bench.cannot_start = EAGAIN
     for _ in range(50):

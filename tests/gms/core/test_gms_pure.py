@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from gms.core.identity import DEPTH_MAX, check_identity, first_mismatch
 from gms.core.suballocator import ALIGNMENT_BYTES, SLAB_BYTES_MIN, NeedSlab, Suballocator
 from gms.manifest import TensorRecord, WeightsManifest, check_manifest, encode, layout_hash
-from plumbing.errors import ProtocolError
+from plumbing.errors import GivenUpError, ProtocolError
 from plumbing.part.restarts import (
-    CANNOT_RUN_EXIT_CODE,
     DEATHS_MAX,
     SHORTAGE_EXIT_CODE,
     SHORTAGES,
@@ -27,6 +26,7 @@ from plumbing.part.restarts import (
 from plumbing.part.silence import LOOK_MS_MAX, CpuTimes, Silence
 
 GIB = 1 << 30
+GIVEN_UP = GiveUp(GivenUpError.exit_code)
 PAGE = 4096
 
 
@@ -248,7 +248,7 @@ def test_restarts_back_off_give_up_and_forget():
     assert restarts.died(20_000, -9, had_answered=True) == StartAgain(0)
     for _ in range(DEATHS_MAX - 2):
         restarts.died(100, 1, had_answered=True)
-    assert restarts.died(100, -9, had_answered=False) == GiveUp(137)
+    assert restarts.died(100, -9, had_answered=False) == GIVEN_UP
 
 
 def test_usage_error_ends_it_at_once_only_before_the_first_answer():
@@ -257,7 +257,7 @@ def test_usage_error_ends_it_at_once_only_before_the_first_answer():
     restarts = Restarts()
     assert restarts.died(3_600_000, -9, had_answered=True) == StartAgain(0)
     delays = [restarts.died(100, 2, had_answered=False) for _ in range(DEATHS_MAX - 1)]
-    assert delays == [StartAgain(500), StartAgain(1000), StartAgain(2000), GiveUp(2)]
+    assert delays == [StartAgain(500), StartAgain(1000), StartAgain(2000), GIVEN_UP]
 
 
 def test_server_that_is_killed_again_and_again_is_started_at_once_for_ever():
@@ -269,7 +269,7 @@ def test_server_that_is_killed_again_and_again_is_started_at_once_for_ever():
     assert restarts.deaths_total == 100
     for _ in range(DEATHS_MAX - 2):
         assert isinstance(restarts.died(300, 70, had_answered=True), StartAgain)
-    assert restarts.died(300, 70, had_answered=True) == GiveUp(70)
+    assert restarts.died(300, 70, had_answered=True) == GIVEN_UP
 
 
 def test_shortage_is_waited_out_for_ever_with_a_short_backoff():
@@ -286,11 +286,11 @@ def test_shortage_is_waited_out_for_ever_with_a_short_backoff():
 
 
 def test_program_that_cannot_run_ends_the_container_after_several_attempts():
-    """ENOENT, EACCES: no back-off helps for ever; what a shell would report is the exit code."""
+    """ENOENT, EACCES: no back-off helps for ever."""
     restarts = Restarts()
     verdicts = [restarts.not_started(errno.ENOENT) for _ in range(DEATHS_MAX)]
     assert verdicts[:-1] == [StartAgain(0), StartAgain(500), StartAgain(1000), StartAgain(2000)]
-    assert verdicts[-1] == GiveUp(CANNOT_RUN_EXIT_CODE)
+    assert verdicts[-1] == GIVEN_UP
     assert restarts.deaths_total == 0, "nothing was started, so nothing was restarted"
 
 

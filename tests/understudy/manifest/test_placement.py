@@ -163,10 +163,11 @@ def test_cpu_overlay_in_another_place_is_told_of_its_directories_and_ports():
     ports = [each.env["UNDERSTUDY_HTTP_PORT"] for each in pod if each is not model]
     assert ports == ["15001", "15002", "15003", "15004", "15005"]
     assert gateway.command[0] == "/bin/gateway"
+    assert {each.init for each in (lock, gateway, one, two)} == {("/bin/understudy-init",)}
     assert one.startup is not None
     assert one.startup.url == "http://127.0.0.1:15004/startup"
     assert one.liveness is not None
-    assert (one.liveness.period_s, one.liveness.grace_s, one.grace_s) == (1, 1, 45)
+    assert (one.liveness.period_s, one.liveness.grace_s, one.grace_s) == (10, 1, 45)
     assert "--model=/srv/m" in one.command
     assert one.env["MODEL"] == "/srv/m"
     assert two.env["TMPDIR"] == two.env["HOME"] == "/run/pod/vol/tmp-engine-1"
