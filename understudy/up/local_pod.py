@@ -20,9 +20,10 @@ from msgspec import structs
 from engine.backends.registry import model_arguments
 from plumbing.errors import UsageError
 from plumbing.part.paths import lockserver_socket
+from plumbing.service import init
 from understudy.kubelet.containers import QUICK, Container, Kind, Pace, quick_startup
 from understudy.manifest.files import read_manifest_file
-from understudy.manifest.placement import Placement, place_containers
+from understudy.manifest.placement import INIT, Placement, place_containers
 from understudy.manifest.spec import ContainerSpec, PodManifest, ProbeSpec
 from understudy.manifest.values import Choices
 from understudy.up.ports import Ports
@@ -161,6 +162,8 @@ def reachable(host: str) -> str:
 
 def program(name: str) -> tuple[str, ...]:
     """The command of one of our console scripts, the one that belongs to this interpreter."""
+    if name == INIT:  # what its script would execute
+        return (sys.executable, "-I", "-S", init.__file__)
     beside = Path(sys.executable).parent / name
     found = str(beside) if beside.exists() else shutil.which(name)
     if found is None:
