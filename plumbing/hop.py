@@ -64,7 +64,7 @@ class Hello(msgspec.Struct, frozen=True):
     Streams resume only where `continuation_id` is equal: it stands for the weights, the tokenizer,
     the chat template, parsers, sampling defaults, adapters and the engine's minor version.
     `continuation` is the best class of its streams, and `problem` says why that is `none`.
-    `version`: of the hop, 1 of engines that do not say.
+    `version`: of the hop, 1 of engines that do not say. `backend_version`: vLLM's, for `/version`.
     """
 
     engine: Annotated[str, Meta(max_length=64)]
@@ -75,6 +75,7 @@ class Hello(msgspec.Struct, frozen=True):
     models: tuple[str, ...] = ()
     problem: str | None = None
     version: int = 1
+    backend_version: Annotated[str, Meta(max_length=128)] = ""
 
     def as_understood(self) -> Hello:
         """What it means to a gateway of this release."""

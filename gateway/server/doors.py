@@ -10,7 +10,13 @@ import asyncio
 import os
 import time
 
-from gateway.core.events import DoorSet, EngineGranted, GatewayRules, NobodyGranted
+from gateway.core.events import (
+    DoorSet,
+    EngineGranted,
+    GatewayEvent,
+    GatewayRules,
+    NobodyGranted,
+)
 from gateway.core.lanes import Lanes
 from gateway.core.machine import Gateway
 from gateway.core.rest_events import GatewayDoor
@@ -25,11 +31,12 @@ from gateway.messages import (
 )
 from gateway.server.accounts import Accounts
 from gateway.server.client import WRITE_BUFFER_BYTES, ClientConnection
+from gateway.server.endpoints import Endpoints
 from gateway.server.exchange import HttpExchange
 from gateway.server.files import ApiKeys, Certificate
 from gateway.server.listener import ServiceListener
 from gateway.server.main import Parent
-from gateway.server.models import ModelService
+from gateway.server.models import ModelService, OwnAnswer
 from gateway.server.refusals import Refused
 from gateway.server.request_reader import BodyMemory
 from gateway.server.requests import BODY_BYTES_MAX, NOT_PASSED_ON, Headers, HttpRequest
@@ -85,8 +92,10 @@ class HttpDoors:
         directory = os.fsdecode(settings.directory)
         self.exchange = HttpExchange(
             *(self._core, directory, self._accounts, self._idle.set, parent.beat_now),
-            models=self._models,
             demand=parent.demand_changed,
+        )
+        self._endpoints = Endpoints(
+            *(self._core, self._models, directory, settings.hold_ms, lambda: self.is_stopping)
         )
         self._listener: ServiceListener | None = None
         self.clients: set[ClientConnection] = set()
@@ -108,21 +117,21 @@ class HttpDoors:
 
     def granted(self, engine: str, token: int, era: str, model: str = "") -> None:
         self._granted = ("", 0) if model else (engine, token)
-        self.exchange.told(EngineGranted(engine, token, era, model))
+        self._told(EngineGranted(engine, token, era, model))
 
     def nobody(self, reason: str, model: str = "") -> None:
         self._granted = ("", 0)
-        self.exchange.told(NobodyGranted(reason, model))
+        self._told(NobodyGranted(reason, model))
 
     def set_door(self, door: DoorMsg) -> None:
         self._door_number = door.number
         is_open, is_shut = door.door is GatewayDoor.OPEN, door.door is GatewayDoor.SHUT
-        self.exchange.told(DoorSet(door.token, is_open, is_shut, door.does_open, door.reason))
+        self._told(DoorSet(door.token, is_open, is_shut, door.does_open, door.reason))
 
     def set_model_doors(self, doors: ModelDoorsMsg) -> None:
         if self._models is not None:
             for event in self._models.set_doors(doors.models):
-                self.exchange.told(event)
+                self._told(event)
 
     def demand(self) -> ModelDemandMsg | None:
         if self._models is None:
@@ -189,9 +198,13 @@ class HttpDoors:
 
     def came(self, client: ClientConnection, request: HttpRequest) -> None:
         self._idle_clients.pop(client, None)
-        self.exchange.came(client, request)
+        wishes = self._endpoints.route(
+            client, request, lambda own: self.refused(own, request.request_id)
+        )
+        if wishes is not None:
+            self.exchange.came(client, request, wishes)
 
-    def refused(self, refused: Refused, request_id: bytes) -> None:
+    def refused(self, refused: Refused | OwnAnswer, request_id: bytes) -> None:
         self._accounts.refused(refused.code, refused.status, request_id)
 
     def left(self, client: ClientConnection) -> None:
@@ -232,6 +245,10 @@ class HttpDoors:
         self._accounts.limits[name] += 1
 
     # ------------------------------------------------------------------ inside
+
+    def _told(self, event: GatewayEvent) -> None:
+        self._endpoints.told(event)
+        self.exchange.told(event)
 
     @property
     def _is_busy(self) -> bool:

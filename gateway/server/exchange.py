@@ -24,7 +24,6 @@ from gateway.server.accounts import Accounts
 from gateway.server.client import ClientConnection
 from gateway.server.greeting import greet
 from gateway.server.idle_connections import IdleConnections
-from gateway.server.models import ModelService, OwnAnswer
 from gateway.server.open_request import OpenRequest
 from gateway.server.refusals import error_response
 from gateway.server.requests import HttpRequest
@@ -37,13 +36,12 @@ HEAD_MS = 10_000.0  # from the first byte of a response's head to its end
 QUOTED_CHARS_MAX = 300  # of what is wrong with a hello, which may quote it
 # An engine that has just woken answers first those who have clients waiting.
 SPARE_GREETS_AFTER_S = 0.1
-NO_WISHES = Wishes("")
 KEEPALIVE_COMMENT = b": keepalive\n\n"
 
 
 class HttpExchange:
     """All requests of one child. `idle` is called when the last one has ended, `want` when one
-    waits for an engine that rests. `models`: those of a pool, whose `demand` may change."""
+    waits for an engine that rests, `demand` when that of a pool's models may have changed."""
 
     def __init__(
         self,
@@ -52,11 +50,10 @@ class HttpExchange:
         accounts: Accounts,
         idle: Callable[[], None],
         want: Callable[[], None],
-        models: ModelService | None = None,
         demand: Callable[[], None] = lambda: None,
     ) -> None:
         self.core = core
-        self._models, self._demand = models, demand
+        self._demand = demand
         self.requests: dict[int, OpenRequest] = {}  # by the core's number
         self._directory = directory
         self._accounts = accounts
@@ -77,16 +74,7 @@ class HttpExchange:
 
     # ------------------------------------------------------------------ for clients' connections
 
-    def came(self, client: ClientConnection, http: HttpRequest) -> None:
-        wishes = NO_WISHES
-        if self._models is not None:
-            found = self._models.find(http)
-            if isinstance(found, OwnAnswer):
-                if found.code:
-                    self._accounts.refused(found.code, found.status, http.request_id)
-                client.answer(found.response(http))
-                return
-            wishes = found
+    def came(self, client: ClientConnection, http: HttpRequest, wishes: Wishes) -> None:
         self._last_number += 1
         request = OpenRequest(self._last_number, client, http, self.now_ms(), wishes.model)
         self.requests[request.number] = self._by_client[client] = request

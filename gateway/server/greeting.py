@@ -1,4 +1,4 @@
-"""Asks an engine what it is: one GET of the hop, on a connection of its own."""
+"""Asks an engine what it is, or for its metrics: one GET, on a connection of its own."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from plumbing import hop
 from plumbing.hop import Hello
 
 REQUEST = (
-    f"GET {hop.HELLO_PATH} HTTP/1.1\r\nhost: gateway\r\n{hop.GATEWAY}: {hop.VERSION}\r\n"
-    "connection: close\r\n\r\n"
+    f"GET %b HTTP/1.1\r\nhost: gateway\r\n{hop.GATEWAY}: {hop.VERSION}\r\nconnection: close\r\n\r\n"
 ).encode()
 ANSWER_BYTES_MAX = 1 << 20
 # An engine says hello before it serves. One that does not is asked again: the core says when.
@@ -34,10 +33,28 @@ async def greet(path: str) -> Hello:
     async with asyncio.timeout(DEADLINE_S):
         reader, writer = await _connect(path)
         try:
-            writer.write(REQUEST)
-            return await _read(reader)
+            writer.write(REQUEST % hop.HELLO_PATH.encode())
+            body = await _read(reader, ANSWER_BYTES_MAX)
         finally:
             writer.transport.abort()
+    try:
+        return msgspec.json.decode(body, type=Hello)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"its hello is not valid: {error}") from error
+
+
+async def fetch(path: str, target: str, bytes_max: int) -> bytes:
+    """What the engine that listens at `path` has at `target`.
+
+    Raises:
+        OSError, ValueError: as `greet`.
+    """
+    reader, writer = await asyncio.open_unix_connection(path)
+    try:
+        writer.write(REQUEST % target.encode())
+        return await _read(reader, bytes_max)
+    finally:
+        writer.transport.abort()
 
 
 async def _connect(path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -49,7 +66,7 @@ async def _connect(path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWrite
     return await asyncio.open_unix_connection(path)
 
 
-async def _read(reader: asyncio.StreamReader) -> Hello:
+async def _read(reader: asyncio.StreamReader, bytes_max: int) -> bytes:
     response = ResponseReader(is_to_head=False)
     size_bytes = 0
     try:
@@ -59,13 +76,10 @@ async def _read(reader: asyncio.StreamReader) -> Hello:
                 raise ConnectionResetError("it closed the connection")
             response.feed(data)
             size_bytes += len(data)
-            if size_bytes > ANSWER_BYTES_MAX:
-                raise ValueError(f"its hello exceeds {ANSWER_BYTES_MAX} bytes")
+            if size_bytes > bytes_max:
+                raise ValueError(f"its answer exceeds {bytes_max} bytes")
     finally:
         response.close()
     if response.status != 200:
         raise ValueError(f"it answered with {response.status}")
-    try:
-        return msgspec.json.decode(b"".join(response.pieces), type=Hello)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise ValueError(f"its hello is not valid: {error}") from error
+    return b"".join(response.pieces)

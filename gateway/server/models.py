@@ -1,5 +1,5 @@
 """The models of a pool as clients see them: which one a request is for, and what the gateway
-answers by itself: `/v1/models`, `/running`, `/m/<model>/status`, `/health`.
+answers by itself: `/v1/models`, `/running`, `/m/<model>/status`.
 
 Owns what the pool has said of each model, for show. What may be done with requests is decided by
 `gateway.core.lanes`.
@@ -17,7 +17,7 @@ from urllib.parse import unquote
 import msgspec
 
 from gateway.core import answers
-from gateway.core.answers import Failure
+from gateway.core.answers import RETRY_AFTER_S, Failure
 from gateway.core.lane_events import LaneDoorSet
 from gateway.core.lanes import Lanes
 from gateway.core.router import (
@@ -31,7 +31,7 @@ from gateway.core.router import (
 )
 from gateway.server.outline import value_of
 from gateway.server.refusals import error_response
-from gateway.server.requests import HttpRequest, is_hop_path, path_of
+from gateway.server.requests import HttpRequest, is_endpoint, is_hop_path, path_of
 from plumbing.service.clock import rfc3339
 from plumbing.text import to_json
 from pool.core.states import ModelState
@@ -56,13 +56,15 @@ class OwnAnswer(NamedTuple):
     body: bytes
     code: str = ""
 
-    def response(self, http: HttpRequest) -> bytes:
+    def response(self, http: HttpRequest, content_type: bytes = b"application/json") -> bytes:
         return error_response(
             self.status,
             self.body,
             http.request_id,
             keeps_alive=http.keeps_alive,
             is_to_head=http.is_to_head,
+            retry_after_s=RETRY_AFTER_S if self.status == 503 else None,
+            content_type=content_type,
         )
 
 
@@ -76,6 +78,11 @@ class ModelService:
         self._said: dict[str, PooledModel] = {}
         self._created = int(time.time())
 
+    @property
+    def is_heard(self) -> bool:
+        """Whether the pool has spoken."""
+        return bool(self._said)
+
     def set_doors(self, models: Mapping[str, PooledModel]) -> Iterable[LaneDoorSet]:
         """What the pool says of each model, and what follows for its lane."""
         self._said = dict(models)
@@ -87,6 +94,8 @@ class ModelService:
         """For which model it is, with its path behind `/m/<model>`; or the gateway's own answer.
         Where the path or a header names the model, a broken body is the engine's to refuse."""
         in_path = self._strip(http)
+        if is_endpoint(http.method, http.path):
+            return self._whose(unquote(in_path), http.path)
         if http.method in (b"GET", b"HEAD"):
             own = self._own(http.path, unquote(in_path))
             if own is not None:
@@ -173,7 +182,14 @@ class ModelService:
                 if state in RUNNING
             ]
             return _ok({"running": running})
-        return _ok({"status": "ok"}) if path == "/health" else None
+        return None
+
+    def _whose(self, in_path: str, path: str) -> Wishes | OwnAnswer:
+        """Of which model an answer of the gateway itself is: "" for all of them."""
+        model = self._router.find(in_path)[0] if in_path else ""
+        if in_path and not model:
+            return _refusal(answers.unknown_model(in_path, self._router.known), path)
+        return Wishes(model)
 
     def _one(self, name: str, path: str) -> OwnAnswer:
         model, _ = self._router.find(name)

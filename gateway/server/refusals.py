@@ -33,11 +33,12 @@ def error_response(
     keeps_alive: bool,
     retry_after_s: int | None = None,
     is_to_head: bool = False,
+    content_type: bytes = b"application/json",
 ) -> bytes:
-    """A whole response with a JSON body."""
+    """A whole response."""
     lines = [
         status_line(status),
-        b"content-type: application/json",
+        b"content-type: " + content_type,
         b"content-length: %d" % len(body),
         b"x-request-id: " + request_id,
     ]

@@ -23,6 +23,7 @@ from gateway.server.requests import (
     NOT_PASSED_ON,
     Headers,
     HttpRequest,
+    is_endpoint,
     is_hop_path,
     make_request,
     path_of,
@@ -235,11 +236,13 @@ class RequestReader:
             return Refused(400, "bad_request", "HTTP/1.0 has no transfer encodings.")
         if sum(name == b"host" for name, _ in current.headers) > 1:
             return Refused(400, "bad_request", "There is more than one Host header.")
-        if is_hop_path(path_of(current.url)):
+        path = path_of(current.url)
+        if is_hop_path(path):
             return Refused(404, "not_found", "There is nothing at this path.")
-        refused = self._check(current.headers)
-        if refused is not None:
-            return refused
+        if not is_endpoint(current.method, path):
+            refused = self._check(current.headers)
+            if refused is not None:
+                return refused
         declared = int(named.get(b"content-length", b"0"))  # llhttp has checked it
         if declared > self._body_bytes_max():
             return _body_too_large(self._body_bytes_max())

@@ -38,6 +38,9 @@ WISHES = frozenset(
     {b"x-understudy-model", b"x-understudy-priority", b"x-understudy-keep-alive", b"prefer"}
 )
 
+# What the gateway answers by itself, as vLLM does without a key.
+ENDPOINTS = frozenset({"/health", "/ping", "/version", "/metrics"})
+
 Headers: TypeAlias = "list[tuple[bytes, bytes]]"
 
 
@@ -82,6 +85,12 @@ def _members_of(body: bytes | bytearray, outline: Outline | None) -> tuple[BodyM
         what = f"its members take more than {OUTLINE_BYTES_MAX} bytes, or it is nested too deeply"
         return NO_MEMBERS, what
     return read_members(outline.text)
+
+
+def is_endpoint(method: bytes, path: str) -> bool:
+    """Whether the gateway answers this by itself; SageMaker may POST its ping."""
+    is_read = method in (b"GET", b"HEAD") or (method, path) == (b"POST", "/ping")
+    return path in ENDPOINTS and is_read
 
 
 def is_hop_path(path: str) -> bool:

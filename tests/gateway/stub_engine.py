@@ -232,6 +232,7 @@ class StubEngine:
             body_bytes_max=BODY_BYTES_MAX,
             models=("stub",),
             version=self.version,
+            backend_version="0.32.0",
         )
         body = json.dumps(hop_json(hello)).encode()
         reply.head(length=len(body))

@@ -14,9 +14,10 @@ from typing import Any
 
 import aiohttp
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from engine.messages import DrainedMsg, DrainMsg, PreparedMsg
-from plumbing import hop
+from plumbing import __version__, hop
 from tests.engine.reference.resuming import Stream, read_stream
 from tests.engine.reference_process.active import GREEDY, LONG, activate, health
 from tests.engine.reference_process.rig import Supervisor, memory_service, supervisor
@@ -173,7 +174,18 @@ def test_engine_says_who_it_is_and_proves_that_it_works(tmp_path: Path, model: P
                     "models": ["tiny"],
                     "problem": None,
                     "version": hop.VERSION,
+                    "backend_version": __version__,
                 }
+            async with gateway.get("http://engine/metrics") as response:
+                assert response.status == 200
+                samples = {
+                    each.name: each.samples[0]
+                    for each in text_string_to_metric_families(await response.text())
+                }
+                for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+                    sample = samples[f"vllm:{name}"]
+                    assert sample.labels == {"engine": "0", "model_name": "tiny"}
+                    assert sample.value == 0.0
             async with gateway.post(f"http://engine{hop.CANARY_PATH}") as response:
                 assert (response.status, (await response.json())["ok"]) == (200, True)
             assert (await other.prepared()).continuation != prepared.continuation

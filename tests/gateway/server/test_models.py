@@ -166,7 +166,7 @@ def test_an_unknown_model_is_not_found(tmp_path, path, document):
         (CHAT, b'["chat"]', 400, "gateway.bad_json"),
         (CHAT, b'{"model": "\xff"}', 400, "gateway.bad_json"),
         ("/v1/messages", b"model=chat", 400, "gateway.bad_json"),
-        ("/metrics", None, 404, "gateway.not_found"),
+        ("/tokenize", None, 404, "gateway.not_found"),
         ("/m/chat/understudy/hello", None, 404, "gateway.not_found"),
         ("/m/chat/./understudy/hello", None, 404, "gateway.not_found"),
     ],

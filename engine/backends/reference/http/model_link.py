@@ -88,6 +88,7 @@ class ModelLink(Handler):
         """Own `sock`. `on_failed` is called once, when the model has failed or died."""
         self.followers: Sequence[ModelLink] = ()
         self._rank = rank
+        self.slots = slots  # requests that are generated at once
         self._requests_max = slots + QUEUE_MAX
         self._loop = asyncio.get_running_loop()
         self._on_failed = on_failed

@@ -12,6 +12,7 @@ before has then sent nothing, and the client sees a connection error, not a brok
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Awaitable, Callable
 
@@ -26,7 +27,7 @@ from engine.backends.reference.http.requests import parse_chat, parse_completion
 from engine.backends.reference.http.served import ServedModel
 from engine.backends.reference.http.stream import EVENT_STREAM
 from engine.backends.reference.link import PROMPT_TOKENS_MAX
-from plumbing import hop
+from plumbing import __version__, hop
 from plumbing.errors import UnderstudyError
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ def make_app(served: ServedModel) -> web.Application:
     app.router.add_get("/v1/models/{model:.+}", routes.model)
     app.router.add_post("/v1/completions", routes.completions)
     app.router.add_post("/v1/chat/completions", routes.chat_completions)
+    app.router.add_get("/metrics", routes.metrics)
     app.router.add_get(hop.HELLO_PATH, routes.hello)
     app.router.add_post(hop.CANARY_PATH, routes.canary)
     app.on_response_prepare.append(routes.add_headers)
@@ -125,6 +127,23 @@ class _Routes:
             "meta": {"understudy": {"engine": served.engine, "token": served.token}},
         }
 
+    async def metrics(self, request: web.Request) -> web.StreamResponse:
+        """vLLM's gauges. Each request that runs has a slot of the KV cache."""
+        link = self._served.link
+        running = min(link.in_flight, link.slots)
+        values = {
+            "num_requests_running": running,
+            "num_requests_waiting": link.in_flight - running,
+            "kv_cache_usage_perc": running / link.slots,
+        }
+        labels = f'engine="0",model_name={json.dumps(self._served.model_name)}'
+        lines = [
+            f"# HELP vllm:{name} As vLLM's.\n"
+            f"# TYPE vllm:{name} gauge\nvllm:{name}{{{labels}}} {value}\n"
+            for name, value in values.items()
+        ]
+        return web.Response(text="".join(lines))
+
     # ------------------------------------------------------------------ the gateway's
 
     async def hello(self, request: web.Request) -> web.StreamResponse:
@@ -138,6 +157,7 @@ class _Routes:
             body_bytes_max=BODY_BYTES_MAX,
             models=(served.model_name,),
             version=hop.VERSION,
+            backend_version=__version__,
         )
         return web.json_response(body=msgspec.json.encode(hello))
 

@@ -30,6 +30,7 @@ from engine.backends.vllm.api.kept_memory import OWN_MEMORY, KeptMemory
 from engine.backends.vllm.api.offloading import Offloading
 from engine.backends.vllm.api.resting import Resting, ask_core
 from engine.backends.vllm.api.steps import StepCounter
+from engine.backends.vllm.versions import vllm_version
 from engine.messages import (
     NO_ERA,
     CanaryMsg,
@@ -57,14 +58,12 @@ WAKE_ASK_S = 15.0
 # needed. Seldom, because vLLM's workers spin for a second after every call (SpinCondition): this is
 # 0.3 % of a core for each engine.
 PARKED_CHECK_S_PER_RANK = 300.0
-# A rank answers within milliseconds unless the machine is very busy or swaps, and then it does not
-# need the launch of another engine, too.
+# A rank is late only on a busy machine, which does not need the launch of another engine too.
 PARKED_WAIT_S = 30.0
 DISTRUST_WAIT_S = 5.0
 PULSE_S = 0.05  # how long a core's own failure may go unnoticed; its death is seen at once
 PARKED_PULSE_S = 0.25  # the same without clients: twenty checks a second cost 0.3 % of a core
-# A loop that has not turned for this long is busy with something other than inference.
-LATE_S = 1.0
+LATE_S = 1.0  # a loop that has not turned for this long does something other than inference
 
 
 class VllmBackend:
@@ -269,6 +268,7 @@ class VllmBackend:
             models=front.models,
             problem=can.problem or None,
             version=hop.VERSION,
+            backend_version=vllm_version(),
         )
 
     async def watch(self, on_dead: Callable[[UnderstudyError], None]) -> None:
