@@ -126,6 +126,9 @@ def drain(config: Resolved, as_json: bool) -> None:
         reply = client.request(leave, timeout_s=ANSWER_TIMEOUT_S).message
         assert isinstance(reply, OkMsg)
         _wait_for_exit(client, begun + config["timeout_s"])
+        # Open until this process has exited, which the engine waits for: when it ends, the kernel
+        # may kill every process of its container.
+        os.dup(client.fileno())
     took_ms = round((time.monotonic() - begun) * 1000)
     changed = {"status": "ended", "transition": reply.detail, "duration_ms": took_ms}
     text = f"{config['engine_id']} exited ({reply.detail}) after {duration(took_ms)}"
@@ -133,6 +136,7 @@ def drain(config: Resolved, as_json: bool) -> None:
 
 
 def _wait_for_exit(client: BlockingClient, end: float) -> None:
+    """Wait for the engine's word that it ends, or for its end."""
     try:
         client.receive(timeout_s=max(0.0, end - time.monotonic()))
     except WaitTimeoutError as error:

@@ -6,6 +6,8 @@ Owns what is refused there. Must not know what follows from a request. The surpr
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import Callable
@@ -26,6 +28,7 @@ from plumbing.wire.server import Server
 
 SUPERVISOR = "supervisor"
 BACKEND_PREFIX = "backend-"
+FAREWELL_S = 2.0  # for the commands that asked for the end: they print a line and exit
 SPARE_FDS = 4  # so that at the limit two more may connect, and ask what is wrong
 KILLED = 128 + signal.SIGKILL  # what shells report of a process that SIGKILL ended
 
@@ -38,14 +41,28 @@ class Control(Handler):
         self._status = status
         self._observers = Observers(engine.log, status)
         self._goals = Goals(engine)
+        self._drainers: set[Connection] = set()
+        self._no_drainers = asyncio.Event()
         self.server = Server(
             engine.settings.control_path, msg.CONTROL, self, service="engine", spare_fds=SPARE_FDS
         )
         engine.on_tick = self.server.reserve.refill
 
+    async def farewell(self) -> None:
+        """Report the end to every `engine drain` and wait until these have exited, for a moment:
+        with this container's first process the kernel kills those that run inside of it."""
+        for conn in self._drainers:
+            conn.send(msg.OkMsg("exited"))
+        if self._drainers:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._no_drainers.wait(), FAREWELL_S)
+
     def closed(self, conn: Connection, reason: str) -> None:
         self._observers.leave(conn)
         self._goals.leave(conn)
+        self._drainers.discard(conn)
+        if not self._drainers:
+            self._no_drainers.set()
 
     def received(
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
@@ -87,6 +104,8 @@ class Control(Handler):
                 resume = self._engine.lock.is_continued and not message.finish
                 self._engine.post(Terminate("drain", resume))
                 now = self._engine.lifecycle.state
+                self._drainers.add(conn)
+                self._no_drainers.clear()
                 conn.send(msg.OkMsg(f"{before.value} → {now.value}"), request_id)
             case msg.KillMsg(target="supervisor"):
                 self._end(conn, message, request_id)

@@ -85,6 +85,7 @@ class EngineSupervisor:
             await asyncio.gather(*tasks, return_exceptions=True)
             signals.close()
             await self._http.stop()
+            await self._control.farewell()
             await self._control.server.close()
             await self._state_file.close()
             await engine.leftovers.close()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,12 +16,16 @@ import pytest
 
 from engine import messages as m
 from plumbing.errors import GivenUpError, RemoteError
+from plumbing.part.paths import engine_socket
 from plumbing.service import procfs
+from plumbing.wire.blocking import BlockingClient
 from tests.engine.pod import Engine, environment, program, stub_lock
 from tests.helpers import until
+from understudy.kubelet import namespaces
 
 # Hung after a second, although no standby is ready; less would kill healthy ones on a busy machine.
 HASTY = ("--answer-ms", "500", "--hang-ms", "1000", "--hang-alone-ms", "1000")
+HAS_NAMESPACES = asyncio.run(namespaces.wanted("auto"))
 QUICK = ("--backoff-first-ms", "20", "--backoff-max-ms", "20", "--yield-ms", "20")
 
 
@@ -122,6 +128,44 @@ def test_drain_command_ends_the_engine(pod, lock):
         check=True,
     )
     assert json.loads(done.stdout)["transition"] == "active → draining"
+    assert engine.wait() == 0
+
+
+def test_engine_ends_after_the_command_that_asked_for_it(pod, lock, directory):
+    """Goal: `kubectl exec … engine drain` exits with 0, although the end of the container kills it.
+    Method: a client in its place, that stays; a second one, that never leaves."""
+    for number in (1, 2):
+        engine = pod.engine("e-0")
+        engine.until("active")
+        with BlockingClient(engine_socket(str(directory), "e-0"), m.CONTROL) as client:
+            client.request(m.LeaveMsg())
+            assert client.receive(timeout_s=60).message == m.OkMsg("exited")
+            if number == 2:
+                assert engine.wait() == 0
+            else:
+                assert engine.process.poll() is None
+        assert engine.wait() == 0
+
+
+@pytest.mark.skipif(
+    not HAS_NAMESPACES or shutil.which("nsenter") is None, reason="needs PID namespaces"
+)
+def test_drain_command_inside_the_engines_container_exits_with_0(pod, lock):
+    """Goal: the same with the kernel. Method: an engine as PID 1; the command in its namespace."""
+    engine = pod.engine("e-0", wrapper=namespaces.inside(()))
+    engine.until("active")
+    first = namespaces.first_process(engine.process.pid)
+    command = [*program("engine"), "drain", "--dir", str(pod.directory), "--engine-id", "e-0"]
+    done = subprocess.run(
+        ["nsenter", "--target", str(first), "--pid", "--mount", *command],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "e-0 exited (active → draining)" in done.stdout
     assert engine.wait() == 0
 
 
