@@ -4,9 +4,11 @@ a running pod."""
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import stat
+import subprocess
 import tarfile
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from plumbing.errors import UsageError
 from understudy.bundle import bundle as bundle_module
 from understudy.bundle import redact
 from understudy.bundle.bundle import LOG_TAIL_BYTES, Bundle, collect
+from understudy.up.local_pod import program
 
 NOT_KEPT = redact.NOT_KEPT
 POOL_FILE = """
@@ -117,6 +120,31 @@ def test_bundle_is_never_written_over_what_is_there(directory: Path, tmp_path: P
             asyncio.run(collect(directory, directory / "log", output, print))
         assert refused.value.code == code
     assert there.read_text() == "mine"
+
+
+def test_bundle_of_a_container_with_a_read_only_root(directory: Path, tmp_path: Path):
+    """Goal: `kubectl exec … support-bundle`. Method: the command in a directory that it cannot
+    write to: a file in the temporary one; `--output -`; a sentence if there is neither. Nobody
+    writes to /proc, not even root."""
+    command = [*program("understudy"), "support-bundle", f"--dir={directory}"]
+
+    def run(*flags: str, temporary: str) -> subprocess.CompletedProcess[bytes]:
+        env = {**os.environ, "TMPDIR": temporary}
+        return subprocess.run(
+            [*command, *flags], cwd="/proc", env=env, capture_output=True, check=False
+        )
+
+    done = run(temporary=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    (written,) = tmp_path.glob("understudy-support-*.tar.gz")
+    done = run("--output=-", temporary="/proc")
+    with tarfile.open(fileobj=io.BytesIO(done.stdout)) as found, tarfile.open(written) as file:
+        names = [{each.partition("/")[2] for each in one.getnames()} for one in (found, file)]
+    assert names[0] == names[1]
+    assert b"review it before you share it" in done.stderr
+    done = run(temporary="/proc")
+    assert done.returncode == 2
+    assert b"--output, or - for standard output [bundle.not_written]" in done.stderr
 
 
 def test_file_of_any_name_costs_nothing_but_itself(directory: Path, tmp_path: Path):

@@ -8,6 +8,7 @@ parts' own commands then answer from their state files. `redact.py` removes secr
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fnmatch
 import io
 import json
@@ -36,6 +37,8 @@ from understudy.status.gather import gather
 from understudy.up.ports import Ports
 
 Say = Callable[[str], None]
+
+STDOUT = Path("-")
 
 COMMAND_S = 15.0  # a part may hang: that is a reason for a bundle
 LOG_TAIL_BYTES = 1 << 20  # ten thousand lines per container: hours, or a crash loop
@@ -86,14 +89,14 @@ class Bundle:
 
 
 async def collect(directory: Path, log_dir: Path, output: Path | None, say: Say) -> Path:
-    """Write a bundle of the pod in `directory`; `say` gets its contents and its path.
+    """Write a bundle of the pod in `directory` to `output`, or to a new file in the current or the
+    temporary directory; `say` gets its contents and its path.
 
     Raises:
         UsageError: `bundle.exists`, `bundle.not_written`.
     """
     name = f"understudy-support-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
-    path = output or Path.cwd() / f"{name}.tar.gz"
-    file = _create(path)
+    path, file = _opened(output, f"{name}.tar.gz")
     try:
         with file:
             bundle = await _gather(directory, log_dir)
@@ -101,11 +104,13 @@ async def collect(directory: Path, log_dir: Path, output: Path | None, say: Say)
             bundle.entries["contents.txt"] = "".join(f"{line}\n" for line in contents).encode()
             _write(file, name, bundle.entries)
     except BaseException:
-        path.unlink(missing_ok=True)  # do not leave half a bundle
+        if path != STDOUT:
+            path.unlink(missing_ok=True)  # do not leave half a bundle
         raise
     for line in contents:
         say(line)
-    say(f"{path}  {size(path.stat().st_size)}; review it before you share it")
+    written = "written" if path == STDOUT else f"{path}  {size(path.stat().st_size)}"
+    say(f"{written}; review it before you share it")
     return path
 
 
@@ -234,6 +239,21 @@ def _json(content: Any) -> str:
     return json.dumps(content, indent=1, default=str, ensure_ascii=False) + "\n"
 
 
+def _opened(output: Path | None, name: str) -> tuple[Path, io.BufferedWriter]:
+    """Containers have a read-only root, and some no temporary directory either."""
+    if output == STDOUT:
+        return STDOUT, open(os.dup(sys.stdout.fileno()), "wb")
+    path = output or Path.cwd() / name
+    try:
+        return path, _create(path)
+    except UsageError as error:
+        temporary = Path(os.environ.get("TMPDIR") or "/tmp") / name
+        if output is None:
+            with contextlib.suppress(UsageError):
+                return temporary, _create(temporary)
+        raise error from None
+
+
 def _create(path: Path) -> io.BufferedWriter:
     """Create the file, private, before anything is collected."""
     try:
@@ -245,7 +265,8 @@ def _create(path: Path) -> io.BufferedWriter:
     except OSError as error:
         raise UsageError(
             "bundle.not_written",
-            f"cannot write {path}: {error.strerror}; choose another file with --output",
+            f"cannot write {path}: {error.strerror}; choose another file with --output, or - for "
+            "standard output",
         ) from error
     return open(fd, "wb")
 

@@ -159,18 +159,19 @@ def top(config: Resolved) -> None:
 @click.option(
     "--output",
     metavar="FILE",
-    help="The file to write; understudy-support-TIME.tar.gz unless given.",
+    help="The file to write, or - for standard output; default: understudy-support-TIME.tar.gz.",
 )
 def support_bundle(config: Resolved, output: str | None) -> None:
     """Collect diagnostics for remote support in one file.
 
     It contains no prompts and no secrets. Works with any or all parts down.
     """
-    from understudy.bundle.bundle import collect
+    from understudy.bundle.bundle import STDOUT, collect
 
     directory, log_dir = _directory(config, is_entered=False), _log_dir(config)
-    path = Path(os.path.abspath(output)) if output else None
-    run_async(lambda: collect(directory, log_dir, path, click.echo))
+    path = STDOUT if output == "-" else Path(os.path.abspath(output)) if output else None
+    say = partial(click.echo, err=path == STDOUT)
+    run_async(lambda: collect(directory, log_dir, path, say))
 
 
 def _directory(config: Resolved, *, is_entered: bool = True) -> Path:
