@@ -15,6 +15,43 @@ V1 = Path("/sys/fs/cgroup/freezer")
 V2 = Path("/sys/fs/cgroup")
 
 
+CPU_V1 = Path("/sys/fs/cgroup/cpu")
+PERIOD_US = 100_000
+
+
+class Throttle:
+    """A cgroup of its own with `pids` in it, which get a share of one CPU."""
+
+    def __init__(self, pids: Iterable[int]) -> None:
+        self._is_v1 = (CPU_V1 / "cgroup.procs").exists()
+        self._parent = CPU_V1 if self._is_v1 else V2
+        self._path = self._parent / f"understudy-cpu-{os.getpid()}"
+        try:
+            self._path.mkdir()
+            for pid in pids:
+                (self._path / "cgroup.procs").write_text(str(pid))
+            self.set(1.0)
+        except OSError as error:
+            self.close()
+            pytest.skip(f"this machine gives no cgroup for CPUs: {error}")
+
+    def set(self, share: float) -> None:
+        quota = round(PERIOD_US * share)
+        if self._is_v1:
+            (self._path / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+            (self._path / "cpu.cfs_quota_us").write_text(str(quota))
+        else:
+            (self._path / "cpu.max").write_text(f"{quota} {PERIOD_US}")
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            for pid in (self._path / "cgroup.procs").read_text().split():
+                with contextlib.suppress(OSError):  # it has ended since
+                    (self._parent / "cgroup.procs").write_text(pid)
+        with contextlib.suppress(OSError):
+            self._path.rmdir()
+
+
 class Freezer:
     """A cgroup of its own with `pids` in it; `is_v1`: frozen, they cannot be killed."""
 

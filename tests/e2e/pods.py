@@ -53,18 +53,20 @@ class Pod:
         whole_deadline_s: float = WHOLE_DEADLINE_S,
         *,
         starts_in_order: bool = True,
+        has_inits: bool = False,
     ) -> None:
-        """`starts_in_order`: engine-0 is up, and active, before engine-1 starts."""
+        """`starts_in_order`: engine-0 is up, and active, before engine-1 starts. `has_inits`: as
+        users run it. Without inits and liveness probes, processes that a test stops stay."""
         self.local = local
         self._whole_deadline_s = whole_deadline_s
         self._whole_poll_s = max(WHOLE_POLL_S, whole_deadline_s * POLL_SHARE)
         self.directory = local.directory
-        # No liveness probe and no init: tests stop processes to see how the pod reacts, and the
-        # runner restarts what dies. test_inits.py has pods with both.
         containers = [
-            replace(each, grace_s=GRACE_S, liveness=None, init=(), starts_in_order=starts_in_order)
+            replace(each, grace_s=GRACE_S, starts_in_order=starts_in_order)
             for each in local.containers()
         ]
+        if not has_inits:
+            containers = [replace(each, liveness=None, init=()) for each in containers]
         self.runner = PodRunner(containers, self.directory / "log")
         self._drill = Drill(self.directory, DrillPlan(), lambda line: None)
         self._target: Target | None = None
@@ -302,12 +304,13 @@ class PodHome:
         whole_deadline_s: float = WHOLE_DEADLINE_S,
         *,
         starts_in_order: bool = True,
+        has_inits: bool = False,
         **differences: Any,
     ) -> None:
         self._base = base
         self._model = model
         self._whole_deadline_s = whole_deadline_s
-        self._starts_in_order = starts_in_order
+        self._starts_in_order, self._has_inits = starts_in_order, has_inits
         self._differences = differences
         self._loop = asyncio.Runner()
         self._pod: Pod | None = None
@@ -341,7 +344,12 @@ class PodHome:
         env = {**AS_USERS_RUN_IT, **self._differences.pop("env", {})}
         local = LocalPod(directory, self._model, pod_ports(), env=env, **self._differences)
         self._differences["env"] = env
-        self._pod = Pod(local, self._whole_deadline_s, starts_in_order=self._starts_in_order)
+        self._pod = Pod(
+            local,
+            self._whole_deadline_s,
+            starts_in_order=self._starts_in_order,
+            has_inits=self._has_inits,
+        )
         await self._pod.start()
 
     async def _stop(self) -> None:

@@ -1,0 +1,175 @@
+"""A pod below its inits: deaths and stops of programs cost no container, standstill costs nothing.
+
+`KILLS=10` for the long form: how often each program is killed in a row.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from plumbing.service.procfs import parent
+from tests.e2e.pods import CLIENTS, Load, Pod, PodHome
+from tests.e2e.processes import Processes, kill
+from tests.freezer import Throttle, freezer_of
+
+KILLS = int(os.environ.get("KILLS", "2"))
+SIDECARS = ("lockserver", "gms", "gateway")
+STANDSTILL_S = 8.0
+THROTTLED_S = 15.0
+SHARE = 0.05
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[PodHome]:
+    found = PodHome(tmp_path_factory.mktemp("inits"), model, has_inits=True)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+def init_of(pod: Pod, name: str) -> int:
+    first = parent(pod.pid(name))
+    assert first is not None
+    return first
+
+
+@contextmanager
+def inits_live(pod: Pod) -> Iterator[None]:
+    """No container restarts: every init of the pod lives on."""
+    inits = [init_of(pod, name) for name in pod.runner.pids()]
+    with Processes(inits) as held:
+        yield
+        assert held.alive() == set(inits)
+
+
+async def killed(pod: Pod, name: str) -> None:
+    """Kill the program `name`; returns when it runs again and the pod is whole."""
+    restarts = pod.runner.restarts()[name]
+    kill(pod.pid(name))
+    await pod.restarted(name, restarts)
+    await pod.whole()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SIDECARS)
+def test_sidecars_program_killed_again_and_again_restarts_no_container(home: PodHome, name: str):
+    """Goal: no refused request, no failover. Method: SIGKILL to the program under load."""
+
+    async def scenario(pod: Pod) -> None:
+        before = await pod.whole()
+        with inits_live(pod):
+            async with pod.load() as load:
+                for _ in range(KILLS):
+                    await load.answers()
+                    await killed(pod, name)
+                await load.answers()
+                assert not load.refused()
+                assert len(load.lost()) <= (CLIENTS * KILLS if name == "gateway" else 0)
+                assert load.tokens() == {before.token}
+
+    home.run(scenario)
+
+
+@pytest.mark.slow
+def test_supervisors_killed_again_and_again_restart_no_container(home: PodHome):
+    """Goal: each death of the active one is a takeover after the whole tree is gone, and no death
+    of the standby is anything; both are back. Method: SIGKILL under load; pidfds at each grant."""
+
+    async def scenario(pod: Pod) -> None:
+        with inits_live(pod):
+            async with pod.load() as load:
+                for _ in range(KILLS):
+                    before = await pod.whole()
+                    await killed(pod, before.standbys[0])
+                    assert (await pod.whole()).token == before.token
+                    with Processes(pod.tree(before.engine)) as old:
+                        async with pod.grants(old) as grants:
+                            await killed(pod, before.engine)
+                            await pod.whole_after(before.token)
+                            await load.answers()
+                    assert [each.engine for each in grants.made] == [*before.standbys]
+                    assert not grants.made[0].alive
+                assert not load.refused()
+                assert not load.lost()
+
+    home.run(scenario)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*SIDECARS, "active", "standby"])
+def test_stopped_program_is_replaced_in_its_container(home: PodHome, name: str):
+    """Goal: the watchdog of each program works. Method: SIGSTOP under load."""
+
+    async def scenario(pod: Pod) -> None:
+        before = await pod.whole()
+        engines = {"active": before.engine, "standby": before.standbys[0]}
+        stopped = engines.get(name, name)
+        with inits_live(pod):
+            async with pod.load() as load:
+                await load.answers()
+                restarts = pod.runner.restarts()[stopped]
+                os.kill(pod.pid(stopped), signal.SIGSTOP)
+                await pod.restarted(stopped, restarts)
+                await pod.whole()
+                await load.answers()
+                assert not load.refused()
+
+    home.run(scenario)
+
+
+async def nothing_was_lost(pod: Pod, load: Load, token: int, old: Processes, pids: set[int]):
+    await load.answers()
+    assert not load.refused()
+    assert not load.lost()
+    assert load.tokens() == {token}
+    assert old.alive() == pids
+
+
+@pytest.mark.slow
+def test_pod_that_is_frozen_for_eight_seconds_loses_nothing(home: PodHome):
+    """Goal: silence of a whole pod is nobody's hang. Method: the freezer's cgroup around all of its
+    processes, inits too, under load."""
+
+    async def scenario(pod: Pod) -> None:
+        before, everybody = await pod.whole(), all_processes(pod)
+        with Processes(everybody) as old, freezer_of(everybody) as freezer:
+            async with pod.load() as load:
+                await load.answers()
+                freezer.freeze()
+                await asyncio.sleep(STANDSTILL_S)  # what is tested is that time passes
+                freezer.thaw()
+                await nothing_was_lost(pod, load, before.token, old, everybody)
+
+    home.run(scenario)
+
+
+@pytest.mark.slow
+def test_pod_that_is_throttled_loses_nothing(home: PodHome):
+    """Goal: a pod that gets a twentieth of a CPU is slow, and restarts nobody. Method: a cgroup's
+    quota for all of its processes, under load."""
+
+    async def scenario(pod: Pod) -> None:
+        before, everybody = await pod.whole(), all_processes(pod)
+        with Processes(everybody) as old, ExitStack() as undo:
+            throttle = Throttle(everybody)
+            undo.callback(throttle.close)
+            async with pod.load() as load:
+                await load.answers()
+                throttle.set(SHARE)
+                await asyncio.sleep(THROTTLED_S)  # what is tested is that time passes
+                throttle.set(1.0)
+                await nothing_was_lost(pod, load, before.token, old, everybody)
+
+    home.run(scenario)
+
+
+def all_processes(pod: Pod) -> set[int]:
+    return {*pod.processes(), *(init_of(pod, name) for name in pod.runner.pids())}
