@@ -15,12 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from plumbing.service.procfs import rss_bytes
+from plumbing.service.procfs import is_alive, rss_bytes
 from tests.deploy.image import WHEELS, why_not
 from tests.deploy.manifests import INIT, OVERLAYS, containers
 from tests.deploy.podman_pod import LIMITS, PodmanPod, pid_namespace, podman
 from tests.e2e.pods import CLIENTS, grants_in, load_on
 from tests.e2e.processes import Processes, kill
+from tests.e2e.test_inits import KILLS
 from tests.helpers import POLL_S, auntil
 from understudy.drill.clients import Target
 from understudy.drill.killer import Whole, wait_whole
@@ -170,6 +171,40 @@ def test_killed_container_is_gone_before_the_next_is_granted_and_comes_back_as_s
             assert len(grants.made) == 1
 
     home.run(scenario)
+
+
+@pytest.mark.parametrize("name", ["lockserver", "gms", "gateway", "active", "standby"])
+def test_program_killed_again_and_again_restarts_no_container(home: Home, name: str):
+    """Goal: what users had to wait for the kubelet for happens below PID 1. Method: SIGKILL to the
+    program under load, as often as KILLS says; every PID 1 lives, nobody is refused."""
+
+    async def scenario(home: Home) -> None:
+        pod = home.pod
+        firsts = {each: await pod.pid(each) for each in pod.names}
+        async with home.load() as load:
+            for _ in range(KILLS):
+                await load.answers()
+                before = await home.whole()
+                engines = {"active": before.engine, "standby": before.standbys[0]}
+                victim = engines.get(name, name)
+                await program_killed(pod, victim)
+                if name == "active":
+                    await load.newer(before.token)
+                await home.whole()
+            await load.answers()
+            assert not load.refused()
+            assert len(load.lost()) <= (CLIENTS * KILLS if name == "gateway" else 0)
+        assert {each: await pod.pid(each) for each in pod.names} == firsts
+
+    home.run(scenario)
+
+
+async def program_killed(pod: PodmanPod, name: str) -> None:
+    """Kill the program below the PID 1 of `name`, and wait for its successor."""
+    program = await pod.program(name)
+    kill(program)
+    await auntil(lambda: not is_alive(program), "the end of the program")
+    assert await pod.program(name) != program
 
 
 async def with_bystander(pod: PodmanPod, name: str) -> int:

@@ -23,6 +23,7 @@ from engine.backends.registry import REGISTRY
 from engine.core.relaunch import BACKOFF_FIRST_MS, BACKOFF_MAX_MS
 from engine.supervisor import settings as engine_settings
 from gateway.supervisor.settings import DRAIN_S
+from plumbing.service import notify
 from plumbing.service.process import FDS_ADVISED
 from tests.deploy.manifests import DEPLOY
 from understudy.cli.settings import DIRECTORY
@@ -168,6 +169,14 @@ def test_every_variable_is_read_by_somebody():
     text = (SYSTEMD / "understudy.env").read_text()
     backends = re.findall(r"^#?UNDERSTUDY_BACKEND=(.*)$", text, re.MULTILINE)
     assert {"vllm", "reference"} == set(backends) <= set(REGISTRY)
+
+
+@pytest.mark.parametrize("unit", SERVICES)
+def test_unit_is_told_when_its_program_serves_and_that_it_does_not_hang(unit: str):
+    """Goal: no init is needed here. Method: the settings that sd_notify(3) depends on, and room for
+    many of the program's beats."""
+    assert value(unit, "Type") == "notify"
+    assert float(value(unit, "WatchdogSec").removesuffix("s")) >= 20 * notify.BEAT_S
 
 
 def test_all_share_one_directory_that_outlives_each():
