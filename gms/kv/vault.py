@@ -61,7 +61,7 @@ class PoolVault:
             pool_file.create(path, sum(sizes))
         except OSError as error:
             raise UnderstudyError(
-                "gms.pool_file", f"cannot create {path}: {error.strerror}; free space"
+                "gms.pool_file", f"cannot create {path}: {error.strerror}; free space on that disk"
             ) from error
         parts: list[Allocation] = []
         try:

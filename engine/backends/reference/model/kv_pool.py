@@ -2,8 +2,9 @@
 own.
 
 Owns the lease and its mappings. Knows neither slots nor blocks. The surprising thing: without the
-service an engine takes private memory after a moment, and so wakes; a pool that nobody maps keeps
-what is in it, or is gone with the service.
+service an engine takes private memory after a moment, and so wakes, as on a disk on which the
+service cannot make a pool's file; a pool that nobody maps keeps what is in it, or is gone with the
+service.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 # A service that has died is back in half a second; until then nobody serves.
 AWAY_S = 2.0
 NO_BLOCKS = "--cache-tokens 0: no blocks are kept"
+NO_POOL_FILE = "gms.pool_file"  # on a disk that is full or fails, which private memory needs none of
 DEADLINE_S = free_memory.DEADLINE_S  # for another engine's process that still maps the pool
 
 
@@ -120,8 +122,13 @@ class KvSource:
             if has_pool_service(self._directory, device):
                 try:
                     return self._lent(take, rank)
-                except UnreachableError as error:
-                    why = f"no memory service: {error.message}"
+                except UnderstudyError as error:
+                    if isinstance(error, UnreachableError):
+                        why = f"no memory service: {error.message}"
+                    elif error.code == NO_POOL_FILE:
+                        why = error.message
+                    else:
+                        raise
                     logger.warning("%s; this engine takes private KV memory", why)
         free_memory.wait_for_room(self._kv_bytes * ranks)
         return PrivateMemory(self._kv_bytes, why)

@@ -34,8 +34,9 @@ SCHEDULERS = "engine.backends.vllm.kv"
 BEGIN_WAIT_S = 10.0
 # A memory service that has died is back in half a second; until then nobody serves.
 AWAY_S = 2.0
-# What private memory would not meet as well: it can never fit there, or the service is gone.
-NOT_OF_PRIVATE = ("gms.kv_too_large", "wire.unreachable", "wire.closed")
+# What private memory would not meet as well: it can never fit there, the service is gone, or its
+# disk is full or fails.
+NOT_OF_PRIVATE = ("gms.kv_too_large", "gms.pool_file", "wire.unreachable", "wire.closed")
 JUDGE_WAIT_S = 5.0
 CLOSE_WAIT_S = 5.0  # the core is idle then
 # How often the core is asked how much it has published, for `status`: it answers between two steps.
