@@ -179,12 +179,14 @@ class FaultReportMsg(Message, frozen=True, tag="fault_report"):
 
     `permanent` means that a relaunch cannot help (a checkpoint that is missing or broken): the
     supervisor ends with `exit_code`, 2 for a wrong argument and 1 for everything else.
+    `is_machine`: a disk is full or fails, which counts against no engine and no model.
     """
 
     code: Id
     message: Sentence
     permanent: bool
     exit_code: Annotated[int, Meta(ge=1, le=2)] = 1
+    is_machine: bool = False
 
 
 CHANNEL = Catalogue(

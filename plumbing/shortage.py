@@ -1,7 +1,7 @@
-"""What the kernel answers when descriptors, processes, threads or memory run out.
+"""What the kernel answers when descriptors, processes, threads, memory or disks fail us.
 
-Such a shortage is the environment's fault and may end at any moment: it is reported, with what to
-raise, and tried again. It never counts as an answer to a question.
+That is the machine's fault and may end at any moment: it is reported, with what to raise or free,
+and tried again. It never counts as an answer to a question, nor against the program that met it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,24 @@ import os
 import resource
 
 _SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
+
+_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
+DISK = "disk"  # in an error's details: whether a disk has caused it, which a peer cannot see
+CAUSES_MAX = 8  # that are looked at: an error may even be its own cause
+
+
+def is_disk_fault(error: BaseException | None) -> bool:
+    """Whether a disk that is full, read-only or broken has caused `error`."""
+    for _ in range(CAUSES_MAX):
+        if error is None:
+            break
+        details = getattr(error, "details", {})  # of an `UnderstudyError`
+        if DISK in details:
+            return bool(details[DISK])
+        if isinstance(error, OSError) and error.errno in _DISK:
+            return True
+        error = error.__cause__
+    return False
 
 
 def is_shortage(error: OSError) -> bool:

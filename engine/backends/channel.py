@@ -173,6 +173,7 @@ class Channel(Handler):
             logger.exception("%s failed", message.TYPE)
             why = explain(error.errno) if isinstance(error, OSError) else repr(error)
             fault = UnderstudyError("engine.backend_failed", why)
+            fault.__cause__ = error  # a full disk is not this engine's fault
             conn.fault(fault, request_id, close=False)
         finally:
             close_all(fds)

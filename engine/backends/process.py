@@ -22,6 +22,7 @@ from engine import messages as msg
 from lockserver.client import serving, witness
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.service.process import arm_from_environment, parent_environment
+from plumbing.shortage import is_disk_fault
 from plumbing.wire.blocking import BlockingClient
 
 CHANNEL_ENV = "UNDERSTUDY_CHANNEL"
@@ -147,9 +148,10 @@ def child_environment() -> dict[str, str]:
 
 def fault_report(error: UnderstudyError) -> msg.FaultReportMsg:
     """For the supervisor: a wrong argument is permanent, and exits with code 2."""
-    is_permanent = isinstance(error, UsageError)
+    is_machine = is_disk_fault(error)
+    is_permanent = isinstance(error, UsageError) and not is_machine
     exit_code = 2 if is_permanent else 1
-    return msg.FaultReportMsg(error.code, error.message[:4096], is_permanent, exit_code)
+    return msg.FaultReportMsg(error.code, error.message[:4096], is_permanent, exit_code, is_machine)
 
 
 def _required(environ: Mapping[str, str], variable: str) -> str:

@@ -97,6 +97,10 @@ class Failed(EngineEvent, frozen=True):
 FROM_OUTSIDE = frozenset({"lease_lost", "member_lost", "mode_changed"})
 
 
+# A disk is full, read-only or broken. It counts against no incarnation, and is tried again.
+MACHINE_FAULT = "machine_fault"
+
+
 class BudgetSpent(EngineEvent, frozen=True):
     """The state has lasted longer than its budget."""
 

@@ -2,7 +2,8 @@
 
 Owns back-off, the pause that leaves the machine to the engine that takes over, and the verdict of a
 crash loop. Must not know why an incarnation died. The surprising thing: planned deaths (drills,
-switchovers) never count, neither for the verdict nor for back-off.
+switchovers) never count, neither for the verdict nor for back-off, and neither do those that are
+the machine's fault: these are tried again each second.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ DEATHS_WINDOW_MS = 600_000
 YIELD_MS = 2_000
 # After it is active the other engine needs the machine most: it prefills all waiting requests.
 SETTLE_MS = 500
+# A fault of the machine may end at any moment, and what it costs to try is an `open`.
+MACHINE_RETRY_MS = 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,7 @@ class Death:
     cause: str
     reached_standby: bool
     is_planned: bool
+    is_machine: bool = False  # a disk is full or fails
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +51,16 @@ class Relaunch:
     failures: int = field(default=0, init=False)  # in a row before standby
     _counted: list[Death] = field(default_factory=list, init=False)  # the last `deaths_max`
     _died_ms: float | None = field(default=None, init=False)
+    _is_machine: bool = field(default=False, init=False)  # the last death
     # The last look since then that found no engine active.
     _vacant_ms: float | None = field(default=None, init=False)
 
     def died(self, death: Death) -> None:
         self._died_ms, self._vacant_ms = death.at_ms, None
+        self._is_machine = death.is_machine
         if death.reached_standby:
             self.failures = 0  # earlier failures have been overcome, however it ended now
-        if death.is_planned:
+        if death.is_planned or death.is_machine:
             return
         self.failures += not death.reached_standby
         self._counted = [*self._counted, death][-self.deaths_max :]
@@ -86,7 +92,7 @@ class Relaunch:
             return Due(0.0, "first launch")
         if not is_other_active:
             self._vacant_ms = now_ms
-        backoff = self._died_ms + self.backoff_ms
+        backoff = self._died_ms + (MACHINE_RETRY_MS if self._is_machine else self.backoff_ms)
         latest = pause = self._died_ms + self.yield_ms
         if self._vacant_ms is None:
             pause = self._died_ms
@@ -95,6 +101,8 @@ class Relaunch:
         if pause > backoff:
             what = "has answered" if is_other_active else "is active"
             return Due(pause, f"waiting until another engine {what}")
+        if self._is_machine:
+            return Due(backoff, "trying again each second: it is the machine's fault")
         if self.failures:
             return Due(backoff, f"backing off after {self.failures} failures before standby")
         return Due(backoff, "at once")

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from engine.messages import CHANNEL
 from plumbing.errors import ProtocolError
+from plumbing.shortage import DISK
 from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import FaultMsg, Message
@@ -31,10 +32,11 @@ class BackendChannel(Handler):
         self,
         *,
         on_message: Callable[[Message], None],
-        on_fault: Callable[[str], None],
+        on_fault: Callable[[str, bool], None],
         on_closed: Callable[[str], None],
     ) -> None:
-        """`on_fault` gets errors, and replies of the wrong type, as a sentence."""
+        """`on_fault` gets errors, and replies of the wrong type, as a sentence, and whether that is
+        the machine's fault."""
         self._on_message = on_message
         self._on_fault = on_fault
         self._on_closed = on_closed
@@ -77,7 +79,8 @@ class BackendChannel(Handler):
         close_all(fds)  # no message of the backend carries any
         if request_id == 0:
             if isinstance(message, FaultMsg):
-                self._on_fault(f"the backend gave up: {message.message} [{message.code}]")
+                text = f"the backend gave up: {message.message} [{message.code}]"
+                self._on_fault(text, bool(message.details.get(DISK)))
             else:
                 self._on_message(message)
             return
@@ -86,9 +89,9 @@ class BackendChannel(Handler):
         asked, expected, on_reply = self._asked.pop(request_id)
         if isinstance(message, FaultMsg):
             text = f"the backend failed at {asked.TYPE}: {message.message} [{message.code}]"
-            self._on_fault(text)
+            self._on_fault(text, bool(message.details.get(DISK)))
         elif not isinstance(message, expected):
-            self._on_fault(f"the backend replied to {asked.TYPE} with {message.TYPE}")
+            self._on_fault(f"the backend replied to {asked.TYPE} with {message.TYPE}", False)
         else:
             on_reply(message)
 

@@ -18,6 +18,7 @@ from engine.core import events as ev
 from engine.core.events import EngineEvent, Failed, State, WakingStep
 from engine.core.lifecycle import PARKED, IllegalEvent, Lifecycle
 from engine.core.patience import Signs
+from engine.core.relaunch import Death
 from engine.messages import FaultReportMsg, HealthyMsg
 from engine.supervisor import over_tcp, state_file
 from engine.supervisor.changes import Changes
@@ -69,6 +70,7 @@ class Engine:
         self.incarnation: Incarnation | None = None
         self.predecessor: str | None = None  # an earlier tree that holds up the first launch
         self.last_fault: FaultReportMsg | None = None
+        self.machine_fault = ""  # what the last incarnation ended of, until one is prepared
         self.exit: asyncio.Future[ev.Exit] = asyncio.get_running_loop().create_future()
         self.changes = Changes()
         self.on_tick: Callable[[], object] = lambda: None
@@ -250,6 +252,7 @@ class Engine:
             )
         if record.target is State.STANDBY:
             self._running.cpus.lift("prepared")
+            self.machine_fault = ""
         self.changes.note()
 
     def _budget_spent(self) -> None:
@@ -280,13 +283,14 @@ class Engine:
     def _gone(self) -> None:
         """The last process is reaped and the last message read."""
         gone, now, history = self._running, self.lifecycle.now, self.history
-        self.incarnation, self.last_fault = None, gone.fault
+        self.incarnation, self.last_fault, self.machine_fault = None, gone.fault, gone.machine_fault
         self._timers.cancel("budget")
         if not now.is_leaving:
             is_meant = now.is_handed_over or now.shall.goal is Tier.COLD
             is_outside = gone.rehearsed_ms is not None or history.cause in ev.FROM_OUTSIDE
-            is_planned, has_stood_by = is_meant or is_outside, now.reached_standby
-            self.relauncher.died(now.reason, reached_standby=has_stood_by, is_planned=is_planned)
+            is_planned, is_machine = is_meant or is_outside, bool(gone.machine_fault)
+            death = (now.reason, now.reached_standby, is_planned, is_machine)
+            self.relauncher.died(Death(self.clock.now_ms(), *death))
         history.reaped(now, gone.rehearsed_ms)
         self.post(ev.Reaped(self.relauncher.verdict))
         self.changes.note()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -37,6 +38,7 @@ from lockserver.client import witness
 from plumbing.errors import UnderstudyError
 from plumbing.service.events import EventLog
 from plumbing.service.process import parent_environment
+from plumbing.shortage import is_disk_fault
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.messages import Message
 from plumbing.wire.sockets import no_descriptors
@@ -90,6 +92,7 @@ class Incarnation:
         self.fault: messages.FaultReportMsg | None = None
         self.rehearsed_ms: float | None = None
         self.exit: str | None = None
+        self.machine_fault = ""  # why it ends, if that is not its own fault
         self.cpus = cpus
         self.waiting: str | None = None  # what it waits for although the backend is prepared
         self._settings = settings
@@ -106,7 +109,7 @@ class Incarnation:
         self.tree = Tree(self._dying, self._died, self._settle)
         self.channel = BackendChannel(
             on_message=self._received,
-            on_fault=lambda text: self._post(Failed("backend_fault", text)),
+            on_fault=functools.partial(self._fail, "backend_fault"),
             on_closed=self._channel_closed,
         )
         self.canaries = Canaries(self.channel, log)
@@ -127,7 +130,7 @@ class Incarnation:
             self._post(Failed("cannot_start", error.message, error.exit_code))
         except OSError as error:
             what = f"launch the backend with {self._settings.directory}"
-            self._post(Failed("cannot_start", no_descriptors(what, error).message))
+            self._fail("cannot_start", no_descriptors(what, error).message, is_disk_fault(error))
 
     def _start(self) -> None:
         settings = self._settings
@@ -212,6 +215,10 @@ class Incarnation:
             self._on_gone()
             self.progress.close()
 
+    def _fail(self, cause: str, text: str, is_machine: bool) -> None:
+        self.machine_fault = text if is_machine else self.machine_fault
+        self._post(Failed(ev.MACHINE_FAULT if is_machine else cause, text))
+
     # ------------------------------------------------------------------ what the backend reports
 
     def _received(self, message: Message) -> None:
@@ -242,6 +249,8 @@ class Incarnation:
         self.fault = fault
         data = {"error_code": fault.code, "permanent": fault.permanent}
         self._log.record("engine.fault", fault.message, "error", data)
+        if fault.is_machine:
+            cause, self.machine_fault = ev.MACHINE_FAULT, fault.message
         return Failed(cause, fault.message, fault.exit_code if fault.permanent else None)
 
     def _judge(self) -> None:

@@ -45,6 +45,7 @@ class PoolWords:
             can_resume=prepared is not None and prepared.continuation != "",
             is_permanent=now.exit_code is not None,
             is_leaving=now.is_leaving,
+            is_machine=bool(self._engine.machine_fault),
         )
 
     def _base_bytes(self, running: Incarnation, places: Sequence[str]) -> dict[str, int]:

@@ -50,8 +50,8 @@ class Relauncher:
         self.plan: dict[str, Any] | None = None  # for status: what the next launch waits for
         self.verdict: str | None = None  # why there will be no relaunch
 
-    def died(self, cause: str, *, reached_standby: bool, is_planned: bool) -> None:
-        self._rule.died(Death(self._clock.now_ms(), cause, reached_standby, is_planned))
+    def died(self, death: Death) -> None:
+        self._rule.died(death)
         self.verdict = self._rule.verdict()
 
     def schedule(self) -> None:

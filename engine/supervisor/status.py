@@ -168,6 +168,7 @@ class EngineStatus:
         engine = self._engine
         problems = [
             self._state_file.problem,
+            self._machine_fault(),
             engine.predecessor,
             engine.lock.problem,
             engine.layout.note,
@@ -182,6 +183,10 @@ class EngineStatus:
             if engine.incarnation.prepared is not None:
                 problems += engine.incarnation.prepared.warnings
         return [problem for problem in problems if problem]
+
+    def _machine_fault(self) -> str | None:
+        fault = self._engine.machine_fault
+        return f"{fault}; it is the machine's fault, and tried again each second" if fault else None
 
     def _reason(self) -> str:
         """Why the engine is in its state, and what it waits for."""

@@ -271,6 +271,7 @@ def driver_failed(what: str, error: OSError) -> UnderstudyError:
         "gms.driver_failed",
         f"could not {what}: {error.strerror or error}",
         errno=errno.errorcode.get(error.errno or 0, str(error.errno)),
+        disk=False,  # although the kernel says ENOSPC of memory, too
     )
 
 

@@ -91,6 +91,8 @@ class PoolWord(Struct, frozen=True, forbid_unknown_fields=True):
     `kv_bytes`: what it needs awake. `can_resume`: whether it can go on with a stream that another
     engine, or itself before a rest, has begun. `is_permanent`: of its fault, which another try
     would not change. `is_leaving`: it was told to stop, so its end is no fault of the model.
+    `is_machine`: its last end was a fault of the machine, a disk that is full or fails, and it is
+    tried again each second.
     """
 
     model: ModelName
@@ -102,6 +104,7 @@ class PoolWord(Struct, frozen=True, forbid_unknown_fields=True):
     can_resume: bool
     is_permanent: bool
     is_leaving: bool = False
+    is_machine: bool = False
 
 
 class AmMsg(Message, frozen=True, tag="am"):

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from plumbing.errors import ProtocolError, UnderstudyError
+from plumbing.shortage import DISK, is_disk_fault
 from plumbing.text import printable
 from plumbing.wire.limits import FAULT_DETAILS_BYTES_MAX, FAULT_MESSAGE_CHARS_MAX, FRAME_BYTES_MAX
 
@@ -137,9 +138,11 @@ class Catalogue:
 
 
 def fault_of(error: UnderstudyError) -> FaultMsg:
-    """The error frame for `error`, without the details that are too large for it."""
+    """The error frame for `error`, without the details that are too large for it, and whether a
+    disk has caused it."""
     details, room = {}, FAULT_DETAILS_BYTES_MAX
-    for name, value in error.details.items():
+    known = {DISK: True, **error.details} if is_disk_fault(error) else error.details
+    for name, value in known.items():
         size = len(_pack(value))
         if size <= room:
             details[name] = value

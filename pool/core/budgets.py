@@ -39,6 +39,8 @@ def deadline_ms(known: KnownModel) -> float | None:
     """When the state that it is in, or the stage of its drain, has lasted too long."""
     model, rules = known.model, known.rules
     match model.state:
+        case ModelState.LOADING if is_machines_fault(known):
+            return None
         case ModelState.LOADING:
             return model.since_ms + load_budget_ms(known)
         case ModelState.WAKING:
@@ -64,6 +66,12 @@ def deadline_ms(known: KnownModel) -> float | None:
             return None
 
 
+def is_machines_fault(known: KnownModel) -> bool:
+    """Whether it waits for a disk: its supervisor tries again each second."""
+    said = known.main().said
+    return said is not None and said.is_machine
+
+
 def back_off_ms(known: KnownModel) -> float:
-    """After its last fault."""
+    """After its last fault, or one of the machine: for so long others may have its room."""
     return BACK_OFF_MS[min(len(known.model.faults_ms), len(BACK_OFF_MS)) - 1]

@@ -109,6 +109,7 @@ class EngineSaid(PoolEvent, frozen=True):
     fault: str = ""
     is_permanent: bool = False  # the fault: another try would end the same way
     is_leaving: bool = False  # it was told to stop
+    is_machine: bool = False  # its last end: a disk is full or fails
 
 
 class EngineLost(PoolEvent, frozen=True):
@@ -198,8 +199,7 @@ class PoolEffect(Struct, frozen=True):
 
 
 class SaveState(PoolEffect, frozen=True):
-    """Write `Pool.snapshot()` before any effect behind this one. `is_order`: a person has asked for
-    something, which must be found again even after a power cut; all else would be over by then."""
+    """Write the snapshot before the effects that follow; an order must survive a power cut, too."""
 
     is_order: bool = False
 

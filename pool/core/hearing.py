@@ -105,6 +105,12 @@ def _engine(pool: PoolSituation, said: ev.EngineSaid) -> None:
     if engine.incarnation and said.incarnation != engine.incarnation:
         known.lost = engine.name, engine.incarnation
     engine.said, engine.is_connected = said, True
+    if known.blamed == engine.name:
+        # Its witness was free before its supervisor could say that a disk had failed it.
+        if said.is_machine:
+            known.model.forgive()
+        if said.is_machine or said.incarnation:
+            known.blamed = ""
     if said.is_leaving and said.incarnation:
         engine.leaving = said.incarnation
     engine.has_rested |= engine.has_obeyed and said.state in WITHOUT_KV

@@ -127,6 +127,7 @@ class KnownModel:
     stood: tuple[str, str] | None = None  # engine and incarnation that stood last
     headless_ms: float | None = None  # since when nobody stands for it, though somebody could
     lost: tuple[str, str] | None = None  # engine and incarnation that have just died
+    blamed: str = ""  # the engine whose death counts as the last fault; it may yet say why it died
     is_unknown: bool = False  # no file, and not all of its engines have been heard
     # What people want.
     pinned: bool | None = None  # by order; None: by its rules

@@ -83,6 +83,10 @@ class Model(ModelFacts):
         self._learn(signal, tier, now_ms)
         return self._enter(row.target, signal, now_ms, reason)
 
+    def forgive(self) -> None:
+        """The last fault was not its own."""
+        self.faults_ms, self.is_permanent = self.faults_ms[:-1], False
+
     def _row(self, signal: ModelSignal, tier: Tier | None, now_ms: float) -> ModelRow | None:
         row = TRANSITIONS.get((self.state, signal))
         asked = tier or Tier.AWAKE
@@ -113,6 +117,9 @@ class Model(ModelFacts):
                 self.since_ms = now_ms
             case ModelState.UNLOADING, ModelSignal.SPENT:
                 self.since_ms = now_ms
+            case ModelState.LOADING, ModelSignal.LEFT:
+                # Another launch, with a budget of its own; others may have its room meanwhile.
+                self.since_ms, self.is_again = now_ms, True
             case _, ModelSignal.RESET:
                 self.faults_ms, self.fault, self.is_permanent = (), "", False
 

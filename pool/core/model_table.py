@@ -32,7 +32,8 @@ class ModelSignal(StrEnum):
     FREED = "freed"  # all that was asked, say memory service and witness
     SPENT = "spent"  # a budget
     DIED = "died"  # the tree is dead, and nobody else stands
-    LEFT = "left"  # the same, but somebody has told the engine to stop: no fault of the model
+    # The same, but somebody has told the engine to stop, or a disk has failed it: no fault.
+    LEFT = "left"
     OVER = "over"  # the shadow was granted
     RESET = "reset"
     ORDER_COLD = "order cold"

@@ -113,6 +113,9 @@ def _died(known: KnownModel, name: str, incarnation: str) -> DueSignal | None:
         return DueSignal(ModelSignal.LEFT, f"{name} was told to stop")
     said = engine.said if engine is not None else None
     fault = f": {said.fault}" if said is not None and said.fault else ""
+    if said is not None and said.is_machine:
+        return DueSignal(ModelSignal.LEFT, f"{name} has died{fault}")
+    known.blamed = name
     return DueSignal(
         ModelSignal.DIED,
         f"{name} has died{fault}",

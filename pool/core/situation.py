@@ -117,6 +117,10 @@ class PoolSituation:
         if model.faults_ms != faults:
             back_off_ms = budgets.back_off_ms(known) if model.faults_ms else 0.0
             known.back_off_until_ms = self.now_ms + back_off_ms
+        elif due.signal is ModelSignal.DIED:
+            known.blamed = ""
+        elif due.signal is ModelSignal.LEFT and budgets.is_machines_fault(known):
+            known.back_off_until_ms = self.now_ms + budgets.back_off_ms(known)
         if model.state is not before:
             self._entered(known, before, self.now_ms - since_ms, due)
         elif due.signal is ModelSignal.SPENT and model.state is ModelState.UNLOADING:

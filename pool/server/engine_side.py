@@ -104,6 +104,7 @@ class EngineSide:
                 fault=am.fault,
                 is_permanent=word.is_permanent,
                 is_leaving=word.is_leaving,
+                is_machine=word.is_machine,
             )
         )
 

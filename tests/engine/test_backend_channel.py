@@ -27,6 +27,7 @@ class Failing:
 FAILURES = [
     (UnderstudyError("kv.full", "no room"), "failed at wake: no room [kv.full]"),
     (OSError(errno.EMFILE, "Too many open files"), "failed at wake: this process is at its limit"),
+    (OSError(errno.ENOSPC, "No space left"), "No space left on device [engine.backend_failed]"),
     (RuntimeError("a bug"), "failed at wake: RuntimeError('a bug') [engine.backend_failed]"),
 ]
 
@@ -39,7 +40,7 @@ def test_supervisor_hears_of_every_failed_request(error, sentence):
         prepared = asyncio.Event()
         ours = BackendChannel(
             on_message=lambda message: prepared.set(),
-            on_fault=fault.set_result,
+            on_fault=lambda text, is_machine: fault.set_result((text, is_machine)),
             on_closed=lambda reason: None,
         )
         channel = Channel(ours.open())
@@ -57,7 +58,9 @@ def test_supervisor_hears_of_every_failed_request(error, sentence):
                 each.close("the test is over")
 
     before = os.listdir("/proc/self/fd")
-    assert sentence in asyncio.run(faults())
+    text, is_machine = asyncio.run(faults())
+    assert sentence in text
+    assert is_machine is (getattr(error, "errno", None) == errno.ENOSPC)
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 

@@ -210,6 +210,7 @@ class FailedMsg(Message, frozen=True, tag="failed"):
     message: Sentence
     permanent: bool
     exit_code: Annotated[int, Meta(ge=1, le=5)]
+    is_machine: bool = False
 
 
 LINK = Catalogue(

@@ -27,6 +27,17 @@ def test_backoff_doubles_from_half_a_second_to_thirty():
     assert rule.due(1e9, is_other_active=True).at_ms == 1e9
 
 
+def test_deaths_by_the_machines_fault_are_tried_again_each_second_for_ever():
+    rule = Relaunch()
+    for at_ms in range(0, 60_000, 1_000):
+        rule.died(Death(at_ms, "no space left", False, False, is_machine=True))
+        due = rule.due(at_ms, is_other_active=True)
+        assert (due.at_ms, rule.verdict()) == (at_ms + 1_000, None)
+        assert "machine" in due.reason
+    die(rule, 60_000)
+    assert (rule.due(60_000, is_other_active=True).at_ms, rule.failures) == (60_500, 1)
+
+
 def test_waits_for_the_other_engine_at_most_two_seconds():
     """After a death: until another is active, or 2 s; the reason says which."""
     rule = Relaunch()

@@ -173,6 +173,28 @@ def test_engine_that_was_told_to_stop_is_no_fault_of_its_model():
     assert len(faults(pod)) == 1
 
 
+def test_faults_of_the_machine_count_against_no_model_however_they_are_heard():
+    """The witness may be free before the supervisor says what the engine died of."""
+    pod = Pod({"a": rules()}, total_bytes=1500 * MIB).start()
+    pod.ask("a")
+    engine = pod.supervisors["a0"]
+    for is_witness_first in (False, True) * FAULTS_MAX:
+        engine.count += 1
+        engine.state, engine.incarnation = "init", f"a0.{engine.count}"
+        pod.handle(engine.said())
+        gone = engine.incarnation
+        if is_witness_first:
+            pod.handle(ev.EngineDead("a0", gone))
+        engine.state, engine.incarnation = "dead", ""
+        pod.handle(engine.said(fault="no space left on the disk", is_machine=True))
+        pod.handle(ev.EngineDead("a0", gone))
+        assert (pod.state("a"), faults(pod)) == (S.LOADING, ())
+        pod.tick(60_000)
+    assert pod.pool.due_ms is None or pod.pool.due_ms > pod.now_ms  # it does not spin
+    pod.settle()
+    assert pod.state("a") is S.AWAKE
+
+
 def test_permanent_fault_is_not_tried_again():
     pod = Pod({"a": rules()}, total_bytes=1500 * MIB).start()
     pod.ask("a")

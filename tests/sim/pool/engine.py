@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 RANK = {Tier.COLD: 0, Tier.OFFLOADED: 1, Tier.WARM: 2, Tier.AWAKE: 3}
 NO_ROOM = "pool.memory_not_free"
+NO_DISK = "the disk is full"
 
 
 class Tree:
@@ -50,7 +51,7 @@ class Engine:
         self.token = 0
         self.requests: dict[Request, None] = {}  # in order
         self.fault = ""
-        self.is_permanent = self.is_measured = False
+        self.is_permanent = self.is_measured = self.is_machine = False
         self.can_resume = True
         self.dead: list[str] = []  # the last incarnations that are known to be dead
 
@@ -83,6 +84,7 @@ class Engine:
             can_rest=True,
             fault=self.fault,
             is_permanent=self.is_permanent,
+            is_machine=self.is_machine,
         )
 
     def say(self) -> None:
@@ -158,6 +160,9 @@ class Engine:
         self.say()
 
     def started(self) -> None:
+        if self.world.has_full_disk:
+            self.fail(NO_DISK, is_machine=True)
+            return
         for name, size in self.world.sizes[self.model].base.items():
             if not self.world.devices[name].take(("base", self.incarnation), size):
                 self.world.law.short(name, f"base of {self.name}")
@@ -188,7 +193,7 @@ class Engine:
 
     def prepared(self) -> None:
         self.state, self.is_measured = State.STANDBY, True
-        self.fault = ""
+        self.fault, self.is_machine = "", False
         self.lock.want(self)
         self.say()
         self.go()
@@ -251,8 +256,8 @@ class Engine:
 
     # ------------------------------------------------------------------ deaths
 
-    def fail(self, reason: str, *, is_permanent: bool = False) -> None:
-        self.fault, self.is_permanent = reason, is_permanent
+    def fail(self, reason: str, *, is_permanent: bool = False, is_machine: bool = False) -> None:
+        self.fault, self.is_permanent, self.is_machine = reason, is_permanent, is_machine
         self.die()
 
     def die(self) -> None:
@@ -294,7 +299,7 @@ class Engine:
         self.is_up = False
         self.world.pool.unlink(self)
         self.die()
-        self.fault, self.is_permanent = "", False
+        self.fault, self.is_permanent, self.is_machine = "", False, False
         self.world.timeline.after(self.span("container"), self.come_up)
 
     def come_up(self) -> None:

@@ -312,6 +312,16 @@ def applied_in_part_then_refused(patch: Patch) -> None:
     patch.setattr(hearing, "_engine", engine)
 
 
+def a_fault_of_the_machine_counts(patch: Patch) -> None:
+    """A death is the model's fault, whoever says what."""
+    real = hearing._engine
+
+    def engine(pool: PoolSituation, said: EngineSaid) -> None:
+        real(pool, replace(said, is_machine=False))
+
+    patch.setattr(hearing, "_engine", engine)
+
+
 RULES = [
     Rule(kv_leaves_on_rested, "P1:|P2:", 1074),
     Rule(weights_leave_at_unmap, "P1:|P2:", 700),
@@ -341,4 +351,9 @@ RULES = [
     Rule(applied_in_part_then_refused, "P16:", 350),
     Rule(first_fit, "P17: .* and shadows", 100),
     Rule(first_fit, "P17:", scene=scenes.a_small_model_comes_while_another_makes_room),
+    Rule(
+        a_fault_of_the_machine_counts,
+        "the machine's fault",
+        scene=scenes.the_disk_is_full_while_a_model_loads,
+    ),
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from pool.core.states import EngineSizes
+from pool.core.states import EngineSizes, ModelState
 from pool.core.view import ModelRules
 from tests.sim.pool.faults import kill_pool
 from tests.sim.pool.gateway import Kind, Request
@@ -16,6 +16,7 @@ from tests.sim.pool.runs import settle
 from tests.sim.pool.world import Shape, World
 
 STEPS_MAX = 3_000
+SHORT_MS = 10.0
 LONG_MS = 100_000.0  # of a stream: longer than any scene
 Parts = tuple[int, int, int]  # base, weights, KV
 
@@ -27,6 +28,7 @@ class SceneWorld(World):
 
     def __init__(self, *sizes: Parts, estimates: tuple[Parts, ...] = ()) -> None:
         self.parts, self.believed = sizes, estimates or sizes
+        self.spans: dict[str, float] = {}
         shape = Shape(random.Random(1), models=len(sizes), is_calm=True)
         shape.devices = shape.gateways = shape.children = 1
         shape.has_host = shape.has_outside = shape.has_unparkable = False
@@ -43,7 +45,7 @@ class SceneWorld(World):
         self.roles = {f"{name}.a": name for name in names}
 
     def span(self, step: str) -> float:
-        return 10.0
+        return self.spans.get(step, 10.0)
 
     def ask(self, model: str, needs_ms: float = 100.0) -> Request:
         self.numbers += 1
@@ -113,9 +115,31 @@ def a_small_model_comes_while_another_makes_room() -> None:
     world.pass_time(1_500)
 
 
+def the_disk_is_full_while_a_model_loads() -> None:
+    """m1 is tried again each second, for longer than three faults would take; m0 serves meanwhile,
+    and m1 once there is room on the disk."""
+    world = SceneWorld((1, 2, 12), (1, 2, 12))
+    world.spans["relaunch"] = 1_000.0
+    world.ask("m0")
+    world.pass_time(20_000)
+    world.has_full_disk = True
+    world.ask("m1", SHORT_MS)
+    world.pass_time(100_000)
+    assert world.pool.core is not None
+    model = world.pool.core.situation.models["m1"].model
+    assert model.state is not ModelState.FAILED, "no model fails by the machine's fault"
+    assert not model.faults_ms, "a fault of the machine is a model's"
+    served = world.ask("m0", SHORT_MS)
+    world.pass_time(30_000)
+    assert served.outcome == "answered", "m0 is not served while m1 waits for a disk"
+    world.has_full_disk = False
+    settle(world)
+
+
 SCENES: tuple[Callable[[], None], ...] = (
     a_client_leaves_while_its_model_waits,
     two_models_hold_weights_and_wait_for_each_other,
     the_pool_dies_while_a_model_rests,
     a_small_model_comes_while_another_makes_room,
+    the_disk_is_full_while_a_model_loads,
 )

@@ -79,6 +79,7 @@ class World:
         self.priorities = {0}
         self.in_flight_max = 1000 if shape.is_calm else 4  # of one child; else they wait for that
         self.faults_left = shape.faults
+        self.has_full_disk = False  # no engine can be launched
         self.story: list[str] = []
         self.lay_out()
         self.law = Law(self)

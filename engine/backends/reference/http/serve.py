@@ -81,7 +81,9 @@ async def serve(
 
 def _report_of(failed: FailedMsg) -> FaultReportMsg:
     exit_code = 2 if failed.exit_code == 2 else 1
-    return FaultReportMsg(failed.code, failed.message, failed.permanent, exit_code)
+    return FaultReportMsg(
+        failed.code, failed.message, failed.permanent, exit_code, failed.is_machine
+    )
 
 
 class ReferenceBackend:

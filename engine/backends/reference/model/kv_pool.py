@@ -29,7 +29,9 @@ logger = logging.getLogger(__name__)
 # A service that has died is back in half a second; until then nobody serves.
 AWAY_S = 2.0
 NO_BLOCKS = "--cache-tokens 0: no blocks are kept"
-NO_POOL_FILE = "gms.pool_file"  # on a disk that is full or fails, which private memory needs none of
+NO_POOL_FILE = (
+    "gms.pool_file"  # on a disk that is full or fails, which private memory needs none of
+)
 DEADLINE_S = free_memory.DEADLINE_S  # for another engine's process that still maps the pool
 
 

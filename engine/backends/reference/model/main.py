@@ -48,6 +48,7 @@ from engine.backends.reference.model.rank import SCRATCH, SERVING, Rank, follow
 from engine.backends.reference.model.token_pace import TokenPace
 from plumbing.errors import InvariantError, UnderstudyError, UsageError, WaitTimeoutError
 from plumbing.service.log import configure
+from plumbing.shortage import is_disk_fault
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.messages import Message
 
@@ -75,8 +76,10 @@ def main() -> int:
     except UnderstudyError as error:
         logger.error("%s", error)
         with contextlib.suppress(UnderstudyError):  # the HTTP process may be the one that is gone
-            permanent = isinstance(error, UsageError) or error.code in PERMANENT
-            link.notify(FailedMsg(error.code, error.message[:4096], permanent, error.exit_code))
+            is_machine = is_disk_fault(error)
+            is_usage = isinstance(error, UsageError) or error.code in PERMANENT
+            text, permanent = error.message[:4096], is_usage and not is_machine
+            link.notify(FailedMsg(error.code, text, permanent, error.exit_code, is_machine))
         return 1
 
 

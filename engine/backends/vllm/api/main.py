@@ -32,6 +32,7 @@ from engine.progress_page import ProgressPage
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.service.log import configure
 from plumbing.service.process import raise_fd_limit
+from plumbing.shortage import is_disk_fault
 
 if TYPE_CHECKING:
     from engine.backends.vllm.api.arguments import ServeArguments
@@ -84,7 +85,10 @@ def main() -> int:
     except Exception as error:
         logger.exception("vLLM failed")
         text = f"vLLM failed: {type(error).__name__}: {error}"
-        channel.end(FaultReportMsg("vllm.failed", text[:4096], permanent=False))
+        is_machine = is_disk_fault(error)
+        channel.end(
+            FaultReportMsg("vllm.failed", text[:4096], permanent=False, is_machine=is_machine)
+        )
 
 
 def _serve(
