@@ -194,5 +194,7 @@ def _begun(woken: messages.WokenMsg) -> tuple[str, str, dict[str, Any]]:
     data = {"memory": woken.kv_memory, "adopted_blocks": woken.adopted_blocks}
     what = f"with {woken.adopted_blocks} blocks of an earlier engine"
     text = f"the KV cache begins {what if woken.adopted_blocks else 'empty'}"
+    if woken.kv_memory == "private":
+        text += " in private memory, which ends with this engine"
     why = f": {woken.kv_note}" if woken.kv_note else ""
     return text + why, "info", {**data, "note": woken.kv_note or None}
