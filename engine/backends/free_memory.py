@@ -55,12 +55,12 @@ class Room:
     limited_by: str
 
 
-def read_room(root: str = "/") -> Room:
-    """The tightest of the machine and every control group above this process.
+def read_room(root: str = "/", process: int | str = "self") -> Room:
+    """The tightest of the machine and every control group above a process, by default this one.
 
     `root` is the root of the file system, so that tests can provide their own.
     """
-    rooms = [_machine(root), *_control_groups(root)]
+    rooms = [_machine(root), *_control_groups(root, process)]
     tightest = min(rooms, key=lambda room: room.free_bytes)
     smallest = min(rooms, key=lambda room: room.limit_bytes)
     return Room(tightest.free_bytes, smallest.limit_bytes, smallest.limited_by)
@@ -186,9 +186,9 @@ def _machine(root: str) -> Room:
     return Room(values["MemAvailable"], values["MemTotal"], "this machine's memory")
 
 
-def _control_groups(root: str) -> Iterator[Room]:
-    """One room per group with a limit, from our own up to the root that is visible here."""
-    for mount, path, files in _memory_groups(root):
+def _control_groups(root: str, process: int | str) -> Iterator[Room]:
+    """One room per group with a limit, from the process's own up to the root that is visible."""
+    for mount, path, files in _memory_groups(root, process):
         while True:
             room = _group(os.path.join(root, mount, path.lstrip("/")), path, files)
             if room is not None:
@@ -198,9 +198,11 @@ def _control_groups(root: str) -> Iterator[Room]:
             path = os.path.dirname(path)
 
 
-def _memory_groups(root: str) -> Iterator[tuple[str, str, tuple[str, str, str]]]:
+def _memory_groups(
+    root: str, process: int | str
+) -> Iterator[tuple[str, str, tuple[str, str, str]]]:
     try:
-        with open(os.path.join(root, "proc/self/cgroup"), encoding="utf-8") as file:
+        with open(os.path.join(root, f"proc/{process}/cgroup"), encoding="utf-8") as file:
             lines = file.read().splitlines()
     except OSError:
         return

@@ -69,6 +69,9 @@ def test_group_limit_in_version_1(tmp_path: Path):
         memory__stat=f"total_inactive_file {10 * MIB}\n",
     )
     assert read_room(str(root)).free_bytes == 50 * MIB
+    (root / "proc/7").mkdir()
+    (root / "proc/7/cgroup").write_text("0::/\n")
+    assert read_room(str(root), 7).free_bytes == 900 * MIB  # of a process outside of the group
 
 
 def test_this_machine_can_be_read():

@@ -7,7 +7,7 @@ from plumbing.errors import UsageError
 from plumbing.part.format import size
 from plumbing.part.models import device_of
 from plumbing.service.process import FDS_ADVISED
-from understudy.doctor.facts import FdUse, PodFacts, Port
+from understudy.doctor.facts import ENGINE, GMS, FdUse, PodFacts, Port
 from understudy.doctor.findings import Finding, HealthCheck, failed, passed, skipped, warned
 from understudy.status.gateway_view import is_direct
 from understudy.status.memory_view import Document, devices
@@ -115,6 +115,8 @@ def clock_source(facts: PodFacts) -> Finding:
 
 def shared_memory(facts: PodFacts) -> Finding:
     """Ranks of one engine communicate through /dev/shm."""
+    if facts.is_hidden(ENGINE):
+        return skipped("engines have another container's /dev/shm; run doctor there")
     found, has_vllm = facts.machine.shm_bytes, "vllm" in facts.packages
     if found is None:
         return warned("/dev/shm cannot be read", "mount a tmpfs there")
@@ -145,6 +147,8 @@ def host_memory(facts: PodFacts) -> Finding:
     has = facts.machine
     if not promised:
         return skipped("no host-memory device is served")
+    if facts.is_hidden(GMS):
+        return skipped("the memory service has another container's limit; run doctor there")
     found = f"devices of {size(promised)}; {has.memory_limit} is {size(has.memory_bytes)}"
     if promised > has.memory_bytes:
         return warned(

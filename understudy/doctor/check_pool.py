@@ -12,7 +12,7 @@ from plumbing.part.format import duration, size
 from pool.core.states import HOST
 from pool.core.victims import IDLE_MS_MAX
 from pool.settings import ModelSettings, PoolFile
-from understudy.doctor.facts import PodFacts
+from understudy.doctor.facts import GMS, PodFacts
 from understudy.doctor.findings import Finding, HealthCheck, failed, passed, skipped, warned
 from understudy.status.pool_view import AWAKE, FAILED, NOTHING_SWITCHES, models_of
 
@@ -229,7 +229,7 @@ def _copies(facts: PodFacts, known: Models) -> Finding | None:
             " the copies of weights: they are unloaded instead",
             "set `host_memory:` to the size of these models' weights",
         )
-    if file.host_memory > facts.machine.memory_bytes > 0:
+    if file.host_memory > facts.machine.memory_bytes > 0 and not facts.is_hidden(GMS):
         return failed(
             f"host_memory is {size(int(file.host_memory))}; {facts.machine.memory_limit} is"
             f" {size(facts.machine.memory_bytes)}",

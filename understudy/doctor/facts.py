@@ -16,6 +16,7 @@ from plumbing.part.models import device_of
 from pool.settings import PoolFile
 
 FileId = tuple[int, int]  # device and inode: two paths with the same are one directory
+GMS, ENGINE = "gms_", "engine_"  # how the names of their sockets start
 
 
 class Process(Struct, frozen=True):
@@ -92,7 +93,8 @@ class Port(Struct, frozen=True):
 
 
 class MachineFacts(Struct, frozen=True):
-    """`memory_bytes`: what this process may use; `memory_limit`: what sets that limit."""
+    """`memory_bytes`: what the memory service may use, or this process if there is no memory
+    service; `memory_limit`: what sets that limit."""
 
     memory_bytes: int = 0
     memory_limit: str = ""
@@ -184,9 +186,10 @@ class PodFacts(Struct, frozen=True):
         """The sockets of the directory that have a listener."""
         return [each for each in self.sockets if each.is_answered]
 
-    def is_hidden(self) -> bool:
-        """Whether a part of the pod runs in a PID namespace that is not visible here."""
-        return any(each.pid is None for each in self.answered())
+    def is_hidden(self, prefix: str = "") -> bool:
+        """Whether a part of the pod, one whose socket's name starts with `prefix`, runs in a PID
+        namespace that is not visible here: in another container, with limits of its own."""
+        return any(each.pid is None for each in self.answered() if each.name.startswith(prefix))
 
     def gpus_served(self) -> list[str]:
         """The pod's devices that are GPUs; HOST-0 is not one."""

@@ -28,6 +28,7 @@ from pool.digests import digests
 from pool.pool_file import named, read_pool_file
 from understudy.doctor import probe_devices, probe_directory
 from understudy.doctor.facts import (
+    GMS,
     FdUse,
     Kernel,
     MachineFacts,
@@ -69,7 +70,7 @@ async def look(directory: Path, ports: Ports, environ: Mapping[str, str]) -> Pod
         kernel=look_at_kernel(),
         limits=look_at_limits(each.pid for each in sockets if each.pid is not None),
         ports=look_at_ports(ports),
-        machine=look_at_machine(environ),
+        machine=look_at_machine(environ, sockets),
         gpus=gpus,
         pids=pids,
         served=list(gms_sockets(directory)),
@@ -182,9 +183,10 @@ def look_at_pool_file(
     return PoolFileFacts(path, file, digests(named_file))
 
 
-def look_at_machine(environ: Mapping[str, str]) -> MachineFacts:
-    """Memory, /dev/shm and the termination log."""
-    room = read_room()
+def look_at_machine(environ: Mapping[str, str], sockets: Sequence[SocketFile]) -> MachineFacts:
+    """The memory of the memory service, where it is visible; /dev/shm and the termination log."""
+    servers = (each.pid for each in sockets if each.name.startswith(GMS) and each.pid)
+    room = read_room(process=next(servers, "self"))
     try:
         shm = os.statvfs("/dev/shm")
         shm_bytes = shm.f_frsize * shm.f_blocks
@@ -204,7 +206,7 @@ def _pod(sockets: Sequence[SocketFile]) -> frozenset[int]:
             continue
         found |= {each.pid, *procfs.descendants(each.pid)}
         above = procfs.parent(each.pid)
-        if each.name.startswith("gms_") and above is not None and above > INIT:
+        if each.name.startswith(GMS) and above is not None and above > INIT:
             # The supervisor of the devices' servers has no socket of its own, nor have the keepers
             # of copies in host memory.
             found |= {above, *filter(_is_keeper, procfs.children(above))}

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from tests.understudy.doctor.facts import (
     ENGINE,
@@ -76,6 +77,14 @@ BLIND = {
         "supervisors": [{"engine": "engine-0", "connected": True, "pidfd_source": "none"}],
     },
 }
+
+
+def elsewhere(**changes: object) -> PodFacts:
+    """Seen from the lock server's container: nobody else's processes are visible."""
+    sockets = tuple(
+        each if each.name == "lockserver.sock" else replace(each, pid=None) for each in WELL.sockets
+    )
+    return spoilt(sockets=sockets, **changes)
 
 
 def listens(*more: SocketListener) -> PodFacts:
@@ -228,6 +237,8 @@ def with_kv(kv: dict | None, **more: object) -> PodFacts:
         ("host_memory", spoilt(machine__memory_bytes=2 << 30), WARN, "2.0 GiB"),
         ("host_memory", spoilt(view=OF_TWO_MODELS), PASS, "devices of 4.0 GiB"),
         ("host_memory", NO_POD, SKIP, ""),
+        ("host_memory", elsewhere(machine__memory_bytes=2 << 30), SKIP, "another container"),
+        ("shared_memory", elsewhere(machine__shm_bytes=64 << 20), SKIP, "another container"),
         ("termination_log", WELL, PASS, "/dev/termination-log"),
         (
             "termination_log",
