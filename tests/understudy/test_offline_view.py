@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import select
 import subprocess
 import sys
+import tempfile
 import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from understudy.status.gather import states_on_file
+from tests.lockserver.processes import ServerProcess
+from understudy.status.gather import gather, states_on_file
 from understudy.status.view import offline_lines
 
 NOW = datetime(2030, 1, 1, 12, tzinfo=UTC)
@@ -21,8 +24,8 @@ STATUS = (sys.executable, "-m", "understudy.cli.main", "status")
 WAIT_S = 30.0
 
 
-def write(directory: Path, name: str, state: str) -> None:
-    about = {"id": name, "role": "auto", "state": state, "since": EARLIER, "reason": "as told"}
+def write(directory: Path, name: str, state: str, reason: str = "as told") -> None:
+    about = {"id": name, "role": "auto", "state": state, "since": EARLIER, "reason": reason}
     (directory / f"engine_{name}.json").write_text(json.dumps({"engine": about}))
 
 
@@ -54,6 +57,27 @@ def test_status_of_a_pod_that_is_down_shows_its_offline_view_and_exits_with_3(tm
     done = subprocess.run([*STATUS, where, "--json"], capture_output=True, text=True, check=False)
     assert done.returncode == UNREACHABLE
     assert json.loads(done.stdout)["error"]["code"] == "pod.unreachable"
+
+
+def test_status_names_the_cause_when_every_engine_is_in_a_crash_loop():
+    """Goal: `status` says why a pod is down although its lock server answers. Method: a lock
+    server, and state files of engines that ended by themselves, as asked to, and not at all."""
+    loop = "crash loop: 5 deaths within 10 minutes, the last one: http exited with code 1"
+    with tempfile.TemporaryDirectory(prefix="us") as path:
+        server = ServerProcess(path)
+        server.start()
+        try:
+            write(Path(path), "engine-0", "dead", loop)
+            write(Path(path), "engine-1", "dead", "drained")
+            write(Path(path), "engine-2", "active")
+            view = asyncio.run(gather(Path(path)))
+            done = subprocess.run(
+                [*STATUS, f"--dir={path}"], capture_output=True, text=True, check=False
+            )
+        finally:
+            server.close()
+    assert (view["state"], [each["name"] for each in view["engines"]]) == ("down", ["engine-0"])
+    assert f"! engine-0: not running: {loop}" in done.stdout.splitlines()
 
 
 def test_status_without_a_pod_says_so_once(tmp_path: Path):

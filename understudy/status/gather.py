@@ -40,6 +40,8 @@ from understudy.status.gateway_view import has_gateway
 from understudy.status.pool_view import has_pool
 from understudy.status.view import is_reachable, pod_view
 
+DRAINED = "drained"  # the reason in the state file of an engine that was asked to end
+
 
 def start_hint(directory: Path) -> str:
     """What to do when no part of a pod answers in `directory`."""
@@ -70,6 +72,20 @@ def states_on_file(directory: Path) -> list[dict[str, Any]]:
         with contextlib.suppress(UnderstudyError, OSError):  # `engine status` reports why
             found.append(read_json(str(path)))
     return [document for document in found if document is not None]
+
+
+def ended_engines(directory: Path) -> list[dict[str, Any]]:
+    """The engines that have ended by themselves and were not started again, each with the cause
+    from its state file: in a crash loop nothing else is left of them."""
+    running = engine_sockets(directory)
+    engines = [each.get("engine") or {} for each in states_on_file(directory)]
+    return [
+        {"name": str(each.get("id")), "error": f"not running: {each.get('reason')}"}
+        for each in engines
+        if each.get("state") == "dead"
+        and each.get("reason") != DRAINED
+        and each.get("id") not in running
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +211,8 @@ async def gather(directory: Path, timeout_s: float = ASK_TIMEOUT_S) -> dict[str,
     found = gateway if has_gateway(lock, gateway, has_socket=has_socket) else None
     has_socket = os.path.exists(pool_socket(str(directory)))
     there = pool if has_pool(lock, pool, has_socket=has_socket) else None
-    return pod_view(str(directory), lock, others[: len(gms)], others[len(gms) :], found, there)
+    answered = [*others[len(gms) :], *ended_engines(directory)]
+    return pod_view(str(directory), lock, others[: len(gms)], answered, found, there)
 
 
 async def require_pod(directory: Path) -> None:
