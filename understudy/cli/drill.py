@@ -28,6 +28,7 @@ from understudy.cli.pods import (
     refuse_flags,
 )
 from understudy.cli.settings import DRILL_OPTIONS, NOT_WITH_POOL, POD_OPTIONS
+from understudy.drill.clients import Target, outside_target
 from understudy.drill.kept import LENT_KV, NO_ADOPTION
 from understudy.drill.page import check_destination
 from understudy.drill.pool.records import PoolDrillPlan, is_only_in_pool
@@ -98,6 +99,7 @@ def drill(
         burn=config["burn"],
         duration_s=config["duration_s"],
         has_long_prompts=kv_compare,
+        outside=_outside(config, attach=attach),
     )
     check_manifest_flags(config, DRILL_OPTIONS, arguments, attach=attach)
     if attach:
@@ -192,7 +194,7 @@ def _refuse_directory(config: Resolved) -> None:
 
 def _refuse_with_pool(config: Resolved, others: Sequence[str], arguments: tuple[str, ...]) -> None:
     """It starts its own pod, of which the pool file says the models."""
-    by_model = {*(each.name for each in NOT_WITH_POOL), "expected"}
+    by_model = {*(each.name for each in NOT_WITH_POOL), "expected", "url", "url_host"}
     declared = [each for each in DRILL_OPTIONS if each.name in by_model]
     refuse_flags(
         "drill.needless_flag",
@@ -206,6 +208,19 @@ def _refuse_without_pool(config: Resolved) -> None:
     named += ["--switches"] if config.origin("switches") == "flag" else []
     if named:
         raise UsageError("drill.needs_pool", f"{named[0]} requires --pool")
+
+
+def _outside(config: Resolved, *, attach: bool) -> Target | None:
+    if config["url"] is None:
+        if config["url_host"] is not None:
+            raise UsageError("drill.needless_flag", "--url-host requires --url")
+        return None
+    if not attach:
+        raise UsageError(
+            "drill.needless_flag",
+            "--url requires --attach: no address outside leads to a pod that the drill starts",
+        )
+    return outside_target(config["url"], config["url_host"])
 
 
 def _refuse_with_upgrade(config: Resolved, *, attach: bool) -> None:

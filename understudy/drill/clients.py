@@ -12,11 +12,13 @@ import contextlib
 import itertools
 import json
 import socket
+import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
+from urllib.parse import urlsplit
 
-from plumbing.errors import ProtocolError
+from plumbing.errors import ProtocolError, UsageError
 from plumbing.service.clock import SystemClock
 from understudy.drill.records import End, Exchange, Prompt
 from understudy.drill.sse import StreamedAnswer, whole_number
@@ -49,11 +51,54 @@ class Turns:
 
 @dataclass(slots=True)
 class Target:
-    """The address of requests, and the iterations of the loop that they share."""
+    """The address of requests, and the iterations of the loop that they share.
+
+    The rest is for an address outside the pod (`outside_target`), whose host may be a name:
+    `prefix` of the paths, `authority` for the Host header, `tls` for https.
+    """
 
     host: str
     port: int
     turns: Turns = field(default_factory=Turns)
+    url: str = ""
+    prefix: str = ""
+    authority: str = ""
+    tls: ssl.SSLContext | None = None
+
+
+def inside_target(address: str) -> Target:
+    """The pod's own `address`, as the lock server says it, reached on this machine."""
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    return Target("127.0.0.1" if host in ("", "0.0.0.0", "::") else host, int(port))
+
+
+def outside_target(url: str, authority: str | None = None) -> Target:
+    """An address outside the pod: a Service, an Ingress, a proxy.
+
+    Raises:
+        UsageError: `drill.bad_url`.
+    """
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise UsageError("drill.bad_url", f"--url {url}: {error}") from error
+    is_tls = parts.scheme == "https"
+    if parts.scheme not in ("http", "https") or not host or parts.query or parts.username:
+        raise UsageError(
+            "drill.bad_url",
+            f"--url {url} is not a base address; name one such as http://SERVICE:8000 or"
+            " https://HOST/PREFIX",
+        )
+    return Target(
+        host,
+        port or (443 if is_tls else 80),
+        url=url,
+        prefix=parts.path.rstrip("/"),
+        authority=authority or parts.netloc,
+        tls=ssl.create_default_context() if is_tls else None,
+    )
 
 
 class _Stream(asyncio.Protocol):
@@ -129,9 +174,14 @@ async def send(target: Target, prompt: Prompt, silence_max_s: float = SILENCE_MA
     loop = asyncio.get_running_loop()
     transport: asyncio.Transport | None = None
     try:
-        sock, rest = await _ask(target, _request(target, prompt))
-        stream = _Stream(exchange, rest, target.turns)
-        transport, _ = await loop.create_connection(lambda: stream, sock=sock)
+        request = _request(target, prompt)
+        if target.url:
+            stream = _Stream(exchange, request, target.turns)
+            transport = await _connect_outside(target, stream, silence_max_s)
+        else:
+            sock, rest = await _ask(target, request)
+            stream = _Stream(exchange, rest, target.turns)
+            transport, _ = await loop.create_connection(lambda: stream, sock=sock)
         while not stream.finished.done():
             rest_s = silence_max_s - (clock.now_ms() - stream.heard_ms) / 1000
             if rest_s <= 0:
@@ -141,12 +191,26 @@ async def send(target: Target, prompt: Prompt, silence_max_s: float = SILENCE_MA
     except ConnectionRefusedError as error:
         exchange.end, exchange.detail = End.REFUSED, str(error)
     except OSError as error:  # reset right after the handshake
-        exchange.end, exchange.detail = End.CUT, str(error)
+        exchange.end, exchange.detail = End.CUT, str(error) or type(error).__name__
     finally:
         if transport is not None:
             transport.abort()
         exchange.ended_ms = clock.now_ms()
     return exchange
+
+
+async def _connect_outside(target: Target, stream: _Stream, deadline_s: float) -> asyncio.Transport:
+    """Connect as any client does: the name is resolved each time, since a Service's may change.
+
+    Raises:
+        OSError: there is no connection, in time or at all.
+    """
+    name = urlsplit(f"//{target.authority}").hostname if target.tls else None
+    async with asyncio.timeout(deadline_s):
+        transport, _ = await asyncio.get_running_loop().create_connection(
+            lambda: stream, target.host, target.port, ssl=target.tls, server_hostname=name
+        )
+    return transport
 
 
 async def _ask(target: Target, request: bytes) -> tuple[socket.socket, bytes]:
@@ -192,8 +256,8 @@ async def stream_without_pause(
 def _request(target: Target, prompt: Prompt) -> bytes:
     body = json.dumps(prompt.body).encode()
     head = (
-        f"POST {prompt.path} HTTP/1.1\r\n"
-        f"Host: {target.host}:{target.port}\r\n"
+        f"POST {target.prefix}{prompt.path} HTTP/1.1\r\n"
+        f"Host: {target.authority or f'{target.host}:{target.port}'}\r\n"
         "Content-Type: application/json\r\n"
         "Connection: close\r\n"
         f"Content-Length: {len(body)}\r\n\r\n"

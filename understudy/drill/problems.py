@@ -5,9 +5,12 @@ not be checked. Pure, like the verdict that they are part of.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 from understudy.drill.records import EngineDeath, EngineKill, Exchange, Outcome, Records
+
+ENGINES_MIN = 2  # an active engine and a standby
 
 # Of the deaths that an upgrade causes: it ends engines by SIGTERM and by a switchover. A supervisor
 # that exits may be gone before its last event is read.
@@ -31,6 +34,34 @@ def burn_problems(records: Records) -> list[str]:
     if burn is None or not burn.ended:
         return []
     return [f"{burn.ended} of {burn.processes} busy loops ended before the drill stopped them"]
+
+
+def upgrade_problems(records: Records, pause_ms: float | None) -> list[str]:
+    """Why an upgrade of both engines under load is not complete or not proven."""
+    upgrade = records.upgrade
+    if upgrade is None:
+        return []
+    problems = []
+    old = [engine for engine, is_upgraded in upgrade.engines.items() if not is_upgraded]
+    if old:
+        problems.append(f"{', '.join(old)} does not run with {upgrade.setting} in every process")
+    if len(upgrade.engines) < ENGINES_MIN:
+        problems.append("the upgrade was not completed")
+    if not records.grants_checked:
+        problems.append("the grant could not be checked against the old processes")
+    if pause_ms is None:
+        problems.append("no requests were answered both before and after the switchover")
+    return problems
+
+
+def outside_problems(records: Records, outcomes: Sequence[tuple[Exchange, Outcome]]) -> list[str]:
+    """What an address outside the pod refused, and how."""
+    refused = [each for each, outcome in outcomes if outcome is Outcome.REFUSED]
+    if not records.url or not refused:
+        return []
+    answers = Counter(f"HTTP {each.status}" if each.status else str(each.end) for each in refused)
+    kinds = ", ".join(f"{count} × {answer}" for answer, count in answers.most_common())
+    return [f"{records.url} refused {len(refused)} of {len(outcomes)} requests ({kinds})"]
 
 
 def part_problems(records: Records) -> list[str]:

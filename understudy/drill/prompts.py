@@ -18,6 +18,7 @@ from typing import Any
 from plumbing.errors import UnderstudyError, UsageError
 from understudy.drill.clients import Target, send
 from understudy.drill.records import End, Exchange, Prompt
+from understudy.kubelet.http_get import get
 
 ANSWER_TOKENS_MAX = 16  # short answers allow many requests
 CHUNKS_MIN = 3
@@ -136,6 +137,23 @@ def bank_of(backend: str | None, model: str, *, is_long: bool) -> list[Prompt]:
     return all_prompts(model) if backend == "vllm" else varied_prompts(model)
 
 
+async def model_name(target: Target) -> str:
+    """What the pod calls its first model.
+
+    Raises:
+        UnderstudyError: `drill.no_model`.
+    """
+    answer = await get(f"http://{target.host}:{target.port}/v1/models", timeout_s=30)
+    models = answer.json().get("data") or [{}]
+    name = models[0].get("id")
+    if not isinstance(name, str):
+        reply = json.dumps(answer.json())[:200] if answer.body else answer.reason
+        raise UnderstudyError(
+            "drill.no_model", f"/v1/models lists no model ({answer.status}: {reply})"
+        )
+    return name
+
+
 async def learn_answers(
     target: Target,
     prompts: Sequence[Prompt],
@@ -158,7 +176,9 @@ async def learn_answers(
         is_whole = answer.end is End.DONE and answer.status == 200
         if is_whole and answer.token is None and needs_token:
             raise UnderstudyError(
-                "drill.no_token", "the answers carry no X-Understudy-Token; is this an engine?"
+                "drill.no_token",
+                "the answers carry no X-Understudy-Token; is this an engine, and does no proxy"
+                " before it remove the header?",
             )
         if is_whole and answer.chunks >= _chunks_min(prompt):
             used.append(prompt)
@@ -170,7 +190,8 @@ async def learn_answers(
             break
     if not used:
         raise UnderstudyError(
-            "drill.no_answers", f"the model gave no usable answer; the last one: {last}"
+            "drill.no_answers",
+            f"{target.url or 'the model'} gave no usable answer; the last one: {last}",
         )
     return used, answers
 

@@ -255,6 +255,7 @@ class Records(Struct):
     the death of a part; `deaths`: of engines, rehearsed or not. `memory` is set once a memory
     server was killed, `upgrade` in an upgrade.
     `targets`: those of every engine of this pod, which are counted even if none was killed.
+    `url`: the address outside the pod that clients used, if they did.
     `is_direct`: engines answered the clients themselves. Behind a gateway, a token says where an
     answer began, and text that follows it may be of any newer engine.
     """
@@ -275,3 +276,4 @@ class Records(Struct):
     lasted_s: float = 0.0
     targets: Sequence[str] = TARGETS
     is_direct: bool = True
+    url: str = ""

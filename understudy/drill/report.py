@@ -37,6 +37,8 @@ def print_report(
     killed = f" ({', '.join(counts)})" if counts else ""
     console.print(f"kills            {report.kills}{killed}")
     console.print(f"requests         {report.requests}, {_interrupted(report)}")
+    if report.url:
+        console.print(f"sent to          {report.url}", markup=False)
     faults = [("refused", report.refused), ("wrong tokens", report.wrong_tokens)]
     if not report.is_direct:
         lost = report.lost_in_flight - report.broken_streams

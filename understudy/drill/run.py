@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +18,12 @@ from plumbing.part.paths import engine_sockets
 from plumbing.service.clock import SystemClock
 from understudy.drill import part_killer
 from understudy.drill.burn import Burn
-from understudy.drill.clients import Target, send, stream_without_pause
+from understudy.drill.clients import Target, inside_target, send, stream_without_pause
 from understudy.drill.kept import note_adoption
 from understudy.drill.killer import WHOLE_DEADLINE_S, Whole, kill_active, wait_whole
 from understudy.drill.observer import Observer
 from understudy.drill.part_killer import PhysicalMemory, Standing
-from understudy.drill.prompts import bank_of, learn_answers, read_expected
+from understudy.drill.prompts import bank_of, learn_answers, model_name, read_expected
 from understudy.drill.records import (
     GATEWAYS,
     GMS,
@@ -38,7 +37,6 @@ from understudy.drill.records import (
     targets_of,
 )
 from understudy.drill.upgrade import SETTING, VALUE, Upgrader
-from understudy.kubelet.http_get import get
 from understudy.kubelet.runner import PodRunner
 from understudy.status.gather import engine_parts, gather, pids_of, require_pod, status_of
 
@@ -60,6 +58,7 @@ class DrillPlan:
     `is_upgrade`: no kills; both engines get a new configuration instead.
     `burn`: number of busy loops per CPU meanwhile; `duration_s`: spread the kills over this time.
     `has_long_prompts`: most requests share a long beginning.
+    `outside`: where clients send requests instead of to the pod itself.
     """
 
     kills: int = 20
@@ -71,6 +70,7 @@ class DrillPlan:
     burn: int = 0
     duration_s: float = 0.0
     has_long_prompts: bool = False
+    outside: Target | None = None
 
     @property
     def kills_wanted(self) -> int:
@@ -94,7 +94,7 @@ class Drill:
         """`runner` runs the pod, if the drill started it. Upgrades need it. Nothing is killed until
         its containers have passed their startup probes: before that a hang goes unnoticed."""
         self.records = Records()
-        self._directory = directory
+        self.directory = directory
         self._plan = plan
         self._say = say
         self._targets = tuple(plan.targets)
@@ -109,9 +109,9 @@ class Drill:
         Raises:
             UnderstudyError: the pod does not become ready, or its model gives no usable answers.
         """
-        await require_pod(self._directory)
-        whole = await wait_whole(self._directory, self._say, FIRST_WHOLE_DEADLINE_S)
-        engines = {part.name: part for part in engine_parts(self._directory)}
+        await require_pod(self.directory)
+        whole = await wait_whole(self.directory, self._say, FIRST_WHOLE_DEADLINE_S)
+        engines = {part.name: part for part in engine_parts(self.directory)}
         backend = (await status_of(engines[whole.engine])).get("backend") or {}
         self.backend = backend.get("name")
         self.records.targets = base_targets(self.backend)
@@ -121,21 +121,38 @@ class Drill:
         self._refuse_targets(gateways)
         also = [part for part in self._plan.also if part not in gateways]
         self._targets = self._targets or (*processes, *also)
-        host, _, port = whole.service.rpartition(":")
-        host = host.strip("[]")
-        target = Target("127.0.0.1" if host in ("", "0.0.0.0", "::") else host, int(port))
-        model = await _model_name(target)
+        inside = inside_target(whole.service)
+        target = self._plan.outside or inside
+        self.records.url = target.url
+        model = await model_name(inside)
         if self._plan.expected is not None:
             self.prompts, self.records.expected = read_expected(self._plan.expected, model)
         else:
             bank = bank_of(self.backend, model, is_long=self._plan.has_long_prompts)
             self.prompts, self.records.expected = await learn_answers(target, bank, len(bank))
+        if target.url:
+            await self._check_outside(target, whole)
         self._say(
-            f"{whole.engine} serves {model} at {target.host}:{target.port}, "
+            f"{whole.engine} serves {model} at {target.url or whole.service}, "
             f"standby: {', '.join(whole.standbys)}; "
             f"{len(self.prompts)} prompts, {self._plan.clients} clients"
         )
         return target
+
+    async def _check_outside(self, target: Target, before: Whole) -> None:
+        """Raise if the address leads to another pod, whose tokens are of another lock.
+
+        Raises:
+            UnderstudyError: `drill.other_pod`.
+        """
+        after = await self._whole()
+        for each in self.records.expected.values():
+            if each.token is not None and not before.token <= each.token <= after.token:
+                raise UnderstudyError(
+                    "drill.other_pod",
+                    f"an answer from {target.url} has token {each.token}, and the lock of the pod"
+                    f" in {self.directory} has {after.token}: does it lead to another pod, too?",
+                )
 
     def _refuse_targets(self, absent: Sequence[str]) -> None:
         named = [target for target in self._targets if target in absent]
@@ -153,8 +170,8 @@ class Drill:
         self.records.burn = burn.use if self._plan.burn else None
         burn.start()
         began_ms = clock.now_ms()
-        engines = engine_sockets(self._directory)
-        observer = Observer(self._directory, engines, self.records)
+        engines = engine_sockets(self.directory)
+        observer = Observer(self.directory, engines, self.records)
         exchanges = self.records.exchanges
         clients = [
             asyncio.create_task(
@@ -200,7 +217,7 @@ class Drill:
         self.records.upgrade = Upgrade(f"{SETTING}={VALUE}")
         await self._answers(2 * self._plan.clients)
         upgrader = Upgrader(
-            self._directory,
+            self.directory,
             self._runner,
             observer,
             self._say,
@@ -216,19 +233,19 @@ class Drill:
 
     async def _whole(self) -> Whole:
         deadline_s = self._plan.stretched_s(WHOLE_DEADLINE_S)
-        return await wait_whole(self._directory, self._say, deadline_s)
+        return await wait_whole(self.directory, self._say, deadline_s)
 
     def _not_up(self) -> Sequence[str]:
         return self._runner.not_up() if self._runner is not None else ()
 
     async def _watch_memory(self) -> None:
         """Note the committed memory, and start sampling the physical memory."""
-        view = await gather(self._directory)
+        view = await gather(self.directory)
         sizes = [
             int(each["committed_bytes"]) for each in part_killer.committed_devices(view).values()
         ]
         self.records.memory = MemoryUse(sum(sizes), min(sizes, default=0))
-        self._physical.watch(part_killer.roots_of(await pids_of(self._directory)))
+        self._physical.watch(part_killer.roots_of(await pids_of(self.directory)))
 
     async def _all_up(self, observer: Observer) -> None:
         """Wait until every container has passed its startup probe, and the lock server is watched.
@@ -248,9 +265,9 @@ class Drill:
 
     async def _kill_part(self, number: int, what: str) -> None:
         """Kill a part that is not an engine, and record what else its death has changed."""
-        kill, before, memory = await part_killer.kill_part(self._directory, what)
+        kill, before, memory = await part_killer.kill_part(self.directory, what)
         self.records.part_kills.append(kill)
-        await part_killer.wait_back(self._directory, kill, memory)
+        await part_killer.wait_back(self.directory, kill, memory)
         await self._whole()
         await self._answers(2 * self._plan.clients)
         await self._compare(what, before)
@@ -259,17 +276,17 @@ class Drill:
 
     async def _compare(self, what: str, before: Standing) -> None:
         """Record what the death of `what` has changed."""
-        changes = before.changes(Standing.of(await gather(self._directory)))
+        changes = before.changes(Standing.of(await gather(self.directory)))
         self.records.disturbed += [f"after the death of {what}, {changed}" for changed in changes]
 
     async def _kill_memory(self, number: int) -> None:
         """Kill a memory server, and record what else its death has changed."""
         made = len(self.records.memory_kills)
-        kill, before = await part_killer.kill_server(self._directory, made)
+        kill, before = await part_killer.kill_server(self.directory, made)
         self.records.memory_kills.append(kill)
-        await part_killer.wait_recovered(self._directory, kill, self._say)
+        await part_killer.wait_recovered(self.directory, kill, self._say)
         # Earlier kills may have replaced engines.
-        self._physical.watch(part_killer.roots_of(await pids_of(self._directory)))
+        self._physical.watch(part_killer.roots_of(await pids_of(self.directory)))
         await self._answers(2 * self._plan.clients)
         await self._compare(f"the server of {kill.device}", before)
         took_ms = (kill.recovered_ms or kill.killed_ms) - kill.killed_ms
@@ -281,10 +298,10 @@ class Drill:
     async def _kill(
         self, number: int, what: str, whole: Whole, target: Target, observer: Observer
     ) -> None:
-        kill = await kill_active(self._directory, what, whole, observer)
+        kill = await kill_active(self.directory, what, whole, observer)
         self.records.kills.append(kill)
         took_ms = await self._probe(kill, target)
-        await note_adoption(self._directory, kill)
+        await note_adoption(self.directory, kill)
         self._say(
             f"kill {number}/{self._plan.kills}  {what} of {kill.engine}  "
             f"{kill.new_engine or 'its successor'} answered after {duration(took_ms)}"
@@ -330,15 +347,3 @@ class Drill:
                 )
             # Without this, a refusing port would get thousands of requests a second.
             await asyncio.sleep(0.002)
-
-
-async def _model_name(target: Target) -> str:
-    answer = await get(f"http://{target.host}:{target.port}/v1/models", timeout_s=30)
-    models = answer.json().get("data") or [{}]
-    name = models[0].get("id")
-    if not isinstance(name, str):
-        reply = json.dumps(answer.json())[:200] if answer.body else answer.reason
-        raise UnderstudyError(
-            "drill.no_model", f"/v1/models lists no model ({answer.status}: {reply})"
-        )
-    return name

@@ -12,7 +12,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from understudy.drill.records import GATEWAYS, EngineKill, Exchange, Outcome, PartKill, Records
+from understudy.drill.records import (
+    GATEWAYS,
+    End,
+    EngineKill,
+    Exchange,
+    Outcome,
+    PartKill,
+    Records,
+)
+
+CLIENT_ERROR = 400  # and above: not an answer of the model
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +106,12 @@ def died_in_gateway(exchange: Exchange, kills: Sequence[PartKill]) -> bool:
     )
 
 
-def blamed(exchange: Exchange, outcome: Outcome, kills: Sequence[PartKill]) -> Outcome:
-    """`outcome`, or lost in the gateway if it was lost there."""
+def blamed(exchange: Exchange, outcome: Outcome, records: Records) -> Outcome:
+    """`outcome`, or lost in the gateway if it was lost there, or refused if the request was sent to
+    an address outside the pod and no engine has seen it."""
     is_lost = outcome in (Outcome.LOST, Outcome.BROKEN)
-    return Outcome.LOST_IN_GATEWAY if is_lost and died_in_gateway(exchange, kills) else outcome
+    if is_lost and died_in_gateway(exchange, records.part_kills):
+        return Outcome.LOST_IN_GATEWAY
+    is_error = exchange.status == 0 or exchange.status >= CLIENT_ERROR
+    is_outside = records.url and exchange.token is None and is_error
+    return Outcome.REFUSED if is_outside and exchange.end is not End.HUNG else outcome

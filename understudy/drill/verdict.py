@@ -20,7 +20,14 @@ from typing import Any
 import msgspec
 
 from understudy.drill.kept import COMPARED, KvShare, kv_share
-from understudy.drill.problems import burn_problems, false_deaths, part_problems, problems_of
+from understudy.drill.problems import (
+    burn_problems,
+    false_deaths,
+    outside_problems,
+    part_problems,
+    problems_of,
+    upgrade_problems,
+)
 from understudy.drill.records import (
     GMS,
     PARTS,
@@ -36,7 +43,6 @@ from understudy.drill.records import (
 )
 from understudy.drill.streams import blamed, doubled_pieces, pauses_of
 
-ENGINES_MIN = 2  # an active engine and a standby
 UNAVAILABLE = frozenset({429, 503})  # the server refused for now
 
 # Attributes of a report that are keys of its JSON document as they are.
@@ -85,6 +91,7 @@ class DrillReport:
     upgrade_pause_ms: float | None = None
     burn: BurnUse | None = None
     is_direct: bool = True
+    url: str = ""
     broken_streams: int = 0
     doubled_tokens: int = 0
     resumed: int = 0
@@ -113,6 +120,8 @@ class DrillReport:
             "backend": backend,
             "machine": machine,
         }
+        if self.url:
+            document["url"] = self.url
         if self.memory is not None and self.recovery_ms is not None:
             document["gms"] = {
                 "recovery_ms": self.recovery_ms.to_dict(),
@@ -175,7 +184,8 @@ def judge(records: Records, kills_wanted: int) -> DrillReport:
             *problems_of(records, outcomes, failovers, kills_wanted),
             *part_problems(records),
             *burn_problems(records),
-            *_upgrade_problems(records.upgrade, records),
+            *upgrade_problems(records, pause_of(records.upgrade, records.exchanges)),
+            *outside_problems(records, outcomes),
         ],
         recovery_ms=spread(recoveries) if records.memory is not None else None,
         memory=records.memory,
@@ -183,6 +193,7 @@ def judge(records: Records, kills_wanted: int) -> DrillReport:
         upgrade_pause_ms=pause_of(records.upgrade, records.exchanges),
         burn=records.burn,
         is_direct=records.is_direct,
+        url=records.url,
         broken_streams=counts[Outcome.BROKEN],
         doubled_tokens=sum(
             doubled_pieces(each, records.expected.get(each.prompt)) for each in records.exchanges
@@ -208,7 +219,7 @@ def pause_of(upgrade: Upgrade | None, exchanges: Sequence[Exchange]) -> float | 
 
 def outcome_of(exchange: Exchange, records: Records) -> Outcome:
     """The outcome of one exchange of these records."""
-    return blamed(exchange, classify(exchange, records.expected), records.part_kills)
+    return blamed(exchange, classify(exchange, records.expected), records)
 
 
 def classify(exchange: Exchange, expected: dict[str, Exchange]) -> Outcome:
@@ -326,20 +337,3 @@ def _killed(records: Records) -> dict[str, int]:
     return counts | {
         part: parts[part] for part in PARTS if parts[part] or is_drilled.get(part, False)
     }
-
-
-def _upgrade_problems(upgrade: Upgrade | None, records: Records) -> list[str]:
-    """Why an upgrade of both engines under load is not complete or not proven."""
-    if upgrade is None:
-        return []
-    problems = []
-    old = [engine for engine, is_upgraded in upgrade.engines.items() if not is_upgraded]
-    if old:
-        problems.append(f"{', '.join(old)} does not run with {upgrade.setting} in every process")
-    if len(upgrade.engines) < ENGINES_MIN:
-        problems.append("the upgrade was not completed")
-    if not records.grants_checked:
-        problems.append("the grant could not be checked against the old processes")
-    if pause_of(upgrade, records.exchanges) is None:
-        problems.append("no requests were answered both before and after the switchover")
-    return problems

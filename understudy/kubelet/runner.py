@@ -157,15 +157,24 @@ async def run_pod(
     body: Callable[[], Awaitable[T]],
     next_signal: Callable[[], Awaitable[int]],
     say: Say = lambda line: None,
+    start_within_s: float | None = None,
 ) -> T | None:
     """Start the pod, run `body`, stop the pod; None if a signal ended it first.
 
     The first SIGTERM or SIGINT cancels `body` and stops the pod in order; the second one kills it.
-    The pod is stopped whatever `body` raises.
+    The pod is stopped whatever `body` raises, and if it has not started after `start_within_s`.
     """
 
     async def start_and_run() -> T:
-        await runner.start()
+        try:
+            async with asyncio.timeout(start_within_s):
+                await runner.start()
+        except TimeoutError as error:
+            missing = ", ".join(runner.not_up())
+            raise WaitTimeoutError(
+                "pod.start_deadline",
+                f"the pod did not start within {start_within_s:g} s: {missing}",
+            ) from error
         return await body()
 
     work = asyncio.ensure_future(start_and_run())

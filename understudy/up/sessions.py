@@ -21,6 +21,7 @@ from plumbing.part.paths import pool_socket
 from plumbing.service.clock import rfc3339
 from plumbing.service.signals import SignalInbox
 from understudy.drill.clients import Target
+from understudy.drill.gone import unless_gone
 from understudy.drill.page import page_data, write_page
 from understudy.drill.records import Records
 from understudy.drill.report import print_report
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 
+START_DEADLINE_S = 7200.0  # of a drilled pod: as long as a first start may wait for the weights
 SETTLE_DEADLINE_S = 2.0  # connections close within milliseconds; what stays longer has leaked
 SETTLE_POLL_S = 0.05
 
@@ -235,7 +237,9 @@ async def run_drill(
 
 
 class DrillSteps(Protocol):
-    """What a drill does on a pod that runs."""
+    """What a drill does on the pod that runs in `directory`."""
+
+    directory: Path
 
     async def prepare(self) -> Target: ...
 
@@ -261,12 +265,12 @@ async def run_steps(
     ran = RanSteps()
 
     async def body() -> RanSteps:
-        target = await drill.prepare()
+        target = await unless_gone(drill.directory, drill.prepare())
         if look is not None:
             await look(target)
         before = _usages(runner)
         try:
-            await drill.run(target)
+            await unless_gone(drill.directory, drill.run(target))
         except UnderstudyError as error:
             ran.failure.append(f"the drill ended early: {error}")
         after = await _settled(runner, before)
@@ -275,7 +279,7 @@ async def run_steps(
 
     inbox = SignalInbox()
     try:
-        return await run_pod(runner, body, inbox.get, say)
+        return await run_pod(runner, body, inbox.get, say, START_DEADLINE_S)
     finally:
         inbox.close()
 

@@ -18,7 +18,7 @@ from plumbing.part.paths import engine_sockets
 from plumbing.service.clock import SystemClock
 from pool.settings import PoolFile, engines_of
 from understudy.drill.burn import Burn
-from understudy.drill.clients import REFUSED_PAUSE_S, Target, send
+from understudy.drill.clients import REFUSED_PAUSE_S, Target, inside_target, send
 from understudy.drill.observer import Observer
 from understudy.drill.pool.killer import PoolKiller
 from understudy.drill.pool.records import SHADOW, PoolDrillPlan, PoolDrillRecords
@@ -56,7 +56,7 @@ class PoolDrill:
         self.records = PoolDrillRecords(models=models)
         self.records.base.is_direct = False
         self.backend: str = next(iter(file.models.values())).backend
-        self._directory, self._file, self._plan, self._say = directory, file, plan, say
+        self.directory, self._file, self._plan, self._say = directory, file, plan, say
         self._runner = runner
         self._prompts: dict[str, list[Prompt]] = {}
         self._targets = tuple(plan.targets) or default_targets(
@@ -83,9 +83,7 @@ class PoolDrill:
             UnderstudyError: that does not happen, or a model gives no usable answers.
         """
         await self._decides()
-        host, _, port = (await self._address()).rpartition(":")
-        host = host.strip("[]")
-        target = Target("127.0.0.1" if host in ("", "0.0.0.0", "::") else host, int(port))
+        target = inside_target(await self._address())
         for model in self.records.models:
             began_ms = clock.now_ms()
             self._prompts[model] = await self._learn(target, pool_prompts(self.backend, model))
@@ -110,8 +108,8 @@ class PoolDrill:
         base.burn = burn.use if self._plan.burn else None
         burn.start()
         self.records.began_ms = began_ms = clock.now_ms()
-        watch = PoolWatch(self._directory, self.records)
-        observer = Observer(self._directory, engine_sockets(self._directory), base)
+        watch = PoolWatch(self.directory, self.records)
+        observer = Observer(self.directory, engine_sockets(self.directory), base)
         pauses = {model: asyncio.Barrier(self._of_each) for model in self.records.models}
         clients = [
             asyncio.create_task(self._client(target, model, number, pauses[model], stopping))
@@ -119,7 +117,7 @@ class PoolDrill:
         ]
         try:
             killer = PoolKiller(
-                self._directory, self.records, self._plan, watch, observer, self._runner, self._say
+                self.directory, self.records, self._plan, watch, observer, self._runner, self._say
             )
             await killer.kill_all(self._targets)
             await self._switched(self._plan.switches)
@@ -207,10 +205,10 @@ class PoolDrill:
 
     async def _missing(self) -> str | None:
         try:
-            document = await pool_status(self._directory)
+            document = await pool_status(self.directory)
         except UnderstudyError as error:
             return error.message
-        gateway = await status_of(gateway_part(self._directory))
+        gateway = await status_of(gateway_part(self.directory))
         if not gateway.get("accepting"):
             return str(gateway.get("error") or "the gateway does not accept requests")
         if document.get("recovering"):
@@ -219,5 +217,5 @@ class PoolDrill:
 
     async def _address(self) -> str:
         """Where requests go, as the lock server says."""
-        lock = await status_of(lockserver_part(self._directory))
+        lock = await status_of(lockserver_part(self.directory))
         return str(((lock.get("service") or {}).get("active") or {}).get("address"))

@@ -1,0 +1,177 @@
+"""A drill whose clients use an address outside the pod, and one whose pod goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import ssl
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from plumbing.errors import UnderstudyError, UnreachableError
+from tests.helpers import auntil
+from tests.plumbing.wire.certificates import Authority
+from tests.understudy.drill.fake_pod import FakePod
+from tests.understudy.drill.outside import PREFIX, REFUSALS, Outside
+from understudy.cli.main import main
+from understudy.drill import gone
+from understudy.drill.clients import Target, outside_target
+from understudy.drill.records import BACKEND
+from understudy.drill.run import DrillPlan
+from understudy.drill.verdict import DrillReport
+from understudy.up import sessions
+
+BACKENDS = (f"{BACKEND}http",)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    made = tmp_path / "pod"
+    made.mkdir(mode=0o700)
+    return made
+
+
+async def drilled(directory: Path, target: Target, kills: int = 2, **more: float) -> DrillReport:
+    plan = DrillPlan(kills, BACKENDS, clients=3, outside=target, **more)
+    result = await sessions.drill_running_pod(directory, plan, lambda line: None)
+    assert result is not None
+    return result.report
+
+
+def url(outside: Outside, scheme: str = "http") -> str:
+    return f"{scheme}://localhost:{outside.port}{PREFIX}/"
+
+
+def test_clients_send_everything_through_the_address(directory: Path):
+    """Method: a proxy with a path prefix; whose Host header it gets."""
+
+    async def drill() -> None:
+        async with FakePod(directory) as pod, Outside(pod.port) as outside:
+            report = await drilled(directory, outside_target(url(outside), "llm.example"))
+        assert report.problems == []
+        assert report.passed
+        assert outside.requests > report.requests > 0
+        assert outside.hosts == {"llm.example"}
+        assert report.to_dict("fake", {})["url"] == url(outside)
+
+    asyncio.run(drill())
+
+
+def test_https_is_verified_for_the_name_that_is_asked_for(directory: Path, monkeypatch):
+    """Method: a certificate of a CA that the machine trusts; for the URL's name, for another one,
+    and for that of --url-host."""
+    authority = Authority(directory.parent)
+    monkeypatch.setenv("SSL_CERT_FILE", authority.path)
+
+    async def drill() -> None:
+        server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        issued = authority.issue("proxy", hosts=("llm.example",))
+        server.load_cert_chain(issued.cert, issued.key)
+        async with FakePod(directory) as pod, Outside(pod.port, server) as outside:
+            with pytest.raises(UnderstudyError, match="certificate") as refused:
+                await drilled(directory, outside_target(url(outside, "https")))
+            assert refused.value.code == "drill.no_answers"
+            target = outside_target(url(outside, "https"), "llm.example")
+            assert (await drilled(directory, target, kills=1)).passed
+
+    asyncio.run(drill())
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_what_the_address_refuses_is_counted_and_fails_the_drill(directory: Path, refusal: str):
+    """Method: a proxy that refuses every tenth request, once the answers are learned."""
+
+    async def drill() -> None:
+        async with FakePod(directory) as pod, Outside(pod.port) as outside:
+            count = itertools.count(1)
+
+            def refuses() -> str | None:
+                is_learned = pod.token > 1  # after the first kill
+                return refusal if is_learned and next(count) % 10 == 0 else None
+
+            outside.refuses = refuses
+            report = await drilled(directory, outside_target(url(outside)))
+        assert report.refused > 0
+        assert report.wrong_tokens == 0
+        assert not report.passed
+        (problem,) = [each for each in report.problems if url(outside) in each]
+        assert f"refused {report.refused} of {report.requests} requests" in problem
+
+    asyncio.run(drill())
+
+
+def test_address_of_another_pod_is_refused(directory: Path):
+    """Method: answers with a token that the pod's lock has not granted."""
+
+    async def drill() -> None:
+        async with FakePod(directory) as pod, Outside(pod.port) as outside:
+            outside.token = b"7"
+            with pytest.raises(UnderstudyError) as refused:
+                await drilled(directory, outside_target(url(outside)))
+            assert refused.value.code == "drill.other_pod"
+
+    asyncio.run(drill())
+
+
+@pytest.mark.parametrize(
+    ("flags", "code"),
+    [
+        (["--attach", "--url=ftp://x"], "drill.bad_url"),
+        (["--attach", "--url=localhost:8000"], "drill.bad_url"),
+        (["--attach", "--url=http://x:port"], "drill.bad_url"),
+        (["--attach", "--url=https://x/v1?a=b"], "drill.bad_url"),
+        (["--url=http://x"], "drill.needless_flag"),
+        (["--attach", "--url-host=x"], "drill.needless_flag"),
+        (["--pool", "x.yaml", "--url=http://x"], "drill.needless_flag"),
+    ],
+)
+def test_addresses_that_lead_to_no_running_pod_are_refused(flags: list[str], code: str):
+    result = CliRunner().invoke(main, ["drill", *flags])
+    assert result.exit_code == 2
+    assert f"[{code}]" in result.output
+
+
+@pytest.fixture
+def _soon(monkeypatch) -> None:
+    monkeypatch.setattr(gone, "GONE_AFTER_S", 0.2)
+    monkeypatch.setattr(gone, "LOOK_S", 0.02)
+
+
+@pytest.mark.usefixtures("_soon")
+def test_drill_ends_when_its_pod_goes_before_the_first_kill(directory: Path):
+    """Method: a pod without a standby, for which a drill may wait for hours, goes away."""
+
+    async def drill() -> None:
+        async with FakePod(directory) as pod:
+            pod.states["engine-1"] = "dead"
+            plan = DrillPlan(1, BACKENDS, clients=1)
+            run = sessions.drill_running_pod(directory, plan, lambda line: None)
+            drilling = asyncio.create_task(run)
+            await asyncio.wait({drilling}, timeout=0.5)
+            assert not drilling.done()  # the pod is there, so it waits
+        with pytest.raises(UnreachableError) as ended:
+            await drilling
+        assert ended.value.code == "drill.pod_gone"
+
+    asyncio.run(asyncio.wait_for(drill(), 30))
+
+
+@pytest.mark.usefixtures("_soon")
+def test_drill_ends_when_its_pod_goes_between_two_kills(directory: Path):
+    """Method: the pod goes while the drill waits for the time of its second kill."""
+
+    async def drill() -> None:
+        said: list[str] = []
+        async with FakePod(directory) as pod:
+            plan = DrillPlan(2, BACKENDS, clients=1, duration_s=3600.0)
+            drilling = asyncio.create_task(sessions.drill_running_pod(directory, plan, said.append))
+            await auntil(lambda: any("kill 1/2" in line for line in said), "the first kill")
+            assert pod.token > 1
+        result = await drilling
+        assert result is not None
+        assert not result.report.passed
+        assert any("[drill.pod_gone]" in problem for problem in result.report.problems)
+
+    asyncio.run(asyncio.wait_for(drill(), 30))
