@@ -8,6 +8,7 @@ timer for each connection would cost more than what it guards.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Protocol, cast
 
 from gateway.server.refusals import Refused, error_response
@@ -43,6 +44,7 @@ class Clients(Protocol):
     def body_bytes_max(self) -> int: ...
     def check(self, headers: Headers) -> Refused | None: ...
     def now_s(self) -> float: ...
+    def call_soon(self, callback: Callable[[], None]) -> object: ...
     @property
     def is_stopping(self) -> bool: ...
 
@@ -218,6 +220,10 @@ class ClientConnection(asyncio.Protocol):
         if self.request is None:
             self._reader.feed(data)
             self._advance()
+            if self._reader.is_outlining:
+                # uvloop would read up to 8 MiB in one turn.
+                self.pause_reading()
+                self._owner.call_soon(self.resume_reading)
         elif self._is_tunnel_open:
             self._owner.tunnelled(self, data)
         else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Callable
 
 from gateway.core.events import (
     DoorSet,
@@ -222,6 +223,9 @@ class HttpDoors:
 
     def check(self, headers: Headers) -> Refused | None:
         return None if self.keys is None else self.keys.check(headers)
+
+    def call_soon(self, callback: Callable[[], None]) -> object:
+        return self._loop.call_soon(callback)
 
     def now_s(self) -> float:
         return time.monotonic()

@@ -107,6 +107,11 @@ class RequestReader:
         return self._open is not None and self._open.has_head
 
     @property
+    def is_outlining(self) -> bool:
+        """Whether a body is being read of which each part takes a moment."""
+        return self._open is not None and self._open.outline is not None
+
+    @property
     def body_bytes(self) -> int:
         """How many bytes of an incomplete body have arrived."""
         return self._open.body_bytes if self._open is not None else 0

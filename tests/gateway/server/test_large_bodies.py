@@ -7,6 +7,7 @@ the process's CPU time and a trace of what Python allocates; one through real so
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import random
@@ -207,6 +208,33 @@ def test_a_body_that_names_no_model_of_the_pool_gets_a_short_answer(tmp_path):
         answer = await models.bench.once(f"/m/{'n' * 50_000}{CHAT}", body(None))
         assert answer.error()["code"] == "model_not_found"
         assert len(answer.body) < 12 * QUOTED_CHARS_MAX
+
+    with_models(tmp_path, scenario)
+
+
+def test_one_turn_of_the_loop_reads_one_part_of_a_large_body(tmp_path, monkeypatch):
+    """Goal: other streams go on while it arrives. Method: a count of the loop's turns, beside the
+    turns in which a part was outlined; uvloop by itself reads 32 parts in one."""
+    turns, fed = 0, list[int]()
+    feed = Outline.feed
+
+    def counted(outline: Outline, part: bytes | bytearray) -> None:
+        fed.append(turns)
+        feed(outline, part)
+
+    monkeypatch.setattr(Outline, "feed", counted)
+
+    async def scenario(models: TwoModels) -> None:
+        nonlocal turns
+        client = await models.bench.client()
+        client.ask(CHAT, SHAPES["tokens"])
+        asked = asyncio.ensure_future(client.answer())
+        while not asked.done():
+            turns += 1
+            await asyncio.sleep(0)
+        assert (await asked).status == 404
+        assert len(fed) > 1
+        assert len(set(fed)) == len(fed)
 
     with_models(tmp_path, scenario)
 
