@@ -124,7 +124,7 @@ class Course:
 
     def _replay(self, request: ClientRequest, now_ms: float) -> None:
         self.desk.fire(request, Turn.STREAM)
-        request.replay = Replay(request.transcript.read(), request.tokens)
+        request.replay = Replay(request.transcript.blocks(), request.tokens)
         if request.transcript.is_empty and not request.tokens:
             self.joined(request, now_ms)
 

@@ -16,6 +16,7 @@ events were merged; usage said twice at the end would be a wrong answer.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -38,8 +39,19 @@ WHOLE = frozenset(
 )
 DELTA_TYPE = re.compile(r"\.delta$|^content_block_delta$")
 SEQUENCE = "sequence_number"
+# What is left out, as bytes. A key is found by its quotes, since those in a string are escaped.
+_STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
+_FLAT = rb'[^"{}]*+(?:%b[^"{}]*+)*+' % _STRING
+_INSIDE = _FLAT
+for _ in range(4):  # deeper than log probabilities are nested
+    _INSIDE = rb"%b(?:\{%b\}%b)*+" % (_FLAT, _INSIDE, _FLAT)
+_LEFT_OUT = re.compile(
+    rb'("(?:%b)": ?)(?:%b|\{%b\})' % ("|".join(sorted(INCOMPARABLE)).encode(), _STRING, _INSIDE)
+)
 _EVENT_END = re.compile(rb"\r?\n\r?\n")
 _decode = msgspec.json.Decoder().decode
+_decode_text = msgspec.json.Decoder(str).decode
+_decode_texts = msgspec.json.Decoder(list[str]).decode
 
 Path = tuple[Any, ...]
 
@@ -73,8 +85,9 @@ class _Unknown(Exception):
 class _Form(NamedTuple):
     """An event that adds one piece of one string and nothing else: the bytes around the piece.
 
-    Most events of a stream differ from the one before in nothing but this piece, which is then
-    found at a tenth of the cost of parsing, with the same result.
+    Most events of a stream differ from the one before in nothing but this piece. It is then found
+    at a fifth of the cost of parsing, and in many events at once at a thirtieth, with the same
+    result.
     """
 
     before: bytes
@@ -86,32 +99,45 @@ class _Form(NamedTuple):
         if len(added) != 1 or added[0] is None:
             return None
         path, piece = added[0]
-        quoted = b'"%b"' % piece.encode("utf-8", "surrogatepass")
-        start = data.find(quoted)
-        end = start + len(quoted)
-        # In any doubt, whether it is escaped, another value too, or a key, every event is parsed.
-        is_certain = start >= 0 and b"\\" not in data and data.count(quoted) == 1
-        if not is_certain or data[end : end + 1] not in (b",", b"}"):
-            return None
-        return cls(data[: start + 1], data[end - 1 :], path)
+        for quoted in (msgspec.json.encode(piece), json.dumps(piece).encode()):
+            for named in (b'"%b":%b', b'"%b": %b'):
+                said = named % (str(path[-1]).encode(), quoted)
+                start, _, behind = data.partition(said)
+                # In any doubt, whether this is within a string or another value too, every event is
+                # parsed.
+                if behind and b"\\" not in start + behind and said not in behind:
+                    return cls(start + said[: -len(quoted) + 1], b'"' + behind, path)
+        return None
 
     def piece_of(self, data: bytes) -> str | None:
-        """The piece, if `data` has this form and the piece needs no parsing."""
+        """The piece, if `data` has this form."""
         before, behind, _ = self
         size = len(data) - len(before) - len(behind)
         if size <= 0 or not data.startswith(before) or not data.endswith(behind):
             return None
-        piece = data[len(before) : len(before) + size]
-        if b'"' in piece or b"\\" in piece or not piece.isascii():
+        try:
+            return _decode_text(b'"%b"' % data[len(before) : len(before) + size])
+        except (msgspec.DecodeError, UnicodeDecodeError):
             return None
-        text = piece.decode()
-        return text if text.isprintable() else None
+
+    def pieces_of(self, raw: bytes) -> list[str] | None:
+        """The pieces of whole events, if all of them have this form."""
+        before, behind, _ = self
+        first, last = b"data: " + before, behind + b"\n\n"
+        if len(raw) < len(first) + len(last) or not raw.startswith(first) or not raw.endswith(last):
+            return None
+        pieces = raw[len(first) : -len(last)].split(last + first)
+        try:
+            texts = _decode_texts(b'["%b"]' % b'","'.join(pieces))
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return None
+        return texts if len(texts) == len(pieces) and all(texts) else None
 
 
 class Joined:
     """The sum of the events added so far."""
 
-    __slots__ = ("_added", "_form", "ids", "pieces", "sequence", "values")
+    __slots__ = ("_added", "_form", "_leaves_out", "ids", "pieces", "sequence", "values")
 
     def __init__(self, raw: bytes = b"") -> None:
         self.pieces: dict[Path, list[str]] = {}
@@ -120,6 +146,20 @@ class Joined:
         self.sequence: int | None = None  # the last one
         self._form: _Form | None = None  # of the last event
         self._added: list[tuple[Path, str] | None] = []  # by the last event; None: no piece
+        self._leaves_out = False  # it pays, as events differ in what is not compared
+        self.add_all(raw)
+
+    def add_all(self, raw: bytes) -> None:
+        """More events."""
+        if self._leaves_out:
+            raw = _LEFT_OUT.sub(rb"\1null", raw)
+        if self._form is not None:
+            if (pieces := self._form.pieces_of(raw)) is not None:
+                self.pieces[self._form.path].append("".join(pieces))
+                return
+            if not self._leaves_out and _LEFT_OUT.search(raw) is not None:
+                self._leaves_out = True
+                raw = _LEFT_OUT.sub(rb"\1null", raw)
         for data, _ in events_in(raw):
             self.add(data)
 

@@ -11,6 +11,7 @@ played is what was delivered.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from gateway.core.joined import Joined, events_in
@@ -29,16 +30,26 @@ class Rest(NamedTuple):
 
 
 class Replay:
-    """One replay; `delivered` is the bytes that the client has, `journal` its tokens."""
+    """One replay; `delivered` is what the client has, in pieces of whole events, and `journal` its
+    tokens. A long answer takes a while to read: `prepare` reads one piece of it at a time."""
 
-    __slots__ = ("_delivered", "_journal", "_played", "_seen", "_sequence")
+    __slots__ = ("_blocks", "_delivered", "_journal", "_played", "_seen", "_sequence")
 
-    def __init__(self, delivered: bytes, journal: array[int]) -> None:
-        self._delivered = Joined(delivered)
+    def __init__(self, delivered: bytes | Iterable[bytes], journal: array[int]) -> None:
+        self._blocks = iter((delivered,) if isinstance(delivered, bytes) else delivered)
+        self._delivered = Joined()
         self._journal = journal
         self._played = Joined()
         self._seen = 0
         self._sequence: int | None = None  # of the last event in front of the joint
+
+    def prepare(self) -> bool:
+        """Read a piece of what was delivered; False: everything was read before."""
+        block = next(self._blocks, None)
+        if block is None:
+            return False
+        self._delivered.add_all(block)
+        return True
 
     def feed(self, events: bytes, tokens: list[int], is_last: bool) -> Rest | None:
         """What of this group is new to the client; None while the replay has not come that far.
@@ -50,7 +61,7 @@ class Replay:
         if not is_beyond:
             self._check(tokens)
         if self._seen < len(self._journal):
-            self._add(events)
+            self._played.add_all(events)
             if is_last:
                 raise ReplayMismatch(f"it ended after {self._seen} of {len(self._journal)} tokens")
             return None
@@ -72,12 +83,10 @@ class Replay:
             raise ReplayMismatch(f"tokens {what}, at {self._seen} of {len(self._journal)}")
         self._seen = seen
 
-    def _add(self, events: bytes) -> None:
-        for data, _ in events_in(events):
-            self._played.add(data)
-
     def _cut(self, events: bytes) -> bytes | None:
         """The events behind the last place at which all that was played is what was delivered."""
+        while self.prepare():
+            pass
         joint = 0 if self._played.is_same(self._delivered) else -1
         self._sequence = self._played.sequence
         for data, end in events_in(events):

@@ -29,6 +29,7 @@ from gateway.server.refusals import error_response
 from gateway.server.requests import HttpRequest
 from gateway.server.takeover import take_over
 from gateway.server.upstream import Upstream
+from gateway.server.upstream_owner import ReplayTurns
 from plumbing.hop import Hello
 from plumbing.part.paths import engine_http_socket
 
@@ -62,6 +63,7 @@ class HttpExchange:
         self._quiet_since_ms = 0.0  # long ago: a fresh child keeps no engine awake
         self.upstreams: dict[int, Upstream] = {}  # by the number of their attempt
         self.idle_connections = IdleConnections()
+        self.replays = ReplayTurns()
         self._by_client: dict[ClientConnection, OpenRequest] = {}
         self._paused: dict[int, float] = {}  # request → when it was sent something last, in ms
         self._inbox: deque[ev.GatewayEvent] = deque()

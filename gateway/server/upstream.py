@@ -14,60 +14,28 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import cast
 
 from gateway.core.attempt import Attempt
-from gateway.core.events import (
-    AnswerBroke,
-    AnswerCame,
-    BreakCause,
-    GatewayEffect,
-    GatewayEvent,
-    HeadCame,
-)
+from gateway.core.events import AnswerBroke, AnswerCame, BreakCause, HeadCame
 from gateway.server.groups import GroupCutter, whole_group
-from gateway.server.idle_connections import IdleConnection, IdleConnections
+from gateway.server.idle_connections import IdleConnection
 from gateway.server.responses import ResponseReader
 from gateway.server.takeover import Buffer, connect_to, send_now
+from gateway.server.upstream_owner import BodySink, Upstreams
 from plumbing.hop import Continuation
 
 _GROUP_AND_CHUNK_END = b"\n\n\r\n"
-
-
-class BodySink(Protocol):
-    """The client that an answer is for. While `is_full` it takes bytes slower than they come."""
-
-    is_full: bool
-
-    def send_body(self, data: bytes) -> None: ...
-    def gather(self) -> None: ...
-    def release(self) -> bool: ...
-    def pause_reading(self) -> None: ...
-    def resume_reading(self) -> None: ...
-
-
-class Upstreams(Protocol):
-    """Who opens these connections: the shell around the core."""
-
-    def sent(self, upstream: Upstream) -> None: ...
-    def connect(self, upstream: Upstream) -> None: ...
-    def handle(self, event: GatewayEvent) -> None: ...
-    def perform_outbox(self) -> None: ...
-    @property
-    def idle_connections(self) -> IdleConnections: ...
-    @property
-    def outbox(self) -> Sequence[GatewayEffect]:
-        """Always the same one."""
-
-    def now_ms(self) -> float: ...
+SLICE_BYTES = 16 * 1024  # of a replay: some 60 events, a millisecond at most
 
 
 class Upstream(asyncio.Protocol):
     """One attempt's connection. After `drop` nothing of it reaches anybody."""
 
     __slots__ = (
-        *("_cutter", "_is_between", "_is_head_told", "_is_passed_on", "_is_paused", "_is_reused"),
-        *("_outbox", "_owner", "_request", "_sink", "_socket", "_transport", "_unsent"),
+        *("_cutter", "_is_behind", "_is_between", "_is_head_told", "_is_passed_on", "_is_paused"),
+        *("_is_reused", "_outbox", "_owner", "_replayed", "_request", "_sink", "_socket"),
+        *("_transport", "_unsent"),
         *("attempt", "head_since_ms", "held", "is_dropped", "response"),
     )
 
@@ -94,6 +62,8 @@ class Upstream(asyncio.Protocol):
         self._is_reused = False
         self._cutter: GroupCutter | None = None
         self._is_between = False  # the next byte begins a chunk and, within it, a group
+        self._replayed = bytearray()  # that waits for its turn,
+        self._is_behind = False  # and the connection is not read on meanwhile
         self._is_head_told = False
         self._is_passed_on = False
         self.is_dropped = False
@@ -157,8 +127,25 @@ class Upstream(asyncio.Protocol):
     def resume(self) -> None:
         """The client has room again."""
         self._is_paused = False
-        if self._transport is not None and not self.is_dropped:
-            self._transport.resume_reading()
+        self._resume_reading()
+
+    def read_slice(self) -> bool:
+        """Compare a little more of a replay with what the client has; whether to go on with it."""
+        if self.is_dropped or self._cutter is None:
+            return False
+        if self.attempt.prepare():
+            return True
+        data = bytes(self._replayed[:SLICE_BYTES])
+        del self._replayed[:SLICE_BYTES]
+        self._is_behind = bool(self._replayed)
+        self._resume_reading()  # `_cut` may leave the connection to another request
+        self._sink.gather()
+        self._cut(self._cutter, data)
+        if self.response.is_whole and not self._is_behind and not self.is_dropped:
+            self._end()
+        if self._sink.release():
+            self._look_at_room()
+        return self._is_behind and not self.is_dropped
 
     # ------------------------------------------------------------------ asyncio's callbacks
 
@@ -204,6 +191,13 @@ class Upstream(asyncio.Protocol):
         if response.pieces:
             body = response.pieces[0] if len(response.pieces) == 1 else b"".join(response.pieces)
             response.pieces.clear()
+        if self._is_behind or (self._cutter is not None and self.attempt.is_replaying):
+            self._replayed += body
+            if not self._is_behind:
+                self._is_behind = True
+                self._pause_reading()
+                self._owner.replays.add(self)
+            return
         if self._cutter is not None:
             self._cut(self._cutter, body)
             # What follows the last group then is no byte of the body, so it is the chunk's end.
@@ -242,8 +236,6 @@ class Upstream(asyncio.Protocol):
         else:
             self._break(BreakCause.CLOSED)
 
-    # ------------------------------------------------------------------ inside
-
     def _was_unread(self, error: Exception | None) -> bool:
         """Whether the engine has closed a connection that was idle before it saw the request."""
         is_silent = self.head_since_ms is None and not self._is_head_told
@@ -259,8 +251,16 @@ class Upstream(asyncio.Protocol):
     def _look_at_room(self) -> None:
         if self._sink.is_full and not self._is_paused:
             self._is_paused = True
-            if self._transport is not None and not self.is_dropped:
-                self._transport.pause_reading()
+            self._pause_reading()
+
+    def _pause_reading(self) -> None:
+        if self._transport is not None and not self.is_dropped:
+            self._transport.pause_reading()
+
+    def _resume_reading(self) -> None:
+        is_wanted = not self._is_paused and not self._is_behind and not self.is_dropped
+        if self._transport is not None and is_wanted:
+            self._transport.resume_reading()
 
     def _tell_head(self) -> None:
         response = self.response
@@ -303,7 +303,8 @@ class Upstream(asyncio.Protocol):
         if transport is None or self._socket is None:
             return
         response = self.response
-        is_flowing = not self._is_paused and not transport.get_write_buffer_size()
+        is_read = not self._is_paused and not self._is_behind
+        is_flowing = is_read and not transport.get_write_buffer_size()
         if response.status == 200 and response.keeps_alive and is_flowing:
             grant = (self.attempt.engine, self.attempt.token)
             kept = self._owner.idle_connections

@@ -181,3 +181,94 @@ def test_transcript_gives_back_what_it_took_and_stays_small():
     assert transcript.read() == sent + b"data: [DONE]\n\n"
     assert (transcript.tokens.tolist(), transcript.chunks.tolist()) == (tokens, chunks)
     assert transcript.packed_bytes < len(sent) / 4
+
+
+def one_by_one(events: list[bytes]) -> Joined:
+    """As if no event had the form of the one before it."""
+    joined = Joined()
+    for event in events:
+        joined._form = None
+        for data, _ in events_in(event):
+            joined.add(data)
+    return joined
+
+
+PIECES = st.lists(
+    st.one_of(
+        st.text(max_size=4),
+        st.sampled_from(['"', "\\", '\\"', '","', "漢", "\n\n", '"},"x":{"', 'data: {"', "\x1f"]),
+        st.sampled_from(['"usage":{"a":1}', '"logprobs": null', "}", "{", "[DONE]"]),
+    ),
+    max_size=12,
+)
+USAGES = st.sampled_from(
+    [
+        *(None, 1, {}, {"total_tokens": 7}, [1, {"b": ["}"]}]),
+        {"a": {"b": {"c": {"d": {"e": {"f": '{"'}}}}}},  # deeper than is left out
+    ]
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(PIECES, st.lists(USAGES, min_size=1, max_size=3), st.booleans(), st.booleans(), st.data())
+def test_many_events_at_once_amount_to_the_same(pieces, usages, is_spaced, is_ascii, data):
+    """Goal: the short ways have the result of parsing. Method: texts that look like what is around
+    them, in events that are alike but for what is not compared; cut into blocks anywhere."""
+    separators = (", ", ": ") if is_spaced else (",", ":")
+    events = []
+    for place, piece in enumerate(pieces):
+        choice = {"index": 0, "delta": {"content": piece}, "logprobs": usages[place % len(usages)]}
+        said = {"id": "m", "choices": [choice], "usage": usages[-1]}
+        text = json.dumps(said, separators=separators, ensure_ascii=is_ascii)
+        events.append(b"data: %b\n\n" % text.encode("utf-8", "surrogatepass"))
+    parsed = one_by_one(events)
+    joined, start = Joined(), 0
+    while start < len(events):
+        end = data.draw(st.integers(start + 1, len(events)))
+        joined.add_all(b"".join(events[start:end]))
+        start = end
+    assert joined.is_same(parsed)
+    assert joined.ids == parsed.ids
+
+
+def test_event_of_another_form_is_not_taken_for_one_of_this_form():
+    """Goal: every value counts, and text that is not JSON is no text. Method: blocks in which one
+    event has a value, a key or a byte more."""
+    event = b'data: {"choices":[{"index":0,"delta":{"content":"%b"},"finish_reason":null}]}\n\n'
+    plain = [event % b"a", event % b"bc"]
+    for other in (
+        event.replace(b"null", b'"stop"') % b"d",
+        event.replace(b'"index":0', b'"index":1') % b"d",
+        event % b'd","role":"x',
+        event % b'd","e',
+        event % b"\xff",
+        event % b"\x01",
+        event % b"",
+        b"data: [DONE]\n\n",
+        b": comment\n\n",
+    ):
+        for events in ([*plain, other, *plain], [*plain, *plain, other], [*plain, other]):
+            joined = Joined(plain[0])
+            joined.add_all(b"".join(events[1:]))
+            assert joined.is_same(one_by_one(events)), other
+            same = other in (event % b"", b": comment\n\n")
+            assert (
+                joined.is_same(Joined(b"".join(each for each in events if each != other))) == same
+            )
+
+
+def test_replay_reads_what_was_delivered_in_pieces():
+    """Goal: no step of it is long. Method: pieces are asked for one at a time, and by the
+    cut at the latest."""
+    event = b'data: {"choices":[{"index":0,"delta":{"content":"a"}}]}\n\n'
+    asked = []
+    pieces = (asked.append(place) or event for place in range(3))
+    playing = Replay(pieces, array("I", [1, 2, 3]))
+    assert playing.feed(event, [1], False) is None
+    assert asked == []
+    assert playing.prepare()
+    assert asked == [0]
+    assert playing.feed(event, [2], False) is None
+    assert playing.feed(event, [3], False) is not None
+    assert asked == [0, 1, 2]
+    assert not playing.prepare()
