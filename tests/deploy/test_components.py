@@ -22,11 +22,13 @@ from tests.deploy.manifests import (
     documents,
     labels,
     needs_kubectl,
+    pod_spec,
     render,
 )
 from tests.deploy.test_manifest_policy import references, selectors
 
 VERSIONS = ["1.34", kubernetes_validate.latest_version()]
+OF_CLAIMS = ("exclusive-gpu", "tainted-gpu")
 OF_PODS = ("Deployment", "StatefulSet")
 
 
@@ -40,8 +42,7 @@ def using(overlay: str, *components: str) -> str:
 def test_components_leave_every_object_valid(own: Path, overlay: str):
     """Goal: no field that a cluster refuses. Method: all components that fit, against the oldest
     and the newest schema."""
-    of_gpus = ["exclusive-gpu"] if overlay in WITH_CLAIM else []
-    found = render(own, using(overlay, "replicas", *of_gpus))
+    found = render(own, using(overlay, "replicas", *(OF_CLAIMS if overlay in WITH_CLAIM else ())))
     for document in found:
         for version in VERSIONS:
             kubernetes_validate.validate(document, version, strict=True)
@@ -49,12 +50,18 @@ def test_components_leave_every_object_valid(own: Path, overlay: str):
 
 @needs_kubectl
 @pytest.mark.parametrize("overlay", WITH_CLAIM)
-def test_exclusive_gpus_differ_in_their_claim_alone(own: Path, overlay: str):
-    found = render(own, using(overlay, "exclusive-gpu"))
+def test_components_of_claims_change_nothing_else(own: Path, overlay: str):
+    """Goal: a GPU of one's own, kept while a drain runs. Method: the rendered claim;
+    what is left without the two fields is the overlay."""
+    found = render(own, using(overlay, *OF_CLAIMS))
     (claim,) = (each for each in found if each["kind"] == "ResourceClaimTemplate")
     (request,) = claim["spec"]["spec"]["devices"]["requests"]
     (selector,) = request["exactly"].pop("selectors")
     assert "device.allowMultipleAllocations" in selector["cel"]["expression"]
+    (toleration,) = request["exactly"].pop("tolerations")
+    assert toleration["effect"] == "NoExecute"
+    grace = pod_spec(overlay)["terminationGracePeriodSeconds"]
+    assert toleration["tolerationSeconds"] == grace
     assert sorted(found, key=str) == sorted(documents(overlay), key=str)
 
 
