@@ -23,9 +23,9 @@ from gateway.server.requests import (
     NOT_PASSED_ON,
     Headers,
     HttpRequest,
-    is_endpoint,
     is_hop_path,
     make_request,
+    needs_no_key,
     path_of,
     sane_id,
 )
@@ -33,6 +33,7 @@ from gateway.server.requests import (
 HEAD_BYTES_MAX = 64 * 1024  # as many proxies; a browser's cookies are some KiB
 # What a body may have beside its bytes, for each of them: a chunk of one byte has five.
 FRAMING_PER_BYTE = 8
+KEYLESS_BYTES_MAX = 4096  # of the body of a ping, which needs no key
 PIPELINED_MAX = 32  # requests read ahead on one connection; later ones are not read
 
 
@@ -241,14 +242,14 @@ class RequestReader:
             return Refused(400, "bad_request", "HTTP/1.0 has no transfer encodings.")
         if sum(name == b"host" for name, _ in current.headers) > 1:
             return Refused(400, "bad_request", "There is more than one Host header.")
-        path = path_of(current.url)
-        if is_hop_path(path):
+        if is_hop_path(path_of(current.url)):
             return Refused(404, "not_found", "There is nothing at this path.")
-        if not is_endpoint(current.method, path):
+        declared = int(named.get(b"content-length", b"0"))  # llhttp has checked it
+        is_small = declared <= KEYLESS_BYTES_MAX and not codings
+        if not (is_small and needs_no_key(current.method, current.url)):
             refused = self._check(current.headers)
             if refused is not None:
                 return refused
-        declared = int(named.get(b"content-length", b"0"))  # llhttp has checked it
         if declared > self._body_bytes_max():
             return _body_too_large(self._body_bytes_max())
         if codings or declared > LARGE_BYTES:

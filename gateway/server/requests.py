@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 from urllib.parse import unquote_to_bytes
 
+from gateway.core.router import model_in_path
 from gateway.server.outline import (
     LARGE_BYTES,
     NO_MEMBERS,
@@ -91,6 +92,12 @@ def is_endpoint(method: bytes, path: str) -> bool:
     """Whether the gateway answers this by itself; SageMaker may POST its ping."""
     is_read = method in (b"GET", b"HEAD") or (method, path) == (b"POST", "/ping")
     return path in ENDPOINTS and is_read
+
+
+def needs_no_key(method: bytes, url: bytes) -> bool:
+    """Whether `is_endpoint` is true of this, below `/m/<model>` too."""
+    _, path = model_in_path(url.decode("latin-1"))
+    return is_endpoint(method, path_of(path.encode("latin-1")))
 
 
 def is_hop_path(path: str) -> bool:

@@ -235,10 +235,26 @@ def test_the_four_need_no_key_as_with_vllm(tmp_path):
         assert await health(bench) == 200
         assert version(await bench.once("/version")) == "0.32.0"
         assert len(await gauges(bench)) == 1
-        for path, document in (("/v1/models", None), ("/metrics", b"{}"), ("/health", b"")):
-            assert (await bench.once(path, document)).status == 401
+        guarded = (
+            *(("/v1/models", None), ("/metrics", b"{}"), ("/health", b""), ("/metrics/", None)),
+            *(
+                ("/ping", b"a" * 5000),
+                ("/m/chat/metrics", b"{}"),
+                ("/m/chat/v1/models", None),
+                ("/m%2Fa/health", None),
+            ),
+        )
+        for path, document in guarded:
+            assert (await bench.once(path, document)).status == 401, path
+
+    async def in_a_pool(bench: Bench) -> None:
+        assert await gauges(bench, "/m/chat/metrics") == {("chat", "0"): [0.0] * 3}
+        assert await health(bench, "/m/chat") == 503
+        assert version(await bench.once("/m/chat/version")) is None
+        assert (await bench.once("/m/chat/status")).status == 401
 
     with_bench(tmp_path, scenario, api_keys=str(keys))
+    with_bench(tmp_path, in_a_pool, api_keys=str(keys), lanes=LANES)
 
 
 def test_an_answer_to_head_has_no_body(tmp_path):
