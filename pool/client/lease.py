@@ -57,7 +57,7 @@ def run_with_lease(
         priority=priority,
         program=one_line(os.path.basename(command[0]))[:PROGRAM_CHARS_MAX],
     )
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fd = _create(path)
     is_granted = False
     try:
         fcntl.flock(fd, fcntl.LOCK_SH)
@@ -69,6 +69,23 @@ def run_with_lease(
             with contextlib.suppress(OSError):
                 os.unlink(path)
         os.close(fd)
+
+
+def _create(path: str) -> int:
+    """
+    Raises:
+        UnreachableError: `pool.offline`, no pod was ever here; UnderstudyError:
+            `pool.no_lease_file`, the disk is full, …
+    """
+    try:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        return os.open(path, flags, 0o600)
+    except FileNotFoundError as error:
+        why = f"no pool answers in {os.path.dirname(path)}: there is no such directory"
+        raise UnreachableError("pool.offline", f"{why}; name the pod's with --dir") from error
+    except OSError as error:
+        why = f"cannot create {path}: {error.strerror}"
+        raise UnderstudyError("pool.no_lease_file", f"{why}; free space on that disk") from error
 
 
 @contextlib.contextmanager

@@ -168,6 +168,9 @@ def test_lease_lasts_as_long_as_any_of_its_processes(place):
                 code, _, errors = await command(directory, *words)
                 assert (code, "[config.bad_value]" in errors) == (2, True), errors
 
+                code, _, errors = await command(f"{directory}/none", *words[:4], "1", "--", "true")
+                assert (code, "[pool.offline]" in errors) == (3, True), errors
+
                 write_device_names(directory, ["HOST-0"])
                 words = ("lease", "--device", "0", "--bytes", "1GiB", "--", "true")
                 code, _, errors = await command(directory, *words)
