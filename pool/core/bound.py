@@ -71,16 +71,25 @@ def measured_bound(
     name: str, priority: int, models: Sequence[ModelView], rules: PoolRules
 ) -> WaitBound | None:
     """If nothing takes longer than it did. None: not everything has been measured yet."""
-    (model,) = (each for each in models if each.name == name)
-    takes_turns = [each for each in sharing_with(name, models) if not each.rules.is_pinned]
+    if unmeasured(name, models):
+        return None
     measured = [
         replace(each, load_ms=each.raise_ms)
-        for each in (model, *takes_turns)
+        for each in _in_turn(name, models)
         if each.raise_ms is not None
     ]
-    if len(measured) <= len(takes_turns):
-        return None
     return bound(name, priority, measured, rules)
+
+
+def unmeasured(name: str, models: Sequence[ModelView]) -> list[str]:
+    """The models that `measured_bound` waits for: they have not been awake yet."""
+    return [each.name for each in _in_turn(name, models) if each.raise_ms is None]
+
+
+def _in_turn(name: str, models: Sequence[ModelView]) -> list[ModelView]:
+    """The model and those that take turns with it."""
+    (model,) = (each for each in models if each.name == name)
+    return [model, *(each for each in sharing_with(name, models) if not each.rules.is_pinned)]
 
 
 def bound(name: str, priority: int, models: Sequence[ModelView], rules: PoolRules) -> WaitBound:

@@ -10,7 +10,7 @@ from typing import Any
 
 from plumbing.part.format import duration, size
 from plumbing.part.tier import Tier
-from pool.core.bound import TurnBound, WaitBound, bound, measured_bound
+from pool.core.bound import TurnBound, WaitBound, bound, measured_bound, unmeasured
 from pool.core.doors import expected_ms
 from pool.core.events import OpenDoor, Order, RefusedDoor
 from pool.core.known import KnownModel
@@ -22,6 +22,8 @@ from pool.core.views import ticket_of, view_of
 from pool.server.lease_desk import HeldLease
 from pool.server.parts import PoolParts
 from pool.server.waits import wait_of
+
+NAMED_MAX = 4  # of the models that were not loaded yet
 
 # States in which there is nothing left to do for an order.
 DONE = {
@@ -128,7 +130,7 @@ def _model(parts: PoolParts, name: str) -> dict[str, Any]:
     if too_large:
         lines.append(too_large)
     elif found is not None:
-        lines += _bounds(found, measured)
+        lines += _bounds(found, measured, unmeasured(name, seen))
     return {
         "model": name,
         "state": known.model.state.value,
@@ -230,15 +232,17 @@ def _no_room(parts: PoolParts, name: str, seen: list[ModelView]) -> str:
     return ""
 
 
-def _bounds(found: WaitBound, measured: WaitBound | None) -> list[str]:
-    """The useful one first, and the guarantee behind it."""
+def _bounds(found: WaitBound, measured: WaitBound | None, unknown: list[str]) -> list[str]:
+    """The useful one first, and the guarantee behind it. The guarantee alone would say hours where
+    a load takes a second, so it is left to --json until everything was measured."""
     if math.isinf(found.total_ms):
         return [
             "a wait has no bound: a model on its devices never cuts its requests (`cut: never`)"
         ]
     if measured is None:
-        why = "not every model has been raised yet, so each raise counts with its whole budget"
-        return [f"a request waits for {duration(found.total_ms)} at most ({why}):", *_parts(found)]
+        more = f" and {len(unknown) - NAMED_MAX} more" if len(unknown) > NAMED_MAX else ""
+        named = ", ".join(unknown[:NAMED_MAX]) + more
+        return [f"the longest wait of a request is not known yet: not loaded so far: {named}"]
     total = duration(measured.total_ms)
     lines = [f"a request waits for {total} at most, if each phase takes as long as before:"]
     lines += _parts(measured)

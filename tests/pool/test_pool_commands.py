@@ -64,6 +64,14 @@ def test_orders_are_obeyed_kept_and_refused(place):
         async with World(directory, ("chat", "coder"), ROOM) as world:
             with pool_process(directory, file) as pool:
                 await auntil(lambda: world.doors, "the pool to run")
+                # Nothing was loaded: the budgets of the loads would say hours.
+                code, out, _ = await command(directory, "explain", "chat")
+                assert (code, "not known yet" in out, "at most" in out) == (0, True, False)
+                assert "not loaded so far: chat, coder" in out
+                code, out, _ = await command(directory, "explain", "chat", "--json")
+                (explained,) = json.loads(out)["models"]
+                assert explained["measured_bound_ms"] is None
+                assert explained["bound_ms"] is not None  # the guarantee, for scripts
                 assert (await command(directory, "pin", "chat"))[0] == 0
                 code, out, _ = await command(directory, "pin", "chat", "--json")
                 assert (code, json.loads(out)["result"]) == (0, "already_pinned")

@@ -1,6 +1,6 @@
 """Goal: the bound of a wait is the formula of the documentation. Method: small pools, by hand."""
 
-from pool.core.bound import bound, measured_bound, sharing_with
+from pool.core.bound import bound, measured_bound, sharing_with, unmeasured
 from tests.pool.core.views import NO_MARGIN, a_model
 
 TIMES = {"load_ms": 1_000.0, "release_ms": 100.0}
@@ -47,4 +47,7 @@ def test_what_raises_took_stands_in_the_place_of_their_budgets_once_all_are_meas
     ]
     found = measured_bound("a", 0, models, NO_MARGIN)
     assert found.total_ms == 5_000 + 2_100 + (200 + 10_000 + 2_000 + 100) + 30
-    assert measured_bound("a", 0, [models[0], a_model("b", **TIMES)], NO_MARGIN) is None
+    assert unmeasured("a", models) == []
+    less = [models[0], a_model("b", **TIMES), *models[2:]]
+    assert measured_bound("a", 0, less, NO_MARGIN) is None
+    assert unmeasured("a", less) == ["b"]
