@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from plumbing.errors import UnderstudyError
 from plumbing.part.restarts import SHORTAGE_EXIT_CODE, SHORTAGES
-from plumbing.shortage import explain
+from plumbing.shortage import explain, is_disk_fault
 
 # What a server opens until it serves (14), and a first writer. With less, libuv aborts the process
 # and uvloop raises what nobody can read, so the room is checked before.
@@ -73,13 +73,15 @@ def open_fds() -> int:
 
 @contextlib.contextmanager
 def reported_at_start() -> Iterator[None]:
-    """Within this block, any error that a shortage caused becomes a `StartShortageError`."""
+    """Within this block, any error that a shortage or a disk caused becomes a
+    `StartShortageError`."""
     try:
         yield
     except (OSError, MemoryError, RuntimeError, UnderstudyError) as error:
         number = shortage_in(error)
-        if number is None:
+        if number is None and not is_disk_fault(error):
             raise
+        why = getattr(error, "message", str(error)) if number is None else explain(number)
         raise StartShortageError(
-            "gms.server_exhausted", f"this server cannot start: {explain(number)}"
+            "gms.server_exhausted", f"this server cannot start: {why}"
         ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from gms import pool_file
 from gms.client import KvClaim, borrow_pool
 from plumbing.errors import RemoteError
+from plumbing.part.restarts import SHORTAGE_EXIT_CODE
 from plumbing.shortage import is_disk_fault
 from tests.gms.bench import DEVICE
 from tests.gms.kv.kv_bench import ERA, INDEX_BYTES, SIZE_BYTES, KvProcess
@@ -58,3 +60,15 @@ def test_without_a_free_name_the_disk_is_blamed_until_there_is_room(kv: KvProces
     assert is_disk_fault(refused.value)
     disk.clear()
     borrow_pool(kv.directory, DEVICE, claim(1), deadline_s=20).close()
+
+
+@pytest.mark.parametrize("verb", ["serve-device", "serve-kv"])
+def test_server_that_finds_no_room_at_its_start_asks_to_be_started_again(
+    disk: SmallDisk, verb: str
+):
+    disk.fill_names()
+    process = KvProcess(str(disk.path), DEVICE)
+    words = [verb if each == "serve-kv" else each for each in process.words]
+    ran = subprocess.run(words, env=process.environ, capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, "Traceback" in ran.stderr) == (SHORTAGE_EXIT_CODE, False), ran.stderr
+    assert "No space left on device" in ran.stderr
