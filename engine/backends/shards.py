@@ -8,17 +8,19 @@ checked against the file's real size before anything is read.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
 import os
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, BinaryIO, NoReturn
 
 from plumbing.errors import UnderstudyError, UsageError
-from plumbing.shortage import is_shortage
+from plumbing.shortage import is_disk_fault, is_shortage
 
 JSON_MAX_BYTES = 64 << 20  # the largest tokenizer.json seen is 33 MB; config files are a few KB
 HEADER_MAX_BYTES = 100_000_000  # the limit of the safetensors library itself
@@ -94,7 +96,7 @@ def read_file(path: str) -> bytes:
 
     Raises:
         UsageError: `model.missing` or `model.broken`.
-        UnderstudyError: `model.shortage`, it cannot be opened now.
+        UnderstudyError: `model.shortage`, `model.unreadable`: it cannot be read now.
     """
     try:
         with open(path, "rb") as file:
@@ -162,7 +164,12 @@ def _open(path: str) -> BinaryIO:
 
 
 def _check_shortage(path: str, error: OSError) -> None:
-    """Raise `model.shortage` if the file may well be fine: it must not end the engine for good."""
+    """Raise `model.shortage` if the file may well be fine, or `model.unreadable` if the disk is at
+    fault: neither must end the engine for good."""
+    if is_disk_fault(error):
+        raise UnderstudyError(
+            "model.unreadable", f"{path} cannot be read: {error.strerror}; check the disk"
+        ) from error
     if is_shortage(error):
         raise UnderstudyError(
             "model.shortage",
@@ -171,9 +178,18 @@ def _check_shortage(path: str, error: OSError) -> None:
         ) from None
 
 
+@contextlib.contextmanager
+def _checked(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        _check_shortage(path, error)
+        raise
+
+
 def read_shard(path: str) -> Shard:
     """One file's header, checked against the file's size. Raises UsageError `model.broken`."""
-    with _open(path) as file:
+    with _open(path) as file, _checked(path):
         size = os.fstat(file.fileno()).st_size
         prefix = os.pread(file.fileno(), 8, 0)
         if len(prefix) < 8:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import safetensors
 
+from engine.backends.process import fault_report
 from engine.backends.reference.model import checkpoint as module
 from engine.backends.reference.model.checkpoint import identity, open_checkpoint
 from engine.backends.shards import read_file, read_shard
@@ -281,6 +282,16 @@ def test_identity_of_a_checkpoint_that_went_away_is_a_sentence(tmp_path: Any):
         with pytest.raises(UsageError) as caught:
             identity(directory)
         assert caught.value.code == "model.missing"
+
+
+@pytest.mark.parametrize("read", [read_file, read_shard])
+def test_a_file_that_the_disk_does_not_give_is_not_called_broken(read):
+    """Method: a file whose first bytes the kernel answers with EIO."""
+    with pytest.raises(UnderstudyError) as caught:
+        read("/proc/self/mem")
+    assert caught.value.code == "model.unreadable"
+    report = fault_report(caught.value)
+    assert (report.is_machine, report.permanent) == (True, False)
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
