@@ -133,7 +133,8 @@ def runtime_dir(value: str) -> str:
     except OSError as error:
         raise UsageError(
             "service.directory_refused",
-            f"cannot create {path}: {error.strerror}; name another directory with --dir",
+            f"cannot create {path}: {error.strerror}; name another directory with --dir, or with"
+            " UNDERSTUDY_DIR in every terminal",
             path=path,
         ) from error
     _check_is_ours(path)

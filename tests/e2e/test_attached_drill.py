@@ -1,4 +1,4 @@
-"""`understudy drill --attach` as users run it: from outside the pod, and while the pod goes away."""
+"""`understudy drill --attach` as users run it: from outside a pod, and while it goes away."""
 
 from __future__ import annotations
 

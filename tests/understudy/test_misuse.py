@@ -72,6 +72,35 @@ def test_pod_of_a_manifest_is_pointed_to(tmp_path: Path):
     assert all(f"--dir {shared}" in each for each in after)
 
 
+@pytest.mark.parametrize("command", ["up", "drill"])
+def test_model_without_its_flag_is_no_flag_of_the_backend(tmp_path: Path, command: str):
+    """Goal: `understudy up MODEL` is answered before anything starts. Method: a path where vLLM has
+    its model, with and without flags of the backend after it."""
+    for words in (["/models/m"], ["/models/m", "--", "--seed=1"]):
+        result = CliRunner().invoke(main, [command, *words], env={"UNDERSTUDY_DIR": str(tmp_path)})
+        assert result.exit_code == 2
+        assert "'/models/m'" in result.output
+        assert "--model" in result.output
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_flags_of_the_backend_may_look_like_ours():
+    """Goal: everything after `--` is the backend's. Method: a flag that we have too, and `--`."""
+    result = CliRunner().invoke(main, ["drill", "--attach", "--", "--kills=0", "--", "--json"])
+    assert result.exit_code == 2
+    assert "--kills=0 cannot be used with --attach" in result.output
+
+
+def test_model_without_its_configuration_is_refused_before_the_start(tmp_path: Path):
+    tmp_path.chmod(0o700)
+    (tmp_path / "model").mkdir()
+    flags = [f"--dir={tmp_path}", f"--model={tmp_path / 'model'}", "--port-offset=20000"]
+    result = CliRunner().invoke(main, ["up", *flags])
+    assert result.exit_code == 2
+    assert "[pod.no_model]" in result.output
+    assert not (tmp_path / "log").exists()
+
+
 @pytest.mark.parametrize("flags", [[], ["--yes"], ["--json"]])
 def test_drill_without_a_pod_asks_nobody_for_confirmation(tmp_path: Path, flags: list[str]):
     """Goal: the first obstacle is named first. Method: no pod and no terminal, with and without

@@ -19,6 +19,7 @@ from plumbing.service.cli import INTERRUPTED, options, run_async
 from plumbing.service.config import Resolved
 from plumbing.text import to_json
 from understudy.cli.pods import (
+    BackendCommand,
     backend_arguments,
     check_manifest_flags,
     given_flags,
@@ -43,7 +44,7 @@ from understudy.up.sessions import DrillResult
 say = partial(click.echo, err=True)
 
 
-@click.command()
+@click.command(cls=BackendCommand)
 @options(DRILL_OPTIONS, command="drill")
 @backend_arguments
 @json_flag

@@ -23,6 +23,7 @@ from plumbing.text import to_json
 from understudy.cli import look, rest
 from understudy.cli.drill import drill
 from understudy.cli.pods import (
+    BackendCommand,
     backend_arguments,
     check_manifest_flags,
     given_flags,
@@ -52,7 +53,7 @@ main.add_command(pool.cli.lease)
 main.add_command(drill)
 
 
-@main.command()
+@main.command(cls=BackendCommand)
 @options(UP_OPTIONS, command="up")
 @backend_arguments
 def up(config: Resolved, arguments: tuple[str, ...]) -> None:

@@ -30,6 +30,22 @@ backend_arguments = click.argument(
 )
 
 
+class BackendCommand(click.Command):
+    """A command whose arguments after `--` go to the backends, and that takes no others."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        end = args.index("--") if "--" in args else len(args)
+        rest = super().parse_args(ctx, args[:end])
+        if stray := ctx.params["arguments"]:
+            raise click.UsageError(
+                f"Unexpected argument {stray[0]!r}: name a model with --model, and put the flags of"
+                " the backend after `--`.",
+                ctx,
+            )
+        ctx.params["arguments"] = tuple(args[end + 1 :])
+        return rest
+
+
 def pod_of(config: Resolved, declared: Sequence[Option], arguments: tuple[str, ...]) -> Prepare:
     """The pod to start: a manifest's if -f is given."""
     if declared is UP_OPTIONS and config["pool"] is not None:

@@ -107,14 +107,26 @@ async def prepare_local(pod: LocalPod, directory: Path, say: Say, is_drilled: bo
     else:
         await refuse_second_pod(directory)
         check_ports(pod.ports, pod.host, pod.http_host, is_direct=pod.is_direct)
+        _check_checkpoint(pod)
     pod = replace(pod, directory=directory)
     if pod.hub_id is not None:
         pod = await with_hub_model(pod, pod.hub_id, say)
     elif pod.model is None:
+        if not is_drilled:
+            say("no --model: serving a small random one, whose answers are gibberish")
         pod = await with_random_model(pod, directory / "random-model")
     containers = pod.containers()
     forget_engines(directory, containers)  # the lock server keeps its tokens
     return PreparedPod(containers, directory)
+
+
+def _check_checkpoint(pod: LocalPod) -> None:
+    """An engine would find out only once everything before it has started."""
+    if pod.backend == "reference" and pod.model and not (pod.model / "config.json").exists():
+        raise UsageError(
+            "pod.no_model",
+            f"{pod.model} has no config.json; --model must be a Hugging Face checkpoint",
+        )
 
 
 async def stay_up(prepare: Prepare, directory: Path, say: Say) -> None:
