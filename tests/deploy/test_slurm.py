@@ -76,7 +76,8 @@ class Job:
     def processes(self) -> list[int]:
         """Every process of the pod, `understudy up` first."""
         view = asyncio.run(gather(self.directory))
-        (parent,) = {_parent(part["engine"]["pid"]) for part in view["engines"]}
+        # Above each supervisor is its init, and above that `up`.
+        (parent,) = {_parent(_parent(part["engine"]["pid"])) for part in view["engines"]}
         return [parent, *descendants(parent)]
 
     def state(self) -> dict[str, str]:
