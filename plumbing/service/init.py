@@ -31,7 +31,8 @@ FAILED_STARTS_MAX = 10  # in a row: about a minute of back-off
 SHORTAGE = 75  # EX_TEMPFAIL: descriptors, processes or memory are short; retried for ever
 RESTARTED = (1, 70, SHORTAGE)  # 70, EX_SOFTWARE: a bug; any other exit ends init, too
 CRASH_LOOP = 69  # EX_UNAVAILABLE: no further start can help; init uses it, too
-KILL_DEADLINE_S, KILL_POLL_S = 30.0, 0.002  # a process with 80 GiB takes ten seconds to end
+KILL_DEADLINE_S = 30.0  # a process with 80 GiB of memory takes ten seconds to end
+KILL_POLL_S, KILL_POLL_S_MAX = 0.002, 0.02  # a takeover needs the CPU meanwhile
 NO_CHILD = 1 << 16  # no exit code
 MINE = str(os.getpid())
 TERMINATION_LOG = "/dev/termination-log"
@@ -189,44 +190,38 @@ def kill_rest() -> None:
     """Kill and reap what the program has left; init ends if the deadline passes.
 
     PID 1 of a namespace kills all of it, also what was executed from outside. Elsewhere init kills
-    its own descendants, by pidfd, and nothing else, ever; a subreaper without a child has none.
+    its own descendants, by pidfd, and nothing else, ever: as a subreaper it becomes the parent of
+    each of them, and has none when it has no child.
     """
-    end_s, is_first = time.monotonic() + KILL_DEADLINE_S, os.getpid() == 1
+    end_s, is_first, pause_s = time.monotonic() + KILL_DEADLINE_S, os.getpid() == 1, KILL_POLL_S
     while reap() != NO_CHILD or (is_first and others()):
         with contextlib.suppress(OSError):
             if is_first:
                 os.kill(-1, signal.SIGKILL)
             else:
-                kill_descendants()
+                kill_children()
         if time.monotonic() > end_s:
-            say(f"error: {others()} cannot be killed; ending [init.not_killed]")
+            say("error: not every process can be killed; ending [init.not_killed]")
             os._exit(CRASH_LOOP)
-        time.sleep(KILL_POLL_S)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, KILL_POLL_S_MAX)
 
 
-def kill_descendants() -> None:
-    for pid in filter(is_descendant, others()):
-        pidfd = os.pidfd_open(pid)
+def kill_children() -> None:
+    """The list may lack one while another is reaped (proc(5)); the caller looks again."""
+    with open("/proc/thread-self/children") as stream:
+        pids = [int(pid) for pid in stream.read().split()]
+    for pid in pids:
+        pidfd = os.pidfd_open(pid)  # ours, so its number is its own until we reap it
         try:
-            if is_descendant(pid):  # else it ended, and its number may be another's by now
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         finally:
             os.close(pidfd)
 
 
-def others() -> list[int]:
+def others() -> list[str]:
     """Every other process that is visible."""
-    return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != MINE]
-
-
-def is_descendant(pid: int) -> bool:
-    """Whether init is above `pid`; parents change only towards init."""
-    with contextlib.suppress(OSError, IndexError):
-        while pid not in (0, os.getpid()):
-            with open(f"/proc/{pid}/stat", "rb") as stream:
-                pid = int(stream.read().rpartition(b")")[2].split()[1])
-        return pid != 0
-    return False
+    return [name for name in os.listdir("/proc") if name.isdigit() and name != MINE]
 
 
 def say(line: str) -> None:
