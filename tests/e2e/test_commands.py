@@ -51,8 +51,8 @@ REPORT_KEYS = {
     "machine",
 }
 SPREAD_KEYS = {"p50", "p99", "max"}
-# Below `up`: an init for each of five containers; a lock server; a memory service and a device's two
-# servers; a gateway, its child and the spare; two engines of three processes.
+# Below `up`: an init for each of five containers; a lock server; a memory service and a device's
+# two servers; a gateway, its child and the spare; two engines of three processes.
 PROCESSES = 5 + 1 + 3 + 3 + 2 * 3
 
 
@@ -222,7 +222,9 @@ def test_up_killed_leaves_no_process_and_the_next_one_stops_in_reverse_order(
             until(lambda: not processes.alive(), "every process to end with `up`")
     with running_pod(directory, output, flags) as up:
         assert check_status(directory) > token
-        by_name = {name_of(program): init for init in children(up.pid) for program in children(init)}
+        by_name = {
+            name_of(program): init for init in children(up.pid) for program in children(init)
+        }
         assert set(by_name) == {"lockserver", "gms", "gateway", "engine-0", "engine-1"}
         engines = [by_name["engine-0"], by_name["engine-1"]]
         with Processes([up.pid, *descendants(up.pid)]) as processes:
