@@ -22,6 +22,7 @@ from gms.client import messages as gms_messages
 from plumbing.errors import UnderstudyError, WaitTimeoutError
 from plumbing.part.format import duration
 from plumbing.part.paths import gms_socket
+from plumbing.service import init
 from plumbing.service.clock import SystemClock
 from plumbing.service.procfs import children, descendants, inner_pid, parent
 from plumbing.wire.peer import is_gone
@@ -122,10 +123,14 @@ def hold(pid: int | None, what: str) -> Iterator[int]:
     Raises:
         UnderstudyError: `drill.not_here`, it is not visible here, or cannot be signalled.
     """
+    is_below_init = bool(pid) and is_program_of_pid_1(pid or 0)
     try:
-        pidfd = os.pidfd_open(pid if pid and pid != FIRST else 0)  # there is no process 0
+        # There is no process 0.
+        pidfd = os.pidfd_open(0 if not pid or pid == FIRST or is_below_init else pid)
     except OSError as error:
         reason = "it is pid 1 here" if pid == FIRST else "its process is not visible"
+        if is_below_init:
+            reason = "its init ends everything in this container with it, this drill too"
         raise UnderstudyError(
             "drill.not_here",
             f"{what} cannot be killed from here: {reason}; run the drill in the node's PID "
@@ -135,6 +140,17 @@ def hold(pid: int | None, what: str) -> Iterator[int]:
         yield pidfd
     finally:
         os.close(pidfd)
+
+
+def is_program_of_pid_1(pid: int) -> bool:
+    """Whether `pid` is what our init, pid 1 of this very namespace, keeps running."""
+    if parent(pid) != FIRST:
+        return False
+    try:
+        with open(f"/proc/{FIRST}/cmdline", "rb") as stream:
+            return os.fsencode(init.__file__) in stream.read().split(b"\0")
+    except OSError:
+        return False
 
 
 async def wait_recovered(directory: Path, kill: MemoryKill, say: Say) -> None:

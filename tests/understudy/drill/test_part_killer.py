@@ -17,8 +17,10 @@ from rich.console import Console
 
 from lockserver.client import witness
 from plumbing.errors import UnderstudyError, WaitTimeoutError
+from plumbing.service.init import FIRST_START_ENV
 from plumbing.service.procfs import is_alive
 from tests.helpers import free_witness, until
+from tests.plumbing.service.test_init import INIT, NAMESPACE, ROOT, can_unshare
 from understudy.drill import part_killer
 from understudy.drill.observer import OldTree
 from understudy.drill.part_killer import FIRST, hold, kill_part, wait_back
@@ -26,6 +28,12 @@ from understudy.drill.records import LOCKSERVER, PartKill, Records
 from understudy.drill.report import print_report
 from understudy.drill.verdict import judge
 
+HOLDS_ITSELF = """
+import os
+from understudy.drill.part_killer import hold
+with hold(os.getpid(), "it"):
+    pass
+"""
 SLEEP = "import signal; print('up', flush=True); signal.pause()"
 
 # A lock server's socket, and a child that has nothing to say.
@@ -152,3 +160,16 @@ def test_report_says_under_which_conditions_it_was_made():
     assert "manifest         deploy/overlays/cpu" in said[0]
     assert "restart back-off at most 1 s; a kubelet's is up to 300 s" in said[0]
     assert "kubelet" not in said[1]
+
+
+def test_program_below_the_init_of_the_drills_own_container_is_not_killed():
+    """Goal: a drill does not end itself: init would end everything in the container. Method: hold
+    the program of an init that is pid 1, from inside of its namespace."""
+    if not can_unshare():
+        pytest.skip("this machine does not let us create a PID namespace")
+    command = [*NAMESPACE, *INIT, sys.executable, "-c", HOLDS_ITSELF]
+    environ = {**os.environ, "PYTHONPATH": ROOT, FIRST_START_ENV: "final"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == UnderstudyError.exit_code
+    assert "drill.not_here" in done.stderr
+    assert "its init ends everything in this container" in done.stderr
