@@ -164,6 +164,8 @@ def _text(document: dict[str, Any]) -> str:
     if backend.get("serves_on"):
         through = ", behind the gateway" if lock["is_behind_gateway"] else ""
         lines.append(f"serves   {backend['serves_on']}{through}")
+    if document.get("stop"):
+        lines.append(f"stop     {_stop(document['stop'])}")
     health = document.get("health") or {}
     if health.get("hang_budget"):
         lines.append(f"health   {_health(health)}")
@@ -178,6 +180,13 @@ def _text(document: dict[str, Any]) -> str:
         lines.append(f"death    {last['at']}  {last['message']}")
     lines += [f"problem  {problem}" for problem in document["problems"]]
     return "\n".join(lines)
+
+
+def _stop(stop: dict[str, Any]) -> str:
+    """`streams are finished within 43s`"""
+    where = "a standby continues streams; the rest is" if stop["streams"] == "hand_over" else ""
+    text = f"{where or 'streams are'} finished within {duration(stop['drain_ms'])}"
+    return f"told to end: {text}" if stop["is_told"] else text
 
 
 def _health(health: dict[str, Any]) -> str:

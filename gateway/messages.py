@@ -85,7 +85,8 @@ class AcceptMsg(Message, frozen=True, tag="accept"):
 
 
 class StopMsg(Message, frozen=True, tag="stop"):
-    """Accept no more, finish what is in flight within `budget_ms`, then exit with 0."""
+    """Finish what is in flight within `budget_ms`, then exit with 0. Accept no more meanwhile,
+    unless every engine was told to end: then no other process will, so refuse what comes."""
 
     budget_ms: Count
 
@@ -100,10 +101,12 @@ class GrantMsg(Message, frozen=True, tag="grant"):
 
 
 class NobodyMsg(Message, frozen=True, tag="nobody"):
-    """Nobody holds the lock, because of `reason`."""
+    """Nobody holds the lock, because of `reason`. `is_final`: every engine was told to end; one
+    that serves finishes what it has."""
 
     reason: Sentence
     model: ModelName = ""
+    is_final: bool = False
 
 
 class ModelDoorsMsg(Message, frozen=True, tag="model_doors"):

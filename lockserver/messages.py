@@ -47,6 +47,9 @@ class WantMsg(Message, frozen=True, tag="want"):
     `over`: by fenced lock, the token under which this incarnation has handed it over in place: no
     process of it accepts or maps KV memory under that token, ever again. Said for the rest of its
     life, also while it waits for the lock anew.
+    `is_leaving`: this supervisor was told to end. It keeps what it holds and is granted nothing.
+    `succeeds`: the token of a holder that was told to end, as this supervisor has heard, while
+    itself it was not; 0 if there is none.
     """
 
     FDS = (0, SERVICES_MAX)
@@ -64,6 +67,8 @@ class WantMsg(Message, frozen=True, tag="want"):
     progress: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     continuation: Annotated[str, Meta(max_length=CONTINUATION_CHARS_MAX)] = ""
     over: dict[str, Annotated[int, Meta(ge=1, le=TOKEN_CLAIMED_MAX)]] = field(default_factory=dict)
+    is_leaving: bool = False
+    succeeds: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
 
 
 class GrantedMsg(Message, frozen=True, tag="granted"):
@@ -72,6 +77,7 @@ class GrantedMsg(Message, frozen=True, tag="granted"):
     Sent at a grant, and again with the same token when a restarted server has found its holder.
     Tokens grow within an `era`, which changes when a server has lost all of its state: a grant of
     another era replaces whatever was known, and an older token of the same era is never believed.
+    `is_leaving`: the holder was told to end; sent again when the server learns that.
     """
 
     lock: LockName
@@ -79,6 +85,7 @@ class GrantedMsg(Message, frozen=True, tag="granted"):
     incarnation: IncarnationId
     token: Token
     era: HexId = NO_ERA
+    is_leaving: bool = False
 
 
 class StandbyMsg(Message, frozen=True, tag="standby"):
@@ -87,12 +94,14 @@ class StandbyMsg(Message, frozen=True, tag="standby"):
     lost the server, there is none.
 
     `continues`: behind a gateway, the engine that is next can continue the holder's streams, since
-    it has the same continuation id."""
+    it has the same continuation id. `is_settled`: the server knows that the holder was told to end,
+    and so does the engine that is next, which was not told to end itself; or there is none."""
 
     lock: LockName
     incarnation: IncarnationId  # the holder's, so that a late message is recognised
     is_ready: bool
     continues: bool = False
+    is_settled: bool = False
 
 
 class BeatMsg(Message, frozen=True, tag="beat"):
@@ -130,10 +139,13 @@ class ServiceMsg(Message, frozen=True, tag="service"):
 
 class IdleMsg(Message, frozen=True, tag="idle"):
     """Server → gateway: no engine is known to serve under `lock` now, and why; again when the
-    reason changes. It proves nothing about the last holder: only a newer grant does."""
+    reason changes. It proves nothing about the last holder: only a newer grant does.
+
+    `is_final`: every engine was told to end. A holder that still serves finishes what it has."""
 
     lock: LockName
     reason: Annotated[str, Meta(max_length=REASON_CHARS_MAX)]
+    is_final: bool = False
 
 
 class RenewedMsg(Message, frozen=True, tag="renewed"):

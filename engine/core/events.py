@@ -110,11 +110,22 @@ class BudgetSpent(EngineEvent, frozen=True):
 class Terminate(EngineEvent, frozen=True):
     """SIGTERM, or `engine drain`: finish the requests in flight and exit.
 
-    `resume`: streams that can be continued are left to the next engine instead.
+    `may_resume`: another engine is known that could continue streams. Whether it stays is asked
+    first, since it may have been told to end, too. `resume`: it does, and they are left to it.
     """
 
     cause: str = "sigterm"
+    may_resume: bool = False
     resume: bool = False
+
+
+STAY = Terminate("")  # not told to end
+
+
+class Succession(EngineEvent, frozen=True):
+    """The answer about a leaving engine's successor: whether streams are left to it (`resume`)."""
+
+    resume: bool
 
 
 class TerminateNow(EngineEvent, frozen=True):
@@ -232,6 +243,18 @@ class PlaceWeights(EngineEffect, frozen=True):
 
 class ShowTier(EngineEffect, frozen=True):
     """What is resident has changed: tell those who look on."""
+
+
+class Leave(EngineEffect, frozen=True):
+    """Tell the lock server that this engine was told to end.
+
+    `asks`: then post `Succession`, once it is known whether a successor stays."""
+
+    asks: bool = False
+
+
+class Linger(EngineEffect, frozen=True):
+    """Post `Succession` without a successor, once streams that waited for this engine are here."""
 
 
 class Claim(EngineEffect, frozen=True):

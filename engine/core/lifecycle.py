@@ -20,6 +20,11 @@ What a reader may not expect:
 - `waking` has steps of its own: a backend that reports `serving` early cannot skip the canary.
 - A standby that terminates withdraws its want *before* its tree is killed, and still names its
   incarnation: it may have been granted the lock a moment ago.
+- An engine that is told to end finishes its streams, or leaves them to a successor that was asked
+  after the order (`Succession`). It stays active until that has answered. One that is waking goes
+  on, since streams may wait for it: once active it lingers for them, and only then leaves.
+- The lock server is told at once that an engine leaves (`Leave`), except while it wakes or lingers:
+  the gateway ends what waits when it hears that no other engine will serve.
 - A hand-over drains like a departure. An engine that can rest gives its KV memory back and is a
   standby again at once; any other is relaunched. One that arrives while waking begins once active,
   so that requests accepted by then are answered. SIGTERM wins over it at any time.
@@ -39,6 +44,8 @@ What a reader may not expect:
 from __future__ import annotations
 
 from dataclasses import replace
+
+from msgspec import structs
 
 from engine.core import events as ev
 from engine.core.events import EngineEffect, EngineEvent, State, WakingStep
@@ -92,6 +99,10 @@ class Lifecycle:
             case ev.Granted() if now.state in HOLDING and event.token != now.token:
                 message = f"granted again under token {event.token}, was holding {now.token}"
                 event = ev.Failed("token_changed", message)
+            case ev.Succession() if not now.is_leaving or now.state is not State.ACTIVE:
+                return []  # it drains already, or is dead
+            case ev.Succession():
+                event = structs.replace(now.order, may_resume=False, resume=event.resume)
             case ev.Shall() if _is_old(event.generation, now.generation):
                 return []
         effects: list[EngineEffect] = []
@@ -102,7 +113,17 @@ class Lifecycle:
         effects += self._fire(event)
         while (due := _due(self.now)) is not None:
             effects += self._fire(due)
-        return effects + self._place()
+        return effects + self._leave(event) + self._place()
+
+    def _leave(self, event: EngineEvent) -> list[EngineEffect]:
+        """The lock server hears once that this engine was told to end."""
+        now = self.now
+        is_order = isinstance(event, ev.Terminate)
+        waits = now.state is State.WAKING or (now.state is State.ACTIVE and not is_order)
+        if not now.is_leaving or now.has_told or waits:
+            return []
+        self.now = replace(now, has_told=True)
+        return [ev.Leave(asks=now.state is State.ACTIVE)]
 
     def _place(self) -> list[EngineEffect]:
         """The weights go where the goal wants them, once nothing is computed with them. A wake maps
@@ -194,7 +215,7 @@ def _learn(now: Situation, event: EngineEvent) -> Situation:
         case ev.Rested() if now.hand_over is not None:
             return _handed_back(now)
         case ev.Terminate():
-            return replace(now, is_leaving=True, resumes=event.resume)
+            return replace(now, is_leaving=True, order=event, resumes=event.resume)
         case ev.TerminateNow():
             return replace(now, is_leaving=True)
         case ev.Drained() if now.can_rest:

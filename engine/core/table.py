@@ -39,6 +39,8 @@ class Situation:
     token: int = 0
     is_reaped: bool = True
     is_leaving: bool = False
+    order: ev.Terminate = ev.STAY  # what it was told, if it is leaving
+    has_told: bool = False  # the lock server knows that it leaves
     resumes: bool = False  # leaving, or handing over: streams are left to the next engine
     hand_over: ev.HandOver | None = None  # what this incarnation drains for, or will once active
     is_handed_over: bool = False  # it ended by that hand-over, which is not a failure
@@ -101,6 +103,14 @@ def _release(now: Situation) -> list[EngineEffect]:
 
 def _claim(now: Situation) -> list[EngineEffect]:
     return [ev.Claim(now.token)]
+
+
+def _linger(now: Situation) -> list[EngineEffect]:
+    return [ev.Linger()] if now.is_leaving else []
+
+
+def _asks_first(now: Situation) -> bool:
+    return now.order.may_resume
 
 
 def _hand_back(now: Situation) -> list[EngineEffect]:
@@ -187,7 +197,7 @@ TRANSITIONS: Mapping[tuple[State, type[EngineEvent]], Row] = {
     (State.WAKING, ev.CanaryPassed): Row(
         State.WAKING, (ev.Ask(WakingStep.SERVE),), guard=_awaits(WakingStep.CANARY)
     ),
-    (State.WAKING, ev.Serving): Row(State.ACTIVE, guard=_awaits(WakingStep.SERVE)),
+    (State.WAKING, ev.Serving): Row(State.ACTIVE, then=_linger, guard=_awaits(WakingStep.SERVE)),
     # Only the holder of the lock has something to hand over.
     (State.WAKING, ev.HandOver): Row(State.WAKING),
     (State.ACTIVE, ev.HandOver): DRAINED,
@@ -221,11 +231,12 @@ TRANSITIONS: Mapping[tuple[State, type[EngineEvent]], Row] = {
     ),
     # Weights are placed while nothing is computed; a wake maps them before it takes KV memory.
     **{(state, ev.WeightsPlaced): Row(state, (ev.ShowTier(),)) for state in PLACING},
-    # Leaving: only an active engine has requests to finish first.
+    # Leaving: only an active engine has requests to finish first, and a waking one has those that
+    # wait for it.
     (State.INIT, ev.Terminate): KILLED,
     (State.STANDBY, ev.Terminate): WITHDRAWN,
-    (State.WAKING, ev.Terminate): KILLED,
-    (State.ACTIVE, ev.Terminate): DRAINED,
+    (State.WAKING, ev.Terminate): Row(State.WAKING),
+    (State.ACTIVE, ev.Terminate): Row(State.ACTIVE, when=_asks_first, otherwise=DRAINED),
     (State.DRAINING, ev.Terminate): Row(State.DRAINING),
     (State.RELEASING, ev.Terminate): KILLED,
     (State.RESTING, ev.Terminate): KILLED,

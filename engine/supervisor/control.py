@@ -101,8 +101,8 @@ class Control(Handler):
                 self._goals.shall(conn, message, request_id)
             case msg.LeaveMsg():
                 before = self._engine.lifecycle.state
-                resume = self._engine.lock.is_continued and not message.finish
-                self._engine.post(Terminate("drain", resume))
+                may_resume = self._engine.lock.is_continued and not message.finish
+                self._engine.post(Terminate("drain", may_resume))
                 now = self._engine.lifecycle.state
                 self._drainers.add(conn)
                 self._no_drainers.clear()

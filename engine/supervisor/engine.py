@@ -87,6 +87,7 @@ class Engine:
             post=self.post,
             on_loader=self._loader_granted,
             on_listener=self._lent,
+            after=self._timers.after,
         )
         if settings.is_remote:
             self.metrics.watch_lease(lambda: self.lock.client.lease)
@@ -208,6 +209,8 @@ class Engine:
             case ev.Claim():
                 self.history.granted(effect.token)
                 self.lock.hold(effect.token)
+            case ev.Leave() | ev.Linger():
+                self.lock.succession.perform(effect)
             case ev.HandBack():
                 self.history.wanted()
                 self.lock.hand_back(effect.token)

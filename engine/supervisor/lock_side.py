@@ -17,7 +17,9 @@ from engine.supervisor.incarnation import Incarnation
 from engine.supervisor.over_tcp import OwnListener
 from engine.supervisor.private_socket import PrivateSocket
 from engine.supervisor.settings import EngineSettings
+from engine.supervisor.succession import SuccessionSide
 from lockserver.client import LockCallbacks, LockClient
+from lockserver.client import messages as lock_messages
 from plumbing.errors import UnderstudyError
 from plumbing.part.format import duration
 from plumbing.part.models import ACTIVE
@@ -56,11 +58,13 @@ class LockSide:
         post: Callable[[EngineEvent], None],
         on_loader: Callable[[str, int], None],
         on_listener: Callable[[], None],
+        after: Callable[[str, float, Callable[[], None]], None],
     ) -> None:
         self.other: Other | None = None
         self.has_standby = False  # as far as is known: another engine could be granted `active`
         self._continues = False  # … and the next one can continue this one's streams
         self.private = PrivateSocket(settings.private_path)
+        self.succession = SuccessionSide(post, after, self.repeat)
         self.own = OwnListener(settings.service_address) if settings.is_remote else None
         self.address = self.own.name if self.own is not None else None
         self._refusal: str | None = None
@@ -71,7 +75,7 @@ class LockSide:
         self._on_loader = on_loader
         self._on_listener = on_listener
         self._shortage: str | None = None
-        self._sent: _Want | None = None
+        self._sent: tuple[_Want, bool, int] | None = None
         self._incarnation: Incarnation | None = None
         self._wants_active = False
         self._token = 0
@@ -80,6 +84,7 @@ class LockSide:
             settings.lockserver_socket,
             LockCallbacks(
                 on_granted=self._granted,
+                on_leaving=self._leaving,
                 on_standby=self._standby,
                 on_service=self._lent,
                 on_connected=self._connected,
@@ -146,6 +151,8 @@ class LockSide:
         else:
             wanted = {self._active: self._wants_active, self._loader: named.loading.wants_loader}
             tokens = {self._active: self._token, self._loader: named.loading.token}
+            if self.succession.is_leaving:  # it keeps what it has, and waits for nothing
+                wanted = {lock: wanted[lock] and tokens[lock] > 0 for lock in wanted}
             want = (
                 named.id,
                 tuple(lock for lock, is_wanted in wanted.items() if is_wanted),
@@ -153,11 +160,14 @@ class LockSide:
                 named.prepared.continuation if named.prepared is not None else "",
                 {self._active: self._over} if self._over else {},
             )
-        if want != self._sent:
-            self._sent = want
+        leaving, succeeds = self.succession.is_leaving, self.succession.succeeds
+        if (want, leaving, succeeds) != self._sent:
+            self._sent = want, leaving, succeeds
             incarnation, locks, held, continuation, over = want
             witness = named.witness_path if named else None
-            self.client.set_want(incarnation, witness, locks, held, continuation, over)
+            self.client.set_want(
+                *(incarnation, witness, locks, held, continuation, over), leaving, succeeds
+            )
 
     # ------------------------------------------------------------------ the socket
 
@@ -196,9 +206,15 @@ class LockSide:
             self.other = Other(engine, token)
             self._post(OtherGranted(engine, token))
 
-    def _standby(self, lock: str, is_ready: bool, continues: bool) -> None:
+    def _leaving(self, lock: str, token: int) -> None:
         if lock == self._active:
-            self.has_standby, self._continues = is_ready, continues
+            self.succession.may_succeed(token)
+
+    def _standby(self, news: lock_messages.StandbyMsg) -> None:
+        if news.lock == self._active:
+            self.has_standby, self._continues = news.is_ready, news.continues
+            if news.is_settled:
+                self.succession.settled(resume=self.is_continued)
 
     def _hand_over(self, lock: str, incarnation: str, to: str, resume: bool) -> None:
         if lock == self._active:
@@ -216,6 +232,7 @@ class LockSide:
     def _lost(self, reason: str) -> None:
         # No engine is granted a lock by a server that is away.
         self.has_standby = self._continues = False
+        self.succession.settled(resume=False)
         lease = self.client.lease
         how_long = "continuing"
         if lease is not None and lease["is_held"]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from engine.core import health, patience, relaunch
 from engine.core.loading import Role
 from lockserver.client import messages as lock
+from plumbing.part.grace import DRAIN_MS as DRAIN_MS
 from plumbing.part.models import model_name
 from plumbing.part.paths import DIRECTORY
 from plumbing.part.tier import Tier
@@ -20,7 +21,6 @@ TERMINATION_LOG = "/dev/termination-log"  # where Kubernetes reads why a contain
 
 INIT_MS = 7_200_000  # the first load of a large model from a slow disk, behind another engine's
 WAKING_MS = 60_000  # the old holder's memory may take half a minute to be freed
-DRAIN_MS = 30_000
 # Unmapping takes up to 63 ms per GiB of host memory, and waits for the step that runs.
 RELEASE_MS = 30_000
 REAP_MS = 10_000  # SIGKILL to gone; 243 GB of pinned memory took 26 s, such machines raise this
@@ -147,7 +147,11 @@ OPTIONS = (
     ),
     duration("init_ms", INIT_MS, "Time limit from launch to standby."),
     duration("waking_ms", WAKING_MS, "Time limit from the grant to active."),
-    duration("drain_ms", DRAIN_MS, "Time limit for requests in flight when the engine drains."),
+    duration(
+        "drain_ms",
+        DRAIN_MS,
+        "Time limit for requests in flight when the engine drains: 2 s less than the host's grace.",
+    ),
     duration(
         "release_ms", RELEASE_MS, "Time limit for KV memory to be given back when the engine rests."
     ),

@@ -80,6 +80,11 @@ class EngineStatus:
                 "spent_ms": round(history.spent_ms, 3),
                 "is_spent": history.is_budget_spent,
             },
+            "stop": {
+                "is_told": now.is_leaving,
+                "drain_ms": engine.settings.budgets_ms[State.DRAINING],
+                "streams": "hand_over" if engine.lock.is_continued else "finish",
+            },
             "health": self._health(),
             "deaths": list(history.deaths),
             "relaunch": engine.relauncher.plan,

@@ -31,6 +31,8 @@ from plumbing.service.signals import SignalInbox
 from plumbing.text import encoded
 
 EXIT_USAGE = 2
+# A host that signals every process, and the runner that it signals too, tell this one twice.
+SAME_ORDER_MS = 1_000.0
 # Keys of the loop's report of an exception that no callback of ours raised.
 ELSEWHERE = frozenset({"transport", "task", "future"})
 
@@ -94,10 +96,13 @@ class EngineSupervisor:
 
     async def _heed(self, signals: SignalInbox) -> None:
         await signals.get()
-        self._engine.post(Terminate(resume=self._engine.lock.is_continued))
+        engine = self._engine
+        engine.post(Terminate(may_resume=engine.lock.is_continued))
+        told_ms = engine.clock.now_ms()
         while True:
             await signals.get()
-            self._engine.post(TerminateNow())
+            if engine.clock.now_ms() - told_ms > SAME_ORDER_MS:
+                engine.post(TerminateNow())
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         """Neither task ends by itself: what ended it ends us."""

@@ -46,6 +46,10 @@ def no_engine(waits_for: str) -> Failure:
     return Failure(503, "no_active_engine", waits_for or "the engine does not answer; retry")
 
 
+def ending(why: str) -> Failure:
+    return Failure(503, "gateway.stopping", f"this pod is stopping ({why}); retry elsewhere")
+
+
 def resting(why: str) -> Failure:
     return Failure(503, "gateway.resting", f"{why}; retry")
 

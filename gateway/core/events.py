@@ -143,10 +143,16 @@ class EngineGranted(GatewayEvent, frozen=True):
 
 
 class NobodyGranted(GatewayEvent, frozen=True):
-    """Nobody holds the lock. Answers that are under way go on."""
+    """Nobody holds the lock. Answers that are under way go on. `is_final`: no engine will take a
+    request any more, so none waits for one."""
 
     reason: str
     model: str = ""
+    is_final: bool = False
+
+
+class GatewayEnds(GatewayEvent, frozen=True):
+    """The time to finish is over: every request ends now."""
 
 
 class DoorSet(GatewayEvent, frozen=True):

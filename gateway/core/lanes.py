@@ -84,8 +84,10 @@ class Lanes:
                 | LaneDoorSet()
             ):
                 lane = self.by_model.get(event.model)
+            case ev.GatewayEnds():
+                return self._tell_all(event, now_ms, self._lanes)
             case _:
-                return self._pass_time(event, now_ms)
+                return self._tell_all(event, now_ms, tuple(self._live))
         if lane is None:
             return self.take()
         self._live[lane] = None
@@ -130,8 +132,10 @@ class Lanes:
     def _is_full(self) -> bool:
         return sum(lane.queued for lane in self._lanes) > self._queue_max
 
-    def _pass_time(self, event: GatewayEvent, now_ms: float) -> Sequence[GatewayEffect]:
+    def _tell_all(
+        self, event: GatewayEvent, now_ms: float, lanes: Sequence[Lane]
+    ) -> Sequence[GatewayEffect]:
         effects: list[GatewayEffect] = []
-        for lane in tuple(self._live):
+        for lane in lanes:
             effects += lane.handle(event, now_ms)
         return effects

@@ -47,6 +47,7 @@ class Gateway:
         self._course = Course(self._desk, Numbers(lane, step))
         self._grant: ev.EngineGranted | None = None  # the newest
         self._is_granted = False  # nobody has lost it since
+        self._is_final = False  # and no engine will be granted any more
         self._reason = "the lock server has not said yet which engine is active"
         self._greetings = Numbers(lane, step)
         self._greet_ms: float | None = None  # when to greet again,
@@ -102,6 +103,11 @@ class Gateway:
                 self._granted(event, now_ms)
             case ev.NobodyGranted():
                 self._is_granted, self._reason = False, event.reason
+                self._is_final = event.is_final
+            case ev.GatewayEnds():
+                self._is_granted, self._is_final = False, True
+                self._reason = "its time to finish requests is over"
+                self._supersede(is_death=False, now_ms=now_ms)
             case ev.DoorSet():
                 self._set_door(event, now_ms)
             case ev.HelloCame() | ev.HelloFailed():
@@ -170,6 +176,8 @@ class Gateway:
 
     def _look(self) -> None:
         """Ask the engine for every request whose turn it is."""
+        if self._is_final:
+            self._end_waiting()
         if self._is_busy or not self._is_granted or self._grant is None:
             return
         if not self._desk.line.waiting:  # nearly always, and looked at four times a request
@@ -187,6 +195,14 @@ class Gateway:
             else:
                 self._course.ask(request, self._grant.token, self.hello, self._now_ms)
         self._is_busy = False
+
+    def _end_waiting(self) -> None:
+        """No engine will take these requests: say so at once."""
+        if not self._is_busy:
+            self._is_busy = True
+            for request in list(self._desk.line.waiting.values()):
+                self._desk.fail(request, answers.ending(self._reason))
+            self._is_busy = False
 
     def _may_ask(self) -> bool:
         """Whether the door is open. The parent is told of the first request behind it."""
@@ -216,7 +232,7 @@ class Gateway:
         old = self._grant
         if old is not None and old.era == grant.era and grant.token < old.token:
             return  # late
-        self._grant, self._is_granted = grant, True
+        self._grant, self._is_granted, self._is_final = grant, True, False
         if old is not None and (old.engine, old.token) == (grant.engine, grant.token):
             return  # said again, or by a lock server that has lost its file and was told of it
         self._supersede(is_death=old is not None, now_ms=now_ms)

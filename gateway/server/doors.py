@@ -14,6 +14,7 @@ from collections.abc import Callable
 from gateway.core.events import (
     DoorSet,
     EngineGranted,
+    GatewayEnds,
     GatewayEvent,
     GatewayRules,
     NobodyGranted,
@@ -47,6 +48,7 @@ from plumbing.wire.fds import OwnedFd
 
 PROBLEM_CHARS_MAX = 4096  # a beat is one frame, and an engine says what it likes
 BODIES_SHARE = 0.75  # of the memory, which bodies that are being sent may keep
+FLUSH_S = 0.5  # for the errors of requests that are cut at the end
 SWEEP_S = 1.0  # a deadline is noticed this much late at most
 # States of the core in which a request waits for an engine, with nothing sent and with something.
 WAITING = "waiting"
@@ -61,7 +63,7 @@ class HttpDoors:
         UsageError: `gateway.bad_tls` or `gateway.bad_api_keys`, files that cannot be used;
             `gateway.no_tracing`.
         """
-        self.is_stopping = False
+        self._is_stopping = False
         self.body_memory = BodyMemory(settings.memory_bytes)
         self._settings = settings
         self._parent = parent
@@ -118,11 +120,15 @@ class HttpDoors:
 
     def granted(self, engine: str, token: int, era: str, model: str = "") -> None:
         self._granted = ("", 0) if model else (engine, token)
+        self.exchange.is_final = False
         self._told(EngineGranted(engine, token, era, model))
 
-    def nobody(self, reason: str, model: str = "") -> None:
+    def nobody(self, reason: str, model: str = "", *, is_final: bool = False) -> None:
         self._granted = ("", 0)
-        self._told(NobodyGranted(reason, model))
+        self.exchange.is_final = is_final
+        if is_final and self._listener is not None:
+            self._listener.resume()
+        self._told(NobodyGranted(reason, model, is_final))
 
     def set_door(self, door: DoorMsg) -> None:
         self._door_number = door.number
@@ -140,20 +146,19 @@ class HttpDoors:
         return ModelDemandMsg(self._models.lanes.demand(self.exchange.now_ms()))
 
     async def stop(self, budget_ms: float) -> None:
-        """Accept no more, close idle connections, and return once every request has ended; after
-        `budget_ms` those that are left are cut. Called again, the shorter budget counts."""
-        self.is_stopping = True
-        if self._listener is not None:
-            self._listener.stop()
+        """Close idle connections, and return once every request has ended; after `budget_ms` those
+        that are left get an error. Called again, the shorter budget counts. New connections wait
+        for another process, or are refused if every engine was told to end."""
+        self._is_stopping = True
+        if self._listener is not None and not self.exchange.is_final:
+            self._listener.pause()
         for client in tuple(self._idle_clients):
             client.close_idle()
-        try:
-            async with asyncio.timeout(budget_ms / 1000):
-                while self._is_busy:
-                    self._idle.clear()
-                    await self._idle.wait()
-        except TimeoutError:
-            pass
+        if not await self._until_idle(budget_ms / 1000):
+            self.exchange.handle(GatewayEnds())
+            await self._until_idle(FLUSH_S)
+        if self._listener is not None:
+            self._listener.stop()
         for client in tuple(self.clients):
             client.abort()
         self.exchange.idle_connections.close()
@@ -196,6 +201,7 @@ class HttpDoors:
     def became_idle(self, client: ClientConnection) -> None:
         self._idle_clients.pop(client, None)
         self._idle_clients[client] = None
+        self._idle.set()
 
     def came(self, client: ClientConnection, request: HttpRequest) -> None:
         self._idle_clients.pop(client, None)
@@ -255,8 +261,25 @@ class HttpDoors:
         self.exchange.told(event)
 
     @property
+    def is_stopping(self) -> bool:
+        """Whether the next request of a client is better sent elsewhere."""
+        return self._is_stopping or self.exchange.is_final
+
+    @property
     def _is_busy(self) -> bool:
-        return bool(self.exchange.requests or self.clients)
+        """Who connects now and sends nothing must not hold up a stop."""
+        is_idle = all(client.is_idle for client in self.clients)
+        return bool(self.exchange.requests) or not is_idle
+
+    async def _until_idle(self, budget_s: float) -> bool:
+        try:
+            async with asyncio.timeout(budget_s):
+                while self._is_busy:
+                    self._idle.clear()
+                    await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
 
     def _sweep(self) -> None:
         self._sweeping = self._loop.call_later(SWEEP_S, self._sweep)

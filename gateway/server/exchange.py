@@ -73,6 +73,7 @@ class HttpExchange:
         self._tick: asyncio.TimerHandle | None = None
         self._last_number = 0
         self._serves = asyncio.Event()  # else nobody's requests come here yet
+        self.is_final = False  # no engine takes requests any more
 
     # ------------------------------------------------------------------ for clients' connections
 
@@ -275,7 +276,7 @@ class HttpExchange:
                         effect.status,
                         effect.body,
                         request.http.request_id,
-                        keeps_alive=request.http.keeps_alive,
+                        keeps_alive=request.http.keeps_alive and not self.is_final,
                         retry_after_s=effect.retry_after_s,
                         is_to_head=request.http.is_to_head,
                     )

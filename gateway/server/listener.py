@@ -90,13 +90,23 @@ class ServiceListener:
             return None
         return self._problem[1]
 
-    def stop(self) -> None:
-        """Accept no more and close our copy; repeated calls do nothing."""
+    def pause(self) -> None:
+        """Accept no more until `resume`; repeated calls do nothing."""
         if self._retry is not None:
             self._retry.cancel()
         if self.is_accepting:
             self._loop.remove_reader(self._sock.fileno())
         self.is_accepting = False
+
+    def resume(self) -> None:
+        """Accept again, unless stopped."""
+        if not self.is_accepting and self._sock.fileno() != -1:
+            self.is_accepting = True
+            self._add_reader()
+
+    def stop(self) -> None:
+        """Accept no more and close our copy; repeated calls do nothing."""
+        self.pause()
         self._sock.close()
 
     def _accept(self) -> None:
@@ -107,7 +117,7 @@ class ServiceListener:
                 return
             if is_full and not self._places.close_an_idle_one():
                 self._places.limit_hit("connections")
-                self._pause(
+                self._wait(
                     f"{most} clients are connected, the limit; raise the limit of open files"
                     " (ulimit -n), or restrict who can reach this port"
                 )
@@ -120,7 +130,7 @@ class ServiceListener:
                 if is_shortage(error):
                     self._places.limit_hit("descriptors")
                     self._places.close_an_idle_one()
-                    self._pause(f"cannot accept clients: {explain(error.errno)}")
+                    self._wait(f"cannot accept clients: {explain(error.errno)}")
                     return
                 continue  # the client left while it waited (man 2 accept)
             self._adopt(connection)
@@ -136,13 +146,13 @@ class ServiceListener:
         # It fails if the client is gone, or does not speak TLS.
         take_over(connection, client, lambda _: self._places.closed(client), **tls)
 
-    def _pause(self, why: str) -> None:
+    def _wait(self, why: str) -> None:
         """New connections wait in the backlog meanwhile."""
         if self.problem is None:
             logger.warning("%s", why)
         self._problem = (self._loop.time(), why)
         self._loop.remove_reader(self._sock.fileno())
-        self._retry = self._loop.call_later(RETRY_S, self._resume)
+        self._retry = self._loop.call_later(RETRY_S, self._add_reader)
 
-    def _resume(self) -> None:
+    def _add_reader(self) -> None:
         self._loop.add_reader(self._sock.fileno(), self._accept)

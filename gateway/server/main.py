@@ -46,8 +46,8 @@ class Doors(Protocol):
     def granted(self, engine: str, token: int, era: str, model: str = "") -> None:
         """`engine` holds the lock, that of `model`. The same grant may come again."""
 
-    def nobody(self, reason: str, model: str = "") -> None:
-        """Nobody holds the lock."""
+    def nobody(self, reason: str, model: str = "", *, is_final: bool = False) -> None:
+        """Nobody holds the lock. `is_final`: every engine was told to end."""
 
     def set_door(self, door: msg.DoorMsg) -> None:
         """What may be done with requests; the next beat has its number."""
@@ -59,8 +59,9 @@ class Doors(Protocol):
         """What there is for each model of a pool; None without one."""
 
     async def stop(self, budget_ms: float) -> None:
-        """Accept no more, close idle connections, and return once every request has ended; after
-        `budget_ms` those that are left are cut. Called again, the shorter budget counts."""
+        """Close idle connections, and return once every request has ended; after `budget_ms` those
+        that are left get an error. Called again, the shorter budget counts. New connections wait
+        for another process, or are refused if every engine was told to end."""
 
     def beat(self, progress: int) -> msg.GatewayBeatMsg:
         """Their present state and their counts."""
@@ -138,7 +139,8 @@ class ParentLink(Handler):
             case msg.GrantMsg():
                 doors.granted(message.engine, message.token, message.era, message.model)
             case msg.NobodyMsg():
-                doors.nobody(message.reason, message.model)
+                doors.nobody(message.reason, message.model, is_final=message.is_final)
+                self.beat_now()
             case msg.ModelDoorsMsg():
                 doors.set_model_doors(message)
                 self._tell_demand()

@@ -44,6 +44,7 @@ class GatewayLockSide:
         self.grant: Grant | None = None
         self.model_grants: dict[str, Grant] = {}  # of a pool's models
         self.idle: str | None = None  # why no engine is known to serve, if so
+        self.is_final = False  # and that none will: every engine was told to end
         self.changed_ms = clock.now_ms()  # connected, or lost
         self.idle_ms = clock.now_ms()  # since when it is idle, if it is
         self._nursery, self._clock, self._log = nursery, clock, log
@@ -93,7 +94,7 @@ class GatewayLockSide:
             data = {"engine_id": engine, "token": token}
             message = f"requests go to {engine}, token {token}"
             self._log.record("gateway.engine", message, data=data)
-        self.idle = None
+        self.idle, self.is_final = None, False
         self._nursery.granted(engine, token, era)
         self._on_granted(engine, token)
 
@@ -106,20 +107,22 @@ class GatewayLockSide:
             data = {"model": model, "engine_id": engine, "token": token}
             message = f"{engine} stands for {model}, token {token}"
             self._log.record("gateway.engine", message, data=data)
+        self.is_final = False
         self._nursery.granted(engine, token, era, model)
 
-    def _model_idle(self, model: str, reason: str) -> None:
+    def _model_idle(self, model: str, reason: str, is_final: bool) -> None:
         self._heard()
-        self._nursery.nobody(reason, model)
+        self.is_final = is_final
+        self._nursery.nobody(reason, model, is_final=is_final)
 
-    def _is_idle(self, reason: str) -> None:
+    def _is_idle(self, reason: str, is_final: bool) -> None:
         self._heard()
         if self.idle is None:
             self.idle_ms = self._clock.now_ms()
             message = f"no engine is known to serve: {reason}"
-            self._log.record("gateway.no_engine", message, "warning")
-        self.idle = reason
-        self._nursery.nobody(reason)
+            self._log.record("gateway.no_engine", message, "info" if is_final else "warning")
+        self.idle, self.is_final = reason, is_final
+        self._nursery.nobody(reason, is_final=is_final)
 
     def _heard(self) -> None:
         """The server takes this gateway: a connection alone may be refused, and again and again."""

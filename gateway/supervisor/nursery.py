@@ -101,8 +101,8 @@ class Nursery:
         self._nobody.pop(model, None)
         self._tell_all(grant)
 
-    def nobody(self, reason: str, model: str = "") -> None:
-        nobody = self._nobody[model] = msg.NobodyMsg(reason, model)
+    def nobody(self, reason: str, model: str = "", *, is_final: bool = False) -> None:
+        nobody = self._nobody[model] = msg.NobodyMsg(reason, model, is_final)
         self._tell_all(nobody)
 
     def set_door(self, door: msg.DoorMsg | msg.ModelDoorsMsg) -> None:

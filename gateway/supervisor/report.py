@@ -40,7 +40,13 @@ def document(gateway: GatewayParts) -> dict[str, Any]:
         "restarts": restarts(),
         "dir": gateway.settings.directory,
         **moment(gateway.started_ms, gateway.clock),
-        "stopping": gateway.is_stopping,
+        "stopping": gateway.is_stopping or lock.is_final,
+        "stop": {
+            "drain_ms": gateway.settings.drain_ms,
+            "class": None
+            if beat is None or beat.upstream is None
+            else beat.upstream.continuation or None,
+        },
         "accepting": nursery.is_accepting,
         "accepting_since": (
             None if accepting_ms is None else moment(accepting_ms, gateway.clock)["since"]
@@ -160,7 +166,7 @@ def ready(gateway: GatewayParts) -> Probe:
     """It accepts, and a request would be answered: an engine serves, one soon will, or one rests
     that a request wakes."""
     lock = gateway.lock
-    if gateway.is_stopping:
+    if gateway.is_stopping or lock.is_final:
         return Probe(False, "stopping")
     if not gateway.nursery.is_accepting:
         return Probe(False, "not_accepting", {"problems": problems(gateway)})

@@ -12,6 +12,7 @@ from gateway.messages import ConfigureGatewayMsg
 from gateway.server.tracing import MODES, OFF, check_tracing
 from gateway.supervisor.lane_settings import LaneSettings, read_lanes
 from plumbing.errors import UsageError
+from plumbing.part.grace import DRAIN_MS
 from plumbing.part.paths import DIRECTORY, runtime_dir
 from plumbing.service.browsers import ALLOWED_HOST
 from plumbing.service.config import Option, Resolved, duration_s, size_bytes
@@ -22,7 +23,7 @@ MEMORY_BYTES_MIN = 64 << 20
 MEMORY_BYTES = 1 << 30  # a few thousand streams of long contexts, or a dozen of the largest answers
 RESUMES_MAX = 32  # at once: more prefills than that delay each other and every new request
 PARK_S = 300  # a relaunch of a large model; clients give up after ten minutes or so
-DRAIN_S = 30  # as an engine's
+DRAIN_S = DRAIN_MS // 1000  # as an engine's
 # Each rest costs the KV cache and the next client a wake, and children beat twice a second.
 SLEEP_AFTER_S_MIN = 1
 ON_REQUEST, MANUAL = "on-request", "manual"  # --wake
@@ -76,7 +77,8 @@ OPTIONS = (
         "drain_timeout",
         duration_s,
         DRAIN_S,
-        "How long streams may take to end at SIGTERM, in seconds or as 30s.",
+        "How long streams may take to end at SIGTERM, in seconds or as 30s: 2 s less than the"
+        " host's grace.",
         minimum=0,
         maximum=DAY_S,
     ),

@@ -33,6 +33,7 @@ from plumbing.service.signals import SignalInbox
 
 TICK_S = 0.1  # silence is measured in seconds
 CLOSED_MS = 500.0  # a spare accepts within milliseconds; what lasts longer is told
+SAME_ORDER_MS = 1_000.0  # a second signal sooner than this is the first one again
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -95,6 +96,7 @@ class GatewaySupervisor:
         )
         self.control = GatewayControl(gateway_socket(settings.directory), parts)
         parts.troubles = [lambda: self.http.problem, lambda: self.control.server.problem]
+        self._stopping_ms = 0.0
         self._was_accepting = False
         self._closed_ms: float | None = None  # since when nobody accepts, until that is told
         self._exit_code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -151,8 +153,12 @@ class GatewaySupervisor:
             if signum is signal.SIGHUP:
                 self.nursery.restart(_ignore)  # the log tells what came of it
                 continue
+            now_ms = self.clock.now_ms()
+            if self.parts.is_stopping and now_ms - self._stopping_ms < SAME_ORDER_MS:
+                continue  # from a host that signals every process, and from what it signalled
             then = "ending at once" if self.parts.is_stopping else "finishing what is in flight"
             self.log.record("gateway.stopping", f"{signum.name}: {then}")
+            self._stopping_ms = now_ms
             self.stop()
 
     def _child_gone(self, link: ChildLink) -> None:

@@ -37,6 +37,7 @@ def _lines(document: Document) -> Iterator[tuple[str, str]]:
     held = size(document["load"]["memory_bytes"])
     yield "memory", f"{held} of {size(document['memory_bytes_max'])} for journals, bodies, answers"
     yield "totals", _totals(document)
+    yield "stop", _stop(document["stop"])
     yield "lock", _lock(document, now)
     yield from _problems(document)
 
@@ -128,6 +129,12 @@ def _totals(document: Document) -> str:
     if totals["lost_requests"]:
         parts.append(f"{totals['lost_requests']} lost with a child")
     return ", ".join(parts)
+
+
+def _stop(stop: Document) -> str:
+    """`streams get 43s; class exact`"""
+    kind = f"; class {stop['class']}" if stop["class"] else ""
+    return f"streams get {duration(stop['drain_ms'])}{kind}"
 
 
 def _lock(document: Document, now: datetime) -> str:

@@ -44,10 +44,11 @@ class BorrowerCallbacks:
       never `shutdown()`. Once, unless the server had to bind the address anew: then the new socket
       replaces the old one.
     - `on_granted(engine, token, era)`: `engine` holds the lock. The same grant may arrive again.
-    - `on_idle(reason)`: no engine is known to serve, and a sentence that says why. It proves
-      nothing about the last holder: only a newer grant does.
-    - `on_model_granted(model, engine, token, era)`, `on_model_idle(model, reason)`: the same of a
-      pod with models, whose one address was borrowed.
+    - `on_idle(reason, is_final)`: no engine is known to serve, and a sentence that says why. It
+      proves nothing about the last holder: only a newer grant does. `is_final`: every engine was
+      told to end, so that what the holder does not serve any more, none will.
+    - `on_model_granted(model, engine, token, era)`, `on_model_idle(model, reason, is_final)`: the
+      same of a pod with models, whose one address was borrowed.
     - `on_connected()`, `on_lost(reason)`.
     - `on_refused(error)`: the server refuses this gateway (`lock.direct`, `lock.no_service`,
       `lock.too_many_gateways`), or cannot be believed (`lock.old_token`). Retried with back-off.
@@ -55,9 +56,9 @@ class BorrowerCallbacks:
 
     on_service: Callable[[OwnedFd, str], object] = _close
     on_granted: Callable[[str, int, str], object] = _ignore
-    on_idle: Callable[[str], object] = _ignore
+    on_idle: Callable[[str, bool], object] = _ignore
     on_model_granted: Callable[[str, str, int, str], object] = _ignore
-    on_model_idle: Callable[[str, str], object] = _ignore
+    on_model_idle: Callable[[str, str, bool], object] = _ignore
     on_connected: Callable[[], object] = _ignore
     on_lost: Callable[[str], object] = _ignore
     on_refused: Callable[[UnderstudyError], object] = _ignore
@@ -154,9 +155,10 @@ class Borrower:
             case GrantedMsg() if kind_of(message.lock) == self.lock:
                 self._granted(message)
             case IdleMsg() if message.lock == self.lock:
-                self._callbacks.on_idle(message.reason)
+                self._callbacks.on_idle(message.reason, message.is_final)
             case IdleMsg() if kind_of(message.lock) == self.lock:
-                self._callbacks.on_model_idle(model_of(message.lock), message.reason)
+                model = model_of(message.lock)
+                self._callbacks.on_model_idle(model, message.reason, message.is_final)
             case ServiceMsg():
                 self._lent(message, fds)
             case FaultMsg():

@@ -62,17 +62,15 @@ class LockCallbacks:
     - `on_granted(lock, incarnation, token)`: `incarnation` (of any engine) holds `lock`. The same
       grant may arrive again. A grant to another of a lock that this engine believes to hold means
       that it is lost. An older token than one that was heard before is refused, not reported.
-    - `on_standby(lock, is_ready, continues)`: whether another engine could be granted `lock`, which
-      this one holds, and whether the next one could continue its streams; what was said before
-      counts until the connection is lost.
+    - `on_leaving(lock, token)`: the holder of `lock`, another engine, was told to end.
+    - `on_standby(news)`: whether another engine could be granted a lock that this one holds, and
+      continue its streams; what was said before counts until the connection is lost.
     - `on_service(lock, address)`: the listening socket of `lock` was lent, and `service` copies it;
       or `is_to_accept` has changed.
     - `on_refused(error)`: the server refuses this want (`lock.stale_claim`: the lock is lost, kill
       the tree; `lock.engine_id_taken`, …), or cannot be believed (`lock.old_token`). The same want
       is retried with back-off.
-    - `on_hand_over(lock, incarnation, to, resume)`: `incarnation`, which holds `lock`, must finish
-      its requests, reap its tree and release the lock to engine `to`, which continues the streams
-      that it leaves if `resume`. May arrive again.
+    - `on_hand_over(lock, incarnation, to, resume)`: as in `HandOverMsg`. May arrive again.
     - `on_connected()`, `on_lost(reason)`.
 
     Over TCP alone; the incarnation's tree must be killed and reaped at once:
@@ -85,7 +83,8 @@ class LockCallbacks:
     """
 
     on_granted: Callable[[str, str, int], object] = _ignore
-    on_standby: Callable[[str, bool, bool], object] = _ignore
+    on_leaving: Callable[[str, int], object] = _ignore
+    on_standby: Callable[[StandbyMsg], object] = _ignore
     on_service: Callable[[str, str], object] = _ignore
     on_connected: Callable[[], object] = _ignore
     on_lost: Callable[[str], object] = _ignore
@@ -175,8 +174,10 @@ class LockClient:
         tokens: Mapping[str, int] | None = None,
         continuation: str = "",
         over: Mapping[str, int] | None = None,
+        is_leaving: bool = False,
+        succeeds: int = 0,
     ) -> None:
-        """Replace the whole want; sent at once if it is new, and first on each connection.
+        """Replace the whole want (`WantMsg`); sent at once if new, and first on each connection.
 
         Args:
             incarnation: None between two launches: the last one has been reaped.
@@ -195,6 +196,8 @@ class LockClient:
             tokens=dict(tokens or {}),
             continuation=continuation,
             over=dict(over or {}),
+            is_leaving=is_leaving,
+            succeeds=succeeds,
         )
         if want == self._want:
             return  # else a holder that answers each grant with its token would loop forever
@@ -287,7 +290,7 @@ class LockClient:
             self._granted(message)
         elif isinstance(message, StandbyMsg):
             if message.incarnation == self._want.incarnation:
-                self._callbacks.on_standby(message.lock, message.is_ready, message.continues)
+                self._callbacks.on_standby(message)
         elif isinstance(message, RenewedMsg) and self._lease is not None:
             self._lease.renewed(message)
         elif isinstance(message, MemberLostMsg):
@@ -331,6 +334,8 @@ class LockClient:
             if kind_of(message.lock) in FENCED:
                 self._lease.hold()
         self._callbacks.on_granted(message.lock, message.incarnation, message.token)
+        if message.is_leaving and not is_own:
+            self._callbacks.on_leaving(message.lock, message.token)
 
     def _borrow(self, message: ServiceMsg, fds: list[OwnedFd]) -> None:
         """Keep it to be copied, and to be handed back after a restart of the server."""

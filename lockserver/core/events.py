@@ -176,21 +176,25 @@ class LockEffect(msgspec.Struct, frozen=True):
 
 
 class SendGrant(LockEffect, frozen=True):
+    """`is_leaving`: the holder was told to end."""
+
     conn: int
     lock: str
     holder: Holder
     era: str
+    is_leaving: bool = False
 
 
 class TellStandby(LockEffect, frozen=True):
     """Tell the holder on this connection whether another engine could be granted `lock`, and
-    whether the next one could continue its streams."""
+    whether the next one could continue its streams. `is_settled`: as in `StandbyMsg`."""
 
     conn: int
     lock: str
     holder: Holder
     is_ready: bool
     continues: bool = False
+    is_settled: bool = False
 
 
 class Announce(LockEffect, frozen=True):
@@ -199,6 +203,7 @@ class Announce(LockEffect, frozen=True):
     lock: str
     holder: Holder
     era: str
+    is_leaving: bool = False
 
 
 class RefuseConnection(LockEffect, frozen=True):

@@ -88,7 +88,8 @@ class Lock:
     is_reported: bool = False  # what this state waits for has been reported
     previous: Holder | None = None
     preferred: str | None = None  # the engine that a switchover wants the next grant to go to
-    told: tuple[int, int, bool, bool] | None = None  # connection, token, and the last `TellStandby`
+    # Connection, token, and the last `TellStandby`.
+    told: tuple[int, int, bool, bool, bool] | None = None
 
     @property
     def is_unknown(self) -> bool:
@@ -108,6 +109,9 @@ class Lock:
     def is_held_by(self, incarnation: str | None) -> bool:
         """Whether this incarnation is the holder, in whatever state."""
         return self.holder is not None and self.holder.incarnation == incarnation
+
+    def has_waiter(self, supervisor: str) -> bool:
+        return any(each.supervisor == supervisor for each in self.waiters)
 
     def remove_waiter(self, supervisor: str, but: str | None = None) -> None:
         """Take this supervisor out of the queue, unless it waits as incarnation `but`."""

@@ -73,15 +73,15 @@ class LockMachine:
                 lock.state, lock.holder = LockState.RECOVERING, holder
 
     def handle(self, event: ev.Input, now_ms: float) -> list[LockEffect]:
-        """Take one event; the effects must be carried out at once and in order.
-
-        A `Persist` is always the last one; its outcome is the next event.
-        """
+        """Take one event; the effects must be carried out at once and in order. A `Persist` is
+        always the last one; its outcome is the next event."""
         if self.ledger.is_writing and not isinstance(event, ev.Persisted | ev.PersistFailed):
             raise InvariantError(f"{type(event).__name__} while a grant is being written")
         effects = list(self._on(event, now_ms))
         effects += self.switchovers.observe(self.locks, now_ms)
-        effects += tell_standbys(self.locks, self.supervisors, resumes=self.switchovers.resumes)
+        effects += tell_standbys(
+            self.locks, self.supervisors, self.ledger.era, resumes=self.switchovers.resumes
+        )
         return effects + self.ledger.next_write(self.locks, self.supervisors, now_ms)
 
     def begin(self, leftovers: Iterable[WitnessFile] = ()) -> list[LockEffect]:
@@ -158,7 +158,7 @@ class LockMachine:
                 yield from self._drop(supervisor)  # it was never accepted
         elif is_first:
             yield ev.Lend(want.conn)
-            yield from tell_holders(supervisor, self.locks, self.ledger.era)
+            yield from tell_holders(supervisor, self.locks, self.supervisors, self.ledger.era)
 
     def _evict_twins(self, want: Wanted) -> Iterable[LockEffect]:
         """A holder that returns late stays; a supervisor that took its engine's id must leave."""
@@ -185,7 +185,7 @@ class LockMachine:
     def _end_unnamed(self, supervisor: SupervisorRecord, now_ms: float) -> Iterable[LockEffect]:
         """Give up what this want no longer names: places in queues, and locks once proven."""
         for lock in self.locks.values():
-            named = supervisor.incarnation if lock.name in supervisor.locks else None
+            named = supervisor.incarnation if supervisor.may_wait_for(lock.name) else None
             lock.remove_waiter(supervisor.id, but=named)
             if lock.holder is None or lock.holder.supervisor != supervisor.id:
                 continue
@@ -213,7 +213,7 @@ class LockMachine:
             yield sentences.stale_claim(lock, want, claimed)
         elif want.witness_file is None or (lock.is_fenced and not is_proven):
             yield sentences.unproven(lock, want)
-        elif not any(waiter.supervisor == want.msg.supervisor for waiter in lock.waiters):
+        elif not want.msg.is_leaving and not lock.has_waiter(want.msg.supervisor):
             waiter = Waiter(want.msg.supervisor, want.msg.engine, want.msg.incarnation, now_ms)
             lock.waiters.append(waiter)
             yield sentences.queued(lock, waiter)

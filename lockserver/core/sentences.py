@@ -85,6 +85,11 @@ def confirmed(lock: Lock, holder: Holder) -> Happened:
     return Happened("lock.confirmed", message, data=facts(lock, holder))
 
 
+def told_to_end(lock: Lock, holder: Holder) -> Happened:
+    message = f"{holder.engine}, which holds the {lock.name} lock, was told to end"
+    return Happened("lock.told_to_end", message, data=facts(lock, holder))
+
+
 def claimed(lock: Lock, holder: Holder) -> Happened:
     message = f"{holder.engine} claims the {lock.name} lock with token {holder.token}: accepted"
     return Happened("lock.claimed", message, "warning", facts(lock, holder))

@@ -51,12 +51,19 @@ class SupervisorRecord:
     tokens: Mapping[str, int] = field(default_factory=dict)
     over: Mapping[str, int] = field(default_factory=dict)
     continuation: str = ""
+    is_leaving: bool = False
+    is_announced: bool = False  # that it leaves
+    succeeds: int = 0
     progress: int = -1
     is_silent: bool = False
 
     @property
     def has_process(self) -> bool:
         return self.process != "none"
+
+    def may_wait_for(self, lock: str) -> bool:
+        """Whoever was told to end keeps what it holds, and is granted nothing."""
+        return lock in self.locks and not self.is_leaving
 
     def adopt(self, want: Wanted) -> None:
         """Replace what is known with what `want` says."""
@@ -70,6 +77,7 @@ class SupervisorRecord:
         self.locks, self.tokens = want.msg.locks, dict(want.msg.tokens)
         self.over = dict(want.msg.over)
         self.continuation = want.msg.continuation
+        self.is_leaving, self.succeeds = want.msg.is_leaving, want.msg.succeeds
 
 
 def claimant(want: Wanted, token: int, now_ms: float) -> Holder:

@@ -39,6 +39,8 @@ class NodeMember:
     tokens: Mapping[str, int] = field(default_factory=dict)
     progress: int = -1
     has_beaten: bool = False  # since the group last did
+    is_leaving: bool = False
+    succeeds: int = 0
 
     @property
     def id(self) -> MemberId | None:
@@ -49,6 +51,7 @@ class NodeMember:
         msg, self.conn, self.name, self.heard_ms = want.msg, want.conn, want.name, now_ms
         self.incarnation, self.locks, self.tokens = msg.incarnation, msg.locks, msg.tokens
         self.count, self.progress = msg.members, msg.progress
+        self.is_leaving, self.succeeds = msg.is_leaving, msg.succeeds
 
 
 @dataclass(slots=True)
@@ -88,7 +91,11 @@ class Group:
         file = unlockable_witness(self.incarnation)
         return ev.Wanted(
             self.conn,
-            WantMsg(self.supervisor, self.engine, self.incarnation, file.name, locks, tokens),
+            WantMsg(
+                *(self.supervisor, self.engine, self.incarnation, file.name, locks, tokens),
+                is_leaving=any(member.is_leaving for member in members),
+                succeeds=min(member.succeeds for member in members),
+            ),
             witness_file=file,
             witness_state=WitnessState.HELD,
             process=LEASE,
@@ -104,7 +111,10 @@ def fan_out(effect: LockEffect, members: Sequence[NodeMember]) -> list[LockEffec
         return [
             SendMsg(
                 member.conn,
-                StandbyMsg(effect.lock, member.incarnation, effect.is_ready, effect.continues),
+                StandbyMsg(
+                    *(effect.lock, member.incarnation),
+                    *(effect.is_ready, effect.continues, effect.is_settled),
+                ),
             )
             for member in members
             if member.conn is not None and member.incarnation is not None
@@ -132,7 +142,9 @@ def _grant(effect: SendGrant, member: NodeMember) -> SendMsg:
     holder = effect.holder
     incarnation = member.incarnation if _is_own(effect, member) else holder.incarnation
     assert incarnation is not None
-    message = GrantedMsg(effect.lock, holder.engine, incarnation, holder.token, effect.era)
+    message = GrantedMsg(
+        *(effect.lock, holder.engine, incarnation, holder.token, effect.era, effect.is_leaving)
+    )
     return SendMsg(member.conn, message)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,10 @@ from plumbing.part.models import ACTIVE, model_of
 from plumbing.service.browsers import Page
 from plumbing.service.http import HttpServer, Probe
 from plumbing.service.signals import until_ended
+
+SETTLE_S = 0.3  # within which engines say that they were told to end, too
+OUTLAST_S = 120.0  # for streams; whoever has told this process to end has less patience
+POLL_S = 0.05
 
 UI = Path(__file__).parent.parent / "ui" / "ui.html"
 
@@ -44,9 +49,22 @@ async def run(
         server.events.record("lockserver.started", message, data={"http_port": http.port})
         gc.freeze()  # these objects stay: no later collection scans them while a grant waits
         await until_ended(server.failed)
+        await _outlast(server)
     finally:
         await http.stop()
         await server.close()
+
+
+async def _outlast(server: LockServer) -> None:
+    """Serve engines that were told to end in the same moment until they have ended: a host may tell
+    all processes of a pod at once. A second signal ends this."""
+    loop = asyncio.get_running_loop()
+    told_s, supervisors = loop.time(), server.parts.machine.supervisors
+    while supervisors and loop.time() - told_s < OUTLAST_S:
+        is_leaving = any(each.is_leaving for each in supervisors.values())
+        if not is_leaving and loop.time() - told_s > SETTLE_S:
+            return
+        await asyncio.sleep(POLL_S)
 
 
 def ready(server: LockServer) -> Probe:

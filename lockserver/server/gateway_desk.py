@@ -12,6 +12,7 @@ then not again before it is heard. It is reported at once, since no takeover rea
 
 What a borrower is told of a lock is its newest grant, as long as that holder may be serving, and
 else a sentence. It is looked at with every tick, so a takeover within a tick is only its grant.
+Once every engine was told to end, the sentence is final, also while one of them still serves.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ GATEWAYS_MAX = 8  # a pod has one, two while it is replaced; a process that loop
 # pod start together, and a slow start is no fault. Requests are answered after `hold_ms` even so.
 START_MS = 60_000.0
 TELL_MS = 1000.0  # a sentence that changes is sent no more often
+EVERY_ENGINE_ENDS = "every engine was told to end"
 
 
 @dataclass(slots=True)
@@ -84,6 +86,8 @@ class GatewayDesk:
         self._record, self._settings = record, settings
         self._ticked_ms = clock.now_ms()
         self._was_here: set[str] = set()  # the locks that a gateway has accepted for
+        # Every engine was told to end. It stays so when the last one is gone.
+        self.is_final = False
 
     def borrow(self, conn: Connection, message: BorrowMsg) -> None:
         """Take in what a gateway says; lend and tell it what it lacks.
@@ -234,11 +238,22 @@ class GatewayDesk:
                 each.conn.send(message)
 
     def tick(self, now_ms: float) -> None:
+        self.look_for_end(now_ms)
         for each in self.gateways.values():
             self._tell_idle(each, now_ms)
         self._look_for_silence(now_ms)
         if self._services.has_gateway:
             self._look_for_missing(now_ms)
+
+    def look_for_end(self, now_ms: float) -> None:
+        """Whether any engine is left that may be granted a lock; gateways hear it at once."""
+        was_final, supervisors = self.is_final, self._machine.supervisors.values()
+        if supervisors:
+            self.is_final = all(each.is_leaving for each in supervisors)
+        if self.is_final != was_final:
+            for each in self.gateways.values():
+                each.told.clear()
+                self._tell(each, now_ms)
 
     def _tell(self, gateway: ConnectedGateway, now_ms: float) -> None:
         """What a new borrower must know first."""
@@ -257,13 +272,15 @@ class GatewayDesk:
 
     def _tell_idle(self, gateway: ConnectedGateway, now_ms: float) -> None:
         for lock in self._served_by(gateway):
-            if _may_be_served(lock):
+            if _may_be_served(lock) and not self.is_final:
                 continue
             reason = why_idle(self._machine, lock.name)[:REASON_CHARS_MAX]
+            if self.is_final:
+                reason = EVERY_ENGINE_ENDS
             told, told_ms = gateway.told.get(lock.name, (None, -TELL_MS))
             if reason != told and (told is None or now_ms - told_ms >= TELL_MS):
                 gateway.told[lock.name] = reason, now_ms
-                gateway.conn.send(IdleMsg(lock.name, reason))
+                gateway.conn.send(IdleMsg(lock.name, reason, self.is_final))
 
     # ------------------------------------------------------------------ for operators
 

@@ -43,10 +43,11 @@ class LockPerformer:
     def _do(self, effect: ev.LockEffect) -> None:
         parts = self._parts
         match effect:
-            case ev.SendGrant(conn, lock, holder, era):
-                self._send(conn, granted(lock, holder, era))
-            case ev.TellStandby(conn, lock, holder, is_ready, continues):
-                self._send(conn, StandbyMsg(lock, holder.incarnation, is_ready, continues))
+            case ev.SendGrant():
+                self._send(effect.conn, granted(effect))
+            case ev.TellStandby():
+                news = effect.is_ready, effect.continues, effect.is_settled
+                self._send(effect.conn, StandbyMsg(effect.lock, effect.holder.incarnation, *news))
             case ev.SendHandOver(conn, lock, incarnation, to, resume):
                 self._send(conn, HandOverMsg(lock, incarnation, to, resume))
             case ev.RefuseConnection() | ev.Close():
@@ -80,7 +81,7 @@ class LockPerformer:
             conn.send(message)
 
     def _announce(self, effect: ev.Announce) -> None:
-        message = granted(effect.lock, effect.holder, effect.era)
+        message = granted(effect)
         self._parts.gateways.announce(message)  # first: clients wait for what it resumes
         for supervisor in self._parts.machine.supervisors.values():
             conn = self._parts.conn_of(supervisor)
@@ -101,5 +102,13 @@ class LockPerformer:
         self._parts.metrics.synced(took_s)
 
 
-def granted(lock: str, holder: ev.Holder, era: str) -> GrantedMsg:
-    return GrantedMsg(lock, holder.engine, holder.incarnation, holder.token, era)
+def granted(effect: ev.SendGrant | ev.Announce) -> GrantedMsg:
+    holder = effect.holder
+    return GrantedMsg(
+        effect.lock,
+        holder.engine,
+        holder.incarnation,
+        holder.token,
+        effect.era,
+        effect.is_leaving,
+    )

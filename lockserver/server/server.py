@@ -183,6 +183,7 @@ class LockServer:
         if known is not None and known.conn == conn.id:
             conn.state = want.supervisor
             parts.processes.watch(want.supervisor, conn.peer)
+        parts.gateways.look_for_end(self.clock.now_ms())
 
     def _take_back(
         self, conn: Connection, who: str, services: Sequence[str], fds: list[OwnedFd]

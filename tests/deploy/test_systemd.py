@@ -22,7 +22,7 @@ import pool.cli
 from engine.backends.registry import REGISTRY
 from engine.core.relaunch import BACKOFF_FIRST_MS, BACKOFF_MAX_MS
 from engine.supervisor import settings as engine_settings
-from gateway.supervisor.settings import DRAIN_S
+from plumbing.part.grace import GRACE_MS
 from plumbing.service import notify
 from plumbing.service.process import FDS_ADVISED
 from tests.deploy.manifests import DEPLOY
@@ -228,16 +228,15 @@ def test_whatever_dies_is_started_again_for_ever(unit: str):
 def test_stopped_engine_drains_before_its_neighbours_go():
     """SIGTERM to the supervisor alone, time for the drain, and an order that is kept backwards."""
     unit = "engine@.service"
-    needed_s = (engine_settings.DRAIN_MS + engine_settings.REAP_MS) / 1000
     assert value(unit, "KillMode") == "mixed"
-    assert seconds(value(unit, "TimeoutStopSec")) > needed_s
+    assert seconds(value(unit, "TimeoutStopSec")) == GRACE_MS / 1000
     servers = {"lockserver.service", "gms.service", "gateway.service"}
     assert servers <= set(value(unit, "After").split())
 
 
 def test_stopped_gateway_has_the_time_that_its_streams_may_take():
     unit = "gateway.service"
-    assert seconds(value(unit, "TimeoutStopSec")) > DRAIN_S
+    assert seconds(value(unit, "TimeoutStopSec")) == GRACE_MS / 1000
     assert value(unit, "KillMode") == "mixed"  # its parent says when a child ends
     assert value(unit, "OOMPolicy") == "continue"
 

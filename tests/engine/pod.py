@@ -12,11 +12,13 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from engine import messages as m
+from engine.supervisor.supervisor import SAME_ORDER_MS
 from lockserver.messages import CATALOGUE as LOCK_CATALOGUE
 from lockserver.messages import StatusMsg as LockStatus
 from lockserver.messages import StatusReplyMsg as LockStatusReply
@@ -134,6 +136,12 @@ class Engine:
         until(lambda: self.process.poll() is not None, f"{self.name} to end")
         assert self.process.returncode is not None
         return self.process.returncode
+
+    def terminate_at_once(self) -> None:
+        """A second SIGTERM, late enough to be another order than the first."""
+        time.sleep(SAME_ORDER_MS / 1000)
+        self.terminate()
+        assert self.wait() == 0
 
     def terminate(self) -> None:
         self.process.send_signal(signal.SIGTERM)

@@ -33,6 +33,8 @@ class StubLock:
         host, port = self.listener.getsockname()
         return host, port
 
+    standby = False, False  # whether another engine is ready, and could continue streams
+
     @property
     def want(self) -> WantMsg | None:
         return self.wants[-1] if self.wants else None
@@ -65,6 +67,7 @@ class StubLock:
         """Tell the engine whether another one could be granted `active`."""
         assert self.want is not None
         assert self.want.incarnation is not None
+        self.standby = is_ready, continues
         for conn in self.server.connections:
             conn.send(StandbyMsg("active", self.want.incarnation, is_ready, continues))
 
@@ -87,6 +90,8 @@ class StubLock:
             conn.state = True
             copy = OwnedFd(self.listener.dup().detach())
             conn.send(ServiceMsg("active", "127.0.0.1:0", not self.has_gateway), fds=[copy])
+        if message.is_leaving and message.incarnation is not None:
+            conn.send(StandbyMsg("active", message.incarnation, *self.standby, is_settled=True))
         for lock in message.locks:
             if lock in self.auto and message.incarnation is not None:
                 self.grant(lock, message.engine, message.incarnation)

@@ -4,7 +4,6 @@ to the next engine, and what cannot serve a gateway."""
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import stat
 import subprocess
@@ -188,8 +187,7 @@ def test_drain_that_hangs_is_reached_by_nobody(pod: Pod, lock: Lock, private: Pa
     engine.terminate()
     engine.until("draining")
     assert not private.exists()
-    os.kill(engine.process.pid, signal.SIGTERM)
-    assert engine.wait() == 0
+    engine.terminate_at_once()
 
 
 @pytest.mark.parametrize("has_gateway", [True, False])

@@ -84,7 +84,7 @@ class StubDoors:
         )
         self._parent.happened(msg.GatewayEventMsg("gateway.stub", f"granted {engine} {token}"))
 
-    def nobody(self, reason: str, model: str = "") -> None:
+    def nobody(self, reason: str, model: str = "", *, is_final: bool = False) -> None:
         self._upstream = None
 
     def set_model_doors(self, doors: msg.ModelDoorsMsg) -> None:

@@ -49,7 +49,7 @@ class Notes:
     def granted(self, engine: str, token: int, era: str, model: str = "") -> None:
         self.told.append((engine, token, era))
 
-    def nobody(self, reason: str, model: str = "") -> None:
+    def nobody(self, reason: str, model: str = "", *, is_final: bool = False) -> None:
         self.told.append(reason)
 
     def demand(self) -> None:

@@ -35,7 +35,7 @@ def certificate(folder: Path, *flags: str) -> tuple[str, str]:
 def test_defaults_are_those_of_the_reference(directory: str):
     """Goal: what `docs/reference.md` says; method: no flag at all."""
     settings = settled(directory)
-    assert (settings.lock, settings.http_port, settings.drain_ms) == ("active", 9403, 30_000)
+    assert (settings.lock, settings.http_port, settings.drain_ms) == ("active", 9403, 43_000)
     child = settings.child
     assert (child.hold_ms, child.park_timeout_ms, child.resumes_max) == (10_000, 300_000, 32)
     assert (child.memory_bytes, child.keepalive_comments_ms, child.access_log) == (

@@ -10,10 +10,12 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from gateway.supervisor.supervisor import SAME_ORDER_MS
 from tests.gateway.gateways import GatewayProcess, Stream, ended, refusing, who
 from tests.helpers import until
 
@@ -45,12 +47,14 @@ def test_sigterm_accepts_no_more_and_ends_once_the_streams_have(gateway: Gateway
 
 
 def test_a_second_sigterm_ends_at_once(gateway: GatewayProcess):
-    """Goal: an operator who insists is obeyed. Method: two signals during a stream that lasts."""
+    """Goal: an operator who insists is obeyed. Method: two signals during a stream that lasts, the
+    second one late enough to be no repetition of the first."""
     stream = Stream(gateway.port, "/stream?/nowhere")
     child = stream.pid()
     assert gateway.process is not None
     gateway.process.send_signal(signal.SIGTERM)
     until(lambda: gateway.status()["stopping"], "the stop to begin")
+    time.sleep(SAME_ORDER_MS / 1000)
     assert gateway.ends(signal.SIGTERM) == 0
     until(lambda: ended(child), "its child to end with it")
     assert stream.rest() == b""

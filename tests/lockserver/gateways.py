@@ -31,7 +31,7 @@ class Gateway:
             BorrowerCallbacks(
                 on_service=self._lent,
                 on_granted=lambda *grant: self.heard.append(grant),
-                on_idle=self.heard.append,
+                on_idle=lambda reason, is_final: self.heard.append(reason),
                 on_connected=self._connected,
                 on_refused=self._refused,
             ),

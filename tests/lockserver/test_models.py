@@ -40,11 +40,11 @@ class PoolGateway(Gateway):
         callbacks = BorrowerCallbacks(
             on_service=self._lent,
             on_granted=lambda *grant: self.heard.append(grant),
-            on_idle=self.heard.append,
+            on_idle=lambda reason, is_final: self.heard.append(reason),
             on_connected=self._connected,
             on_refused=self._refused,
             on_model_granted=lambda model, *grant: self.told.append((model, grant)),
-            on_model_idle=lambda model, reason: self.told.append((model, reason)),
+            on_model_idle=lambda model, reason, is_final: self.told.append((model, reason)),
         )
         self.borrower = Borrower(self.borrower.path, callbacks)
 

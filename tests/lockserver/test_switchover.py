@@ -129,14 +129,17 @@ def test_command_leaves_streams_to_an_engine_that_continues_them_unless_told_to_
             Engine(server.directory, "engine-1") as new,
         ):
             heard, told = hears(old), []
-            old.client._callbacks = replace(
-                old.client._callbacks, on_standby=lambda *words: told.append(words)
-            )
+            old.client._callbacks = replace(old.client._callbacks, on_standby=told.append)
             old.continuation = new.continuation = "model-a tokenizer-b"
             await old.hold()
             new.launch()
             new.want("active")
-            await auntil(lambda: told[-1:] == [("active", True, mode == "--no-direct")], "the news")
+            await auntil(
+                lambda: (
+                    told and told[-1].is_ready and told[-1].continues is (mode == "--no-direct")
+                ),
+                "the news",
+            )
             asking = command(server, *flags)
             await auntil(lambda: heard, "the request to the holder")
             assert heard == [("active", old.incarnation, "engine-1", is_resumed)]

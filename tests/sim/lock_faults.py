@@ -54,6 +54,8 @@ class Faults:
             found += [(self.twin, sup) for sup in world.sups if sup.is_alive]
         if world.hand_overs is not None:
             found += world.serving.faults()
+        if world.departures is not None:
+            found += world.departures.faults()
         if world.kinds is not None:
             found = [move for move in found if move[0].__name__ in world.kinds]
         return found

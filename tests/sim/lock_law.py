@@ -42,12 +42,15 @@ class Law:
         self.questions = 0
         self.filed: Mapping[str, ev.Holder] = {}
         self.owed: Owed = []  # grants that the last want must be answered with
+        self.leavers: set[str] = set()  # supervisors that told this server that they leave
+        self.vouched: set[tuple[str, int]] = set()  # a supervisor, and the holder's token
 
     # ------------------------------------------------------------------ the server's life
 
     def server_started(self) -> None:
         self.asked.clear()
         self.known.clear()
+        self.leavers.clear()
         for sup in self.world.sups:
             sup.is_known_gone, sup.served = False, None
         for tree in self.world.living:
@@ -103,6 +106,8 @@ class Law:
         sup.served, sup.newest = conn, conn.id
         if not event.is_repeat:
             sup.heard_ms = self.world.now_ms
+        if said.is_leaving:
+            self.leavers.add(sup.id)
         for lock, holder in holders.items():
             key = (lock, sup)
             if tree is not None:
@@ -110,7 +115,8 @@ class Law:
             if holder is not None and holder.supervisor == sup.id:
                 past = self.world.trees[holder.incarnation]
                 past.is_disowned |= past is not tree
-            if tree is None or lock not in said.locks:
+            holds = tree and holder is not None and holder.incarnation == tree.incarnation
+            if tree is None or lock not in said.locks or (said.is_leaving and not holds):
                 self.asked.pop(key, None)
             elif (
                 holder is not None
@@ -225,6 +231,7 @@ class Law:
         slot = self.world.shell.slots[1]
         on_disk = slot.holders.get(lock) if slot is not None else None
         assert on_disk == holder, f"{who} is not on disk"
+        assert is_owed or holder.supervisor not in self.leavers, f"{who} is granted, and leaves"
         self.sent[holder.token], self.sent_max[lock] = who, holder.token
         if not is_owed:
             self.in_line(lock, holder)
@@ -245,6 +252,26 @@ class Law:
         for other, _, at in place.values():
             assert at >= mine or not self.is_heard(other), f"{other.engine} was there before"
         del self.asked[lock, sup]
+
+    # ------------------------------------------------------------------ who was told to end
+
+    def vouches(self, sup: Sup, token: int) -> None:
+        assert not sup.is_leaving, f"{sup.engine} vouches, and was told to end"
+        self.vouched.add((sup.id, token))
+
+    def told_of_standby(self, news: ev.TellStandby) -> None:
+        """A holder that leaves hears of an engine that vouched, and is not known to leave."""
+        token = news.holder.token
+        if news.is_settled and news.is_ready:
+            stay = {who for who, what in self.vouched if what == token} - self.leavers
+            assert stay, f"{news.holder.incarnation} hears of a successor, and none vouched"
+
+    def left_streams(self, sup: Sup, token: int) -> None:
+        """It leaves its streams: another engine knew of its order, and had none itself."""
+        others = {who for who, what in self.vouched if what == token} - {sup.id}
+        assert others, f"{sup.engine} leaves its streams, and no engine vouched for them"
+
+    # ------------------------------------------------------------------ evidence
 
     def freed_by_serving_file(self, tree: Tree, token: int) -> None:
         name = tree.incarnation

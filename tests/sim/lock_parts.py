@@ -87,6 +87,8 @@ class Said:
     locks: tuple[str, ...]
     tokens: dict[str, int]
     over: int = 0
+    is_leaving: bool = False
+    succeeds: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -110,6 +112,12 @@ class Sup:
     newest: int = -1  # the number of the last one
     tree: Tree | None = None
     tokens: dict[str, int] = field(default_factory=dict)
+    # Where engines are told to end (`lock_departures.py`):
+    is_ordered: bool = False  # the order is on its way
+    is_leaving: bool = False
+    awaits_answer: bool = False
+    knows: int = 0  # the token of a holder that leaves, as it has heard
+    succeeds: int = 0  # for which it vouches
 
     @property
     def active(self) -> str:

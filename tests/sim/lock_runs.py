@@ -19,6 +19,10 @@ HAND_OVER_KINDS = (
     *("pretend", "skip", "fork", "wake_late", "replace_file", "repeat_grant", "kill_worker"),
     *("kill_server lose_slot", "let_die_after_write", "kill_supervisor", "cut", "stop", "lie"),
 )
+# In half of the pods whose engines are told to end, only these faults occur.
+LEAVING_KINDS = ("tell_all", "tell_one", "kill_supervisor", "cut", "kill_server", "stop")
+LEAVING_STEPS = 120
+SETTLE_STEPS = 1500
 REPAIRS = ("go_on", "repair_disk", "end_shortage", "end_stray", "join")
 
 
@@ -71,6 +75,39 @@ def run_pool(seed: int, *, is_settled: bool, steps: int = 2 * HAND_OVER_STEPS) -
             world.random_step(rng)
         if is_settled:
             assert world.settle(rng, 4000), "a model has no engine although every fault has ended"
+    return world
+
+
+def leaving_pod(seed: int) -> World:
+    """A pod whose engines are told to end, one by one or all at once."""
+    return World(
+        engines=3 if seed % 3 == 0 else 2,
+        in_container=bool(seed & 1),
+        has_pidfd=bool(seed & 2),
+        locks=(ACTIVE, LOADER) if seed & 4 else (ACTIVE,),
+        are_told_to_end=True,
+        kinds=frozenset(" ".join((*LEAVING_KINDS, *REPAIRS)).split()) if seed & 8 else None,
+    )
+
+
+def run_leaving(seed: int, *, is_settled: bool, steps: int = LEAVING_STEPS) -> World:
+    """One schedule of such a pod. Once everybody is told, and every fault has ended, all end."""
+    rng = random.Random(seed)
+    world = leaving_pod(seed)
+    departures = world.departures
+    assert departures is not None
+    with replayable(seed, world.story):
+        for _ in range(steps):
+            world.random_step(rng)
+        if is_settled:
+            if not departures.is_everybody_told:
+                world.do((departures.tell_all, None))
+            world.faults.repair_all()
+            for _ in range(SETTLE_STEPS):
+                if not any(sup.is_alive for sup in world.sups):
+                    return world
+                world.random_step(rng, fault_rate=0.0)
+            raise AssertionError("an engine that was told to end has not ended")
     return world
 
 

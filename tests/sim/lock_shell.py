@@ -18,6 +18,7 @@ from lockserver.core.machine import LockMachine
 from lockserver.core.names import WitnessState
 from lockserver.messages import WantMsg
 from plumbing.part.models import kind_of
+from tests.sim.lock_departures import CONTINUATION
 from tests.sim.lock_parts import ACTIVE, Conn, Said, Sup, Tree
 
 if TYPE_CHECKING:
@@ -61,7 +62,8 @@ class Shell:
             self.world.law.state_lost(is_whole=not readable)
         is_first = not self.world.law.eras
         self.world.law.era_began(record.era, is_new=is_first or not readable)
-        self.machine = LockMachine(record, self.world.now_ms, kinds=self.kinds)
+        resumes = self.world.departures is not None
+        self.machine = LockMachine(record, self.world.now_ms, kinds=self.kinds, resumes=resumes)
         self.world.law.server_started()
         trees = self.world.trees.values()
         self.perform(
@@ -98,6 +100,9 @@ class Shell:
                 self.send(effect.conn, effect)
             elif isinstance(effect, ev.Announce):
                 self.announce(effect)
+            elif isinstance(effect, ev.TellStandby) and self.world.departures is not None:
+                law.told_of_standby(effect)
+                self.send(effect.conn, effect)
             elif isinstance(effect, ev.RefuseConnection | ev.Close):
                 self.close(effect)
             elif isinstance(effect, ev.LookAgain):
@@ -118,9 +123,8 @@ class Shell:
         assert self.machine is not None, NO_MACHINE
         for known in self.machine.supervisors.values():
             if known.conn is not None and known.id != effect.holder.supervisor:
-                self.send(
-                    known.conn, ev.SendGrant(known.conn, effect.lock, effect.holder, effect.era)
-                )
+                grant = effect.lock, effect.holder, effect.era, effect.is_leaving
+                self.send(known.conn, ev.SendGrant(known.conn, *grant))
 
     def write(self, record: ev.LockRecord) -> None:
         if self.disk_fails:
@@ -228,6 +232,9 @@ class Shell:
                 locks=said.locks,
                 tokens=said.tokens,
                 over={sup.active: said.over} if said.over else {},
+                continuation=CONTINUATION,
+                is_leaving=said.is_leaving,
+                succeeds=said.succeeds,
             ),
             witness_file=tree.witness if tree and not tree.is_removed else None,
             witness_state=self.look(tree),

@@ -39,7 +39,7 @@ class Supervisors:
             elif not conn.server_open:
                 found.append((self.see_eof, sup))
             if tree is None:
-                if sup.launches < world.launches_max:
+                if sup.launches < world.launches_max and not sup.is_leaving:
                     found.append((self.launch, sup))
             elif sup.is_killing:
                 if not (tree.holding or tree.coming or tree.helpers):
@@ -70,7 +70,7 @@ class Supervisors:
                 locks = (sup.active,) if tree.is_loaded else (sup.loader,)
             tokens = {lock: token for lock, token in sup.tokens.items() if lock in locks}
             over = tree.over if tree is not None and self.world.serving.says_over else 0
-            sup.conn.up.append(Said(tree, locks, tokens, over))
+            sup.conn.up.append(Said(tree, locks, tokens, over, sup.is_leaving, sup.succeeds))
 
     def beat(self, sup: Sup) -> None:
         """A heartbeat that arrives at once, if nothing else is in flight."""
@@ -87,6 +87,13 @@ class Supervisors:
     def hear(self, sup: Sup) -> None:
         assert sup.conn is not None
         message, tree = sup.conn.down.popleft(), sup.tree
+        departures = self.world.departures
+        if isinstance(message, ev.TellStandby):
+            assert departures is not None
+            departures.heard_news(sup, message)
+            return
+        if departures is not None and isinstance(message, ev.SendGrant) and message.is_leaving:
+            departures.heard_leaving(sup, message)
         if isinstance(message, ev.RefuseConnection):
             sup.is_patient = True
             if message.code in LOST:

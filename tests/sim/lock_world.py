@@ -7,6 +7,7 @@ carries it out and has the law check the result. Time passes only by `wait`.
     lock_parts  records          lock_shell  the server        lock_supervisors  the engines
     lock_faults the faults       lock_law    what must always hold
     lock_serving  processes that join and leave a serving file, in pods that hand over in place
+    lock_departures  engines that are told to end
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import random
 from typing import Any
 
 from plumbing.part.models import lock_of
+from tests.sim.lock_departures import Departures
 from tests.sim.lock_faults import Faults
 from tests.sim.lock_law import Law
 from tests.sim.lock_parts import ACTIVE, LOADER, Conn, Sup, Tree, Worker
@@ -45,10 +47,12 @@ class World:
         hand_overs: int | None = None,
         kinds: frozenset[str] | None = None,
         has_helpers: bool = False,
+        are_told_to_end: bool = False,
     ) -> None:
         """`models`: of which the engines are in turn. `hand_overs`: how many there may be in place,
         None: no engine has a serving file. `kinds`: the faults that may occur, None: all.
         `has_helpers`: trees have processes that do not hold the witness."""
+        self.departures = Departures(self) if are_told_to_end else None
         self.hand_overs, self.kinds, self.models = hand_overs, kinds, models
         self.in_container, self.has_pidfd, self.launches_max = in_container, has_pidfd, launches_max
         self.has_helpers = has_helpers
@@ -74,6 +78,8 @@ class World:
 
     def moves(self) -> list[Move]:
         found = self.shell.moves() + self.supervisors.moves()
+        if self.departures is not None:
+            found += self.departures.moves()
         return found if self.hand_overs is None else found + self.serving.moves()
 
     def do(self, move: Move) -> None:
@@ -163,7 +169,8 @@ class World:
         self.new_sup(sup.engine).launches = sup.launches
 
     def may_return(self, sup: Sup) -> bool:
-        return not any(s.is_alive and s.engine == sup.engine for s in self.sups)
+        is_over = self.departures is not None and self.departures.is_everybody_told
+        return not is_over and not any(s.is_alive and s.engine == sup.engine for s in self.sups)
 
     def is_process_gone(self, sup: Sup) -> bool:
         """A supervisor that is PID 1 of its container is gone once its whole tree is dead; strays

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import pytest
 
 from tests.sim.lock_broken_rules import MODEL
+from tests.sim.lock_departure_rules import DEPARTURES
 from tests.sim.lock_hand_over_rules import HAND_OVER, HandOverRule
 from tests.sim.lock_planted import PLANTED, Rule
-from tests.sim.lock_runs import HAND_OVER_EVERY, run
+from tests.sim.lock_runs import HAND_OVER_EVERY, run, run_leaving
+from tests.sim.lock_world import World
 
 SEARCHED = 6000  # of the schedules that test_lock_simulation runs
 SEARCHED_HAND_OVERS = 100_000
@@ -51,6 +53,16 @@ def test_lock_simulation_detects_each_rule_of_a_hand_over_that_is_left_out(
         search((rule.seed, *range(0, SEARCHED_HAND_OVERS, HAND_OVER_EVERY)))
 
 
-def search(seeds: Iterable[int] = range(SEARCHED)) -> None:
+@pytest.mark.parametrize("rule", DEPARTURES, ids=lambda rule: rule.name)
+def test_lock_simulation_detects_each_rule_of_a_departure_that_is_left_out(
+    rule: Rule, monkeypatch: pytest.MonkeyPatch
+):
+    """Goal: every rule for engines that are told to end is needed. Method: leave one out."""
+    rule.leave_out(monkeypatch)
+    with pytest.raises(AssertionError, match=rule.caught):
+        search(run=run_leaving)
+
+
+def search(seeds: Iterable[int] = range(SEARCHED), run: Callable[..., World] = run) -> None:
     for seed in seeds:
         run(seed, is_settled=True)

@@ -25,7 +25,7 @@ from understudy.drill.records import EngineKill, Upgrade
 from understudy.kubelet.runner import PodRunner
 
 # A real setting of every backend that no answer depends on.
-SETTING, VALUE = "UNDERSTUDY_DRAIN_MS", "31000"  # the default is 30000
+SETTING, VALUE = "UNDERSTUDY_DRAIN_MS", "44000"  # the default is 43000
 SWITCHOVER_TIMEOUT_S = 120.0  # the drain's budget, the reap's, and a wake on a slow machine
 SWITCHOVER = "switchover"  # in place of a kill's target
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import groupby
 
+from plumbing.part.grace import GRACE_MS
+
 OK_FIRST, OK_END = 200, 400  # the kubelet counts a redirect as success
 QUICK_PERIOD_S = 0.05  # a start takes seconds; a probe costs about a millisecond
 QUICK_TIMEOUT_S = 2.0
@@ -119,7 +121,7 @@ class Container:
     env: Mapping[str, str] = field(default_factory=dict)
     startup: HttpProbe | None = None
     restart: Restart = Restart.ALWAYS
-    grace_s: float = 40.0  # longer than an engine's drain (30 s), shorter than a user's patience
+    grace_s: float = GRACE_MS / 1000
     kind: Kind = Kind.SIDECAR
     liveness: HttpProbe | None = None
     readiness: HttpProbe | None = None

@@ -15,8 +15,9 @@ from tests.engine.core.lifecycles import INC, MAIN_LINE, SAMPLES, engine_in, kin
 
 
 def test_every_event_has_a_sample():
-    """The table tests below cover every event there is: compare with the classes themselves."""
-    assert set(SAMPLES) == set(EngineEvent.__subclasses__())
+    """The table tests below cover every event there is: compare with the classes themselves. A
+    `Succession` is the `Terminate` that it answers."""
+    assert set(SAMPLES) == set(EngineEvent.__subclasses__()) - {ev.Succession}
 
 
 @pytest.mark.parametrize("can_rest", [False, True])
@@ -140,7 +141,7 @@ def test_standby_leaves_the_queue_before_it_is_killed():
     """SIGTERM in standby: no lock is wanted, the incarnation is still named, then exit 0."""
     engine = engine_in(State.STANDBY)
     effects = engine.handle(ev.Terminate())
-    assert effects[1:] == [ev.TellLockServer(True, False), ev.KillTree()]
+    assert effects[1:] == [ev.TellLockServer(True, False), ev.KillTree(), ev.Leave()]
     assert engine.handle(ev.Reaped()) == [ev.TellLockServer(False, False), ev.Exit(0, None)]
 
 
@@ -186,7 +187,14 @@ def test_an_event_that_moves_no_engine_has_no_cause():
                 ev.explain(event)
 
 
-STEPS = [*SAMPLES.values(), ev.Prepared(can_rest=True), ev.Shall(Tier.AWAKE, "a test")]
+STEPS = [
+    *SAMPLES.values(),
+    ev.Prepared(can_rest=True),
+    ev.Shall(Tier.AWAKE, "a test"),
+    ev.Terminate(may_resume=True),
+    ev.Succession(resume=True),
+    ev.Succession(resume=False),
+]
 
 
 @given(st.lists(st.sampled_from(STEPS), max_size=60))
@@ -194,7 +202,7 @@ STEPS = [*SAMPLES.values(), ev.Prepared(can_rest=True), ev.Shall(Tier.AWAKE, "a 
 def test_random_schedules_keep_the_invariants(order):
     """Any order of events, the illegal ones refused: the invariants hold after each of them."""
     engine = Lifecycle()
-    launches, is_tree_up, names_us, tokens = 0, False, False, 0
+    launches, is_tree_up, names_us, tokens, told = 0, False, False, 0, 0
     for event in order:
         if isinstance(event, ev.Launch):
             event = structs.replace(event, incarnation=f"e-{launches:016x}")
@@ -225,6 +233,12 @@ def test_random_schedules_keep_the_invariants(order):
                 assert before.can_rest
             if isinstance(effect, ev.KillTree):
                 assert is_tree_up
+            if isinstance(effect, ev.Leave):
+                told += 1
+                assert engine.now.is_leaving
+            if isinstance(effect, ev.DrainBackend) and effect.resume and engine.now.is_leaving:
+                is_answered = isinstance(event, ev.Succession) and event.resume
+                assert is_answered or before.hand_over or not before.is_leaving, "without an answer"
         if isinstance(event, ev.Reaped):
             is_tree_up = False
         now = engine.now
@@ -239,6 +253,9 @@ def test_random_schedules_keep_the_invariants(order):
         assert not (now.state is State.RESTING and not is_asleep), "it stays at rest"
         assert now.token == 0 or now.token > now.over, "it acts on a token that is over"
         assert not any(isinstance(e, ev.Exit) for e in effects) or now.is_leaving
+        assert told <= 1, "said twice"
+        waits = now.state in (State.WAKING, State.ACTIVE)
+        assert not now.is_leaving or told or waits, "the lock server does not know that it leaves"
 
 
 @pytest.mark.parametrize("cause", sorted(ev.FROM_OUTSIDE))

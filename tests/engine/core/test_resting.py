@@ -110,7 +110,7 @@ def test_sigterm_wins_over_a_rest():
     assert kinds(played(engine, SLEEP, ev.Terminate(), ev.Drained()))[-1] == "KillTree"
     for state in (State.RELEASING, State.RESTING):
         engine = engine_in(state)
-        assert kinds(engine.handle(ev.Terminate())) == ["KillTree"]
+        assert kinds(engine.handle(ev.Terminate())) == ["KillTree", "Leave"]
         assert engine.handle(ev.Reaped())[-1] == ev.Exit(0, None)
 
 

@@ -1,0 +1,203 @@
+"""Stopping a pod under streams: each is finished, or ends with a marked error, and none in silence.
+
+`understudy up` runs as users run it. `STOPS=20` repeats each case so often, and prints what was
+seen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.processes import port_flags
+from tests.e2e.test_commands import ENVIRONMENT, UNDERSTUDY
+
+STOPS = int(os.environ.get("STOPS", "1"))
+STREAMS = 12
+START_S = 60.0
+END_S = 120.0  # a hang is a failure; what is right ends long before
+BEGUN = 2  # events of a stream before the order
+AFTER_S = 2.0  # no pod ends later than this after its last stream
+
+
+@dataclass(slots=True)
+class Stream:
+    """What a client saw of one stream, and when it ended."""
+
+    events: int = 0
+    how: str = "silent"  # no event said that it is over
+    code: str = ""
+    ended_s: float = 0.0
+
+
+class Stopped:
+    """One pod that was stopped under streams."""
+
+    def __init__(self) -> None:
+        self.streams = [Stream() for _ in range(STREAMS)]
+        self.late: Counter[str] = Counter()  # requests that came after the order
+        self.told_s = self.gone_s = 0.0
+        self.exit_code: int | None = None
+
+    @property
+    def ends(self) -> dict[str, int]:
+        return dict(Counter(f"{each.how} {each.code}".strip() for each in self.streams))
+
+    @property
+    def longest_s(self) -> float:
+        return max(each.ended_s for each in self.streams) - self.told_s
+
+    @property
+    def took_s(self) -> float:
+        return self.gone_s - self.told_s
+
+    def __str__(self) -> str:
+        return (
+            f"{self.ends}, the last after {self.longest_s:.2f} s, pod gone after"
+            f" {self.took_s:.2f} s; late requests {dict(self.late)}"
+        )
+
+
+async def stream(port: int, tokens: int, seen: Stream, begun: asyncio.Semaphore) -> None:
+    body = {"model": "m", "prompt": "Hello", "max_tokens": tokens, "stream": True}
+    raw = json.dumps({**body, "min_tokens": tokens, "ignore_eos": True}).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Length: {len(raw)}\r\n"
+    writer.write(f"{head}Content-Type: application/json\r\n\r\n".encode() + raw)
+    try:
+        while line := await reader.readline():
+            if not line.startswith(b"data: "):
+                continue
+            if line.strip() == b"data: [DONE]":
+                seen.how = "whole"
+                break
+            event = json.loads(line[6:])
+            if "error" in event:
+                seen.how, seen.code = "marked", event["error"]["code"]
+                break
+            seen.events += 1
+            if seen.events == BEGUN:
+                begun.release()
+    except OSError:
+        pass
+    seen.ended_s = time.monotonic()
+    writer.close()
+
+
+async def late(port: int, stopped: Stopped) -> None:
+    """A new request every 0.1 s until nothing listens any more."""
+    asking = []
+    with contextlib.suppress(ConnectionRefusedError):
+        while True:
+            await asyncio.sleep(0.1)
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            asking.append(asyncio.create_task(one_more(reader, writer, stopped)))
+    await asyncio.gather(*asking)
+
+
+async def one_more(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, stopped: Stopped
+) -> None:
+    """A refusal comes at once, and says when to retry."""
+    raw = b'{"model": "m", "prompt": "Hello", "max_tokens": 1}'
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: t\r\n")
+    writer.write(b"Content-Length: %d\r\nContent-Type: application/json\r\n\r\n" % len(raw))
+    writer.write(raw)
+    began_s = time.monotonic()
+    try:
+        head = (await reader.readuntil(b"\r\n\r\n")).lower()
+        status = head.split(b" ")[1].decode()
+        if status == "503":
+            has_all = b"retry-after:" in head and b"connection: close" in head
+            status += "" if has_all else " bare"
+            status += "" if time.monotonic() - began_s < AFTER_S else " slow"
+        stopped.late[status] += 1
+    except (OSError, asyncio.IncompleteReadError):
+        stopped.late["reset"] += 1
+    writer.close()
+
+
+async def stop(
+    directory: Path, number: int, *, interval_ms: int, tokens: int, env: dict[str, str]
+) -> Stopped:
+    """Start a pod, begin streams of `tokens` tokens, stop it with the signal `number`."""
+    flags = port_flags()
+    port = int(flags[0].partition("=")[2])
+    command = [UNDERSTUDY, "up", f"--dir={directory}", *flags]
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        *("--", f"--token-interval-ms={interval_ms}", "--slots=16", "--served-model-name=m"),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env={**ENVIRONMENT, **env},
+        start_new_session=True,  # a terminal's Ctrl-C goes to this group
+    )
+    stopped, begun = Stopped(), asyncio.Semaphore(0)
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(START_S):
+            while b"is in standby" not in await process.stdout.readline():
+                pass
+        reading = asyncio.create_task(process.stdout.read())
+        clients = [
+            asyncio.create_task(stream(port, tokens, each, begun)) for each in stopped.streams
+        ]
+        async with asyncio.timeout(START_S):
+            for _ in clients:
+                await begun.acquire()
+        stopped.told_s = time.monotonic()
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
+        knocking = asyncio.create_task(late(port, stopped))
+        async with asyncio.timeout(END_S):
+            stopped.exit_code = await process.wait()
+            stopped.gone_s = time.monotonic()
+            await asyncio.gather(*clients, knocking, reading)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    return stopped
+
+
+def stop_again_and_again(
+    base: Path, number: int, *, interval_ms: int, tokens: int, env: dict[str, str] | None = None
+) -> list[Stopped]:
+    found = []
+    for run in range(STOPS):
+        directory = base / f"pod{run}"
+        directory.mkdir(mode=0o700)
+        pod = stop(directory, number, interval_ms=interval_ms, tokens=tokens, env=env or {})
+        found.append(asyncio.run(pod))
+        print(f"{signal.Signals(number).name} {run + 1}: {found[-1]}", flush=True)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [10, 50], ids=["short", "long"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["term", "ctrl-c"])
+def test_stopped_pod_finishes_every_stream(
+    tmp_path_factory: pytest.TempPathFactory, number: signal.Signals, tokens: int
+):
+    """Goal: stopping a pod costs no stream. Method: twelve of them, and one signal to
+    `understudy up`; each is whole, new requests are told to retry elsewhere, and the pod ends soon
+    after the last one."""
+    base = tmp_path_factory.mktemp("stop")
+    for stopped in stop_again_and_again(base, number, interval_ms=200, tokens=tokens):
+        assert stopped.ends == {"whole": STREAMS}
+        assert stopped.took_s < stopped.longest_s + AFTER_S
+        # What came before the engine knew is answered; what crosses the gateway's end is reset.
+        assert set(stopped.late) <= {"503", "200", "reset"}
+        assert stopped.late["reset"] <= 2
+        assert stopped.exit_code == 0
