@@ -29,7 +29,7 @@ from engine.supervisor.incarnation import Incarnation
 from engine.supervisor.kv_layout import layout_of
 from engine.supervisor.leftovers import Leftovers
 from engine.supervisor.leftovers import path_of as leftovers_path
-from engine.supervisor.lock_side import LockSide
+from engine.supervisor.lock_side import LISTENER_RETRY_MS, LockSide
 from engine.supervisor.metrics import EngineMetrics
 from engine.supervisor.relauncher import Relauncher
 from engine.supervisor.serving import serving_engine
@@ -45,10 +45,6 @@ from plumbing.service.pressure import CpuPressure
 
 # How often new processes are looked for, and orphans reaped.
 TICK_MS = 1_000.0
-
-# How soon to try again to get the listening socket: the last engine may hold the service address
-# for a moment, or there is no descriptor left.
-LISTENER_RETRY_MS = 50.0
 
 # Who wakes an engine for which no gateway would let requests wait.
 DIRECT = "direct mode"

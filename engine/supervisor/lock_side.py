@@ -36,6 +36,10 @@ FATAL_REFUSALS = {
 }
 
 
+# How soon to try again to get the listening socket: the last engine may hold the service address
+# for a moment, or there is no descriptor left.
+LISTENER_RETRY_MS = 50.0
+
 _Want = tuple[str | None, tuple[str, ...], dict[str, int], str, dict[str, int]]
 
 

@@ -31,6 +31,20 @@ ANSWER_BYTES_MAX = 64 << 20  # an embedding of a large batch; more is passed on 
 BUSY = (429, 503)
 
 
+CONTINUING = (Continuation.EXACT, Continuation.STATE)
+
+
+def objection(request: ClientRequest, hello: Hello) -> answers.Failure | None:
+    """Why the engine of `hello` cannot be asked for it, ever."""
+    if request.body_bytes > hello.body_bytes_max:
+        return answers.too_large(request.body_bytes, hello.body_bytes_max)
+    if request.state is not RequestState.PARKED:
+        return None
+    if hello.continuation_id != request.continuation_id:
+        return answers.OTHER_MODEL
+    return None if hello.continuation in CONTINUING else answers.CANNOT_CONTINUE
+
+
 class Course:
     """What attempts report (`attempt.ColdPath`), and what follows for their requests."""
 

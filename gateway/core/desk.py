@@ -110,6 +110,11 @@ class Desk:
             self.outbox.append(ev.AbortAnswer(request.number, event if can_say else b""))
         self._forget(request, ending, failure.code)
 
+    def fail_waiting(self, failure: Failure) -> None:
+        """No engine will take those that wait: each ends now."""
+        for request in list(self.line.waiting.values()):
+            self.fail(request, failure)
+
     def left(self, request: ClientRequest) -> None:
         """The client is gone."""
         self.fire(request, Turn.LEAVE)

@@ -23,16 +23,15 @@ from gateway.core import events as ev
 from gateway.core.attempt import Attempt
 from gateway.core.census import Census, Totals
 from gateway.core.commons import Commons, Numbers
-from gateway.core.course import Course
+from gateway.core.course import Course, objection
 from gateway.core.desk import Desk
 from gateway.core.events import BreakCause, GatewayEffect, GatewayEvent, GatewayRules
 from gateway.core.request import ClientRequest
 from gateway.core.states import RequestState
-from plumbing.hop import HOP_PATHS, Continuation, Hello
+from plumbing.hop import HOP_PATHS, Hello
 
 TICK_MS = 20.0  # a tenth of the shortest wait here, 200 ms
 GREET_AGAIN_MS = 50.0  # an engine that is granted answers within milliseconds of serving
-CONTINUING = (Continuation.EXACT, Continuation.STATE)
 
 
 class Gateway:
@@ -176,8 +175,10 @@ class Gateway:
 
     def _look(self) -> None:
         """Ask the engine for every request whose turn it is."""
-        if self._is_final:
-            self._end_waiting()
+        if self._is_final and not self._is_busy:
+            self._is_busy = True
+            self._desk.fail_waiting(answers.ending(self._reason))
+            self._is_busy = False
         if self._is_busy or not self._is_granted or self._grant is None:
             return
         if not self._desk.line.waiting:  # nearly always, and looked at four times a request
@@ -189,20 +190,12 @@ class Gateway:
         for request in desk.line.due(lambda: desk.resuming, lambda: desk.company, self._now_ms):
             if not self._has_room:
                 break
-            failure = self._objection(request, self.hello)
+            failure = objection(request, self.hello)
             if failure is not None:
                 self._desk.fail(request, failure)
             else:
                 self._course.ask(request, self._grant.token, self.hello, self._now_ms)
         self._is_busy = False
-
-    def _end_waiting(self) -> None:
-        """No engine will take these requests: say so at once."""
-        if not self._is_busy:
-            self._is_busy = True
-            for request in list(self._desk.line.waiting.values()):
-                self._desk.fail(request, answers.ending(self._reason))
-            self._is_busy = False
 
     def _may_ask(self) -> bool:
         """Whether the door is open. The parent is told of the first request behind it."""
@@ -215,16 +208,6 @@ class Gateway:
     def _has_room(self) -> bool:
         """Whether the engine takes one more request."""
         return True
-
-    def _objection(self, request: ClientRequest, hello: Hello) -> answers.Failure | None:
-        """Why this engine cannot be asked for it, ever."""
-        if request.body_bytes > hello.body_bytes_max:
-            return answers.too_large(request.body_bytes, hello.body_bytes_max)
-        if request.state is not RequestState.PARKED:
-            return None
-        if hello.continuation_id != request.continuation_id:
-            return answers.OTHER_MODEL
-        return None if hello.continuation in CONTINUING else answers.CANNOT_CONTINUE
 
     # ---- who is active
 

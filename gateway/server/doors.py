@@ -35,7 +35,7 @@ from gateway.server.accounts import Accounts
 from gateway.server.client import WRITE_BUFFER_BYTES, ClientConnection
 from gateway.server.endpoints import Endpoints
 from gateway.server.exchange import HttpExchange
-from gateway.server.files import ApiKeys, Certificate
+from gateway.server.files import open_api_keys, open_certificate
 from gateway.server.listener import ServiceListener
 from gateway.server.main import Parent
 from gateway.server.models import ModelService, OwnAnswer
@@ -43,7 +43,6 @@ from gateway.server.refusals import Refused
 from gateway.server.request_reader import BodyMemory
 from gateway.server.requests import BODY_BYTES_MAX, NOT_PASSED_ON, Headers, HttpRequest
 from gateway.server.tracing import open_spans
-from plumbing.errors import UsageError
 from plumbing.wire.fds import OwnedFd
 
 PROBLEM_CHARS_MAX = 4096  # a beat is one frame, and an engine says what it likes
@@ -68,11 +67,11 @@ class HttpDoors:
         self._settings = settings
         self._parent = parent
         self._loop = asyncio.get_running_loop()
-        self.keys = _api_keys(settings.api_keys)
+        self.keys = open_api_keys(settings.api_keys)
         # A key is the gateway's where it checks keys.
         ours = frozenset() if self.keys is None else frozenset({b"authorization"})
         self.stripped = NOT_PASSED_ON | ours  # headers that no engine gets
-        self.certificate = _certificate(settings.tls_cert, settings.tls_key)
+        self.certificate = open_certificate(settings.tls_cert, settings.tls_key)
         self._accounts = Accounts(
             parent.happened,
             has_access_log=settings.access_log,
@@ -346,25 +345,3 @@ class HttpDoors:
         return UpstreamState(
             engine, token, True, hello.continuation_id, hello.continuation, problem
         )
-
-
-def _api_keys(path: str) -> ApiKeys | None:
-    try:
-        return ApiKeys(path) if path else None
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            "gateway.bad_api_keys", f"cannot use {path} (--api-keys): {_why(error)}"
-        ) from error
-
-
-def _certificate(cert: str, key: str) -> Certificate | None:
-    try:
-        return Certificate(cert, key) if cert else None
-    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-        raise UsageError(
-            "gateway.bad_tls", f"cannot use {cert} and {key} (--tls-cert, --tls-key): {_why(error)}"
-        ) from error
-
-
-def _why(error: Exception) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)

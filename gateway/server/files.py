@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from gateway.server.refusals import Refused
 from gateway.server.requests import Headers
+from plumbing.errors import UsageError
 
 logger = logging.getLogger(__name__)
 
@@ -113,3 +114,35 @@ def _stamp(path: str) -> tuple[int, int, int]:
     except OSError:
         return (0, 0, 0)
     return (found.st_mtime_ns, found.st_ino, found.st_size)
+
+
+def open_api_keys(path: str) -> ApiKeys | None:
+    """The keys in the file `path`; None without one.
+
+    Raises:
+        UsageError: `gateway.bad_api_keys`.
+    """
+    try:
+        return ApiKeys(path) if path else None
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            "gateway.bad_api_keys", f"cannot use {path} (--api-keys): {_why(error)}"
+        ) from error
+
+
+def open_certificate(cert: str, key: str) -> Certificate | None:
+    """The certificate in the file `cert` with its key; None without one.
+
+    Raises:
+        UsageError: `gateway.bad_tls`.
+    """
+    try:
+        return Certificate(cert, key) if cert else None
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        raise UsageError(
+            "gateway.bad_tls", f"cannot use {cert} and {key} (--tls-cert, --tls-key): {_why(error)}"
+        ) from error
+
+
+def _why(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

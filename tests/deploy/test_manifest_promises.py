@@ -17,6 +17,7 @@ from engine.core import probes
 from engine.core.events import State
 from engine.supervisor import settings as engine_settings
 from gateway.supervisor.settings import OPTIONS as GATEWAY_OPTIONS
+from plumbing.part.grace import GRACE_MS
 from plumbing.service import init
 from plumbing.service.config import resolve, size_bytes
 from tests.deploy.manifests import (
@@ -180,13 +181,13 @@ def test_first_load_may_take_as_long_as_the_supervisor_lets_it(overlay: str):
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_pod_is_given_time_to_drain(overlay: str):
     """SIGTERM is the drain; what a preStop sleeps before it counts against the grace."""
-    needed_s = (engine_settings.DRAIN_MS + engine_settings.REAP_MS) / 1000
     sleeps = [
         each["lifecycle"]["preStop"]["sleep"]["seconds"]
         for each in containers(overlay)
         if "lifecycle" in each
     ]
-    assert pod_spec(overlay)["terminationGracePeriodSeconds"] > needed_s + max(sleeps, default=0)
+    grace_s = pod_spec(overlay)["terminationGracePeriodSeconds"] - max(sleeps, default=0)
+    assert grace_s == GRACE_MS / 1000
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)

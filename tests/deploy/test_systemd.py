@@ -21,7 +21,6 @@ import lockserver.cli
 import pool.cli
 from engine.backends.registry import REGISTRY
 from engine.core.relaunch import BACKOFF_FIRST_MS, BACKOFF_MAX_MS
-from engine.supervisor import settings as engine_settings
 from plumbing.part.grace import GRACE_MS
 from plumbing.service import notify
 from plumbing.service.process import FDS_ADVISED

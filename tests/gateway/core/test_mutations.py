@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import pytest
 
+from gateway.core import machine
 from gateway.core.attempt import Attempt
 from gateway.core.course import Course
 from gateway.core.desk import Desk
 from gateway.core.joined import Joined
-from gateway.core.machine import Gateway
 from gateway.core.order import WaitingLine
 from gateway.core.request import ClientRequest
 from tests.gateway.core.model import KINDS
@@ -183,7 +183,7 @@ MUTATIONS = {
     "old token's answer let through": (Course, "head", trusts_any_token, wrong_token),
     "replay glued without a check": (Joined, "is_same", lambda a, b: True, misspelling),
     "resume sent to both engines": (Desk, "drop", leaves_the_old_upstream, zombie),
-    "resume across continuation ids": (Gateway, "_objection", lambda *_: None, upgrade),
+    "resume across continuation ids": (machine, "objection", lambda *_: None, upgrade),
     "usage sent twice": (Joined, "_count", lambda self, path: None, cut_behind_usage),
     "usage counted twice": (Course, "joined", counts_replayed_tokens, cut_everywhere),
     "poison is never alone": (WaitingLine, "_next_suspect", lambda *_: None, poison),
