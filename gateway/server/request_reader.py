@@ -245,10 +245,10 @@ class RequestReader:
         if is_hop_path(path_of(current.url)):
             return Refused(404, "not_found", "There is nothing at this path.")
         declared = int(named.get(b"content-length", b"0"))  # llhttp has checked it
-        is_small = declared <= KEYLESS_BYTES_MAX and not codings
-        if not (is_small and needs_no_key(current.method, current.url)):
-            refused = self._check(current.headers)
-            if refused is not None:
+        refused = self._check(current.headers)
+        if refused is not None:
+            is_small = declared <= KEYLESS_BYTES_MAX and not codings
+            if not (is_small and needs_no_key(current.method, current.url)):
                 return refused
         if declared > self._body_bytes_max():
             return _body_too_large(self._body_bytes_max())
