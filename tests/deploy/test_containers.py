@@ -249,6 +249,19 @@ def test_stopped_container_drains_and_nothing_is_lost(home: Home):
     home.run(scenario)
 
 
+def test_drain_inside_of_a_container_exits_with_0(home: Home):
+    """Goal: `kubectl exec … engine drain`. Method: podman exec; the container ends after it."""
+
+    async def scenario(home: Home) -> None:
+        pod, before = home.pod, await home.whole()
+        assert "exited (active → draining)" in await pod.run(before.engine, "engine", "drain")
+        assert await pod.ended(before.engine) == 0
+        await pod.restart(before.engine)
+        assert (await home.whole()).engine == before.standbys[0]
+
+    home.run(scenario)
+
+
 @pytest.mark.parametrize("sidecar", ["lockserver", "gms"])
 def test_killed_sidecar_costs_nothing(home: Home, sidecar: str):
     """Goal: its successor is handed what it had by other containers. Method: SIGKILL to its PID 1

@@ -82,9 +82,9 @@ def test_without_a_claim_nobody_asks_for_one(overlay: str):
 
 
 @pytest.mark.parametrize("overlay", IN_ONE_POD)
-def test_nothing_takes_a_serving_pod_out_of_its_service(overlay: str):
-    """Readiness is the word of the lock server and of the gateway, never of an engine, and both are
-    asked with the patience that requests have. Of one container, the gateway's is enough: it is not
+def test_readiness_probes_are_as_patient_as_requests(overlay: str):
+    """Lock server and gateway say whether the pod serves; a failover makes neither of them not
+    ready, as requests wait for longer. Of one container, the gateway's probe is enough: it is not
     ready without an engine. So it is in a pool, where all models may rest."""
     probes = [each["readinessProbe"] for each in containers(overlay) if "readinessProbe" in each]
     asked = [probe["httpGet"] for probe in probes]
