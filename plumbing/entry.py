@@ -31,7 +31,7 @@ def _run(module: str) -> None:
         sys.exit(INTERRUPTED)
     except SystemExit as end:
         # click reports an interrupt as `Aborted!`, with the code of a failure.
-        if isinstance(end.__context__, import_module("click").Abort):
+        if type(end.__context__).__name__ == "Abort":
             sys.exit(INTERRUPTED)
         raise
     finally:

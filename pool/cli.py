@@ -21,7 +21,7 @@ from plumbing.part.cli import (
     until_interrupted,
     watch_flag,
 )
-from plumbing.part.paths import pool_socket
+from plumbing.part.paths import lockserver_socket, pool_socket
 from plumbing.service import log
 from plumbing.service.cli import options, run_async
 from plumbing.service.config import Option, Resolved, duration_s, size_bytes
@@ -87,8 +87,8 @@ def _look(directory: str) -> Look:
     try:
         document = ask_status(pool_socket(directory), CATALOGUE)
     except UnreachableError as error:
-        if not os.path.exists(pool_socket(directory).removesuffix(".sock") + ".lock"):
-            raise
+        if not _had_pool(directory):
+            raise _no_pool(directory, error) from error
         why = f"no pool answers in {directory}; {MEANWHILE}"
         document = {"schema": 1, "online": False, "dir": directory, "problems": [why]}
         away = UnreachableError("pool.offline", why, cause=error.code)
@@ -280,9 +280,27 @@ def _order(config: Resolved, message: Message, *, as_json: bool) -> None:
 
 
 def _ask(config: Resolved, message: Message) -> Message:
-    path = pool_socket(os.path.abspath(config["dir"]))
-    with BlockingClient(path, CATALOGUE) as client:
-        return client.request(message, timeout_s=ANSWER_S).message
+    directory = os.path.abspath(config["dir"])
+    try:
+        with BlockingClient(pool_socket(directory), CATALOGUE) as client:
+            return client.request(message, timeout_s=ANSWER_S).message
+    except UnreachableError as error:
+        raise _no_pool(directory, error) from error
+
+
+def _had_pool(directory: str) -> bool:
+    return os.path.exists(pool_socket(directory).removesuffix(".sock") + ".lock")
+
+
+def _no_pool(directory: str, error: UnreachableError) -> UnreachableError:
+    """`error`, or that the pod in `directory` is one without a pool."""
+    if _had_pool(directory) or not os.path.exists(lockserver_socket(directory)):
+        return error
+    return UnreachableError(
+        "pool.none",
+        f"the pod in {directory} has no pool, because it was started without a pool file; see"
+        " `understudy status`",
+    )
 
 
 if __name__ == "__main__":

@@ -38,6 +38,11 @@ def lockserver_guard(directory: str) -> str:
     return os.path.join(directory, "lockserver.lock")
 
 
+def up_guard(directory: str) -> str:
+    """The file that a running `understudy up` has locked, with its pid in it."""
+    return os.path.join(directory, "up.lock")
+
+
 def engine_socket(directory: str, engine: str) -> str:
     """The control socket of `engine`'s supervisor."""
     return os.path.join(directory, f"engine_{engine}.sock")

@@ -70,6 +70,21 @@ class PathGuard:
         return _identity(guard_path) == (found.st_dev, found.st_ino)
 
 
+def guard_holder(guard_path: str) -> str | None:
+    """`pid 17` of the process that holds this guard, as it has written it; None if none does."""
+    try:
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        fd = OwnedFd(os.open(guard_path, flags))
+    except OSError:
+        return None
+    with contextlib.closing(fd):
+        try:
+            fcntl.flock(fd.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return os.pread(fd.fileno(), 64, 0).decode(errors="replace").strip() or "a process"
+        return None
+
+
 class Server(BaseServer):
     """Listens on `path`, answers `hello`, and passes every other message to `handler`."""
 

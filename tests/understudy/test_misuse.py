@@ -128,6 +128,18 @@ def lock_server(directory: Path) -> Iterator[None]:
             server.kill()
 
 
+@pytest.mark.parametrize("command", ["status", "explain"])
+def test_pod_without_a_pool_is_not_told_to_look_for_its_process(tmp_path: Path, command: str):
+    """Method: a pod whose lock server answers, and a directory without a pod."""
+    tmp_path.chmod(0o700)
+    flags = ["pool", command, f"--dir={tmp_path}"]
+    without = CliRunner().invoke(main, flags)
+    assert (without.exit_code, "[wire.unreachable]" in without.output) == (3, True)
+    with lock_server(tmp_path):
+        result = CliRunner().invoke(main, flags)
+    assert (result.exit_code, "[pool.none]" in result.output) == (3, True)
+
+
 def test_drill_of_a_running_pod_must_be_confirmed(tmp_path: Path):
     """Goal: no script kills engines by accident. Method: a pod that answers, and no terminal."""
     tmp_path.chmod(0o700)

@@ -141,6 +141,9 @@ def test_directory_of_another_up_is_refused_at_once_with_its_pid(directory: Path
     """Method: this process holds the directory as `up` does, before any part runs."""
     with closing(asyncio.run(claim(directory))):
         result = CliRunner().invoke(main, ["up", f"--dir={directory}"])
+        looked = CliRunner().invoke(main, ["status", f"--dir={directory}"])
+    assert looked.exit_code == 3
+    assert f"`understudy up` (pid {os.getpid()})" in looked.output
     assert result.exit_code == 1
     assert "[pod.already_running]" in result.output
     assert f"pid {os.getpid()} " in result.output

@@ -31,10 +31,12 @@ from plumbing.part.paths import (
     gms_sockets,
     lockserver_socket,
     pool_socket,
+    up_guard,
 )
 from plumbing.part.peers import ASK_TIMEOUT_S, ask
 from plumbing.service.files import read_json
 from plumbing.wire.messages import Catalogue
+from plumbing.wire.server import guard_holder
 from pool import messages as pool_messages
 from understudy.status.gateway_view import has_gateway
 from understudy.status.pool_view import has_pool
@@ -50,6 +52,8 @@ def start_hint(directory: Path) -> str:
     # The parts of a manifest share a volume of its pod, or a directory in one.
     sockets = [f"{VOLUMES}/{between}{LOCKSERVER_SOCKET}" for between in ("*/", "*/*/")]
     found = sorted({path.parent for each in sockets for path in directory.glob(each)})
+    if not found and (holder := guard_holder(up_guard(str(directory)))):
+        return f"`understudy up` ({holder}) is starting or stopping one there: see its output"
     if not found:
         return "start one with `understudy up`"
     return f"`understudy up -f` keeps its pod in a volume: use --dir {found[0]}"

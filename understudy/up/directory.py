@@ -8,23 +8,20 @@ socket or a state file with a foreign name would make every status show parts th
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 from plumbing.errors import UnderstudyError
 from plumbing.part.format import duration
-from plumbing.part.paths import engine_state
-from plumbing.wire.server import PathGuard
+from plumbing.part.paths import engine_state, up_guard
+from plumbing.wire.server import PathGuard, guard_holder
 from understudy.kubelet.containers import Container
 from understudy.status.gather import gather, pids_of
 from understudy.status.view import is_reachable
 
-GUARD = "up.lock"
 ASIDE = "aside"  # newer files replace older ones of the same name, so it cannot grow without end
 NAMED_MAX = 4  # of the files that were moved; the folder has them all
 ASK_S = 1.0  # a part answers in milliseconds, and the user waits
@@ -47,7 +44,7 @@ async def claim(directory: Path) -> PathGuard:
         UnderstudyError: `pod.already_running`, with the pod that runs there.
     """
     try:
-        return PathGuard(str(directory / GUARD), "understudy up")
+        return PathGuard(up_guard(str(directory)), "understudy up")
     except UnderstudyError as error:
         if error.code != "wire.address_in_use":
             raise
@@ -62,7 +59,7 @@ async def refuse_second_pod(directory: Path) -> None:
         UnderstudyError: `pod.already_running`.
     """
     end_s = time.monotonic() + DYING_S
-    while held := [*_held_guards(directory)]:
+    while held := _held_guards(directory):
         if is_reachable(await gather(directory, ASK_S)) or time.monotonic() > end_s:
             named = ", ".join((await pids_of(directory)).named()) or f"{', '.join(held)} are locked"
             raise UnderstudyError(
@@ -73,7 +70,7 @@ async def refuse_second_pod(directory: Path) -> None:
 
 
 async def _already_running(directory: Path, pid: str) -> UnderstudyError:
-    began_s = (directory / GUARD).stat().st_mtime  # its holder has written its pid then
+    began_s = Path(up_guard(str(directory))).stat().st_mtime  # its holder has written its pid then
     began = datetime.fromtimestamp(began_s, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
     ago = duration(max(0.0, time.time() - began_s) * 1000)
     view = await gather(directory, ASK_S)
@@ -96,21 +93,11 @@ def _ways_out(directory: Path, pid: str = "") -> str:
     )
 
 
-def _held_guards(directory: Path) -> Iterator[str]:
+def _held_guards(directory: Path) -> list[str]:
     """The lock files of parts that a living process has locked."""
-    for path in sorted(directory.glob("*.lock")):
-        if path.name == GUARD:
-            continue
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError:
-            continue  # the part whose file this is says what is wrong with it
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield path.name
-        finally:
-            os.close(fd)
+    own = up_guard(str(directory))
+    found = (each for each in sorted(directory.glob("*.lock")) if str(each) != own)
+    return [path.name for path in found if guard_holder(str(path)) is not None]
 
 
 def put_leftovers_aside(directory: Path, containers: Sequence[Container]) -> list[str]:
