@@ -8,14 +8,13 @@ import asyncio
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from engine.messages import CONTROL
 from plumbing.part.cli import ask_status
 from plumbing.part.paths import engine_socket
-from tests.e2e.pools import RunningPool, running_pool
+from tests.e2e.pools import WAIT_S, RunningPool, running_pool
 from tests.e2e.test_pool import DEVICE_BYTES, TWO
 from tests.helpers import auntil
 from tests.small_disk import needs_root, small_disk
@@ -25,49 +24,56 @@ pytestmark = [needs_root, pytest.mark.slow]
 LAUNCHES = 4  # one more than the faults that fail a model
 
 
-def test_full_disk_stops_nothing_and_fails_no_model(
+async def answers(pod: RunningPool, *models: str) -> None:
+    for model in models:
+        status, body = await asyncio.to_thread(pod.ask, model, max_tokens=4)
+        assert status == 200, body
+
+
+def kill_backend(pod: RunningPool, engine: str) -> None:
+    os.kill(pod.model_process(engine), signal.SIGKILL)
+
+
+def test_disk_without_a_free_byte_stops_no_switch_wake_or_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    async def answers(pod: RunningPool, *models: str) -> None:
-        for model in models:
-            status, body = await asyncio.to_thread(pod.ask, model, max_tokens=4)
-            assert status == 200, body
-
-    def model(pod: RunningPool, name: str) -> dict[str, Any]:
-        return next(each for each in pod.status()["models"] if each["model"] == name)
-
-    def kill_backend(pod: RunningPool, name: str) -> None:
-        os.kill(pod.model_process(f"{name}-0"), signal.SIGKILL)
-
     async def scenario() -> None:
-        with small_disk(tmp_path / "pod", "size=24m,nr_inodes=400") as disk:
+        with small_disk(tmp_path / "pod", "size=24m") as disk:
             async with running_pool(disk.path, monkeypatch, TWO, DEVICE_BYTES) as pod:
                 await answers(pod, "a", "b")
                 disk.fill()
-                await answers(pod, "a", "b", "a")
-                kill_backend(pod, "a")
+                await answers(pod, "a")
+                kill_backend(pod, "a-0")
                 await answers(pod, "a", "b")
-                for container in ("pool", "lockserver", "gms", "gateway", "b-0"):
+                for container in ("pool", "lockserver", "gms", "gateway", "a-0"):
                     disk.fill()
                     os.kill(pod.runner.pids()[container], signal.SIGKILL)
                     await auntil(
                         lambda name=container: pod.runner.restarts()[name] == 1,
                         f"{container} to be back",
+                        WAIT_S,
                     )
-                    await answers(pod, "a", "b")
+                await answers(pod, "a", "b")
 
+    asyncio.run(scenario())
+
+
+def test_disk_without_a_free_name_fails_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    async def scenario() -> None:
+        with small_disk(tmp_path / "pod", "size=24m,nr_inodes=400") as disk:
+            async with running_pool(disk.path, monkeypatch, TWO, DEVICE_BYTES) as pod:
+                await answers(pod, "a", "b")
                 disk.fill_names()
                 seen: set[int] = set()
 
                 def is_tried_again_and_again() -> bool:
-                    found = model(pod, "b")
-                    assert found["state"] != "failed", found
+                    assert pod.states()["b"] != "failed"
                     engine = ask_status(engine_socket(str(disk.path), "b-0"), CONTROL)
                     seen.add(engine["engine"]["number"])
                     return len(seen) > LAUNCHES
 
-                kill_backend(pod, "b")
-                await auntil(is_tried_again_and_again, "b to be tried again")
+                kill_backend(pod, "b-0")
+                await auntil(is_tried_again_and_again, "b to be tried again", WAIT_S)
                 assert any("No space left" in each for each in pod.status()["problems"])
                 disk.clear()
                 await answers(pod, "b", "a")
