@@ -127,6 +127,16 @@ class DoorMsg(Message, frozen=True, tag="door"):
     reason: Sentence = ""
 
 
+class ExpectDeathMsg(Message, frozen=True, tag="expect_death"):
+    """Whoever says this is about to end the engine that holds this token: no request is suspected
+    for its death. On the control socket it is repeated as the answer, once all children are told.
+    """
+
+    engine: Name
+    token: Count
+    model: ModelName = ""
+
+
 # ---------------------------------------------------------------- child → parent
 
 
@@ -256,7 +266,7 @@ class GatewayEventMsg(Message, frozen=True, tag="happened"):
 
 CHANNEL = Catalogue(
     *(ConfigureGatewayMsg, AcceptMsg, StopMsg, GrantMsg, NobodyMsg, DoorMsg),
-    *(ModelDoorsMsg, GatewayBeatMsg, ModelDemandMsg, GatewayEventMsg),
+    *(ModelDoorsMsg, ExpectDeathMsg, GatewayBeatMsg, ModelDemandMsg, GatewayEventMsg),
     frame_bytes_max=CHANNEL_FRAME_BYTES_MAX,
 )
 
@@ -275,5 +285,6 @@ class ChildRestartedMsg(Message, frozen=True, tag="child_restarted"):
 
 
 CONTROL = Catalogue(
-    *(StatusMsg, StatusReplyMsg, WatchMsg, EventMsg, RestartChildMsg, ChildRestartedMsg)
+    *(StatusMsg, StatusReplyMsg, WatchMsg, EventMsg, RestartChildMsg, ChildRestartedMsg),
+    ExpectDeathMsg,
 )

@@ -192,6 +192,13 @@ class Course:
         self.desk.line.end_trial(request)
         self.desk.look()
 
+    def look_at_trial(self, now_ms: float) -> None:
+        """Clear a suspect whose tokens are not seen, or let the next one have its turn."""
+        trial = self.desk.line.on_trial
+        if trial is not None and trial.made_progress(now_ms):
+            self.progressed(trial)
+        self.desk.line.limit_trial(now_ms)
+
     # ---- breaks and refusals
 
     def broke(self, attempt: Attempt, cause: BreakCause, now_ms: float) -> None:

@@ -155,6 +155,14 @@ class GatewayEnds(GatewayEvent, frozen=True):
     """The time to finish is over: every request ends now."""
 
 
+class DeathExpected(GatewayEvent, frozen=True):
+    """Somebody ends this engine on purpose, so its death says nothing about any request."""
+
+    engine: str
+    token: int
+    model: str = ""
+
+
 class DoorSet(GatewayEvent, frozen=True):
     """What the parent lets this child do, while `token` is that of the grant (`rest_events.Door`).
 

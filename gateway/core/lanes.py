@@ -81,6 +81,7 @@ class Lanes:
                 | ev.ClientLeft()
                 | ev.EngineGranted()
                 | ev.NobodyGranted()
+                | ev.DeathExpected()
                 | LaneDoorSet()
             ):
                 lane = self.by_model.get(event.model)

@@ -26,6 +26,7 @@ from gateway.core.commons import Commons, Numbers
 from gateway.core.course import Course, objection
 from gateway.core.desk import Desk
 from gateway.core.events import BreakCause, GatewayEffect, GatewayEvent, GatewayRules
+from gateway.core.order import EXPECTED_MS
 from gateway.core.request import ClientRequest
 from gateway.core.states import RequestState
 from plumbing.hop import HOP_PATHS, Hello
@@ -47,6 +48,7 @@ class Gateway:
         self._grant: ev.EngineGranted | None = None  # the newest
         self._is_granted = False  # nobody has lost it since
         self._is_final = False  # and no engine will be granted any more
+        self._expected: dict[tuple[str, int], float] = {}  # engine and token → until when
         self._reason = "the lock server has not said yet which engine is active"
         self._greetings = Numbers(lane, step)
         self._greet_ms: float | None = None  # when to greet again,
@@ -100,6 +102,8 @@ class Gateway:
                     self._desk.left(request)
             case ev.EngineGranted():
                 self._granted(event, now_ms)
+            case ev.DeathExpected():
+                self._expected = {(event.engine, event.token): now_ms + EXPECTED_MS}
             case ev.NobodyGranted():
                 self._is_granted, self._reason = False, event.reason
                 self._is_final = event.is_final
@@ -218,7 +222,8 @@ class Gateway:
         self._grant, self._is_granted, self._is_final = grant, True, False
         if old is not None and (old.engine, old.token) == (grant.engine, grant.token):
             return  # said again, or by a lock server that has lost its file and was told of it
-        self._supersede(is_death=old is not None, now_ms=now_ms)
+        expected_ms = self._expected.get((old.engine, old.token), 0.0) if old is not None else 0.0
+        self._supersede(is_death=old is not None and now_ms >= expected_ms, now_ms=now_ms)
         self.hello = None
         self._meet(grant, now_ms)
 
@@ -271,17 +276,11 @@ class Gateway:
         if not request.is_suspect:
             self._desk.line.end_trial(request)
         elif self._desk.line.on_trial is request or request.was_tried:
-            self._convict(request)
+            self._desk.line.clear_waiting(request)
+            self._desk.fail(request, answers.suspect(request.deaths))
         else:
             self._desk.totals.suspects += request.deaths == 2
             self._desk.outbox.append(ev.SuspectFound(request.number, request.deaths))
-
-    def _convict(self, culprit: ClientRequest) -> None:
-        """It ends. Suspects that this engine did not have are cleared of all deaths but one."""
-        for each in self._desk.line.waiting.values():
-            if each.is_suspect and not each.is_inside and each is not culprit:
-                each.deaths = 1
-        self._desk.fail(culprit, answers.suspect(culprit.deaths))
 
     def _greet(self, now_ms: float) -> None:
         assert self._grant is not None
@@ -327,10 +326,7 @@ class Gateway:
         """End what has waited too long; greet again; clear a held answer that lives on."""
         if self._greet_ms is not None and now_ms >= self._greet_ms and self._is_granted:
             self._greet(now_ms)
-        trial = self._desk.line.on_trial
-        if trial is not None and trial.made_progress(now_ms):
-            self._course.progressed(trial)
-        self._desk.line.limit_trial(now_ms)
+        self._course.look_at_trial(now_ms)
         passed_ms, self._ticked_ms = now_ms - self._ticked_ms, now_ms
         keeps_breaking = answers.keeps_breaking(self._grant.engine if self._grant else "")
         for request in list(self._desk.line.waiting.values()):

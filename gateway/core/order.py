@@ -39,6 +39,9 @@ COMPANY_MAX = 4
 # A suspect that neither dies nor makes progress keeps the next one waiting this long. Its client
 # may read slowly; a prefill takes less.
 TRIAL_MS = 30_000.0
+# Whoever ends an engine on purpose says so first, and the next grant comes within this time. The
+# lock server notices late that a supervisor was stopped.
+EXPECTED_MS = 60_000.0
 
 
 class Precedence(IntEnum):
@@ -87,6 +90,12 @@ class WaitingLine:
         trial = self.on_trial
         if trial is not None and trial.attempt and now_ms - trial.asked_ms >= TRIAL_MS:
             trial.was_tried, self.on_trial = True, None
+
+    def clear_waiting(self, culprit: ClientRequest) -> None:
+        """A death convicts this one. Suspects that the engine did not have keep one death each."""
+        for each in self.waiting.values():
+            if each.is_suspect and not each.is_inside and each is not culprit:
+                each.deaths = 1
 
     def end_trial(self, request: ClientRequest) -> None:
         """This request is cleared or over."""

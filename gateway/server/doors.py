@@ -11,20 +11,14 @@ import os
 import time
 from collections.abc import Callable
 
-from gateway.core.events import (
-    DoorSet,
-    EngineGranted,
-    GatewayEnds,
-    GatewayEvent,
-    GatewayRules,
-    NobodyGranted,
-)
+from gateway.core import events as ev
 from gateway.core.lanes import Lanes
 from gateway.core.machine import Gateway
 from gateway.core.rest_events import GatewayDoor
 from gateway.messages import (
     ConfigureGatewayMsg,
     DoorMsg,
+    ExpectDeathMsg,
     GatewayBeatMsg,
     GatewayLoad,
     ModelDemandMsg,
@@ -77,7 +71,7 @@ class HttpDoors:
             has_access_log=settings.access_log,
             spans=open_spans(settings.tracing),
         )
-        rules = GatewayRules(
+        rules = ev.GatewayRules(
             hold_ms=settings.hold_ms,
             park_timeout_ms=settings.park_timeout_ms,
             resumes_max=settings.resumes_max,
@@ -120,19 +114,22 @@ class HttpDoors:
     def granted(self, engine: str, token: int, era: str, model: str = "") -> None:
         self._granted = ("", 0) if model else (engine, token)
         self.exchange.is_final = False
-        self._told(EngineGranted(engine, token, era, model))
+        self._told(ev.EngineGranted(engine, token, era, model))
 
     def nobody(self, reason: str, model: str = "", *, is_final: bool = False) -> None:
         self._granted = ("", 0)
         self.exchange.is_final = is_final
         if is_final and self._listener is not None:
             self._listener.resume()
-        self._told(NobodyGranted(reason, model, is_final))
+        self._told(ev.NobodyGranted(reason, model, is_final))
+
+    def expect_death(self, death: ExpectDeathMsg) -> None:
+        self.exchange.handle(ev.DeathExpected(death.engine, death.token, death.model))
 
     def set_door(self, door: DoorMsg) -> None:
         self._door_number = door.number
         is_open, is_shut = door.door is GatewayDoor.OPEN, door.door is GatewayDoor.SHUT
-        self._told(DoorSet(door.token, is_open, is_shut, door.does_open, door.reason))
+        self._told(ev.DoorSet(door.token, is_open, is_shut, door.does_open, door.reason))
 
     def set_model_doors(self, doors: ModelDoorsMsg) -> None:
         if self._models is not None:
@@ -154,7 +151,7 @@ class HttpDoors:
         for client in tuple(self._idle_clients):
             client.close_idle()
         if not await self._until_idle(budget_ms / 1000):
-            self.exchange.handle(GatewayEnds())
+            self.exchange.handle(ev.GatewayEnds())
             await self._until_idle(FLUSH_S)
         if self._listener is not None:
             self._listener.stop()
@@ -255,7 +252,7 @@ class HttpDoors:
 
     # ------------------------------------------------------------------ inside
 
-    def _told(self, event: GatewayEvent) -> None:
+    def _told(self, event: ev.GatewayEvent) -> None:
         self._endpoints.told(event)
         self.exchange.told(event)
 

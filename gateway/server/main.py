@@ -49,6 +49,9 @@ class Doors(Protocol):
     def nobody(self, reason: str, model: str = "", *, is_final: bool = False) -> None:
         """Nobody holds the lock. `is_final`: every engine was told to end."""
 
+    def expect_death(self, death: msg.ExpectDeathMsg) -> None:
+        """An engine is about to be killed on purpose."""
+
     def set_door(self, door: msg.DoorMsg) -> None:
         """What may be done with requests; the next beat has its number."""
 
@@ -141,6 +144,8 @@ class ParentLink(Handler):
             case msg.NobodyMsg():
                 doors.nobody(message.reason, message.model, is_final=message.is_final)
                 self.beat_now()
+            case msg.ExpectDeathMsg():
+                doors.expect_death(message)
             case msg.ModelDoorsMsg():
                 doors.set_model_doors(message)
                 self._tell_demand()

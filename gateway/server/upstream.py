@@ -41,7 +41,7 @@ class Upstream(asyncio.Protocol):
 
     def __init__(
         self,
-        owner: Upstreams,
+        owner: Upstreams[Upstream],
         attempt: Attempt,
         sink: BodySink,
         request: Sequence[Buffer],

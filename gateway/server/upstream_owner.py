@@ -11,13 +11,12 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol, TypeVar
 
 from gateway.core.events import GatewayEffect, GatewayEvent
 from gateway.server.idle_connections import IdleConnections
 
-if TYPE_CHECKING:
-    from gateway.server.upstream import Upstream
+UpstreamT = TypeVar("UpstreamT", contravariant=True)
 
 TURN_S = 0.005  # a slice more is less than twice that, unless one event has megabytes
 
@@ -34,13 +33,19 @@ class BodySink(Protocol):
     def resume_reading(self) -> None: ...
 
 
-class Upstreams(Protocol):
+class Slices(Protocol):
+    """A replay."""
+
+    def read_slice(self) -> bool: ...
+
+
+class Upstreams(Protocol[UpstreamT]):
     """Who opens these connections: the shell around the core."""
 
     replays: ReplayTurns
 
-    def sent(self, upstream: Upstream) -> None: ...
-    def connect(self, upstream: Upstream) -> None: ...
+    def sent(self, upstream: UpstreamT) -> None: ...
+    def connect(self, upstream: UpstreamT) -> None: ...
     def handle(self, event: GatewayEvent) -> None: ...
     def perform_outbox(self) -> None: ...
     @property
@@ -57,10 +62,10 @@ class ReplayTurns:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._waiting: deque[Upstream] = deque()
+        self._waiting: deque[Slices] = deque()
         self._is_due = False
 
-    def add(self, upstream: Upstream) -> None:
+    def add(self, upstream: Slices) -> None:
         """Call its `read_slice` until that says that there is no more."""
         self._waiting.append(upstream)
         if not self._is_due:

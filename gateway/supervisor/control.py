@@ -1,4 +1,5 @@
-"""The control socket: users ask for status and events, and for a fresh child."""
+"""The control socket: users ask for status and events, and for a fresh child; a drill says
+whom it kills."""
 
 from __future__ import annotations
 
@@ -37,6 +38,9 @@ class GatewayControl(Handler):
                 self._observers.join(conn, message.since, request_id)
             case msg.RestartChildMsg():
                 self._restart(conn, request_id)
+            case msg.ExpectDeathMsg():
+                self._gateway.nursery.expect_death(message)
+                conn.send(message, request_id)
             case _:
                 raise ProtocolError(
                     "gateway.not_a_request", f"{message.TYPE} is not a request to a gateway"

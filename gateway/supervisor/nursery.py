@@ -19,6 +19,7 @@ from plumbing.service.clock import Clock
 from plumbing.service.events import EventLog
 from plumbing.shortage import explain, is_shortage
 from plumbing.wire.fds import OwnedFd
+from plumbing.wire.messages import Message
 
 Restarted = Callable[[msg.ChildRestartedMsg | UnderstudyError], None]
 
@@ -108,6 +109,13 @@ class Nursery:
     def set_door(self, door: msg.DoorMsg | msg.ModelDoorsMsg) -> None:
         self._door = door
         self._tell_all(door)
+
+    def expect_death(self, death: msg.ExpectDeathMsg) -> None:
+        """Somebody is about to end this engine on purpose."""
+        what = f"{death.engine} (token {death.token}) is about to be killed on purpose"
+        data = {"engine_id": death.engine, "token": death.token}
+        self._log.record("gateway.death_expected", what, data=data)
+        self._tell_all(death)
 
     def restart(self, on_done: Restarted) -> None:
         """Replace the child that serves by a fresh one."""
@@ -216,9 +224,7 @@ class Nursery:
         if number in self.links:
             self.links[number].send(message)
 
-    def _tell_all(
-        self, message: msg.GrantMsg | msg.NobodyMsg | msg.DoorMsg | msg.ModelDoorsMsg
-    ) -> None:
+    def _tell_all(self, message: Message) -> None:
         for link in self.links.values():
             link.send(message)
 

@@ -8,6 +8,8 @@ namespaces, and a rehearsed death does not count as a crash loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,9 +18,12 @@ from typing import Any
 
 from engine import messages as engine_messages
 from engine.supervisor.tree import HELPERS
+from gateway.messages import CONTROL as GATEWAY_CONTROL
+from gateway.messages import ExpectDeathMsg
 from plumbing.errors import UnderstudyError, UnreachableError, WaitTimeoutError
 from plumbing.part.format import duration
-from plumbing.part.paths import engine_sockets
+from plumbing.part.models import model_of
+from plumbing.part.paths import engine_sockets, gateway_socket
 from plumbing.part.peers import Answered, ask
 from plumbing.service.clock import SystemClock
 from plumbing.service.procfs import descendants
@@ -33,6 +38,7 @@ from understudy.status.view import PARKED
 WHOLE_POLL_S = 0.05
 WHOLE_DEADLINE_S = 300.0  # a relaunch takes seconds; with vLLM on 2 cores, minutes
 
+ANNOUNCED_S = 2.0  # a gateway answers within milliseconds
 WHOLE_SAID_EVERY_S = 10.0  # most relaunches take less; longer waits are explained
 
 clock = SystemClock()
@@ -120,12 +126,22 @@ async def kill_active(directory: Path, target: str, whole: Whole, observer: Obse
     return kill
 
 
+async def announce(directory: str, kill: EngineKill) -> None:
+    """Tell the gateway that this death is ours: three of them would end a user's stream, which was
+    in all these engines. Where no gateway answers, nothing is announced."""
+    death = ExpectDeathMsg(kill.engine, kill.old_token, model_of(kill.lock))
+    with contextlib.suppress(UnderstudyError):
+        await ask(gateway_socket(directory), GATEWAY_CONTROL, death, ANNOUNCED_S)
+
+
 async def strike(path: str, target: str, supervisor: int, kill: EngineKill) -> None:
-    """Kill or stop `target` of the engine with the control socket `path`, and note when.
+    """Announce the death of the engine with the control socket `path`, kill or stop `target`, and
+    note when.
 
     Raises:
         UnderstudyError: as `kill_active`.
     """
+    await announce(os.path.dirname(path), kill)
     if target == STOP + SUPERVISOR:
         # Not through its control socket: a process that hangs does not reply.
         with hold(supervisor, f"the supervisor of {kill.engine}") as pidfd:

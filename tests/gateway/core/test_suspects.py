@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from gateway.core import events as ev
-from gateway.core.order import COMPANY_MAX, TRIAL_MS
+from gateway.core.order import COMPANY_MAX, EXPECTED_MS, TRIAL_MS
 from tests.gateway.core.pod import Pod, Upstream
 
 BEGIN_MS = 123.5  # the third engine is granted, and has not said hello
@@ -137,3 +137,30 @@ def test_request_that_was_never_sent_to_a_dead_engine_is_no_suspect():
     assert (pod.deaths, found) == (2, [1])
     for client in clients:
         client.check_whole()
+
+
+@pytest.mark.parametrize("announced", ["each", "another token", "too early"])
+def test_announced_death_makes_no_suspects(announced):
+    """Goal: a drill ends nobody's answer, and its word counts for one death, for a while. Method:
+    four deaths without progress of a stream that is alone in the engine."""
+    pod = Pod(7)
+    pod.grant()
+    client = pod.ask("chat", 200)
+    token_ahead = 1 if announced == "another token" else 0
+    wait_ms = EXPECTED_MS if announced == "too early" else 1.0
+
+    def on_group(upstream: Upstream) -> None:
+        if pod.deaths < 4:
+            token = pod.token + token_ahead
+            pod.handle(ev.DeathExpected(f"e{token}", token))
+            pod.kill(fence_ms=wait_ms)
+
+    pod.on_group = on_group
+    pod.run()
+    if announced == "each":
+        assert pod.deaths == 4
+        client.check_whole()
+        assert not any(isinstance(each, ev.SuspectFound) for each in pod.records)
+    else:
+        assert pod.deaths == 3
+        assert client.ending.code == "gateway.suspect"
