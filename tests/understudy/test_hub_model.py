@@ -34,7 +34,7 @@ SMALL = {"config.json", "tokenizer.json", "chat_template.jinja"}
 OTHERS = {"pytorch_model.bin", "onnx/model.onnx", "original/consolidated.00.pth"}
 # Each its own content: the cache has equal files once.
 FILES = {name: name.encode() for name in (*SMALL, "model.safetensors", *OTHERS)}
-EXIT_S = 20.0  # a starting Python on a busy machine
+EXIT_S = 60.0  # a starting Python on a busy machine
 
 silent = list[str]().append
 
@@ -54,6 +54,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     with serving(Hub({**repositories}, gated=frozenset({"acme/gated"}))) as found:
         for name in ("HF_TOKEN", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "VLLM_USE_MODELSCOPE"):
             monkeypatch.delenv(name, raising=False)
+        for name in ("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT"):
+            monkeypatch.setenv(name, "60")  # the library's 10 s pass on a busy machine
         monkeypatch.setenv("HF_ENDPOINT", found.url)
         monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
         yield found
@@ -260,7 +262,10 @@ def test_directory_wins_and_other_backends_take_no_id(
 def test_failed_download_is_one_sentence(hub: Hub, tmp_path: Path, command: str):
     """Goal: exit code 1, no stack trace, nothing started."""
     done = subprocess.run(
-        _command(command, tmp_path, "acme/other"), capture_output=True, text=True, timeout=60
+        _command(command, tmp_path, "acme/other"),
+        capture_output=True,
+        text=True,
+        timeout=2 * EXIT_S,
     )
     assert (done.returncode, done.stdout) == (1, "")
     (line,) = done.stderr.splitlines()
