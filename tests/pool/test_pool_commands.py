@@ -83,10 +83,13 @@ def test_orders_are_obeyed_kept_and_refused(place):
                 assert (code, "[pool.pinned]" in errors, "--force" in errors) == (1, True, True)
                 words = ("set", "--model", "coder", "min_runtime=7s")
                 assert (await command(directory, *words))[0] == 0
-                assert (await command(directory, *words[:-1], "priority=3"))[0] == 0
+                for setting in ("priority=3", "client_priority=-2"):
+                    assert (await command(directory, *words[:-1], setting))[0] == 0
                 await auntil(
-                    lambda: world.doors["coder"].rules.priority == 3, "the gateway to be told"
+                    lambda: world.doors["coder"].rules.client_priority == -2,
+                    "the gateway to be told",
                 )
+                assert world.doors["coder"].rules.priority == 3
                 code, _, errors = await command(
                     directory, "set", "min_runtme=7s", "--model", "chat"
                 )
@@ -98,7 +101,7 @@ def test_orders_are_obeyed_kept_and_refused(place):
                 await world.until_open("chat")
                 assert model(directory, "chat")["pinned"]
                 assert document(directory)["changed"] == {
-                    "coder": {"min_runtime": "7s", "priority": "3"}
+                    "coder": {"min_runtime": "7s", "priority": "3", "client_priority": "-2"}
                 }
 
                 # Nothing can take the room of a pinned model: its neighbour is told who has it.
