@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from plumbing.service.procfs import children
+from plumbing.service.procfs import children, is_alive
 from tests.deploy.image import PODMAN
 from tests.deploy.manifests import (
     INIT,
@@ -149,7 +149,11 @@ class PodmanPod:
     async def program(self, name: str) -> int:
         """The program below its PID 1, as it is called outside."""
         first = await self.pid(name)
-        return await auntil(lambda: next(iter(children(first)), None), f"the program of {name}")
+
+        def living() -> int | None:
+            return next((pid for pid in children(first) if is_alive(pid)), None)
+
+        return await auntil(living, f"the program of {name}")
 
     async def processes(self, name: str) -> list[int]:
         """Everything in the container: whatever is in the PID namespace of its PID 1."""
