@@ -67,9 +67,9 @@ class Restarter:
         if b"READY=1" in lines and self._ready_s is None:
             self._ready_s, self._is_first_start_final = now_s, False
 
-    def ticked(self, late_s: float) -> bool:
-        """A tick came `late_s` after it was due; True: the program hangs and must be killed."""
-        self._silent_ticks = 0 if late_s > LATE_S else self._silent_ticks + 1
+    def ticked(self, late_s: float, is_blocked: bool = False) -> bool:
+        """A tick came `late_s` after it was due. True: the program hangs and must be killed."""
+        self._silent_ticks = 0 if late_s > LATE_S or is_blocked else self._silent_ticks + 1
         return self.is_watching and self._silent_ticks >= SILENT_TICKS
 
     def ended(self, code: int, now_s: float) -> float | None:
@@ -153,7 +153,7 @@ class Init:
             late_s = time.monotonic() - due_s
             if late_s >= 0:
                 due_s += late_s + TICK_S
-                if self.restarter.ticked(late_s):
+                if self.restarter.ticked(late_s, is_blocked(self.program)):
                     say(f"{path} (pid {self.program}) hangs: SIGKILL")
                     os.kill(self.program, signal.SIGKILL)
         self.program = 0
@@ -186,12 +186,17 @@ def reap(program: int = 0) -> int | None:
     return None
 
 
+def is_blocked(pid: int) -> bool:
+    """Whether `pid` waits for a disk, or for what else no signal ends; the state is D."""
+    with open(f"/proc/{pid}/stat", "rb") as stream:
+        return stream.read().rpartition(b")")[2].split()[0] == b"D"
+
+
 def kill_rest() -> None:
     """Kill and reap what the program has left; init ends if the deadline passes.
 
     PID 1 of a namespace kills all of it, also what was executed from outside. Elsewhere init kills
-    its own descendants, by pidfd, and nothing else, ever: as a subreaper it becomes the parent of
-    each of them, and has none when it has no child.
+    its own descendants and nothing else, ever: as a subreaper it becomes the parent of each.
     """
     end_s, is_first, pause_s = time.monotonic() + KILL_DEADLINE_S, os.getpid() == 1, KILL_POLL_S
     while reap() != NO_CHILD or (is_first and others()):

@@ -95,6 +95,14 @@ def test_silence_of_thirty_ticks_in_time_is_a_hang():
     assert [restarter.ticked(0.0) for _ in range(30)] == [False] * 29 + [True]
 
 
+def test_time_in_which_the_kernel_blocks_the_program_is_no_silence():
+    """Goal: a slow disk is no hang, and what it blocks cannot be killed."""
+    restarter = started()
+    for _ in range(10):
+        assert not any(restarter.ticked(0.0) for _ in range(29))
+        assert not restarter.ticked(0.0, is_blocked=True)
+
+
 def test_program_that_never_beats_is_not_watched():
     restarter = Restarter()
     restarter.started()
