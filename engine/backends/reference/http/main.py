@@ -164,7 +164,8 @@ def main() -> int:
         return error.exit_code
     try:
         member = process.enter("http")
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal is the supervisor's
+        for signum in (signal.SIGINT, signal.SIGTERM):  # of a host that signals every process:
+            signal.signal(signum, signal.SIG_IGN)  # the supervisor decides, and ends this one
         settings, names = parse(sys.argv[1:])
         read_config(settings.directory).of_rank(0, settings.ranks)  # the cheap checks
         raise_fd_limit()

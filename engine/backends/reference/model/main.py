@@ -62,7 +62,8 @@ PERMANENT = ("gms.identity_mismatch", "gms.larger_than_device")
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal is the supervisor's
+    for signum in (signal.SIGINT, signal.SIGTERM):  # of a host that signals every process:
+        signal.signal(signum, signal.SIG_IGN)  # the supervisor decides, and ends this one
     configure("backend-model")
     link = BlockingClient.from_socket(_socket(os.environ.pop(LINK_ENV)), LINK)
     peers = [_socket(number) for number in os.environ.pop(PEERS_ENV).split(",") if number]
