@@ -21,7 +21,7 @@ from tests.small_disk import needs_root, small_disk
 
 pytestmark = [needs_root, pytest.mark.slow]
 
-LAUNCHES = 4  # one more than the faults that fail a model
+LAUNCHES = 5  # more than the faults that fail a model, and as many as the deaths of a crash loop
 
 
 async def answers(pod: RunningPool, *models: str) -> None:
