@@ -176,7 +176,7 @@ def test_drill_of_a_running_pod_costs_lock_server_and_memory_service_nothing(hom
 
 @contextmanager
 def running_pod(
-    directory: Path, output: Path, flags: list[str], deadline_s: float = 30.0
+    directory: Path, output: Path, flags: list[str], deadline_s: float = 120.0
 ) -> Iterator[subprocess.Popen]:
     """`understudy up` once it has printed where to send requests; killed if it is still running."""
     with (
