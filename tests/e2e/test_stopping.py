@@ -25,11 +25,11 @@ from tests.e2e.test_commands import ENVIRONMENT, UNDERSTUDY
 EVERY_PROCESS = 0  # SIGTERM to all, where others name a signal to `understudy up`
 STOPS = int(os.environ.get("STOPS", "1"))
 STREAMS = 12
-START_S = 60.0
+START_S = 180.0  # on a busy machine
 END_S = 120.0  # a hang is a failure; what is right ends long before
 BEGUN = 2  # events of a stream before the order
 RESET_MAX = 10  # requests that cross the end of whoever listens: one each 0.1 s
-AFTER_S = 2.0  # no pod ends later than this after its last stream
+AFTER_S = 15.0  # after its last stream every pod has ended, on a busy machine too; else within 2 s
 
 
 @dataclass(slots=True)
