@@ -12,6 +12,7 @@ import fcntl
 import os
 import socket
 import stat
+import time
 
 from plumbing.errors import ProtocolError, UnderstudyError, UsageError
 from plumbing.shortage import is_shortage
@@ -23,6 +24,7 @@ from plumbing.wire.limits import CONNECTIONS_MAX, CONNECTIONS_PER_PROCESS_MAX
 from plumbing.wire.messages import Catalogue
 from plumbing.wire.unix_connection import UnixConnection
 
+LOOKS, LOOK_S = 5, 0.002  # `guard_holder` locks a guard for microseconds
 GUARD_BYTES = 32  # `pid N`, padded: overwrites what a dead server wrote
 
 
@@ -47,7 +49,7 @@ class PathGuard:
                 path=guard_path,
             ) from error
         try:
-            fcntl.flock(self._fd.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _take(self._fd.fileno())
         except BlockingIOError as error:
             holder = os.pread(self._fd.fileno(), 64, 0).decode(errors="replace").strip()
             self._fd.close()
@@ -68,6 +70,22 @@ class PathGuard:
         """Whether the file at `guard_path` is still the one that we hold."""
         found = os.fstat(self._fd.fileno())
         return _identity(guard_path) == (found.st_dev, found.st_ino)
+
+
+def _take(fd: int) -> None:
+    """The exclusive flock, also while `guard_holder` looks.
+
+    Raises:
+        BlockingIOError: another process holds it.
+    """
+    for left in reversed(range(LOOKS)):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if not left:
+                raise
+            time.sleep(LOOK_S)
 
 
 def guard_holder(guard_path: str) -> str | None:

@@ -65,7 +65,7 @@ def want(conn, incarnation, *locks, engine=None, supervisor=None, **fields) -> e
     supervisor = supervisor or f"{engine:0>16}"
     witness = name_of(incarnation) if incarnation else None
     msg = WantMsg(supervisor, engine, incarnation, witness, locks, {})
-    said = ("witness", "tokens", "continuation", "over")
+    said = ("witness", "tokens", "continuation", "over", "is_leaving", "succeeds")
     msg = replace(msg, **{key: fields.pop(key) for key in said if key in fields})
     base = ev.Wanted(
         conn,

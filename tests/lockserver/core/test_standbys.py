@@ -9,7 +9,7 @@ from lockserver.core import events as ev
 from lockserver.core.lock import LockState
 from lockserver.messages import StandbyMsg
 from tests.lockserver.core.member_shell import held
-from tests.lockserver.core.shell import A, B, Shell, want
+from tests.lockserver.core.shell import A, B, Shell, happened, sent, want
 
 C = "engine-2-000000000000000c"
 ENGINES = (A, B, C)
@@ -150,3 +150,55 @@ def test_every_node_of_a_group_is_told_by_its_own_name():
     assert [sent.message for sent in messages] == [
         StandbyMsg("active", who.incarnation, True, True) for who in group.terms.members
     ]
+
+
+def announced(effects) -> list[tuple[str, int, bool]]:
+    found = [effect for effect in effects if isinstance(effect, ev.Announce)]
+    return [(each.lock, each.holder.token, each.is_leaving) for each in found]
+
+
+def news(effects) -> list[tuple[int, bool, bool]]:
+    found = [effect for effect in effects if isinstance(effect, ev.TellStandby)]
+    return [(each.conn, each.is_ready, each.is_settled) for each in found]
+
+
+def test_holder_that_was_told_to_end_has_a_standby_only_in_an_engine_that_vouches_for_it():
+    """Goal: a want from before the order proves nothing. Method: the holder leaves while another
+    engine waits; that one vouches for an older grant, then for this one; then it leaves, too."""
+    shell = Shell()
+    shell.feed(want(1, A, "active"))
+    assert news(shell.feed(want(2, B, "active"))) == [(1, True, False)]
+    leaves = want(1, A, "active", tokens={"active": 1}, is_leaving=True)
+    effects = shell.feed(leaves)
+    assert announced(effects) == [("active", 1, True)]
+    assert happened(effects) == ["lock.told_to_end"]
+    assert news(effects) == [(1, False, False)]
+    assert announced(shell.feed(leaves)) == []  # it is said once
+    assert news(shell.feed(want(2, B, "active", succeeds=7))) == []
+    assert news(shell.feed(want(2, B, "active", succeeds=1))) == [(1, True, True)]
+    assert news(shell.feed(want(2, B, "active", succeeds=1, is_leaving=True))) == [(1, False, True)]
+
+
+def test_holder_that_was_told_to_end_hears_at_once_that_no_engine_waits():
+    shell = Shell()
+    shell.feed(want(1, A, "active"))
+    leaves = want(1, A, "active", tokens={"active": 1}, is_leaving=True)
+    assert news(shell.feed(leaves)) == [(1, False, True)]
+
+
+def test_engine_that_was_told_to_end_is_granted_nothing():
+    """Goal: no grant to an engine that leaves. Method: it waited when it was told, or asks after
+    it; the holder goes. An engine that connects hears who holds the lock and whether it leaves."""
+    shell = Shell()
+    shell.feed(want(1, A, "active"))
+    shell.feed(want(2, B, "active"))
+    shell.feed(want(2, B, "active", is_leaving=True))
+    shell.feed(want(1, A, "active", tokens={"active": 1}, is_leaving=True))
+    grants = [e for e in shell.feed(want(3, C, "active")) if isinstance(e, ev.SendGrant)]
+    assert [(each.conn, each.holder.incarnation, each.is_leaving) for each in grants] == [
+        (3, A, True)
+    ]
+    shell.feed(want(3, C, "active", is_leaving=True))
+    shell.feed(want(1, A))
+    assert sent(shell.feed(ev.WitnessFree("active", A))) == []
+    assert shell.active.state is LockState.FREE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import socket
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from plumbing.errors import UnderstudyError, UnreachableError
 from plumbing.wire import server as module
-from plumbing.wire.server import PathGuard, Server
+from plumbing.wire.server import PathGuard, Server, guard_holder
 from plumbing.wire.unix_connection import connect
 from tests.helpers import auntil, open_fds
 from tests.plumbing.wire.echo import CATALOGUE, LOOPS, Echo, EchoHandler, run_on
@@ -22,6 +23,31 @@ loops = pytest.mark.parametrize("loop", LOOPS)
 
 def _server(place: Path, handler: EchoHandler | None = None) -> Server:
     return Server(str(place / "echo.sock"), CATALOGUE, handler or EchoHandler(), service="echo")
+
+
+def test_holder_of_a_guard_is_named_and_a_look_at_it_takes_nothing(tmp_path: Path):
+    """Goal: a look tells the holder, and leaves the guard as it was. Method: no file, a held
+    guard, one whose holder has written nothing, and a guard that was let go."""
+    path = str(tmp_path / "up.lock")
+    assert guard_holder(path) is None
+    guard = PathGuard(path, "up")
+    assert guard_holder(path) == f"pid {os.getpid()}"
+    os.truncate(path, 0)
+    assert guard_holder(path) == "a process"
+    guard.close()
+    assert guard_holder(path) is None
+    PathGuard(path, "up").close()
+
+
+def test_guard_is_taken_while_another_process_looks_at_it(tmp_path: Path, monkeypatch):
+    """Goal: a look at a guard, which locks it, makes no server fail. Method: the look ends while
+    the server waits for its next attempt."""
+    path = str(tmp_path / "up.lock")
+    PathGuard(path, "up").close()
+    look = os.open(path, os.O_RDONLY)
+    fcntl.flock(look, fcntl.LOCK_SH)
+    monkeypatch.setattr(module.time, "sleep", lambda _: os.close(look))
+    PathGuard(path, "up").close()
 
 
 @loops
