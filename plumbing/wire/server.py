@@ -78,14 +78,16 @@ def _take(fd: int) -> None:
     Raises:
         BlockingIOError: another process holds it.
     """
-    for left in reversed(range(LOOKS)):
+    left = LOOKS
+    while True:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
+            left -= 1
             if not left:
                 raise
-            time.sleep(LOOK_S)
+        time.sleep(LOOK_S)
 
 
 def guard_holder(guard_path: str) -> str | None:
