@@ -101,6 +101,12 @@ class Law:
                 self.forget(other)
             return self.owed  # it is forgotten at once
         assert other in (None, sup) or holds, f"two supervisors of {sup.engine} are known"
+        if conn.id < sup.newest:
+            # It has exited and is forgotten, and an older want arrives: what that says is all that
+            # the server knows, until it sees the process's end again.
+            self.leavers.discard(sup.id)
+            if tree is not None:
+                tree.is_disowned = False
         self.known[sup.engine] = sup
         sup.is_known_gone = False  # sent before it died: its pidfd will report the death again
         sup.served, sup.newest = conn, conn.id
