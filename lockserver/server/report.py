@@ -60,6 +60,7 @@ class LockReport:
                 "online": True,
                 "restarts": restarts(),
             },
+            "models": list(parts.settings.models),
             "mode": GATEWAY if parts.settings.has_gateway else DIRECT,
             "era": machine.ledger.era,
             "token": machine.ledger.token,

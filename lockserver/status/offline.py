@@ -43,6 +43,7 @@ def offline(
         "as_of_event_id": 0,
         "last_event": None,
         "server": {"pid": None, "since": None, "dir": directory, "online": False},
+        "models": list(found.models),
         "mode": None,
         "era": found.record.era,
         "token": found.record.token,

@@ -17,7 +17,12 @@ from understudy.top.view import Shown, TopPage, page
 
 NOW = datetime(2030, 1, 1, 12, tzinfo=UTC)
 LOCKS = {"locks": {"active:chat": {"problem": None}, "active:coder": {"problem": None}}}
-LOCKSERVER: dict[str, Any] = {**LOCKS, "mode": "gateway", "service": {"active": {}}}
+LOCKSERVER: dict[str, Any] = {
+    **LOCKS,
+    "models": ["chat", "coder"],
+    "mode": "gateway",
+    "service": {"active": {}},
+}
 GATEWAY: dict[str, Any] = {"accepting": True, "load": {}, "problems": [], "pid": 9}
 PARKED = {**GATEWAY, "load": {"parked": 1, "parked_oldest_ms": 30_000}}
 CLOSED = {**GATEWAY, "accepting": False}
@@ -102,7 +107,8 @@ def test_pool_without_anybody_who_serves_is_down():
 @pytest.mark.parametrize(
     ("lockserver", "found", "has_socket", "expected"),
     [
-        ({"locks": {"active": {}}}, GONE, False, False),
+        ({"locks": {"active": {}}, "models": []}, GONE, False, False),
+        ({"locks": {"active": {}, "active:chat": {}}, "models": []}, GONE, False, False),
         ({"error": "gone"}, GONE, False, False),
         (LOCKSERVER, GONE, False, True),
         ({"error": "gone"}, GONE, True, True),

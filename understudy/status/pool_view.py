@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 from plumbing.part.format import duration, size, table
-from plumbing.part.models import ACTIVE, kind_of
 from understudy.status.memory_view import Document
 
 AWAKE, FAILED, COLD = "awake", "failed", "cold"
@@ -30,10 +29,9 @@ NOTHING_SWITCHES = "awake models are served, nothing switches"
 
 
 def has_pool(lockserver: Document, pool: Document, *, has_socket: bool) -> bool:
-    """Whether the pod has one, or should: the lock server has locks of models."""
-    if "error" not in pool or has_socket:
-        return True
-    return any(kind_of(name) == ACTIVE != name for name in lockserver.get("locks") or ())
+    """Whether the pod has one, or should: the lock server was started with models. Locks do not say
+    so: it keeps those that an earlier pod in this directory held last."""
+    return "error" not in pool or has_socket or bool(lockserver.get("models"))
 
 
 def models_of(pool: Document | None) -> list[dict[str, Any]]:
