@@ -15,7 +15,6 @@ from tests.e2e.test_up import free_offset
 from tests.helpers import auntil
 from tests.understudy.drill.outside import PREFIX, Outside
 
-LEARNED = 60  # more requests than answers are learned from
 END_S = 30.0  # from the end of the pod to that of its drill, on a busy machine
 
 
@@ -28,12 +27,33 @@ async def drill(directory: Path, *words: str) -> asyncio.subprocess.Process:
     )
 
 
+class Said:
+    """What a running drill has written to standard error so far."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self.text = bytearray()
+        self._process, self._document = process, asyncio.create_task(process.stdout.read())
+        self._reading = asyncio.create_task(self._read(process.stderr))
+
+    async def _read(self, stream: asyncio.StreamReader) -> None:
+        while piece := await stream.read(4096):
+            self.text.extend(piece)
+
+    async def ended(self) -> tuple[bytes, bytes]:
+        """All of its output, once it has ended."""
+        await self._process.wait()
+        await self._reading
+        return await self._document, bytes(self.text)
+
+
 @pytest.mark.slow
 def test_drill_looks_from_where_users_are_and_ends_with_its_pod(
     tmp_path_factory: pytest.TempPathFactory,
 ):
     """Method: one pod of `up`. A drill through a proxy that forwards all, one through a proxy that
-    answers every tenth request with 503; one that waits for its second kill while `up` is
+    answers every fifth request with 503 after the first kill; one that waits for its second kill while `up` is
     killed."""
     base = tmp_path_factory.mktemp("up")
     directory, offset = base / "pod", free_offset()
@@ -48,12 +68,12 @@ def test_drill_looks_from_where_users_are_and_ends_with_its_pod(
             assert report["url"] == url
             assert outside.requests > report["requests"] > 0
 
+            refusing = await drill(directory, "--kills=2", f"--url={url}")
+            said = Said(refusing)
+            await auntil(lambda: b"kill 1/2" in said.text, "the first kill", 60.0)
             count = itertools.count(1)
-            outside.refuses = lambda: (
-                "503" if (number := next(count)) > LEARNED and number % 10 == 0 else None
-            )
-            refusing = await drill(directory, "--kills=1", f"--url={url}")
-            out, err = await refusing.communicate()
+            outside.refuses = lambda: "503" if next(count) % 5 == 0 else None
+            out, err = await said.ended()
             assert refusing.returncode == 1, err.decode()
             report = json.loads(out)
             assert report["refused"] > 0
@@ -62,23 +82,14 @@ def test_drill_looks_from_where_users_are_and_ends_with_its_pod(
 
     async def while_the_pod_is_killed(up: subprocess.Popen[bytes]) -> None:
         waiting = await drill(directory, "--kills=2", "--duration-s=3600")
-        said = bytearray()
-        assert waiting.stdout is not None
-        assert waiting.stderr is not None
-
-        async def read(stream: asyncio.StreamReader) -> None:
-            while piece := await stream.read(4096):
-                said.extend(piece)
-
-        reading = asyncio.create_task(read(waiting.stderr))
-        document = asyncio.create_task(waiting.stdout.read())
-        await auntil(lambda: b"kill 1/2" in said, "the first kill", 60.0)
+        said = Said(waiting)
+        await auntil(lambda: b"kill 1/2" in said.text, "the first kill", 60.0)
         up.kill()
-        assert await asyncio.wait_for(waiting.wait(), END_S) == 1
-        await reading
-        assert b"[drill.pod_gone]" in said
-        assert b"Traceback" not in said
-        assert not json.loads(await document)["passed"]
+        out, err = await asyncio.wait_for(said.ended(), END_S)
+        assert waiting.returncode == 1
+        assert b"[drill.pod_gone]" in err
+        assert b"Traceback" not in err
+        assert not json.loads(out)["passed"]
 
     with running_pod(directory, base / "up.txt", [f"--port-offset={offset}"]) as up:
         asyncio.run(through_proxy())

@@ -103,9 +103,12 @@ class Law:
         assert other in (None, sup) or holds, f"two supervisors of {sup.engine} are known"
         if conn.id < sup.newest:
             # It has exited and is forgotten, and an older want arrives: what that says is all that
-            # the server knows, until it sees the process's end again.
+            # the server knows of an incarnation that holds nothing.
             self.leavers.discard(sup.id)
-            if tree is not None:
+            if tree is not None and all(
+                holder is None or holder.incarnation != tree.incarnation
+                for holder in holders.values()
+            ):
                 tree.is_disowned = False
         self.known[sup.engine] = sup
         sup.is_known_gone = False  # sent before it died: its pidfd will report the death again
