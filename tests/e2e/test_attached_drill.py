@@ -52,9 +52,9 @@ class Said:
 def test_drill_looks_from_where_users_are_and_ends_with_its_pod(
     tmp_path_factory: pytest.TempPathFactory,
 ):
-    """Method: one pod of `up`. A drill through a proxy that forwards all, one through a proxy that
-    answers every fifth request with 503 after the first kill; one that waits for its second kill while `up` is
-    killed."""
+    """Method: one pod of `up`. A drill through a proxy that forwards all; one through a proxy that
+    answers every fifth request with 503 after the first kill; one that waits for its second kill
+    while `up` is killed."""
     base = tmp_path_factory.mktemp("up")
     directory, offset = base / "pod", free_offset()
 
