@@ -42,20 +42,20 @@ from pool.messages import (
 from pool.server.settings import DIR, OPTIONS, settle
 
 ANSWER_S = 10.0  # the pool answers in milliseconds, unless its disk is slow
-MEANWHILE = "nothing switches; engines and gateway go on as they were told last"
+MEANWHILE = "models stay as they are until the pool is back"
 
 model_argument = click.argument("model")
 
 
 @click.group()
 def main() -> None:
-    """Many models on few devices: look at the pool, and order it."""
+    """Show and control the pool."""
 
 
 @main.command()
 @options(OPTIONS, command="pool")
 def serve(config: Resolved) -> None:
-    """Run the pool until SIGTERM. Engines and gateway go on without it."""
+    """Run the pool until SIGTERM. Engines and the gateway keep working if it stops."""
     arm_from_environment()
     log.configure("pool")
     settings = settle(config)
@@ -73,9 +73,9 @@ def serve(config: Resolved) -> None:
 @json_flag
 @watch_flag
 def status(config: Resolved, as_json: bool, watch: bool) -> None:
-    """Show each model's state, what waits, and what is booked on the devices.
+    """Show each model's state, the requests that wait and the memory reserved on each device.
 
-    If the pool does not answer, show what that means, and exit with code 3.
+    Exits with code 3 if the pool does not answer.
     """
     directory = os.path.abspath(config["dir"])
     show_status(lambda: _look(directory), as_json=as_json, watch=watch)
@@ -111,7 +111,7 @@ def events(config: Resolved, as_json: bool, follow: bool) -> None:
 @model_argument
 @json_flag
 def load(config: Resolved, model: str, as_json: bool) -> None:
-    """Raise MODEL, as if a request had come; others may have to yield."""
+    """Load and wake MODEL, as a request for it would. This may evict other models."""
     _order(config, OrderMsg(model, Order.LOAD), as_json=as_json)
 
 
@@ -120,19 +120,20 @@ def load(config: Resolved, model: str, as_json: bool) -> None:
 @model_argument
 @json_flag
 def sleep(config: Resolved, model: str, as_json: bool) -> None:
-    """Let MODEL rest once nobody needs it; the next request wakes it."""
+    """Put MODEL to sleep once it has no requests. The next request wakes it."""
     _order(config, OrderMsg(model, Order.SLEEP), as_json=as_json)
 
 
 @main.command()
 @options((DIR,), command="pool-client")
 @model_argument
-@click.option("--force", is_flag=True, help="Also if it is pinned.")
+@click.option("--force", is_flag=True, help="Even if MODEL is pinned.")
 @json_flag
 def unload(config: Resolved, model: str, force: bool, as_json: bool) -> None:
-    """End MODEL's processes and free all its memory; its requests get `drain_timeout` to end.
+    """End MODEL's processes and free all its memory.
 
-    Streams that are parked by then end with an error: there is no next turn.
+    Running requests get `drain_timeout` to finish. Streams that are parked by then end with an
+    error.
     """
     _order(config, OrderMsg(model, Order.UNLOAD, force), as_json=as_json)
 
@@ -142,7 +143,7 @@ def unload(config: Resolved, model: str, force: bool, as_json: bool) -> None:
 @model_argument
 @json_flag
 def pin(config: Resolved, model: str, as_json: bool) -> None:
-    """Never let MODEL yield or rest. Kept over restarts of the pool."""
+    """Never evict MODEL or put it to sleep. Survives restarts of the pool."""
     _order(config, OrderMsg(model, Order.PIN), as_json=as_json)
 
 
@@ -151,7 +152,7 @@ def pin(config: Resolved, model: str, as_json: bool) -> None:
 @model_argument
 @json_flag
 def unpin(config: Resolved, model: str, as_json: bool) -> None:
-    """Let MODEL yield and rest again."""
+    """Allow MODEL to be evicted and put to sleep again."""
     _order(config, OrderMsg(model, Order.UNPIN), as_json=as_json)
 
 
@@ -160,19 +161,22 @@ def unpin(config: Resolved, model: str, as_json: bool) -> None:
 @model_argument
 @json_flag
 def reset(config: Resolved, model: str, as_json: bool) -> None:
-    """Let MODEL, which has failed, be tried again."""
+    """Retry a failed MODEL."""
     _order(config, OrderMsg(model, Order.RESET), as_json=as_json)
 
 
 @main.command("set")
 @options((DIR,), command="pool-client")
 @click.argument("assignment", metavar="SETTING=VALUE")
-@click.option("--model", default=None, help="Of this model; of the whole pool unless given.")
+@click.option(
+    "--model", default=None, help="The model whose setting to change; default: the whole pool's."
+)
 @json_flag
 def set_(config: Resolved, assignment: str, model: str | None, as_json: bool) -> None:
-    """Change a setting of the running pool, as it is written in the pool file.
+    """Change a setting of the running pool, e.g. min_runtime=30s.
 
-    An empty VALUE returns to what the pool file says. Kept over restarts of the pool.
+    SETTING and VALUE are written as in the pool file. An empty VALUE restores the pool file's.
+    Survives restarts of the pool.
     """
     setting, equals, value = assignment.partition("=")
     if not equals or not setting:
@@ -185,7 +189,7 @@ def set_(config: Resolved, assignment: str, model: str | None, as_json: bool) ->
 @click.argument("model", required=False)
 @json_flag
 def explain(config: Resolved, model: str | None, as_json: bool) -> None:
-    """Say why MODEL, or each model, is where it is, what it waits for, and for how long at most."""
+    """Explain each model's state: why, what it is waiting for, and the longest it can take."""
     answer = _ask(config, ExplainMsg(model))
     assert isinstance(answer, ExplainedMsg)
     if as_json:
@@ -209,7 +213,7 @@ LEASE_OPTIONS = (
         "bytes",
         size_bytes,
         None,
-        "How much of it, such as 20GiB.",
+        "Amount of memory, e.g. 20GiB.",
         env="UNDERSTUDY_LEASE_BYTES",
         minimum=1,
     ),
@@ -217,7 +221,7 @@ LEASE_OPTIONS = (
         "priority",
         int,
         0,
-        "As of a request: lower is sooner.",
+        "Priority, as of a request; lower values are served first.",
         env="UNDERSTUDY_LEASE_PRIORITY",
         minimum=-PRIORITY_MAX,
         maximum=PRIORITY_MAX,
@@ -226,7 +230,7 @@ LEASE_OPTIONS = (
         "timeout",
         duration_s,
         3600.0,
-        "How long to wait for the memory, in seconds or as 1h.",
+        "How long to wait for the memory, in seconds or e.g. 1h.",
         env="UNDERSTUDY_LEASE_TIMEOUT",
         minimum=0,
         maximum=7 * 24 * 3600,
@@ -238,11 +242,13 @@ LEASE_OPTIONS = (
 @options(LEASE_OPTIONS, command="lease")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND")
 def lease(config: Resolved, command: tuple[str, ...]) -> None:
-    """Run COMMAND with memory that no model gets meanwhile.
+    """Reserve memory while COMMAND runs.
 
-    The memory is booked while COMMAND's processes live. Waits like a request, and models yield for
-    it. Exits with COMMAND's exit code; 1 if the memory is never free, with who holds what, 3
-    without a pool, 5 after --timeout. COMMAND has no standard input.
+    Waits for the memory as a request does; models are evicted to make room. The memory is reserved
+    until all of COMMAND's processes have exited. COMMAND has no standard input.
+
+    Exits with COMMAND's exit code; 1 if the memory can never become free, 3 without a pool, 5 after
+    --timeout.
     """
     from pool.client.lease import run_with_lease
 

@@ -44,15 +44,14 @@ OPTIONS = (
         "pool",
         str,
         None,
-        "The pool file, where the pod serves many models: it says what the engine of this id runs,"
-        " and on which devices.",
+        "Pool file of a pod with many models; selects this engine's model and devices by its id.",
     ),
     Option(
         "goal",
         str,
         Tier.AWAKE.value,
-        "What the engine begins with, until somebody asks it for something else: `awake`, once it"
-        " holds the lock, or `cold`, without a backend.",
+        "Initial goal: `awake` (start the backend, and serve once it holds the lock) or `cold`"
+        " (start no backend).",
         choices=(Tier.AWAKE.value, Tier.COLD.value),
     ),
     Option(

@@ -46,8 +46,9 @@ def no_engine(waits_for: str) -> Failure:
     return Failure(503, "no_active_engine", waits_for or "the engine does not answer; retry")
 
 
-def ending(why: str) -> Failure:
-    return Failure(503, "gateway.stopping", f"this pod is stopping ({why}); retry elsewhere")
+def ending() -> Failure:
+    what = "this pod is shutting down; send the request to another pod"
+    return Failure(503, "gateway.stopping", what)
 
 
 def resting(why: str) -> Failure:

@@ -181,7 +181,7 @@ class Gateway:
         """Ask the engine for every request whose turn it is."""
         if self._is_final and not self._is_busy:
             self._is_busy = True
-            self._desk.fail_waiting(answers.ending(self._reason))
+            self._desk.fail_waiting(answers.ending())
             self._is_busy = False
         if self._is_busy or not self._is_granted or self._grant is None:
             return

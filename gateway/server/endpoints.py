@@ -107,7 +107,7 @@ class Endpoints:
 
     def _objection(self, model: str) -> str:
         if self._is_stopping():
-            return "the gateway stops"
+            return "the pod is shutting down"
         if self._models is not None:
             door = self._lane(model).door if model else None
             if isinstance(door, RefusedDoor):

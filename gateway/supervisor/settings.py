@@ -126,7 +126,7 @@ OPTIONS = (
         "pool",
         str,
         None,
-        "The pool file, where the pod serves many models: requests go to the one that they name.",
+        "Pool file of a pod with many models; each request goes to the model that it names.",
     ),
     Option("access_log", bool, False, "Log one line for each request, without its body."),
     Option(

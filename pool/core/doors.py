@@ -92,9 +92,9 @@ def reason_of(known: KnownModel) -> str:
         case ModelState.WAKING:
             return f"model {name} is waking up"
         case ModelState.DRAINING:
-            return f"model {name} finishes its requests: {model.reason}"
+            return f"model {name} is finishing its requests: {model.reason}"
         case ModelState.RELEASING | ModelState.UNLOADING:
-            return f"model {name} gives its memory back: {model.reason}"
+            return f"model {name} is freeing its memory: {model.reason}"
         case _:
             return f"model {name} is {model.state}"
 

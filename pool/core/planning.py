@@ -132,7 +132,7 @@ def _decide_model(pool: PoolSituation, known: KnownModel, decision: Decision) ->
                 pool.touch(known.name)
             for victim in decision.victims:
                 known.victims = tuple(dict.fromkeys((*known.victims, victim.model)))
-                _yield(pool, victim, Leaving.HEAD, f"model {known.name} needs its room")
+                _yield(pool, victim, Leaving.HEAD, f"evicted to make room for {known.name}")
             known.wait = reasons.making_room(known.victims)
             _set_never(pool, known, None)
         case Wait():
@@ -211,7 +211,7 @@ def _yield(pool: PoolSituation, victim: Victim, why: Leaving, reason: str) -> No
 
 def _unyield(pool: PoolSituation, known: KnownModel) -> None:
     if known.model.state is ModelState.DRAINING and known.leaving is not Leaving.ORDER:
-        pool.fire(known, DueSignal(ModelSignal.UNYIELD, "nobody needs its room any more"))
+        pool.fire(known, DueSignal(ModelSignal.UNYIELD, "its memory is no longer needed"))
 
 
 # ------------------------------------------------------------------ leases
@@ -253,7 +253,7 @@ def _decide_lease(pool: PoolSituation, name: str, decision: Decision) -> None:
                 lease = replace(lease, has_plan=True)
                 pool.is_lease_changed = True
             for victim in decision.victims:
-                _yield(pool, victim, Leaving.HEAD, f"lease {name} needs its room")
+                _yield(pool, victim, Leaving.HEAD, f"evicted to make room for lease {name}")
             asked = (victim.model for victim in decision.victims)
             victims = tuple(dict.fromkeys((*lease.victims, *asked)))
             lease = replace(lease, victims=victims)

@@ -100,7 +100,7 @@ def sentence(parts: PoolParts, name: str) -> str:
         text += f" ({told.reason})"
     why = wait_of(parts.pool.situation, known)
     if why:
-        text += f"; it waits: {why}"
+        text += f"; {why}"
     if told.alarm is not None:
         text += f"; {told.alarm}"
     return text
@@ -113,7 +113,7 @@ def _model(parts: PoolParts, name: str) -> dict[str, Any]:
     seen = views(parts)
     found, measured = bound_of(parts, name, seen), measured_bound_of(parts, name, seen)
     in_flight = pool.demand.in_flight(name)
-    lines = [sentence(parts, name), _door(told.door), _pins(known)]
+    lines = [sentence(parts, name), _door(known, told.door), _pins(known)]
     if in_flight:
         is_full = tickets and isinstance(told.door, OpenDoor)
         full = ", as many as it may have (`max_in_flight`)" if is_full else ""
@@ -123,8 +123,10 @@ def _model(parts: PoolParts, name: str) -> dict[str, Any]:
         who = "1 request waits" if len(tickets) == 1 else f"{len(tickets)} requests wait"
         lines.append(f"{who} for it, the oldest for {oldest}")
     soon_ms = expected_ms(known, now_ms)
-    if soon_ms is not None:
-        lines.append(f"it should be awake in {duration(soon_ms)}, by what each phase took before")
+    if soon_ms:  # 0: it takes longer than ever before
+        lines.append(
+            f"it should be awake in {duration(soon_ms)} if each phase takes as long as before"
+        )
     lines += [_device(parts, device) for device in known.rules.devices]
     too_large = _no_room(parts, name, seen)
     if too_large:
@@ -145,11 +147,11 @@ def _lease(parts: PoolParts, lease: HeldLease) -> dict[str, Any]:
     """Only those that wait need more than one line."""
     since = duration(parts.clock.now_ms() - lease.since_ms)
     what = f"{size(lease.size_bytes)} of {lease.device}"
-    text = "was granted" if lease.is_granted else "waits for"
+    text = "holds" if lease.is_granted else "is waiting for"
     program = f" ({lease.program}, pid {lease.pid})" if lease.program else ""
-    lines = [f"lease {lease.lease}{program} {text} {what}, asked for {since} ago"]
+    lines = [f"lease {lease.lease}{program} {text} {what}, requested {since} ago"]
     if not lease.is_granted:
-        lines.append(f"it waits: {lease.waits_for or 'it has just been asked for'}")
+        lines.append(lease.waits_for or "it was requested just now")
         lines.append(_device(parts, lease.device))
     return {"lease": lease.lease, "granted": lease.is_granted, "lines": lines}
 
@@ -159,21 +161,29 @@ def bound_ms(found: WaitBound | None) -> int | None:
     return None if found is None or math.isinf(found.total_ms) else round(found.total_ms)
 
 
-def _door(door: object) -> str:
+def _door(known: KnownModel, door: object) -> str:
+    """An open door stays open over a failover, and then names an engine that is dead."""
     match door:
-        case OpenDoor():
-            return f"its requests go to {door.engine}, token {door.token}"
+        case OpenDoor() if _is_active(known, door.engine):
+            return f"requests for it are sent to {door.engine}, token {door.token}"
         case RefusedDoor():
-            return f"its requests are refused: {door.sentence} [{door.code}]"
+            return f"requests for it are refused: {door.sentence} [{door.code}]"
         case None:
-            return "the gateway still obeys what the previous pool told it"
+            return "the gateway still follows the previous pool's instructions"
         case _:
-            return "its requests wait"
+            return "requests for it wait until it is awake"
+
+
+def _is_active(known: KnownModel, engine: str) -> bool:
+    said = (each.said for each in known.engines if each.name == engine)
+    return any(each is not None and each.state == "active" for each in said)
 
 
 def _pins(known: KnownModel) -> str:
     if known.is_pinned:
-        return "it is pinned: it never yields or rests, and is unloaded only with --force"
+        return (
+            "it is pinned: it is never evicted or put to sleep, and is unloaded only with --force"
+        )
     return ""
 
 
@@ -182,7 +192,7 @@ def _device(parts: PoolParts, device: str) -> str:
     pool = parts.pool.situation
     ledger = pool.books.ledger
     if device not in ledger.totals:
-        return f"{device}: the memory service has not said yet how large it is"
+        return f"{device}: the memory service has not reported its size yet"
     held: dict[str, int] = {}
     leaving: set[str] = set()
     for key, size_bytes in ledger.entries.items():
@@ -226,8 +236,8 @@ def _no_room(parts: PoolParts, name: str, seen: list[ModelView]) -> str:
         room = ledger.usable_bytes(device) - sum(kept)
         if needed > room:
             return (
-                f"its requests are refused while it is not awake: it needs {size(needed)} on"
-                f" {device}, and beside what never yields there is {size(max(0, room))}"
+                f"requests for it are refused while it is not awake: it needs {size(needed)} on"
+                f" {device}, and only {size(max(0, room))} can be freed"
             )
     return ""
 
@@ -237,30 +247,34 @@ def _bounds(found: WaitBound, measured: WaitBound | None, unknown: list[str]) ->
     a load takes a second, so it is left to --json until everything was measured."""
     if math.isinf(found.total_ms):
         return [
-            "a wait has no bound: a model on its devices never cuts its requests (`cut: never`)"
+            "the longest wait has no limit: a model on its devices never cuts off requests"
+            " (`cut: never`)"
         ]
     if measured is None:
         more = f" and {len(unknown) - NAMED_MAX} more" if len(unknown) > NAMED_MAX else ""
         named = ", ".join(unknown[:NAMED_MAX]) + more
-        return [f"the longest wait of a request is not known yet: not loaded so far: {named}"]
+        return [
+            "the longest wait cannot be estimated yet: these models have never been loaded:"
+            f" {named}"
+        ]
     total = duration(measured.total_ms)
-    lines = [f"a request waits for {total} at most, if each phase takes as long as before:"]
+    lines = [f"a request waits at most {total} if each phase takes as long as before:"]
     lines += _parts(measured)
     total = duration(found.total_ms)
     return [
         *lines,
-        f"and for {total} at most in any case: each raise has a budget of a minute or more",
+        f"and at most {total} in any case: each load or wake may take a minute or more",
     ]
 
 
 def _parts(found: WaitBound) -> list[str]:
     own_ms = found.own_drain_ms + found.own_release_ms
-    lines = [f"  {duration(found.max_wait_ms)}  max_wait, or until an awake model is idle"]
-    lines.append(f"  {duration(own_ms)}  until it has left its own last turn")
+    lines = [f"  {duration(found.max_wait_ms)}  max_wait, or less if an awake model becomes idle"]
+    lines.append(f"  {duration(own_ms)}  until its previous turn has ended")
     lines += [_turn(each) for each in found.turns]
     lines.append(f"  {duration(found.raise_ms)}  until it is loaded and awake")
     if found.behind_ms:
-        lines.append(f"  {duration(found.behind_ms)}  behind requests of a better priority")
+        lines.append(f"  {duration(found.behind_ms)}  behind requests with a better priority")
     return lines
 
 

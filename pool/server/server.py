@@ -224,7 +224,7 @@ class PoolServer:
         if parts.problem is None:
             parts.problem = (
                 f"nothing is decided: {parts.state.path} cannot be written ({error.strerror});"
-                " engines and gateway go on as they are"
+                " models stay as they are until it can be written"
             )
             self.log.record("pool.state_unwritable", parts.problem, "error")
         self._rearm(SAVE_RETRY_S)

@@ -15,6 +15,9 @@ from pool.core.planning import is_blind
 from pool.core.situation import PoolSituation
 from pool.core.states import EntryKind, ModelState
 
+# What an engine in each state does next, on its way up.
+_STEPS = {"dead": "start", "init": "start", "standby": "wake", "waking": "wake", "resting": "wake"}
+
 
 def wait_of(pool: PoolSituation, known: KnownModel) -> str | None:
     """None: nothing is awaited."""
@@ -53,15 +56,15 @@ def _also(known: KnownModel, why: str | None) -> str | None:
 
 def _raised(known: KnownModel) -> str:
     if known.is_unload_ordered:
-        return "not every gateway has said that it obeys the shut door; then it is unloaded"
+        return "waiting for all gateways to confirm that they stopped sending; then it is unloaded"
     engine = known.main()
     said = engine.said
     if said is None or not engine.is_connected:
         return f"{engine.name} is not connected to the pool"
     if not engine.has_obeyed:
         return f"{engine.name} has not answered its newest goal, {engine.goal}"
-    fault = f", after a fault: {said.fault}" if said.fault else ""
-    return f"{engine.name} is {said.state}{fault}"
+    fault = f" after a fault: {said.fault}" if said.fault else ""
+    return f"waiting for {engine.name} to {_STEPS.get(said.state, 'be active')}{fault}"
 
 
 def _drained(pool: PoolSituation, known: KnownModel) -> str:
@@ -70,10 +73,10 @@ def _drained(pool: PoolSituation, known: KnownModel) -> str:
         are = "request is" if in_flight == 1 else "requests are"
         return f"{in_flight} {are} still running"
     if not pool.demand.is_quiet(known.name, known.door_number):
-        return "not every gateway has said that it obeys the shut door"
+        return "waiting for all gateways to confirm that they stopped sending"
     engine = known.stander()
     if engine is None:
-        return "nobody holds its lock, so nobody can say that its engine is idle"
+        return "no engine holds its lock, so idleness cannot be confirmed"
     busy = engine.said.in_flight if engine.said is not None else 0
     return f"{engine.name} has {busy} requests" if busy else f"{engine.name} is not connected"
 

@@ -197,7 +197,7 @@ def test_stopped_pod_finishes_every_stream(
     tmp_path_factory: pytest.TempPathFactory, number: signal.Signals, tokens: int
 ):
     """Goal: stopping a pod costs no stream. Method: twelve of them, and one signal to
-    `understudy up`; each is whole, new requests are told to retry elsewhere, and the pod ends soon
+    `understudy up`; each is whole, new requests are sent to another pod, and the pod ends soon
     after the last one."""
     base = tmp_path_factory.mktemp("stop")
     for stopped in stop_again_and_again(base, number, interval_ms=200, tokens=tokens):

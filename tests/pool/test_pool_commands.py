@@ -66,8 +66,7 @@ def test_orders_are_obeyed_kept_and_refused(place):
                 await auntil(lambda: world.doors, "the pool to run")
                 # Nothing was loaded: the budgets of the loads would say hours.
                 code, out, _ = await command(directory, "explain", "chat")
-                assert (code, "not known yet" in out, "at most" in out) == (0, True, False)
-                assert "not loaded so far: chat, coder" in out
+                assert (code, "chat, coder" in out, "at most" in out) == (0, True, False)
                 code, out, _ = await command(directory, "explain", "chat", "--json")
                 (explained,) = json.loads(out)["models"]
                 assert explained["measured_bound_ms"] is None
@@ -113,7 +112,8 @@ def test_orders_are_obeyed_kept_and_refused(place):
                 assert "chat" in world.doors["coder"].door.sentence
                 code, out, _ = await command(directory, "explain", "coder", "--json")
                 assert (code, "pinned" in out) == (0, True)
-                assert "beside what never yields there is" in out
+                # No bound: no wait would make room.
+                assert "at most" not in out
                 rows = json_page.rows_of("pool explain")
                 assert json_page.undocumented(json.loads(out), rows) == []
                 rows = json_page.rows_of(STATUS)
@@ -121,6 +121,29 @@ def test_orders_are_obeyed_kept_and_refused(place):
                 assert json_page.never_printed([document(directory)], rows) == []
                 code, _, errors = await command(directory, "load", "nobody")
                 assert (code, "[model_not_found]" in errors) == (1, True)
+
+    asyncio.run(scene())
+
+
+def test_explain_names_no_engine_that_is_dead(place):
+    """Goal: nobody is sent to a dead engine. Method: an engine that was active dies; the door
+    stays open, as over a failover."""
+    directory, file = place
+
+    async def scene():
+        async with World(directory, ("chat", "coder"), ROOM) as world:
+            with pool_process(directory, file):
+                await auntil(lambda: world.doors, "the pool to run")
+                assert (await command(directory, "load", "chat"))[0] == 0
+                await world.until_open("chat")
+                _, out, _ = await command(directory, "explain", "chat")
+                assert f"token {world.engines['chat'].token}" in out
+                world.engines["chat"].die()
+                world.engines["chat"].tell()
+                await auntil(lambda: model(directory, "chat")["state"] != "awake", "the news")
+                assert world.is_open("chat")
+                code, out, _ = await command(directory, "explain", "chat")
+                assert (code, "token" in out, " 0 ms" in out) == (0, False, False)
 
     asyncio.run(scene())
 

@@ -104,7 +104,7 @@ def test_bundle_of_a_pool_that_is_down_has_its_file_and_its_state(
     assert "sesame" not in kept
     assert kept.count(NOT_KEPT) == 2
     assert "max-model-len, 4096" in kept
-    assert "nothing switches" in texts["pool-status.json"]
+    assert '"online": false' in texts["pool-status.json"]
     assert json.loads(texts["state/pool.json"]) == {"pool": {"era": "e"}}
     assert "no such socket" in texts["pool-explain.json"] + texts["contents.txt"]
     checks = {each["id"]: each for each in json.loads(texts["doctor.json"])["checks"]}

@@ -62,7 +62,7 @@ say = partial(click.echo, err=True)
     is_flag=False,
     flag_value="",
     metavar="[FILE]",
-    help="Drill the pod of a pool file; of three small random models unless given.",
+    help="Start the pod of a pool file and drill it; default: three small random models.",
 )
 def drill(
     config: Resolved,
@@ -219,7 +219,7 @@ def _outside(config: Resolved, *, attach: bool) -> Target | None:
     if not attach:
         raise UsageError(
             "drill.needless_flag",
-            "--url requires --attach: no address outside leads to a pod that the drill starts",
+            "--url works only with --attach: a pod that the drill starts has no external address",
         )
     return outside_target(config["url"], config["url_host"])
 

@@ -24,7 +24,7 @@ timeout_flag = click.option(
     type=click.FloatRange(min=0, min_open=True),
     default=60.0,
     show_default=True,
-    help="How long to wait until it is there, in seconds.",
+    help="How long to wait until it is done, in seconds.",
 )
 one_engine = click.argument("engine", required=False, metavar="[ENGINE]")
 
@@ -37,20 +37,20 @@ def attach(group: click.Group) -> None:
 
 @click.command()
 @options((DIR,), command="sleep")
-@click.option("--offloaded", is_flag=True, help="Give the weights' device memory back, too.")
+@click.option("--offloaded", is_flag=True, help="Free the weights' device memory, too.")
 @timeout_flag
 @one_engine
 @json_flag
 def sleep(
     config: Resolved, engine: str | None, timeout: float, offloaded: bool, as_json: bool
 ) -> None:
-    """Let the pod rest: no KV memory, awake again in milliseconds.
+    """Put the pod to sleep and free its KV memory. It wakes in milliseconds.
 
-    Tells all engines, or ENGINE alone, and returns when the one that holds the lock rests. The
-    next request wakes it, unless the gateway has --wake manual.
+    Applies to all engines, or to ENGINE alone, and returns when the one that holds the lock is
+    asleep. The next request wakes it, unless the gateway runs with --wake manual.
 
-    Exit codes: 0 done, 1 refused or overridden by another goal, 3 no engine, 5 not done within the
-    timeout: it goes on.
+    Exit codes: 0 done, 1 refused or overridden by another goal, 3 no engine, 5 not done in time; it
+    continues in the background.
     """
     goal = Tier.OFFLOADED if offloaded else Tier.WARM
     _order(config["dir"], engine, goal, timeout, as_json=as_json)
@@ -62,12 +62,13 @@ def sleep(
 @one_engine
 @json_flag
 def wake(config: Resolved, engine: str | None, timeout: float, as_json: bool) -> None:
-    """Wake a pod that rests.
+    """Wake a sleeping pod.
 
-    Tells all engines, or ENGINE alone, and returns when the one that holds the lock is active.
+    Applies to all engines, or to ENGINE alone, and returns when the one that holds the lock is
+    active.
 
-    Exit codes: 0 done, 1 overridden by another goal, 3 no engine, 5 not done within the timeout: it
-    goes on.
+    Exit codes: 0 done, 1 overridden by another goal, 3 no engine, 5 not done in time; it continues
+    in the background.
     """
     _order(config["dir"], engine, Tier.AWAKE, timeout, as_json=as_json)
 

@@ -95,7 +95,7 @@ UP_OPTIONS = (
         "pool",
         str,
         None,
-        "A pool file: many models share the devices, and each is awake when it is asked for.",
+        "Pool file: serve many models on the same devices; a request wakes its model.",
     ),
     *POD_OPTIONS,
     *MANIFEST_OPTIONS,
@@ -155,7 +155,7 @@ DRILL_OPTIONS = (
         "switches",
         int,
         0,
-        "With --pool: go on after the last kill until so many switches were seen.",
+        "With --pool: keep running after the last kill until N model switches have happened.",
         minimum=0,
     ),
     Option(
@@ -176,8 +176,7 @@ DRILL_OPTIONS = (
         "duration_s",
         float,
         0.0,
-        "Spread the kills evenly over so many seconds, instead of killing as soon as a standby is"
-        " ready.",
+        "Spread the kills evenly over N seconds, instead of killing as soon as a standby is ready.",
         minimum=0,
     ),
     Option(

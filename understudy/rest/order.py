@@ -23,6 +23,7 @@ WANTED = {
     Tier.WARM: "resting",
     Tier.OFFLOADED: "resting with its weights offloaded",
 }
+GATEWAY = "gateway"  # as it names itself in a goal
 KEPT = "kept"  # the goal of an engine that does not hold the lock
 
 
@@ -131,14 +132,13 @@ class GoalOrder:
             raise UnreachableError("pod.no_engine", f"no engine can be told: {why}")
 
     def _overridden(self, now: AmMsg) -> str:
-        who = f"by {now.goal_by} " if now.goal_by else ""
-        text = f"{now.engine} was told {who}to be {now.goal} before it was {self.goal}"
-        if self.goal is Tier.AWAKE:
-            return text
-        return (
-            f"{text}; if requests come, they wake it: to keep it at rest, start the gateway with"
-            " --wake manual"
-        )
+        if now.goal is Tier.AWAKE and now.goal_by == GATEWAY:
+            return (
+                f"a request woke {now.engine} before it slept. To prevent this, start the gateway"
+                " with --wake manual"
+            )
+        who = f" by {now.goal_by}" if now.goal_by else ""
+        return f"{now.engine} was given another goal{who} ({now.goal}) before it was {self.goal}"
 
     def late(self, timeout_s: float) -> UnderstudyError:
         """The error where it was not done in time."""
@@ -153,8 +153,9 @@ class GoalOrder:
             busy = f", with {now.in_flight} requests in flight" if now.in_flight else ""
             why = f" ({now.fault})" if now.fault else ""
             message = (
-                f"{now.engine} is {now.state}{busy}{why} and not {wanted} after"
-                f" {duration(timeout_s * 1000)}; it goes on by itself: see `understudy status`"
+                f"{now.engine} is still {now.state}{busy}{why}, not {wanted}, after"
+                f" {duration(timeout_s * 1000)}; the transition continues in the background: see"
+                " `understudy status`"
             )
         return WaitTimeoutError("pod.goal_timeout", message)
 

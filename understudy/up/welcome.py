@@ -102,7 +102,7 @@ async def _pool_lines(directory: Path, view: dict[str, Any]) -> tuple[list[str],
         return [], "; ".join(view["problems"]) or "the gateway does not accept"
     command = " ".join(program("understudy"))
     lines = [
-        f"Models: {', '.join(models)}; each is awake when it is asked for. Send requests to {url};"
+        f"Models: {', '.join(models)}. A request wakes its model. Send requests to {url};"
         " Ctrl-C stops the pod. Try:",
         _request(url, models[-1]),
         f"  {command} pool status --dir {directory}",

@@ -131,7 +131,7 @@ def test_model_stays_awake_if_who_needed_its_room_is_gone():
 
 def test_door_says_why_and_every_door_is_preceded_by_the_state_on_file():
     pod = yielding()
-    assert "model b needs its room" in pod.doors["a"].door.reason
+    assert "make room for b" in pod.doors["a"].door.reason
     pod.all.clear()
     end_requests(pod)
     pod.settle()

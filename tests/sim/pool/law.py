@@ -136,8 +136,8 @@ class Law(Books):
     def told_state(self, effect: ModelChanged) -> None:
         model, old, new = effect.model, effect.old, effect.new
         self.states[model] = new
-        if effect.reason.endswith("needs its room"):
-            self.planned.add(effect.reason.split()[1])
+        if effect.reason.startswith("evicted to make room for"):
+            self.planned.add(effect.reason.split()[-1])
         self.seen.add((old, new))
         self.knows_enough(model, old, new)
         if new is ModelState.AWAKE:
