@@ -20,8 +20,8 @@ def _vllm(arguments: Sequence[str]) -> list[str]:
     if importlib.util.find_spec("vllm") is None:  # looks for it without importing it
         raise UsageError(
             "engine.no_vllm",
-            f"--backend vllm needs vLLM for {sys.executable}: install `understudy[vllm]`, or see"
-            " docs/vllm.md for a machine without a GPU",
+            f"--backend vllm needs vLLM for {sys.executable}: run `pip install '.[vllm,cuda]'` in a"
+            " copy of the repository, or see docs/vllm.md for a machine without a GPU",
         )
     return [sys.executable, "-m", "engine.backends.vllm.api.main", *arguments]
 

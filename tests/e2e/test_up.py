@@ -16,6 +16,7 @@ import pytest
 from plumbing.errors import UnderstudyError
 from plumbing.service.config import resolve
 from tests.e2e.test_commands import ENVIRONMENT, UNDERSTUDY, check_status, running_pod
+from tests.helpers import until
 from understudy.cli.settings import UP_OPTIONS, ports_of
 from understudy.up.ports import check_ports
 from understudy.up.random_model import make_random_model
@@ -122,3 +123,30 @@ def test_plain_pod_and_pool_alternate_in_one_directory(tmp_path_factory: pytest.
             assert view["state"] == "healthy", view["problems"]
             up.send_signal(signal.SIGINT)
             assert up.wait(60) == 0
+
+
+@pytest.mark.slow
+def test_pod_that_is_stopped_under_a_request_says_what_it_waits_for(
+    tmp_path_factory: pytest.TempPathFactory,
+):
+    """Method: Ctrl-C while a stream has a minute to go: what `up` and the status say; Ctrl-C again
+    ends it at once."""
+    base = tmp_path_factory.mktemp("up")
+    directory, output, offset = base / "pod", base / "up.txt", free_offset()
+    directory.mkdir(mode=0o700)
+    flags = [f"--port-offset={offset}", "--", "--token-interval-ms=200", "--served-model-name=m"]
+    with running_pod(directory, output, flags) as up:
+        body = {"model": "m", "prompt": "Hello", "stream": True, "max_tokens": 300}
+        raw = json.dumps({**body, "min_tokens": 300, "ignore_eos": True}).encode()
+        head = {"Content-Type": "application/json"}
+        url = f"http://127.0.0.1:{8000 + offset}/v1/completions"
+        with urllib.request.urlopen(urllib.request.Request(url, raw, head), timeout=60) as stream:
+            assert stream.readline().startswith(b"data: ")
+            up.send_signal(signal.SIGINT)
+            until(lambda: " s for 1 request\n" in output.read_text(), "what it waits for")
+            said = understudy("status", f"--dir={directory}").stdout
+            assert said.split()[:2] == ["pod", "stopping"]
+            assert "not running" not in said
+            up.send_signal(signal.SIGINT)
+            assert up.wait(60) == 130
+        assert "SIGINT: killed the pod" in output.read_text()

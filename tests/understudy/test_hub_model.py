@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
+from engine.backends.registry import command_line
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.service.config import resolve
 from tests.helpers import free_ports, until
@@ -316,7 +318,9 @@ def test_library_is_needed_only_for_a_download():
         f"sys.exit(main(['{TINY}']))\n"
     )
     done = subprocess.run([sys.executable, "-c", hidden + asks], capture_output=True, text=True)
-    assert (done.returncode, json.loads(done.stdout)["code"]) == (1, "hub.no_library")
+    said = json.loads(done.stdout)
+    assert (done.returncode, said["code"]) == (1, "hub.no_library")
+    assert "understudy[" not in said["message"]  # no package index has that name
 
 
 def located(model: str, flags: Sequence[str]) -> Path:
@@ -329,3 +333,11 @@ def _command(command: str, directory: Path, model: str) -> list[str]:
     ports = [f"--{name}-port={first + number}" for number, name in enumerate(names)]
     ours = [f"--dir={directory}/pod", *ports] if command == "up" else []
     return [*program("understudy"), command, "--backend=vllm", f"--model={model}", *ours]
+
+
+def test_backend_without_its_library_names_an_installation_that_exists(monkeypatch):
+    """Method: a Python without vLLM; its extra is in a copy of the repository alone."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=re.escape("'.[vllm,cuda]'")) as refused:
+        command_line("vllm", [])
+    assert refused.value.code == "engine.no_vllm"

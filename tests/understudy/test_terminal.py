@@ -85,3 +85,19 @@ def test_logs_of_a_pod_are_text_on_a_terminal(tmp_path: Path):
         up.process.send_signal(signal.SIGINT)
         up.sees("SIGINT: stopping the pod")
         assert up.process.wait(WAIT_S) == 0
+
+
+def test_second_ctrl_c_kills_the_pod_and_is_the_exit_code(tmp_path: Path):
+    """Method: a container that ignores SIGTERM."""
+    manifest = tmp_path / "pod.yaml"
+    command = ["sh", "-c", "trap '' TERM; echo deaf; while :; do sleep 0.1; done"]
+    spec = {"containers": [{"name": "main", "image": "x", "command": command}]}
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "one"}, "spec": spec}
+    manifest.write_text(json.dumps(pod))
+    with terminal("up", f"-f{manifest}", f"--dir={tmp_path / 'pod'}") as up:
+        up.sees("main | deaf")
+        up.process.send_signal(signal.SIGINT)
+        up.sees("SIGINT: stopping the pod")
+        up.process.send_signal(signal.SIGINT)
+        up.sees("SIGINT: killed the pod")
+        assert up.process.wait(WAIT_S) == 130

@@ -76,6 +76,36 @@ def test_failover_is_ready_only_if_somebody_can_grant():
         assert "NO failover" in lines(view, NOW)[0]
 
 
+def leaving(name: str, state: str) -> dict:
+    return {**engine(name, state), "stop": {"is_told": True, "drain_ms": 43_000}}
+
+
+LEFT = {"name": "engine-1", "error": "not running: asked to exit (SIGTERM)"}
+
+
+@pytest.mark.parametrize(
+    ("engines", "stopping"),
+    [
+        ([leaving("engine-0", "draining"), LEFT], True),
+        ([leaving("engine-0", "draining"), {**leaving("engine-1", "dead"), "inflight": 0}], True),
+        ([leaving("engine-0", "draining"), STANDBY], False),  # one engine is replaced
+        ([LEFT], False),
+        ([ACTIVE, STANDBY], False),
+        ([], False),
+    ],
+)
+@pytest.mark.parametrize("gateway", [None, {"accepting": False, "load": {"in_flight": 2}}])
+def test_pod_whose_engines_were_all_told_to_exit_is_stopping(engines, stopping, gateway):
+    """Goal: a pod that finishes its requests is not shown as broken."""
+    view = pod_view("/d", lockserver(), [memory()], engines, gateway)
+    assert view["stopping"] is stopping
+    if stopping:
+        assert view["state"] == "down"
+        assert view["problems"][0].startswith("the pod is stopping: 2 requests")
+        assert not any("not running" in each for each in view["problems"])
+        assert lines(view, NOW)[0].split()[:4] == ["pod", "stopping", "2", "in"]
+
+
 def test_lines_of_a_standard_pod_fit_below_fifteen():
     """Goal: one look is enough. Method: the healthy pod, and one with more trouble than fits."""
     view = pod_view("/run/understudy", lockserver(), [memory()], [ACTIVE, STANDBY])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,9 @@ def up(config: Resolved, arguments: tuple[str, ...]) -> None:
     check_manifest_flags(config, UP_OPTIONS, arguments)
     prepare = pod_of(config, UP_OPTIONS, arguments)
     with Terminal() as terminal:
-        run_async(lambda: sessions.stay_up(prepare, directory, terminal.say))
+        killed_by = run_async(lambda: sessions.stay_up(prepare, directory, terminal.say))
+    if killed_by is not None:
+        sys.exit(128 + killed_by)
 
 
 @main.command()

@@ -170,7 +170,7 @@ async def learn_answers(
     """
     used: list[Prompt] = []
     answers: dict[str, Exchange] = {}
-    last = "no prompt was sent"
+    last, refused = "no prompt was sent", None
     for prompt in prompts:
         answer = await send(target, prompt)
         is_whole = answer.end is End.DONE and answer.status == 200
@@ -184,11 +184,18 @@ async def learn_answers(
             used.append(prompt)
             answers[prompt.key] = answer
         else:
+            refused = answer.detail if answer.end is End.REFUSED and not answer.status else None
             last = f"{prompt.path}: {answer.status} {answer.end}, {answer.chunks} pieces of text"
             last += f", {answer.detail}" if answer.detail else ""
         if len(used) == count:
             break
     if not used:
+        if refused is not None:
+            raise UnderstudyError(
+                "drill.no_answers",
+                f"{target.url or f'{target.host}:{target.port}'} refuses connections ({refused});"
+                " no request was answered",
+            )
         raise UnderstudyError(
             "drill.no_answers",
             f"{target.url or 'the model'} gave no usable answer; the last one: {last}",

@@ -47,6 +47,7 @@ class PodRunner:
             log = ContainerLog(name, log_dir / f"{name}.log", say, log_max_bytes)
             self._kept[name] = RunningContainer(container, log, self._reap_orphans)
         self._starts = [[container.name for container in group] for group in starts(containers)]
+        self.killed_by: int | None = None  # the signal that had it killed instead of stopped
         self._stops = [[container.name for container in group] for group in stops(containers)]
 
     def pids(self) -> Mapping[str, int]:
@@ -56,6 +57,13 @@ class PodRunner:
     def restarts(self) -> Mapping[str, int]:
         """How often each container was restarted."""
         return {name: kept.restarts for name, kept in self._kept.items()}
+
+    @property
+    def stopping(self) -> str:
+        """What a signal does, for people; without containers, the pod is somebody else's."""
+        if not self._kept:
+            return "stopping; the pod keeps running"
+        return "stopping the pod; send it again to kill it"
 
     def not_up(self) -> list[str]:
         """The containers that should be up and are not, or not again."""
@@ -158,12 +166,15 @@ async def run_pod(
     next_signal: Callable[[], Awaitable[int]],
     say: Say = lambda line: None,
     start_within_s: float | None = None,
+    while_stopping: Callable[[], Awaitable[None]] | None = None,
 ) -> T | None:
     """Start the pod, run `body`, stop the pod; None if a signal ended it first.
 
     The first SIGTERM or SIGINT cancels `body` and stops the pod in order; the second one kills it.
-    The pod is stopped whatever `body` raises, and if it has not started after `start_within_s`.
+    `while_stopping` runs between the first signal and the end. The pod is stopped whatever `body`
+    raises, and if it has not started after `start_within_s`.
     """
+    watching: asyncio.Future[None] | None = None
 
     async def start_and_run() -> T:
         try:
@@ -184,19 +195,22 @@ async def run_pod(
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if work.done():
             return work.result()
-        say(
-            f"{signal.Signals(interrupt.result()).name}: stopping the pod; send it again to kill it"
-        )
+        say(f"{signal.Signals(interrupt.result()).name}: {runner.stopping}")
+        if while_stopping is not None:
+            watching = asyncio.ensure_future(while_stopping())
         return None
     finally:
         work.cancel()
         if interrupt.done():
             interrupt = asyncio.ensure_future(next_signal())
-        await _stop_or_kill(runner, work, interrupt)
+        await _stop_or_kill(runner, work, interrupt, say)
+        if watching is not None:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
 
 
 async def _stop_or_kill(
-    runner: PodRunner, work: asyncio.Future[T], interrupt: asyncio.Future[int]
+    runner: PodRunner, work: asyncio.Future[T], interrupt: asyncio.Future[int], say: Say
 ) -> None:
     async def stop() -> None:
         await asyncio.gather(work, return_exceptions=True)
@@ -206,6 +220,10 @@ async def _stop_or_kill(
     either: set[asyncio.Future[Any]] = {stopping, interrupt}
     await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
     if not stopping.done():
+        runner.killed_by = interrupt.result()
+        if runner.pids():
+            name = signal.Signals(runner.killed_by).name
+            say(f"{name}: killed the pod; requests that were running are cut")
         runner.kill()
     interrupt.cancel()
     await stopping

@@ -10,9 +10,15 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from plumbing.part.format import since, table
+from plumbing.part.format import duration, since, table
 from plumbing.part.models import ACTIVE, kind_of
-from understudy.status.gateway_view import gateway_faults, gateway_lines, is_open, rest_line
+from understudy.status.gateway_view import (
+    gateway_faults,
+    gateway_lines,
+    is_open,
+    load_of,
+    rest_line,
+)
 from understudy.status.memory_view import Document, engines_by_pid, memory_faults, memory_lines
 from understudy.status.pool_view import (
     awake_engines,
@@ -23,6 +29,7 @@ from understudy.status.pool_view import (
 )
 
 SCHEMA = 1
+GONE = ": not running: asked to exit"  # of an engine; no fault while the whole pod stops
 PARKED = "standby"
 SERVING = "active"
 RESTING = "resting"  # holds the lock, and serves as soon as it is woken
@@ -52,7 +59,11 @@ def pod_view(
     standbys = states.count(PARKED)
     # A standby alone is not enough: the lock server must be able to grant it the lock.
     ready = standbys > 0 and lock.get("state") == "held" and not lock.get("problem")
+    stopping = _is_stopping(engines)
     faults = _faults(lockserver, gms, engines, states)
+    if stopping:
+        left = awaited({"gateway": gateway, "engines": engines})
+        faults = [f"the pod is stopping: {_left(*left)}", *(f for f in faults if GONE not in f)]
     faults += gateway_faults(gateway, lockserver, has_pool=pool is not None)
     if pool is not None:
         faults += pool_faults(pool)
@@ -76,6 +87,7 @@ def pod_view(
         "token": holder.get("token"),
         "standbys": standbys,
         "failover_ready": ready,
+        "stopping": stopping,
         "problems": faults,
         "lockserver": dict(lockserver),
         "gateway": dict(gateway) if gateway is not None else None,
@@ -83,6 +95,31 @@ def pod_view(
         "gms": [dict(part) for part in gms],
         "engines": [dict(engine) for engine in engines],
     }
+
+
+def _is_stopping(engines: Sequence[Document]) -> bool:
+    """Whether every engine that still runs was told to exit."""
+    told = [_stop(engine).get("is_told") for engine in engines if "error" not in engine]
+    return bool(told) and all(told)
+
+
+def awaited(view: Document) -> tuple[int, float]:
+    """How many requests a pod that is stopping finishes, and how many milliseconds its engines have
+    for them, from their order to exit on."""
+    engines, gateway = view["engines"], view["gateway"]
+    most_ms = max((float(_stop(engine).get("drain_ms") or 0) for engine in engines), default=0.0)
+    if gateway is not None and "error" not in gateway:
+        return int(load_of(gateway).get("in_flight") or 0), most_ms
+    return sum(int(engine.get("inflight") or 0) for engine in engines), most_ms
+
+
+def _left(requests: int, most_ms: float) -> str:
+    noun = "request" if requests == 1 else "requests"
+    return f"{requests} {noun} in flight, which may take {duration(most_ms)}"
+
+
+def _stop(engine: Document) -> Document:
+    return engine.get("stop") or {}
 
 
 def is_reachable(view: Document) -> bool:
@@ -104,8 +141,11 @@ def lines(view: Document, now: datetime) -> list[str]:
         return _pool_lines(view, pool, now)
     ready = f"failover ready ({view['standbys']} standby)"
     ready = ready if view["failover_ready"] else "NO failover"
+    if view["stopping"]:
+        requests, _ = awaited(view)
+        ready = f"{requests} in flight"
     # The directory last: it may be longer than a terminal is wide.
-    out = [f"pod    {view['state']}   {ready}   {view['dir']}", _lock_line(view, now)]
+    out = [f"pod    {_state(view)}   {ready}   {view['dir']}", _lock_line(view, now)]
     if view["engines"]:
         out += table([ENGINE_HEADER, *(_engine_row(part, now) for part in view["engines"])])
     out += [line for engine in view["engines"] for line in (*_busy(engine), *_kept(engine))]
@@ -116,9 +156,13 @@ def lines(view: Document, now: datetime) -> list[str]:
     return [*out, f"last   {_last_event(view, now)}"]
 
 
+def _state(view: Document) -> str:
+    return "stopping" if view["stopping"] else str(view["state"])
+
+
 def _pool_lines(view: Document, pool: Document, now: datetime) -> list[str]:
     """The pod of a pool file: models in place of engines and of the one lock."""
-    out = [f"pod    {view['state']}   {headline(pool)}   {view['dir']}", *pool_lines(pool)]
+    out = [f"pod    {_state(view)}   {headline(pool)}   {view['dir']}", *pool_lines(pool)]
     if "error" in pool and view["engines"]:
         out += table([ENGINE_HEADER, *(_engine_row(part, now) for part in view["engines"])])
     out += [line for engine in view["engines"] for line in _busy(engine)]

@@ -238,7 +238,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         from huggingface_hub import constants, get_token
     except ImportError:
-        why = "downloads need huggingface_hub, which comes with vLLM; install `understudy[vllm]`"
+        why = (
+            "downloads need huggingface_hub, which comes with vLLM: run"
+            " `pip install '.[vllm,cuda]'` in a copy of the repository"
+        )
         print(json.dumps({"code": "hub.no_library", "message": why}))
         return 1
     try:

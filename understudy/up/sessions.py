@@ -37,6 +37,7 @@ from understudy.up.directory import (
     put_leftovers_aside,
     refuse_second_pod,
 )
+from understudy.up.farewell import say_farewell
 from understudy.up.hub_model import with_hub_model
 from understudy.up.local_pod import LocalPod
 from understudy.up.ports import check_ports, free_pod_ports
@@ -129,8 +130,9 @@ def _check_checkpoint(pod: LocalPod) -> None:
         )
 
 
-async def stay_up(prepare: Prepare, directory: Path, say: Say) -> None:
+async def stay_up(prepare: Prepare, directory: Path, say: Say) -> int | None:
     """Run a pod in `directory` until a signal; `say` gets its output and where to send requests.
+    The second signal, if it killed the pod.
 
     Raises:
         UnderstudyError: `pod.already_running`, and what the start of the pod raises.
@@ -145,12 +147,17 @@ async def stay_up(prepare: Prepare, directory: Path, say: Say) -> None:
                 await say_welcome(pod.runtime, pod.containers, say)
             await asyncio.Event().wait()
 
+        async def while_stopping() -> None:
+            if pod.runtime is not None:
+                await say_farewell(pod.runtime, say)
+
         runner = PodRunner(pod.containers, directory / "log", say)
         inbox = SignalInbox()
         try:
-            await run_pod(runner, body, inbox.get, say)
+            await run_pod(runner, body, inbox.get, say, while_stopping=while_stopping)
         finally:
             inbox.close()
+        return runner.killed_by
 
 
 async def drill_new_pod(prepare: Prepare, plan: DrillPlan, say: Say) -> DrillResult | None:

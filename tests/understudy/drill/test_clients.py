@@ -251,6 +251,18 @@ def test_learn_answers_from_a_server_that_gives_none_says_why(mood, code):
     asyncio.run(main())
 
 
+def test_learn_answers_from_an_address_that_refuses_connections_says_so():
+    """Goal: no counts of answers where there was no connection. Method: a free port."""
+
+    async def main():
+        target = Target("127.0.0.1", free_port())
+        with pytest.raises(UnderstudyError, match="refuses connections") as caught:
+            await learn_answers(target, all_prompts("m"))
+        assert caught.value.code == "drill.no_answers"
+
+    asyncio.run(main())
+
+
 def test_turns_are_equal_within_one_turn_and_grow_between_them():
     """Goal: the order that double_active rests on. Method: ask twice, let the loop turn, ask."""
 

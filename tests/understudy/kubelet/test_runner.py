@@ -325,7 +325,23 @@ def test_second_signal_kills_at_once(tmp_path):
 
         assert await run_pod(runner, body, signals.get, lines.append) is None
         assert not runner.pids()
-        assert any("SIGINT: stopping" in line for line in lines)
+        assert any("SIGINT: stopping the pod" in line for line in lines)
+        assert any("SIGINT: killed the pod" in line for line in lines)
+        assert runner.killed_by == signal.SIGINT
+
+    run(main())
+
+
+def test_signal_to_a_runner_without_containers_stops_no_pod(tmp_path):
+    """Goal: Ctrl-C in a drill of a running pod says that the pod goes on."""
+
+    async def main():
+        lines, signals = [], asyncio.Queue()
+        runner = PodRunner([], tmp_path / "log", lines.append)
+        signals.put_nowait(signal.SIGINT)
+        assert await run_pod(runner, asyncio.Event().wait, signals.get, lines.append) is None
+        assert lines == ["SIGINT: stopping; the pod keeps running"]
+        assert runner.killed_by is None
 
     run(main())
 
