@@ -16,12 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from plumbing.errors import UnderstudyError, UsageError
+from plumbing.errors import GivenUpError, UnderstudyError, UsageError
 from tests.e2e.pods import AS_USERS_RUN_IT, Pod, PodHome
 from tests.e2e.processes import port_flags
 
 BIN = Path(sys.executable).parent
 FAILED, USAGE = UnderstudyError.exit_code, UsageError.exit_code
+GIVEN_UP = GivenUpError.exit_code
 REFUSED_WITHIN_S = 60.0
 AT_ONCE = 3  # commands that run in parallel: more would only compete for two cores
 
@@ -82,7 +83,7 @@ def test_second_server_of_a_running_pod_is_refused_by_name(home: PodHome):
         def has(container: str, what: str = "holds") -> tuple[str, ...]:
             return (f"pid {pod.pid(container)} {what}", "already running", "stop it")
 
-        in_pod = has("lockserver", "is lockserver")
+        in_pod = (f"pid {pod.pid('lockserver')} is lockserver", "[pod.already_running]")
 
         async with pod.load() as load:
             await refuse_all(
@@ -190,7 +191,7 @@ BROKEN: dict[Breaking, tuple[int, Sequence[str]]] = {
     header_cut: (USAGE, (".safetensors",)),
     without_weights: (USAGE, ("safetensors",)),
     without_tokenizer: (USAGE, ("tokenizer.json",)),
-    other_weights: (FAILED, ("committed weights", "shards", "same checkpoint")),
+    other_weights: (GIVEN_UP, ("committed weights", "shards", "same checkpoint")),
 }
 
 
@@ -251,7 +252,7 @@ def test_up_that_cannot_work_is_one_clear_error(
         def up(name: str, *flags: str) -> tuple[str, ...]:
             return ("understudy", "up", f"--dir={base / name}", *flags)
 
-        in_use = (f"port {taken_port} ", "in use", "another")
+        in_use = (f"port {taken_port} ", "in use", "--port-offset")
         await refuse_all(
             [
                 Refusal(

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
+from plumbing.errors import GivenUpError
 from tests.gateway.gateways import GatewayProcess, LockServer, Stream, refusing
 from tests.gateway.stub_child import FAULT_ENV
 
@@ -17,12 +18,13 @@ Make = Callable[..., GatewayProcess]
 
 
 @pytest.mark.slow
-def test_children_that_die_at_their_start_end_the_gateway_with_their_code(make_gateway: Make):
-    """Goal: a reason instead of a loop. Method: a child that exits with 7 before it says a word."""
+def test_children_that_die_at_their_start_end_the_gateway_for_good(make_gateway: Make):
+    """Goal: a reason instead of a loop. Method: a child that exits with 7 before it says a word;
+    an init does not start the gateway again."""
     gateway = make_gateway()
     gateway.environ[FAULT_ENV] = "exit"
     gateway.spawn()
-    assert gateway.wait() == 7
+    assert gateway.wait() == GivenUpError.exit_code
     assert "giving up after 5 attempts in a row" in gateway.log()
 
 
