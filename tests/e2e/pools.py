@@ -105,7 +105,8 @@ class RunningPool:
     @contextmanager
     def _asked(self, model: str, prompt: str, **more: Any) -> Iterator[http.client.HTTPResponse]:
         asked = {"model": model, "prompt": prompt, "temperature": 0, **more}
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)
+        # A parked stream is silent for as long as others have their turns.
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=3 * WAIT_S)
         headers = {"Content-Type": "application/json"}
         try:
             connection.request("POST", "/v1/completions", json.dumps(asked), headers)
