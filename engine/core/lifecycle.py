@@ -84,6 +84,13 @@ class Lifecycle:
     def state(self) -> State:
         return self.now.state
 
+    @property
+    def state_of_departure(self) -> State:
+        """The state; of an active engine that was told to end, DRAINING, which it is as soon as
+        its successor has answered (1 s at most)."""
+        is_asking = self.now.is_leaving and self.now.state is State.ACTIVE
+        return State.DRAINING if is_asking else self.now.state
+
     def handle(self, event: EngineEvent) -> list[EngineEffect]:
         """What follows from `event`.
 

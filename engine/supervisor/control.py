@@ -103,7 +103,7 @@ class Control(Handler):
                 before = self._engine.lifecycle.state
                 may_resume = self._engine.lock.is_continued and not message.finish
                 self._engine.post(Terminate("drain", may_resume))
-                now = self._engine.lifecycle.state
+                now = self._engine.lifecycle.state_of_departure
                 self._drainers.add(conn)
                 self._no_drainers.clear()
                 conn.send(msg.OkMsg(f"{before.value} → {now.value}"), request_id)

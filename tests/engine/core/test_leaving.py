@@ -105,6 +105,7 @@ def test_departure_leaves_streams_only_to_a_successor_that_was_asked(resume):
     comes later changes nothing, and neither does another answer."""
     engine = engine_in(State.ACTIVE)
     assert engine.handle(ev.Terminate(may_resume=True)) == [ev.Leave(asks=True)]
+    assert (engine.state, engine.state_of_departure) == (State.ACTIVE, State.DRAINING)
     assert engine.state is State.ACTIVE
     moved, drain = engine.handle(ev.Succession(resume))
     assert isinstance(moved, ev.RecordTransition)
