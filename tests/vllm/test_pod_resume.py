@@ -143,11 +143,12 @@ async def whole(directory: Path) -> Any:
 def alter_a_byte(server: int, tokens: int) -> int:
     """Of every block that is published as the last one of `tokens` tokens, in the pool of the
     memory server `server`; how many there are."""
-    parts = {
-        os.readlink(fd).removesuffix(" (deleted)").rpartition("-")[2]: fd
-        for fd in map(str, Path(f"/proc/{server}/fd").iterdir())
-        if "understudy_kv-" in os.readlink(fd)
-    }
+    parts = {}
+    for fd in map(str, Path(f"/proc/{server}/fd").iterdir()):
+        with contextlib.suppress(FileNotFoundError):  # the server has closed it meanwhile
+            name = os.readlink(fd).removesuffix(" (deleted)")
+            if "understudy_kv-" in name:
+                parts[name.rpartition("-")[2]] = fd
     with open(parts["0"], "rb") as file:
         page = IndexPage.over(memoryview(bytearray(file.read())))
     facts = page.read_header()
