@@ -160,7 +160,8 @@ async def stop(
         stopped.told_s = time.monotonic()
         if number == EVERY_PROCESS:
             for pid in sorted([process.pid, *descendants(process.pid)]):
-                os.kill(pid, signal.SIGTERM)
+                with contextlib.suppress(ProcessLookupError):  # it has ended already
+                    os.kill(pid, signal.SIGTERM)
         elif number == signal.SIGINT:
             os.killpg(process.pid, number)
         else:
