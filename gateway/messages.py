@@ -101,7 +101,7 @@ class GrantMsg(Message, frozen=True, tag="grant"):
 
 
 class NobodyMsg(Message, frozen=True, tag="nobody"):
-    """Nobody holds the lock, because of `reason`. `is_final`: every engine was told to end; one
+    """No engine holds the lock, because of `reason`. `is_final`: every engine was told to end; one
     that serves finishes what it has."""
 
     reason: Sentence
@@ -128,7 +128,7 @@ class DoorMsg(Message, frozen=True, tag="door"):
 
 
 class ExpectDeathMsg(Message, frozen=True, tag="expect_death"):
-    """Whoever says this is about to end the engine that holds this token: no request is suspected
+    """The sender is about to end the engine that holds this token: no request is suspected
     for its death. On the control socket it is repeated as the answer, once all children are told.
     """
 

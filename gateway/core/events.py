@@ -143,7 +143,7 @@ class EngineGranted(GatewayEvent, frozen=True):
 
 
 class NobodyGranted(GatewayEvent, frozen=True):
-    """Nobody holds the lock. Answers that are under way go on. `is_final`: no engine will take a
+    """No engine holds the lock. Answers that are under way go on. `is_final`: no engine will take a
     request any more, so none waits for one."""
 
     reason: str
@@ -156,7 +156,7 @@ class GatewayEnds(GatewayEvent, frozen=True):
 
 
 class DeathExpected(GatewayEvent, frozen=True):
-    """Somebody ends this engine on purpose, so its death says nothing about any request."""
+    """A drill ends this engine on purpose, so its death says nothing about any request."""
 
     engine: str
     token: int

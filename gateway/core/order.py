@@ -39,7 +39,7 @@ COMPANY_MAX = 4
 # A suspect that neither dies nor makes progress keeps the next one waiting this long. Its client
 # may read slowly; a prefill takes less.
 TRIAL_MS = 30_000.0
-# Whoever ends an engine on purpose says so first, and the next grant comes within this time. The
+# A drill announces that it ends an engine, and the next grant comes within this time. The
 # lock server notices late that a supervisor was stopped.
 EXPECTED_MS = 60_000.0
 

@@ -53,7 +53,7 @@ class Endpoints:
         self._hold_ms = hold_ms
         self._is_stopping = is_stopping
         self._grants: dict[str, ev.EngineGranted] = {}  # the newest, by model
-        self._idle_ms: dict[str, float] = {}  # since when nobody holds the lock of a model
+        self._idle_ms: dict[str, float] = {}  # since when no engine holds the lock
         self._door: ev.DoorSet | None = None  # of the newest grant
         self._hellos: dict[str, Hello] = {}  # the last one of each model's engines
         self._kv_usage: dict[str, float] = {}  # as the last engine said

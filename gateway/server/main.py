@@ -47,7 +47,7 @@ class Doors(Protocol):
         """`engine` holds the lock, that of `model`. The same grant may come again."""
 
     def nobody(self, reason: str, model: str = "", *, is_final: bool = False) -> None:
-        """Nobody holds the lock. `is_final`: every engine was told to end."""
+        """No engine holds the lock. `is_final`: every engine was told to end."""
 
     def expect_death(self, death: msg.ExpectDeathMsg) -> None:
         """An engine is about to be killed on purpose."""
