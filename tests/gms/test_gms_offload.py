@@ -12,6 +12,7 @@ from gms import names
 from gms.client import Keeper, Offloaded, Reader, offloaded, release
 from gms.copies.keeper import CopyKeeper
 from gms.copies.maker import make_copy
+from gms.server.server import host_copy
 from plumbing.errors import RemoteError, UnderstudyError
 from tests.gms.bench import IDENTITY, MIB, GmsProcess
 from tests.gms.kinds import host_only
@@ -41,14 +42,18 @@ class Copies(CopyKeeper):
         return 0
 
     def settle(self) -> str:
-        """Look until there is a digested copy; returns its epoch."""
+        """Look until there is a digested copy; returns its epoch. The copy's server shows a digest
+        before its thread has written it to the journal, which is what the device's server reads."""
 
         def digested() -> str | None:
             self.look()
             copy = self._status(self._host)
             if self._copy is not None and copy["digest"] == "pending":
                 self._copy.send(msg.DigestMsg(self._copy.digest()))  # likewise
-            return copy["epoch"] if copy["digest"] not in (None, "pending") else None
+            written = host_copy(self._directory, self._device)
+            if written is None or written.digest is None or written.epoch != copy["epoch"]:
+                return None
+            return written.epoch
 
         return str(until(digested, "a digested copy"))
 
