@@ -40,10 +40,11 @@ def configured(*, is_async: bool = False, scheduler: str | None = None, v2: bool
     return SimpleNamespace(scheduler_config=chosen, use_v2_model_runner=v2)
 
 
-def engine(template: str = "{{ text }}") -> Any:
+def engine(template: str = "{{ text }}", *, v2: bool = False) -> Any:
     tokenizer = SimpleNamespace(chat_template=template, get_vocab=lambda: {"a": 1})
     return SimpleNamespace(
         get_tokenizer=lambda: tokenizer,
+        vllm_config=SimpleNamespace(use_v2_model_runner=v2),
         model_config=SimpleNamespace(get_diff_sampling_param=lambda: {"temperature": 0.6}),
     )
 
@@ -91,8 +92,8 @@ def test_a_worker_that_could_not_install_its_hook_is_named():
 
 
 def test_the_id_stands_for_what_shapes_an_answer(tmp_path, monkeypatch):
-    """The same twice; another template, flag, model or sampling default; and not another torch,
-    unless answers are promised bit by bit."""
+    """The same twice; another template, flag, model, runner or noise of seeds; and not another
+    torch, unless answers are promised bit by bit. The variable for the runner changes nothing."""
     file = tmp_path / "template"
     file.write_text("{{ other }}")
     same = Hooks("").find(engine(), flags(), FINE)
@@ -107,10 +108,16 @@ def test_the_id_stands_for_what_shapes_an_answer(tmp_path, monkeypatch):
         Hooks("").find(engine(), flags(reasoning_parser="deepseek_r1"), FINE),
         Hooks("").find(engine(), flags(), other_model),
     ]
+    others += [
+        Hooks("").find(engine(v2=True), flags(), FINE),
+        Hooks("").find(engine(v2=True), flags(use_fp64_gumbel=True), FINE),
+    ]
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    assert Hooks("").find(engine(), flags(), FINE) == same
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     exact = [Hooks("").find(engine(), flags(), each) for each in (FINE, other_torch)]
     assert exact[0].best is Continuation.EXACT
-    assert len({each.id for each in (same, *others, *exact)}) == 7
+    assert len({each.id for each in (same, *others, *exact)}) == 9
 
 
 def test_flags_that_shape_answers_are_vllms():
