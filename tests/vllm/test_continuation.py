@@ -13,15 +13,16 @@ from typing import Any
 
 import pytest
 
-from engine.backends.vllm import contracts
+from engine.backends.vllm import contracts, runners
 from engine.backends.vllm.resume import INSTALL_ENV
 from plumbing.hop import Continuation
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what torch and vLLM say of themselves as they are imported
+    from vllm import platforms
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from engine.backends.vllm.api.continuation import FLAGS, Hooks
+    from engine.backends.vllm.api.continuation import FLAGS, Hooks, problem_with
     from engine.backends.vllm.resume.llm import ContinuingLLM
 
 IDENTITY = {"models": {"target": {"shards": "a"}}, "torch": "2.13"}
@@ -58,32 +59,42 @@ def flags(**more: Any) -> argparse.Namespace:
 def test_hooks_stand_for_what_vllm_would_choose(is_async: bool):
     """Nothing is in the way: our scheduler of the same kind, in all of vLLM's processes."""
     config = configured(is_async=is_async)
-    hooks = Hooks.install(config, may_be_untested=False)
-    assert hooks.problem == ""
+    hooks = Hooks.install(config, "")
     assert ("Async" in config.scheduler_config.scheduler_cls) == is_async
     assert os.environ[INSTALL_ENV]
     assert hooks.engine_class() is ContinuingLLM
 
 
-@pytest.mark.parametrize("why", ["contract", "scheduler", "runner"])
-def test_an_engine_that_cannot_resume_is_stock_and_says_why(why: str, monkeypatch):
-    """A broken contract, a scheduler of the user's own, a runner with which it was never tried:
-    stock vLLM, class none, and a sentence."""
-    if why == "contract":
-        broken = contracts.BrokenContract("something holds", "resume/x.py", "v1/x.py: X")
-        monkeypatch.setattr(contracts, "broken", lambda sources, users: [broken])
-    config = configured(scheduler="own.One" if why == "scheduler" else None, v2=why == "runner")
-    hooks = Hooks.install(config, may_be_untested=False)
+def test_an_engine_that_cannot_resume_is_stock_and_says_why():
+    """Stock vLLM, class none, and the reason."""
+    hooks = Hooks.install(configured(), "something is in the way")
     found = hooks.find(engine(), flags(), FINE)
     assert (found.best, found.id) == (Continuation.NONE, "")
-    said = {"contract": "something holds", "scheduler": "--scheduler-cls", "runner": "runner V2"}
-    assert said[why] in found.problem
+    assert found.problem == "something is in the way"
     assert hooks.engine_class() is AsyncLLM
     assert INSTALL_ENV not in os.environ
 
 
-def test_the_untested_runner_can_be_tried():
-    assert Hooks.install(configured(v2=True), may_be_untested=True).problem == ""
+@pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
+def test_each_runner_can_resume_unless_a_contract_or_a_scheduler_is_in_the_way(v2: bool):
+    """The installed vLLM, with the user's own scheduler, and with a file that both runners need
+    taken away."""
+    sources = contracts.installed()
+    assert problem_with(configured(v2=v2), sources) == ""
+    assert "--scheduler-cls" in problem_with(configured(v2=v2, scheduler="own.One"), sources)
+    sources._parsed["v1/core/sched/scheduler.py"] = None
+    assert "Scheduler can be imported" in problem_with(configured(v2=v2), sources)
+
+
+def test_only_v2_on_a_gpu_was_never_tried(monkeypatch: pytest.MonkeyPatch):
+    """On the CPU both runners were; on a GPU --resume-untested lets V2 try."""
+    v1, v2 = configured(), configured(v2=True)
+    assert runners.unproved(v1, may_be_untested=False) == ""
+    assert runners.unproved(v2, may_be_untested=False) == ""
+    monkeypatch.setattr(platforms.current_platform, "is_cpu", lambda: False)
+    assert runners.unproved(v1, may_be_untested=False) == ""
+    assert "runner V2" in runners.unproved(v2, may_be_untested=False)
+    assert runners.unproved(v2, may_be_untested=True) == ""
 
 
 def test_a_worker_that_could_not_install_its_hook_is_named():

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from engine.backends.vllm import contracts
+from engine.backends.vllm import contracts, runners
 from engine.backends.vllm.contract_forms import Contract, exists
 from engine.backends.vllm.contract_list import CONTRACTS, PLACES
 from engine.backends.vllm.contracts import Sources
@@ -28,6 +28,19 @@ class Altered(Sources):
         assert whole.find(file, qualname) is not None, f"{qualname} is not in {file}"
         tree = with_instead(whole.module(file), qualname.split("."), ast.parse(instead).body)
         self._parsed |= whole._parsed | {file: tree}
+
+
+class Without(Sources):
+    """vLLM's sources, without the files of some model runners."""
+
+    def __init__(self, whole: Sources, *gone: str) -> None:
+        super().__init__(whole.path)
+        self._parsed, self._gone = whole._parsed, gone
+
+    def module(self, file: str) -> ast.Module | None:
+        if runners.runner_of(file) in getattr(self, "_gone", ()):
+            return None
+        return super().module(file)
 
 
 def with_instead(tree: Any, names: list[str], instead: list[ast.stmt]) -> Any:
@@ -69,6 +82,34 @@ def test_each_contract_fails_with_its_name(whole, contract: Contract):
     other = f"class {name}:\n    pass" if keyword else f"def {name}(something_else):\n    pass"
     changed = Altered(whole, contract.file, contract.qualname, other)
     assert changed.keep(contract) == (contract.check is exists)
+
+
+@pytest.mark.parametrize(("gone", "left"), [("v1", "v2"), ("v2", "v1")])
+def test_contracts_of_a_runner_that_is_gone_hold(whole, gone: str, left: str):
+    """Remove the files of one runner, as vLLM will those of V1: nothing is broken for the other
+    one, nor for whoever asks about no runner. An engine that runs the removed one is told."""
+    sources = Without(whole, gone)
+    assert contracts.broken(sources, "", left) == []
+    assert contracts.broken(sources) == []
+    assert contracts.broken(sources, "", gone) != []
+
+
+def test_a_vllm_without_any_runner_breaks_the_contracts_of_both(whole):
+    users = {each.user for each in contracts.broken(Without(whole, *runners.FILES))}
+    assert {"resume/batch.py", "resume/runner_v2.py"} <= users
+
+
+def test_a_changed_runner_is_nothing_to_an_engine_with_the_other_one(whole):
+    """Take one function out of each runner: only engines with that runner are told."""
+    for runner, file, user in (
+        ("v1", "v1/worker/gpu_model_runner.py", "resume/batch.py"),
+        ("v2", "v1/worker/gpu/states.py", "resume/runner_v2.py"),
+    ):
+        changed = next(each for each in CONTRACTS[user] if each.file == file)
+        gone = Altered(whole, file, changed.qualname, "pass")
+        told = {each: contracts.changed(gone, ("resume/",), each) for each in runners.FILES}
+        assert changed.name in told.pop(runner)
+        assert list(told.values()) == [""]
 
 
 @pytest.mark.parametrize("name", [name for name, _, _ in PLACES])

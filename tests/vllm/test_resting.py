@@ -225,12 +225,12 @@ def test_an_engine_that_cannot_rest_says_why(monkeypatch: pytest.MonkeyPatch, wo
     broken = SimpleNamespace(__str__=lambda: "x")
     config = SimpleNamespace(kv_transfer_config=None, use_v2_model_runner=False)
     sources = resting.contracts.installed()
-    assert resting.offload_problem(sources) == ""
-    assert resting.problem_with(config, sources, may_be_untested=False) == ""
+    assert resting.offload_problem(config, sources) == ""
+    assert resting.problem_with(config, sources) == ""
     monkeypatch.setattr(resting.contracts, "broken", lambda *asked: ["a pause ends", broken])
-    why = resting.problem_with(config, sources, may_be_untested=False)
+    why = resting.problem_with(config, sources)
     assert why.endswith("a pause ends, and 1 more")
     connected = SimpleNamespace(kv_transfer_config=object())
-    assert "connector" in resting.problem_with(connected, sources, may_be_untested=True)
+    assert "connector" in resting.problem_with(connected, sources)
     world.backend._cannot_rest = why
     assert world.backend._warnings() == (f"it hands over by a relaunch and never sleeps: {why}",)

@@ -31,6 +31,7 @@ executor = within("v1/executor/abstract.py")
 multiproc = within("v1/executor/multiproc_executor.py")
 stat_loggers = within("v1/metrics/loggers.py")
 cpu_runner = within("v1/worker/cpu_model_runner.py")
+cpu_runner_v2 = within("v1/worker/cpu/model_runner.py")
 cpu_worker = within("v1/worker/cpu_worker.py")
 attention_utils = within("v1/worker/gpu/attn_utils.py")
 gpu_runner = within("v1/worker/gpu_model_runner.py")
@@ -220,10 +221,13 @@ CONTRACTS: dict[str, tuple[form.Contract, ...]] = {
             "CPUWorker._should_warm_up_model",
             takes_only(),
         ),
-        cpu_runner(
-            "a model runner of the CPU build warms up",
-            "CPUModelRunner.warming_up_model",
-            takes_only(),
+        *(
+            runner(
+                f"the runner of version {version} for the CPU warms up",
+                "CPUModelRunner.warming_up_model",
+                takes_only(),
+            )
+            for version, runner in ((1, cpu_runner), (2, cpu_runner_v2))
         ),
     ),
     "worker/kv_arena.py": (

@@ -28,6 +28,7 @@ core_client = within("v1/engine/core_client.py")
 engine_core = within("v1/engine/core.py")
 executor = within("v1/executor/multiproc_executor.py")
 kv_cache_interface = within("v1/kv_cache_interface.py")
+runner_v2 = within("v1/worker/gpu/model_runner.py")
 gpu_runner = within("v1/worker/gpu_model_runner.py")
 
 KV: dict[str, tuple[Contract, ...]] = {
@@ -220,6 +221,14 @@ KV: dict[str, tuple[Contract, ...]] = {
             "a runner has the tensors of its KV cache",
             "GPUModelRunner.__init__",
             contains("self.kv_caches: "),
+        ),
+        runner_v2(
+            "the runner of version 2 has those that are on its device",
+            "GPUModelRunner.initialize_kv_cache",
+            contains(
+                "self.kv_caches = [cache for cache in kv_caches_dict.values()"
+                " if cache.device == self.device]"
+            ),
         ),
     ),
     "api/kept_memory.py": (

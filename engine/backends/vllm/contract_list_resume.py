@@ -32,6 +32,13 @@ structured_output = within("v1/structured_output/__init__.py")
 cpu_runner = within("v1/worker/cpu_model_runner.py")
 input_batch = within("v1/worker/gpu_input_batch.py")
 gpu_runner = within("v1/worker/gpu_model_runner.py")
+runner_v2 = within("v1/worker/gpu/model_runner.py")
+states_v2 = within("v1/worker/gpu/states.py")
+bad_words_v2 = within("v1/worker/gpu/sample/bad_words.py")
+gumbel_v2 = within("v1/worker/gpu/sample/gumbel.py")
+logit_bias_v2 = within("v1/worker/gpu/sample/logit_bias.py")
+penalties_v2 = within("v1/worker/gpu/sample/penalties.py")
+sampler_v2 = within("v1/worker/gpu/sample/sampler.py")
 
 RESUME: dict[str, tuple[Contract, ...]] = {
     "resume/scheduler.py": (
@@ -119,6 +126,60 @@ RESUME: dict[str, tuple[Contract, ...]] = {
             "behind it the draws of incomplete prefills are taken back",
             "GPUModelRunner._bookkeeping_sync",
             contains("self.discard_request_mask.np[:num_reqs]", "input_batch.generators.get("),
+        ),
+    ),
+    "resume/runner_v2.py": (
+        scheduler(
+            "a request that was preempted is sent as a new one, with all of its tokens",
+            "Scheduler.schedule",
+            contains(
+                "if self.use_v2_model_runner:",
+                "scheduled_new_reqs.extend(scheduled_resumed_reqs)",
+                "req._all_token_ids, uses_mrope=",
+            ),
+        ),
+        runner_v2(
+            "the runner lays a request out with all tokens, and knows where its prompt ends",
+            "GPUModelRunner.add_requests",
+            contains(
+                "prompt_len = new_req_data.prompt_len",
+                "all_token_ids=new_req_data.prefill_token_ids",
+                "num_computed_tokens=new_req_data.num_computed_tokens",
+            ),
+        ),
+        states_v2(
+            "a request's state keeps prompt and prefill apart",
+            "RequestState.add_request",
+            contains(
+                "self.prompt_len.np[req_idx] = prompt_len",
+                "self.prefill_len.np[req_idx] = prefill_len",
+                "self.total_len.stage_write_elem(req_idx, prefill_len)",
+            ),
+        ),
+        penalties_v2(
+            "penalties count the output that a request comes with",
+            "_bincount_kernel",
+            contains("mask = block < prefill_len", "mask &= block >= prompt_len"),
+        ),
+        bad_words_v2(
+            "bad words are looked for in all of the output",
+            "_bad_words_kernel",
+            contains("output_len = total_len - prompt_len"),
+        ),
+        logit_bias_v2(
+            "minimum lengths count from the end of the prompt",
+            "LogitBiasState.add_request",
+            contains("prompt_len + min_tokens"),
+        ),
+        gumbel_v2(
+            "noise is a function of seed, position and token",
+            "gumbel_noised_argmax",
+            takes("keys", "seed", "pos"),
+        ),
+        sampler_v2(
+            "no sampler that ignores seeds runs for a batch with one",
+            "Sampler.sample",
+            contains("self.sampling_states.any_explicit_seed(idx_mapping_np)"),
         ),
     ),
     "resume/replay.py": (

@@ -21,8 +21,10 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from engine.backends.vllm import versions
 from engine.backends.vllm.contract_forms import Contract, Node
 from engine.backends.vllm.contract_list import CONTRACTS, PLACES
+from engine.backends.vllm.runners import FILES, runner_of
 from plumbing.errors import UsageError
 
 HERE = Path(__file__).resolve().parent
@@ -64,13 +66,17 @@ class Sources:
             node = next((each for each in inside if getattr(each, "name", None) == part), None)
         return node if isinstance(node, Node) else None
 
+    def runners(self) -> set[str]:
+        """vLLM's model runners that are there; one must be."""
+        return {name for name, (file, *_) in FILES.items() if self.module(file)} or {*FILES}
+
     def keep(self, contract: Contract) -> bool:
         node = self.find(contract.file, contract.qualname)
         return node is not None and contract.check(node)
 
     def has_name(self, module: str, name: str) -> bool:
         """Whether `from module import name` works: `name` is a submodule or a name in `module`."""
-        base = module.removeprefix(PACKAGE).lstrip(".").replace(".", "/")
+        base = _base_of(module)
         for file in (f"{base}/{name}.py", f"{base}/{name}/__init__.py"):
             if self.module(file.lstrip("/")) is not None:
                 return True
@@ -111,13 +117,21 @@ class BrokenContract(Struct, frozen=True):
         return f"{self.name} [{self.where}; {self.user} needs it]"
 
 
-def broken(sources: Sources, users: str | tuple[str, ...] = "") -> list[BrokenContract]:
+def broken(
+    sources: Sources, users: str | tuple[str, ...] = "", runner: str = ""
+) -> list[BrokenContract]:
     """Every contract that `sources` break; of our files, only those whose names begin with
-    `users`."""
+    `users`. What only one of vLLM's model runners needs is left out, unless it is `runner`, or
+    without one, unless vLLM has that runner."""
+    asked = {runner} if runner else sources.runners()
+
+    def concerns(*files: str) -> bool:
+        return runner_of(*files) in {"", *asked}
+
     found = [
         BrokenContract(f"{module}.{name} can be imported", user, module)
         for user, module, name in sorted(imported(users))
-        if not sources.has_name(module, name)
+        if concerns(user, f"{_base_of(module)}.py") and not sources.has_name(module, name)
     ]
     for name, user, places in PLACES:
         if user.startswith(users) and not any(
@@ -129,9 +143,19 @@ def broken(sources: Sources, users: str | tuple[str, ...] = "") -> list[BrokenCo
         for user, contracts in CONTRACTS.items()
         if user.startswith(users)
         for contract in contracts
-        if not sources.keep(contract)
+        if concerns(user, contract.file) and not sources.keep(contract)
     ]
     return found
+
+
+def changed(sources: Sources, users: tuple[str, ...], runner: str) -> str:
+    """Why vLLM cannot do what `users` need, in a sentence, or nothing."""
+    found = broken(sources, users, runner)
+    if not found:
+        return ""
+    more = f", and {len(found) - 1} more" if len(found) > 1 else ""
+    version = versions.vllm_version()
+    return f"vLLM {version} is not as it was when this was built: {found[0]}{more}"
 
 
 @functools.cache
@@ -148,6 +172,10 @@ def imported(users: str | tuple[str, ...] = "") -> frozenset[tuple[str, str, str
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE:
                 found |= {(file, str(node.module), each.name) for each in node.names}
     return frozenset(found)
+
+
+def _base_of(module: str) -> str:
+    return module.removeprefix(PACKAGE).lstrip(".").replace(".", "/")
 
 
 def _names_in(body: list[ast.stmt]) -> Iterator[str]:

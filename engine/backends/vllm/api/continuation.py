@@ -22,7 +22,8 @@ from msgspec import Struct
 from vllm import envs
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from engine.backends.vllm import contracts, versions
+from engine.backends.vllm import contracts, runners, versions
+from engine.backends.vllm.contracts import Sources
 from engine.backends.vllm.resume import INSTALL_ENV
 from engine.backends.vllm.worker.identity import files_of
 from plumbing import hop
@@ -88,10 +89,9 @@ class Hooks:
         self.problem = problem
 
     @classmethod
-    def install(cls, config: Any, *, may_be_untested: bool) -> Hooks:
+    def install(cls, config: Any, problem: str) -> Hooks:
         """Before the engine starts: its processes read the configuration and the environment."""
         os.environ.pop(INSTALL_ENV, None)
-        problem = problem_with(config, may_be_untested=may_be_untested)
         if not problem:
             os.environ[INSTALL_ENV] = "1"
             config.scheduler_config.scheduler_cls = scheduler_of(config)
@@ -121,21 +121,12 @@ class Hooks:
         return found
 
 
-def problem_with(config: Any, *, may_be_untested: bool) -> str:
-    """Why this vLLM cannot take up a request, or nothing. Reads vLLM's sources: half a second."""
+def problem_with(config: Any, sources: Sources) -> str:
+    """Why an engine with this `VllmConfig` cannot take up a request, or nothing. Reads vLLM's
+    `sources`."""
     if config.scheduler_config.scheduler_cls is not None:
         return "it has a scheduler of its own (--scheduler-cls)"
-    broken = contracts.broken(contracts.installed(), RESUME_FILES)
-    if broken:
-        more = f", and {len(broken) - 1} more" if len(broken) > 1 else ""
-        changed = f"vLLM {versions.vllm_version()} is not as it was when resuming was built"
-        return f"{changed}: {broken[0]}{more}"
-    if config.use_v2_model_runner and not may_be_untested:
-        return (
-            "resuming was never tried with vLLM's model runner V2; set VLLM_USE_V2_MODEL_RUNNER=0,"
-            " or try it with --resume-untested"
-        )
-    return ""
+    return contracts.changed(sources, RESUME_FILES, runners.in_use(config))
 
 
 def scheduler_of(config: Any) -> str:

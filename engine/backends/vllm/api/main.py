@@ -157,7 +157,7 @@ def make_engine(parsed: ServeArguments, steps: Any) -> _Made:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
 
-    from engine.backends.vllm import contracts, kv_size
+    from engine.backends.vllm import contracts, kv_size, runners
     from engine.backends.vllm.api import continuation, resting
     from engine.backends.vllm.api.kept_memory import KeptMemory
     from engine.backends.vllm.kv import eligible
@@ -175,14 +175,17 @@ def make_engine(parsed: ServeArguments, steps: Any) -> _Made:
     warnings = tuple(kv_size.warnings(config))
     for warning in warnings:
         logger.warning("%s", warning)
-    untested = parsed.resume_untested
-    problem = eligible.problem_with(config, may_be_untested=untested) if parsed.kv.is_shared else ""
+    unproved = runners.unproved(config, may_be_untested=parsed.resume_untested)
     sources = contracts.installed()
-    cannot_rest = resting.problem_with(config, sources, may_be_untested=untested)
-    cannot_offload = resting.offload_problem(sources)
+    cannot_keep = (
+        (unproved or eligible.problem_with(config, sources)) if parsed.kv.is_shared else ""
+    )
+    cannot_rest = unproved or resting.problem_with(config, sources)
+    cannot_offload = resting.offload_problem(config, sources)
+    cannot_resume = unproved or continuation.problem_with(config, sources)
     del sources  # parsed, it takes memory
-    hooks = continuation.Hooks.install(config, may_be_untested=untested)
-    kv = KeptMemory.install(parsed.kv, config, problem, resumes=not hooks.problem)
+    hooks = continuation.Hooks.install(config, cannot_resume)
+    kv = KeptMemory.install(parsed.kv, config, cannot_keep, resumes=not cannot_resume)
     engine = hooks.engine_class().from_vllm_config(
         config,
         usage_context=usage,

@@ -20,7 +20,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from engine.backends.vllm import contracts, versions
+from engine.backends.vllm import contracts, runners
 from engine.backends.vllm.api.http import Front
 from engine.backends.vllm.api.kept_memory import KeptMemory
 from engine.backends.vllm.contracts import Sources
@@ -38,33 +38,16 @@ COUNT_POLL_S = 0.001
 AskRanks = Callable[..., Awaitable[Sequence[dict[str, Any]]]]
 
 
-def problem_with(config: Any, sources: Sources, *, may_be_untested: bool) -> str:
+def problem_with(config: Any, sources: Sources) -> str:
     """Why an engine with this `VllmConfig` cannot rest, or nothing. Reads vLLM's `sources`."""
     if config.kv_transfer_config is not None:
         return "a KV connector has the addresses of its KV cache, too"
-    changed = _changed_in(sources, REST_FILES)
-    if changed:
-        return changed
-    if config.use_v2_model_runner and not may_be_untested:
-        return (
-            "it was never tried with vLLM's model runner V2; set VLLM_USE_V2_MODEL_RUNNER=0, or try"
-            " it with --resume-untested"
-        )
-    return ""
+    return contracts.changed(sources, REST_FILES, runners.in_use(config))
 
 
-def offload_problem(sources: Sources) -> str:
-    """Why no engine of this vLLM can rest without its weights, or nothing."""
-    return _changed_in(sources, OFFLOAD_FILES)
-
-
-def _changed_in(sources: Sources, files: tuple[str, ...]) -> str:
-    broken = contracts.broken(sources, files)
-    if not broken:
-        return ""
-    more = f", and {len(broken) - 1} more" if len(broken) > 1 else ""
-    changed = f"vLLM {versions.vllm_version()} is not as it was when this was built"
-    return f"{changed}: {broken[0]}{more}"
+def offload_problem(config: Any, sources: Sources) -> str:
+    """Why it cannot rest without its weights, or nothing."""
+    return contracts.changed(sources, OFFLOAD_FILES, runners.in_use(config))
 
 
 async def ask_core(engine: Any, method: str, *asked: Any) -> None:

@@ -7,20 +7,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.backends.vllm import contracts, versions
+from engine.backends.vllm import contracts, runners
+from engine.backends.vllm.contracts import Sources
 
 KV_FILES = ("kv/",)
 # Hashes of the others are made with a seed of the process, or collide.
 HASH_ALGORITHMS = ("sha256", "sha256_cbor")
-NEVER_TRIED = (
-    "it was never tried with vLLM's model runner V2; set VLLM_USE_V2_MODEL_RUNNER=0, or try it with"
-    " --resume-untested"
-)
 
 
-def problem_with(config: Any, *, may_be_untested: bool) -> str:
-    """Why an engine with this `VllmConfig` publishes no blocks, or nothing. Reads vLLM's sources:
-    half a second."""
+def problem_with(config: Any, sources: Sources) -> str:
+    """Why an engine with this `VllmConfig` publishes no blocks, or nothing. Reads vLLM's
+    `sources`."""
     cache, parallel = config.cache_config, config.parallel_config
     if not cache.enable_prefix_caching:
         return "prefix caching is off"
@@ -39,12 +36,7 @@ def problem_with(config: Any, *, may_be_untested: bool) -> str:
         return "with --decode-context-parallel-size a block lies in parts on several ranks"
     if config.scheduler_config.scheduler_cls is not None:
         return "vLLM has a scheduler of its own (--scheduler-cls)"
-    broken = contracts.broken(contracts.installed(), KV_FILES)
-    if broken:
-        more = f", and {len(broken) - 1} more" if len(broken) > 1 else ""
-        changed = f"vLLM {versions.vllm_version()} is not as it was when this was built"
-        return f"{changed}: {broken[0]}{more}"
-    return NEVER_TRIED if config.use_v2_model_runner and not may_be_untested else ""
+    return contracts.changed(sources, KV_FILES, runners.in_use(config))
 
 
 def problem_with_groups(groups: Any, hash_block_tokens: int) -> str:

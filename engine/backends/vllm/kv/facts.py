@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from engine.backends.vllm import versions
+from plumbing.errors import InvariantError
 
 Facts = dict[str, Any]
 
@@ -23,6 +24,8 @@ def facts_of(worker: Any, kv_cache_config: Any, base_address: int) -> Facts:
     the pool, the weights, and the hash algorithm. `base_address` is that of the cache."""
     config = worker.vllm_config
     caches: Sequence[torch.Tensor] = worker.model_runner.kv_caches
+    if not caches:  # V2 lists those that are on its device, by that device's exact name
+        raise InvariantError("the model runner lists no KV cache, so none of it would be checked")
     layers = sorted(
         {name for group in kv_cache_config.kv_cache_groups for name in group.layer_names}
     )

@@ -22,7 +22,7 @@ from msgspec import structs
 
 from engine.backends import own_memory
 from engine.backends.free_memory import Room, check_can_ever_fit
-from engine.backends.vllm import membership
+from engine.backends.vllm import membership, runners
 from engine.backends.vllm.kv import INSTALL_ENV as KEEP_KV_ENV
 from engine.backends.vllm.kv import audit, facts
 from engine.backends.vllm.kv_size import check_holds_a_sequence
@@ -75,8 +75,13 @@ class ParkingWorker(OffloadingWorker):
 
     def _install_resume(self) -> str:
         """Let the model runner take up requests; returns what is in the way, or nothing."""
-        if getattr(self, "use_v2_model_runner", False):
-            return ""  # the scheduler tells it all tokens
+        if runners.in_use(self.vllm_config) == runners.V2:
+            from engine.backends.vllm.resume import runner_v2
+
+            return runner_v2.install(self.model_runner)
+        return self._install_in_v1()
+
+    def _install_in_v1(self) -> str:
         from engine.backends.vllm.resume import batch
 
         return batch.install(self.model_runner)

@@ -34,9 +34,7 @@ class CPUWorker(ParkingWorker, StockCPUWorker):
     def reserve(self, kv_bytes: int) -> AddressRange:
         return HostRange(kv_bytes, int(self.parallel_config.world_size))
 
-    def _install_resume(self) -> str:
-        if self.use_v2_model_runner:
-            return ""
+    def _install_in_v1(self) -> str:
         from engine.backends.vllm.resume import batch_cpu
 
         return batch_cpu.install(self.model_runner)

@@ -1,0 +1,22 @@
+"""vLLM's model runner V2 needs no hook: a request that was preempted comes to it as a new one, with
+prompt and output in one list of tokens.
+
+From that list V2 derives all that a request's output shapes: the counts of penalties, bad words,
+minimum lengths. Its noise is a function of seed, position and token, so nothing is drawn again.
+Grammars are the scheduler's. `contract_list_resume.py` checks all of this in vLLM's sources.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+
+def install(runner: Any) -> str:
+    """Nothing to install; returns what is in the way, or nothing."""
+    if not isinstance(runner, GPUModelRunner):
+        return f"vLLM's model runner is a {type(runner).__name__}"
+    if type(runner).add_requests is not GPUModelRunner.add_requests:
+        return f"{type(runner).__name__} adds requests in a way of its own"
+    return ""
