@@ -17,13 +17,11 @@ import pytest
 from gms.kv.vault import PoolVault
 from gms.vmm.host import HostMemory
 from hack.drill_vllm import OPTIONS, Run
-from hack.soak_vllm import heavy
 from hack.vllm.figures import Figures, cpu_percent, kv_resident, mappings, private_bytes
 from hack.vllm.stock import smallest_gap
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.service.config import resolve
 from plumbing.wire.fds import close_all
-from understudy.drill.prompts import all_prompts
 
 MIB = 1 << 20
 KV_BYTES = 37 * MIB  # no mapping of a fresh Python process has this size
@@ -168,13 +166,3 @@ def test_drill_of_vllm_has_its_own_defaults():
     config = resolve(OPTIONS, {}, {}, command="drill")
     assert config["kills"] == 15
     assert config["target"] == ("api", "core", "worker")
-
-
-def test_soak_prompts_are_longer_than_the_drills():
-    """Goal: prefills and answers that take their time. Method: what becomes of the drill's bank."""
-    prompts = all_prompts("m")
-    made = heavy(prompts)
-    assert made[: len(prompts)] == prompts
-    assert len({prompt.key for prompt in made}) == len(made)
-    assert max(len(prompt.body.get("prompt", "")) for prompt in made) == 700
-    assert max(prompt.body["max_tokens"] for prompt in made) == 200
