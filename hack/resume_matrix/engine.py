@@ -14,21 +14,24 @@ import os
 import signal
 import socket
 import sys
+import traceback
 from pathlib import Path
 
 from engine.backends.vllm import collector
 from engine.backends.vllm.api.main import ENVIRONMENT, make_engine
-from hack.resume_matrix.model import write_thinking_model
+from hack.resume_matrix.model import ADAPTER, RANK, write_adapter, write_thinking_model
+from hack.vllm.overlapping import keep_async_scheduling
 from plumbing.wire.fds import OwnedFd
 
 WORKERS = "hack.resume_matrix"
+BLOCK_TOKENS = 32
 FLAGS = (
     "--dtype=float32",
     "--enforce-eager",
     "--max-model-len=1024",
     f"--kv-cache-memory-bytes={64 << 20}",
-    "--block-size=32",  # smaller than most answers: what is cached reaches into them
-    "--max-num-seqs=32",
+    f"--block-size={BLOCK_TOKENS}",  # smaller than most answers: what is cached reaches into them
+    "--max-num-seqs=48",
     "--max-num-batched-tokens=48",  # prompts are computed in parts
     "--reasoning-parser=deepseek_r1",
     "--enable-auto-tool-choice",
@@ -45,6 +48,7 @@ VARIABLES = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
 }
+ASYNC_FLAG, LORA_FLAG = "--async-scheduling", "--enable-lora"
 DRAIN_S = 5.0
 TOKEN = 1
 
@@ -57,6 +61,12 @@ async def serve(model: str, path: str, flags: list[str]) -> None:
     from engine.backends.vllm.api.http import Front, bind
     from engine.backends.vllm.api.steps import StepCounter
 
+    if ASYNC_FLAG in flags:
+        keep_async_scheduling()
+    if LORA_FLAG in flags:
+        adapter = Path(f"{model}-{ADAPTER}")
+        write_adapter(adapter)
+        flags = [*flags, f"--lora-modules={ADAPTER}={adapter}", f"--max-lora-rank={RANK}"]
     parsed = arguments.parse([model, *FLAGS, *flags])
     args, steps = parsed.vllm, StepCounter()
     worker = "worker" if current_platform.is_cpu() else "worker_gpu"
@@ -103,6 +113,9 @@ def main() -> None:
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(model, path, flags))
+    except BaseException:
+        traceback.print_exc()
+        raise
     finally:
         os.killpg(0, signal.SIGKILL)
 

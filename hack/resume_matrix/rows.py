@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from typing import Any, NamedTuple
 
-from hack.resume_matrix.model import EOS_TOKEN, THOUGHT_TOKEN
+from hack.resume_matrix.model import ADAPTER, EOS_TOKEN, THOUGHT_TOKEN
 
 COMPLETIONS, CHAT, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/messages"
 RESPONSES = "/v1/responses"
@@ -45,8 +45,11 @@ HELLO = [{"role": "user", "content": "hello there"}]
 
 
 class Row(NamedTuple):
+    """`is_resumed`: false for a kind whose class is `none`."""
+
     url: str
     body: dict[str, Any]
+    is_resumed: bool = True
 
 
 def prompt(length: int, seed: int) -> list[int]:
@@ -85,6 +88,30 @@ def chat(url: str = CHAT, **more: Any) -> Row:
     return Row(url, {"model": "m", "stream": True, **body})
 
 
+def adapter_rows() -> dict[str, Row]:
+    """Apart from the others: in a batch with an adapter's requests, vLLM's CPU build applies the
+    adapter to those without one, too."""
+    return {
+        "adapter": completion(1, model=ADAPTER),
+        "adapter, seed and penalty": completion(
+            2, model=ADAPTER, temperature=1.0, seed=9, frequency_penalty=0.5
+        ),
+        "adapter, regular expression": completion(
+            3, model=ADAPTER, structured_outputs={"regex": r"[a-f]{4}-[0-9]{6}-(left|right)"}
+        ),
+    }
+
+
+def long_rows() -> dict[str, Row]:
+    """Prompts of 8,000 tokens."""
+    return {
+        "8,000 tokens": completion(7, 8000),
+        "8,000 tokens, seed and penalties": completion(
+            8, 8000, temperature=1.0, seed=8, frequency_penalty=0.4, repetition_penalty=1.1
+        ),
+    }
+
+
 def all_rows(tokens: list[int], text: str) -> dict[str, Row]:
     """`tokens` and `text` are what the first row answers."""
     early = sorted({*tokens[2:10], *range(70, 100)})
@@ -109,6 +136,9 @@ def all_rows(tokens: list[int], text: str) -> dict[str, Row]:
         "logprobs, usage in each event": completion(1, logprobs=3, **CONTINUOUS),
         "seed": completion(1, temperature=1.0, seed=7),
         "seed, top k and p": completion(1, temperature=0.9, top_p=0.9, top_k=40, seed=11),
+        "seed, min p": completion(1, temperature=1.0, min_p=0.05, seed=3),
+        "seed, top k alone": completion(1, temperature=1.0, top_k=20, seed=4),
+        "two answers": completion(1, n=2, temperature=1.0, seed=6)._replace(is_resumed=False),
         "half characters": completion(
             9, 12, temperature=1.0, seed=2, allowed_token_ids=HALF_CHARACTERS
         ),

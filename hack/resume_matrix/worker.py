@@ -6,11 +6,11 @@ from __future__ import annotations
 from vllm.v1.worker.cpu_worker import CPUWorker
 # isort: on
 
-from engine.backends.vllm.resume import batch_cpu
+from engine.backends.vllm.resume import hook
 from hack.resume_matrix.standing import Standing
 
 
 class Worker(Standing, CPUWorker):  # type: ignore[misc]  # unknown where types are checked
     def init_device(self) -> None:
         super().init_device()
-        self.problem = batch_cpu.install(self.model_runner)
+        self.problem = hook.install(self.vllm_config, self.model_runner)

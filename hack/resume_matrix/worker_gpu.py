@@ -5,16 +5,14 @@ from __future__ import annotations
 
 from vllm.v1.worker.gpu_worker import Worker as StockGPUWorker
 
+from engine.backends.vllm.resume import hook
 from hack.resume_matrix.standing import Standing
 
 
 class Worker(Standing, StockGPUWorker):  # type: ignore[misc]  # unknown where types are checked
     def init_device(self) -> None:
         super().init_device()
-        if not self.use_v2_model_runner:
-            from engine.backends.vllm.resume import batch
-
-            self.problem = batch.install(self.model_runner)
+        self.problem = hook.install(self.vllm_config, self.model_runner)
 
     def sleep(self, level: int = 1) -> None:
         pass

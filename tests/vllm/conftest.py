@@ -1,7 +1,12 @@
-"""What every test here needs: vLLM, which the environment of `make test` does not have."""
+"""What every test here needs: vLLM, which the environment of `make test` does not have.
+
+The tests run on the model runner that vLLM chooses on a GPU, V2, and those that name another one on
+that: `MODEL_RUNNER=v1` in the environment runs all of them on V1.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,12 +14,14 @@ from pathlib import Path
 import pytest
 
 from engine.backends.vllm import collector
+from hack import v2_on_cpu
 from tests.e2e.pods import PodHome, make_model
 from understudy.up.random_model import VLLM_RANDOM_MODEL
 
 if find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
+    v2_on_cpu.use(os.environ.get("MODEL_RUNNER", v2_on_cpu.DEFAULT))
     collector.pause()
 
 # Two cores import vLLM four times for an engine of two ranks, beside one that serves.

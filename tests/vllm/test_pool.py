@@ -47,7 +47,7 @@ models:
 """
 MODELS = ("a", "b")
 DEVICE = "HOST-0"
-LONG, SHORT = 700, 8  # tokens: a stream that does not end before it is parked, and one that is soon
+LONG, SHORT = 300, 8  # tokens: a stream that does not end before it is parked, and one that is soon
 BEGUN = 30  # events of a long one
 
 

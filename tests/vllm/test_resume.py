@@ -1,7 +1,7 @@
 """Goal: vLLM takes up a request from the tokens already made, and the answer is the same.
 
-Method: one real engine behind the backend's gate, asked as a gateway asks, in float32; the matrix
-of `hack/resume_matrix`, and what it has no row for.
+Method: a real engine behind the backend's gate for each of vLLM's model runners, asked as a gateway
+asks, in float32; some cuts of the matrix of `hack/resume_matrix`, and what it has no row for.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from http.client import HTTPConnection, IncompleteRead
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hack import v2_on_cpu
 from plumbing import hop
 from plumbing.hop import Journal
 
@@ -29,11 +31,17 @@ ROOT = str(Path(__file__).parents[2])
 ROWS = (
     *("penalties", "min tokens", "stop string", "stop string, included", "stop token"),
     *("stop string after min tokens", "bad words", "logit bias", "end of text"),
-    *("logprobs, usage in each event", "seed", "seed, top k and p", "half characters"),
+    *("logprobs, usage in each event", "seed", "seed, top k and p", "seed, min p"),
+    *("seed, top k alone", "half characters"),
     *("characters of several tokens", "JSON schema", "regular expression", "choice"),
     *("seed, penalty and expression", "model's length", "one token", "echo", "reasoning"),
     *("reasoning, then JSON", "tool call", "named tool", "messages", "responses"),
 )
+NOT_RESUMED = ("two answers",)
+# As long as vLLM has its old runner.
+V1_ROWS = ROWS[:20] if find_spec("vllm.v1.worker.gpu_model_runner") else ()
+CUTS = {"v2": 2, "v1": 1}  # of each row; `make test-vllm-full` tries all
+AT_ONCE = 40
 ASKED = {"model": "m", "prompt": "hello", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
 STREAM = {**ASKED, "stream": True}
 WAIT_S = 120.0
@@ -85,12 +93,22 @@ class Engine:
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    base = tmp_path_factory.mktemp("r")
+    """With the runner of all tests, with two ranks: each takes the tokens up."""
+    with running(tmp_path_factory.mktemp("r"), {}, "--tensor-parallel-size=2") as found:
+        yield found
+
+
+@contextlib.contextmanager
+def running(base: Path, env: Mapping[str, str], *flags: str) -> Iterator[Engine]:
     path = f"{base}/engine.sock"
-    command = [sys.executable, "-m", "hack.resume_matrix.engine", f"{base}/model", path]
-    command += ["--tensor-parallel-size", "2"]  # every rank takes the tokens up
+    command = [sys.executable, "-m", "hack.resume_matrix.engine", f"{base}/model", path, *flags]
     with subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command,
+        cwd=ROOT,
+        env={**os.environ, **env},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         found = Engine(process, path)
         try:
@@ -103,21 +121,43 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def report(engine: Engine) -> Any:
+    return matrix(engine, CUTS["v2"])
+
+
+@pytest.fixture(scope="module")
+def report_of_v1(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with running(tmp_path_factory.mktemp("r1"), v2_on_cpu.RUNNERS["v1"]) as engine:
+        return matrix(engine, CUTS["v1"], *V1_ROWS)
+
+
+def matrix(engine: Engine, cuts: int, *rows: str) -> Any:
     command = [sys.executable, "-m", "hack.resume_matrix", "--socket", engine.path, "--json", "-"]
+    command += [f"--cuts={cuts}", f"--at-once={AT_ONCE}", *(f"--row={row}" for row in rows)]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
     return json.loads(done.stdout)["rows"]
 
 
 @pytest.mark.parametrize("row", ROWS)
 def test_an_answer_that_was_cut_is_resumed_as_it_would_have_gone_on(row: str, report: Any):
-    """Cut behind 0, 1, 2, half, all but one and all of its tokens: texts, finish and usage equal
-    the uninterrupted answer's, and so does what a client sees that has the first part already."""
+    """Cut in two places, one of which leaves a single token to compute behind whole blocks: texts,
+    finish and usage equal the uninterrupted answer's, and so does what a client sees that has the
+    first part already."""
     assert report[row]["class"] == "state"
+    assert len(report[row]["cuts"]) == CUTS["v2"]
     assert report[row]["wrong"] == {}
 
 
+@pytest.mark.parametrize("row", V1_ROWS)
+def test_an_answer_that_was_cut_is_resumed_by_the_old_runner(row: str, report_of_v1: Any):
+    assert report_of_v1[row]["class"] == "state"
+    assert len(report_of_v1[row]["cuts"]) == CUTS["v1"]
+    assert report_of_v1[row]["wrong"] == {}
+
+
 def test_every_kind_of_request_is_known(report: Any):
-    assert sorted(report) == sorted(ROWS)
+    """And one whose class is none."""
+    assert sorted(report) == sorted([*ROWS, *NOT_RESUMED])
+    assert {report[row]["class"] for row in NOT_RESUMED} == {"none"}
 
 
 @pytest.mark.parametrize(

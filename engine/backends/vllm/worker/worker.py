@@ -22,11 +22,11 @@ from msgspec import structs
 
 from engine.backends import own_memory
 from engine.backends.free_memory import Room, check_can_ever_fit
-from engine.backends.vllm import membership, runners
+from engine.backends.vllm import membership
 from engine.backends.vllm.kv import INSTALL_ENV as KEEP_KV_ENV
 from engine.backends.vllm.kv import audit, facts
 from engine.backends.vllm.kv_size import check_holds_a_sequence
-from engine.backends.vllm.resume import INSTALL_ENV
+from engine.backends.vllm.resume import INSTALL_ENV, hook
 from engine.backends.vllm.worker import spinning, weights
 from engine.backends.vllm.worker.answers import Answer, answering, reporting
 from engine.backends.vllm.worker.kv_arena import AddressRange, Backing, KVArena
@@ -73,26 +73,13 @@ class ParkingWorker(OffloadingWorker):
     def reserve(self, kv_bytes: int) -> AddressRange:
         raise NotImplementedError
 
-    def _install_resume(self) -> str:
-        """Let the model runner take up requests; returns what is in the way, or nothing."""
-        if runners.in_use(self.vllm_config) == runners.V2:
-            from engine.backends.vllm.resume import runner_v2
-
-            return runner_v2.install(self.model_runner)
-        return self._install_in_v1()
-
-    def _install_in_v1(self) -> str:
-        from engine.backends.vllm.resume import batch
-
-        return batch.install(self.model_runner)
-
     # ------------------------------------------------------------------ the start
 
     def init_device(self) -> None:
         with reporting():
             super().init_device()
             if os.environ.get(INSTALL_ENV):
-                self._cannot_resume = self._install_resume()
+                self._cannot_resume = hook.install(self.vllm_config, self.model_runner)
             self._report_meeting_file()
             kv_bytes = self._kv_bytes_asked()
             check_can_ever_fit(self.kv_bytes_of_all(kv_bytes), self.room(), FIX)

@@ -34,11 +34,6 @@ class CPUWorker(ParkingWorker, StockCPUWorker):
     def reserve(self, kv_bytes: int) -> AddressRange:
         return HostRange(kv_bytes, int(self.parallel_config.world_size))
 
-    def _install_in_v1(self) -> str:
-        from engine.backends.vllm.resume import batch_cpu
-
-        return batch_cpu.install(self.model_runner)
-
     def determine_available_memory(self) -> int:
         """As vLLM does, but without requiring free memory: the active engine has it."""
         with reporting():
