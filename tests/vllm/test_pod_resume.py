@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
@@ -94,10 +94,12 @@ class Engine:
         return int(usage["prompt_tokens_details"]["cached_tokens"])
 
     def stream(
-        self, journal: Journal | None = None, kill: int | None = None, most: int = ANSWER_TOKENS
+        self,
+        journal: Journal | None = None,
+        strike: Callable[[], None] | None = None,
+        most: int = ANSWER_TOKENS,
     ) -> bytes:
-        """The answer, as far as it comes, of `most` tokens; after some groups the process `kill`
-        dies."""
+        """The answer of `most` tokens, as far as it comes; `strike` is called after some groups."""
         body, headers = json.dumps({**BODY, "max_tokens": most}).encode(), {hop.GATEWAY: "1"}
         headers["Content-Type"] = "application/json"
         if journal is not None:
@@ -110,9 +112,9 @@ class Engine:
                 with contextlib.suppress(HTTPException, ConnectionError):
                     while part := response.read1():
                         text += part
-                        if kill is not None and text.count(hop.GROUP_MARK) >= KILL_AFTER:
-                            os.kill(kill, signal.SIGKILL)
-                            kill = None
+                        if strike is not None and text.count(hop.GROUP_MARK) >= KILL_AFTER:
+                            strike()
+                            strike = None
         return text
 
 
@@ -237,7 +239,9 @@ def test_a_stream_of_a_dead_engine_goes_on_at_the_other(tmp_path: Path, model: P
             },
         )
         containers = [
-            replace(each, liveness=None, starts_in_order=False) for each in pod.containers()
+            # Without an init, which would replace a stopped supervisor.
+            replace(each, liveness=None, starts_in_order=False, init=())
+            for each in pod.containers()
         ]
         runner = PodRunner(containers, tmp_path / "log")
         try:
@@ -252,8 +256,12 @@ def test_a_stream_of_a_dead_engine_goes_on_at_the_other(tmp_path: Path, model: P
             expected = await asyncio.to_thread(first.stream)
             assert expected.endswith(hop.END)
             old = dying["backend"]["pids"]
-            os.kill(parked["engine"]["pid"], signal.SIGSTOP)  # nothing is adopted until it goes on
-            cut = await asyncio.to_thread(first.stream, None, old["core"])
+
+            def strike() -> None:
+                os.kill(parked["engine"]["pid"], signal.SIGSTOP)  # until then nothing is adopted
+                os.kill(old["core"], signal.SIGKILL)
+
+            cut = await asyncio.to_thread(first.stream, None, strike)
             assert not cut.endswith(hop.END)
             journal, begun = made_by(cut)
             assert KILL_AFTER <= len(journal.tokens) < ANSWER_TOKENS
