@@ -1,7 +1,7 @@
 """Kill engines at every point of a step, hundreds of times: each is a fork of a parked one.
 
-    python -m hack.kv_kills.forked [--backend reference|vllm] [--kills N] [--no-async] [--no-audit]
-        [--point running] [--seed N] [--json]
+    python -m hack.kv_kills.forked [--backend reference|vllm] [--runner v1|v2] [--kills N]
+        [--no-async] [--no-audit] [--point running] [--seed N] [--json]
 
 Starting vLLM takes a minute of two cores, and a fork of it a moment. One process loads the model
 and parks; every fork of it borrows the KV pool from a real memory service, adopts what it finds,
@@ -30,6 +30,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Protocol
 
+from hack import v2_on_cpu
 from hack.kv_kills.seams import ANY_RANK, SEAMS, Control, any_skip
 from hack.processes import KvServer
 from hack.report import commit, machine
@@ -202,6 +203,8 @@ def outer(flags: argparse.Namespace) -> int:
         try:
             environment = {**os.environ, **RandomModel.of(flags.backend).env, **VARIABLES}
             environment |= {**control.environment, INNER_ENV: directory}
+            if flags.backend == "vllm":
+                environment |= v2_on_cpu.environment(flags.runner)
             command = [sys.executable, "-m", "hack.kv_kills.forked", *sys.argv[1:]]
             done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=False)
         finally:
@@ -235,6 +238,11 @@ def main() -> None:
     )
     points = sorted({point for points in SEAMS.values() for point in points})
     parser.add_argument("--backend", choices=SEAMS, default="reference")
+    parser.add_argument(
+        "--runner",
+        choices=v2_on_cpu.RUNNERS,
+        help="vLLM's model runner [default: what vLLM chooses on a GPU]",
+    )
     parser.add_argument("--kills", type=int, default=200, help="how many [default: %(default)s]")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--point", action="append", choices=points, help="repeatable; default: all")

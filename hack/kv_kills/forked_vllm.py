@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from msgspec import structs
 from vllm import LLM, SamplingParams
 
+from engine.backends.vllm.worker.kv_lease import Lending
 from gms.kv_messages import NO_ERA
+from hack.vllm.overlapping import keep_async_scheduling
 from hack.vllm.stock import GAP_MIN
 
 DEADLINE_S = 30.0
@@ -23,6 +27,8 @@ class ParkedVllm:
         self, model: str, directory: str, engine: str, *, is_async: bool, has_audit: bool
     ) -> None:
         self._directory, self._engine, self._has_audit = directory, engine, has_audit
+        if is_async:
+            keep_async_scheduling()
         kind = "KeepingAsyncScheduler" if is_async else "KeepingScheduler"
         self._llm: Any = LLM(
             model,
@@ -41,9 +47,8 @@ class ParkedVllm:
         self._llm.sleep(1)
 
     def wake(self, token: int) -> Mapping[str, Any]:
-        lending = {"directory": self._directory, "token": token, "era": NO_ERA}
-        lending |= {"engine": self._engine, "incarnation": f"i-{token}"}
-        asked = (DEADLINE_S, lending) if token else (DEADLINE_S,)
+        lending = Lending(self._directory, self._engine, f"i-{token}", token, NO_ERA, math.inf)
+        asked = (DEADLINE_S, structs.asdict(lending)) if token else (DEADLINE_S,)
         (taken,) = self._llm.collective_rpc("understudy_take_kv", args=asked)
         if not taken["ok"]:
             raise RuntimeError(taken["error"])

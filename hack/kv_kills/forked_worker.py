@@ -23,6 +23,8 @@ class Worker(CPUWorker):
         super().init_device()
 
     def load_model(self, **kwargs: Any) -> None:
-        ours: Any = SimpleNamespace(is_awake=False, bytes=0, epoch="0" * 32, identity={})
+        ours: Any = SimpleNamespace(
+            is_awake=False, is_away=False, bytes=0, epoch="0" * 32, identity={}
+        )
         weights._of_this_process = ours
         StockCPUWorker.load_model(self, **kwargs)

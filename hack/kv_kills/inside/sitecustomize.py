@@ -165,6 +165,7 @@ PATCHES: Mapping[str, Callable[[Points, Any], None]] = {
     "engine.backends.vllm.kv.scheduler": scheduler,
     "vllm.model_executor.models.llama": layers,
     "vllm.v1.worker.gpu_model_runner": model_runner,
+    "vllm.v1.worker.gpu.model_runner": model_runner,
 }
 
 
