@@ -1,5 +1,5 @@
-"""`make test-vllm-full`: what is tried of resumed requests and adopted blocks on both of vLLM's model
-runners, and takes too long for every change.
+"""`make test-vllm-full`: on both of vLLM's model runners, what is tried of resumed requests and of
+adopted blocks, and takes too long for every change.
 
     python -m hack.vllm.full [--json FILE] [--run NAME]...
 
