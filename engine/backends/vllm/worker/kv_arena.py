@@ -125,6 +125,13 @@ class KVArena(TorchFunctionMode):
 
     # ------------------------------------------------------------------ park and wake
 
+    def scratch(self) -> None:
+        """From parked: scratch memory again, for a trial."""
+        if self.backing is not Backing.PARKED:
+            raise InvariantError(f"scratch memory for a KV cache that is {self.backing}")
+        self._addresses.scratch()
+        self.backing = Backing.SCRATCH
+
     def release(self) -> None:
         """Park; idempotent."""
         if self.backing is not Backing.PARKED:

@@ -170,12 +170,12 @@ class ParkingWorker(OffloadingWorker):
             self.arena.release()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Only check that the memory was taken.
+        """Only check that there is memory: the engine's own, or, for a self-test, scratch memory.
 
         Raises:
             UnderstudyError: `engine.not_awake`; to continue would touch memory that is not there.
         """
-        if self.arena is not None and self.arena.backing is not Backing.TAKEN:
+        if self.arena is not None and self.arena.backing is Backing.PARKED:
             raise UnderstudyError(
                 "engine.not_awake",
                 f"rank {self.rank} is {self.arena.backing}: its KV memory must be taken first",
@@ -208,6 +208,13 @@ class ParkingWorker(OffloadingWorker):
     def understudy_into_huge_pages(self) -> Answer:
         """Once the engine is prepared, so that this process dies sooner."""
         return {"huge_bytes": own_memory.into_huge_pages()}
+
+    @answering
+    def understudy_scratch(self) -> Answer:
+        """For a self-test of an engine that is parked. `sleep` follows."""
+        if self.arena is not None:
+            self.arena.scratch()
+        return {}
 
     @answering
     def understudy_join(self, token: int) -> Answer:

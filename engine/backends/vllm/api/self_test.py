@@ -1,0 +1,298 @@
+"""Whether this engine, on this device, resumes requests, reuses KV blocks and wakes correctly.
+
+Each row is a request whose answer depends on the state that a resume must restore. It is answered
+once without interruption. Then it is resumed behind several of its tokens, and answered again after
+a sleep and a wake. All answers must be equal. The gateway's check of a replay cannot see a wrong
+state, because it compares the journal with itself.
+
+Most rows do not depend on the model. A bias of thousands selects a few tokens; a repetition penalty
+of `SHRINK` shrinks what the model says of tokens that are in the prompt, so that seeds and
+penalties decide by a large margin. Rounding cannot change such an answer, so its tokens must be
+equal. The rows of kind `NUMBERS` are the model's own greedy answers; they depend on every KV block
+and position. Their log probabilities are compared within a tolerance.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from msgspec import Struct
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+from engine.backends.vllm.resume.answer import CURRENT, Answer
+from plumbing.hop import Continuation, Journal
+
+MADE = 24  # tokens of an answer
+# Behind so many tokens a prompt of `prompt_tokens` ends one token into a block: the blocks before
+# it are reused, and one token is left. Runner V2 computes such a row in its graph for decoding.
+ONE_LEFT = 7
+CUTS = (1, ONE_LEFT, 12, MADE - 1, MADE)
+BLOCKS = 128  # that all answers together fill at most; see `BLOCKS` of `worker/scratch.py`
+PROMPT_MIN = 26  # room for every token that a row chooses from
+CHOICES = 16
+SHRINK = 1e4  # repetition penalty: how much less the model's own preferences count
+FIRST, SECOND, CHOICE = 8000.0, 4000.0, 1000.0  # biases; no model's logits differ by so much
+STEP = 700.0  # between biases, so that no two sums of bias and penalties are nearly equal
+SEED = 20251
+# Of log probabilities, at most: float32, and what is rounded to 16 bits or fewer.
+TOLERANCE, TOLERANCE_16_BIT = 2e-3, 0.5
+WAIT_S = 180.0  # for each of the steps of a test
+ANSWERS_AT_ONCE = 40
+
+TOKENS, NUMBERS = "tokens", "numbers"
+
+
+class Row(Struct, frozen=True, eq=False):
+    """`by`: what of two answers must be equal."""
+
+    name: str
+    prompt: Sequence[int]
+    sampling: Mapping[str, Any]
+    by: str = TOKENS
+
+
+class Seen(NamedTuple):
+    """One answer. `numbers` are the log probabilities of its tokens; those of replayed tokens are
+    not known. `lead` says by how much each token's log probability exceeds the next best one's."""
+
+    tokens: list[int]
+    numbers: list[float]
+    lead: list[float]
+    finish: str = ""
+
+
+# ---------------------------------------------------------------------- what is asked
+
+
+def prompt_tokens(block_tokens: int, max_model_len: int) -> int:
+    """The length of each prompt: with `ONE_LEFT` tokens more it ends one token into a block.
+
+    Raises:
+        ValueError: the model's length has no room for that.
+    """
+    least = -(-(PROMPT_MIN + ONE_LEFT) // block_tokens)
+    for blocks in (max(2, least), least):
+        length = blocks * block_tokens + 1 - ONE_LEFT
+        if length + MADE <= max_model_len:
+            return length
+    raise ValueError(f"it needs a --max-model-len of at least {length + MADE}")
+
+
+def rows(length: int, vocabulary: int, digits: tuple[int, int] | None) -> list[Row]:
+    """With prompts of `length` tokens. `digits`: the tokens of `7` and `3`, for a grammar; None:
+    the model has no tokenizer."""
+    source = random.Random(SEED)
+    known = range(9, vocabulary // 2)  # the other half may be special tokens, or padding
+    picked = source.sample(known, CHOICES + 6)
+    choices, others = picked[:CHOICES], picked[CHOICES:]
+    rest = [token for token in known if token not in picked]
+
+    def prompt(*first: int) -> list[int]:
+        return [*first, *source.choices(rest, k=length - len(first))]
+
+    same = prompt(*choices)
+    one, two, stop, *new = others
+    found = [
+        Row("plain bias", same, {"logit_bias": {one: SECOND}}),
+        Row(
+            "penalties",  # each of `new` once, because it counts in full until it was made
+            same,
+            {
+                "repetition_penalty": SHRINK,
+                "frequency_penalty": 0.8,
+                "presence_penalty": 0.1,
+                "allowed_token_ids": [*new, *choices[:8]],
+                "logit_bias": {
+                    **{token: FIRST - STEP * index for index, token in enumerate(new)},
+                    **{token: CHOICE + STEP * index for index, token in enumerate(choices[:8])},
+                },
+            },
+        ),
+        Row(
+            "seed",
+            same,
+            {
+                "temperature": 1.0,
+                "seed": SEED,
+                "repetition_penalty": SHRINK,
+                "allowed_token_ids": choices,
+                "logit_bias": dict.fromkeys(choices, CHOICE),
+            },
+        ),
+        Row(
+            "min tokens",
+            same,
+            {
+                "min_tokens": MADE // 2,
+                "stop_token_ids": [stop],
+                "logit_bias": {stop: FIRST, one: SECOND},
+            },
+        ),
+        Row(  # behind each `one` comes `two`
+            "bad words",
+            same,
+            {"_bad_words_token_ids": [[one, one]], "logit_bias": {one: FIRST, two: SECOND}},
+        ),
+    ]
+    if digits is not None:
+        seven, three = digits
+        grammar = StructuredOutputsParams(regex="7{5}3{5}7{5}3{4}")
+        bias = {seven: FIRST, three: SECOND}
+        asked = {"structured_outputs": grammar, "logit_bias": bias, "ignore_eos": False}
+        found.append(Row("grammar", same, asked))
+    more = {"logprobs": 2}  # the second one tells how far the first is ahead
+    return [
+        *found,
+        Row("greedy", prompt(), more, NUMBERS),
+        Row("greedy, another prompt", prompt(), more, NUMBERS),
+    ]
+
+
+# ---------------------------------------------------------------------- what must be equal
+
+
+def difference(row: Row, whole: Seen, other: Seen, tolerance: float, cut: int = 0) -> str:
+    """What is wrong with `other`, which was resumed behind `cut` tokens of `whole`; or nothing."""
+    for index, (wanted, got) in enumerate(zip(whole.tokens, other.tokens, strict=False)):
+        if row.by == NUMBERS and index >= cut:
+            number, found = whole.numbers[index], other.numbers[index]
+            if wanted != got and whole.lead[index] <= 2 * tolerance:
+                return ""  # either may be chosen, and what follows depends on it
+            if wanted == got and not abs(number - found) <= tolerance:  # also NaN
+                return f"token {index} has a log probability of {found:.4g}, not {number:.4g}"
+        if wanted != got:
+            return f"token {index} is {got}, not {wanted}"
+    if len(whole.tokens) != len(other.tokens):
+        return f"it ends after {len(other.tokens)} tokens, not {len(whole.tokens)}"
+    return "" if whole.finish == other.finish else f"it ends with {other.finish}"
+
+
+# ---------------------------------------------------------------------- asking
+
+
+class SelfTest:
+    """One test of `engine`, which is parked before and after it.
+
+    Args:
+        park: puts the engine to sleep.
+        wake: wakes it, over memory that is good for `BLOCKS` blocks.
+    """
+
+    def __init__(
+        self, engine: Any, park: Callable[[], Awaitable[None]], wake: Callable[[], Awaitable[None]]
+    ) -> None:
+        self._engine, self._park, self._wake = engine, park, wake
+        config = engine.vllm_config
+        is_whole = str(engine.model_config.dtype) == "torch.float32"
+        self._tolerance = TOLERANCE if is_whole else TOLERANCE_16_BIT
+        at_once = min(ANSWERS_AT_ONCE, config.scheduler_config.max_num_seqs)
+        self._turn = asyncio.Semaphore(at_once)
+        self._asked = 0
+        self._resumable: set[str] = set()
+
+    async def run(self) -> str:
+        """What is wrong, or nothing."""
+        model = self._engine.model_config
+        try:
+            length = prompt_tokens(
+                self._engine.vllm_config.cache_config.block_size, model.max_model_len
+            )
+        except ValueError as error:
+            return str(error)
+        asked = rows(length, model.get_vocab_size(), _digits(self._engine.get_tokenizer()))
+        try:
+            return await self._compare(asked)
+        except TimeoutError:
+            return f"vLLM did not answer within {WAIT_S:g} s"
+        finally:
+            await self._park()
+
+    async def _compare(self, asked: Sequence[Row]) -> str:
+        await self._wake()
+        wholes = {row: seen for row, seen in await self._all(asked) if seen is not None}
+        if not any(row.by == NUMBERS for row in wholes):
+            return "vLLM refuses to give log probabilities"
+        cuts = [
+            (row, cut)
+            for row, seen in wholes.items()
+            if row.name in self._resumable
+            for cut in CUTS
+            if cut <= len(seen.tokens)
+        ]
+        random.Random(SEED).shuffle(cuts)  # so that each slot of a batch gets another owner
+        if problem := await self._resume(wholes, cuts):
+            return problem
+        await self._park()
+        await self._wake()
+        for row, seen in await self._all([*reversed(wholes)]):
+            wrong = difference(row, wholes[row], seen or Seen([], [], []), self._tolerance)
+            if wrong:
+                return f"{row.name}, after a sleep: {wrong}"
+        await self._park()
+        await self._wake()  # without one block in the cache
+        return await self._resume(wholes, [each for each in cuts if each[1] == ONE_LEFT])
+
+    async def _all(self, asked: Iterable[Row]) -> list[tuple[Row, Seen | None]]:
+        async with asyncio.timeout(WAIT_S):
+            return [
+                (row, seen)
+                for row, seen in zip(
+                    asked, await asyncio.gather(*map(self._ask, asked)), strict=True
+                )
+            ]
+
+    async def _resume(self, wholes: Mapping[Row, Seen], cuts: Sequence[tuple[Row, int]]) -> str:
+        async with asyncio.timeout(WAIT_S):
+            answers = await asyncio.gather(
+                *(self._ask(row, wholes[row].tokens[:cut]) for row, cut in cuts)
+            )
+        for (row, cut), seen in zip(cuts, answers, strict=True):
+            if seen is None:
+                return f"{row.name}: vLLM refuses to resume it behind {cut} tokens"
+            if wrong := difference(row, wholes[row], seen, self._tolerance, cut):
+                return f"{row.name}, resumed behind {cut} tokens: {wrong}"
+        return ""
+
+    async def _ask(self, row: Row, made: Sequence[int] = ()) -> Seen | None:
+        """None: vLLM refuses such a request, so no client's is affected."""
+        async with self._turn:
+            return await self._answer(row, made)
+
+    async def _answer(self, row: Row, made: Sequence[int]) -> Seen | None:
+        sampling = {"temperature": 0.0, "ignore_eos": True, **row.sampling}
+        kind = RequestOutputKind.DELTA
+        params = SamplingParams(max_tokens=MADE, detokenize=False, output_kind=kind, **sampling)
+        answer = Answer(Journal(made, [len(made)]) if made else None, has_boundaries=False)
+        CURRENT.set(answer)  # of this task alone
+        self._asked += 1
+        prompt = {"prompt_token_ids": list(row.prompt)}
+        seen = Seen([], [], [])
+        try:
+            async for output in self._engine.generate(prompt, params, f"self-test-{self._asked}"):
+                (made_now,) = output.outputs
+                seen.tokens.extend(made_now.token_ids)
+                for token, each in zip(made_now.token_ids, made_now.logprobs or (), strict=False):
+                    others = [one.logprob for other, one in each.items() if other != token]
+                    seen.numbers.append(each[token].logprob)
+                    seen.lead.append(each[token].logprob - max(others, default=-1e9))
+                if output.finished:
+                    seen = seen._replace(finish=str(made_now.finish_reason))
+        except VLLMValidationError:
+            return None
+        if answer.is_refused:
+            return None
+        if answer.continuation is not Continuation.NONE:
+            self._resumable.add(row.name)
+        return seen
+
+
+def _digits(tokenizer: Any) -> tuple[int, int] | None:
+    if tokenizer is None:
+        return None
+    seven, three = (tokenizer.encode(each, add_special_tokens=False) for each in "73")
+    return seven[-1], three[-1]
