@@ -238,7 +238,7 @@ class Run:
     def _resume(self) -> dict[str, Any]:
         """Kinds of requests that are cut and resumed, with the model runner that vLLM chooses."""
         command = [sys.executable, "-m", "hack.resume_matrix", "--json", "-"]
-        command += ["--", "--resume-untested", f"--kv-cache-memory-bytes={REHEARSED_KV_BYTES}"]
+        command += ["--", f"--kv-cache-memory-bytes={REHEARSED_KV_BYTES}"]
         done = subprocess.run(
             command, cwd=ROOT, env={**os.environ, **self.env}, stdout=subprocess.PIPE, check=False
         )

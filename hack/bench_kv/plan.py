@@ -96,7 +96,6 @@ class Plan:
         return (
             *(() if self.is_cuda else on_cpu),
             *ours,
-            "--resume-untested",  # for the model runner V2, the default on GPUs
             f"--block-size={BLOCK_TOKENS}",
             f"--max-model-len={MODEL_TOKENS}",
             f"--kv-cache-memory-bytes={shape.kv_bytes(self.kept_tokens)}",

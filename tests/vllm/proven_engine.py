@@ -52,18 +52,19 @@ async def prove(model: str, faults: list[str]) -> dict[str, Any]:
     async def park() -> None:
         await engine.sleep(level=1)
 
-    async def wake() -> None:
+    async def take() -> None:
         (answer,) = await engine.collective_rpc("understudy_scratch")
         assert answer["ok"], answer
-        await engine.wake_up()
 
     await park()
     for fault in [HEALTHY, *faults, HEALTHY]:
         if fault != HEALTHY:
             await engine.collective_rpc("plant", args=(fault,))
         began = time.monotonic()
-        problem = await SelfTest(engine, park, wake).run()
+        problem = await SelfTest(engine, park, take).run()
         about = {"problem": problem, "seconds": round(time.monotonic() - began, 2)}
+        if not report.get(HEALTHY):
+            (report["last_block"],) = await engine.collective_rpc("find_last_block")
         report.setdefault(fault, []).append(about)
         print(f"{fault:40} {about['seconds']:6.2f} s  {problem}", flush=True)
         if fault != HEALTHY:

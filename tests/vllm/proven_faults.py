@@ -92,7 +92,9 @@ def the_worker_does_not_know_where_the_prompt_ends(site: Site) -> None:
     if site.is_v2:
 
         def made(old: Any) -> Any:
-            def add_request(self: Any, req_id: str, prompt_len: int, tokens: Any, *more: Any) -> Any:
+            def add_request(
+                self: Any, req_id: str, prompt_len: int, tokens: Any, *more: Any
+            ) -> Any:
                 return old(self, req_id, len(tokens), tokens, *more)
 
             return lambda self, **named: add_request(
@@ -114,9 +116,11 @@ def the_grammar_begins_again(site: Site) -> None:
     site.put(
         "engine.backends.vllm.resume.scheduler:_Resuming",
         "_handle_blocked_waiting_request",
-        lambda old: lambda self, request: super(
-            importlib.import_module("engine.backends.vllm.resume.scheduler")._Resuming, self
-        )._handle_blocked_waiting_request(request),
+        lambda old: (
+            lambda self, request: super(
+                importlib.import_module("engine.backends.vllm.resume.scheduler")._Resuming, self
+            )._handle_blocked_waiting_request(request)
+        ),
     )
 
 
@@ -141,8 +145,10 @@ def penalties_count_the_prompt_alone(site: Site) -> None:
         site.put(
             "vllm.v1.worker.gpu.sample.penalties",
             "bincount",
-            lambda old: lambda rows, tokens, prompt, prefill, *more: old(
-                rows, tokens, prompt, prompt, *more
+            lambda old: (
+                lambda rows, tokens, prompt, prefill, *more: old(
+                    rows, tokens, prompt, prompt, *more
+                )
             ),
         )
     else:

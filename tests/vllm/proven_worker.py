@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tests.vllm.parked_worker import PrivateWorker  # isort: skip - vLLM's CPU worker comes first
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from tests.vllm.proven_faults import FAULTS, Site
@@ -14,6 +17,22 @@ class InCore(UniProcExecutor):
 
 class FaultyWorker(PrivateWorker):
     site: Site | None = None
+    last_block = 0
+
+    def init_device(self) -> None:
+        super().init_device()
+        hand_out = BlockPool.get_new_blocks
+
+        def noting(pool: Any, *asked: Any) -> Any:
+            blocks = hand_out(pool, *asked)
+            self.last_block = max(self.last_block, *(each.block_id for each in blocks), 0)
+            return blocks
+
+        BlockPool.get_new_blocks = noting
+
+    def find_last_block(self) -> int:
+        """The highest block that was ever handed out."""
+        return self.last_block
 
     def plant(self, name: str) -> None:
         self.site = Site(self)

@@ -16,6 +16,7 @@ from engine.backends.vllm.api.gate import Traffic
 from engine.messages import WokenMsg
 from gms.names import kv_socket_path
 from plumbing.errors import UnderstudyError
+from plumbing.hop import Continuation
 from plumbing.wire.fds import OwnedFd
 
 with warnings.catch_warnings():
@@ -23,6 +24,7 @@ with warnings.catch_warnings():
     from engine.backends.vllm.api import backend as backend_module
     from engine.backends.vllm.api import kept_memory
     from engine.backends.vllm.api.backend import VllmBackend
+    from engine.backends.vllm.api.continuation import Continuing
     from engine.backends.vllm.api.kept_memory import KeptMemory, KvChoice
     from engine.backends.vllm.api.steps import StepCounter
 
@@ -105,6 +107,32 @@ def test_an_engine_is_parked_before_it_reports_prepared(engine):
         40,
         "e",
     )  # of both ranks
+
+
+@pytest.mark.parametrize("why", ["", "the seed is lost"])
+def test_without_a_proof_nothing_is_continued_published_or_put_to_sleep(engine, why):
+    """The engine serves all the same. A reason of its own, which stood before, is kept."""
+    found = Continuing(Continuation.STATE, "an id")
+    kept = KeptMemory(KvChoice(is_shared=True))
+    seat = SimpleNamespace()
+
+    async def prove(run):
+        return why
+
+    async def core(method, *asked):
+        return {"problem": ""}
+
+    engine.engine_core = SimpleNamespace(call_utility_async=core)
+    engine.abilities = "all"
+    backend = VllmBackend(
+        engine, Front(), StepCounter(), lambda ranks: found, kept, seat, prove=prove
+    )
+    prepared = asyncio.run(backend.prepare())
+    assert prepared.continuation == ("" if why else "an id")
+    assert prepared.can_rest == (not why)
+    assert [why in each for each in prepared.warnings] == ([True, True] if why else [])
+    assert kept.problem == why
+    assert (engine.abilities == "all") == (not why)
 
 
 def test_a_rank_that_fails_is_named(engine):

@@ -13,17 +13,19 @@ from typing import Any
 
 import pytest
 
-from engine.backends.vllm import contracts, runners
+from engine.backends.vllm import contracts
 from engine.backends.vllm.resume import INSTALL_ENV
 from plumbing.hop import Continuation
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what torch and vLLM say of themselves as they are imported
-    from vllm import platforms
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from engine.backends.vllm.api import continuation
     from engine.backends.vllm.api.continuation import FLAGS, Hooks, problem_with
-    from engine.backends.vllm.resume.llm import ContinuingLLM
+    from engine.backends.vllm.resume.llm import Abilities, ContinuingLLM
 
 IDENTITY = {"models": {"target": {"shards": "a"}}, "torch": "2.13"}
 FINE = [{"rank": 0, "cannot_resume": "", "identity": IDENTITY}]
@@ -38,7 +40,8 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def configured(*, is_async: bool = False, scheduler: str | None = None, v2: bool = False) -> Any:
     chosen = SimpleNamespace(scheduler_cls=scheduler, async_scheduling=is_async)
-    return SimpleNamespace(scheduler_config=chosen, use_v2_model_runner=v2)
+    model = SimpleNamespace(logits_processors=None)
+    return SimpleNamespace(scheduler_config=chosen, use_v2_model_runner=v2, model_config=model)
 
 
 def engine(template: str = "{{ text }}", *, v2: bool = False) -> Any:
@@ -86,15 +89,34 @@ def test_each_runner_can_resume_unless_a_contract_or_a_scheduler_is_in_the_way(v
     assert "Scheduler can be imported" in problem_with(configured(v2=v2), sources)
 
 
-def test_only_v2_on_a_gpu_was_never_tried(monkeypatch: pytest.MonkeyPatch):
-    """On the CPU both runners were; on a GPU --resume-untested lets V2 try."""
+def test_v2_does_not_tell_logits_processors_what_was_made(monkeypatch: pytest.MonkeyPatch):
+    """One of the user's own could count wrongly after a resume; V1 gives it the output."""
+    sources = contracts.installed()
     v1, v2 = configured(), configured(v2=True)
-    assert runners.unproved(v1, may_be_untested=False) == ""
-    assert runners.unproved(v2, may_be_untested=False) == ""
-    monkeypatch.setattr(platforms.current_platform, "is_cpu", lambda: False)
-    assert runners.unproved(v1, may_be_untested=False) == ""
-    assert "runner V2" in runners.unproved(v2, may_be_untested=False)
-    assert runners.unproved(v2, may_be_untested=True) == ""
+    for each in (v1, v2):
+        each.model_config.logits_processors = ["own.One"]
+    assert problem_with(v1, sources) == ""
+    assert "logits processors" in problem_with(v2, sources)
+    v2.model_config.logits_processors = None
+    monkeypatch.setattr(continuation, "entry_points", lambda group: [group])
+    assert "logits processors" in problem_with(v2, sources)
+
+
+@pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
+def test_what_nobody_has_resumed_with_v2_ends_with_its_engine(v2: bool):
+    """A thinking budget, and a seed beside drafts."""
+    engine = ContinuingLLM.__new__(ContinuingLLM)
+    engine.abilities = Abilities(Continuation.STATE)
+    engine.vllm_config = SimpleNamespace(use_v2_model_runner=v2, speculative_config=object())
+
+    def class_of(**sampling: Any) -> Continuation:
+        params = SamplingParams(output_kind=RequestOutputKind.DELTA, **sampling)
+        return engine._continuation_of({"prompt_token_ids": [1]}, params, None)
+
+    untried = Continuation.NONE if v2 else Continuation.STATE
+    assert class_of() is Continuation.STATE
+    assert class_of(thinking_token_budget=5) is untried
+    assert class_of(seed=3) is untried
 
 
 def test_a_worker_that_could_not_install_its_hook_is_named():

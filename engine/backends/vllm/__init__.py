@@ -8,3 +8,4 @@ LOAD_FORMAT = "understudy"
 
 # What to do with weights that cannot be shared (`--unshareable`).
 REFUSE, PRIVATE = "refuse", "private"
+NO_SELF_TEST = "vllm.no_self_test"  # an error: not with this model

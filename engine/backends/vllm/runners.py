@@ -30,16 +30,3 @@ def in_use(config: Any) -> str:
     """The runner of an engine with this `VllmConfig`. vLLM decides: its variable is only a wish,
     and some features choose V1 without it."""
     return V2 if config.use_v2_model_runner else V1
-
-
-def unproved(config: Any, *, may_be_untested: bool) -> str:
-    """Why this engine's state was never shown to survive on this device, or nothing. Such an engine
-    continues no stream, publishes no block and does not sleep."""
-    from vllm.platforms import current_platform
-
-    if in_use(config) == V1 or current_platform.is_cpu() or may_be_untested:
-        return ""
-    return (
-        "vLLM's model runner V2 was tried on the CPU only; set VLLM_USE_V2_MODEL_RUNNER=0, or try"
-        " it with --resume-untested"
-    )

@@ -68,7 +68,10 @@ PLUGINS_ENV = "VLLM_PLUGINS"  # an allow-list of entry points, ours among them
 
 UNSHAREABLE_FLAG = "--unshareable"
 BODY_FLAG = "--body-bytes-max"
-UNTESTED_FLAG = "--resume-untested"
+NO_RESUME_FLAG = "--no-resume"
+NO_SLEEP_FLAG = "--no-sleep"
+SELF_TEST_FLAG = "--self-test"
+UNTESTED_FLAG = "--resume-untested"  # of the last release; it does nothing
 KV_MEMORY_FLAG = "--kv-memory"
 NO_ADOPTION_FLAG = "--no-kv-adoption"
 AUDIT_FLAG = "--kv-audit"
@@ -77,8 +80,10 @@ OURS: Mapping[str, str] = {
     f"`{REFUSE}` to start (the default), or load a `{PRIVATE}` copy into every engine",
     BODY_FLAG: "the largest request body, such as 64MiB; larger ones are refused with 413, because"
     " parsing one blocks all others (the default depends on the model's length)",
-    UNTESTED_FLAG: "let another engine continue streams, and adopt KV blocks, also with vLLM's"
-    " model runner V2, the default on GPUs, with which that was never tried",
+    NO_RESUME_FLAG: "end streams with their engine, instead of letting the next one continue them",
+    NO_SLEEP_FLAG: "never sleep; hand over by a relaunch",
+    SELF_TEST_FLAG: "test resuming, KV blocks and a wake while the engine prepares, also on the CPU"
+    " and whatever the result of the last test (default: on GPUs, once for each configuration)",
     KV_MEMORY_FLAG: f"whose memory the KV cache is in: `{GMS}`, the memory service's, which"
     " outlives the engine, so that the next one goes on with the blocks in it;"
     f" `{OWN}`, the engine's own; or `{AUTO}` (the default): on GPUs `{OWN}`, until the fence was"
@@ -97,7 +102,9 @@ class ServeArguments:
 
     vllm: argparse.Namespace
     body_bytes_max: int | None
-    resume_untested: bool = False
+    no_resume: str = ""  # why streams end with this engine
+    no_sleep: str = ""
+    self_test: bool = False
     kv: KvChoice = OWN_MEMORY
 
 
@@ -133,9 +140,12 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Serve
     _refuse(parser, args, environ)
     _refuse_mps(args, environ)
     unshareable, body_max = args.unshareable, args.body_bytes_max
-    untested = args.resume_untested
+    no_resume = f"it was started with {NO_RESUME_FLAG}" if args.no_resume else ""
+    no_sleep = f"it was started with {NO_SLEEP_FLAG}" if args.no_sleep else ""
+    self_test = args.self_test
     kv = _kv_choice(args)
     del args.unshareable, args.allow_any_vllm, args.body_bytes_max, args.resume_untested
+    del args.no_resume, args.no_sleep, args.self_test
     del args.kv_memory, args.no_kv_adoption, args.kv_audit
     args.api_server_count = None
     try:
@@ -143,7 +153,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Serve
     except (TypeError, ValueError) as error:
         raise UsageError("vllm.arguments", f"vLLM refuses its arguments: {error}") from error
     _own(args, unshareable)
-    return ServeArguments(args, body_max, untested, kv)
+    return ServeArguments(args, body_max, no_resume, no_sleep, self_test, kv)
 
 
 def _refuse(
@@ -245,7 +255,9 @@ def _parser() -> Any:
         UNSHAREABLE_FLAG, choices=(REFUSE, PRIVATE), default=REFUSE, help=OURS[UNSHAREABLE_FLAG]
     )
     ours.add_argument(BODY_FLAG, type=size_bytes, help=OURS[BODY_FLAG])
-    ours.add_argument(UNTESTED_FLAG, action="store_true", help=OURS[UNTESTED_FLAG])
+    for flag in (NO_RESUME_FLAG, NO_SLEEP_FLAG, SELF_TEST_FLAG):
+        ours.add_argument(flag, action="store_true", help=OURS[flag])
+    ours.add_argument(UNTESTED_FLAG, action="store_true", help=argparse.SUPPRESS)
     ours.add_argument(
         KV_MEMORY_FLAG, choices=(AUTO, GMS, OWN), default=AUTO, help=OURS[KV_MEMORY_FLAG]
     )

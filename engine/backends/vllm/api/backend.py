@@ -11,23 +11,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from vllm import SamplingParams
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from engine.backends import own_memory
 from engine.backends.channel import Phases
-from engine.backends.vllm.api.continuation import Continuing
+from engine.backends.vllm.api.canary import generate_one
+from engine.backends.vllm.api.continuation import Continuing, continue_nothing
 from engine.backends.vllm.api.door import Door
-from engine.backends.vllm.api.http import TRIAL_PROMPT, Front
+from engine.backends.vllm.api.http import Front
 from engine.backends.vllm.api.kept_memory import OWN_MEMORY, KeptMemory
 from engine.backends.vllm.api.offloading import Offloading
+from engine.backends.vllm.api.proof import Prove
 from engine.backends.vllm.api.resting import Resting, ask_core
 from engine.backends.vllm.api.steps import StepCounter
 from engine.backends.vllm.versions import vllm_version
@@ -81,9 +81,11 @@ class VllmBackend:
         seat: serving.ServingSeat | None = None,
         cannot_rest: str = "",
         cannot_offload: str = "",
+        prove: Prove | None = None,
     ) -> None:
         """`find_continuing` tells from the status of all ranks who may continue its streams.
-        `cannot_rest`: why it cannot rest, or nothing; `cannot_offload`: not without its weights."""
+        `cannot_rest`: why it cannot rest, or nothing; `cannot_offload`: not without its weights.
+        `prove` says why nothing of this is proved here, and may run the test that it is given."""
         self.phases = Phases()
         self._engine = engine
         self._front = front
@@ -93,6 +95,7 @@ class VllmBackend:
         self._kv = kv or KeptMemory(OWN_MEMORY)
         self._seat, self._cannot_rest = None if cannot_rest else seat, cannot_rest
         self._offloading = Offloading(self._ask_ranks, cannot_offload)
+        self._prove = prove
         self._listening: OwnedFd | None = None
         self._canaries = 0
         self._turned_s = time.monotonic()
@@ -107,13 +110,14 @@ class VllmBackend:
         await self._front.warm_up()
         # A canary too, since vLLM compiles parts of it at first use (1.7 s on the CPU). On a GPU
         # the scratch memory behind the KV cache yields arbitrary tokens, so it is not judged there.
-        found = await self._generate("understudy-trial")
+        found = await generate_one(self._engine, "understudy-trial")
         if found is not None and current_platform.is_cpu():
             raise UnderstudyError("vllm.trial_failed", f"the trial canary failed: {found}")
-        await self._engine.sleep(level=1)
-        statuses = await self._ask_ranks("understudy_status", STATUS_WAIT_S)
+        statuses = await self._park()
         self._continuing = self._find_continuing(statuses)
         self._kv.prepared(statuses)
+        if self._prove is not None and (why := await self._prove(self._self_test)):
+            self._do_without(why)
         await self._into_huge_pages()
         self.phases.step("ready")
         first = statuses[0]
@@ -130,8 +134,25 @@ class VllmBackend:
             cannot_offload=cannot_offload,
         )
 
+    async def _park(self) -> Sequence[dict[str, Any]]:
+        await self._engine.sleep(level=1)
+        return await self._ask_ranks("understudy_status", STATUS_WAIT_S)
+
+    async def _self_test(self) -> str:
+        from engine.backends.vllm.api.self_test import SelfTest  # its vLLM may lack what is used
+
+        take = partial(self._ask_ranks, "understudy_scratch", STATUS_WAIT_S)
+        return await SelfTest(self._engine, self._park, take).run()
+
+    def _do_without(self, why: str) -> None:
+        """Continue no stream, publish no block and never rest."""
+        logger.warning("%s", why)
+        self._continuing = continue_nothing(self._engine, self._continuing.problem or why)
+        self._kv.problem = self._kv.problem or why
+        self._seat, self._cannot_rest = None, self._cannot_rest or why
+
     async def _into_huge_pages(self) -> None:
-        """Every process, so that they die sooner (`own_memory.py`)."""
+        """So that they die sooner (`own_memory.py`)."""
         await self._ask_ranks("understudy_into_huge_pages", STATUS_WAIT_S)
         if self._seat is not None:  # else this vLLM's core may not be as we know it
             await ask_core(self._engine, "understudy_into_huge_pages")
@@ -174,7 +195,7 @@ class VllmBackend:
 
     async def _canary(self) -> CanaryMsg:
         self._canaries += 1
-        found = await self._generate(f"understudy-canary-{self._canaries}")
+        found = await generate_one(self._engine, f"understudy-canary-{self._canaries}")
         if found is None:
             return CanaryMsg(True)
         await self._distrust(found)
@@ -193,8 +214,7 @@ class VllmBackend:
         await self._kv.follow(self._engine)
 
     def health(self) -> HealthyMsg:
-        """Called from the channel's thread, so it only reads. A loop that does not turn counts as
-        a request without progress."""
+        """From the channel's thread: it only reads. A loop that does not turn is in-flight work."""
         in_flight = self._engine.output_processor.get_num_unfinished_requests()
         is_late = time.monotonic() - self._turned_s > LATE_S
         return HealthyMsg(
@@ -321,26 +341,6 @@ class VllmBackend:
                     answer["code"], f"rank {answer['rank']}: {answer['error']}", rank=answer["rank"]
                 )
         return answers
-
-    async def _generate(self, request_id: str) -> str | None:
-        """Generate one greedy token; what is wrong with it, or None."""
-        sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=0)
-        last = None
-        config = self._engine.model_config
-        prompt = {"prompt_token_ids": list(TRIAL_PROMPT[: max(1, config.max_model_len - 1)])}
-        async for output in self._engine.generate(prompt, sampling, request_id):
-            last = output
-        made = last.outputs[0] if last is not None and last.outputs else None
-        if made is None or len(made.token_ids) != 1 or not made.logprobs:
-            return "no token was generated"
-        token = made.token_ids[0]
-        logprob = made.logprobs[0][token].logprob
-        is_probability = config.logprobs_mode.endswith("logprobs")  # otherwise logits
-        if not math.isfinite(logprob) or (is_probability and logprob > 0):
-            return f"token {token} has a log-probability of {logprob}"
-        if not 0 <= token < config.get_vocab_size():
-            return f"token {token} is not in the vocabulary"
-        return None
 
     async def _distrust(self, detail: str) -> None:
         await self._kv.judge(self._engine, f"a canary failed: {detail}")

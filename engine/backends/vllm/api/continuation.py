@@ -16,6 +16,7 @@ import json
 import logging
 import os
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 from typing import Any
 
 from msgspec import Struct
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 SCHEDULERS = "engine.backends.vllm.resume.scheduler"
 RESUME_FILES = ("resume/", "api/continuation.py")
 ID_CHARACTERS = 32
+PROCESSORS = "vllm.logits_processors"  # entry points of packages that are installed
 
 # vLLM's flags that shape an answer, by the names that any supported version gives them.
 FLAGS = (
@@ -121,11 +123,27 @@ class Hooks:
         return found
 
 
+def continue_nothing(engine: Any, problem: str) -> Continuing:
+    """For an engine that was about to continue streams."""
+    if hasattr(engine, "abilities"):
+        from engine.backends.vllm.resume.llm import Abilities
+
+        engine.abilities = Abilities()
+    return Continuing(problem=problem)
+
+
 def problem_with(config: Any, sources: Sources) -> str:
     """Why an engine with this `VllmConfig` cannot take up a request, or nothing. Reads vLLM's
     `sources`."""
     if config.scheduler_config.scheduler_cls is not None:
         return "it has a scheduler of its own (--scheduler-cls)"
+    if runners.in_use(config) == runners.V2 and (
+        config.model_config.logits_processors or entry_points(group=PROCESSORS)
+    ):
+        return (
+            "it has logits processors of its own, and vLLM's model runner V2 does not tell them"
+            " which tokens were already made"
+        )
     return contracts.changed(sources, RESUME_FILES, runners.in_use(config))
 
 

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NAME = "api"
+DIRECTORY_ENV = "UNDERSTUDY_DIR"  # the pod's
 
 # For all of vLLM's processes. Spawned, because a forked engine core would keep our sockets open. A
 # reader may wait for another engine's load, and vLLM's default timeout is ten minutes. And tensors
@@ -113,6 +114,7 @@ async def _run(
 ) -> None:
     from engine.backends.vllm.api.backend import VllmBackend
     from engine.backends.vllm.api.http import Front, bind
+    from engine.backends.vllm.api.proof import Proof
     from engine.backends.vllm.api.steps import StepCounter
 
     args, steps = parsed.vllm, StepCounter(page)
@@ -120,6 +122,10 @@ async def _run(
     made = make_engine(parsed, steps)
     collector.resume()
     front = await Front.start(made.engine, args, sock, parsed.body_bytes_max)
+    prove = None
+    if made.tested is not None:
+        directory = os.environ[DIRECTORY_ENV]
+        prove = Proof(directory, made.tested, forced=parsed.self_test).obtain
     backend = VllmBackend(
         made.engine,
         front,
@@ -129,6 +135,7 @@ async def _run(
         seat,
         made.cannot_rest,
         made.cannot_offload,
+        prove,
     )
     prepared = await backend.prepare()
     warnings = (*made.warnings, *prepared.warnings)
@@ -137,8 +144,9 @@ async def _run(
 
 
 class _Made(NamedTuple):
-    """The engine, warnings for the operator, how to find out who may continue its streams, and why
-    it cannot rest, or not without its weights."""
+    """The engine, warnings for the operator, how to find out who may continue its streams, why it
+    cannot rest, or not without its weights, and on what the result of its self-test depends, if it
+    needs one."""
 
     engine: Any
     warnings: tuple[str, ...]
@@ -146,6 +154,7 @@ class _Made(NamedTuple):
     kv: Any
     cannot_rest: str
     cannot_offload: str
+    tested: dict[str, Any] | None
 
 
 def make_engine(parsed: ServeArguments, steps: Any) -> _Made:
@@ -157,8 +166,8 @@ def make_engine(parsed: ServeArguments, steps: Any) -> _Made:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
 
-    from engine.backends.vllm import contracts, kv_size, runners
-    from engine.backends.vllm.api import continuation, resting
+    from engine.backends.vllm import contracts, kv_size
+    from engine.backends.vllm.api import continuation, proof, resting
     from engine.backends.vllm.api.kept_memory import KeptMemory
     from engine.backends.vllm.kv import eligible
 
@@ -175,14 +184,11 @@ def make_engine(parsed: ServeArguments, steps: Any) -> _Made:
     warnings = tuple(kv_size.warnings(config))
     for warning in warnings:
         logger.warning("%s", warning)
-    unproved = runners.unproved(config, may_be_untested=parsed.resume_untested)
     sources = contracts.installed()
-    cannot_keep = (
-        (unproved or eligible.problem_with(config, sources)) if parsed.kv.is_shared else ""
-    )
-    cannot_rest = unproved or resting.problem_with(config, sources)
+    cannot_keep = eligible.problem_with(config, sources) if parsed.kv.is_shared else ""
+    cannot_rest = parsed.no_sleep or resting.problem_with(config, sources)
     cannot_offload = resting.offload_problem(config, sources)
-    cannot_resume = unproved or continuation.problem_with(config, sources)
+    cannot_resume = parsed.no_resume or continuation.problem_with(config, sources)
     del sources  # parsed, it takes memory
     hooks = continuation.Hooks.install(config, cannot_resume)
     kv = KeptMemory.install(parsed.kv, config, cannot_keep, resumes=not cannot_resume)
@@ -194,6 +200,8 @@ def make_engine(parsed: ServeArguments, steps: Any) -> _Made:
         aggregate_engine_logging=engine_args.aggregate_engine_logging,
     )
     engine.progressed = steps.record
+    has_no_use = cannot_resume and cannot_rest and (cannot_keep or not parsed.kv.is_shared)
+    must_prove = parsed.self_test or (proof.is_needed() and not has_no_use)
     return _Made(
         engine,
         warnings,
@@ -201,13 +209,14 @@ def make_engine(parsed: ServeArguments, steps: Any) -> _Made:
         kv,
         cannot_rest,
         cannot_offload,
+        proof.about(config) if must_prove else None,
     )
 
 
 def _private_path() -> str:
     """Named after the engine, not the incarnation: the next one replaces a killed one's socket."""
     engine = os.environ[process.ENGINE_ID_ENV]
-    return os.path.join(os.environ["UNDERSTUDY_DIR"], f"trial_{engine}.sock")
+    return os.path.join(os.environ[DIRECTORY_ENV], f"trial_{engine}.sock")
 
 
 def _fit_cpu(ranks: int) -> None:

@@ -24,7 +24,9 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
+from engine.backends.vllm import NO_SELF_TEST
 from engine.backends.vllm.resume.answer import CURRENT, Answer
+from plumbing.errors import UnderstudyError
 from plumbing.hop import Continuation, Journal
 
 MADE = 24  # tokens of an answer
@@ -32,7 +34,6 @@ MADE = 24  # tokens of an answer
 # it are reused, and one token is left. Runner V2 computes such a row in its graph for decoding.
 ONE_LEFT = 7
 CUTS = (1, ONE_LEFT, 12, MADE - 1, MADE)
-BLOCKS = 128  # that all answers together fill at most; see `BLOCKS` of `worker/scratch.py`
 PROMPT_MIN = 26  # room for every token that a row chooses from
 CHOICES = 16
 SHRINK = 1e4  # repetition penalty: how much less the model's own preferences count
@@ -47,7 +48,7 @@ ANSWERS_AT_ONCE = 40
 TOKENS, NUMBERS = "tokens", "numbers"
 
 
-class Row(Struct, frozen=True, eq=False):
+class Trial(Struct, frozen=True, eq=False):
     """`by`: what of two answers must be equal."""
 
     name: str
@@ -56,7 +57,7 @@ class Row(Struct, frozen=True, eq=False):
     by: str = TOKENS
 
 
-class Seen(NamedTuple):
+class TrialAnswer(NamedTuple):
     """One answer. `numbers` are the log probabilities of its tokens; those of replayed tokens are
     not known. `lead` says by how much each token's log probability exceeds the next best one's."""
 
@@ -76,14 +77,14 @@ def prompt_tokens(block_tokens: int, max_model_len: int) -> int:
         ValueError: the model's length has no room for that.
     """
     least = -(-(PROMPT_MIN + ONE_LEFT) // block_tokens)
-    for blocks in (max(2, least), least):
-        length = blocks * block_tokens + 1 - ONE_LEFT
+    lengths = [blocks * block_tokens + 1 - ONE_LEFT for blocks in (max(2, least), least)]
+    for length in lengths:
         if length + MADE <= max_model_len:
             return length
-    raise ValueError(f"it needs a --max-model-len of at least {length + MADE}")
+    raise ValueError(f"it needs a --max-model-len of at least {lengths[-1] + MADE}")
 
 
-def rows(length: int, vocabulary: int, digits: tuple[int, int] | None) -> list[Row]:
+def rows(length: int, vocabulary: int, digits: tuple[int, int] | None) -> list[Trial]:
     """With prompts of `length` tokens. `digits`: the tokens of `7` and `3`, for a grammar; None:
     the model has no tokenizer."""
     source = random.Random(SEED)
@@ -98,8 +99,8 @@ def rows(length: int, vocabulary: int, digits: tuple[int, int] | None) -> list[R
     same = prompt(*choices)
     one, two, stop, *new = others
     found = [
-        Row("plain bias", same, {"logit_bias": {one: SECOND}}),
-        Row(
+        Trial("plain bias", same, {"logit_bias": {one: SECOND}}),
+        Trial(
             "penalties",  # each of `new` once, because it counts in full until it was made
             same,
             {
@@ -113,7 +114,7 @@ def rows(length: int, vocabulary: int, digits: tuple[int, int] | None) -> list[R
                 },
             },
         ),
-        Row(
+        Trial(
             "seed",
             same,
             {
@@ -124,7 +125,7 @@ def rows(length: int, vocabulary: int, digits: tuple[int, int] | None) -> list[R
                 "logit_bias": dict.fromkeys(choices, CHOICE),
             },
         ),
-        Row(
+        Trial(
             "min tokens",
             same,
             {
@@ -133,7 +134,7 @@ def rows(length: int, vocabulary: int, digits: tuple[int, int] | None) -> list[R
                 "logit_bias": {stop: FIRST, one: SECOND},
             },
         ),
-        Row(  # behind each `one` comes `two`
+        Trial(  # behind each `one` comes `two`
             "bad words",
             same,
             {"_bad_words_token_ids": [[one, one]], "logit_bias": {one: FIRST, two: SECOND}},
@@ -144,19 +145,21 @@ def rows(length: int, vocabulary: int, digits: tuple[int, int] | None) -> list[R
         grammar = StructuredOutputsParams(regex="7{5}3{5}7{5}3{4}")
         bias = {seven: FIRST, three: SECOND}
         asked = {"structured_outputs": grammar, "logit_bias": bias, "ignore_eos": False}
-        found.append(Row("grammar", same, asked))
+        found.append(Trial("grammar", same, asked))
     more = {"logprobs": 2}  # the second one tells how far the first is ahead
     return [
         *found,
-        Row("greedy", prompt(), more, NUMBERS),
-        Row("greedy, another prompt", prompt(), more, NUMBERS),
+        Trial("greedy", prompt(), more, NUMBERS),
+        Trial("greedy, another prompt", prompt(), more, NUMBERS),
     ]
 
 
 # ---------------------------------------------------------------------- what must be equal
 
 
-def difference(row: Row, whole: Seen, other: Seen, tolerance: float, cut: int = 0) -> str:
+def difference(
+    row: Trial, whole: TrialAnswer, other: TrialAnswer, tolerance: float, cut: int = 0
+) -> str:
     """What is wrong with `other`, which was resumed behind `cut` tokens of `whole`; or nothing."""
     for index, (wanted, got) in enumerate(zip(whole.tokens, other.tokens, strict=False)):
         if row.by == NUMBERS and index >= cut:
@@ -180,13 +183,13 @@ class SelfTest:
 
     Args:
         park: puts the engine to sleep.
-        wake: wakes it, over memory that is good for `BLOCKS` blocks.
+        take: takes memory for as many blocks as are used here (`worker/scratch.py`).
     """
 
     def __init__(
-        self, engine: Any, park: Callable[[], Awaitable[None]], wake: Callable[[], Awaitable[None]]
+        self, engine: Any, park: Callable[[], Awaitable[Any]], take: Callable[[], Awaitable[Any]]
     ) -> None:
-        self._engine, self._park, self._wake = engine, park, wake
+        self._engine, self._park, self._take = engine, park, take
         config = engine.vllm_config
         is_whole = str(engine.model_config.dtype) == "torch.float32"
         self._tolerance = TOLERANCE if is_whole else TOLERANCE_16_BIT
@@ -209,10 +212,14 @@ class SelfTest:
             return await self._compare(asked)
         except TimeoutError:
             return f"vLLM did not answer within {WAIT_S:g} s"
+        except UnderstudyError as error:
+            if error.code != NO_SELF_TEST:
+                raise
+            return error.message
         finally:
             await self._park()
 
-    async def _compare(self, asked: Sequence[Row]) -> str:
+    async def _compare(self, asked: Sequence[Trial]) -> str:
         await self._wake()
         wholes = {row: seen for row, seen in await self._all(asked) if seen is not None}
         if not any(row.by == NUMBERS for row in wholes):
@@ -230,14 +237,18 @@ class SelfTest:
         await self._park()
         await self._wake()
         for row, seen in await self._all([*reversed(wholes)]):
-            wrong = difference(row, wholes[row], seen or Seen([], [], []), self._tolerance)
+            wrong = difference(row, wholes[row], seen or TrialAnswer([], [], []), self._tolerance)
             if wrong:
                 return f"{row.name}, after a sleep: {wrong}"
         await self._park()
         await self._wake()  # without one block in the cache
         return await self._resume(wholes, [each for each in cuts if each[1] == ONE_LEFT])
 
-    async def _all(self, asked: Iterable[Row]) -> list[tuple[Row, Seen | None]]:
+    async def _wake(self) -> None:
+        await self._take()
+        await self._engine.wake_up()
+
+    async def _all(self, asked: Iterable[Trial]) -> list[tuple[Trial, TrialAnswer | None]]:
         async with asyncio.timeout(WAIT_S):
             return [
                 (row, seen)
@@ -246,7 +257,9 @@ class SelfTest:
                 )
             ]
 
-    async def _resume(self, wholes: Mapping[Row, Seen], cuts: Sequence[tuple[Row, int]]) -> str:
+    async def _resume(
+        self, wholes: Mapping[Trial, TrialAnswer], cuts: Sequence[tuple[Trial, int]]
+    ) -> str:
         async with asyncio.timeout(WAIT_S):
             answers = await asyncio.gather(
                 *(self._ask(row, wholes[row].tokens[:cut]) for row, cut in cuts)
@@ -258,12 +271,12 @@ class SelfTest:
                 return f"{row.name}, resumed behind {cut} tokens: {wrong}"
         return ""
 
-    async def _ask(self, row: Row, made: Sequence[int] = ()) -> Seen | None:
+    async def _ask(self, row: Trial, made: Sequence[int] = ()) -> TrialAnswer | None:
         """None: vLLM refuses such a request, so no client's is affected."""
         async with self._turn:
             return await self._answer(row, made)
 
-    async def _answer(self, row: Row, made: Sequence[int]) -> Seen | None:
+    async def _answer(self, row: Trial, made: Sequence[int]) -> TrialAnswer | None:
         sampling = {"temperature": 0.0, "ignore_eos": True, **row.sampling}
         kind = RequestOutputKind.DELTA
         params = SamplingParams(max_tokens=MADE, detokenize=False, output_kind=kind, **sampling)
@@ -271,7 +284,7 @@ class SelfTest:
         CURRENT.set(answer)  # of this task alone
         self._asked += 1
         prompt = {"prompt_token_ids": list(row.prompt)}
-        seen = Seen([], [], [])
+        seen = TrialAnswer([], [], [])
         try:
             async for output in self._engine.generate(prompt, params, f"self-test-{self._asked}"):
                 (made_now,) = output.outputs

@@ -90,12 +90,20 @@ class ContinuingLLM(AsyncLLM):
             and "prompt_embeds" not in prompt
         )
         is_known = lora_request is None or lora_request.lora_name in self.abilities.adapters
-        if not is_one_text or not is_known:
+        if not is_one_text or not is_known or self._is_untried(params):
             return Continuation.NONE
         is_random = params.sampling_type == SamplingType.RANDOM
         if self.abilities.best is Continuation.EXACT and is_random:
             return Continuation.STATE
         return self.abilities.best
+
+    def _is_untried(self, params: Any) -> bool:
+        """Nobody has resumed such a request with model runner V2: it finds thinking budgets by
+        other code than V1, and drafts are aligned with seeds in another way after a cut."""
+        config = self.vllm_config
+        has_drafts = config.speculative_config is not None and params.seed is not None
+        has_budget = getattr(params, "thinking_token_budget", None) is not None
+        return config.use_v2_model_runner and (has_drafts or has_budget)
 
     def _check_fits(self, request: Any, made: Any) -> None:
         """Tokens that the model cannot have made would end the engine core.

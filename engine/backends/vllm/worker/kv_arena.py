@@ -21,6 +21,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch.overrides import TorchFunctionMode
 
+from engine.backends.vllm import NO_SELF_TEST
 from engine.backends.vllm.worker.tensors import bytes_at
 from gms.client import Allocation
 from plumbing.errors import InvariantError, UsageError
@@ -38,6 +39,8 @@ class AddressRange(Protocol):
     """Addresses on one kind of memory: `kv_host.HostRange`, `kv_cuda.CudaRange`."""
 
     size_bytes: int
+    can_test: bool
+    """Scratch memory keeps apart what a self-test writes."""
 
     @property
     def address(self) -> int: ...
@@ -129,6 +132,12 @@ class KVArena(TorchFunctionMode):
         """From parked: scratch memory again, for a trial."""
         if self.backing is not Backing.PARKED:
             raise InvariantError(f"scratch memory for a KV cache that is {self.backing}")
+        if not self._addresses.can_test:
+            raise UsageError(
+                NO_SELF_TEST,
+                "the KV blocks of this model are too large, or lie in parts, so that a self-test in"
+                " scratch memory is not possible",
+            )
         self._addresses.scratch()
         self.backing = Backing.SCRATCH
 

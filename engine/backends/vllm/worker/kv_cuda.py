@@ -12,12 +12,15 @@ import contextlib
 from collections.abc import Callable, Sequence
 
 from engine.backends.free_memory import Room, keep_trying
+from engine.backends.vllm.worker import scratch
 from gms.client import Allocation, memory_for
 from plumbing.errors import UnderstudyError
 
 # The largest scratch block: 80 GiB of KV cache are 320 mappings of it, at about 10 µs each, and a
 # standby needs that much, besides its graphs, until it parks.
 SCRATCH_BYTES_MAX = 256 << 20
+# Where a self-test needs more: the models whose blocks are largest.
+TEST_BYTES_MAX = 1 << 30
 
 
 class CudaRange:
@@ -26,8 +29,15 @@ class CudaRange:
     Touching it while parked destroys the CUDA context, and with it the process.
     """
 
-    def __init__(self, device: str, size_bytes: int, read: Callable[[], Room]) -> None:
-        """`read` returns how much memory the device has free, for messages while waiting.
+    def __init__(
+        self,
+        device: str,
+        size_bytes: int,
+        read: Callable[[], Room],
+        used: Sequence[scratch.Range] | None = None,
+    ) -> None:
+        """`read` returns how much memory the device has free, for messages while waiting. `used` by
+        a self-test: scratch memory is to keep these parts of the range apart, if it can.
 
         Raises:
             UsageError: this process cannot use the GPU called `device`.
@@ -38,7 +48,11 @@ class CudaRange:
         self._memory = memory_for(device)
         step = self._memory.granularity_bytes
         self._needed_bytes = _up(size_bytes, step)
-        self._scratch_bytes = min(_up(SCRATCH_BYTES_MAX, step), self._needed_bytes)
+        least = min(_up(SCRATCH_BYTES_MAX, step), self._needed_bytes)
+        most = min(TEST_BYTES_MAX, self._needed_bytes)
+        apart = scratch.fitting(used, least, most, step) if used is not None else None
+        self._scratch_bytes = apart or least
+        self.can_test = apart is not None
         # A multiple of the scratch block: allocations are mapped whole, and addresses are free.
         self._range = self._memory.reserve(_up(size_bytes, self._scratch_bytes))
         self._resident_bytes = 0

@@ -54,6 +54,8 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 class HostRange:
     """`size_bytes` of addresses; parked (without memory) at first."""
 
+    can_test = True  # scratch memory is all there
+
     def __init__(
         self, size_bytes: int, ranks: int = 1, read: Callable[[], Room] = read_room
     ) -> None:

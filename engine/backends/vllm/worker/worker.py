@@ -27,7 +27,7 @@ from engine.backends.vllm.kv import INSTALL_ENV as KEEP_KV_ENV
 from engine.backends.vllm.kv import audit, facts
 from engine.backends.vllm.kv_size import check_holds_a_sequence
 from engine.backends.vllm.resume import INSTALL_ENV, hook
-from engine.backends.vllm.worker import spinning, weights
+from engine.backends.vllm.worker import scratch, spinning, weights
 from engine.backends.vllm.worker.answers import Answer, answering, reporting
 from engine.backends.vllm.worker.kv_arena import AddressRange, Backing, KVArena
 from engine.backends.vllm.worker.kv_lease import Lending, RankLease, lending_of
@@ -49,6 +49,7 @@ class ParkingWorker(OffloadingWorker):
     _expected_bytes = 0
     _cannot_resume = ""  # what is in the way
     _blocks = 0
+    _used_by_test: list[scratch.Range] | None = None
     _kv_facts: Answer | None = None  # of the blocks, if the engine core is to keep their index
     _cannot_keep = ""  # what is in the way
     _not_parked = ""  # why the last `sleep` has failed
@@ -107,6 +108,7 @@ class ParkingWorker(OffloadingWorker):
                 )
             self._expected_bytes = sizes.pop()
             self._blocks = int(kv_cache_config.num_blocks)
+            self._used_by_test = scratch.ranges(kv_cache_config)
             super().initialize_from_config(kv_cache_config)
             if self.arena is None:
                 raise UsageError(

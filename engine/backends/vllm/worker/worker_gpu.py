@@ -25,7 +25,7 @@ class GPUWorker(ParkingWorker):
         return kv_bytes
 
     def reserve(self, kv_bytes: int) -> AddressRange:
-        return CudaRange(self._device(), kv_bytes, self.room)
+        return CudaRange(self._device(), kv_bytes, self.room, self._used_by_test)
 
     def determine_available_memory(self) -> int:
         with reporting():

@@ -1,0 +1,173 @@
+"""Goal: the self-test passes a sound engine, and finds each of sixteen planted faults.
+
+Method: a real engine in a separate process (`proven_engine.py`), in which one fault after the other
+is planted (`proven_faults.py`); and the plan itself, without an engine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.backends.vllm.worker.scratch import BLOCKS
+from hack import v2_on_cpu
+from tests.engine.pod import ROOT
+from tests.vllm.proven_faults import FAULTS
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # what torch and vLLM say of themselves as they are imported
+    from engine.backends.vllm.api import self_test
+    from engine.backends.vllm.api.self_test import (
+        MADE,
+        NUMBERS,
+        ONE_LEFT,
+        TOKENS,
+        Trial,
+        TrialAnswer,
+    )
+
+PROGRAM = str(Path(__file__).with_name("proven_engine.py"))
+# In CI on V2, because each test takes it ten seconds by Triton's interpreter.
+FEW = ("penalties count the prompt alone", "a block that is reused was altered")
+LOGITS = 30.0  # by which a model's own preferences may differ
+
+
+def report_of(base: Path, model: Path, runner: str, faults: Iterable[str]) -> Any:
+    answer = base / "report.json"
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
+    env = {**kept, "PYTHONPATH": ROOT, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    env |= {"TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "1", "TMPDIR": str(base)}
+    done = subprocess.run(
+        [sys.executable, PROGRAM, str(model), str(answer), *faults],
+        env={**env, **v2_on_cpu.RUNNERS[runner]},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert answer.exists(), done.stdout
+    return json.loads(answer.read_text())
+
+
+@pytest.fixture(scope="module")
+def report(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return report_of(tmp_path_factory.mktemp("proof"), model, "v1", FAULTS)
+
+
+@pytest.fixture(scope="module")
+def report_of_v2(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return report_of(tmp_path_factory.mktemp("proof2"), model, "v2", FEW)
+
+
+def test_a_sound_engine_passes_before_and_after_the_faults(report: Any):
+    assert [each["problem"] for each in report["healthy"]] == ["", ""]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault: str, report: Any):
+    (found,) = report[fault]
+    assert found["problem"]
+
+
+def test_a_sound_engine_passes_on_v2(report_of_v2: Any):
+    assert report_of_v2["runner"] == "v2"
+    assert [each["problem"] for each in report_of_v2["healthy"]] == ["", ""]
+
+
+@pytest.mark.parametrize("fault", FEW)
+def test_a_planted_fault_is_found_on_v2(fault: str, report_of_v2: Any):
+    (found,) = report_of_v2[fault]
+    assert found["problem"]
+
+
+@pytest.mark.slow
+def test_every_planted_fault_is_found_on_v2(model: Path, tmp_path: Path):
+    """By Triton's interpreter: some minutes."""
+    report = report_of(tmp_path, model, "v2", FAULTS)
+    assert [fault for fault in FAULTS if not report[fault][0]["problem"]] == []
+
+
+@pytest.mark.parametrize("runner", ["report", "report_of_v2"])
+def test_it_stays_within_the_blocks_that_scratch_memory_keeps_apart(runner: str, request: Any):
+    assert 0 < request.getfixturevalue(runner)["last_block"] < BLOCKS
+
+
+# ---------------------------------------------------------------------- the plan
+
+
+@pytest.mark.parametrize("block_tokens", [1, 16, 32, 128, 1056])
+def test_a_cut_leaves_one_token_beside_whole_blocks(block_tokens: int):
+    """In more than one block where the model has room, otherwise in one; or a reason."""
+    length = self_test.prompt_tokens(block_tokens, 1 << 20)
+    assert block_tokens == 1 or (length + ONE_LEFT) % block_tokens == 1
+    assert (length + ONE_LEFT) // block_tokens >= 2
+    least = max(block_tokens, self_test.PROMPT_MIN) + 1 + MADE
+    with pytest.raises(ValueError, match="max-model-len"):
+        self_test.prompt_tokens(block_tokens, least - block_tokens)
+
+
+def test_penalties_decide_by_more_than_any_rounding():
+    """Whatever the model prefers, by up to `LOGITS`, at no step are two tokens nearly equal."""
+    (row,) = [each for each in self_test.rows(58, 264, None) if each.name == "penalties"]
+    counts = dict.fromkeys(row.sampling["logit_bias"], 0)
+    for _ in range(MADE):
+        values = sorted(_bounds(token, row, counts) for token in counts)
+        (low, _, best), (_, high, _) = values[-1], max(values[:-1], key=lambda each: each[1])
+        assert low > high
+        counts[best] += 1
+
+
+def _bounds(token: int, row: Trial, counts: dict[int, int]) -> tuple[float, float, int]:
+    """The least and the most that vLLM makes of the logit of `token`."""
+    asked, count = row.sampling, counts[token]
+    is_known = count or token in row.prompt
+    shrink = asked["repetition_penalty"] if is_known else 1.0
+    penalty = asked["frequency_penalty"] * count + asked["presence_penalty"] * bool(count)
+    low, high = (
+        (asked["logit_bias"][token] + sign * LOGITS / 2) / shrink - penalty for sign in (-1, 1)
+    )
+    return low, high, token
+
+
+def test_rows_choose_among_tokens_of_every_vocabulary():
+    for vocabulary in (96, 264, 152064):
+        for row in self_test.rows(26, vocabulary, (55, 51)):
+            named = {*row.sampling.get("allowed_token_ids", ()), *row.prompt}
+            assert len(row.prompt) == 26
+            assert max(named) < vocabulary // 2
+
+
+@pytest.mark.parametrize(
+    ("other", "is_equal"),
+    [
+        (TrialAnswer([1, 2, 3], [0, 0, -1.1], [9, 9, 9], "length"), True),
+        (TrialAnswer([1, 2, 3], [5, 0, -1.1], [9, 9, 9], "length"), True),  # replayed: not known
+        (TrialAnswer([1, 2, 3], [0, -0.3, -1.1], [9, 9, 9], "length"), False),
+        (TrialAnswer([1, 2, 3], [0, float("nan"), -1.1], [9, 9, 9], "length"), False),
+        (TrialAnswer([1, 4, 3], [0, 0, -1.1], [9, 9, 9], "length"), False),
+        (TrialAnswer([1, 2, 4], [0, 0, -1.1], [9, 9, 9], "length"), True),  # nearly equal
+        (TrialAnswer([1, 2], [0, 0], [9, 9], "length"), False),
+        (TrialAnswer([1, 2, 3], [0, 0, -1.1], [9, 9, 9], "stop"), False),
+    ],
+)
+def test_numbers_are_compared_behind_the_cut_and_tokens_where_one_is_clearly_best(
+    other: TrialAnswer, is_equal: bool
+):
+    whole = TrialAnswer([1, 2, 3], [0, 0, -1.0], [9, 9, 0.1], "length")
+    row = Trial("a row", [], {}, NUMBERS)
+    assert (self_test.difference(row, whole, other, 0.2, 1) == "") == is_equal
+
+
+def test_tokens_are_compared_whatever_the_numbers_say():
+    whole = TrialAnswer([1, 2, 3], [], [], "length")
+    row = Trial("a row", [], {}, TOKENS)
+    assert self_test.difference(row, whole, TrialAnswer([1, 2, 4], [], [], "length"), 0.2, 1)
+    assert not self_test.difference(row, whole, whole, 0.2, 1)
