@@ -1,17 +1,18 @@
 """`make drill-vllm`: the drill with vLLM, its tokens compared with those of stock vLLM.
 
-    python -m hack.drill_vllm [the drill's flags] [--compare] [--json] [-- vLLM's flags]
+    python -m hack.drill_vllm [the drill's flags] [--runner v1|v2] [--compare] [--json]
+        [-- vLLM's flags]
 
 Makes a random model, gets the answers to prompts that rounding cannot change from a stock server,
 then drills a pod of two engines with those answers and measures what the pod takes of the machine.
 The report is the drill's own; `--json` has the same keys and, under `vllm`, the figures.
 
-With `--kv-compare` the prompts are long and most share their beginning, the KV cache is the memory
-service's, and a second pod, whose engines adopt no block of it, is drilled in the same way. What
-the pod takes of the machine is not measured then.
+The prompts are long and most share their beginning, so that blocks of the KV cache are published
+and adopted. With `--kv-compare` a second pod, whose engines adopt none, is drilled in the same way;
+what the pod takes of the machine is not measured then.
 
-With `--compare` clients stream without pause from the stock server and, in the same run, from the
-pod: tokens per second and time to first token of both.
+With `--compare` the prompts are short, and clients stream without pause from the stock server and,
+in the same run, from the pod: tokens per second and time to first token of both.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.supervisor import held_files
+from hack import v2_on_cpu
 from hack.report import machine
 from hack.vllm.figures import Figures, look_at, private_bytes, workers_below
 from hack.vllm.pod import environment, make_pod, model_of, temporary
@@ -81,6 +83,7 @@ WARM_UP_S = 2.0
 class Found:
     """What was measured besides the drill's own report."""
 
+    runner: str
     questions: Sequence[Question] = ()
     stock_private_bytes: int | None = None
     stock: Speed | None = None
@@ -90,6 +93,7 @@ class Found:
     def to_dict(self) -> dict[str, Any]:
         speeds = {"stock": self.stock, "understudy": self.pod}
         return {
+            "runner": self.runner,
             "prompts_compared_with_stock": len(self.questions),
             "smallest_gap": min((question.gap for question in self.questions), default=None),
             **(self.figures.to_dict() if self.figures else {}),
@@ -107,6 +111,7 @@ class Run:
     idle_s: float | None
     compares_kv: bool
     vllm_flags: tuple[str, ...]
+    runner: str | None
     say: Say
 
     @property
@@ -132,7 +137,7 @@ class Run:
         """None: interrupted."""
         _ = self.kv_bytes  # refused before anything starts
         model = await model_of(self.base, self.config["model"])
-        found = Found()
+        found = Found(v2_on_cpu.name_of(self.runner))
         expected = self.config["expected"]
         if expected is None:
             expected = self.base / "expected.json"
@@ -156,7 +161,8 @@ class Run:
         stock = Stock(model, self.base / "stock", ranks, self.flags, env)
 
         async def body() -> bool:
-            questions = await stock.questions(is_long=self.compares_kv)
+            # Short answers to short prompts fill no block, so no KV cache would be adopted.
+            questions = await stock.questions(is_long=not self.compares)
             prompts, answers = await stock.answers(questions)
             write_expected(file, prompts, answers, source="stock vLLM")
             found.questions = [each for each in questions if each.prompt.key in answers]
@@ -257,8 +263,16 @@ def main() -> None:
 
     done = None
     try:
+        os.environ.update(v2_on_cpu.environment(flags.runner))
         run = Run(
-            base, config, flags.compare, flags.idle_s, flags.kv_compare, tuple(flags.vllm), say
+            base,
+            config,
+            flags.compare,
+            flags.idle_s,
+            flags.kv_compare,
+            tuple(flags.vllm),
+            flags.runner,
+            say,
         )
         done = run_async(run.everything)
     finally:
@@ -323,6 +337,11 @@ def _parser() -> argparse.ArgumentParser:
         many: dict[str, Any] = {"action": "append"} if option.many else {}
         text = f"{option.help} [default: {option.default}]"
         parser.add_argument(option.flag, dest=option.name, help=text, **many)
+    parser.add_argument(
+        "--runner",
+        choices=v2_on_cpu.RUNNERS,
+        help="vLLM's model runner, stock's and ours [default: what vLLM chooses on a GPU]",
+    )
     parser.add_argument("--compare", action="store_true", help="measure the speed of both")
     parser.add_argument(
         "--kv-compare",

