@@ -17,7 +17,7 @@ WORKERS ?= auto
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm style types test test-all coverage test-core test-system test-vllm fuzz sim drill drill-pool drill-vllm bench bench-gateway bench-pool bench-lock soak-lock sweep kv-kills device-check docs manifests image clean
+.PHONY: help setup setup-vllm style types test test-all coverage test-core test-system test-vllm test-vllm-full fuzz sim drill drill-pool drill-vllm bench bench-gateway bench-pool bench-lock soak-lock sweep kv-kills device-check docs manifests image clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -78,8 +78,12 @@ test-system: setup ## real containers, systemd and Slurm; as root, with podman, 
 test-core: setup ## the pure cores only: tables, properties, simulations; seconds
 	$(PY) -m pytest tests/lockserver/core tests/gms/core tests/engine/core tests/gateway/core tests/pool/core tests/sim $(ARGS)
 
-test-vllm: setup-vllm ## the vLLM backend on the CPU: one kill of each process, and its contracts
+test-vllm: setup-vllm ## the vLLM backend on the CPU, on vLLM's runner V2 and a part on V1: kills, resumed requests, contracts
 	$(VLLM_PY) -m pytest tests/vllm -n $(WORKERS) --dist loadfile --no-loadscope-reorder -o faulthandler_timeout=300 $(ARGS)
+
+test-vllm-full: test-vllm ## all tests on V1, too, and all kinds of requests, cuts and kills on both runners (an hour)
+	MODEL_RUNNER=v1 $(VLLM_PY) -m pytest tests/vllm -n $(WORKERS) --dist loadfile --no-loadscope-reorder -o faulthandler_timeout=300
+	$(VLLM_PY) -m hack.vllm.full $(ARGS)
 
 fuzz: setup ## random input for the decoder, the sessions and real servers; keeps failing inputs
 	FUZZ_EXAMPLES=20000 FUZZ_KEEP=1 $(PY) -m pytest tests/fuzz -o faulthandler_timeout=0 $(ARGS)
