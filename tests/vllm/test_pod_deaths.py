@@ -86,9 +86,13 @@ async def cut_a_stream(pod: Pod, before: Whole, victim: Processes) -> None:
     """Kill `victim` while the supervisor is stopped, and check what a client sees of it."""
     stopped = (await pod.engine(before.engine))["engine"]["pid"]
     port = int(before.service.rpartition(":")[2])
-    os.kill(stopped, signal.SIGSTOP)
+
+    def kill_it() -> None:
+        os.kill(stopped, signal.SIGSTOP)  # not before: its init replaces it after three seconds
+        victim.signal(signal.SIGKILL)
+
     try:
-        seen = await asyncio.to_thread(read_a_cut_stream, port, victim)
+        seen = await asyncio.to_thread(read_a_cut_stream, port, kill_it)
     finally:
         os.kill(stopped, signal.SIGCONT)
     assert seen.startswith(b"HTTP/1.1 200")
@@ -99,9 +103,9 @@ async def cut_a_stream(pod: Pod, before: Whole, victim: Processes) -> None:
         assert not seen.endswith(b"0\r\n\r\n")
 
 
-def read_a_cut_stream(port: int, victim: Processes) -> bytes:
-    """All bytes of a stream whose engine is killed at its first token. In a thread, since the loop
-    has the load to care for, and the core goes on meanwhile."""
+def read_a_cut_stream(port: int, kill_it: Callable[[], None]) -> bytes:
+    """All bytes of a stream whose engine `kill_it` kills at its first token. In a thread, since the
+    loop has the load to care for, and the core goes on meanwhile."""
     body = json.dumps(STREAM).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
     with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S) as client:
@@ -111,7 +115,7 @@ def read_a_cut_stream(port: int, victim: Processes) -> bytes:
             more = client.recv(65536)
             assert more, seen
             seen += more
-        victim.signal(signal.SIGKILL)
+        kill_it()
         while more := client.recv(65536):
             seen += more
     return seen
