@@ -36,6 +36,7 @@ from understudy.up.random_model import ONE_THREAD, make_random_model
 WHOLE_DEADLINE_S = 60.0
 GRACE_S = 20.0  # a failing test must not wait the forty seconds that users' requests get
 CLIENTS = 3
+ANSWERS_S = 120.0  # vLLM's kernels may be interpreted, on a busy machine
 # Of the deadline: whoever takes minutes to start is asked less often, since every look at a whole
 # pod takes time from what it waits for.
 POLL_SHARE = 1 / 1200
@@ -219,7 +220,8 @@ class Load:
     async def answers(self, count: int = 12) -> None:
         """Wait until this many more requests have been answered in full."""
         goal = self.count(Outcome.OK) + count
-        await auntil(lambda: self.count(Outcome.OK) >= goal, f"{count} more answers")
+        what = f"{count} more answers"
+        await auntil(lambda: self.count(Outcome.OK) >= goal, what, ANSWERS_S)
 
     async def newer(self, token: int) -> int:
         """Wait until a request was answered under a newer grant than `token`; returns that

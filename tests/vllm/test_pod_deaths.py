@@ -28,6 +28,7 @@ from tests.helpers import POLL_S, auntil
 from understudy.drill.killer import Whole
 
 DEADLINE_S = 30.0
+ANSWERS = 2 * CLIENTS
 # More tokens than the core can have made when it is killed: it does not wait for who sends them.
 STREAM = {"prompt": [1, 2, 3], "max_tokens": 1000, "ignore_eos": True, "stream": True}
 
@@ -130,10 +131,10 @@ async def taken_over(pod: Pod, target: str, strike: Strike, *causes: str) -> Non
     names = held_files.held_by(tree)
     with Processes(tree) as old, Processes([backend["pids"][target]]) as victim:
         async with pod.load() as load, pod.grants(old) as grants:
-            await load.answers()
+            await load.answers(ANSWERS)
             await strike(pod, before, victim)
             newer = await load.newer(before.token)
-            await load.answers()
+            await load.answers(ANSWERS)
             assert not load.refused()
             assert len(load.lost()) <= CLIENTS
             assert load.tokens() == {before.token, newer}
@@ -156,13 +157,13 @@ def test_switchover_loses_and_refuses_no_request(home: PodHome):
         engines = await incarnations(pod)
         trees = [await pod.engine_tree(name) for name in (before.engine, *before.standbys)]
         async with pod.load() as load, kept_connections(pod):
-            await load.answers()
+            await load.answers(ANSWERS)
             for _ in range(2):
                 active, token = after.engine, after.token
                 code, document = await switch(pod)
                 assert (code, document.get("engine")) == (0, *after.standbys), document
                 await load.newer(token)
-                await load.answers()
+                await load.answers(ANSWERS)
                 after = await pod.whole_after(token)
                 assert after.standbys == (active,)
             assert not load.lost()
@@ -183,7 +184,7 @@ def test_memory_service_killed_under_load_disturbs_no_request(home: PodHome):
         memories = [await pod.memory(f"HOST-{rank}") for rank in range(2)]
         restarts = pod.runner.restarts()["gms"]
         async with pod.load() as load:
-            await load.answers()
+            await load.answers(ANSWERS)
             kill(pod.pid("gms"))
             await pod.restarted("gms", restarts)
             for memory in memories:
@@ -201,7 +202,7 @@ async def incarnations(pod: Pod) -> list[str]:
 
 async def only_answers_under(load: Load, token: int) -> None:
     """Nothing was lost or refused so far, and everything came under `token`."""
-    await load.answers()
+    await load.answers(ANSWERS)
     assert not load.lost()
     assert not load.refused()
     assert load.tokens() == {token}
@@ -218,14 +219,14 @@ def test_blocks_of_which_a_rank_lacks_its_part_are_adopted_by_none(home: PodHome
         (name,) = before.standbys
         stopped = (await pod.engine(name))["engine"]["pid"]
         async with pod.load() as load:
-            await load.answers()
+            await load.answers(ANSWERS)
             os.kill(stopped, signal.SIGSTOP)
             try:
                 await dropped(pod, (await pod.engine(before.engine))["backend"]["pids"]["core"])
             finally:
                 os.kill(stopped, signal.SIGCONT)
             await load.newer(before.token)
-            await load.answers()
+            await load.answers(ANSWERS)
         kv = (await pod.engine(name))["backend"]["kv"]
         assert (kv["memory"], kv["adopted_blocks"]) == ("gms", 0)
         assert "rank 1: the pool is new" in kv["note"]
