@@ -18,10 +18,13 @@ from hack import v2_on_cpu
 from tests.e2e.pods import PodHome, make_model
 from understudy.up.random_model import VLLM_RANDOM_MODEL
 
+RUNNER = os.environ.get("MODEL_RUNNER", v2_on_cpu.DEFAULT)
+IS_INTERPRETED = RUNNER == "v2"  # a token takes ten times as long
+
 if find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
-    v2_on_cpu.use(os.environ.get("MODEL_RUNNER", v2_on_cpu.DEFAULT))
+    v2_on_cpu.use(RUNNER)
     collector.pause()
 
 # Two cores import vLLM four times for an engine of two ranks, beside one that serves.

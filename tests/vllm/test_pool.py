@@ -29,7 +29,7 @@ from pool.core.events import Order
 from pool.messages import CATALOGUE, OrderMsg, SetMsg, StatusMsg
 from tests.e2e.pods import AS_USERS_RUN_IT
 from tests.helpers import auntil
-from tests.vllm.conftest import WHOLE_DEADLINE_S
+from tests.vllm.conftest import IS_INTERPRETED, WHOLE_DEADLINE_S
 from understudy.kubelet.runner import PodRunner
 from understudy.status.gather import engine_parts, status_of
 from understudy.up.local_pod import LocalPod
@@ -47,7 +47,10 @@ models:
 """
 MODELS = ("a", "b")
 DEVICE = "HOST-0"
-LONG, SHORT = 300, 8  # tokens: a stream that does not end before it is parked, and one that is soon
+LONG, SHORT = (
+    250 if IS_INTERPRETED else 700,
+    8,
+)  # tokens: a stream that does not end before it is parked, and one that is soon
 BEGUN = 30  # events of a long one
 
 

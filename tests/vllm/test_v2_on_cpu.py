@@ -13,15 +13,15 @@ from vllm.triton_utils import HAS_TRITON
 
 from engine.backends.vllm import runners
 from hack import v2_on_cpu
+from tests.vllm.conftest import RUNNER
 
 BACKENDS = "from triton.backends import backends; print(*sorted(backends))"
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch
 def test_the_tests_run_on_the_runner_that_they_are_for():
-    wanted = os.environ.get("MODEL_RUNNER", v2_on_cpu.DEFAULT)
-    assert runners.in_use(VllmConfig()) == wanted
-    assert (wanted == runners.V2) == HAS_TRITON
+    assert runners.in_use(VllmConfig()) == RUNNER
+    assert (RUNNER == runners.V2) == HAS_TRITON
 
 
 @pytest.mark.parametrize("runner", v2_on_cpu.RUNNERS)
