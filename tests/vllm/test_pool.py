@@ -47,10 +47,8 @@ models:
 """
 MODELS = ("a", "b")
 DEVICE = "HOST-0"
-LONG, SHORT = (
-    250 if IS_INTERPRETED else 700,
-    8,
-)  # tokens: a stream that does not end before it is parked, and one that is soon
+# Tokens: of a stream that does not end before it is parked, and of one that is soon.
+LONG, SHORT = 250 if IS_INTERPRETED else 700, 8
 BEGUN = 30  # events of a long one
 
 
