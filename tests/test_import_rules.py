@@ -225,14 +225,19 @@ def test_no_file_breaks_the_rule(rule):
 )
 def test_programs_in_hack_and_tests_do_not_import_each_other(folder, forbidden, excepted):
     """Goal: each can change without the other; only tests/hack, which tests those programs, imports
-    them. Method: every import of every file of the folder."""
+    them, and the package that stands in for a GPU serves both. Method: every import of every file
+    of the folder."""
     found = [
         each
         for path in sorted((ROOT / folder).rglob("*.py"))
         for each in imports_of(path.relative_to(ROOT).as_posix(), path.read_text())
     ]
     assert found
-    broken = [each for each in found if is_in(each.module, (forbidden,))]
+    broken = [
+        each
+        for each in found
+        if is_in(each.module, (forbidden,)) and not is_in(each.module, ("hack.v2_on_cpu",))
+    ]
     assert [str(each) for each in broken if not each.path.startswith(excepted)] == []
 
 
