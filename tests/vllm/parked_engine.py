@@ -60,10 +60,11 @@ def main(model: str, answer_path: str) -> None:
         engine.wake_up()
         report["tokens"].append(tokens())
         report["used"] = ask("understudy_status")
-    try:
-        ask("reload_weights")
-    except Exception as error:
-        report["reload"] = str(error)
+    for name, method in (("reload", "reload_weights"), ("warm_up", "compile_or_warm_up_model")):
+        try:
+            ask(method)
+        except Exception as error:
+            report[name] = str(error)
     report["tokens"].append(tokens())
     with open(answer_path, "w") as file:
         json.dump(report, file)

@@ -6,6 +6,7 @@ Method: vLLM's configuration pretended, its sources real or with a contract brok
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import warnings
 from types import SimpleNamespace
@@ -20,11 +21,13 @@ from plumbing.hop import Continuation
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what torch and vLLM say of themselves as they are imported
     from vllm import SamplingParams
+    from vllm.exceptions import MaxQueuedTokensError, QueueOverflowError
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from engine.backends.vllm.api import continuation
     from engine.backends.vllm.api.continuation import FLAGS, Hooks, problem_with
+    from engine.backends.vllm.resume import llm
     from engine.backends.vllm.resume.llm import Abilities, ContinuingLLM
 
 IDENTITY = {"models": {"target": {"shards": "a"}}, "torch": "2.13"}
@@ -117,6 +120,27 @@ def test_what_nobody_has_resumed_with_v2_ends_with_its_engine(v2: bool):
     assert class_of() is Continuation.STATE
     assert class_of(thinking_token_budget=5) is untried
     assert class_of(seed=3) is untried
+
+
+def test_a_resumed_stream_waits_for_its_place_in_vllms_queue(monkeypatch: pytest.MonkeyPatch):
+    """Its response has begun, so a refusal would end it; there is one after the deadline."""
+    monkeypatch.setattr(llm, "ADMIT_POLL_S", 0.0)
+    engine = ContinuingLLM.__new__(ContinuingLLM)
+    refusals = [QueueOverflowError(), MaxQueuedTokensError()]
+    asked = []
+
+    def check_admission(request_id: str) -> None:
+        asked.append(request_id)
+        if refusals:
+            raise refusals.pop()
+
+    monkeypatch.setattr(engine, "check_admission", check_admission, raising=False)
+    asyncio.run(engine._admit("r"))
+    assert asked == ["r"] * 3
+    monkeypatch.setattr(llm, "ADMIT_S", -1.0)
+    refusals.append(QueueOverflowError())
+    with pytest.raises(QueueOverflowError):
+        asyncio.run(engine._admit("r"))
 
 
 def test_a_worker_that_could_not_install_its_hook_is_named():

@@ -70,6 +70,11 @@ def test_machine_without_room_is_reported_in_the_answer(report: Any):
     assert "MiB and 0 B are free" in refused["error"]
 
 
+def test_a_warm_up_is_not_repeated(report: Any):
+    """It would write to blocks 1, 2 and so on, whoever's they are."""
+    assert "warm up while its KV memory is taken" in report["warm_up"]
+
+
 def test_weights_are_not_reloaded(report: Any):
     """vLLM's own call for it, through its own RPC."""
     assert "start engines with the new weights" in report["reload"]

@@ -72,3 +72,20 @@ def test_pinned_memory_is_warned_about(configure: Any):
     said = ("--kv-offloading-size 3.5", "--cpu-offload-gb 2", "--offload-group-size 8")
     assert [text.partition(" (")[0] for text in found] == list(said)
     assert all("--reap-ms" in text for text in found)
+
+
+@pytest.mark.parametrize("v2", [False, True])
+def test_what_v2_keeps_for_its_requests_is_said_with_a_proposal(
+    configure: Any, v2: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """1024 requests × 152,064 tokens × 4 bytes; a KV cache for 20 requests of 1,024 tokens."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(v2)))
+    config = configure(max_num_seqs=1024)
+    monkeypatch.setattr(config.model_config, "get_vocab_size", lambda: 152_064)
+    config.cache_config.kv_cache_memory_bytes = 20 * 1024 * kv_size.propose(config).bytes_per_token
+    assert kv_size.bytes_of_requests(config, 1024) == (622_854_144, 1024 * 1000 * 4)
+    found = kv_size.warnings(config)
+    assert len(found) == int(v2)
+    assert all("--max-num-seqs 1024" in each and "--max-num-seqs 32 " in each for each in found)
+    config.scheduler_config.max_num_seqs = 16
+    assert kv_size.warnings(config) == []

@@ -14,7 +14,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from engine.backends.vllm import versions
+from engine.backends.vllm import runners, versions
 from plumbing.errors import UsageError
 from plumbing.part.format import size
 
@@ -23,6 +23,10 @@ SIZE_BYTES_MAX = 1 << 48
 # Of full length: enough for a trial. A known load deserves a size of its own.
 SEQUENCES = 4
 STEP_BYTES = 64 << 20  # readable sizes, and whole huge pages on every kind of memory
+# What model runner V2 keeps for each request that may run, in every engine: worth a warning.
+REQUESTS_BYTES_MAX = 256 << 20
+COUNT_BYTES = 4  # of a token in a table
+REQUEST_TOKENS = 1024  # of a short request: the KV cache has no room for more of them at once
 
 
 class Proposal(Struct, frozen=True):
@@ -80,18 +84,51 @@ def refusal(vllm_config: Any) -> UsageError:
 
 def warnings(vllm_config: Any) -> list[str]:
     """Settings that pin host memory, which the kernel frees slowly when a process dies (26 s for
-    243 GB); no takeover happens before that."""
+    243 GB); no takeover happens before that. And what every engine keeps of a device."""
     cache, offload = vllm_config.cache_config, vllm_config.offload_config
     pinned = {
         "--kv-offloading-size": (cache.kv_offloading_size or 0, "GiB of KV cache"),
         "--cpu-offload-gb": (offload.uva.cpu_offload_gb, "GiB of weights"),
         "--offload-group-size": (offload.prefetch.offload_group_size, "layers in each group"),
     }
-    return [
+    found = [
         f"{flag} {amount:g} ({what}) pins host memory, which the kernel frees at about 10 GB a"
         " second when a process dies: a failover takes that much longer, so raise --reap-ms"
         for flag, (amount, what) in pinned.items()
         if amount
+    ]
+    return [*found, *_of_requests(vllm_config)]
+
+
+def bytes_of_requests(vllm_config: Any, sequences: int) -> tuple[int, int]:
+    """What a rank with model runner V2 keeps for `sequences` requests, whatever they ask for, and
+    also while it sleeps: bytes of the device (counts of every token, for penalties), and of pinned
+    host memory (the tokens themselves)."""
+    model = vllm_config.model_config
+    counts, tokens = model.get_vocab_size(), model.max_model_len
+    return sequences * counts * COUNT_BYTES, sequences * tokens * COUNT_BYTES
+
+
+def _of_requests(vllm_config: Any) -> list[str]:
+    if runners.in_use(vllm_config) != runners.V2:
+        return []
+    sequences = vllm_config.scheduler_config.max_num_seqs
+    device, pinned = bytes_of_requests(vllm_config, sequences)
+    if max(device, pinned) < REQUESTS_BYTES_MAX:
+        return []
+    kv_bytes = vllm_config.cache_config.kv_cache_memory_bytes or 0
+    tokens = kv_bytes // propose(vllm_config).bytes_per_token
+    enough = 1 << max(4, (tokens // REQUEST_TOKENS).bit_length())
+    said = (
+        f"--max-num-seqs {sequences}: every engine, also one that stands by or sleeps, keeps"
+        f" {size(device)} of each device and {size(pinned)} of pinned host memory for its requests"
+    )
+    if enough >= sequences:
+        return [f"{said}; where memory is short, lower it"]
+    device, pinned = bytes_of_requests(vllm_config, enough)
+    return [
+        f"{said}; with --max-num-seqs {enough} it is {size(device)} and {size(pinned)}, and the KV"
+        f" cache has no room for more requests of {REQUEST_TOKENS} tokens"
     ]
 
 

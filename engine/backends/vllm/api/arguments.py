@@ -52,6 +52,8 @@ OWNED: Mapping[str, str] = {
     "gpu_memory_utilization": _KV,
     "num_gpu_blocks_override": _KV,
     "disable_log_stats": "hangs are detected from the engine's steps, which vLLM's stats count",
+    "enable_fault_tolerance": "another engine takes over; one that goes on after a rank has failed"
+    " would hold the lock while it cannot serve",
     "enable_eplb": _READ_ONLY,
     "enable_elastic_ep": _READ_ONLY,
     "weight_transfer_config": _READ_ONLY,

@@ -6,12 +6,14 @@ parameters of the request as vLLM's serving layer made them, and not by the clie
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from msgspec import Struct
 from vllm import SamplingParams
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, SamplingType
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -19,6 +21,10 @@ from engine.backends.vllm.resume.answer import CURRENT
 from engine.backends.vllm.resume.made import made_by, with_made
 from engine.backends.vllm.resume.replay import EngineReplay, ReplayCollector
 from plumbing.hop import Continuation
+
+# For a place in vLLM's queue (`--max-num-queued-reqs`, `--max-num-queued-tokens`): other resumed
+# streams end their prefill in this time.
+ADMIT_S, ADMIT_POLL_S = 10.0, 0.05
 
 
 class Abilities(Struct, frozen=True):
@@ -60,7 +66,7 @@ class ContinuingLLM(AsyncLLM):
             await super()._add_request(request, prompt, parent_req, index, queue)
             return
         self._check_fits(request, made)
-        self.check_admission(request_id=request.request_id)
+        await self._admit(request.request_id)
         self.output_processor.add_request(request, prompt, parent_req, index, queue)
         answer = CURRENT.get()
         journal = answer.journal if answer is not None and answer.has_boundaries else None
@@ -78,6 +84,24 @@ class ContinuingLLM(AsyncLLM):
             self.progressed,
         )
         ReplayCollector.of(queue, replay)
+
+    async def _admit(self, request_id: str) -> None:
+        """vLLM's serving layer has asked the same before the response began, and the gateway asks
+        again after a refusal. But the streams of a dead engine come all at once, and a refusal now
+        would end one of them.
+
+        Raises:
+            GracefulHTTPError: the queue is still full after `ADMIT_S`.
+        """
+        end = time.monotonic() + ADMIT_S
+        while True:
+            try:
+                self.check_admission(request_id=request_id)
+                return
+            except GracefulHTTPError:
+                if time.monotonic() > end:
+                    raise
+            await asyncio.sleep(ADMIT_POLL_S)
 
     def _continuation_of(self, prompt: Any, params: Any, lora_request: Any) -> Continuation:
         """The class of one output; several are `none`."""

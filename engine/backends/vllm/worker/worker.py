@@ -119,6 +119,19 @@ class ParkingWorker(OffloadingWorker):
             if os.environ.get(KEEP_KV_ENV):
                 self._find_kv_facts(kv_cache_config, self.arena.address)
 
+    def compile_or_warm_up_model(self) -> Any:
+        """As vLLM does, at the start. Its warm-up writes to KV blocks as if they were its own.
+
+        Raises:
+            UnderstudyError: `engine.warm_up`; it would overwrite blocks, or touch no memory.
+        """
+        if self.arena is not None and self.arena.backing is not Backing.SCRATCH:
+            raise UnderstudyError(
+                "engine.warm_up",
+                f"rank {self.rank} is asked to warm up while its KV memory is {self.arena.backing}",
+            )
+        return super().compile_or_warm_up_model()
+
     def _find_kv_facts(self, kv_cache_config: Any, address: int) -> None:
         try:
             self._kv_facts = facts.facts_of(self, kv_cache_config, address)
