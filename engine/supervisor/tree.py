@@ -27,6 +27,7 @@ from engine.lifeline import LifelineWatch
 from engine.supervisor.process_death import ProcessDeath
 from plumbing.errors import InvariantError, UnderstudyError, UsageError
 from plumbing.service import procfs
+from plumbing.service.signals import blocked_in_children
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.sockets import no_descriptors
 
@@ -90,14 +91,18 @@ class Tree:
     ) -> None:
         """Start the main process in a session of its own, with `stdin` and the descriptors `lend`.
 
+        SIGTERM and SIGINT reach no process of the tree: where a host signals all of them at once,
+        the supervisor decides when streams end. It ends the tree with SIGKILL.
+
         Raises:
             UsageError: `engine.cannot_start`, there is no such program.
             OSError: there is no descriptor, process or memory for it at present.
         """
         try:
-            self._main = subprocess.Popen(
-                command, stdin=stdin, env=dict(environ), pass_fds=lend, start_new_session=True
-            )
+            with blocked_in_children():
+                self._main = subprocess.Popen(
+                    command, stdin=stdin, env=dict(environ), pass_fds=lend, start_new_session=True
+                )
         except OSError as error:
             if error.errno not in NOT_A_PROGRAM:
                 raise

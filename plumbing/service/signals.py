@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 ENDING = (signal.SIGTERM, signal.SIGINT)
@@ -32,6 +33,20 @@ class SignalInbox:
         """Restore the default actions."""
         for signum in self._signals:
             self._loop.remove_signal_handler(signum)
+
+
+@contextlib.contextmanager
+def blocked_in_children(signals: Sequence[int] = ENDING) -> Iterator[None]:
+    """A process that this thread starts meanwhile never receives `signals`, nor do its children.
+
+    They inherit the mask through fork and execve(2), and no handler that a program installs changes
+    it. This thread gets its own mask back, and what is pending, at the end.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 async def wait_signals(signals: Sequence[int] = ENDING) -> int:

@@ -38,7 +38,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--as-child", action="store_true")
     parser.add_argument("--obey", type=int, help="the descriptor of a socket")
     parser.add_argument("--grandchild", choices=("joined", "bare", "brief"))
-    parser.add_argument("--ignore-sigterm", action="store_true")
     parser.add_argument("--hang-at", default="", help="a request's type, or `prepare`")
     parser.add_argument("--hold-at", default="", help="as long as DIRECTORY/hold-TYPE exists")
     parser.add_argument("--rest", action="store_true", help="it can")
@@ -316,8 +315,6 @@ def leave_behind(member: process.BackendProcess, prefix: str) -> list[object]:
 
 def main() -> None:
     switches = arguments()
-    if switches.ignore_sigterm:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if switches.as_child:
         member = process.enter("model")
         if switches.obey:

@@ -101,7 +101,7 @@ def test_short_lived_helpers_are_no_deaths(pod, lock):
 
 def test_whole_tree_dies_with_one_process(pod, lock):
     """Kill the model process: the other one is killed too, although it is well."""
-    engine = pod.engine("e-0", "--grandchild", "joined", "--ignore-sigterm", flags=QUICK)
+    engine = pod.engine("e-0", "--grandchild", "joined", flags=QUICK)
     engine.until("active")
     pids = engine.pids()
     os.kill(pids["model"], signal.SIGKILL)

@@ -95,7 +95,7 @@ def test_rehearsed_deaths_are_no_crash_loop(pod, lock):
 def test_second_signal_kills_at_once(pod, lock):
     """A backend that never finishes draining: the first SIGTERM waits, the second does not. One
     that comes in the same second is the first one again, from somebody else."""
-    engine = pod.engine("e-0", "--hang-at", "drain", "--ignore-sigterm")
+    engine = pod.engine("e-0", "--hang-at", "drain")
     engine.until("active")
     pid = engine.pids()["http"]
     engine.terminate()

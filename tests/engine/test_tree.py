@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from engine.supervisor.tree import Tree
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.service import procfs
+from plumbing.service.signals import ENDING
 from tests.helpers import room_for, until
 
 # A subreaper with a tree of its own: in the test's process orphans and children are the test's.
@@ -31,6 +33,9 @@ finally:
         os.kill(pid, signal.SIGKILL)
 """
 NOBODY = [sys.executable, "-c", "import subprocess; subprocess.run(['sleep', '1000'])"]
+STARTING = {signal.SIGUSR1}  # blocked with all others between vfork(2) and execve(2)
+HANDLERS = "import signal, sys; [signal.signal(n, lambda *_: sys.exit()) for n in (2, 15)]; "
+WITH_HANDLERS = [*NOBODY[:2], HANDLERS + NOBODY[2]]
 
 
 def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -56,8 +61,8 @@ class Watched:
             self.is_gone.set,
         )
 
-    def start(self) -> Watched:
-        self.tree.start(NOBODY, os.environ, subprocess.DEVNULL, [])
+    def start(self, command: Sequence[str] = NOBODY) -> Watched:
+        self.tree.start(command, os.environ, subprocess.DEVNULL, [])
         until(lambda: len(procfs.descendants(os.getpid())) == 2, "the child")
         return self
 
@@ -98,6 +103,34 @@ async def problem() -> None:
     assert watched.tree.problem is None
     assert len(watched.tree.everyone()) == 2
     await watched.end()
+
+
+def test_signals_of_a_host_that_stops_everything_reach_no_process_of_a_tree():
+    """Goal: the supervisor decides when streams end. Method: SIGTERM and SIGINT to a backend that
+    has handlers for both, as vLLM has, and to its child: both have them blocked, and the
+    supervisor has not."""
+    run(unreached)
+
+
+async def unreached() -> None:
+    watched = Watched().start(WITH_HANDLERS)
+    for pid in procfs.descendants(os.getpid()):
+        until(lambda pid=pid: not STARTING & blocked(pid), "the child to be executed")
+        assert blocked(pid) == set(ENDING)
+        for number in ENDING:
+            os.kill(pid, number)
+    watched.tree.scan()
+    assert len(watched.tree.everyone()) == 2
+    assert watched.deaths == []
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & set(ENDING)
+    await watched.end()
+
+
+def blocked(pid: int) -> set[int]:
+    """The signals that the main thread of a process never receives."""
+    with open(f"/proc/{pid}/status", encoding="ascii") as lines:
+        bits = next(int(line.split()[1], 16) for line in lines if line.startswith("SigBlk:"))
+    return {number for number in range(1, 65) if bits >> (number - 1) & 1}
 
 
 def test_a_tree_is_killed_without_descriptors():

@@ -76,6 +76,27 @@ def test_vllm_tree_has_no_process_without_the_witness_that_reaches_a_device(home
     home.run(scenario)
 
 
+def test_signals_of_a_host_that_stops_everything_reach_no_process_of_vllm(home: PodHome):
+    """Goal: the supervisor decides when streams end. Method: SIGTERM and SIGINT under load to every
+    process of vLLM, of the active engine and of the standby; both are the same processes after
+    it, and no request has failed."""
+
+    async def scenario(pod: Pod) -> None:
+        before = await pod.whole()
+        engines = await incarnations(pod)
+        trees = [await pod.engine_tree(name) for name in (before.engine, *before.standbys)]
+        async with pod.load() as load:
+            await load.answers()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                with Processes(pid for tree in trees for pid in tree) as processes:
+                    processes.signal(number)
+                await only_answers_under(load, before.token)
+        assert await incarnations(pod) == engines
+        assert [await pod.engine_tree(name) for name in (before.engine, *before.standbys)] == trees
+
+    home.run(scenario)
+
+
 def send(number: int) -> Strike:
     async def strike(pod: Pod, before: Whole, victim: Processes) -> None:
         victim.signal(number)

@@ -19,7 +19,6 @@ import contextlib
 import gc
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -164,8 +163,6 @@ def main() -> int:
         return error.exit_code
     try:
         member = process.enter("http")
-        for signum in (signal.SIGINT, signal.SIGTERM):  # of a host that signals every process:
-            signal.signal(signum, signal.SIG_IGN)  # the supervisor decides, and ends this one
         settings, names = parse(sys.argv[1:])
         read_config(settings.directory).of_rank(0, settings.ranks)  # the cheap checks
         raise_fd_limit()

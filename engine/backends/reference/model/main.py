@@ -17,7 +17,6 @@ import contextlib
 import logging
 import os
 import select
-import signal
 import socket
 import sys
 import time
@@ -62,8 +61,6 @@ PERMANENT = ("gms.identity_mismatch", "gms.larger_than_device")
 
 
 def main() -> int:
-    for signum in (signal.SIGINT, signal.SIGTERM):  # of a host that signals every process:
-        signal.signal(signum, signal.SIG_IGN)  # the supervisor decides, and ends this one
     configure("backend-model")
     link = BlockingClient.from_socket(_socket(os.environ.pop(LINK_ENV)), LINK)
     peers = [_socket(number) for number in os.environ.pop(PEERS_ENV).split(",") if number]

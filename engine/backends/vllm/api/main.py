@@ -16,9 +16,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from msgspec import structs
@@ -32,6 +32,7 @@ from engine.progress_page import ProgressPage
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.service.log import configure
 from plumbing.service.process import raise_fd_limit
+from plumbing.service.signals import blocked_in_children
 from plumbing.shortage import is_disk_fault
 
 if TYPE_CHECKING:
@@ -75,7 +76,10 @@ def main() -> int:
     channel = ChannelThread(sock)
     try:
         seat = process.enter(NAME).seat
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal is the supervisor's
+        # Python 3.11 to 3.13 unblocks SIGTERM and SIGINT in the thread that starts this helper, and
+        # vLLM's processes would inherit that.
+        with blocked_in_children():
+            resource_tracker.ensure_running()
         os.environ.update(ENVIRONMENT)
         raise_fd_limit()
         collector.pause()
