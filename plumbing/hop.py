@@ -29,6 +29,7 @@ VERSION = 1
 HEADER_PREFIX = "x-understudy-"
 GATEWAY = "X-Understudy-Gateway"  # request, `VERSION` of the gateway: mark the stream
 JOURNAL = "X-Understudy-Journal"  # request to resume, "<body bytes>,<tokens>,<chunks>"
+ATTEMPT = "X-Understudy-Attempt"  # request: its name on the page of what is queued, as hex
 ENGINE = "X-Understudy-Engine"  # response: who answers,
 TOKEN = "X-Understudy-Token"  # under which grant of the lock,
 CONTINUATION = "X-Understudy-Continuation"  # and what a failover does to this answer
@@ -144,6 +145,14 @@ def without_journal(body: bytes, header: str) -> tuple[bytes, Journal]:
     if sum(journal.chunks) != tokens or 0 in journal.chunks:
         raise ValueError(f"{tokens} tokens in chunks of {list(journal.chunks)[:8]}")
     return body[:size], journal
+
+
+def read_attempt(header: str) -> bytes:
+    """The name in an `ATTEMPT` header; nothing if there is none."""
+    try:
+        return bytes.fromhex(header)
+    except ValueError:
+        return b""
 
 
 def _numbers(values: Sequence[int]) -> bytes:

@@ -21,6 +21,8 @@ from engine import lifeline
 from engine import messages as msg
 from lockserver.client import serving, witness
 from plumbing.errors import UnderstudyError, UsageError
+from plumbing.part.paths import engine_queue
+from plumbing.part.queue_page import QueuePage
 from plumbing.service.process import arm_from_environment, parent_environment
 from plumbing.shortage import is_disk_fault
 from plumbing.wire.blocking import BlockingClient
@@ -139,6 +141,12 @@ def take_channel() -> socket.socket:
     del os.environ[CHANNEL_ENV]
     os.set_inheritable(int(number), False)
     return socket.socket(fileno=int(number))
+
+
+def queue_page(environ: Mapping[str, str] = os.environ) -> QueuePage:
+    """Where the process that schedules shows the gateway what it has queued."""
+    directory, engine = environ.get("UNDERSTUDY_DIR"), environ.get(ENGINE_ID_ENV)
+    return QueuePage(engine_queue(directory, engine) if directory and engine else "")
 
 
 def child_environment() -> dict[str, str]:

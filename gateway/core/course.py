@@ -59,6 +59,7 @@ class Course:
         number = self._numbers.next()
         attempt = Attempt(number, request, hello.engine, token, hello.continuation_id, self)
         self.desk.attempts[attempt.number] = request.attempt = attempt
+        request.entered_as = 0 if request.is_inside else number
         # An engine that has handed it over does not work on it again, though it may be asked.
         request.is_inside, request.asked_ms = not request.is_handed_over, now_ms
         self.desk.line.remove(request)

@@ -134,12 +134,14 @@ class ClientLeft(GatewayEvent, frozen=True):
 
 
 class EngineGranted(GatewayEvent, frozen=True):
-    """The lock server says who is active. Repeats change nothing."""
+    """The lock server says who is active. Repeats change nothing. `queued`: attempts that the
+    engine before it had not scheduled yet, which say nothing about its death."""
 
     engine: str
     token: int
     era: str
     model: str = ""
+    queued: frozenset[int] = frozenset()
 
 
 class NobodyGranted(GatewayEvent, frozen=True):

@@ -6,8 +6,8 @@ It is told the time and opens nothing. The bytes of streams go through `attempts
 Here is who is active, and what a new grant means. The lock server says whom it has granted; that
 engine is greeted, and asked for nothing before it has answered: its hello says what it can continue
 and how large a body it takes. A newer grant ends every attempt of the older one at once, whatever
-these connections still have to say, and every request that the old engine had when it died is
-charged with that death (`order.py`). Tokens compare within an era only.
+these connections still have to say, and every request that the old engine had scheduled when it
+died is charged with that death (`order.py`). Tokens compare within an era only.
 
 While the engine rests, the parent shuts the door: requests wait, and the parent is told of the
 first one. An engine that wakes under the same grant is greeted anew.
@@ -16,7 +16,7 @@ first one. An engine that wakes under the same grant is greeted anew.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from gateway.core import answers
 from gateway.core import events as ev
@@ -223,7 +223,8 @@ class Gateway:
         if old is not None and (old.engine, old.token) == (grant.engine, grant.token):
             return  # said again, or by a lock server that has lost its file and was told of it
         expected_ms = self._expected.get((old.engine, old.token), 0.0) if old is not None else 0.0
-        self._supersede(is_death=old is not None and now_ms >= expected_ms, now_ms=now_ms)
+        is_death = old is not None and now_ms >= expected_ms
+        self._supersede(is_death=is_death, now_ms=now_ms, queued=grant.queued)
         self.hello = None
         self._meet(grant, now_ms)
 
@@ -252,18 +253,19 @@ class Gateway:
         self.hello, self._greet_ms = None, None
         self._greetings.next()  # what an earlier greeting brings is about the past
 
-    def _supersede(self, *, is_death: bool, now_ms: float) -> None:
+    def _supersede(self, *, is_death: bool, now_ms: float, queued: Set[int] = frozenset()) -> None:
         """No engine of an older grant says anything any more."""
         for attempt in list(self._desk.attempts.values()):
             self._course.broke(attempt, BreakCause.SUPERSEDED, now_ms)
-        self._begin_anew(is_death=is_death, now_ms=now_ms)
+        self._begin_anew(is_death=is_death, now_ms=now_ms, queued=queued)
 
-    def _begin_anew(self, *, is_death: bool, now_ms: float) -> None:
+    def _begin_anew(self, *, is_death: bool, now_ms: float, queued: Set[int] = frozenset()) -> None:
         """What broke off before says nothing about the engine that is asked now."""
         waiting = self._desk.line.waiting
         if is_death:
             for request in [each for each in waiting.values() if each.is_inside]:
-                self._died(request, now_ms)
+                if request.entered_as not in queued:
+                    self._died(request, now_ms)
         for request in waiting.values():
             request.breaks_here = request.refusals = 0
             request.gives_up_ms, request.not_before_ms = None, now_ms

@@ -16,8 +16,8 @@ cleared, or it is in the engine at a third death and ends. That death explains t
 it clears the suspects that still waited.
 
 A suspect waits for the trials before it, each of `TRIAL_MS` at most, and in the engine for the
-`COMPANY_MAX` new requests at most that were sent meanwhile. Engines do not say which requests they
-have scheduled, so one that only waited in the engine is a suspect, too.
+`COMPANY_MAX` new requests at most that were sent meanwhile. A request that the engine had queued,
+and had not scheduled yet (`EngineGranted.queued`), is not charged with the death.
 
 A request that must not be asked yet waits aside, `delayed`. A paused stream that the engine has
 refused keeps new requests back, since they would take the room that it waits for, but only

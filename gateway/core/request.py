@@ -37,7 +37,8 @@ class ClientRequest:
 
     __slots__ = (
         *("number", "path", "body_bytes", "is_inference", "is_stream", "is_lean", "state"),
-        *("attempt", "has_broken", "is_handed_over", "is_inside", "asked_ms", "lived_ms"),
+        *("attempt", "has_broken", "is_handed_over", "is_inside", "entered_as"),
+        *("asked_ms", "lived_ms"),
         *("waits_since_ms", "held_ms", "not_before_ms"),
         *("breaks_here", "refusals", "gives_up_ms", "engine_error"),
         *("continuation", "continuation_id", "is_event_stream", "is_at_boundary"),
@@ -69,6 +70,7 @@ class ClientRequest:
         self.has_broken = False  # an engine began with it
         self.is_handed_over = False  # by the engine that is granted now
         self.is_inside = False  # an engine had it when it died, if that engine has died
+        self.entered_as = 0  # the only attempt by which that engine got it; 0: there were more
         self.asked_ms = now_ms
         self.lived_ms = 0.0  # how long the last engine had it
         self.waits_since_ms = now_ms

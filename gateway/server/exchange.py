@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from gateway.core import events as ev
 from gateway.core.lanes import Lanes
 from gateway.core.machine import TICK_MS, Gateway
@@ -25,6 +27,7 @@ from gateway.server.client import ClientConnection
 from gateway.server.greeting import greet
 from gateway.server.idle_connections import IdleConnections
 from gateway.server.open_request import OpenRequest
+from gateway.server.queues import EngineQueues
 from gateway.server.refusals import error_response
 from gateway.server.requests import HttpRequest
 from gateway.server.takeover import take_over
@@ -72,6 +75,7 @@ class HttpExchange:
         self._loop = asyncio.get_running_loop()
         self._tick: asyncio.TimerHandle | None = None
         self._last_number = 0
+        self._queues = EngineQueues(directory)
         self._serves = asyncio.Event()  # else nobody's requests come here yet
         self.is_final = False  # no engine takes requests any more
 
@@ -140,6 +144,8 @@ class HttpExchange:
     def told(self, event: ev.GatewayEvent) -> None:
         """A word about engines from outside. What has led to one before is not used again."""
         self.idle_connections.close()
+        if isinstance(event, ev.EngineGranted):
+            event = replace(event, queued=self._queues.queued())
         self.handle(event)
 
     def handle(self, event: ev.GatewayEvent) -> None:
@@ -200,7 +206,7 @@ class HttpExchange:
             self,
             self.core.attempt(effect.attempt),
             request.client,
-            request.for_engine(effect.journal),
+            request.for_engine(effect.journal, self._queues.name(effect.attempt)),
             is_to_head=request.http.is_to_head,
         )
         request.upstream = self.upstreams[effect.attempt] = upstream
@@ -225,6 +231,7 @@ class HttpExchange:
             why = (str(error) or type(error).__name__)[:QUOTED_CHARS_MAX]
             self.handle(ev.HelloFailed(effect.greeting, f"{effect.engine} gave no hello: {why}"))
         else:
+            self._queues.greeted(effect.engine)
             self.handle(ev.HelloCame(effect.greeting, hello))
 
     def _drop(self, attempt: int) -> None:

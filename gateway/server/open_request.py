@@ -20,7 +20,7 @@ INFERENCE_PATHS = frozenset(
 )
 SAFE_METHODS = (b"GET", b"HEAD", b"OPTIONS")
 WITHOUT_BODY = (b"GET", b"HEAD", b"OPTIONS", b"DELETE")
-MARK = b"%b: %d\r\n" % (hop.GATEWAY.lower().encode(), hop.VERSION)
+MARK = f"{hop.GATEWAY}: %d\r\n{hop.ATTEMPT}: %b\r\n".lower().encode()
 JOURNAL = hop.JOURNAL.lower().encode()
 
 
@@ -58,12 +58,13 @@ class OpenRequest:
             return False
         return self.http.method in SAFE_METHODS or self.http.path in INFERENCE_PATHS
 
-    def for_engine(self, journal: Journal | None) -> tuple[bytes | bytearray, ...]:
-        """The request as it goes to an engine, with the journal of what the client has."""
+    def for_engine(self, journal: Journal | None, attempt: bytes) -> tuple[bytes | bytearray, ...]:
+        """The request as it goes to an engine, with the journal of what the client has. `attempt`:
+        the name of this one."""
         http, body = self.http, self.http.body
         if http.is_tunnel:
             return (http.head + b"\r\n",)
-        head = http.head + MARK
+        head = http.head + MARK % (hop.VERSION, attempt.hex().encode())
         if journal is not None:
             body, header = hop.with_journal(body, journal)
             head += b"%b: %b\r\n" % (JOURNAL, header.encode())

@@ -53,6 +53,11 @@ def engine_http_socket(directory: str, engine: str) -> str:
     return os.path.join(directory, f"engine_{engine}{HTTP_SUFFIX}")
 
 
+def engine_queue(directory: str, engine: str) -> str:
+    """The page with what `engine` has queued and not scheduled (`plumbing.part.queue_page`)."""
+    return os.path.join(directory, f"engine_{engine}.queue")
+
+
 def gateway_socket(directory: str) -> str:
     """The control socket of the gateway."""
     return os.path.join(directory, GATEWAY_SOCKET)

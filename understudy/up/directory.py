@@ -32,7 +32,9 @@ POOL = "pool"  # the program that only the pod of a pool file runs
 SERVE = "serve"  # what every program but an engine is started with
 
 # Files that are named after an engine or a model; `plumbing.part.paths` names most of them.
-ENGINE_FILE = re.compile(r"(?:engine|leftovers)_(.+?)(?:\.http)?\.(?:json|sock|lock)(?:\..+)?")
+ENGINE_FILE = re.compile(
+    r"(?:engine|leftovers)_(.+?)(?:\.http)?\.(?:json|sock|lock|queue)(?:\..+)?"
+)
 GMS_FILE = re.compile(r"gms_[A-Za-z0-9-]+(?:\.([^_]+))?_(?:weights|kv)[._]")
 LAYOUT_FILE = re.compile(r"kv_layout(?:_(.+))?\.json")
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from engine.messages import RANKS_MAX, Count, Id, KvMemoryKind, Rank, Sentence
+from plumbing.part.queue_page import ATTEMPT_BYTES
 from plumbing.wire.messages import Catalogue, Message
 
 LINK_ENV = "UNDERSTUDY_LINK"  # the number of the model process's end, in its environment
@@ -42,6 +43,7 @@ RANK_LOST = "engine.rank_lost"
 PackedPrompt = Annotated[bytes, Meta(min_length=TOKEN_BYTES, max_length=PROMPT_BYTES_MAX)]
 """See `pack`."""
 PackedTokens = Annotated[bytes, Meta(max_length=PROMPT_BYTES_MAX)]
+Attempt = Annotated[bytes, Meta(max_length=ATTEMPT_BYTES)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
@@ -173,6 +175,7 @@ class SubmitMsg(Message, frozen=True, tag="submit"):
     sampling: SamplingParams
     stop_token_ids: tuple[int, ...]
     made: PackedTokens = b""
+    attempt: Attempt = b""  # its name for the gateway
 
 
 class CancelMsg(Message, frozen=True, tag="cancel"):

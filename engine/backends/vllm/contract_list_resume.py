@@ -58,6 +58,15 @@ RESUME: dict[str, tuple[Contract, ...]] = {
             every(takes_only("request"), contains("self.requests[request.request_id] = request")),
         ),
         scheduler(
+            "a request that runs for the first time is among the new ones of its step",
+            "Scheduler.schedule",
+            contains(
+                "if request.status == RequestStatus.WAITING:\n",
+                "scheduled_new_reqs.append(request)",
+                "scheduled_new_reqs=new_reqs_data",
+            ),
+        ),
+        scheduler(
             "cached tokens are counted only for a request that was never preempted",
             "Scheduler.schedule",
             contains("request.num_preemptions <= 0"),

@@ -42,6 +42,7 @@ class Link:
         sampling: SamplingParams,
         stop_token_ids: tuple[int, ...],
         made: Sequence[int] = (),
+        attempt: bytes = b"",
     ) -> Link:
         self.started += 1
         self.generator.submit(

@@ -82,7 +82,14 @@ class Upstream:
 class Pod:
     """Engines are named by their tokens: e1 holds token 1. One at a time is alive and granted."""
 
-    def __init__(self, seed: int, rules: ev.GatewayRules | None = None, **options: object) -> None:
+    def __init__(
+        self,
+        seed: int,
+        rules: ev.GatewayRules | None = None,
+        *,
+        slots: int | None = None,
+        **options: object,
+    ) -> None:
         self.rng = random.Random(seed)
         self.gateway = Gateway(rules or ev.GatewayRules())
         self.now_ms = 0.0
@@ -96,6 +103,9 @@ class Pod:
         self.refusals = 0  # so many resumes are answered with 503 first
         self.fixes_ids = bool(options.get("fixes_ids", False))
         self.step_ms = float(options.get("step_ms", 5.0))
+        self.slots = slots  # requests that run at once; the others are queued
+        self.running: set[int] = set()  # attempts
+        self.queued: frozenset[int] = frozenset()  # of the engine that died last
         self.has_zombies = False  # a dead engine goes on talking, and nobody closes its connections
         self.misspells = False
         self.tells_breaks = True  # connections of a dead engine are seen to break
@@ -128,7 +138,7 @@ class Pod:
         """The next engine is granted and serves."""
         self.token += 1
         self.is_alive = True
-        self.handle(ev.EngineGranted(f"e{self.token}", self.token, ERA))
+        self.handle(ev.EngineGranted(f"e{self.token}", self.token, ERA, queued=self.queued))
 
     def kill(self, fence_ms: float = 60.0) -> None:
         """The engine dies; the next one is granted after the fence."""
@@ -136,6 +146,8 @@ class Pod:
             return
         self.is_alive = False
         self.deaths += 1
+        if self.slots is not None:
+            self.queued = frozenset(self.upstreams.keys() - self.running)
         if self.tells_breaks:
             for upstream in list(self.upstreams.values()):
                 self.break_off(upstream)
@@ -259,6 +271,11 @@ class Pod:
             upstream.is_open = False
             self.handle(ev.ConnectFailed(upstream.attempt))
             return
+        if self.slots is not None and upstream.attempt not in self.running:
+            if len(self.running & self.upstreams.keys()) >= self.slots:
+                self.at(1.0, lambda: self._answer(upstream, journal))
+                return
+            self.running.add(upstream.attempt)
         if journal is not None and self.refusals:
             self.refusals -= 1
             self._head(upstream, self.refused_with, Continuation.RETRY, False)

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import pytest
 
+from gateway.core import events as ev
 from gateway.core import machine
 from gateway.core.attempt import Attempt
 from gateway.core.course import Course
 from gateway.core.desk import Desk
 from gateway.core.joined import Joined
+from gateway.core.machine import Gateway
 from gateway.core.order import WaitingLine
 from gateway.core.request import ClientRequest
 from tests.gateway.core.model import KINDS
@@ -128,7 +130,28 @@ def poison() -> None:
     good.check_whole()
 
 
-SCENARIOS = (cut_everywhere, cut_behind_usage, zombie, misspelling, upgrade, wrong_token, poison)
+def queued_poison() -> None:
+    """A request kills each engine that runs it, and waits in the engine before."""
+    pod = Pod(6, slots=1)
+    pod.grant()
+    first = pod.ask("chat", 100)
+    bad = pod.ask("chat", 40, is_poison=True)
+    good = [first, *(pod.ask("chat", 100) for _ in range(5))]
+    pod.on_group = lambda upstream: pod.kill() if upstream.client is bad else None
+    pod.run(20_000.0)
+    assert pod.deaths == 3
+    assert bad.outcome == "aborted"
+    assert not any(
+        isinstance(each, ev.SuspectFound) and each.request != bad.number for each in pod.records
+    )
+    for each in good:
+        each.check_whole()
+
+
+SCENARIOS = (
+    *(cut_everywhere, cut_behind_usage, zombie, misspelling, upgrade, wrong_token, poison),
+    queued_poison,
+)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
@@ -174,6 +197,11 @@ def trusts_any_token(self, attempt, came, now_ms):
     head(self, attempt, came, now_ms)
 
 
+def clears_all(self, *, is_death, now_ms, queued=frozenset()):
+    begin_anew(self, is_death=is_death, now_ms=now_ms, queued={*range(1000)} if queued else set())
+
+
+begin_anew = Gateway._begin_anew
 joined, head = Course.joined, Course.head
 
 MUTATIONS = {
@@ -188,6 +216,7 @@ MUTATIONS = {
     "usage counted twice": (Course, "joined", counts_replayed_tokens, cut_everywhere),
     "poison is never alone": (WaitingLine, "_next_suspect", lambda *_: None, poison),
     "poison is never a suspect": (ClientRequest, "died", lambda *_: None, poison),
+    "an engine's queue clears what ran": (Gateway, "_begin_anew", clears_all, queued_poison),
 }
 
 

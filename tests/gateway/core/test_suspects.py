@@ -13,13 +13,19 @@ BEGIN_MS = 123.5  # the third engine is granted, and has not said hello
 
 
 def double_death(
-    pod: Pod, count: int, tokens: int = 100, *, is_stream: bool = True, **more: object
+    pod: Pod,
+    count: int,
+    tokens: int = 100,
+    *,
+    is_stream: bool = True,
+    kills_ms: tuple[float, float] = (1.5, 63.0),  # before any of them has a head
+    **more: object,
 ) -> list[int]:
     """Suspects: the numbers of `count` requests that were in two engines within 150 ms."""
     pod.grant()
     suspects = [pod.ask("chat", tokens, is_stream=is_stream, **more).number for _ in range(count)]
-    pod.at(1.5, pod.kill)  # before any of them has a head
-    pod.at(63.0, pod.kill)
+    for at_ms in kills_ms:
+        pod.at(at_ms, pod.kill)
     pod.run(BEGIN_MS)
     pod.asks.clear()
     return suspects
@@ -137,6 +143,45 @@ def test_request_that_was_never_sent_to_a_dead_engine_is_no_suspect():
     assert (pod.deaths, found) == (2, [1])
     for client in clients:
         client.check_whole()
+
+
+def test_request_that_the_dead_engines_had_only_queued_is_no_suspect():
+    """Goal: only what ran is tried one at a time. Method: two engines with two slots die under
+    twenty requests; the others are sent to the third engine at once."""
+    pod = Pod(8, slots=2)
+    requests = double_death(pod, 20, kills_ms=(2.5, 65.0))  # two of them have begun
+    pod.run(BEGIN_MS + 3.0)
+    found = {each.request for each in pod.records if isinstance(each, ev.SuspectFound)}
+    assert (pod.deaths, found) == (2, {1, 2})
+    asked = {client.number for client, _ in pod.asks}
+    assert asked - found == set(requests) - found
+    assert len(asked & found) == 1
+    pod.run()
+    for number in requests:
+        pod.clients[number].check_whole()
+
+
+def test_request_that_an_engine_got_twice_is_charged_although_it_is_queued_again():
+    """Goal: its first attempt may be what killed the engine. Method: its connection breaks while it
+    runs, and the engine dies while the second attempt is queued; twice."""
+    pod = Pod(9, slots=1)
+    pod.grant()
+    bad = pod.ask("chat", 200)
+
+    def once_more() -> None:
+        (running,) = pod.upstreams.values()
+        assert running.attempt in pod.running
+        pod.slots = 0
+        pod.break_off(running)
+
+    for at_ms in (2.5, 340.0):
+        pod.at(at_ms, once_more)
+        pod.at(at_ms + 250.0, pod.kill)
+        pod.at(at_ms + 250.1, lambda: setattr(pod, "slots", 1))
+    pod.run(652.0)
+    assert (pod.deaths, pod.gateway.census(652.0).suspects) == (2, 1)
+    pod.run()
+    bad.check_whole()
 
 
 @pytest.mark.parametrize("announced", ["each", "another token", "too early"])

@@ -44,6 +44,7 @@ class Answering:
         served = self._served
         served.check_model(body.model)
         is_marked = served.is_marked(request)
+        attempt = request.headers.get(hop.ATTEMPT, "") if is_marked else ""
         given_id = request.headers.get(REQUEST_ID, "")[:REQUEST_ID_CHARS_MAX] if is_marked else ""
         asked = await self._asking.of(body, given_id or None)
         reply = self._reply(body, given_id or uuid.uuid4().hex)
@@ -52,7 +53,7 @@ class Answering:
         replayed = await self._replay(asked, answer, journal)
         with (
             self._mark(request) if is_marked and body.stream else nullcontext() as marked,
-            self._generate(asked, replayed) as generation,
+            self._generate(asked, replayed, hop.read_attempt(attempt)) as generation,
         ):
             groups = groups_of(replayed, generation, answer)
             if body.stream:
@@ -62,14 +63,14 @@ class Answering:
         return web.json_response(reply.whole(text, whole[-1].finish_reason, answer.usage))
 
     def _generate(
-        self, asked: Asked, replayed: TokenGroup | None
+        self, asked: Asked, replayed: TokenGroup | None, attempt: bytes
     ) -> AbstractContextManager[Generation | None]:
         """Ask the model, unless what was replayed is the whole answer."""
         if replayed is not None and replayed.piece.finish_reason is not None:
             return nullcontext()
         made = () if replayed is None else replayed.tokens
         generation = self._served.link.generate(
-            asked.prompt, asked.max_tokens, asked.sampling, asked.stop_token_ids, made
+            asked.prompt, asked.max_tokens, asked.sampling, asked.stop_token_ids, made, attempt
         )
         self._served.replayed += len(made)
         return generation

@@ -209,10 +209,12 @@ class ModelLink(Handler):
         sampling: SamplingParams,
         stop_token_ids: tuple[int, ...],
         made: Sequence[int] = (),
+        attempt: bytes = b"",
     ) -> Generation:
         """Ask for tokens; use the result in a `with` block, which cancels an unfinished request.
 
         `made`: the first tokens of the answer, which exist already and are not sent again.
+        `attempt`: what the gateway calls this.
 
         Raises:
             UnderstudyError: `engine.queue_full`.
@@ -233,7 +235,13 @@ class ModelLink(Handler):
         self._prompt_bytes += size_bytes
         self._conn.send(
             SubmitMsg(
-                generation.number, pack(prompt), max_tokens, sampling, stop_token_ids, pack(made)
+                generation.number,
+                pack(prompt),
+                max_tokens,
+                sampling,
+                stop_token_ids,
+                pack(made),
+                attempt,
             )
         )
         return generation

@@ -35,6 +35,7 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop_token_ids: tuple[int, ...] = ()
     made: tuple[int, ...] = ()  # resumed: the tokens of the answer so far, which did not end it
+    attempt: bytes = b""  # its name for the gateway
 
 
 @dataclass(frozen=True, slots=True)

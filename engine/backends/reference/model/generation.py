@@ -20,6 +20,7 @@ from engine.backends.reference.model.decoder import Array, Decoder, KVCache
 from engine.backends.reference.model.prefix_cache import PrefixCache
 from engine.backends.reference.model.sampling import check_finite, choose
 from plumbing.errors import UnderstudyError
+from plumbing.part.queue_page import QueuePage
 
 CANARY_FAILED = "engine.canary_failed"
 CANARY_PROMPT_TOKENS = 8  # enough that attention has something to look back at
@@ -44,13 +45,15 @@ class Generator:
         cache: KVCache,
         grammars: Grammars | None = None,
         prefixes: PrefixCache | None = None,
+        queue: QueuePage | None = None,
     ) -> None:
         """Without `grammars`, no request may have a grammar; without `prefixes`, every token of
-        every request is computed."""
+        every request is computed. `queue` shows the requests that have not run yet."""
         self._decoder = decoder
         self._cache = cache
         self._grammars = grammars
         self._prefixes = prefixes
+        self._queue = queue
         self._scheduler = Scheduler(cache.slots, cache.max_context)
         self._constraints: dict[int, Constraints] = {}  # of those that have made their first token
         self.progress = 0
@@ -64,6 +67,8 @@ class Generator:
     def submit(self, request: Request) -> None:
         """Accept a request that the HTTP process has checked."""
         self._scheduler.submit(request)
+        if self._queue is not None:
+            self._queue.add(request.attempt)
 
     def cancel(self, request_id: int) -> bool:
         """Drop a request; its slot is free when this returns. False if unknown or finished."""
@@ -77,6 +82,8 @@ class Generator:
         if work is None:
             return None
         request, prefixes = work.request, self._prefixes
+        if self._queue is not None:
+            self._queue.remove(request.attempt)
         if prefixes is not None and not work.start:
             known = prefixes.begin(request, work.slot)
             work = self._scheduler.skip(work, known) if known else work

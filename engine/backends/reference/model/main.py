@@ -22,6 +22,7 @@ import sys
 import time
 from typing import NoReturn
 
+from engine.backends import process
 from engine.backends.reference.grammar import Grammars
 from engine.backends.reference.link import (
     LINK,
@@ -98,6 +99,7 @@ class ModelLoop:
         self._published = 0
         self._progress = 0  # of the time before the last rest: it only ever grows
         self._pace = pace
+        self._queue = process.queue_page()
 
     def run(self) -> NoReturn:
         """Try the decoder and serve. Ends with the UnderstudyError that says why."""
@@ -149,6 +151,7 @@ class ModelLoop:
                         message.sampling,
                         message.stop_token_ids,
                         unpack(message.made),
+                        message.attempt,
                     )
                 )
             case CancelMsg() if self._generator is not None:
@@ -161,7 +164,8 @@ class ModelLoop:
         if self._generator is None:
             cache = self._rank.cache(SERVING)
             prefixes = self._rank.prefixes
-            self._generator = Generator(self._rank.decoder, cache, self._grammars, prefixes)
+            decoder, grammars = self._rank.decoder, self._grammars
+            self._generator = Generator(decoder, cache, grammars, prefixes, self._queue)
             self._generator.progress = self._progress
         self._link.notify(taken)
 

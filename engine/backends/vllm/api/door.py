@@ -19,6 +19,7 @@ from plumbing.hop import Continuation, Hello, Journal
 
 PREFIX = hop.HEADER_PREFIX.encode()
 GATEWAY = hop.GATEWAY.lower().encode()
+ATTEMPT = hop.ATTEMPT.lower().encode()
 JOURNAL = hop.JOURNAL.lower().encode()
 LENGTH = b"content-length"
 # One token in each chunk is the most.
@@ -66,13 +67,14 @@ class Door:
             case _:
                 await send_json(send, 404, {"error": f"{scope['path']} does not exist"})
 
-    def answer_to(self, path: str, journal: Journal | None) -> Answer:
+    def answer_to(self, path: str, journal: Journal | None, attempt: bytes = b"") -> Answer:
         is_kept = self._keeps_responses and path.startswith(RESPONSES_PATH)
         return Answer(
             journal,
             has_boundaries=self._has_parsers and path not in PLAIN_PATHS,
             is_repeatable=not is_kept,
             expected=self._responses if path == RESPONSES_PATH else Continuation.NONE,
+            attempt=attempt,
         )
 
 

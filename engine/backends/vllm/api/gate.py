@@ -25,7 +25,7 @@ from engine.backends.vllm.api.asgi import (
     error_document,
     send_json,
 )
-from engine.backends.vllm.api.door import GATEWAY, Door, take_journal
+from engine.backends.vllm.api.door import ATTEMPT, GATEWAY, Door, take_journal
 from engine.backends.vllm.api.marks import Stream
 from engine.backends.vllm.resume.answer import CURRENT
 from plumbing import hop
@@ -174,7 +174,9 @@ class Gate:
         if scope["path"].startswith(hop.HOP_PATHS):
             await door.answer_hop(scope, answer.send)
             return
-        is_gateways = dict(scope["headers"]).get(GATEWAY) == b"%d" % hop.VERSION
+        headers = dict(scope["headers"])
+        is_gateways = headers.get(GATEWAY) == b"%d" % hop.VERSION
+        attempt = hop.read_attempt(headers.get(ATTEMPT, b"").decode("latin-1"))
         try:
             receive, journal = await take_journal(scope, receive, self._body_max)
         except ValueError as error:
@@ -182,7 +184,8 @@ class Gate:
             await send_json(answer.send, 400, error_document(what, "vllm.bad_journal"))
             return
         if is_gateways:
-            CURRENT.set(door.answer_to(scope["path"], journal))  # in this request's own task
+            # In this request's own task.
+            CURRENT.set(door.answer_to(scope["path"], journal, attempt))
         await self._limited(scope, receive, answer)
 
     async def _limited(self, scope: Scope, receive: Receive, answer: _Answer) -> None:

@@ -31,6 +31,7 @@ class Answer:
         is_repeatable: without a stream, it can be asked again from the start.
         expected: its class until the engine is asked. vLLM asks for the Responses API only when the
             headers were sent.
+        attempt: what the gateway calls this one.
     """
 
     def __init__(
@@ -40,11 +41,13 @@ class Answer:
         has_boundaries: bool = True,
         is_repeatable: bool = True,
         expected: Continuation = Continuation.NONE,
+        attempt: bytes = b"",
     ) -> None:
         self.journal = journal
         self.has_boundaries = has_boundaries
         self.is_repeatable = is_repeatable
         self.continuation = expected
+        self.attempt = attempt
         self.questions = 0
         self.is_whole = False
         # Behind the events that are made now.

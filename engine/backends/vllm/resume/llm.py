@@ -54,7 +54,7 @@ class ContinuingLLM(AsyncLLM):
         asked = self._continuation_of(prompt, sampling_params, more.get("lora_request"))
         journal = answer.asked(asked)
         tokens = () if journal is None else journal.tokens
-        params = with_made(sampling_params, tokens)
+        params = with_made(sampling_params, tokens, answer.attempt)
         outputs = super().generate(prompt, params, request_id, **more)
         return outputs if asked is Continuation.NONE else answer.through(outputs)
 

@@ -1,4 +1,5 @@
-"""In the engine core: the tokens already made are output, made before a preemption.
+"""In the engine core: the tokens already made are output, made before a preemption; and requests
+that wait are on the page that the gateway reads after a death.
 
 vLLM finds these classes by name (`scheduler_cls`).
 """
@@ -11,7 +12,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from engine.backends.vllm.resume.made import conceal, made_by
+from engine.backends import process
+from engine.backends.vllm.resume.made import attempt_of, conceal, made_by
 
 
 class _Resuming:
@@ -19,6 +21,19 @@ class _Resuming:
 
     requests: dict[str, Any]
     structured_output_manager: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.queue_page = process.queue_page()
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """What is scheduled leaves the page before the step. The scheduler itself may be what a
+        request ends, so meanwhile the page says nothing."""
+        with self.queue_page.changing():
+            step = super().schedule(*args, **kwargs)  # type: ignore[misc]  # a mixin: vLLM has the method
+            for new in step.scheduled_new_reqs:
+                self.queue_page.remove(attempt_of(new.sampling_params))
+        return step
 
     def add_request(self, request: Any) -> None:
         if request.request_id not in self.requests and (made := made_by(request.sampling_params)):
@@ -28,6 +43,7 @@ class _Resuming:
             # core: it counts the cached tokens of prompts only.
             request.num_preemptions = 1
         super().add_request(request)  # type: ignore[misc]  # a mixin: vLLM has the method
+        self.queue_page.add(attempt_of(request.sampling_params))
 
     def _handle_blocked_waiting_request(self, request: Any) -> bool:
         """A grammar is compiled aside. Once it is there, it hears of the tokens already made."""
