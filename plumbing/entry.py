@@ -12,7 +12,6 @@ import signal
 import sys
 from functools import partial
 from importlib import import_module
-from typing import Any, NoReturn
 
 INTERRUPTED = 130  # what shells report for a program ended by SIGINT
 
@@ -27,27 +26,13 @@ def _run(module: str) -> None:
     try:
         if is_ours:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        _call(main)
+        # The command has imported it already.
+        import_module("plumbing.service.cli").run_command(main)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     finally:
         if is_ours:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def _call(main: Any) -> NoReturn:
-    """Run a click command as click does, but an interrupt is silent and exits with 130."""
-    import click  # the command has it already
-
-    try:
-        sys.exit(main(standalone_mode=False))
-    except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
-    except click.Abort as error:
-        if not isinstance(error.__cause__, KeyboardInterrupt):  # a question got no yes
-            click.echo("Aborted!", err=True)
-        sys.exit(INTERRUPTED)
 
 
 understudy = partial(_run, "understudy.cli.main")

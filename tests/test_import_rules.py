@@ -33,6 +33,7 @@ POOL_WORDS = (
 )  # doors and demand, as both sides see them
 LAYERS = {
     "plumbing": ("plumbing.errors",),
+    "plumbing.entry": ("plumbing.service.cli",),
     "plumbing.errors": (),
     "plumbing.hop": (),
     "plumbing.shortage": (),

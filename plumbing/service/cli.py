@@ -63,6 +63,19 @@ def options(declared: Sequence[Option], command: str) -> Callable[[Command], Com
     return decorate
 
 
+def run_command(main: Any) -> NoReturn:
+    """Run a click command as click does, but an interrupt is silent and exits with 130."""
+    try:
+        sys.exit(main(standalone_mode=False))
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except click.Abort as error:
+        if not isinstance(error.__cause__, KeyboardInterrupt):  # a question got no yes
+            click.echo("Aborted!", err=True)
+        sys.exit(INTERRUPTED)
+
+
 def run_async(main: Callable[[], Coroutine[Any, Any, T]], *, as_json: bool = False) -> T:
     """Run `main` on uvloop to its end, with as many descriptors as the machine allows.
 
