@@ -107,7 +107,7 @@ def test_v2_does_not_tell_logits_processors_what_was_made(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
 def test_what_nobody_has_resumed_with_v2_ends_with_its_engine(v2: bool):
-    """A thinking budget, and a seed beside drafts."""
+    """A thinking budget, a trace, a seed beside drafts, watermarks."""
     engine = ContinuingLLM.__new__(ContinuingLLM)
     engine.abilities = Abilities(Continuation.STATE)
     engine.vllm_config = SimpleNamespace(use_v2_model_runner=v2, speculative_config=object())
@@ -119,7 +119,12 @@ def test_what_nobody_has_resumed_with_v2_ends_with_its_engine(v2: bool):
     untried = Continuation.NONE if v2 else Continuation.STATE
     assert class_of() is Continuation.STATE
     assert class_of(thinking_token_budget=5) is untried
+    assert class_of(trace_decode_token_ids=[1]) is untried
     assert class_of(seed=3) is untried
+    engine.vllm_config.speculative_config = None
+    assert class_of(seed=3) is Continuation.STATE
+    engine.vllm_config.watermark_config = object()
+    assert class_of() is untried
 
 
 def test_a_resumed_stream_waits_for_its_place_in_vllms_queue(monkeypatch: pytest.MonkeyPatch):

@@ -1,4 +1,4 @@
-"""Checks of the gateway: whether there is one where there must be, and what it needs of its hosts.
+"""Checks of the gateway and its engines: whether there is one where there must be, and its needs.
 
 Pure. In gateway mode clients reach engines through it alone, so a pod without one answers nobody;
 in direct mode the lock server refuses one. The lock server says which mode it is.
@@ -87,6 +87,21 @@ def private_sockets(facts: PodFacts) -> Finding:
     return passed(f"{', '.join(each.name for each in found)}: private")
 
 
+def engines(facts: PodFacts) -> Finding:
+    """What they say of themselves: settings that cost something, or a self-test that failed."""
+    answered = [each for each in facts.view["engines"] if "error" not in each]
+    if not answered:
+        return skipped("no engine answers")
+    found = [
+        f"{each['engine']['id']}: {problem}"
+        for each in answered
+        for problem in each.get("problems") or ()
+    ]
+    if found:
+        return warned("; ".join(found), "see `engine status`")
+    return passed("no engine reports a problem")
+
+
 def tls_files(facts: PodFacts) -> Finding:
     """The gateway reads them when a child starts, so a bad one is found at the worst moment."""
     if not facts.tls_files:
@@ -104,5 +119,6 @@ CHECKS = (
     HealthCheck("gateway", "gateway", gateway),
     HealthCheck("one_gateway", "single gateway", one_gateway),
     HealthCheck("private_sockets", "engines' private sockets", private_sockets),
+    HealthCheck("engines", "engines' own reports", engines),
     HealthCheck("tls_files", "TLS files", tls_files),
 )

@@ -65,6 +65,7 @@ TWO_BORROW = {**VIEW, "lockserver": {**VIEW["lockserver"], "gateways": BORROWERS
 NO_SERVICE = {**VIEW, "lockserver": {**VIEW["lockserver"], "service": {}}, "gateway": None}
 CLOSED = {**VIEW, "gateway": {"accepting": False, "problems": ["no descriptors"]}}
 DEAF = {**VIEW, "engines": [{"engine": {"id": "engine-1"}, "lock": {"connected": False}}]}
+UNPROVED = {**VIEW, "engines": [{**VIEW["engines"][0], "problems": ["the self-test failed"]}]}
 AWAY = {**VIEW, "lockserver": {"locks": {}, "service": {"active": {"problem": "pid 9 has it"}}}}
 OF_TWO_MODELS = {
     **VIEW,
@@ -190,6 +191,9 @@ def with_kv(kv: dict | None, **more: object) -> PodFacts:
         ("private_sockets", NO_POD, SKIP, "no engine is active behind"),
         ("private_sockets", spoilt(view=DIRECT), FAIL, "engines serve a gateway, and the lock"),
         ("private_sockets", spoilt(NO_POD, sockets=(OPENED,)), FAIL, "has mode 0666"),
+        ("engines", WELL, PASS, "no engine"),
+        ("engines", NO_POD, SKIP, "no engine answers"),
+        ("engines", spoilt(view=UNPROVED), WARN, "engine-0: the self-test failed"),
         ("tls_files", WELL, PASS, "/etc/tls.crt"),
         ("tls_files", spoilt(tls_files=()), SKIP, "names no certificate"),
         ("tls_files", spoilt(tls_files=(TlsFile("A", "/c", "gone"),)), FAIL, "A is /c: gone"),
@@ -343,7 +347,7 @@ def test_ids_are_stable_and_unique():
     """Goal: programs may rely on them. Method: the list, to the letter."""
     assert [check.id for check in CHECKS] == [
         *("directory", "path_length", "shared", "one_lockserver", "flock", "stale_sockets"),
-        *("gateway", "one_gateway", "private_sockets", "tls_files"),
+        *("gateway", "one_gateway", "private_sockets", "engines", "tls_files"),
         *("pool", "pool_file", "pool_sizes", "pool_fit", "pool_waits"),
         *("peer_pidfd", "pidfd_open", "start_method", "descriptors", "clock_source"),
         *("shared_memory", "huge_pages", "host_memory", "termination_log", "ports", "vllm_version"),
