@@ -1,17 +1,26 @@
-"""vLLM with a standby on a real GPU: start it, kill it, measure it, write a report.
+"""vLLM with a standby on a real GPU: what would refute the design first, then what it costs.
 
-    python -m hack.device_vllm [--model DIRECTORY] [--tensor-parallel 2] [-- vLLM's flags]
+    python -m hack.device_vllm [--part NAME]… [--model DIRECTORY] [--tensor-parallel 2]
+        [-- vLLM's flags]
 
-First stock vLLM, for the answers and its speed; then a pod of two engines on the same devices: its
-speed, what both engines take of each device, and a drill that kills the API process, the engine
-core and a worker in turn under load. The report is bench/device/vllm-<device>-<date>.json. Only
-plain allocations, no setting is changed. Without a GPU, or without vLLM for it, one sentence names
-what is missing. `--rehearse` runs everything with the CPU build on host memory; its report is
-marked, and never written to bench/device.
+| part | question |
+|---|---|
+| `kinds` | Is every kind of request right when it is cut and resumed, 32 at once? |
+| `sampler` | Are seeded requests right beside unseeded ones, for which vLLM has another sampler? |
+| `long` | Is a request with 50,000 tokens right when it is resumed beside 16 streams? |
+| `pod` | Do sleeps under load and kills of each process lose nothing, and what do they cost? |
 
-Surprising: answers in bfloat16 depend on what else is in a batch. Only prompts whose two best
-candidates lie far apart are compared; `--load-format dummy` has none, so the pod's own first
-answers are compared instead.
+The model runner, asynchronous scheduling and CUDA graphs are what vLLM chooses by itself. Each part
+takes less than ten minutes and is written to bench/device/vllm-<device>-<date>.json when it ends;
+the file keeps the other parts of the same commit. Without a GPU, or without vLLM for it, one
+sentence names what is missing. `--rehearse` runs everything with the CPU build on host memory; its
+report is marked, and never written to bench/device.
+
+Part `pod` starts stock vLLM for its answers and speed; then two engines on the same devices: their
+speed, their memory on each device, the sleeps, and a drill that kills the API process, the engine
+core and a worker under load. Answers in bfloat16 depend on what else is in a batch, so only prompts
+whose two best candidates lie far apart are compared; `--load-format dummy` has none, so the pod's
+own first answers are compared instead.
 """
 
 from __future__ import annotations
@@ -28,9 +37,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hack.bench_sleep.pods import StandingPod
 from hack.device.find import find_devices
 from hack.device.part import Nvml
 from hack.report import ROOT, commit, machine
+from hack.rest_cycles import Campaign, Cycles, document
+from hack.resume_matrix.engine import GRAPHS_FLAG
 from hack.vllm.stock import Question, Stock, measure
 from plumbing.errors import UnderstudyError
 from plumbing.service.cli import INTERRUPTED, run_async
@@ -46,9 +58,11 @@ from understudy.up.random_model import VLLM_RANDOM_MODEL, make_random_model
 from understudy.up.sessions import DrillResult, run_drill
 
 BENCH = ROOT / "bench" / "device"
-SCHEMA = 1
+SCHEMA = 2
+PART_S = 590.0  # a machine that is lent may be lent for ten minutes at a time
 GAP_MIN = 0.25  # of log probabilities in bfloat16, whose step near 1 is 2^-8
 STILL_S = 0.5  # how long a device's memory in use must not change to count
+SLEEPS = 3
 # The random model: heads of 256, the widest that attention kernels take.
 SHAPE = ("--hidden=1024", "--layers=16")
 REHEARSED_SHAPE = ("--hidden=128",)
@@ -59,6 +73,20 @@ PLATFORM = (
     "from vllm.platforms import current_platform as p; import vllm, torch, json\n"
     "print(json.dumps([p.is_cuda(), p.is_cpu(), vllm.__version__, torch.__version__]))"
 )
+# What the resume matrix is told for each part that it is, on a GPU and in a rehearsal.
+MATRIX: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "kinds": (("--at-once=32",), ("--at-once=8", "--row=seed")),
+    "sampler": (
+        ("--at-once=16", "--beside=8"),
+        ("--at-once=8", "--beside=2", "--row=seed, top k and p"),
+    ),
+    "long": (
+        ("--only=long", "--long-tokens=50000", "--beside=16", "--cuts=2"),
+        ("--only=long", "--long-tokens=600", "--beside=2", "--cuts=1"),
+    ),
+}
+POD = "pod"
+PARTS = (*MATRIX, POD)
 
 
 @dataclass(frozen=True)
@@ -77,16 +105,46 @@ def main() -> int:
         return 1 if flags.require else 0
 
     base = Path(tempfile.mkdtemp(prefix="us-dv-"))
-    report = run_async(lambda: Run(place, flags, base).everything())
-    if report is None:
-        return INTERRUPTED
-    is_good = report["passed"]
+    run = Run(place, flags, base)
+    about = run.about()
+    path = flags.out or _report_path(about)
+    report = _begun(path, about)
+    for name in flags.part or PARTS:
+        _say(f"{name} ...")
+        began = time.monotonic()
+        found = run.matrix(name) if name in MATRIX else run_async(run.pod)
+        if found is None:
+            return INTERRUPTED
+        report["parts"][name] = {**found, "seconds": round(time.monotonic() - began, 1)}
+        parts = report["parts"].values()
+        report["passed"] = all(part["passed"] for part in parts)
+        _print_part(name, report["parts"][name])
+        if path is not None:  # after each: the machine may be taken away
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"written to {path}" if path else "nothing was written: a rehearsal without --out")
+    is_good = all(report["parts"][name]["passed"] for name in flags.part or PARTS)
     if is_good:
         shutil.rmtree(base, ignore_errors=True)
     else:
-        print(f"the logs of all parts are kept in {base}", file=sys.stderr)
-    _write(report, flags)
+        _say(f"the logs of all processes are kept in {base}")
     return 0 if is_good else 1
+
+
+def _report_path(about: dict[str, Any]) -> Path | None:
+    if not about["devices"]:
+        return None
+    name = str(about["devices"][0]["name"]).lower().replace(" ", "-")
+    return BENCH / f"vllm-{name}-{about['date']}.json"
+
+
+def _begun(path: Path | None, about: dict[str, Any]) -> dict[str, Any]:
+    """The report at `path` if it is of the same commit, else a new one."""
+    if path is not None and path.exists():
+        found: dict[str, Any] = json.loads(path.read_text())
+        if found.get("commit") == about["commit"]:
+            return found
+    return {**about, "passed": False, "parts": {}}
 
 
 def find_place(flags: argparse.Namespace) -> tuple[Place | None, str]:
@@ -124,6 +182,11 @@ class Run:
         self.questions: list[Question] = []
         self.expected: Path | None = None
         self.found: dict[str, Any] = {"memory": {}, "speed": {}}
+        self.problems: list[str] = []
+
+    @property
+    def shape(self) -> tuple[str, ...]:
+        return REHEARSED_SHAPE if self.flags.rehearse else SHAPE
 
     @property
     def vllm_flags(self) -> tuple[str, ...]:
@@ -137,42 +200,66 @@ class Run:
             return dict(VLLM_RANDOM_MODEL.env)
         return {"CUDA_VISIBLE_DEVICES": ",".join(self.place.devices)}
 
-    async def everything(self) -> dict[str, Any] | None:
-        """The report; None: interrupted."""
-        began = time.monotonic()
-        shape = REHEARSED_SHAPE if self.flags.rehearse else SHAPE
-        model = (
-            Path(self.flags.model).absolute()
-            if self.flags.model
-            else await make_random_model(self.base / "model", shape)
-        )
-        self._note_memory("nothing")
-        result = await self._drill(model) if await self._ask_stock(model) else None
-        if result is None:
-            return None
-        about, resumed = machine(), self._resume()
+    def about(self) -> dict[str, Any]:
+        """What every part is of."""
         return {
             "schema": SCHEMA,
             "date": time.strftime("%Y-%m-%d"),
             "is_rehearsal": bool(self.flags.rehearse),
             "commit": commit(),
-            "machine": about,
+            "machine": machine(),
             "devices": [gpu.facts() for gpu in self.gpus],
             "versions": self.place.versions,
-            "model": self.flags.model or f"random {' '.join(shape)}",
+            "model": self.flags.model or f"random {' '.join(self.shape)}",
             "flags": list(self.vllm_flags),
             "tensor_parallel": self.flags.tensor_parallel,
             "kv_bytes": self.kv_bytes,
-            "drill": result.report.to_dict("vllm", about),
-            "failovers_ms": result.report.failovers,
-            **self.found,
-            "resumed": resumed,
-            "passed": result.report.passed and resumed["passed"],
-            "problems": [*result.report.problems, *resumed["problems"]],
-            "seconds": round(time.monotonic() - began, 1),
         }
 
+    # ------------------------------------------------------------------ kinds of requests
+
+    def matrix(self, part: str) -> dict[str, Any]:
+        """Requests that are cut and resumed, with the model runner that vLLM chooses."""
+        real, rehearsed = MATRIX[part]
+        words = rehearsed if self.flags.rehearse else real
+        vllm = [] if self.flags.rehearse else [GRAPHS_FLAG]
+        command = [sys.executable, "-m", "hack.resume_matrix", "--json=-", *words, "--", *vllm]
+        env = {**os.environ, **self.env}
+        try:
+            done = subprocess.run(
+                command, cwd=ROOT, env=env, stdout=subprocess.PIPE, timeout=PART_S, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return {"passed": False, "problems": [f"no end after {PART_S:g} s"]}
+        try:
+            report: dict[str, Any] = json.loads(done.stdout)
+        except ValueError:
+            problem = f"no answer was compared: exit code {done.returncode}"
+            return {"passed": False, "problems": [problem]}
+        wrong = [name for name, row in report["rows"].items() if row["wrong"]]
+        return {**report, "problems": [f"resumed and wrong: {name}" for name in wrong]}
+
     # ------------------------------------------------------------------ stock, then the pod
+
+    async def pod(self) -> dict[str, Any] | None:
+        """Speed, memory, sleeps and kills; None: interrupted."""
+        model = (
+            Path(self.flags.model).absolute()
+            if self.flags.model
+            else await make_random_model(self.base / "model", self.shape)
+        )
+        self._note_memory("nothing")
+        result = await self._drill(model) if await self._ask_stock(model) else None
+        if result is None:
+            return None
+        problems = [*result.report.problems, *self.problems]
+        return {
+            "drill": result.report.to_dict("vllm", machine()),
+            "failovers_ms": result.report.failovers,
+            **self.found,
+            "passed": result.report.passed and not problems,
+            "problems": problems,
+        }
 
     async def _ask_stock(self, model: Path) -> bool:
         """Measure stock, and write a file of the answers that the pod must give, if there are any
@@ -219,36 +306,36 @@ class Run:
             model,
             free_pod_ports(),
             backend="vllm",
-            backend_args=self.vllm_flags,
+            backend_args=(*self.vllm_flags, *(["--self-test"] if self.flags.rehearse else [])),
             memory="host" if self.flags.rehearse else "cuda",
             device_bytes="4GiB" if self.flags.rehearse else WHOLE_DEVICE,
             tensor_parallel=self.flags.tensor_parallel,
-            env=self.env,
+            env={**self.env, "UNDERSTUDY_WAKE": "manual"},  # it sleeps although requests wait
         )
 
         async def look(target: Target) -> None:
             self._note_memory("pod")
+            self._note_self_test(directory)
             await self._note_engines(directory)
             if self.questions:
                 self.found["speed"]["understudy"] = await self._speed(target)
+            await self._sleep_under_load(await StandingPod.of(directory, drill, target), runner)
 
         runner = PodRunner(pod.containers(), directory / "log")
-        return await run_drill(Drill(directory, plan, _say), runner, plan, _say, look)
+        drill = Drill(directory, plan, _say)
+        return await run_drill(drill, runner, plan, _say, look)
 
-    def _resume(self) -> dict[str, Any]:
-        """Kinds of requests that are cut and resumed, with the model runner that vLLM chooses."""
-        command = [sys.executable, "-m", "hack.resume_matrix", "--json", "-"]
-        command += ["--", f"--kv-cache-memory-bytes={REHEARSED_KV_BYTES}"]
-        done = subprocess.run(
-            command, cwd=ROOT, env={**os.environ, **self.env}, stdout=subprocess.PIPE, check=False
-        )
+    async def _sleep_under_load(self, pod: StandingPod, runner: PodRunner) -> None:
+        """Sleeps and wakes: graphs then run over memory that was unmapped and mapped again."""
+        seen = Cycles()
         try:
-            report: dict[str, Any] = json.loads(done.stdout)
-        except ValueError:
-            return {"passed": False, "problems": [f"no resume was tried: exit {done.returncode}"]}
-        wrong = [name for name, row in report["rows"].items() if row["wrong"]]
-        problems = [f"resumed and wrong: {', '.join(wrong)}"] if wrong else []
-        return {**report, "problems": problems}
+            await Campaign(pod, runner, self.flags.clients, wakes=True).run(SLEEPS, seen)
+        except UnderstudyError as error:
+            seen.problems.append(str(error))
+        finally:
+            pod.close()
+        self.found["sleeps"] = document("vllm", "manual", seen, None, None, pod.drill)
+        self.problems += self.found["sleeps"]["problems"]
 
     # ------------------------------------------------------------------ figures
 
@@ -260,6 +347,19 @@ class Run:
     def _note_memory(self, when: str) -> None:
         """Bytes of each device in use, once they do not change."""
         self.found["memory"][f"with_{when}"] = [gpu.settled() for gpu in self.gpus]
+
+    def _note_self_test(self, directory: Path) -> None:
+        """What the engines found of themselves while they were prepared."""
+        from engine.backends.vllm.api.proof import NAME
+
+        try:
+            results = json.loads((directory / NAME).read_text()).values()
+        except (OSError, ValueError) as error:
+            self.problems.append(f"no result of a self-test: {error}")
+            return
+        self.found["self_tests"] = [*results]
+        wrong = [each["problem"] for each in results if each["problem"] != ""]
+        self.problems += [f"self-test: {problem or 'it did not end'}" for problem in wrong]
 
     async def _note_engines(self, directory: Path) -> None:
         """What each engine's workers take of their device, beside the shared weights."""
@@ -277,34 +377,29 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _write(report: dict[str, Any], flags: argparse.Namespace) -> None:
-    spread = report["drill"]["failover_ms"]
-    print(f"failover         {spread['p50']} ms (p50), {spread['max']} ms (max)")
-    for name, phase in report["drill"]["phases_ms"].items():
-        print(f"  {name:<14} {phase['p50']} ms (p50), {phase['max']} ms (max)")
-    print(f"memory           {json.dumps(report['memory'])}")
-    print(f"speed            {json.dumps(report['speed'])}")
-    for problem in report["problems"]:
-        print(f"error: {problem}", file=sys.stderr)
-    path = flags.out
-    if path is None and report["devices"]:
-        name = str(report["devices"][0]["name"]).lower().replace(" ", "-")
-        path = BENCH / f"vllm-{name}-{report['date']}.json"
-    if path is None:
-        print("nothing was written: this was a rehearsal without --out")
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"written to {path}")
+def _print_part(name: str, part: dict[str, Any]) -> None:
+    print(f"{name}: {'passed' if part['passed'] else 'FAILED'}, {part['seconds']} s")
+    if name == POD:
+        spread = part["drill"]["failover_ms"]
+        print(f"  failover       {spread['p50']} ms (p50), {spread['max']} ms (max)")
+        for phase, found in part["drill"]["phases_ms"].items():
+            print(f"    {phase:<12} {found['p50']} ms (p50), {found['max']} ms (max)")
+        print(f"  memory         {json.dumps(part['memory'])}")
+        print(f"  speed          {json.dumps(part['speed'])}")
+    elif "resumed" in part:
+        print(f"  resumed        {part['resumed_right']} of {part['resumed']} right")
+    for problem in part["problems"]:
+        print(f"  error: {problem}")
 
 
 def _flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="vLLM with a standby, on a GPU")
+    parser.add_argument("--part", action="append", choices=PARTS, help="only this one; repeatable")
     parser.add_argument("--model", default="", help="a checkpoint; random by default")
     parser.add_argument("--device", default="", help="UUIDs, with commas; default: all visible")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--kv-bytes", type=int, default=0, help=f"per rank ({KV_BYTES})")
-    parser.add_argument("--kills", type=int, default=9, help="api, core and worker in turn")
+    parser.add_argument("--kills", type=int, default=3, help="api, core and worker in turn")
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=20.0, help="of each measurement of speed")
     parser.add_argument(

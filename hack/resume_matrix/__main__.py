@@ -1,7 +1,7 @@
 """Every kind of request, cut after several numbers of tokens and resumed: is it the same answer?
 
-    python -m hack.resume_matrix [--runner v1|v2] [--async] [--at-once N] [--only long|adapter]
-        [--compare] [--row NAME]… [--cuts N] [--json FILE] [-- vLLM's flags]
+    python -m hack.resume_matrix [--runner v1|v2] [--async] [--at-once N] [--beside N]
+        [--only long|adapter] [--compare] [--row NAME]… [--cuts N] [--json FILE] [-- vLLM's flags]
 
 With vLLM's CPU build, a random model in float32, through vLLM's own HTTP layer and the backend's
 gate, as a gateway would. `--compare` also tries the method of others, the tokens appended to the
@@ -18,6 +18,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -31,23 +32,27 @@ from hack.resume_matrix.appended import appended, is_right
 from hack.resume_matrix.compare import difference
 from hack.resume_matrix.engine import ASYNC_FLAG, BLOCK_TOKENS, LORA_FLAG
 from hack.resume_matrix.hop_client import Answer, ask, journal_of
-from hack.resume_matrix.rows import COMPLETIONS, Row, adapter_rows, all_rows, first_row, long_rows
+from hack.resume_matrix.rows import (
+    COMPLETIONS,
+    Row,
+    adapter_rows,
+    all_rows,
+    first_row,
+    long_rows,
+    unseeded_row,
+)
 from plumbing.hop import Journal
 
 SCHEMA = 2
 AT_ONCE = 8
 ASKED_MAX = 20  # until an answer is not merged
 ENGINE = "hack.resume_matrix.engine"
-# Kinds of requests that have engines of their own, by what vLLM must be told for them.
-APART = {
-    "long": (long_rows, ("--max-model-len=9000", "--max-num-batched-tokens=512")),
-    "adapter": (adapter_rows, (LORA_FLAG,)),
-}
+LONG_TOKENS = 8000
 
 
 def main() -> int:
     flags = _flags()
-    vllm = [*(APART[flags.only][1] if flags.only else ()), *([ASYNC_FLAG] * flags.is_async)]
+    vllm = [*_apart(flags)[1], *([ASYNC_FLAG] * flags.is_async)]
     with contextlib.ExitStack() as stack:
         path = flags.socket
         if path is None:
@@ -65,10 +70,10 @@ def main() -> int:
 def measure(path: str, flags: argparse.Namespace) -> dict[str, Any]:
     first = ask(path, *first_row()[:2])
     text = "".join(event["choices"][0]["text"] for event in first.events if event["choices"])
-    rows = APART[flags.only][0]() if flags.only else all_rows(first.tokens, text)
+    rows = _apart(flags)[0] or all_rows(first.tokens, text)
     wanted = {name: row for name, row in rows.items() if not flags.row or name in flags.row}
     began = time.monotonic()
-    with ThreadPoolExecutor(flags.at_once) as pool:
+    with _beside(path, flags.beside), ThreadPoolExecutor(flags.at_once) as pool:
         found = _try_all(path, wanted, flags, pool)
     for name, about in found.items():
         _say(name, about, flags)
@@ -84,9 +89,10 @@ def measure(path: str, flags: argparse.Namespace) -> dict[str, Any]:
         "runner": v2_on_cpu.name_of(flags.runner),
         "async": flags.is_async,
         "at_once": flags.at_once,
+        "beside": flags.beside,
         "vllm_flags": flags.vllm,
         "seconds": round(time.monotonic() - began, 1),
-        "passed": not any(about["wrong"] for about in found.values()),
+        "passed": bool(found) and not any(about["wrong"] for about in found.values()),
         "resumed": resumed,
         "resumed_right": resumed - wrong,
         "appended": tried,
@@ -96,6 +102,38 @@ def measure(path: str, flags: argparse.Namespace) -> dict[str, Any]:
     heads = ("runner", "async", "resumed", "resumed_right", "appended", "appended_right", "seconds")
     print({name: report[name] for name in heads}, file=_out(flags))
     return report
+
+
+def _apart(flags: argparse.Namespace) -> tuple[dict[str, Row], tuple[str, ...]]:
+    """The rows that have engines of their own, and what vLLM must be told for them."""
+    if flags.only == "long":
+        tokens = flags.long_tokens
+        return long_rows(tokens), (
+            f"--max-model-len={tokens + 1000}",
+            "--max-num-batched-tokens=512",
+            f"--kv-cache-memory-bytes={(64 << 20) + (tokens << 12)}",
+        )
+    return (adapter_rows(), (LORA_FLAG,)) if flags.only else ({}, ())
+
+
+@contextlib.contextmanager
+def _beside(path: str, streams: int) -> Iterator[None]:
+    """So many unseeded streams run all the while; their answers are not compared."""
+    row, ending = unseeded_row(), threading.Event()
+
+    def run() -> None:
+        while not ending.is_set():
+            ask(path, row.url, row.body)
+
+    threads = [threading.Thread(target=run) for _ in range(streams)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        ending.set()
+        for thread in threads:
+            thread.join()
 
 
 def _counted(found: Any, *names: str) -> list[int]:
@@ -236,7 +274,13 @@ def _flags() -> argparse.Namespace:
         "--at-once", type=int, default=AT_ONCE, help="how many streams [default: %(default)s]"
     )
     parser.add_argument(
-        "--only", choices=APART, help="prompts of 8,000 tokens, or requests with a LoRA adapter"
+        "--beside", type=int, default=0, help="how many unseeded streams run all the while"
+    )
+    parser.add_argument(
+        "--only", choices=("long", "adapter"), help="long prompts, or requests with a LoRA adapter"
+    )
+    parser.add_argument(
+        "--long-tokens", type=int, default=LONG_TOKENS, help="[default: %(default)s]"
     )
     parser.add_argument("--row", action="append", metavar="NAME", help="only this kind; repeatable")
     parser.add_argument("--cuts", type=int, default=9, help="at most, per kind [default: all]")

@@ -49,6 +49,7 @@ VARIABLES = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 ASYNC_FLAG, LORA_FLAG = "--async-scheduling", "--enable-lora"
+GRAPHS_FLAG = "--no-enforce-eager"  # graphs and compiled code, as vLLM runs on a GPU
 DRAIN_S = 5.0
 TOKEN = 1
 
@@ -108,6 +109,8 @@ def main() -> None:
     if not os.path.exists(model):
         write_thinking_model(Path(model))
     os.environ.update(VARIABLES)
+    if GRAPHS_FLAG in flags:
+        del os.environ["TORCH_COMPILE_DISABLE"]
     collector.pause()
     os.setpgid(0, 0)  # vLLM's processes outlive their parent; they are all of this group
     try:

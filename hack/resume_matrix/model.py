@@ -23,7 +23,7 @@ TEMPLATE = (
 
 ADAPTER = "adapted"
 HIDDEN, HEADS, KV_HEADS, LAYERS, RANK = 256, 4, 2, 2, 8
-POSITIONS = 1 << 14
+POSITIONS = 1 << 16
 
 
 def write_thinking_model(directory: Path) -> None:

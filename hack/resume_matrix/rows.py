@@ -102,14 +102,19 @@ def adapter_rows() -> dict[str, Row]:
     }
 
 
-def long_rows() -> dict[str, Row]:
-    """Prompts of 8,000 tokens."""
+def long_rows(tokens: int) -> dict[str, Row]:
+    """Prompts of so many tokens."""
     return {
-        "8,000 tokens": completion(7, 8000),
-        "8,000 tokens, seed and penalties": completion(
-            8, 8000, temperature=1.0, seed=8, frequency_penalty=0.4, repetition_penalty=1.1
+        f"{tokens:,} tokens": completion(7, tokens),
+        f"{tokens:,} tokens, seed and penalties": completion(
+            8, tokens, temperature=1.0, seed=8, frequency_penalty=0.4, repetition_penalty=1.1
         ),
     }
+
+
+def unseeded_row() -> Row:
+    """Of a batch in which no row has a seed or is greedy, some GPUs sample by another kernel."""
+    return completion(2, temperature=1.0, top_p=0.9, max_tokens=400)
 
 
 def all_rows(tokens: list[int], text: str) -> dict[str, Row]:
