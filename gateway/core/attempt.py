@@ -84,11 +84,6 @@ class Attempt:
         """Whether what comes now is compared with what the client has."""
         return self.owner.replay is not None and not self.is_over
 
-    def prepare(self) -> bool:
-        """Read a piece of what the client has; False: there is nothing more to compare with."""
-        replay = self.owner.replay
-        return replay is not None and not self.is_over and replay.prepare()
-
     def passes(self, events: bytes, token: int) -> bool:
         """Take in a group of one token, at most `TOKEN_MAX`, that may be sent as it is: nearly
         every one. False: nothing has happened, and `group` is to look at it."""

@@ -139,8 +139,9 @@ class Course:
 
     def _replay(self, request: ClientRequest, now_ms: float) -> None:
         self.desk.fire(request, Turn.STREAM)
-        request.replay = Replay(request.transcript.blocks(), request.tokens)
-        if request.transcript.is_empty and not request.tokens:
+        delivered = request.transcript.joined
+        request.replay = Replay(delivered, request.tokens)
+        if delivered.is_empty and not request.tokens:
             self.joined(request, now_ms)
 
     def joined(self, request: ClientRequest, now_ms: float) -> None:

@@ -11,11 +11,12 @@ played is what was delivered.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from gateway.core.joined import Joined, events_in
 from gateway.core.rewriting import Rewriter
+
+READ_BYTES = 16 * 1024  # at once, as of a journal
 
 
 class ReplayMismatch(Exception):
@@ -30,26 +31,21 @@ class Rest(NamedTuple):
 
 
 class Replay:
-    """One replay; `delivered` is what the client has, in pieces of whole events, and `journal` its
-    tokens. A long answer takes a while to read: `prepare` reads one piece of it at a time."""
+    """One replay; `delivered` is what the client has, and `journal` its tokens."""
 
-    __slots__ = ("_blocks", "_delivered", "_journal", "_played", "_seen", "_sequence")
+    __slots__ = (
+        *("_delivered", "_journal", "_played", "_seen", "_sequence"),
+        *("_unread", "_unread_bytes"),
+    )
 
-    def __init__(self, delivered: bytes | Iterable[bytes], journal: array[int]) -> None:
-        self._blocks = iter((delivered,) if isinstance(delivered, bytes) else delivered)
-        self._delivered = Joined()
+    def __init__(self, delivered: Joined, journal: array[int]) -> None:
+        self._delivered = delivered
         self._journal = journal
         self._played = Joined()
+        self._unread: list[bytes] = []  # events that are yet to be added to it, many at once
+        self._unread_bytes = 0
         self._seen = 0
         self._sequence: int | None = None  # of the last event in front of the joint
-
-    def prepare(self) -> bool:
-        """Read a piece of what was delivered; False: everything was read before."""
-        block = next(self._blocks, None)
-        if block is None:
-            return False
-        self._delivered.add_all(block)
-        return True
 
     def feed(self, events: bytes, tokens: list[int], is_last: bool) -> Rest | None:
         """What of this group is new to the client; None while the replay has not come that far.
@@ -61,7 +57,10 @@ class Replay:
         if not is_beyond:
             self._check(tokens)
         if self._seen < len(self._journal):
-            self._played.add_all(events)
+            self._unread.append(events)
+            self._unread_bytes += len(events)
+            if self._unread_bytes >= READ_BYTES:
+                self._read()
             if is_last:
                 raise ReplayMismatch(f"it ended after {self._seen} of {len(self._journal)} tokens")
             return None
@@ -75,6 +74,11 @@ class Replay:
         self._played.sequence = self._sequence
         return Rewriter.between(self._delivered, self._played)
 
+    def _read(self) -> None:
+        self._played.add(b"".join(self._unread))
+        self._unread.clear()
+        self._unread_bytes = 0
+
     def _check(self, tokens: list[int]) -> None:
         """These must be the journal's next tokens, and not reach beyond its end."""
         seen = self._seen + len(tokens)
@@ -85,12 +89,13 @@ class Replay:
 
     def _cut(self, events: bytes) -> bytes | None:
         """The events behind the last place at which all that was played is what was delivered."""
-        while self.prepare():
-            pass
+        self._read()
         joint = 0 if self._played.is_same(self._delivered) else -1
         self._sequence = self._played.sequence
-        for data, end in events_in(events):
-            self._played.add(data)
+        start = 0
+        for _, end in events_in(events):
+            self._played.add(events[start:end])
+            start = end
             if self._played.is_same(self._delivered):
                 joint, self._sequence = end, self._played.sequence
         return None if joint < 0 else events[joint:]

@@ -15,7 +15,8 @@ import re
 
 import msgspec
 
-from gateway.core.joined import SEQUENCE, Joined
+from gateway.core.event_parts import SEQUENCE
+from gateway.core.joined import Joined
 
 IDS = rb'"(?:id|item_id|call_id|response_id)": ?'
 TIMES = rb'"(?:created|created_at|completed_at)": ?'

@@ -133,8 +133,6 @@ class Upstream(asyncio.Protocol):
         """Compare a little more of a replay with what the client has; whether to go on with it."""
         if self.is_dropped or self._cutter is None:
             return False
-        if self.attempt.prepare():
-            return True
         data = bytes(self._replayed[:SLICE_BYTES])
         del self._replayed[:SLICE_BYTES]
         self._is_behind = bool(self._replayed)

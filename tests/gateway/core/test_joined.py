@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.core import joined as joined_module
 from gateway.core.joined import Joined, events_in
 from gateway.core.replay import Replay, ReplayMismatch
 from gateway.core.rewriting import Rewriter
@@ -86,7 +87,7 @@ def test_replay_must_have_the_journals_tokens_and_its_content():
     other = events.replace(b"a b", b"a c")
 
     def replay():
-        return Replay(events, array("I", [1, 2]))
+        return Replay(Joined(events), array("I", [1, 2]))
 
     for groups, why in [
         ([(events, [1, 3], False)], "another answer"),
@@ -151,13 +152,15 @@ def test_rewriter_exchanges_values_in_one_pass_and_goes_on_counting_events():
     assert Rewriter.between(same, same) is None
 
 
-def test_transcript_gives_back_what_it_took_and_stays_small():
-    """Goal: nothing is lost in blocks. Method: many groups, of one token or of several; their size
-    beside the memory."""
+def test_transcript_amounts_to_what_it_took_and_stays_small():
+    """Goal: nothing is lost in blocks, and a long answer takes no more memory than its tokens.
+    Method: many groups, of one token or of several, packed at any time."""
     transcript, sent = Transcript(), b""
     tokens: list[int] = []
     chunks: list[int] = []
-    assert transcript.is_empty
+    assert transcript.joined.is_empty
+    transcript.add(b"", [], [])
+    assert transcript.joined.is_empty
     for number in range(2000):
         event = b'data: {"id":"chatcmpl-1","choices":[{"delta":{"content":"%d"}}]}\n\n' % number
         sent += event
@@ -173,23 +176,26 @@ def test_transcript_gives_back_what_it_took_and_stays_small():
             assert transcript.tokens[-1] == tokens[-1]
         if number % 70 == 0:
             transcript.pack()
+            assert transcript.packed_bytes < 4096
     with pytest.raises(OverflowError):
         transcript.add(b"data: x\n\n", [1, TOKEN_MAX + 1], [2])
     transcript.pack()
     transcript.add(b"data: [DONE]\n\n", [], [])
-    assert not transcript.is_empty
-    assert transcript.read() == sent + b"data: [DONE]\n\n"
+    assert not transcript.joined.is_empty
+    assert transcript.joined.is_same(one_by_one([sent + b"data: [DONE]\n\n"]))
+    assert not transcript.joined.is_same(Joined(sent))
     assert (transcript.tokens.tolist(), transcript.chunks.tolist()) == (tokens, chunks)
-    assert transcript.packed_bytes < len(sent) / 4
 
 
 def one_by_one(events: list[bytes]) -> Joined:
     """As if no event had the form of the one before it."""
     joined = Joined()
-    for event in events:
-        joined._form = None
-        for data, _ in events_in(event):
-            joined.add(data)
+    for raw in events:
+        start = 0
+        for _, end in events_in(raw):
+            joined._form = None
+            joined.add(raw[start:end])
+            start = end
     return joined
 
 
@@ -209,26 +215,79 @@ USAGES = st.sampled_from(
 )
 
 
+def event_of(api: str, piece: str, usage, number: int, separators, is_ascii: bool) -> bytes:
+    """A delta with `usage` where it is not compared."""
+    head = b""
+    if api == "chat":
+        choice = {"index": 0, "delta": {"content": piece}, "logprobs": usage}
+        said = {"id": "m", "choices": [choice], "usage": usage}
+    elif api == "tools":
+        call = {"index": 0, "function": {"arguments": piece}}
+        choice = {"index": 0, "delta": {"content": None, "tool_calls": [call]}}
+        said = {"id": "m", "choices": [{**choice, "token_ids": [len(piece)] * (len(piece) % 3)}]}
+    elif api == "responses":
+        said = {"type": "response.output_text.delta", "item_id": "m", "delta": piece}
+        said |= {"logprobs": usage, "sequence_number": number, "output_index": 0}
+        head = b"event: response.output_text.delta\n"
+    else:
+        said = {"type": "content_block_delta", "index": 0}
+        said |= {"delta": {"type": "text_delta", "text": piece}}
+        head = b"event: content_block_delta\n"
+    text = json.dumps(said, separators=separators, ensure_ascii=is_ascii)
+    return head + b"data: %b\n\n" % text.encode("utf-8", "surrogatepass")
+
+
 @settings(max_examples=300, deadline=None)
-@given(PIECES, st.lists(USAGES, min_size=1, max_size=3), st.booleans(), st.booleans(), st.data())
-def test_many_events_at_once_amount_to_the_same(pieces, usages, is_spaced, is_ascii, data):
-    """Goal: the short ways have the result of parsing. Method: texts that look like what is around
+@given(
+    st.sampled_from(["chat", "tools", "responses", "messages"]),
+    PIECES,
+    st.lists(USAGES, min_size=1, max_size=3),
+    st.booleans(),
+    st.booleans(),
+    st.data(),
+)
+def test_many_events_at_once_amount_to_the_same(api, pieces, usages, is_spaced, is_ascii, data):
+    """Goal: the short way has the result of parsing. Method: texts that look like what is around
     them, in events that are alike but for what is not compared; cut into blocks anywhere."""
     separators = (", ", ": ") if is_spaced else (",", ":")
-    events = []
-    for place, piece in enumerate(pieces):
-        choice = {"index": 0, "delta": {"content": piece}, "logprobs": usages[place % len(usages)]}
-        said = {"id": "m", "choices": [choice], "usage": usages[-1]}
-        text = json.dumps(said, separators=separators, ensure_ascii=is_ascii)
-        events.append(b"data: %b\n\n" % text.encode("utf-8", "surrogatepass"))
+    events = [
+        event_of(api, piece, usages[place % len(usages)], place, separators, is_ascii)
+        for place, piece in enumerate(pieces)
+    ]
     parsed = one_by_one(events)
     joined, start = Joined(), 0
     while start < len(events):
         end = data.draw(st.integers(start + 1, len(events)))
-        joined.add_all(b"".join(events[start:end]))
+        joined.add(b"".join(events[start:end]))
         start = end
     assert joined.is_same(parsed)
-    assert joined.ids == parsed.ids
+    assert (joined.ids, joined.sequence) == (parsed.ids, parsed.sequence)
+    said = "".join(pieces)
+    if api == "chat" and said and said.isprintable():
+        whole = [event_of(api, said, None, 0, separators, is_ascii)]
+        assert joined.is_same(one_by_one(whole))
+
+
+@pytest.mark.parametrize("api", ["chat", "tools", "responses", "messages"])
+def test_only_the_first_of_many_alike_events_are_parsed(api, monkeypatch):
+    """Goal: a token costs no JSON, whatever is said beside it. Method: a long stream whose events
+    differ in text, log probabilities, token ids and numbers; events that are parsed are counted."""
+    parsed = []
+    parts_of = joined_module.parts_of
+    monkeypatch.setattr(
+        joined_module, "parts_of", lambda data: parsed.append(data) or parts_of(data)
+    )
+    texts = ["a", "\\", '"', "漢", "\n", "😀", 'b\\"']
+    events = [
+        event_of(api, texts[at % 7], {"a": [{"token": "{", "b": at}]}, at, (",", ":"), at % 2 == 0)
+        for at in range(1000)
+    ]
+    joined = Joined()
+    for start in range(0, len(events), 60):
+        joined.add(b"".join(events[start : start + 60]))
+    assert len(parsed) <= 2
+    assert joined.is_same(one_by_one(events))
+    assert joined.held_bytes < 8192
 
 
 def test_event_of_another_form_is_not_taken_for_one_of_this_form():
@@ -249,26 +308,9 @@ def test_event_of_another_form_is_not_taken_for_one_of_this_form():
     ):
         for events in ([*plain, other, *plain], [*plain, *plain, other], [*plain, other]):
             joined = Joined(plain[0])
-            joined.add_all(b"".join(events[1:]))
+            joined.add(b"".join(events[1:]))
             assert joined.is_same(one_by_one(events)), other
             same = other in (event % b"", b": comment\n\n")
             assert (
                 joined.is_same(Joined(b"".join(each for each in events if each != other))) == same
             )
-
-
-def test_replay_reads_what_was_delivered_in_pieces():
-    """Goal: no step of it is long. Method: pieces are asked for one at a time, and by the
-    cut at the latest."""
-    event = b'data: {"choices":[{"index":0,"delta":{"content":"a"}}]}\n\n'
-    asked = []
-    pieces = (asked.append(place) or event for place in range(3))
-    playing = Replay(pieces, array("I", [1, 2, 3]))
-    assert playing.feed(event, [1], False) is None
-    assert asked == []
-    assert playing.prepare()
-    assert asked == [0]
-    assert playing.feed(event, [2], False) is None
-    assert playing.feed(event, [3], False) is not None
-    assert asked == [0, 1, 2]
-    assert not playing.prepare()
