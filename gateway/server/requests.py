@@ -83,7 +83,10 @@ def _members_of(body: bytes | bytearray, outline: Outline | None) -> tuple[BodyM
     if outline is None or len(body) <= LARGE_BYTES:
         return read_members(body)
     if outline.text is None:
-        what = f"its members take more than {OUTLINE_BYTES_MAX} bytes, or it is nested too deeply"
+        what = (
+            f"it has too many members, they take more than {OUTLINE_BYTES_MAX} bytes, or they are"
+            " nested too deeply"
+        )
         return NO_MEMBERS, what
     return read_members(outline.text)
 
