@@ -35,14 +35,15 @@ class Replay:
 
     __slots__ = (
         *("_delivered", "_journal", "_played", "_seen", "_sequence"),
-        *("_unread", "_unread_bytes"),
+        *("_unread", "_unread_bytes", "_unread_tokens"),
     )
 
     def __init__(self, delivered: Joined, journal: array[int]) -> None:
         self._delivered = delivered
         self._journal = journal
         self._played = Joined()
-        self._unread: list[bytes] = []  # events that are yet to be added to it, many at once
+        self._unread: list[bytes] = []  # events that are yet to be added to it, many at once,
+        self._unread_tokens: list[int] = []  # and tokens that are yet to be compared
         self._unread_bytes = 0
         self._seen = 0
         self._sequence: int | None = None  # of the last event in front of the joint
@@ -55,7 +56,10 @@ class Replay:
         """
         is_beyond = bool(tokens) and self._seen == len(self._journal)
         if not is_beyond:
-            self._check(tokens)
+            self._seen += len(tokens)
+            self._unread_tokens += tokens
+            if self._seen > len(self._journal):
+                raise self._mismatch("beyond the delivered ones")
         if self._seen < len(self._journal):
             self._unread.append(events)
             self._unread_bytes += len(events)
@@ -64,6 +68,7 @@ class Replay:
             if is_last:
                 raise ReplayMismatch(f"it ended after {self._seen} of {len(self._journal)} tokens")
             return None
+        self._read()
         rest = self._cut(events)
         if rest is None and (is_last or is_beyond):
             raise ReplayMismatch("its content is not what was delivered")
@@ -75,21 +80,20 @@ class Replay:
         return Rewriter.between(self._delivered, self._played)
 
     def _read(self) -> None:
+        """Add what has come; the tokens must be the journal's."""
+        start = self._seen - len(self._unread_tokens)
+        if self._journal[start : self._seen].tolist() != self._unread_tokens:
+            raise self._mismatch("of another answer")
         self._played.add(b"".join(self._unread))
         self._unread.clear()
+        self._unread_tokens.clear()
         self._unread_bytes = 0
 
-    def _check(self, tokens: list[int]) -> None:
-        """These must be the journal's next tokens, and not reach beyond its end."""
-        seen = self._seen + len(tokens)
-        if self._journal[self._seen : seen].tolist() != tokens:
-            what = "beyond the delivered ones" if seen > len(self._journal) else "of another answer"
-            raise ReplayMismatch(f"tokens {what}, at {self._seen} of {len(self._journal)}")
-        self._seen = seen
+    def _mismatch(self, what: str) -> ReplayMismatch:
+        return ReplayMismatch(f"tokens {what}, at {self._seen} of {len(self._journal)}")
 
     def _cut(self, events: bytes) -> bytes | None:
         """The events behind the last place at which all that was played is what was delivered."""
-        self._read()
         joint = 0 if self._played.is_same(self._delivered) else -1
         self._sequence = self._played.sequence
         start = 0

@@ -6,6 +6,7 @@ connection. Such an event is a group of its own here: the core knows what it mea
 
 from __future__ import annotations
 
+import re
 from typing import TypeAlias
 
 from gateway.core.events import BreakCause
@@ -20,6 +21,8 @@ _ERRORS = (b'data: {"error"', b"event: error")
 _NEWLINE = ord("\n")
 _ONE_TOKEN = b"|1\n\n\r\n"  # ends a chunk with one group of one token
 _TOKEN_DIGITS_MAX = 9  # so that it is less than 32 bits; larger ones are parsed
+
+_ONE_TOKEN_COMMENT = re.compile(rb"%b(\d{1,19})\|1\n\n" % re.escape(GROUP_MARK))
 
 # The size of a chunk as it is nearly always written, by the length of the chunk with its framing.
 _SIZES = {
@@ -52,6 +55,18 @@ def whole_group(data: bytes) -> tuple[bytes, int] | None:
     ):
         return None
     return data[len(size_line) : end + 1], int(token)
+
+
+def _groups_of_one_token(data: bytes) -> tuple[list[MarkedGroup], int]:
+    """The groups at the beginning of `data`, and the offset behind them, if all comments in it are
+    of one token, as they nearly always are: at a third of the time."""
+    parts = _ONE_TOKEN_COMMENT.split(data)
+    events, tokens = parts[:-1:2], parts[1::2]
+    has_others = len(tokens) != data.count(GROUP_MARK)
+    if has_others or not all(each.endswith(b"\n") for each in events if each):
+        return [], 0
+    groups = [(each, [int(token)], [1]) for each, token in zip(events, tokens, strict=True)]
+    return groups, len(data) - len(parts[-1])
 
 
 class GroupCutter:
@@ -94,8 +109,9 @@ class GroupCutter:
         return is_begun or rest.endswith((END, HANDED_OVER))
 
     def _cut(self, data: bytes) -> list[MarkedGroup]:
-        groups: list[MarkedGroup] = []
-        start = 0
+        groups, start = _groups_of_one_token(data)
+        if start:
+            self._seen = 0
         while start < len(data):
             mark = start
             if not data.startswith(GROUP_MARK, start):

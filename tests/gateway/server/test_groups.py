@@ -71,7 +71,15 @@ def test_every_split_of_one_stream():
 
 
 @pytest.mark.parametrize(
-    "comment", [b": u=1,2|1\n\n", b": u=a|1\n\n", b": u=1\n\n", b": u=1|0,1\n\n", b": u=-1|1\n\n"]
+    "comment",
+    [
+        b": u=%b|1\n\n" % (b"9" * 5000),
+        b": u=1,2|1\n\n",
+        b": u=a|1\n\n",
+        b": u=1\n\n",
+        b": u=1|0,1\n\n",
+        b": u=-1|1\n\n",
+    ],
 )
 def test_a_comment_that_is_not_the_hops_breaks_the_stream(comment):
     cutter = GroupCutter()
