@@ -35,15 +35,14 @@ class Replay:
 
     __slots__ = (
         *("_delivered", "_journal", "_played", "_seen", "_sequence"),
-        *("_unread", "_unread_bytes", "_unread_tokens"),
+        *("_unread", "_unread_bytes"),
     )
 
     def __init__(self, delivered: Joined, journal: array[int]) -> None:
         self._delivered = delivered
         self._journal = journal
         self._played = Joined()
-        self._unread: list[bytes] = []  # events that are yet to be added to it, many at once,
-        self._unread_tokens: list[int] = []  # and tokens that are yet to be compared
+        self._unread: list[bytes] = []  # events that are yet to be added to it, many at once
         self._unread_bytes = 0
         self._seen = 0
         self._sequence: int | None = None  # of the last event in front of the joint
@@ -56,10 +55,7 @@ class Replay:
         """
         is_beyond = bool(tokens) and self._seen == len(self._journal)
         if not is_beyond:
-            self._seen += len(tokens)
-            self._unread_tokens += tokens
-            if self._seen > len(self._journal):
-                raise self._mismatch("beyond the delivered ones")
+            self._check(tokens)
         if self._seen < len(self._journal):
             self._unread.append(events)
             self._unread_bytes += len(events)
@@ -79,18 +75,19 @@ class Replay:
         self._played.sequence = self._sequence
         return Rewriter.between(self._delivered, self._played)
 
+    def _check(self, tokens: list[int]) -> None:
+        """These must be the journal's next tokens, and not reach beyond its end. At once: an engine
+        of another mind may say nothing more."""
+        seen = self._seen + len(tokens)
+        if self._journal[self._seen : seen].tolist() != tokens:
+            what = "beyond the delivered ones" if seen > len(self._journal) else "of another answer"
+            raise ReplayMismatch(f"tokens {what}, at {self._seen} of {len(self._journal)}")
+        self._seen = seen
+
     def _read(self) -> None:
-        """Add what has come; the tokens must be the journal's."""
-        start = self._seen - len(self._unread_tokens)
-        if self._journal[start : self._seen].tolist() != self._unread_tokens:
-            raise self._mismatch("of another answer")
         self._played.add(b"".join(self._unread))
         self._unread.clear()
-        self._unread_tokens.clear()
         self._unread_bytes = 0
-
-    def _mismatch(self, what: str) -> ReplayMismatch:
-        return ReplayMismatch(f"tokens {what}, at {self._seen} of {len(self._journal)}")
 
     def _cut(self, events: bytes) -> bytes | None:
         """The events behind the last place at which all that was played is what was delivered."""

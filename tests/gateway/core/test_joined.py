@@ -91,6 +91,7 @@ def test_replay_must_have_the_journals_tokens_and_its_content():
 
     for groups, why in [
         ([(events, [1, 3], False)], "another answer"),
+        ([(events, [3], False)], "another answer"),  # at once, however little was played
         ([(events, [1, 2, 3], False)], "beyond"),
         ([(b"", [1], False), (b"", [2, 3], False)], "beyond"),
         ([(events, [1, -2], False)], "another answer"),
