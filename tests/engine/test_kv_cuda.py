@@ -12,11 +12,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
 from engine.backends.free_memory import Room
-from engine.backends.vllm.worker import kv_cuda
+from engine.backends.vllm.worker import kv_cuda, scratch
 from engine.backends.vllm.worker.kv_cuda import CudaRange
 from gms.vmm.cuda import CudaMemory
 from gms.vmm.interface import release_all
@@ -236,3 +237,77 @@ def test_driver_that_fails_half_way_leaves_it_parked(
     assert used() == addresses.resident_bytes() == 0
     addresses.take(0)
     assert content(addresses) == {0}
+
+
+# ---------------------------------------------------------------------- a self-test's part
+
+
+def test_scratch_memory_keeps_apart_what_a_self_test_uses(machine: None):
+    """Two layers, whose first blocks would lie at the same place of a block of memory: the block is
+    made larger, and what is written in one is not seen in the other."""
+    used = [(0, 100), (4 * STEP, 4 * STEP + 100)]
+    addresses = CudaRange(build.GPU_A, SIZE, free, used)
+    try:
+        assert addresses.can_test
+        addresses.scratch()
+        for start, _ in used:
+            ctypes.memset(addresses.address + start, 1 + start // STEP, 100)
+        for start, _ in used:
+            assert set(ctypes.string_at(addresses.address + start, 100)) == {1 + start // STEP}
+        addresses.park()
+        addresses.scratch()
+        assert content(addresses) == {0}
+    finally:
+        addresses.free()
+
+
+@pytest.mark.parametrize(
+    ("used", "fits"),
+    [
+        ([(0, 10)], 20),
+        ([(0, 10), (20, 30)], 30),
+        ([(0, 10), (20, 30), (40, 50)], 30),  # modulo 20 to 28 two of them meet
+        ([(15, 25), (30, 35)], 20),  # one wraps around
+        ([(0, 50)], None),
+    ],
+)
+def test_the_smallest_size_modulo_which_all_parts_are_apart(
+    used: list[tuple[int, int]], fits: int | None
+):
+    assert scratch.fitting(used, 20, 40, 2) == fits
+    if fits is not None:
+        places = [byte % fits for start, end in used for byte in range(start, end)]
+        assert len(set(places)) == len(places)
+
+
+@pytest.mark.parametrize("is_block_outermost", [False, True])
+def test_the_parts_of_a_cache_are_the_first_blocks_of_every_layer(is_block_outermost: bool):
+    """Layer by layer, or block by block, where all layers' parts of a block are one after another;
+    and a layout whose blocks lie in parts cannot be told."""
+    page, layers, blocks = 8, 3, 1000
+    strides = (page, page * layers) if is_block_outermost else (page * blocks, page)
+    tensor = SimpleNamespace(
+        size=page * layers * blocks,
+        layers=["a", "b", "c"],
+        layer_stride=strides[0],
+        block_stride=strides[1],
+        offset=0,
+    )
+    spec = SimpleNamespace(page_size_bytes=page)
+    config = SimpleNamespace(
+        num_blocks=blocks,
+        kv_cache_tensors=[tensor],
+        kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)],
+    )
+    found = scratch.ranges(config)
+    wanted = {
+        layer * strides[0] + block * strides[1] + at
+        for layer in range(layers)
+        for block in range(scratch.BLOCKS)
+        for at in range(page)
+    }
+    assert found is not None
+    assert wanted <= {byte for start, end in found for byte in range(start, end)}
+    assert len(found) == (1 if is_block_outermost else layers)
+    tensor.block_stride = page // 2
+    assert scratch.ranges(config) is None

@@ -1,5 +1,5 @@
 """Runs the self-test in a real engine, healthy and with each planted fault:
-`proven_engine.py MODEL ANSWER [FAULT…]`.
+`proven_engine.py MODEL ANSWER [FAULT…]`. Without a FAULT: all of them, and healthy again.
 
 The engine core, the scheduler and the worker are one process, in which `proven_worker.py` plants
 the faults. The report, as JSON, has what the self-test says of each. vLLM starts processes by
@@ -57,7 +57,7 @@ async def prove(model: str, faults: list[str]) -> dict[str, Any]:
         assert answer["ok"], answer
 
     await park()
-    for fault in [HEALTHY, *faults, HEALTHY]:
+    for fault in [HEALTHY, *(faults or [*FAULTS, HEALTHY])]:
         if fault != HEALTHY:
             await engine.collective_rpc("plant", args=(fault,))
         began = time.monotonic()
@@ -74,7 +74,7 @@ async def prove(model: str, faults: list[str]) -> dict[str, Any]:
 
 
 def main(model: str, answer_path: str, *faults: str) -> None:
-    report = asyncio.run(prove(model, list(faults or FAULTS)))
+    report = asyncio.run(prove(model, list(faults)))
     with open(answer_path, "w") as file:
         json.dump(report, file)
 

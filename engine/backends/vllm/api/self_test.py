@@ -26,6 +26,7 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from engine.backends.vllm import NO_SELF_TEST
 from engine.backends.vllm.resume.answer import CURRENT, Answer
+from engine.backends.vllm.worker.scratch import BLOCKS
 from plumbing.errors import UnderstudyError
 from plumbing.hop import Continuation, Journal
 
@@ -44,6 +45,7 @@ SEED = 20251
 TOLERANCE, TOLERANCE_16_BIT = 2e-3, 0.5
 WAIT_S = 180.0  # for each of the steps of a test
 ANSWERS_AT_ONCE = 40
+ROWS = 8  # of `rows`, at most
 
 TOKENS, NUMBERS = "tokens", "numbers"
 
@@ -76,12 +78,24 @@ def prompt_tokens(block_tokens: int, max_model_len: int) -> int:
     Raises:
         ValueError: the model's length has no room for that.
     """
-    least = -(-(PROMPT_MIN + ONE_LEFT) // block_tokens)
+    least = -(-(PROMPT_MIN + ONE_LEFT - 1) // block_tokens)
     lengths = [blocks * block_tokens + 1 - ONE_LEFT for blocks in (max(2, least), least)]
-    for length in lengths:
-        if length + MADE <= max_model_len:
-            return length
-    raise ValueError(f"it needs a --max-model-len of at least {lengths[-1] + MADE}")
+    length = next((each for each in lengths if each + MADE <= max_model_len), None)
+    if length is None:
+        raise ValueError(f"it needs a --max-model-len of at least {lengths[-1] + MADE}")
+    if most_blocks(block_tokens, length) >= BLOCKS:
+        raise ValueError(f"KV blocks of {block_tokens} tokens are too small for it")
+    return length
+
+
+def most_blocks(block_tokens: int, length: int) -> int:
+    """How many blocks it uses at most. vLLM hands out the blocks in their order, and one that is
+    cached comes to the end of the queue. Without a cache they are handed out again, so that only
+    those count that are in use at once."""
+    each = -(-(length + MADE) // block_tokens)
+    resumed = sum(each - (length + cut - 1) // block_tokens for cut in CUTS)
+    in_order = ROWS * (3 * each + resumed)  # whole, whole after a sleep, resumed without a cache
+    return max(in_order, ANSWERS_AT_ONCE * each)
 
 
 def rows(length: int, vocabulary: int, digits: tuple[int, int] | None) -> list[Trial]:

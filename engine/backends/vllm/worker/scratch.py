@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-BLOCKS = 128  # a self-test uses at most these (tests/vllm/test_self_test.py)
+BLOCKS = 192  # of each group of layers: what a self-test uses at most (`self_test.most_blocks`)
 
 Range = tuple[int, int]  # from, to: bytes
 
@@ -26,7 +26,7 @@ def ranges(kv_cache_config: Any) -> list[Range] | None:
         of_block = int(getattr(tensor, "block_stride", 0))
         if of_block < max(pages):
             return None
-        length = min(BLOCKS, int(kv_cache_config.num_blocks)) * of_block
+        length = min(BLOCKS * len(pages), int(kv_cache_config.num_blocks)) * of_block
         starts = [tensor.offset + at * tensor.layer_stride for at in range(len(tensor.layers))]
         found += [(start, min(start + length, tensor.size)) for start in starts]
     joined: list[Range] = []
