@@ -35,6 +35,7 @@ MODEL = "/models/some"
         ["--disable-log-stats"],
         ["--kv-transfer-config", '{"kv_connector": "x", "kv_role": "kv_both"}'],
         ["--enable-eplb"],
+        ["--enable-fault-tolerance"],
     ],
     ids=lambda given: given[0],
 )
@@ -158,3 +159,14 @@ def test_our_own_flags_are_explained():
     assert arguments.UNSHAREABLE_FLAG in text
     assert versions.OVERRIDE_FLAG in text
     assert arguments.BODY_FLAG in text
+
+
+def test_each_feature_can_be_switched_off_and_the_self_test_asked_for():
+    """`--resume-untested` of the last release is still accepted, and does nothing."""
+    plain = arguments.parse([MODEL, "--resume-untested"], {})
+    assert (plain.no_resume, plain.no_sleep, plain.self_test) == ("", "", False)
+    asked = arguments.parse([MODEL, "--no-resume", "--no-sleep", "--self-test"], {})
+    assert "--no-resume" in asked.no_resume
+    assert "--no-sleep" in asked.no_sleep
+    assert asked.self_test
+    assert not hasattr(asked.vllm, "no_resume")
