@@ -183,9 +183,9 @@ def make_worker(kv_bytes: int | None = SIZE, ranks: int = 2) -> Any:
 
 
 def config_of(*sizes: int) -> Any:
-    return SimpleNamespace(
-        num_blocks=4, kv_cache_tensors=[SimpleNamespace(size=size) for size in sizes]
-    )
+    group = SimpleNamespace(kv_cache_spec=SimpleNamespace(page_size_bytes=64))
+    tensors = [SimpleNamespace(size=size) for size in sizes]
+    return SimpleNamespace(num_blocks=4, kv_cache_tensors=tensors, kv_cache_groups=[group])
 
 
 def test_size_that_can_never_fit_is_refused_before_the_weights(
