@@ -11,6 +11,9 @@ The prompts are long and most share their beginning, so that blocks of the KV ca
 and adopted. With `--kv-compare` a second pod, whose engines adopt none, is drilled in the same way;
 what the pod takes of the machine is not measured then.
 
+What other vLLM servers of this machine leave in /dev/shm meanwhile counts as the pod's. To keep it
+apart: `unshare --mount sh -c 'mount -t tmpfs none /dev/shm && exec python -m hack.drill_vllm'`.
+
 With `--compare` the prompts are short, and clients stream without pause from the stock server and,
 in the same run, from the pod: tokens per second and time to first token of both.
 """
