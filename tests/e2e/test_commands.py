@@ -265,12 +265,12 @@ def check_leavings(directory: Path) -> None:
     file.
 
     Witnesses, serving files and epochs are evidence: the next start judges and removes those of the
-    dead.
+    dead. An engine's next incarnation replaces its queue page.
     """
     for path in directory.iterdir():
         assert not path.is_socket()
         known = (
-            r"(log|random-model|.*\.(json|lock|epoch|pool)"
+            r"(log|random-model|.*\.(json|lock|epoch|pool|queue)"
             r"|(witness|serving)_engine-[01]_[0-9a-f]{16})"
         )
         assert re.fullmatch(known, path.name), path.name
