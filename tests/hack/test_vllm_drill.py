@@ -150,7 +150,7 @@ def test_good_figures_have_no_problem_and_each_bad_one_has():
 
 def run_with(*flags: str) -> Run:
     config = resolve(OPTIONS, {}, {}, command="drill")
-    return Run(Path("/nowhere"), config, False, None, False, flags, lambda line: None)
+    return Run(Path("/nowhere"), config, False, None, False, flags, None, lambda line: None)
 
 
 def test_last_size_of_the_kv_cache_counts():
