@@ -5,6 +5,7 @@ last byte and to the last name."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -14,10 +15,11 @@ import pytest
 from engine.messages import CONTROL
 from plumbing.part.cli import ask_status
 from plumbing.part.paths import engine_socket
+from plumbing.service.procfs import descendants
 from tests.e2e.pools import WAIT_S, RunningPool, running_pool
 from tests.e2e.test_pool import DEVICE_BYTES, TWO
 from tests.helpers import auntil
-from tests.small_disk import needs_root, small_disk
+from tests.small_disk import SmallDisk, needs_root, small_disk
 
 pytestmark = [needs_root, pytest.mark.slow]
 
@@ -32,6 +34,22 @@ async def answers(pod: RunningPool, *models: str) -> None:
 
 def kill_backend(pod: RunningPool, engine: str) -> None:
     os.kill(pod.model_process(engine), signal.SIGKILL)
+
+
+async def kill_without_a_free_name(disk: SmallDisk, engine: str) -> None:
+    """The death frees the name of the KV pool's witness and that of a socket; with both, an engine
+    starts. Its supervisor, which removes the socket, is stopped until the first one is taken."""
+    document = await asyncio.to_thread(ask_status, engine_socket(str(disk.path), engine), CONTROL)
+    supervisor = document["engine"]["pid"]
+    os.kill(supervisor, signal.SIGSTOP)
+    for pid in descendants(supervisor):
+        os.kill(pid, signal.SIGKILL)
+    await auntil(
+        lambda: not [*disk.path.glob(f"pool_witness_{engine}_*")], "the end of its KV pool", WAIT_S
+    )
+    disk.fill_names()
+    with contextlib.suppress(ProcessLookupError):  # init has replaced it meanwhile
+        os.kill(supervisor, signal.SIGCONT)
 
 
 def test_disk_without_a_free_byte_stops_no_switch_wake_or_restart(
@@ -72,7 +90,7 @@ def test_disk_without_a_free_name_fails_no_model(tmp_path: Path, monkeypatch: py
                     seen.add(engine["engine"]["number"])
                     return len(seen) > LAUNCHES
 
-                kill_backend(pod, "b-0")
+                await kill_without_a_free_name(disk, "b-0")
                 await auntil(is_tried_again_and_again, "b to be tried again", WAIT_S)
                 assert any("No space left" in each for each in pod.status()["problems"])
                 disk.clear()

@@ -105,6 +105,12 @@ def test_page_follows_a_failover_without_a_reload(home: PodHome, tmp_path: Path)
             await page.wait(
                 "document.getElementById('cards').textContent.includes('streams: exact')"
             )
+            # Each line of a card is of a part that answers by itself.
+            await page.wait(
+                "[...document.querySelectorAll('#cards .card')].filter((card) => "
+                "[...card.querySelectorAll('dt')].some((term) => term.textContent === 'memory'))"
+                ".length === 2"
+            )
             found = await cards(page)
             assert found[whole.engine][0] == "active"
             assert found[other][0] == "standby"
