@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -44,15 +45,17 @@ def report_of(base: Path, model: Path, runner: str, faults: Iterable[str]) -> An
     answer = base / "report.json"
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
     env = {**kept, "PYTHONPATH": ROOT, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    env |= {"TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "1", "TMPDIR": str(base)}
-    done = subprocess.run(
-        [sys.executable, PROGRAM, str(model), str(answer), *faults],
-        env={**env, **v2_on_cpu.RUNNERS[runner]},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
+    env |= {"TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+    # A short name: vLLM's sockets are below it, and a socket's path has 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="us-st-") as temporary:
+        done = subprocess.run(
+            [sys.executable, PROGRAM, str(model), str(answer), *faults],
+            env={**env, **v2_on_cpu.RUNNERS[runner], "TMPDIR": temporary},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
     assert answer.exists(), done.stdout
     return json.loads(answer.read_text())
 
