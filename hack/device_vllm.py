@@ -73,7 +73,7 @@ PLATFORM = (
     "from vllm.platforms import current_platform as p; import vllm, torch, json\n"
     "print(json.dumps([p.is_cuda(), p.is_cpu(), vllm.__version__, torch.__version__]))"
 )
-# What the resume matrix is told for each part that it is, on a GPU and in a rehearsal.
+# The resume matrix's flags for each part: on a GPU, and in a rehearsal.
 MATRIX: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "kinds": (("--at-once=32",), ("--at-once=8", "--row=seed")),
     "sampler": (

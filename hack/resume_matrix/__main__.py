@@ -118,7 +118,7 @@ def _apart(flags: argparse.Namespace) -> tuple[dict[str, Row], tuple[str, ...]]:
 
 @contextlib.contextmanager
 def _beside(path: str, streams: int) -> Iterator[None]:
-    """So many unseeded streams run all the while; their answers are not compared."""
+    """Run this number of unseeded streams meanwhile; their answers are not compared."""
     row, ending = unseeded_row(), threading.Event()
 
     def run() -> None:

@@ -103,7 +103,7 @@ def adapter_rows() -> dict[str, Row]:
 
 
 def long_rows(tokens: int) -> dict[str, Row]:
-    """Prompts of so many tokens."""
+    """Prompts of `tokens` tokens."""
     return {
         f"{tokens:,} tokens": completion(7, tokens),
         f"{tokens:,} tokens, seed and penalties": completion(

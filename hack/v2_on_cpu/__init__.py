@@ -1,6 +1,6 @@
 """vLLM's model runner V2 on a machine without a GPU.
 
-V2's kernels are written in Triton, for which nobody publishes a compiler for CPUs. Triton's
+V2's kernels are written in Triton, and no compiler of it for CPUs is published. Triton's
 interpreter runs them with numpy instead, unchanged: vLLM only wants a Triton backend called `cpu`
 to be there. This package is one, and repairs what the interpreter cannot do (`plugin.py`). A step
 costs 25 to 50 ms of CPU more than with V1.

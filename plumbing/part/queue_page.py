@@ -32,7 +32,7 @@ class QueuePage:
     """The engine's side; one thread's."""
 
     def __init__(self, path: str) -> None:
-        """Make the file, in place of an earlier one. Without one nobody sees what is queued."""
+        """Create the file and replace an earlier one. Without a file the gateway sees no queue."""
         self._slots: dict[bytes, int] = {}
         self._attempts: list[bytes] = [b""] * SLOTS
         self._next = 0
