@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import ssl
 from collections.abc import Callable
 
@@ -25,40 +26,61 @@ class Outside:
         self.token = b""  # replaces that of the pod
         self._pod_port, self._tls = port, tls
         self._tasks: set[asyncio.Task[None]] = set()
+        self._accepted: set[socket.socket] = set()  # no task closes them yet
 
     async def __aenter__(self) -> Outside:
-        self._server = await asyncio.start_server(
-            self._serve, "127.0.0.1", self.port, ssl=self._tls
-        )
+        self._listening = socket.create_server(("127.0.0.1", self.port))
+        self._listening.setblocking(False)
+        asyncio.get_running_loop().add_reader(self._listening, self._accept)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._server.close()
+        asyncio.get_running_loop().remove_reader(self._listening)
+        self._listening.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for connection in self._accepted:
+            connection.close()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
+    def _accept(self) -> None:
+        """Not `asyncio.start_server`: its server does not close a connection that it accepted in
+        the turn of the loop in which it is closed itself."""
+        connection, _ = self._listening.accept()
+        self._accepted.add(connection)
+        task = asyncio.ensure_future(self._serve(connection))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        with contextlib.closing(writer), contextlib.suppress(OSError, asyncio.IncompleteReadError):
-            head = await reader.readuntil(b"\r\n\r\n")
-            self.requests += 1
-            self.hosts |= {
-                line.partition(b":")[2].strip().decode()
-                for line in head.split(b"\r\n")
-                if line.lower().startswith(b"host:")
-            }
-            refusal = self.refuses()
-            if refusal is None:
-                await self._forward(head, reader, writer)
-            elif refusal == "reset":
-                writer.transport.abort()
-            elif refusal != "closed":
-                writer.write(f"HTTP/1.1 {refusal} No\r\nContent-Length: 2\r\n\r\nno".encode())
-                await writer.drain()
+
+    async def _serve(self, connection: socket.socket) -> None:
+        reader = asyncio.StreamReader()
+        protocol = asyncio.StreamReaderProtocol(reader)
+        loop = asyncio.get_running_loop()
+        self._accepted.discard(connection)  # the transport closes it
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            transport, _ = await loop.connect_accepted_socket(
+                lambda: protocol, connection, ssl=self._tls
+            )
+            with contextlib.closing(transport):
+                writer = asyncio.StreamWriter(transport, protocol, reader, loop)
+                await self._answer(reader, writer)
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        self.requests += 1
+        self.hosts |= {
+            line.partition(b":")[2].strip().decode()
+            for line in head.split(b"\r\n")
+            if line.lower().startswith(b"host:")
+        }
+        refusal = self.refuses()
+        if refusal is None:
+            await self._forward(head, reader, writer)
+        elif refusal == "reset":
+            writer.transport.abort()
+        elif refusal != "closed":
+            writer.write(f"HTTP/1.1 {refusal} No\r\nContent-Length: 2\r\n\r\nno".encode())
+            await writer.drain()
 
     async def _forward(
         self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
