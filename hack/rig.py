@@ -1,0 +1,166 @@
+"""What all benches share: their arguments, pods, turns, deadlines, logs, and the JSON document.
+
+A bench is one module: a `measure` that fills a document, and a `main` of a few lines. Machines
+differ and are shared, so compare figures of one run with each other, and two commits only by runs
+in turns (`python -m hack.pairs`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from hack.report import commit, machine
+from plumbing.errors import UnderstudyError, WaitTimeoutError
+from plumbing.service.cli import INTERRUPTED, fail, run_async
+from plumbing.service.signals import SignalInbox
+from understudy.drill.clients import clock
+from understudy.kubelet.containers import Container, Pace
+from understudy.kubelet.runner import PodRunner, run_pod
+
+T = TypeVar("T")
+Figures = dict[str, Any]
+
+POLL_S = 0.02
+# Every death is the bench's, also where others use the machine: that is not what is measured.
+PATIENT = {"UNDERSTUDY_HANG_MS": "60000", "UNDERSTUDY_HANG_ALONE_MS": "60000"}
+# And a restart does not wait for a back-off.
+AT_ONCE = Pace(base_ms=10.0, max_ms=10.0, reset_ms=1000.0)
+DEATHS_MAX = "1000"
+
+
+class Interrupted(Exception):
+    """A signal ended a pod."""
+
+
+def arguments(name: str, about: str) -> argparse.ArgumentParser:
+    """The parser of `python -m hack.NAME`, with the flags that every bench has."""
+    parser = argparse.ArgumentParser(prog=f"python -m hack.{name}", description=about)
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    parser.add_argument("--quick", action="store_true", help="a few rounds: shows that it runs")
+    return parser
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def turns(number: int, kinds: Iterable[T]) -> list[T]:
+    """The order of round `number`: reversed every second time, so that whatever else the machine
+    does affects all kinds alike."""
+    order = list(kinds)
+    return order[::-1] if number % 2 else order
+
+
+def document(figures: Figures, problems: Sequence[str]) -> Figures:
+    """What is committed: the figures, whether the run passed, and what it ran on."""
+    return {
+        "passed": not problems,
+        **figures,
+        "problems": list(problems),
+        "commit": commit(),
+        "machine": machine(),
+    }
+
+
+def run(prefix: str, measure: Callable[[Path], Awaitable[Figures | None]]) -> Figures:
+    """What `measure` finds below a new directory, which is removed if that has `passed`. The
+    process ends if `measure` fails or is interrupted."""
+    base = Path(tempfile.mkdtemp(prefix=prefix))
+    found: Figures | None = None
+
+    async def body() -> Figures | None:
+        try:
+            return await measure(base)
+        except Interrupted:
+            return None
+
+    try:
+        found = run_async(body)
+    except UnderstudyError as error:
+        fail(error)
+    finally:
+        if found is not None and found["passed"]:
+            shutil.rmtree(base, ignore_errors=True)
+        else:
+            say(f"the logs of all parts are kept in {base}")
+    if found is None:
+        sys.exit(INTERRUPTED)
+    return found
+
+
+def finish(found: Figures, *, is_json: bool) -> NoReturn:
+    """Print the document and exit with its verdict."""
+    if is_json:
+        print(json.dumps(found, indent=1))
+    else:
+        print("\n".join(lines(found)))
+    for problem in found["problems"]:
+        say(f"problem: {problem}")
+    sys.exit(0 if found["passed"] else 1)
+
+
+def lines(figures: Figures, indent: str = "") -> list[str]:
+    """The figures for people: a line each, groups indented."""
+    shown: list[str] = []
+    for name, value in figures.items():
+        if isinstance(value, dict) and any(isinstance(each, dict) for each in value.values()):
+            shown += [f"{indent}{name}", *lines(value, f"{indent}  ")]
+        elif name not in ("machine", "problems"):
+            shown.append(f"{indent}{name:<{34 - len(indent)}} {value}")
+    return shown
+
+
+async def with_pod(
+    containers: Sequence[Container],
+    log: Path,
+    body: Callable[[PodRunner], Awaitable[T]],
+) -> T:
+    """`body` while the containers run, which log below `log`.
+
+    Raises:
+        Interrupted: by a signal.
+        UnderstudyError: a container or `body` failed.
+    """
+    done = list[T]()
+    runner = PodRunner(list(containers), log)
+
+    async def run() -> bool:
+        done.append(await body(runner))
+        return True
+
+    inbox = SignalInbox()
+    try:
+        if not await run_pod(runner, run, inbox.get, say):
+            raise Interrupted
+    finally:
+        inbox.close()
+    return done[0]
+
+
+async def until(
+    missing: Callable[[], Awaitable[str]], what: str, deadline_s: float, every_s: float = POLL_S
+) -> float:
+    """Poll until nothing is missing; a part that does not answer is missing. How long it took, in
+    ms.
+
+    Raises:
+        WaitTimeoutError: `bench.late`, with what is missing.
+    """
+    began_ms, why = clock.now_ms(), "nobody answers"
+    while True:
+        with contextlib.suppress(UnderstudyError):
+            why = await missing()
+            if not why:
+                return clock.now_ms() - began_ms
+        if clock.now_ms() - began_ms > 1000 * deadline_s:
+            raise WaitTimeoutError("bench.late", f"no {what} within {deadline_s:g} s: {why}")
+        await asyncio.sleep(every_s)
