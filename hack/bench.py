@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hack.bench_gms.__main__ import SESSIONS, measure
+from hack.bench_gms import SESSIONS, measure
 from hack.bench_lock.race import Lane
 from hack.bench_lock.servers import folder, lockserver
 from hack.bench_lock.supervisors import LARGE_MIB
@@ -162,6 +162,8 @@ def main() -> None:
     found = run_async(lambda: failover(few))
     if found is None:
         sys.exit(INTERRUPTED)
+    with tempfile.TemporaryDirectory(prefix="gms-") as directory:
+        gms = measure(flags.sessions, directory)
     report: dict[str, Any] = {
         "machine": machine(),
         "failover": found,
@@ -169,7 +171,7 @@ def main() -> None:
             kill_to_grant(flags.kills, "unix_tree", 0),
             kill_to_grant(few, "unix_large_tree", LARGE_MIB),
         ],
-        "gms": measure(flags.sessions),
+        "gms": gms,
     }
     lines = figures(report)
     report["figures"] = [{**asdict(line), "is_within": line.is_within} for line in lines]
