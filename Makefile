@@ -17,7 +17,7 @@ WORKERS ?= auto
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm style types test test-all coverage test-core test-system test-vllm test-vllm-full fuzz sim drill drill-pool drill-vllm bench bench-gateway bench-pool bench-lock soak-lock sweep kv-kills device-check docs manifests image clean
+.PHONY: help setup setup-vllm style types test test-all coverage test-core test-system test-vllm test-vllm-full fuzz sim drill drill-pool drill-vllm bench bench-gateway bench-pool bench-lock sweep kv-kills device-check docs manifests image clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -109,11 +109,8 @@ bench-gateway: setup ## what the gateway costs, through it and past it in turns 
 bench-pool: setup ## switches between models, and who waits how long (40 minutes; ARGS=--quick: three; ARGS=--json)
 	@$(PY) -m hack.bench_pool $(ARGS)
 
-bench-lock: setup ## the lock server beside flock, Redis and etcd; ARGS=--quick, ARGS=--json
+bench-lock: setup ## from a holder's death until the next one has the lock; ARGS=--quick, ARGS=--json
 	@$(PY) -m hack.bench_lock $(ARGS)
-
-soak-lock: setup ## kill holders 1,000 times and check the order of the fence after each
-	@$(PY) -m hack.soak_lock $(ARGS)
 
 sweep: setup ## let each system call that makes a descriptor, process, thread or file fail once; ARGS="--phase grant"
 	@$(PY) -m hack.sweep_faults $(ARGS)

@@ -46,9 +46,6 @@ CHILD = (sys.executable, "-m", "hack.bench_gms")
 class BenchServer(MemoryServer):
     """A device's server, and epochs of a given shape in it."""
 
-    def __init__(self, directory: str) -> None:
-        super().__init__(directory, DEVICE, DEVICE_BYTES)
-
     def stage(self, slabs: int, tensors: int) -> Writer:
         """Place `tensors` in that many slabs, to replace what is committed."""
         writer = self.open("rw", replace=True)
@@ -86,7 +83,7 @@ class BenchServer(MemoryServer):
 def measure(sessions: int, directory: str) -> rig.Figures:
     """All figures; `sessions` attaches of each kind."""
     starts_ms = [_start_once(directory) for _ in range(STARTS)]
-    server = BenchServer(directory)
+    server = BenchServer(directory, DEVICE, DEVICE_BYTES)
     server.start()
     try:
         report: rig.Figures = {
@@ -103,7 +100,7 @@ def measure(sessions: int, directory: str) -> rig.Figures:
 
 def _start_once(directory: str) -> float:
     began = time.perf_counter()
-    server = BenchServer(directory)
+    server = BenchServer(directory, DEVICE, DEVICE_BYTES)
     server.start()
     took_ms = _since_ms(began)
     server.close()
@@ -186,9 +183,6 @@ def _keep_busy(server: BenchServer) -> list[tuple[str, float, float]]:
 
 def _since_ms(began: float) -> float:
     return (time.perf_counter() - began) * 1000
-
-
-# ---------------------------------------------------------------------- the child processes
 
 
 def _attached(directory: str) -> dict[str, float]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -15,6 +17,7 @@ from typing import Any, TypeVar
 from gms import messages as gms_messages
 from gms import names
 from gms.client import Reader, Writer, open_session
+from hack.report import ROOT
 from lockserver import messages as lock_messages
 from plumbing.errors import UnderstudyError
 from plumbing.part.paths import lockserver_socket
@@ -178,3 +181,44 @@ class KvServer(ServerProcess):
         except UnderstudyError:
             return False
         return bool(reply.document["pid"] == self.pid)
+
+
+class ReportingProcess:
+    """A module of this repository that prints lines of JSON; it dies with this process."""
+
+    def __init__(self, name: str, module: str, *arguments: str) -> None:
+        self.name, self._rest = name, b""
+        self.lines: list[dict[str, Any]] = []
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **parent_environment()},
+        )
+
+    def next_line(self, end: float) -> dict[str, Any]:
+        """The next line, by `end` on the monotonic clock.
+
+        Raises:
+            ProcessError: it ended, or printed none in time.
+        """
+        assert self.process.stdout is not None
+        fd = self.process.stdout.fileno()
+        while b"\n" not in self._rest:
+            ready, _, _ = select.select([fd], [], [], max(0.0, end - time.monotonic()))
+            data = os.read(fd, 4096) if ready else b""
+            if not data:
+                raise ProcessError(
+                    f"{self.name} {'ended' if ready else 'reported nothing in time'}"
+                )
+            self._rest += data
+        line, _, self._rest = self._rest.partition(b"\n")
+        self.lines.append(json.loads(line))
+        return self.lines[-1]
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()

@@ -1,0 +1,165 @@
+"""One process that waits for a lock, holds it, and is killed.
+
+    python -m hack.lock_holder CONTENDER ADDRESS NAME
+
+Prints lines of JSON: `{"waiting": 1}` once it is queued, `{"granted_ns": …}` with CLOCK_MONOTONIC
+when it knows that it holds the lock, `{"backends": [pid, …]}` if it has any.
+
+On SIGUSR1, sent just before the kill, a holder without backends becomes `sleep` with all that it
+holds: the bench must not measure how long Python takes to die.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+
+import uvloop
+
+from lockserver import witness
+from lockserver.client import LockCallbacks, LockClient
+from plumbing.part.paths import lockserver_socket
+from plumbing.service.process import arm_from_environment, die_with_parent
+
+FLOCK_POLL_S = 0.1  # as NVIDIA Dynamo polls its flock
+LARGE_MIB = 256  # enough that a process visibly takes longer to die than the grant takes
+SMALL_BACKEND = ("sleep", "infinity")
+# Says so once its memory is written: descriptor 1 is a pipe to the supervisor.
+LARGE_BACKEND = "import signal, sys; held = b'x' * (int(sys.argv[1]) << 20); print(flush=True); "
+LARGE_BACKEND += "signal.pause()"
+
+
+def report(key: str, value: int | list[int]) -> None:
+    print(f'{{"{key}": {value}}}', flush=True)
+
+
+def shrink_on_signal() -> None:
+    """On SIGUSR1 this process keeps its descriptors and its pid, and a twentieth of its size."""
+
+    def become_sleep(*_: object) -> None:
+        for name in os.listdir("/proc/self/fd"):
+            if int(name) > 2 and os.path.exists(f"/proc/self/fd/{name}"):
+                os.set_inheritable(int(name), True)
+        os.execv("/bin/sleep", ["sleep", "3600"])
+
+    signal.signal(signal.SIGUSR1, become_sleep)
+
+
+class Supervisor:
+    """Wants `active` for one incarnation, with the client and the loop of `engine run`."""
+
+    def __init__(self, directory: str, name: str) -> None:
+        self.incarnation = witness.new_incarnation(name)
+        self.witness, fd = witness.create(directory, self.incarnation)
+        os.close(fd)  # its processes hold it
+        path = lockserver_socket(directory)
+        self.client = LockClient(path, LockCallbacks(on_granted=self._granted), engine=name)
+
+    def _granted(self, lock: str, incarnation: str, token: int) -> None:
+        if lock == "active" and incarnation == self.incarnation:
+            report("granted_ns", time.monotonic_ns())
+            self.client.set_want(incarnation, self.witness, ("active",), {lock: token})
+        elif lock == "active":
+            report("waiting", 1)
+
+    async def run(self) -> None:
+        self.client.set_want(self.incarnation, self.witness, ("active",))
+        await self.client.run()
+
+    def launch(self, dirty_mib: int = 0) -> subprocess.Popen[bytes]:
+        """A backend process with the witness on descriptor 0, which has written `dirty_mib`."""
+        fd = os.open(self.witness, os.O_RDWR | os.O_CLOEXEC)
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        parent = os.getpid()
+        large = (sys.executable, "-S", "-c", LARGE_BACKEND, str(dirty_mib))
+        try:
+            backend = subprocess.Popen(
+                large if dirty_mib else SMALL_BACKEND,
+                stdin=fd,
+                stdout=subprocess.PIPE,
+                preexec_fn=lambda: die_with_parent(parent),
+            )
+        finally:
+            os.close(fd)
+        if dirty_mib:
+            assert backend.stdout is not None
+            backend.stdout.readline()
+        return backend
+
+
+def alone(directory: str, name: str) -> None:
+    """A supervisor that is its own backend."""
+    supervisor = Supervisor(directory, name)
+    witness.join(supervisor.witness)
+    shrink_on_signal()
+    uvloop.run(supervisor.run())
+
+
+def tree(directory: str, name: str, dirty_mib: int = 0) -> None:
+    """With two backend processes."""
+    supervisor = Supervisor(directory, name)
+    backends = [supervisor.launch(dirty_mib) for _ in range(2)]
+    report("backends", [backend.pid for backend in backends])
+    uvloop.run(supervisor.run())
+
+
+def handback(directory: str, name: str) -> None:
+    """With one backend process; when that dies, it reaps it and gives the lock up."""
+    supervisor = Supervisor(directory, name)
+    backend = supervisor.launch()
+    report("backends", [backend.pid])
+
+    async def main() -> None:
+        pidfd = os.pidfd_open(backend.pid)
+        loop = asyncio.get_running_loop()
+
+        def reap() -> None:
+            loop.remove_reader(pidfd)
+            backend.wait()
+            supervisor.client.set_want(None, None)
+
+        loop.add_reader(pidfd, reap)
+        await supervisor.run()
+
+    uvloop.run(main())
+
+
+def flock(path: str, name: str, poll_s: float | None = None) -> None:
+    """No server: `flock` on a file, blocking or polled."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    shrink_on_signal()
+    if poll_s is None:
+        report("waiting", 1)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+    while poll_s is not None:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            report("waiting", 1)
+            time.sleep(poll_s)
+    report("granted_ns", time.monotonic_ns())
+    while True:
+        signal.pause()
+
+
+HOLDERS: dict[str, Callable[[str, str], None]] = {
+    "unix": alone,
+    "unix_supervisor": alone,
+    "unix_tree": tree,
+    "unix_large_tree": partial(tree, dirty_mib=LARGE_MIB),
+    "unix_handback": handback,
+    "flock": flock,
+    "flock_poll_100ms": partial(flock, poll_s=FLOCK_POLL_S),
+}
+
+if __name__ == "__main__":
+    arm_from_environment()
+    HOLDERS[sys.argv[1]](sys.argv[2], sys.argv[3])
