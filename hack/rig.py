@@ -23,6 +23,7 @@ from plumbing.errors import UnderstudyError, WaitTimeoutError
 from plumbing.service.cli import INTERRUPTED, fail, run_async
 from plumbing.service.signals import SignalInbox
 from understudy.drill.clients import clock
+from understudy.drill.killer import Whole, wait_whole
 from understudy.kubelet.containers import Container, Pace
 from understudy.kubelet.runner import PodRunner, run_pod
 
@@ -30,6 +31,7 @@ T = TypeVar("T")
 Figures = dict[str, Any]
 
 POLL_S = 0.02
+WHOLE_S, WHOLE_POLL_S = 600.0, 0.2  # a status of all parts takes CPU from an engine that starts
 # Every death is the bench's, also where others use the machine: that is not what is measured.
 PATIENT = {"UNDERSTUDY_HANG_MS": "60000", "UNDERSTUDY_HANG_ALONE_MS": "60000"}
 # And a restart does not wait for a back-off.
@@ -144,6 +146,20 @@ async def with_pod(
     finally:
         inbox.close()
     return done[0]
+
+
+async def whole_after(directory: Path, token: int) -> Whole:
+    """Once the pod in `directory` has a standby and an active engine under a newer token.
+
+    Raises:
+        TimeoutError: it has not within `WHOLE_S`.
+    """
+    async with asyncio.timeout(WHOLE_S):
+        while True:
+            whole = await wait_whole(directory, say, WHOLE_S, poll_s=WHOLE_POLL_S)
+            if whole.token > token:
+                return whole
+            await asyncio.sleep(WHOLE_POLL_S)
 
 
 async def until(

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hack.bench_kv.plan import PATIENT
 from hack.bench_pool.programs import Program
 from hack.bench_pool.watching import PoolWatch
+from hack.rig import PATIENT
 from plumbing.errors import UnderstudyError
 from plumbing.part.paths import pool_socket
 from plumbing.part.peers import ask
