@@ -37,12 +37,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hack.bench_sleep.pods import StandingPod
+from hack.bench_sleep import across_sleeps
 from hack.device.find import find_devices
 from hack.device.part import Nvml
 from hack.report import ROOT, commit, machine
-from hack.rest_cycles import Campaign, Cycles, document
 from hack.resume_matrix.engine import GRAPHS_FLAG
+from hack.standing_pod import StandingPod
 from hack.vllm.stock import Question, Stock, measure
 from plumbing.errors import UnderstudyError
 from plumbing.service.cli import INTERRUPTED, run_async
@@ -319,23 +319,21 @@ class Run:
             await self._note_engines(directory)
             if self.questions:
                 self.found["speed"]["understudy"] = await self._speed(target)
-            await self._sleep_under_load(await StandingPod.of(directory, drill, target), runner)
+            await self._sleep_under_load(await StandingPod.of(directory, drill, target))
 
         runner = PodRunner(pod.containers(), directory / "log")
         drill = Drill(directory, plan, _say)
         return await run_drill(drill, runner, plan, _say, look)
 
-    async def _sleep_under_load(self, pod: StandingPod, runner: PodRunner) -> None:
+    async def _sleep_under_load(self, pod: StandingPod) -> None:
         """Sleeps and wakes: graphs then run over memory that was unmapped and mapped again."""
-        seen = Cycles()
         try:
-            await Campaign(pod, runner, self.flags.clients, wakes=True).run(SLEEPS, seen)
+            self.found["sleeps"] = await across_sleeps(pod, self.flags.clients, SLEEPS)
+            self.problems += self.found["sleeps"]["problems"]
         except UnderstudyError as error:
-            seen.problems.append(str(error))
+            self.problems.append(str(error))
         finally:
             pod.close()
-        self.found["sleeps"] = document("vllm", "manual", seen, None, None, pod.drill)
-        self.problems += self.found["sleeps"]["problems"]
 
     # ------------------------------------------------------------------ figures
 

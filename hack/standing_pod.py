@@ -1,6 +1,6 @@
-"""One engine's control socket: tells it how much of it shall be resident, hears what it is.
+"""A whole pod whose engines are told to sleep and to wake.
 
-Every word of the engine is kept with the instant at which it came, on the clock of the clients, so
+Every report of an engine is kept with the instant at which it came, on the clock of the clients, so
 that the phases of a wake add up to what a client sees.
 """
 
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
 from engine.core.events import State
 from engine.messages import CONTROL
@@ -18,18 +20,20 @@ from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import FaultMsg, Message
 from plumbing.wire.unix_connection import connect
-from understudy.drill.clients import clock
+from understudy.drill.clients import Target, clock
+from understudy.drill.run import Drill
+from understudy.status.gather import engine_parts
 
-BY = "hack.bench_sleep"
-CHANGE_S = 180.0  # longer than any budget of a rest or a wake, and than a start of vLLM
+BY = "hack"
+CHANGE_S = 180.0  # longer than any budget of a sleep or a wake
 
 
 class EngineTiers(Handler):
-    """A connection to the engine `engine` of the pod in `directory`, made by `to`."""
+    """A connection to the control socket of `engine`, made by `to`."""
 
     def __init__(self, engine: str) -> None:
         self.engine = engine
-        self.words: list[tuple[float, AmMsg]] = []
+        self.reports: list[tuple[float, AmMsg]] = []
         self._changed = asyncio.Event()
         self._answers: dict[int, asyncio.Future[AmMsg]] = {}
         self._end = ""
@@ -40,18 +44,18 @@ class EngineTiers(Handler):
         """Raises UnreachableError."""
         made = cls(engine)
         made._conn = await connect(engine_socket(directory, engine), CONTROL, made)
-        await made.shall(None)
+        await made.set_goal(None)
         return made
 
     def close(self) -> None:
         self._conn.close("done")
 
     @property
-    def now(self) -> AmMsg:
-        return self.words[-1][1]
+    def state(self) -> State:
+        return State(self.reports[-1][1].state)
 
-    async def shall(self, goal: Tier | None) -> None:
-        """Give it a goal; None: only look on.
+    async def set_goal(self, goal: Tier | None) -> None:
+        """Give it a goal; None: only get its reports.
 
         Raises:
             RemoteError: it refuses; UnreachableError, WaitTimeoutError.
@@ -65,50 +69,34 @@ class EngineTiers(Handler):
         except TimeoutError:
             raise self._late("answer") from None
 
-    async def until(self, state: State, since_ms: float) -> float:
-        """When it said first, after `since_ms`, that it is in `state`; waits for that.
+    async def until(self, since_ms: float, *states: State) -> float:
+        """When it first reported one of `states` after `since_ms`; waits for that.
 
         Raises:
             UnreachableError, WaitTimeoutError.
         """
-        return await self._until(lambda am: am.state == state, since_ms, f"be {state}")
+        what = f"be {' or '.join(states)}"
+        return await self._until(lambda report: report.state in states, since_ms, what)
 
-    async def until_away(self, *, is_last: bool) -> None:
-        """Until nothing of it maps weights; of the last engine, until their memory is free.
+    async def until_offloaded(self, *, is_last: bool) -> None:
+        """Until no process of it maps weights; of the last engine, until their memory is free.
 
         Raises:
             UnreachableError, WaitTimeoutError.
         """
-        now_ms = self.words[-1][0]
-        away = Tier.OFFLOADED
+        now_ms = self.reports[-1][0]
         await self._until(
-            lambda am: am.tier is away and not (is_last and am.fault), now_ms, "be offloaded"
+            lambda report: report.tier is Tier.OFFLOADED and not (is_last and report.fault),
+            now_ms,
+            "be offloaded",
         )
-
-    async def until_gone(self) -> None:
-        """Until it has no process any more.
-
-        Raises:
-            UnreachableError, WaitTimeoutError.
-        """
-        now_ms = self.words[-1][0]
-        await self._until(lambda am: am.state == State.DEAD and not am.incarnation, now_ms, "end")
-
-    async def until_up(self) -> None:
-        """Until it serves or stands by.
-
-        Raises:
-            UnreachableError, WaitTimeoutError.
-        """
-        up = (State.ACTIVE, State.STANDBY)
-        await self._until(lambda am: am.state in up, self.words[-1][0], "start")
 
     async def _until(self, is_so: Callable[[AmMsg], bool], since_ms: float, what: str) -> float:
         try:
             async with asyncio.timeout(CHANGE_S):
                 while True:
-                    for at_ms, am in self.words:
-                        if at_ms >= since_ms and is_so(am):
+                    for at_ms, report in self.reports:
+                        if at_ms >= since_ms and is_so(report):
                             return at_ms
                     if self._end:
                         raise UnreachableError("wire.closed", f"{self.engine}: {self._end}")
@@ -118,8 +106,8 @@ class EngineTiers(Handler):
             raise self._late(what) from None
 
     def _late(self, what: str) -> WaitTimeoutError:
-        am = self.now if self.words else None
-        text = f"{self.engine} did not {what} within {CHANGE_S:g} s: {am}"
+        last = self.reports[-1][1] if self.reports else None
+        text = f"{self.engine} did not {what} within {CHANGE_S:g} s: {last}"
         return WaitTimeoutError("bench.late", text)
 
     # ------------------------------------------------------------------ wire.Handler
@@ -131,7 +119,7 @@ class EngineTiers(Handler):
         answer = self._answers.get(request_id)
         match message:
             case AmMsg():
-                self.words.append((clock.now_ms(), message))
+                self.reports.append((clock.now_ms(), message))
                 if answer is not None and not answer.done():
                     answer.set_result(message)
             case FaultMsg() if answer is not None and not answer.done():
@@ -144,3 +132,25 @@ class EngineTiers(Handler):
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(UnreachableError("wire.closed", reason))
+
+
+@dataclass(frozen=True, slots=True)
+class StandingPod:
+    """The active engine, the standby, and the prompts with the answers that both must give."""
+
+    drill: Drill
+    target: Target
+    active: EngineTiers
+    standby: EngineTiers
+
+    @classmethod
+    async def of(cls, directory: Path, drill: Drill, target: Target) -> StandingPod:
+        names = [part.name for part in engine_parts(directory)]
+        tiers = [await EngineTiers.to(str(directory), name) for name in names]
+        active = next(each for each in tiers if each.state == State.ACTIVE)
+        standby = next(each for each in tiers if each is not active)
+        return cls(drill, target, active, standby)
+
+    def close(self) -> None:
+        self.active.close()
+        self.standby.close()
