@@ -106,7 +106,7 @@ bench: setup ## measure, and print each budget beside its figure; ARGS=--json
 bench-gateway: setup ## what the gateway costs, through it and past it in turns (4 minutes; ARGS=--json)
 	$(PY) -m hack.bench_gateway $(ARGS)
 
-bench-pool: setup ## switches between models, and who waits how long (40 minutes; ARGS=--quick: three; ARGS=--json)
+bench-pool: setup ## switches between models, and who waits how long (ARGS=--quick: a minute; ARGS=--json)
 	@$(PY) -m hack.bench_pool $(ARGS)
 
 bench-lock: setup ## from a holder's death until the next one has the lock; ARGS=--quick, ARGS=--json

@@ -1,0 +1,249 @@
+"""What switching between models costs, and who waits how long for it.
+
+    python -m hack.bench_pool [--only S1,S3,S5] [--backend reference|vllm] [--json] [--quick]
+
+| scenario | what happens |
+|---|---|
+| S1 | two models in turn; each answer needs the room of the other one; then one from `offloaded` |
+| S3 | one model gets requests without pause, and another one a single request |
+| S5 | switches through streams that last far longer than a turn |
+
+Each runs on a pod of `understudy up --pool` that is started for it. Every answer is compared with
+the one that was given alone. Exits 1 if one was lost, refused, cut or wrong, if a wait was longer
+than its bound, or (not with --quick) if a goal is missed. With vLLM, run it with the Python of
+.venv-vllm. The goals hold for an idle machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hack import rig
+from hack.pool_pod import BenchedPool, PoolPlan, longest_pause_s, prompts_of, with_pool
+from hack.report import spread
+from understudy.drill.clients import clock
+from understudy.drill.records import Exchange, Prompt
+
+SHORT_TOKENS = 16
+# Of answers that keep a model busy. Answers of one length that are computed in one batch end
+# together, and then the model is idle for a moment, which no real load leaves it.
+MIXED_TOKENS = (140, 280, 200, 300, 240, 160, 260)
+# Clients that stream without pause: four times as many as an engine has slots.
+SATURATING = 16
+NEVER = ("lost", "refused", "cut", "wrong_tokens")  # whatever is measured
+# What an idle machine has to reach (docs/pool.md): p50 and p99 of a switch from `warm`.
+SWITCH_MS: Mapping[str, tuple[float, float]] = {"reference": (30.0, 100.0), "vllm": (80.0, 200.0)}
+SWITCH_S_MAX = 10.0  # of S5, on average; then the scenario is given up
+# As short as the drain and the protection of S5 are to be.
+THROUGH_STREAMS: Mapping[str, Any] = {
+    "min_runtime": "500ms",
+    "max_wait": "200ms",
+    "drain_timeout": {"park": "200ms", "cut": "60s"},
+}
+HURRIED: Mapping[str, Any] = {**THROUGH_STREAMS, "min_runtime": "1s", "max_wait": "500ms"}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How often. Before each request of S1 is a pause: a model that got a request a moment ago is
+    not idle for as long as a switch takes, and does not yield."""
+
+    backend: str
+    switches: int = 300
+    pause_s: float = 0.3
+    offloads: int = 50
+    waits: int = 5
+    starved_s: float = 120.0
+    streamed_switches: int = 1000
+    stream_tokens: int = 300
+    token_ms: int = 200  # of the reference backend's streams: as slow as a large model's
+    clients: int = 2  # of each model in S5
+    is_judged: bool = True
+
+
+def quick(backend: str) -> Plan:
+    return Plan(backend, 10, offloads=2, waits=1, starved_s=60.0, streamed_switches=8,
+                stream_tokens=60, token_ms=50, is_judged=False)  # fmt: skip
+
+
+async def s1(plan: Plan, pool: BenchedPool) -> rig.Figures:
+    """A switch is timed by the client, from its request to the first token. What a first token
+    takes without a switch is measured beside it: the same model gets another request at once."""
+    prompts = prompts_of(pool.models, SHORT_TOKENS)
+    await _ready(pool, prompts)
+    took, direct, exchanges = list[float](), list[float](), list[Exchange]()
+    await pool.send(prompts[pool.models[-1]])  # where the first one switches from
+    began_ms = clock.now_ms()
+    for number in range(plan.switches):
+        await asyncio.sleep(plan.pause_s)
+        for into in (took, direct):
+            exchanges.append(await pool.send(prompts[pool.models[number % 2]]))
+            into += _first_ms(exchanges[-1])
+    switches = pool.switches(began_ms)
+    offloaded = await _from_offloaded(pool, plan, prompts[pool.models[0]], exchanges)
+    return {
+        **_times(took, direct),
+        "phases_ms": _phases(switches),
+        "from_offloaded": offloaded,
+        **pool.counts(exchanges),
+    }
+
+
+async def _from_offloaded(
+    pool: BenchedPool, plan: Plan, prompt: Prompt, exchanges: list[Exchange]
+) -> rig.Figures:
+    """One model that goes to host memory whenever it gets no request."""
+    model, took, direct = pool.models[0], list[float](), list[float]()
+    for setting, value in (("rest", "offloaded"), ("min_runtime", "0s"), ("keep_alive", "100ms")):
+        await pool.change(setting, value, model)
+    began_ms = clock.now_ms()
+    exchanges.append(await pool.send(prompt))
+    for _ in range(plan.offloads):
+        await pool.until_state(model, "offloaded", began_ms)
+        began_ms = clock.now_ms()
+        for into in (took, direct):
+            exchanges.append(await pool.send(prompt))
+            into += _first_ms(exchanges[-1])
+    return _times(took, direct)
+
+
+async def s3(plan: Plan, pool: BenchedPool) -> rig.Figures:
+    """How long the only request for `b` waits while `a` gets requests without pause. One that has
+    waited for `starved_s` is starved, and is the last."""
+    a, b = pool.models
+    short = prompts_of(pool.models, SHORT_TOKENS)
+    await _ready(pool, short)
+    mixed = [prompts_of(pool.models, tokens)[a] for tokens in MIXED_TOKENS]
+    await pool.learn(mixed)
+    starts = [number % len(mixed) for number in range(SATURATING)]
+    alone = pool.expected[mixed[0].key]
+    apart_s = (alone.ended_ms - alone.sent_ms) / 1000 / SATURATING
+    waits, mine = list[float](), list[Exchange]()
+    asked = [[*mixed[start:], *mixed[:start]] for start in starts]
+    async with pool.without_pause(asked, apart_s) as others:
+        while len(mine) < plan.waits and len(mine) == len(waits):
+            count = len(others)
+            await rig.until(partial(_more_than, others, count), "answer", plan.starved_s)
+            mine.append(await pool.send(short[b], plan.starved_s))
+            waits += [each / 1000 for each in _first_ms(mine[-1])]
+    pause_s = longest_pause_s(others)
+    longest_s, about = max([*waits, pause_s]), await pool.of(b)
+    return {
+        "waits_s": [round(each, 3) for each in waits],
+        "bound_s": about["bound_ms"] / 1000,
+        "longest_of_bound": round(1000 * longest_s / about["bound_ms"], 4),
+        "starved": len(mine) - len(waits),
+        "longest_pause_s": pause_s,
+        "single": pool.counts(mine),
+        "saturating": pool.counts(others),
+    }
+
+
+async def _more_than(exchanges: Sequence[Exchange], count: int) -> str:
+    return "" if len(exchanges) > count else "there is none"
+
+
+async def s5(plan: Plan, pool: BenchedPool) -> rig.Figures:
+    """Each model has streams all the time, so each switch parks them: a stream that is resumed
+    wrongly, refused, cut or forgotten shows."""
+    await _ready(pool, prompts_of(pool.models, SHORT_TOKENS))
+    prompts = prompts_of(pool.models, plan.stream_tokens)
+    await pool.learn(prompts.values())
+    began_ms = clock.now_ms()
+    asked = [[prompt] for prompt in prompts.values() for _ in range(plan.clients)]
+    async with pool.without_pause(asked) as exchanges:
+        await pool.until(
+            lambda: len(pool.switches(began_ms)) >= plan.streamed_switches,
+            f"{plan.streamed_switches} switches",
+            plan.streamed_switches * SWITCH_S_MAX,
+        )
+        ended_ms = clock.now_ms()
+    bounds = [(await pool.of(name))["bound_ms"] / 1000 for name in pool.models]
+    pause_s = longest_pause_s(exchanges)
+    return {
+        "switches": plan.streamed_switches,
+        "switches_per_s": round(1000 * plan.streamed_switches / (ended_ms - began_ms), 2),
+        "serving_share": pool.serving_share(began_ms, ended_ms),
+        "longest_pause_s": pause_s,
+        "bound_s": min(bounds),
+        "longest_of_bound": round(pause_s / min(bounds), 4),
+        "phases_ms": _phases(pool.switches(began_ms)),
+        **pool.counts(exchanges),
+    }
+
+
+async def _ready(pool: BenchedPool, prompts: Mapping[str, Prompt]) -> None:
+    """Every model has answered, and from now on one of them fits."""
+    await pool.learn(prompts.values())
+    await pool.tighten(prompts[pool.models[0]])
+
+
+def _first_ms(exchange: Exchange) -> list[float]:
+    """From the request to its first token, if it got one."""
+    first = exchange.first_token_ms
+    return [] if first is None else [first - exchange.sent_ms]
+
+
+def _times(took: Sequence[float], direct: Sequence[float]) -> rig.Figures:
+    """`less_direct_ms`: what the switch adds to a first token."""
+    alone = spread(direct)
+    less = spread([each - alone["p50"] for each in took])
+    return {"switch_ms": spread(took), "direct_first_token_ms": alone, "less_direct_ms": less}
+
+
+def _phases(switches: Sequence[Mapping[str, Any]]) -> rig.Figures:
+    """`release`: from the last answer to the proof that the memory is free."""
+    names = ("drain", "release", "raise")
+    return {name: spread([each[f"{name}_ms"] for each in switches]) for name in names}
+
+
+Scenario = Callable[[Plan, BenchedPool], Awaitable[rig.Figures]]
+SCENARIOS: Mapping[str, Scenario] = {"S1": s1, "S3": s3, "S5": s5}
+
+
+def problems_of(name: str, figures: Mapping[str, Any]) -> list[str]:
+    """What must hold on any machine."""
+    found = [f"{name}: {figures[each]} {each}" for each in (*NEVER, "starved") if figures.get(each)]
+    if figures.get("longest_of_bound", 0.0) > 1.0:
+        found.append(f"{name}: the longest wait was {figures['longest_of_bound']} of its bound")
+    for part in {"single", "saturating"} & {*figures}:
+        found += problems_of(f"{name} {part}", figures[part])
+    return found
+
+
+async def measure(plan: Plan, only: Sequence[str], base: Path) -> rig.Figures:
+    found, problems = dict[str, rig.Figures](), list[str]()
+    for name in only:
+        rig.say(f"{name} …")
+        is_slowed = name == "S5" and plan.backend == "reference"
+        arguments = ("--token-interval-ms", str(plan.token_ms)) if is_slowed else ()
+        defaults = THROUGH_STREAMS if name == "S5" else {} if plan.is_judged else HURRIED
+        pod = PoolPlan(plan.backend, defaults=defaults, arguments=arguments)
+        found[name] = await with_pool(base / name, pod, partial(SCENARIOS[name], plan))
+        problems += problems_of(name, found[name])
+    if plan.is_judged and "S1" in found:
+        took, goal = found["S1"]["switch_ms"], SWITCH_MS[plan.backend]
+        if took["p50"] > goal[0] or took["p99"] > goal[1]:
+            problems.append(f"S1: {took['p50']} and {took['p99']} ms, goal {goal}")
+    return rig.document({"backend": plan.backend, "scenarios": found}, problems)
+
+
+def main() -> None:
+    parser = rig.arguments("bench_pool", "what switching between models costs")
+    parser.add_argument("--backend", choices=("reference", "vllm"), default="reference")
+    parser.add_argument("--only", default=",".join(SCENARIOS), help="[default: %(default)s]")
+    flags = parser.parse_args()
+    only = flags.only.split(",")
+    if unknown := {*only} - {*SCENARIOS}:
+        parser.error(f"unknown scenarios: {', '.join(unknown)}; there are {', '.join(SCENARIOS)}")
+    plan = quick(flags.backend) if flags.quick else Plan(flags.backend)
+    rig.finish(rig.run("bench-pool-", partial(measure, plan, only)), is_json=flags.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,300 @@
+"""The pod of a pool file with random models: its clients, its events, and what the pool says.
+
+Each model has its own weights, so an answer of the wrong one shows. The device has room for every
+model asleep and for the KV memory of one, so a switch is one from `warm`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hack import rig
+from plumbing.errors import UnderstudyError, WaitTimeoutError
+from plumbing.part.paths import pool_socket
+from plumbing.part.peers import PeerWatch, ask
+from plumbing.wire.messages import Message
+from pool import messages as msg
+from pool.core.events import Order
+from understudy.drill.clients import Target, clock, send, stream_without_pause
+from understudy.drill.prompts import COMPLETIONS
+from understudy.drill.records import End, Exchange, Outcome, Prompt
+from understudy.drill.verdict import classify
+from understudy.kubelet.runner import PodRunner
+from understudy.up.local_pod import LocalPod
+from understudy.up.pool_pod import prepare_pool
+from understudy.up.random_model import ONE_THREAD, VLLM_RANDOM_MODEL, make_random_model
+
+T = TypeVar("T")
+Event = dict[str, Any]
+
+MODEL, SWITCH = "pool.model", "pool.switch"
+SERVES = ("awake", "draining")  # what runs goes on while the pool lets nothing new in
+DEVICE = "HOST-0"
+DEVICE_BYTES = "64GiB"  # a limit on what is booked, not on what the machine has
+HOST_MEMORY = "2GiB"  # for copies of the weights; a limit, not a size
+FIRST_ANSWER_S, FIRST_ANSWERS = 300.0, 3  # vLLM starts meanwhile, and may refuse at first
+PHASE_S = 180.0  # vLLM starts within that
+LOST = (Outcome.LOST, Outcome.HUNG, Outcome.LOST_IN_GATEWAY)
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """How one model is served."""
+
+    arguments: tuple[str, ...]
+    shape: tuple[str, ...]
+    env: Mapping[str, str]
+
+
+# So much KV memory that what else an engine takes, which differs by some MiB from start to start,
+# is small beside it.
+BACKENDS: Mapping[str, Backend] = {
+    "reference": Backend(("--cache-tokens", "600000"), (), ONE_THREAD),
+    "vllm": Backend(
+        (*VLLM_RANDOM_MODEL.arguments, f"--kv-cache-memory-bytes={256 << 20}"),
+        VLLM_RANDOM_MODEL.shape,
+        VLLM_RANDOM_MODEL.env,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPlan:
+    """`models` of `backend`, of which one is awake; `defaults` of the pool file; `arguments` of the
+    engines."""
+
+    backend: str
+    models: int = 2
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
+
+    def document(self, directories: Mapping[str, Path]) -> dict[str, Any]:
+        args = [*BACKENDS[self.backend].arguments, *self.arguments]
+        return {
+            "devices": [DEVICE],
+            "host_memory": HOST_MEMORY,
+            "margin": 0,
+            "queue": {"max": 512, "per_model": 256, "wait": "600s"},
+            "defaults": {"backend": self.backend, **self.defaults},
+            "models": {
+                name: {"model": str(directory), "args": args}
+                for name, directory in directories.items()
+            },
+        }
+
+
+def prompts_of(models: Sequence[str], tokens: int) -> dict[str, Prompt]:
+    """One for each model; all ask for a stream of exactly so many tokens."""
+    body = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    return {
+        model: Prompt(
+            f"{tokens}-{model}",
+            "/v1/completions",
+            {**body, "model": model, "prompt": COMPLETIONS[number % len(COMPLETIONS)]},
+        )
+        for number, model in enumerate(models)
+    }
+
+
+class BenchedPool:
+    """The running pod. `expected`: the answers that were given when nothing else ran, by prompt."""
+
+    def __init__(self, directory: Path, target: Target, models: Sequence[str]) -> None:
+        self.directory, self.target, self.models = directory, target, models
+        self.expected: dict[str, Exchange] = {}
+        self.events: list[Event] = []
+        self._changed = asyncio.Event()
+        self._socket = pool_socket(str(directory))
+        self._watch = PeerWatch(self._socket, msg.CATALOGUE, msg.WatchMsg(0), self._heard)
+
+    async def close(self) -> None:
+        await self._watch.close()
+
+    # ------------------------------------------------------------------ requests
+
+    async def learn(self, prompts: Iterable[Prompt]) -> None:
+        """Send each once, alone.
+
+        Raises:
+            UnderstudyError: `bench.no_answer`.
+        """
+        for prompt in prompts:
+            answer, tries = await self.send(prompt), 1
+            while not _is_whole(answer) and tries < FIRST_ANSWERS:
+                answer, tries = await self.send(prompt), tries + 1
+            if not _is_whole(answer):
+                why = f"{answer.status}, {answer.end}, {answer.detail}"
+                text = f"no answer to {prompt.key}: {why}"[:500]
+                raise UnderstudyError("bench.no_answer", text)
+            self.expected[prompt.key] = answer
+
+    async def send(self, prompt: Prompt, silence_max_s: float = FIRST_ANSWER_S) -> Exchange:
+        return await send(self.target, prompt, silence_max_s)
+
+    @contextlib.asynccontextmanager
+    async def without_pause(
+        self, prompts: Sequence[Sequence[Prompt]], apart_s: float = 0.0
+    ) -> AsyncIterator[list[Exchange]]:
+        """A client for each list of prompts, which it sends in turn; each begins `apart_s` after
+        the one before. Yields what they got, as it comes."""
+        stopping, exchanges = asyncio.Event(), list[Exchange]()
+
+        async def client(number: int, asked: Sequence[Prompt]) -> None:
+            await asyncio.sleep(number * apart_s)
+            await stream_without_pause(self.target, asked, 0, exchanges.append, stopping)
+
+        clients = [asyncio.ensure_future(client(*each)) for each in enumerate(prompts)]
+        try:
+            yield exchanges
+        finally:
+            stopping.set()
+            await asyncio.gather(*clients)
+
+    def counts(self, exchanges: Sequence[Exchange]) -> dict[str, int]:
+        """How they ended: `lost` without an answer, `cut` in the middle."""
+        found = Counter(classify(each, self.expected) for each in exchanges)
+        return {
+            "requests": len(exchanges),
+            "lost": sum(found[each] for each in LOST),
+            "refused": found[Outcome.REFUSED],
+            "cut": found[Outcome.BROKEN],
+            "wrong_tokens": found[Outcome.WRONG],
+        }
+
+    # ------------------------------------------------------------------ the pool
+
+    async def status(self) -> dict[str, Any]:
+        """Raises UnderstudyError: no pool answers."""
+        answer: Any = (await ask(self._socket, msg.CATALOGUE, msg.StatusMsg())).message
+        document: dict[str, Any] = answer.document
+        return document
+
+    async def of(self, model: str) -> dict[str, Any]:
+        """What the pool says of one model."""
+        found = (await self.status())["models"]
+        return next(dict(each) for each in found if each["model"] == model)
+
+    async def change(self, setting: str, value: str | None, model: str | None = None) -> None:
+        """As `understudy pool set`."""
+        await ask(self._socket, msg.CATALOGUE, msg.SetMsg(setting, value, model))
+
+    async def tighten(self, prompt: Prompt) -> None:
+        """From now on the KV memory of one model fits, and half of another one's. `prompt`: of the
+        first model, which is awake then."""
+        for model in self.models[1:]:
+            began_ms = clock.now_ms()
+            if (await self.of(model))["state"] != "warm":
+                order = msg.OrderMsg(model, Order("sleep"))
+                await ask(self._socket, msg.CATALOGUE, order)
+                await self.until_state(model, "warm", began_ms)
+        await self.send(prompt)
+        status = await self.status()
+        (device,) = (each for each in status["devices"] if each["device"] == DEVICE)
+        (awake,) = (each for each in status["models"] if each["state"] == "awake")
+        kv_bytes = awake["bytes"][DEVICE]["kv"]
+        await self.change("margin", str(device["free_bytes"] - kv_bytes // 2))
+
+    # ------------------------------------------------------------------ its events
+
+    def _heard(self, message: Message) -> None:
+        if isinstance(message, msg.EventMsg):
+            self.events.append(message.record)
+            self._changed.set()
+
+    def switches(self, since_ms: float) -> list[Event]:
+        """What was recorded of each switch since then."""
+        found = (each for each in self.events if each["mono_ms"] >= since_ms)
+        return [each["data"] for each in found if each["type"] == SWITCH]
+
+    async def until_state(self, model: str, state: str, since_ms: float) -> None:
+        """Until `model` was in `state` after `since_ms`.
+
+        Raises:
+            WaitTimeoutError: `bench.late`.
+        """
+
+        def was() -> bool:
+            return any(
+                each["mono_ms"] >= since_ms
+                and each["type"] == MODEL
+                and (each["data"]["model"], each["data"]["to"]) == (model, state)
+                for each in self.events
+            )
+
+        await self.until(was, f"{model} in state {state}", PHASE_S)
+
+    async def until(self, is_so: Callable[[], bool], what: str, deadline_s: float) -> None:
+        """Raises WaitTimeoutError: `bench.late`."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                while not is_so():
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            raise WaitTimeoutError("bench.late", f"no {what} within {deadline_s:g} s") from None
+
+    def serving_share(self, began_ms: float, ended_ms: float) -> float:
+        """The share of that time in which some model served."""
+        serving: set[str] = set()
+        at_ms, served_ms = began_ms, 0.0
+        for each in self.events:
+            if each["type"] != MODEL:
+                continue
+            now_ms = min(max(each["mono_ms"], began_ms), ended_ms)
+            served_ms += now_ms - at_ms if serving else 0.0
+            at_ms = now_ms
+            change = serving.add if each["data"]["to"] in SERVES else serving.discard
+            change(each["data"]["model"])
+        served_ms += ended_ms - at_ms if serving else 0.0
+        return round(served_ms / (ended_ms - began_ms), 4)
+
+
+def _is_whole(answer: Exchange) -> bool:
+    return answer.end is End.DONE and answer.status == 200
+
+
+def longest_pause_s(exchanges: Sequence[Exchange]) -> float:
+    """Between two pieces of text of one answer."""
+    gaps = [
+        later - earlier
+        for each in exchanges
+        for earlier, later in zip(each.text_ms, each.text_ms[1:], strict=False)
+    ]
+    return round(max(gaps, default=0.0) / 1000, 3)
+
+
+async def with_pool(base: Path, plan: PoolPlan, body: Callable[[BenchedPool], Awaitable[T]]) -> T:
+    """`body` while the pod of `plan` runs in `base`, every model of which has answered.
+
+    Raises:
+        Interrupted: by a signal.
+    """
+    base.mkdir(mode=0o700, parents=True)
+    backend = BACKENDS[plan.backend]
+    directories = {f"m{number}": base / f"m{number}" for number in range(plan.models)}
+    for number, each in enumerate(directories.values()):
+        await make_random_model(each, (*backend.shape, f"--seed={number}"))
+    file, directory = base / "pool.yaml", base / "pod"
+    file.write_text(json.dumps(plan.document(directories), indent=1))
+    directory.mkdir(mode=0o700)
+    env = {**backend.env, **rig.PATIENT, "UNDERSTUDY_DEATHS_MAX": rig.DEATHS_MAX}
+    local = LocalPod(Path(), None, device_bytes=DEVICE_BYTES, env=env, pace=rig.AT_ONCE)
+    pod = await prepare_pool(local, file, 0, directory, rig.say, is_drilled=True)
+    service = next(word for each in pod.containers for word in each.command if "active=" in word)
+    target = Target("127.0.0.1", int(service.rpartition(":")[2]))
+
+    async def run(_: PodRunner) -> T:
+        pool = BenchedPool(directory, target, tuple(directories))
+        try:
+            return await body(pool)
+        finally:
+            await pool.close()
+
+    return await rig.with_pod(pod.containers, base / "log", run)
