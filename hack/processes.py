@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -12,7 +13,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 from gms import messages as gms_messages
 from gms import names
@@ -222,3 +225,34 @@ class ReportingProcess:
         self.process.wait()
         assert self.process.stdout is not None
         self.process.stdout.close()
+
+
+class Counts(Protocol):
+    """What a number of clients saw."""
+
+    events: int
+
+
+@dataclass
+class Usage:
+    """What a process took while it passed events on: the sum of the times between begin and end."""
+
+    pid: int
+    events: int = 0
+    wall_ms: float = 0.0
+    cpu_ms: float = 0.0  # of the thread that has the loop, to the nanosecond
+    waited_ms: float = 0.0  # for a CPU, which others had
+    writes: int = 0  # system calls; where a process lags, one passes several events on
+
+    def add(self, sign: int, seen: Counts | None = None) -> None:
+        """`sign`: -1 at the begin, 1 at the end."""
+        found = procfs.cpu_times(self.pid)
+        text = Path(f"/proc/{self.pid}/io").read_text()
+        written = re.search(r"^syscw: (\d+)$", text, re.MULTILINE)  # man 5 proc
+        assert found is not None
+        assert written is not None
+        self.events += sign * seen.events if seen else 0
+        self.wall_ms += sign * time.monotonic() * 1000
+        self.cpu_ms += sign * found[1]
+        self.waited_ms += sign * found[2]
+        self.writes += sign * int(written[1])
