@@ -47,6 +47,19 @@ def test_every_promise_of_the_lock_names_tests_that_exist():
         assert re.search(pattern, source, re.MULTILINE), f"docs/lock.md: {path}::{name} is gone"
 
 
+def test_every_promise_of_the_contract_names_tests_that_exist():
+    """docs/contract.md: each row names a test, and every test that the page names is there."""
+    page = (ROOT / "docs/contract.md").read_text()
+    sources = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    defined = set(re.findall(r"^(?:async )?def (test_\w+)\(|^(test_\w+) = ", sources, re.MULTILINE))
+    names = {name for pair in defined for name in pair}
+    assert set(re.findall(r"`(test_\w+)`", page)) - names == set()
+    rows = re.findall(r"^\| (?!promise)(?!-)(.*)$", page.replace("|---|---|\n", ""), re.MULTILINE)
+    assert len(rows) >= 30
+    unnamed = [row for row in rows if "`test_" not in row and "each rename" not in row]
+    assert unnamed == []
+
+
 def test_every_flag_that_vllm_users_meet_is_in_its_page():
     """docs/vllm.md: what is refused and what is ours, each with its flag; the variables, too."""
     flags = ["--" + name.replace("_", "-") for name in OWNED]

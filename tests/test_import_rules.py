@@ -409,9 +409,27 @@ def test_the_package_alone_brings_what_it_imports_and_reads():
     assert found == packaged
 
 
-def test_no_module_has_more_than_350_lines():
-    lines = {path: source.count("\n") for path, source in sources().items()}
-    assert {path: count for path, count in lines.items() if count > 350} == {}
+# Lines of each package, at most; lowered after each step towards the budgets of `hack/volume.py`.
+LINES_MAX = {
+    "plumbing": 7_450,
+    "lockserver": 9_250,
+    "gms": 11_850,
+    "engine": 23_950,
+    "gateway": 11_200,
+    "pool": 9_750,
+    "understudy": 15_150,
+    "hack": 16_800,
+    "tests": 102_600,
+}
+
+
+def test_no_package_has_more_lines_than_its_budget():
+    lines = {
+        package: sum(path.read_text().count("\n") for path in (ROOT / package).rglob("*.py"))
+        for package in LINES_MAX
+    }
+    over = {package: count for package, count in lines.items() if count > LINES_MAX[package]}
+    assert over == {}, "remove lines, or say in the commit why the package needs more"
 
 
 def test_no_public_class_name_stands_in_two_files():
