@@ -6,8 +6,8 @@
 Starting vLLM takes a minute of two cores, and a fork of it a moment. One process loads the model
 and parks; every fork of it borrows the KV pool from a real memory service, adopts what it finds,
 answers the same questions again and again and kills itself inside a step. An engine is one process
-here and has no supervisor, which `python -m hack.kv_kills` has. Every answer must be that of a fork
-that never saw the pool. Exit code 1 if one is not, if a block is torn, or if nothing was adopted.
+here and has no supervisor. Every answer must be that of a fork that never saw the pool. Exit code 1
+if one is not, if a block is torn, or if nothing was adopted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from random import Random
 from typing import Any, Protocol
 
 from hack import v2_on_cpu
-from hack.kv_kills.seams import ANY_RANK, SEAMS, Control, any_skip
+from hack.kv_kills.seams import SEAMS, Control, any_skip
 from hack.processes import KvServer
 from hack.report import commit, machine
 from understudy.up.random_model import RandomModel, make_random_model
@@ -40,7 +40,6 @@ INNER_ENV = "KV_KILLS_INNER"
 ENGINE = "engine-0"
 ASKED_MAX, BEGINNINGS, BEGINNING_TOKENS, REST_TOKENS_MAX = 40, 4, 70, 70
 VOCABULARY = range(32, 120)
-ANSWER_TOKENS = 40
 AT_ONCE = 6
 ROUNDS_MAX = 30  # of questions, in a life; most lives end in the first
 VARIABLES = {
@@ -161,7 +160,7 @@ def inner(flags: argparse.Namespace, base: Path) -> dict[str, Any]:
         point = points[len(lives) % len(points)]
         life = Life(point, any_skip(rng, flags.backend, point))
         life.asked = lives[-1].asked if lives else []
-        control.arm(ENGINE, point, life.skip, ANY_RANK)
+        control.arm(ENGINE, point, life.skip)
         told, life.status = in_a_fork(partial(live, parked, len(lives) + 1, known, life))
         for each in told:
             for name, value in each.items():

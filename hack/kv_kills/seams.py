@@ -1,6 +1,6 @@
 """The points of a step at which an engine can be killed, and the control block that says at which.
 
-The processes of the pod map the block and count for themselves how often they have been at a point
+The engine's processes map the block and count for themselves how often they have been at a point
 (`inside/sitecustomize.py`), so a kill hits exactly: the process dies inside the call.
 """
 
@@ -14,10 +14,7 @@ from pathlib import Path
 from random import Random
 
 INSIDE = Path(__file__).parent / "inside"
-BLOCK = struct.Struct("=IIIi64s64s")  # armings, fired, skip, rank, engine, point
-FIRED_OFFSET = 4
-FIRED = struct.Struct("=I")
-ANY_RANK = -1
+BLOCK = struct.Struct("=III64s64s")  # armings, fired, skip, engine, point
 
 # By backend: each point, and the most calls that succeed first. An adoption counts as proven after
 # some dozens of steps: most kills come later, so that not every other one empties the cache.
@@ -57,22 +54,15 @@ class Control:
             "PYTHONPATH": os.pathsep.join(each for each in paths if each),
         }
 
-    def arm(self, engine: str, point: str, skip: int, rank: int) -> None:
-        """Kill the process of `engine`'s `rank` that passes `point` for the `skip` + 1st time."""
+    def arm(self, engine: str, point: str, skip: int) -> None:
+        """Kill the process of `engine` that passes `point` for the `skip` + 1st time."""
         self._armings += 1
         self.rest()
-        BLOCK.pack_into(
-            self._memory, 0, self._armings, 0, skip, rank, engine.encode(), point.encode()
-        )
+        BLOCK.pack_into(self._memory, 0, self._armings, 0, skip, engine.encode(), point.encode())
 
     def rest(self) -> None:
         """Kill nobody."""
-        BLOCK.pack_into(self._memory, 0, self._armings, 0, 0, ANY_RANK, b"", b"")
-
-    @property
-    def fired(self) -> int:
-        """The pid of the process that has killed itself; 0: none yet."""
-        return int(FIRED.unpack_from(self._memory, FIRED_OFFSET)[0])
+        BLOCK.pack_into(self._memory, 0, self._armings, 0, 0, b"", b"")
 
 
 def any_skip(rng: Random, backend: str, point: str) -> int:

@@ -1,4 +1,4 @@
-"""Runs at the start of every process of a pod under `hack.kv_kills`: at a chosen point it dies.
+"""Runs at the start of every process of an engine under `hack.kv_kills`: at a point it dies.
 
 Python imports a module of this name before anything else, and `PYTHONPATH` names this folder. Once
 a module that has points is imported, some of its functions are wrapped: their calls say which point
@@ -21,7 +21,7 @@ from typing import Any
 
 CONTROL = os.environ.get("UNDERSTUDY_KV_KILLS", "")
 ENGINE = os.environ.get("ENGINE_ID", "").encode()
-BLOCK = "=IIIi64s64s"  # armings, fired, skip, rank (-1: any), engine, point; as in `seams.py`
+BLOCK = "=III64s64s"  # armings, fired, skip, engine, point; as in `seams.py`
 FIRED_OFFSET = 4
 
 
@@ -37,12 +37,11 @@ class Points:
         self._block = struct.Struct(BLOCK)
         self._fired = struct.Struct("=I")
         self._arming = self._seen = 0
-        self.rank = 0
 
     def is_due(self, point: str) -> bool:
         """Whether this process dies at `point` now."""
-        arming, fired, skip, rank, engine, wanted = self._block.unpack_from(self._memory)
-        if fired or wanted.rstrip(b"\0") != point.encode() or rank not in (-1, self.rank):
+        arming, fired, skip, engine, wanted = self._block.unpack_from(self._memory)
+        if fired or wanted.rstrip(b"\0") != point.encode():
             return False
         if engine.rstrip(b"\0") != ENGINE:
             return False
@@ -108,16 +107,6 @@ def decoder(points: Points, module: Any) -> None:
     after(points, module.Decoder, "forward", "done")
 
 
-def rank(points: Points, module: Any) -> None:
-    real = module.Rank.__init__
-
-    def init(self: Any, settings: Any, peers: Any) -> None:
-        points.rank = settings.rank
-        real(self, settings, peers)
-
-    module.Rank.__init__ = init
-
-
 def block_memory(points: Points, module: Any) -> None:
     real = module.BlockMemory.run
 
@@ -159,7 +148,6 @@ def model_runner(points: Points, module: Any) -> None:
 PATCHES: Mapping[str, Callable[[Points, Any], None]] = {
     "engine.kv.layout": index_cells,
     "engine.backends.reference.model.decoder": decoder,
-    "engine.backends.reference.model.rank": rank,
     "engine.backends.reference.model.block_memory": block_memory,
     "engine.backends.reference.model.generation": generator,
     "engine.backends.vllm.kv.scheduler": scheduler,
