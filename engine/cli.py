@@ -48,7 +48,7 @@ def main() -> None:
 
 
 @main.command(context_settings={"ignore_unknown_options": False})
-@options(OPTIONS, command="engine")
+@options(OPTIONS)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(config: Resolved, arguments: tuple[str, ...]) -> None:
     """Run an engine until it is drained or receives SIGTERM.
@@ -79,7 +79,7 @@ async def _supervise(settings: EngineSettings) -> None:
 
 
 @main.command()
-@options(WHERE, command="engine")
+@options(WHERE)
 @json_flag
 @watch_flag
 def status(config: Resolved, as_json: bool, watch: bool) -> None:
@@ -112,7 +112,7 @@ def _look(directory: str, engine: str) -> Look:
 
 
 @main.command()
-@options(DRAIN, command="engine")
+@options(DRAIN)
 @json_flag
 def drain(config: Resolved, as_json: bool) -> None:
     """Finish the requests in flight, then exit, as on SIGTERM.

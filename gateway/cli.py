@@ -35,7 +35,7 @@ def main() -> None:
 
 
 @main.command()
-@options(OPTIONS, command="gateway")
+@options(OPTIONS)
 def serve(config: Resolved) -> None:
     """Run the gateway until SIGTERM.
 
@@ -55,7 +55,7 @@ async def _supervise(settings: GatewaySettings) -> int:
 
 
 @main.command()
-@options((DIR,), command="gateway-client")
+@options((DIR,))
 @json_flag
 @watch_flag
 def status(config: Resolved, as_json: bool, watch: bool) -> None:
@@ -87,7 +87,7 @@ def _look(directory: str) -> Look:
 
 
 @main.command()
-@options((DIR,), command="gateway-client")
+@options((DIR,))
 @json_flag
 @click.option("-f", "--follow", is_flag=True, help="Print new events until the gateway exits.")
 def events(config: Resolved, as_json: bool, follow: bool) -> None:
@@ -97,7 +97,7 @@ def events(config: Resolved, as_json: bool, follow: bool) -> None:
 
 
 @main.command("restart-child")
-@options((DIR,), command="gateway-client")
+@options((DIR,))
 @json_flag
 def restart_child(config: Resolved, as_json: bool) -> None:
     """Replace the process that serves, without losing a request.

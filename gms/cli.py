@@ -45,7 +45,7 @@ def main() -> None:
 
 
 @main.command()
-@options(SERVE, command="gms")
+@options(SERVE)
 def serve(config: Resolved) -> None:
     """Run the memory service until SIGTERM."""
     from gms.server.supervisor import GmsSupervisor  # heavy, and only needed here
@@ -108,7 +108,7 @@ def _words(verb: str, flags: Mapping[str, object]) -> list[str]:
 
 
 @main.command("serve-device", hidden=True)
-@options(SERVE_DEVICE, command="gms-device")
+@options(SERVE_DEVICE)
 def serve_device(config: Resolved) -> None:
     """One device's server; started by `serve`."""
     configure("gms", device_uuid=config["device"])
@@ -121,7 +121,7 @@ def serve_device(config: Resolved) -> None:
 
 
 @main.command("serve-kv", hidden=True)
-@options(SERVE_KV, command="gms-device")
+@options(SERVE_KV)
 def serve_kv(config: Resolved) -> None:
     """The server of one device's KV memory; started by `serve`."""
     configure("gms", device_uuid=config["device"])
@@ -192,7 +192,7 @@ def _crash(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
 
 
 @main.command()
-@options((DIRECTORY,), command="gms-client")
+@options((DIRECTORY,))
 @json_flag
 @watch_flag
 def status(config: Resolved, as_json: bool, watch: bool) -> None:
@@ -204,7 +204,7 @@ def status(config: Resolved, as_json: bool, watch: bool) -> None:
 
 
 @main.command()
-@options((DIRECTORY,), command="gms-client")
+@options((DIRECTORY,))
 @json_flag
 def inspect(config: Resolved, as_json: bool) -> None:
     """List every epoch with its slabs, readers and tensors."""
@@ -221,7 +221,7 @@ def _look(directory: str, *, in_full: bool = False) -> Look:
 
 
 @main.command()
-@options((DIRECTORY, ONE_DEVICE), command="gms-client")
+@options((DIRECTORY, ONE_DEVICE))
 @json_flag
 def verify(config: Resolved, as_json: bool) -> None:
     """Compare the committed bytes with what was written.
@@ -237,7 +237,7 @@ def verify(config: Resolved, as_json: bool) -> None:
 
 
 @main.command()
-@options((DIRECTORY, ONE_DEVICE), command="gms-client")
+@options((DIRECTORY, ONE_DEVICE))
 @click.option("--epoch", help="Drop only if this is the committed epoch.")
 @click.option(
     "--even-if-mapped",
@@ -273,7 +273,7 @@ def drop(
 
 
 @main.command("drop-kv")
-@options((DIRECTORY, ONE_DEVICE, FREE_TIMEOUT), command="gms-client")
+@options((DIRECTORY, ONE_DEVICE, FREE_TIMEOUT))
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @json_flag
 def drop_kv(config: Resolved, yes: bool, as_json: bool) -> None:

@@ -253,7 +253,7 @@ def main() -> None:
     flags = _parser().parse_args()
     given = {option.name: getattr(flags, option.name) for option in OPTIONS}
     try:
-        config = resolve(OPTIONS, given, os.environ, command="drill")
+        config = resolve(OPTIONS, given, os.environ)
         page = Path(config["report"]) if config["report"] else None
         if page is not None:
             check_destination(page)

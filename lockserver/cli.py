@@ -141,7 +141,7 @@ def main() -> None:
 
 
 @main.command()
-@options(SERVE, command="lockserver")
+@options(SERVE)
 def serve(config: Resolved) -> None:
     """Run the lock server until SIGTERM."""
     from lockserver.server.daemon import run
@@ -190,7 +190,7 @@ def _security(config: Resolved) -> Security | None:
 
 
 @main.command()
-@options((DIR,), command="lockserver")
+@options((DIR,))
 @json_flag
 @watch_flag
 def status(config: Resolved, as_json: bool, watch: bool) -> None:
@@ -230,7 +230,7 @@ def _look(directory: str) -> Look:
 
 
 @main.command()
-@options((DIR,), command="lockserver")
+@options((DIR,))
 @json_flag
 @click.option("-f", "--follow", is_flag=True, help="Print new events until the server exits.")
 def events(config: Resolved, as_json: bool, follow: bool) -> None:
@@ -242,7 +242,7 @@ def events(config: Resolved, as_json: bool, follow: bool) -> None:
 
 
 @main.command()
-@options((DIR,), command="lockserver")
+@options((DIR,))
 @click.option("--lock", default="active", show_default=True, help="The lock to hand over.")
 @click.option(
     "--to", metavar="ENGINE", help="The engine to hand over to [default: the first in the queue]."

@@ -53,7 +53,7 @@ def main() -> None:
 
 
 @main.command()
-@options(OPTIONS, command="pool")
+@options(OPTIONS)
 def serve(config: Resolved) -> None:
     """Run the pool until SIGTERM. Engines and the gateway keep working if it stops."""
     arm_from_environment()
@@ -69,7 +69,7 @@ def serve(config: Resolved) -> None:
 
 
 @main.command()
-@options((DIR,), command="pool-client")
+@options((DIR,))
 @json_flag
 @watch_flag
 def status(config: Resolved, as_json: bool, watch: bool) -> None:
@@ -97,7 +97,7 @@ def _look(directory: str) -> Look:
 
 
 @main.command()
-@options((DIR,), command="pool-client")
+@options((DIR,))
 @json_flag
 @click.option("-f", "--follow", is_flag=True, help="Print new events until the pool exits.")
 def events(config: Resolved, as_json: bool, follow: bool) -> None:
@@ -107,7 +107,7 @@ def events(config: Resolved, as_json: bool, follow: bool) -> None:
 
 
 @main.command()
-@options((DIR,), command="pool-client")
+@options((DIR,))
 @model_argument
 @json_flag
 def load(config: Resolved, model: str, as_json: bool) -> None:
@@ -116,7 +116,7 @@ def load(config: Resolved, model: str, as_json: bool) -> None:
 
 
 @main.command()
-@options((DIR,), command="pool-client")
+@options((DIR,))
 @model_argument
 @json_flag
 def sleep(config: Resolved, model: str, as_json: bool) -> None:
@@ -125,7 +125,7 @@ def sleep(config: Resolved, model: str, as_json: bool) -> None:
 
 
 @main.command()
-@options((DIR,), command="pool-client")
+@options((DIR,))
 @model_argument
 @click.option("--force", is_flag=True, help="Even if MODEL is pinned.")
 @json_flag
@@ -139,7 +139,7 @@ def unload(config: Resolved, model: str, force: bool, as_json: bool) -> None:
 
 
 @main.command()
-@options((DIR,), command="pool-client")
+@options((DIR,))
 @model_argument
 @json_flag
 def pin(config: Resolved, model: str, as_json: bool) -> None:
@@ -148,7 +148,7 @@ def pin(config: Resolved, model: str, as_json: bool) -> None:
 
 
 @main.command()
-@options((DIR,), command="pool-client")
+@options((DIR,))
 @model_argument
 @json_flag
 def unpin(config: Resolved, model: str, as_json: bool) -> None:
@@ -157,7 +157,7 @@ def unpin(config: Resolved, model: str, as_json: bool) -> None:
 
 
 @main.command()
-@options((DIR,), command="pool-client")
+@options((DIR,))
 @model_argument
 @json_flag
 def reset(config: Resolved, model: str, as_json: bool) -> None:
@@ -166,7 +166,7 @@ def reset(config: Resolved, model: str, as_json: bool) -> None:
 
 
 @main.command("set")
-@options((DIR,), command="pool-client")
+@options((DIR,))
 @click.argument("assignment", metavar="SETTING=VALUE")
 @click.option(
     "--model", default=None, help="The model whose setting to change; default: the whole pool's."
@@ -185,7 +185,7 @@ def set_(config: Resolved, assignment: str, model: str | None, as_json: bool) ->
 
 
 @main.command()
-@options((DIR,), command="pool-client")
+@options((DIR,))
 @click.argument("model", required=False)
 @json_flag
 def explain(config: Resolved, model: str | None, as_json: bool) -> None:
@@ -239,7 +239,7 @@ LEASE_OPTIONS = (
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
-@options(LEASE_OPTIONS, command="lease")
+@options(LEASE_OPTIONS)
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND")
 def lease(config: Resolved, command: tuple[str, ...]) -> None:
     """Reserve memory while COMMAND runs.

@@ -411,7 +411,7 @@ def test_the_package_alone_brings_what_it_imports_and_reads():
 
 # Lines of each package, at most; lowered after each step towards the budgets of `hack/volume.py`.
 LINES_MAX = {
-    "plumbing": 7_450,
+    "plumbing": 7_400,
     "lockserver": 9_250,
     "gms": 11_850,
     "engine": 23_950,
@@ -419,7 +419,7 @@ LINES_MAX = {
     "pool": 9_750,
     "understudy": 15_150,
     "hack": 16_800,
-    "tests": 102_600,
+    "tests": 102_150,
 }
 
 

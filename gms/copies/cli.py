@@ -19,7 +19,7 @@ NICE = 10  # nobody waits for a copy
 
 
 @click.command()
-@options((DIRECTORY, ONE_DEVICE, FREE_TIMEOUT), command="gms-client")
+@options((DIRECTORY, ONE_DEVICE, FREE_TIMEOUT))
 @json_flag
 def offload(config: Resolved, as_json: bool) -> None:
     """Free the weights of a device that no engine maps.
@@ -34,7 +34,7 @@ def offload(config: Resolved, as_json: bool) -> None:
 
 
 @click.command("keep-copy", hidden=True)
-@options((DIRECTORY, ONE_DEVICE), command="gms-device")
+@options((DIRECTORY, ONE_DEVICE))
 def keep_copy(config: Resolved) -> None:
     """Keep the host copy of one device's weights; started by `serve`."""
     from gms.copies.keeper import CopyKeeper, make_in_a_process
@@ -46,7 +46,7 @@ def keep_copy(config: Resolved) -> None:
 
 
 @click.command("make-copy", hidden=True)
-@options((DIRECTORY, ONE_DEVICE), command="gms-device")
+@options((DIRECTORY, ONE_DEVICE))
 def make_copy(config: Resolved) -> None:
     """Copy one device's weights to host memory; started by `keep-copy`."""
     from gms.copies import maker

@@ -31,8 +31,8 @@ OUR_FAULT = 70  # EX_SOFTWARE of sysexits.h
 INTERRUPTED = 130  # what shells report for a program ended by SIGINT
 
 
-def options(declared: Sequence[Option], command: str) -> Callable[[Command], Command]:
-    """Add the flags of `declared`, `--config FILE` and `--print-config` to a click command.
+def options(declared: Sequence[Option]) -> Callable[[Command], Command]:
+    """Add the flags of `declared` and `--print-config` to a click command.
 
     The command is called with `config: Resolved`. Put this directly under `@click.command()`. A
     command that has a `--json` of its own names it `as_json`; others get one for `--print-config`.
@@ -40,12 +40,12 @@ def options(declared: Sequence[Option], command: str) -> Callable[[Command], Com
 
     def decorate(function: Command) -> Command:
         @functools.wraps(function)
-        def wrapper(*args: Any, config_file: str | None, print_config: bool, **params: Any) -> Any:
+        def wrapper(*args: Any, print_config: bool, **params: Any) -> Any:
             flags = {option.name: params.pop(option.name) for option in declared}
             _show_any_name()
             as_json = bool(params["as_json"] if owns_json else params.pop("as_json"))
             try:
-                config = resolve(declared, flags, os.environ, config_file, command=command)
+                config = resolve(declared, flags)
                 if print_config:
                     click.echo(_describe(config, as_json=as_json))
                     return None
@@ -158,16 +158,6 @@ def _click_options(declared: Sequence[Option], *, owns_json: bool) -> list[Calla
                 help=f"{option.help} [env: {option.env_name}]{shown}",
             )
         )
-    added.append(
-        click.option(
-            "--config",
-            "config_file",
-            envvar="UNDERSTUDY_CONFIG",
-            metavar="FILE",
-            default=None,
-            help="A TOML file of settings, in a table named after the command.",
-        )
-    )
     added.append(
         click.option(
             "--print-config", is_flag=True, help="Print every setting and its source, then exit."

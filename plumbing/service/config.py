@@ -1,8 +1,7 @@
-"""Settings: flag > environment > file > default, each value with where it came from.
+"""Settings: flag > environment > default, each value with where it came from.
 
-A command declares its settings once, as data; `plumbing.service.cli` turns them into flags. Not by
-click's `default_map` and `envvar`: click cuts lists at spaces, takes TOML's `true` for 1, and does
-not say in which file or variable a bad value is.
+A command declares its settings once, as data; `plumbing.service.cli` turns them into click's flags.
+Not by click's `envvar`, which cuts lists at spaces and does not name the variable of a bad value.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ class Option:
     """One setting.
 
     `type` is bool or turns a string into the value (int, float, str, `size_bytes`, `duration_s`,
-    …), raising ValueError with a reason. `many` makes it a tuple: a repeatable flag, a list in the
-    file, a comma-separated environment variable. A default of None means "not set". `short`:
+    …), raising ValueError with a reason. `many` makes it a tuple: a repeatable flag, a
+    comma-separated environment variable. A default of None means "not set". `short`:
     another name of the flag, such as `-f`.
     """
 
@@ -67,7 +66,7 @@ class Resolved:
         return self._by_name[name]
 
     def origin(self, name: str) -> str:
-        """`flag`, `environment`, `file` or `default`, or what `changed` was told."""
+        """`flag`, `environment` or `default`, or what `changed` was told."""
         return self._origins[name]
 
     def changed(self, values: Mapping[str, Any], origin: str) -> Resolved:
@@ -90,32 +89,16 @@ class Resolved:
 
 
 def resolve(
-    options: Sequence[Option],
-    flags: Mapping[str, Any],
-    environ: Mapping[str, str] = os.environ,
-    file: str | None = None,
-    *,
-    command: str = "",
+    options: Sequence[Option], flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ
 ) -> Resolved:
     """Determine every setting.
 
     Args:
         flags: by option name; None (or an empty tuple, for `many`) means not given.
-        file: a TOML file; its table named `command` is read, the whole file if `command` is "".
 
     Raises:
-        UsageError: a bad value, an unknown key in the file, a file that is missing or not TOML.
+        UsageError: `config.bad_value`.
     """
-    table = _read_table(file, command) if file else {}
-    unknown = sorted(set(table) - {option.name for option in options})
-    if unknown:
-        known = ", ".join(option.name for option in options)
-        raise UsageError(
-            "config.unknown_key",
-            f"unknown setting {unknown[0]!r} in [{command}] of {file}; known are {known}",
-            file=file,
-            key=unknown[0],
-        )
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for option in options:
@@ -126,12 +109,15 @@ def resolve(
             raw, origin, place = environ[option.env_name], "environment", option.env_name
             if option.many:
                 raw = tuple(part.strip() for part in raw.split(",") if part.strip())
-        elif option.name in table:
-            raw, origin, place = table[option.name], "file", f"{option.name} in {file}"
         else:
             values[option.name], origins[option.name] = option.default, "default"
             continue
-        values[option.name], origins[option.name] = _convert(option, raw, place), origin
+        values[option.name] = (
+            tuple(_convert(option, item, place) for item in raw)
+            if option.many
+            else _convert(option, raw, place)
+        )
+        origins[option.name] = origin
     return Resolved(options, values, origins)
 
 
@@ -167,37 +153,7 @@ def duration_s(text: str) -> float:
     return seconds
 
 
-def _read_table(file: str, command: str) -> dict[str, Any]:
-    import tomllib  # only a process with a configuration file loads the parser
-
-    try:
-        with open(file, "rb") as stream:
-            document = tomllib.load(stream)
-    except OSError as error:
-        raise UsageError(
-            "config.file_unreadable", f"cannot read {file}: {error.strerror}", file=file
-        ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError("config.file_broken", f"{file} is not TOML: {error}", file=file) from error
-    table = document.get(command, {}) if command else document
-    if not isinstance(table, dict):
-        raise UsageError("config.file_broken", f"{command!r} in {file} is not a table", file=file)
-    return {key.replace("-", "_"): value for key, value in table.items()}
-
-
 def _convert(option: Option, raw: Any, place: str) -> Any:
-    if option.many:
-        if isinstance(raw, str) or not isinstance(raw, Sequence):
-            raise _bad(option, raw, place, "it must be a list")
-        return tuple(_convert_one(option, item, place) for item in raw)
-    return _convert_one(option, raw, place)
-
-
-def _convert_one(option: Option, raw: Any, place: str) -> Any:
-    if isinstance(raw, bool) != (option.type is bool) and not isinstance(raw, str):
-        raise _bad(option, raw, place, "it must be " + _kind(option))
-    if not isinstance(raw, (str, int, float)):
-        raise _bad(option, raw, place, "it must be " + _kind(option))
     try:
         value = _to_bool(raw) if option.type is bool else option.type(str(raw))
     except ValueError as error:
@@ -214,8 +170,6 @@ def _convert_one(option: Option, raw: Any, place: str) -> Any:
 
 
 def _to_bool(raw: Any) -> bool:
-    if isinstance(raw, bool):
-        return raw
     if str(raw).lower() in TRUE:
         return True
     if str(raw).lower() in FALSE:

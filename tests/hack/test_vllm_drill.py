@@ -149,7 +149,7 @@ def test_good_figures_have_no_problem_and_each_bad_one_has():
 
 
 def run_with(*flags: str) -> Run:
-    config = resolve(OPTIONS, {}, {}, command="drill")
+    config = resolve(OPTIONS, {}, {})
     return Run(Path("/nowhere"), config, False, None, False, flags, None, lambda line: None)
 
 
@@ -163,6 +163,6 @@ def test_last_size_of_the_kv_cache_counts():
 
 def test_drill_of_vllm_has_its_own_defaults():
     """Goal: each process of vLLM's five times. Method: the settings without any flag."""
-    config = resolve(OPTIONS, {}, {}, command="drill")
+    config = resolve(OPTIONS, {}, {})
     assert config["kills"] == 15
     assert config["target"] == ("api", "core", "worker")

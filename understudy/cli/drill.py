@@ -45,7 +45,7 @@ say = partial(click.echo, err=True)
 
 
 @click.command(cls=BackendCommand)
-@options(DRILL_OPTIONS, command="drill")
+@options(DRILL_OPTIONS)
 @backend_arguments
 @json_flag
 @click.option("--attach", is_flag=True, help="Drill the running pod in --dir.")

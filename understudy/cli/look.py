@@ -49,7 +49,7 @@ def attach(group: click.Group) -> None:
 
 
 @click.command()
-@options(STATUS_OPTIONS, command="status")
+@options(STATUS_OPTIONS)
 @json_flag
 @click.option("--check", is_flag=True, help="Exit with 4 unless the pod is healthy.")
 @watch_flag
@@ -83,7 +83,7 @@ def _look(directory: Path) -> Look:
 
 
 @click.command()
-@options(STATUS_OPTIONS, command="events")
+@options(STATUS_OPTIONS)
 @json_flag
 @click.option("-f", "--follow", is_flag=True, help="Print new events until Ctrl-C.")
 def events(config: Resolved, as_json: bool, follow: bool) -> None:
@@ -113,7 +113,7 @@ async def _follow(directory: Path, show: Callable[[Record], None]) -> None:
 
 
 @click.command()
-@options(DOCTOR_OPTIONS, command="doctor")
+@options(DOCTOR_OPTIONS)
 @json_flag
 @click.option("--strict", is_flag=True, help="Exit with 1 for warnings, too.")
 @click.option("--fix", is_flag=True, help="Apply safe fixes: stale sockets, the directory's mode.")
@@ -141,7 +141,7 @@ def doctor(config: Resolved, as_json: bool, strict: bool, fix: bool) -> None:
 
 
 @click.command()
-@options(LOG_OPTIONS, command="top")
+@options(LOG_OPTIONS)
 def top(config: Resolved) -> None:
     """Show the pod live in the terminal.
 
@@ -155,7 +155,7 @@ def top(config: Resolved) -> None:
 
 
 @click.command("support-bundle")
-@options(LOG_OPTIONS, command="support-bundle")
+@options(LOG_OPTIONS)
 @click.option(
     "--output",
     metavar="FILE",

@@ -6,7 +6,6 @@ Owns flags and output. The commands that only look at a pod are in `look.py`.
 from __future__ import annotations
 
 import json
-import os
 import platform
 import sys
 from pathlib import Path
@@ -55,7 +54,7 @@ main.add_command(drill)
 
 
 @main.command(cls=BackendCommand)
-@options(UP_OPTIONS, command="up")
+@options(UP_OPTIONS)
 @backend_arguments
 def up(config: Resolved, arguments: tuple[str, ...]) -> None:
     """Start a pod on this machine and keep it running.
@@ -83,9 +82,8 @@ def up(config: Resolved, arguments: tuple[str, ...]) -> None:
 @plain_errors
 def config(as_json: bool) -> None:
     """Print every setting of `up` and `drill` and its source."""
-    file = os.environ.get("UNDERSTUDY_CONFIG")
     described = {
-        command: resolve(declared, {}, os.environ, file, command=command)
+        command: resolve(declared, {})
         for command, declared in {"up": UP_OPTIONS, "drill": DRILL_OPTIONS}.items()
     }
     if as_json:

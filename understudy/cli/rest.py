@@ -36,7 +36,7 @@ def attach(group: click.Group) -> None:
 
 
 @click.command()
-@options((DIR,), command="sleep")
+@options((DIR,))
 @click.option("--offloaded", is_flag=True, help="Free the weights' device memory, too.")
 @timeout_flag
 @one_engine
@@ -57,7 +57,7 @@ def sleep(
 
 
 @click.command()
-@options((DIR,), command="wake")
+@options((DIR,))
 @timeout_flag
 @one_engine
 @json_flag

@@ -1,4 +1,4 @@
-"""Goal: flag > environment > file > default, with origins, and refusals that say where."""
+"""Goal: flag > environment > default, with origins, and refusals that say where."""
 
 import pytest
 
@@ -16,45 +16,17 @@ OPTIONS = (
 )
 
 
-@pytest.fixture
-def write_file(tmp_path):
-    def write(text):
-        path = tmp_path / "understudy.toml"
-        path.write_text(text)
-        return str(path)
-
-    return write
-
-
-def test_each_origin_beats_the_next(write_file):
+def test_each_origin_beats_the_next():
     """Goal: the order of origins; method: take the strongest away one after the other."""
-    file = write_file("[lockserver]\nhttp_port = 3\n")
     environ = {"UNDERSTUDY_HTTP_PORT": "2"}
 
-    def port(flags, environ, file):
-        resolved = resolve(OPTIONS, flags, environ, file, command="lockserver")
+    def port(flags, environ):
+        resolved = resolve(OPTIONS, flags, environ)
         return resolved["http_port"], resolved.origin("http_port")
 
-    assert port({"http_port": "1"}, environ, file) == (1, "flag")
-    assert port({"http_port": None}, environ, file) == (2, "environment")
-    assert port({}, {}, file) == (3, "file")
-    assert port({}, {}, None) == (9400, "default")
-
-
-def test_file_table_of_another_command_is_not_read(write_file):
-    """Goal: one file for all commands; method: only another table is there."""
-    file = write_file("[gms]\nhttp_port = 3\n")
-    assert resolve(OPTIONS, {}, {}, file, command="lockserver")["http_port"] == 9400
-
-
-def test_file_may_use_the_spelling_of_flags_and_native_types(write_file):
-    """Goal: TOML as people write it; method: hyphens, numbers, booleans, lists."""
-    file = write_file("[x]\nhttp-port = 1\nverify = true\nservice = ['a', 'b']\nwindow_ms = 5\n")
-    resolved = resolve(OPTIONS, {}, {}, file, command="x")
-    assert resolved["http_port"] == 1
-    assert resolved["verify"] is True
-    assert resolved["service"] == ("a", "b")
-    assert resolved["window_ms"] == 5.0
+    assert port({"http_port": "1"}, environ) == (1, "flag")
+    assert port({"http_port": None}, environ) == (2, "environment")
+    assert port({}, {}) == (9400, "default")
 
 
 def test_environment_names_and_lists():
@@ -65,7 +37,7 @@ def test_environment_names_and_lists():
         "UNDERSTUDY_VERIFY": "Yes",
         "UNDERSTUDY_ENGINE_ID": "not this one",
     }
-    resolved = resolve(OPTIONS, {}, environ, None)
+    resolved = resolve(OPTIONS, {}, environ)
     assert resolved["engine_id"] == "engine-7"
     assert resolved["service"] == ("active=1:80", "spare=1:81")
     assert resolved["verify"] is True
@@ -73,7 +45,7 @@ def test_environment_names_and_lists():
 
 def test_describe_lists_every_setting_in_order():
     """Goal: what --print-config shows; method: the first entry and the names."""
-    described = resolve(OPTIONS, {"http_port": "1"}, {}, None).describe()
+    described = resolve(OPTIONS, {"http_port": "1"}, {}).describe()
     assert described[0] == {
         "name": "http_port",
         "value": 1,
@@ -103,38 +75,11 @@ def test_bad_value_names_its_origin_and_the_reason(name, raw, reason):
     """Goal: nobody searches in the wrong place; method: the same value as flag and variable."""
     flag = "--" + name.replace("_", "-")
     with pytest.raises(UsageError, match=reason) as by_flag:
-        resolve(OPTIONS, {name: raw}, {}, None)
+        resolve(OPTIONS, {name: raw}, {})
     assert flag in by_flag.value.message
     assert by_flag.value.code == "config.bad_value"
     with pytest.raises(UsageError, match=f"UNDERSTUDY_{name.upper()}"):
-        resolve(OPTIONS, {}, {f"UNDERSTUDY_{name.upper()}": raw}, None)
-
-
-@pytest.mark.parametrize(
-    ("text", "code"),
-    [
-        ("[x]\nhttp_prot = 1\n", "config.unknown_key"),
-        ("[x\n", "config.file_broken"),
-        ("x = 1\n", "config.file_broken"),
-        ("[x]\nhttp_port = true\n", "config.bad_value"),
-        ("[x]\nhttp_port = [1]\n", "config.bad_value"),
-        ("[x]\nverify = 1\n", "config.bad_value"),
-        ("[x]\nservice = 'a'\n", "config.bad_value"),
-    ],
-)
-def test_bad_file_is_a_usage_error_that_names_it(write_file, text, code):
-    """Goal: a broken file stops the start with a sentence; method: one file per way to break."""
-    file = write_file(text)
-    with pytest.raises(UsageError, match=r"understudy\.toml") as caught:
-        resolve(OPTIONS, {}, {}, file, command="x")
-    assert caught.value.code == code
-
-
-def test_missing_file_is_a_usage_error(tmp_path):
-    """Goal: a missing path is exit code 2; method: a path that does not exist."""
-    with pytest.raises(UsageError, match="No such file") as caught:
-        resolve(OPTIONS, {}, {}, str(tmp_path / "none.toml"))
-    assert caught.value.exit_code == 2
+        resolve(OPTIONS, {}, {f"UNDERSTUDY_{name.upper()}": raw})
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ OPTIONS = (
 
 
 @click.command()
-@options(OPTIONS, command="lockserver")
+@options(OPTIONS)
 def serve(config):
     if config["http_port"] == 1:
         raise UnderstudyError("service.port_in_use", "port 1 is in use.")
@@ -32,7 +32,7 @@ def serve(config):
 
 
 @click.command()
-@options(OPTIONS, command="lockserver")
+@options(OPTIONS)
 @click.option("--json", "as_json", is_flag=True)
 @click.argument("names", nargs=-1)
 def status(config, as_json, names):
@@ -49,14 +49,6 @@ def test_flags_reach_the_command_resolved():
     """Goal: types, repetition, --no-; method: one call with all of them."""
     result = invoke(serve, "--http-port", "7", "--service", "a", "--service", "b", "--no-verify")
     assert result.output == "7 ('a', 'b') False\n"
-
-
-def test_config_file_comes_by_flag_or_environment(tmp_path):
-    """Goal: --config and UNDERSTUDY_CONFIG; method: one file both ways."""
-    file = tmp_path / "c.toml"
-    file.write_text("[lockserver]\nhttp_port = 5\n")
-    assert invoke(serve, "--config", str(file)).output.startswith("5 ")
-    assert invoke(serve, UNDERSTUDY_CONFIG=str(file)).output.startswith("5 ")
 
 
 def test_print_config_shows_origins_and_runs_nothing():
@@ -98,7 +90,6 @@ def test_no_summary_of_a_command_is_cut_at_80_columns(module):
     [
         (("--http-port", "1"), 1, "error: port 1 is in use. [service.port_in_use]\n"),
         (("--http-port", "x"), 2, "error: --http-port is 'x': it must be a whole number"),
-        (("--config", "/none"), 2, "error: cannot read /none: No such file or directory"),
     ],
 )
 def test_errors_are_one_sentence_with_their_exit_code(args, exit_code, sentence):
