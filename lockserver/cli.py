@@ -1,4 +1,4 @@
-"""The `lockserver` command: `serve`, `status`, `events`, `switchover`."""
+"""The `lockserver` command: `serve`, `certificates`, `status`, `events`, `switchover`."""
 
 from __future__ import annotations
 
@@ -131,6 +131,15 @@ SERVE = (
     ),
 )
 
+HOST = Option(
+    "host",
+    str,
+    ("understudy-lockserver",),
+    "Name or address by which engines reach the lock server. Repeatable.",
+    env="UNDERSTUDY_LOCKSERVER_HOST",
+    many=True,
+)
+
 
 @click.group()
 def main() -> None:
@@ -187,6 +196,21 @@ def _security(config: Resolved) -> Security | None:
         is_open=config["listen_insecure"],
         open_flag="--listen-insecure",
     )
+
+
+@main.command()
+@options((HOST,))
+@click.argument("directory", metavar="DIR")
+def certificates(config: Resolved, directory: str) -> None:
+    """Write a CA, a lock server's and an engine's certificate.
+
+    DIR/lockserver and DIR/engine each get tls.crt, tls.key and ca.crt, for --tls-cert, --tls-key
+    and --tls-ca (engines: --lockserver-tls-cert and so on). Keep DIR/ca.key away from both.
+    """
+    from lockserver.certificates import create
+
+    for path in create(os.path.abspath(directory), config["host"]):
+        click.echo(path)
 
 
 @main.command()

@@ -1,0 +1,125 @@
+"""Certificates for the lock over TCP: a CA, the lock server's pair and the engines' pair.
+
+Made with the `openssl` program, so that no Python package is needed for it. The names are those of
+a Kubernetes Secret of type `kubernetes.io/tls`, and of cert-manager's.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from collections.abc import Sequence
+
+from plumbing.errors import UnderstudyError, UsageError
+from plumbing.wire.tcp.address import SCHEME, TcpAddress
+
+DAYS = 3650  # replacing the CA restarts everything; who wants short lives has a certificate manager
+DEADLINE_S = 60.0  # openssl waits for entropy on a machine that has just started
+KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+
+
+def create(directory: str, hosts: Sequence[str]) -> list[str]:
+    """Write `ca.crt`, `ca.key`, and `tls.crt`, `tls.key`, `ca.crt` in `lockserver/` and `engine/`.
+
+    Args:
+        hosts: names and addresses by which engines reach the lock server.
+
+    Returns:
+        The paths that were written.
+
+    Raises:
+        UsageError: `lock.certificates_exist`, `lock.no_openssl`, `wire.bad_address`.
+        UnderstudyError: `lock.openssl_failed`, `lock.certificates_unwritable`.
+    """
+    names = ",".join(_alternative(host) for host in hosts)
+    written: list[str] = []
+    try:
+        os.makedirs(directory, mode=0o700, exist_ok=True)
+        if os.listdir(directory):
+            raise UsageError(
+                "lock.certificates_exist",
+                f"{directory} is not empty; name a new directory, so that no key is overwritten",
+                path=directory,
+            )
+        with tempfile.TemporaryDirectory() as scratch:
+            config = os.path.join(scratch, "openssl.cnf")
+            with open(config, "w") as file:
+                file.write(_config(names))
+            authority = [os.path.join(directory, name) for name in ("ca.crt", "ca.key")]
+            written += _issue(config, "ca", "understudy-lock-ca", *authority)
+            with open(authority[0], "rb") as file:
+                trusted = file.read()
+            for role in ("lockserver", "engine"):
+                place = os.path.join(directory, role)
+                os.mkdir(place, 0o700)
+                pair = [os.path.join(place, name) for name in ("tls.crt", "tls.key")]
+                signer = ("-CA", authority[0], "-CAkey", authority[1])
+                written += _issue(config, role, f"understudy-{role}", *pair, *signer)
+                copy = os.path.join(place, "ca.crt")
+                with open(copy, "wb") as file:
+                    file.write(trusted)
+                written.append(copy)
+    except OSError as error:
+        raise UnderstudyError(
+            "lock.certificates_unwritable", f"cannot write {directory}: {error}", path=directory
+        ) from error
+    return written
+
+
+def _issue(config: str, section: str, name: str, cert: str, key: str, *signer: str) -> list[str]:
+    """A certificate and its private key, which only this user can read."""
+    os.close(os.open(key, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))  # openssl keeps the mode
+    command = [
+        *("openssl", "req", "-x509", "-config", config, "-extensions", section),
+        *("-subj", f"/CN={name}", "-days", str(DAYS), *KEY, "-keyout", key, "-out", cert),
+        *signer,
+    ]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+        )
+    except FileNotFoundError as error:
+        raise UsageError(
+            "lock.no_openssl", "the program openssl is not installed; install it (3.0 or newer)"
+        ) from error
+    except subprocess.TimeoutExpired as error:
+        raise UnderstudyError(
+            "lock.openssl_failed", f"openssl did not end within {DEADLINE_S:.0f} s; try again"
+        ) from error
+    if done.returncode != 0:
+        raise UnderstudyError(
+            "lock.openssl_failed",
+            f"openssl (3.0 or newer is needed) failed: {done.stderr.strip()[-500:]}",
+        )
+    return [cert, key]
+
+
+def _alternative(host: str) -> str:
+    """`host` as OpenSSL's subjectAltName; anything but a name or an address is refused."""
+    is_v6 = ":" in host
+    address = TcpAddress.parse(f"{SCHEME}[{host}]:1" if is_v6 else f"{SCHEME}{host}:1")
+    is_v4 = host.rpartition(".")[2].isdigit()  # an address, as no name ends in a number
+    return f"IP:{address.host}" if is_v6 or is_v4 else f"DNS:{address.host}"
+
+
+def _config(names: str) -> str:
+    # An engine's certificate is good for no server: it cannot pose as the lock server.
+    return f"""
+[req]
+distinguished_name = subject
+[subject]
+[ca]
+basicConstraints = critical,CA:TRUE,pathlen:0
+keyUsage = critical,keyCertSign,cRLSign
+subjectKeyIdentifier = hash
+[lockserver]
+basicConstraints = critical,CA:FALSE
+authorityKeyIdentifier = keyid
+extendedKeyUsage = serverAuth
+subjectAltName = {names}
+[engine]
+basicConstraints = critical,CA:FALSE
+authorityKeyIdentifier = keyid
+extendedKeyUsage = clientAuth
+"""
