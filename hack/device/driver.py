@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any
 
 from hack.device.part import GIB, MIB, NOISE_BYTES, Part, Skipped, mib
 from hack.device.remote import Peer, PeerError
@@ -13,9 +12,6 @@ from plumbing.wire.fds import OwnedFd
 SIZE = 64 * MIB
 OURS, THEIRS = 7, 9  # bytes that the owner wrote, and that an importer tries to write
 CLOSED = 7  # times the settling time: until a device is torn down after its last close
-
-# MiB of one handle, and how many: from the smallest possible to above our own limit.
-HANDLES = ((2, 250), (64, 64), (256, 32), (1024, 12), (2048, 6), (4096, 3))
 
 
 def device(part: Part) -> None:
@@ -176,69 +172,6 @@ def lies(part: Part) -> None:
             "CUDA_ERROR_INVALID_VALUE" in maps[f"map {name}"]
             for name in ("a granule more", "the double")
         ),
-    )
-
-
-def costs(part: Part) -> None:
-    """What do create, export, map, set access, import and release cost, by size of a handle?"""
-    peers = {"owner": part.peer(), "reader": part.peer()}
-    for peer in peers.values():  # the first calls of a process load things
-        peer("create", size_bytes=2 * MIB)
-        peer("map", writable=True)
-        peer("unmap")
-        peer("release")
-    for size_mib, most in HANDLES:
-        size = size_mib * MIB
-        count = min(most, part.slabs_max, part.bytes_max // size)
-        if not count or not part.fits(count * size):
-            part.note(**{f"{size_mib}_mib": "skipped: not so much may be taken of this device"})
-            continue
-        part.note(**{f"{size_mib}_mib": _costs_of(peers, size, count)})
-
-
-def _costs_of(peers: dict[str, Peer], size: int, count: int) -> dict[str, Any]:
-    """What each driver call took, step by step, for `count` handles of `size` bytes."""
-    steps: dict[str, Any] = {"handles": count}
-    plan: tuple[tuple[str, str, dict[str, Any]], ...] = (
-        ("owner", "create", {"size_bytes": size, "count": count}),
-        ("owner", "map", {"writable": True, "each": True}),
-        ("reader", "adopt", {"size_bytes": size}),
-        ("reader", "map", {"writable": False}),
-        ("reader", "unmap", {}),
-        ("reader", "release", {}),
-        ("owner", "unmap", {}),
-        ("owner", "release", {}),
-    )
-    for who, do, more in plan:
-        peers[who](do, peers["owner"].lend() if do == "adopt" else (), **more)
-        steps[f"{who}: {do}"] = {
-            call: {
-                "median_us": took["median_us"],
-                "max_us": took["max_us"],
-                "ms_per_gib": round(took["sum_ms"] / (took["n"] * size / GIB), 3),
-            }
-            for call, took in peers[who].calls.items()
-        }
-    return steps
-
-
-def alias(part: Part) -> None:
-    """Can one block fill a large range, and other memory take its place at the same addresses?"""
-    span = min(16 * GIB, part.bytes_max)
-    if not part.fits(span):
-        raise Skipped(f"there are not {span // MIB} MiB to spare")
-    peer = part.peer()
-    peer("create", size_bytes=SIZE)
-    peer("map", writable=True, times=span // SIZE)
-    part.note(aliases=span // SIZE, map=peer.calls)
-    peer("write", byte=OURS)
-    is_one = peer("read", offset=span - SIZE) == [OURS]
-    peer("replace", size_bytes=min(span, GIB), count=max(1, span // GIB))
-    part.note(replace=peer.calls)
-    peer("write", byte=THEIRS)
-    part.claim(
-        one_block_can_fill_a_range=is_one,
-        other_memory_can_take_its_place=peer("read") == [THEIRS],
     )
 
 

@@ -2,7 +2,7 @@
 
 Started by `remote.Peer`: `python -m hack.device.peer FD DEVICE WITNESS`. A request is one JSON
 object `{"do": name, …}` with descriptors; `do_<name>` serves it. An answer has `value` or `error`,
-and `calls`: how long each driver call took, the source of all cost figures. Memory is the project's
+and `calls`: how long the driver calls took, the source of all cost figures. Memory is the project's
 own `CudaMemory`; the driver is called directly only where it is what the question is about.
 """
 
@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import socket
-import statistics
 import sys
 import threading
 import time
@@ -39,27 +38,19 @@ class Recorder:
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
-        self._us: dict[str, list[float]] = {}
+        self._ms: dict[str, float] = {}
 
     def __call__(self, name: str, *args: Any) -> Any:
         began = time.perf_counter()
         try:
             return self._call(name, *args)
         finally:
-            self._us.setdefault(name, []).append((time.perf_counter() - began) * 1e6)
+            self._ms[name] = self._ms.get(name, 0.0) + (time.perf_counter() - began) * 1e3
 
-    def take(self) -> dict[str, dict[str, float]]:
-        """The notes since the last time, by the name of the call."""
-        taken, self._us = self._us, {}
-        return {
-            name: {
-                "n": len(us),
-                "median_us": round(statistics.median(us), 1),
-                "max_us": round(max(us), 1),
-                "sum_ms": round(sum(us) / 1e3, 3),
-            }
-            for name, us in taken.items()
-        }
+    def take(self) -> dict[str, float]:
+        """The milliseconds since the last time, by the name of the call."""
+        taken, self._ms = self._ms, {}
+        return {name: round(ms, 3) for name, ms in taken.items()}
 
 
 class Requests:
@@ -126,17 +117,10 @@ class Requests:
 
     # -- mappings and what they show
 
-    def do_map(self, writable: bool, each: bool = False, times: int = 1) -> None:
-        """All in one range, repeated `times`; or each in its own range."""
-        for slabs in [[slab] for slab in self.slabs] if each else [self.slabs * times]:
-            self.ranges.append(self.memory.reserve(sum(slab.size_bytes for slab in slabs)))
-            self.ranges[-1].map(0, slabs, writable=writable)
-
-    def do_replace(self, size_bytes: int, count: int) -> None:
-        """Other memory at the addresses of the first range."""
-        self.ranges[0].unmap()
-        self.do_create(size_bytes, count)
-        self.ranges[0].map(0, self.slabs[-count:], writable=True)
+    def do_map(self, writable: bool) -> None:
+        """All in one range."""
+        self.ranges.append(self.memory.reserve(sum(slab.size_bytes for slab in self.slabs)))
+        self.ranges[-1].map(0, self.slabs, writable=writable)
 
     def do_unmap(self) -> None:
         while self.ranges:

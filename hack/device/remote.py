@@ -31,12 +31,12 @@ class NotOffered(PeerError):
 class Peer:
     """One process with CUDA; `peer("create", size_bytes=…)` is `do_create` there.
 
-    `calls` has the durations of the driver calls of the last answer.
+    `calls` has the milliseconds of the driver calls of the last answer, by name.
     """
 
     def __init__(self, device: str, witness: str | None = None) -> None:
         """`witness`: a file on which it holds a shared lock, on descriptor 0, while it lives."""
-        self.calls: dict[str, dict[str, float]] = {}
+        self.calls: dict[str, float] = {}
         self._fds: list[OwnedFd] = []
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         words = [str(theirs.fileno()), device, "witness" if witness else "none"]

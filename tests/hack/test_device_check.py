@@ -58,13 +58,13 @@ def test_rehearsal_answers_every_part(tmp_path: Path):
     for name, part in report["parts"].items():
         assert part["question"].endswith("?"), name
         assert part["figures"], name
-        assert part.get("claims") or name in ("device", "costs", "attach", "suite"), name
+        assert part.get("claims") or name in ("device", "attach", "suite"), name
     # How late NVML sees memory free is a matter of time, which a busy machine has not.
     holds = {name: it for name, it in report["claims"].items() if not name.startswith("memory_is")}
     assert [name for name, it in holds.items() if not it] == []
     assert len(holds) > 15
     assert code == (0 if all(report["claims"].values()) else 1)
-    assert report["parts"]["costs"]["figures"]["4096_mib"] == TOO_LARGE_HERE
+    assert report["parts"]["attach"]["figures"]["4000x2_mib"] == TOO_LARGE_HERE
     runs = report["parts"]["death"]["figures"]["runs"]
     assert ["cuModuleLoadData" in run.get("skipped", "") for run in runs] == [False, True] * 2
     suite = report["parts"]["suite"]["figures"]
@@ -79,7 +79,7 @@ def test_driver_error_fails_one_part_and_sets_the_exit_code(tmp_path: Path):
     """The first import of every process fails: that part fails with its reason, another claims
     what does not hold, others go on; exit 1, and the figures so far are kept."""
     failing = "cuMemImportFromShareableHandle:1:999"
-    only = "context,descriptors,alias"
+    only = "context,descriptors,device"
     code, report = rehearse(tmp_path / "r.json", "--only", only, STANDIN_FAIL=failing)
     assert code == 1
     context, descriptors = report["parts"]["context"], report["parts"]["descriptors"]
@@ -87,7 +87,7 @@ def test_driver_error_fails_one_part_and_sets_the_exit_code(tmp_path: Path):
     assert "CUDA_ERROR_UNKNOWN" in context["reason"]
     assert descriptors["figures"]["fd_with_device_closed"].startswith("lost: gms.driver_failed")
     assert report["claims"]["descriptor_alone_keeps_memory"] is False
-    assert report["parts"]["alias"]["status"] == "ok"
+    assert report["parts"]["device"]["status"] == "ok"
 
 
 def test_parts_without_time_are_skipped_with_the_reason(tmp_path: Path):
