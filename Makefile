@@ -83,7 +83,7 @@ test-vllm: setup-vllm ## the vLLM backend on the CPU, on vLLM's runner V2 and a 
 
 test-vllm-full: test-vllm ## all tests on V1, too, and all kinds of requests, cuts and kills on both runners (an hour)
 	MODEL_RUNNER=v1 $(VLLM_PY) -m pytest tests/vllm -n $(WORKERS) --dist loadfile --no-loadscope-reorder -o faulthandler_timeout=300
-	$(VLLM_PY) -m hack.vllm.full $(ARGS)
+	$(VLLM_PY) -m tests.vllm.full $(ARGS)
 
 fuzz: setup ## random input for the decoder, the sessions and real servers; keeps failing inputs
 	FUZZ_EXAMPLES=20000 FUZZ_KEEP=1 $(PY) -m pytest tests/fuzz -o faulthandler_timeout=0 $(ARGS)
@@ -116,7 +116,7 @@ sweep: setup ## let each system call that makes a descriptor, process, thread or
 	@$(PY) -m hack.sweep_faults $(ARGS)
 
 kv-kills: setup ## kill engines at each point of a step, 200 times (ARGS="--backend vllm" with .venv-vllm's Python)
-	@$(PY) -m hack.kv_kills.forked $(ARGS)
+	@$(PY) -m tests.vllm.kv_kills $(ARGS)
 
 device-check: setup ## check on a GPU what the design relies on (ARGS=--stand-in: without a GPU)
 	@$(PY) -m hack.device_check $(ARGS)

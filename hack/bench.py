@@ -19,7 +19,6 @@ from typing import Any
 
 from hack import bench_gms, bench_lock, rig
 from hack.bench_failover import drilled
-from hack.report import machine
 from plumbing.service.procfs import descendants, rss_bytes
 from understudy.drill.clients import Target
 from understudy.drill.records import PHASES
@@ -71,7 +70,7 @@ async def failover(kills: int, base: Path) -> dict[str, Any]:
 
     model = await make_random_model(base / "model")
     report = (await drilled(base / "pod", model, DrillPlan(kills), look)).report
-    found = report.to_dict("reference", machine())
+    found = report.to_dict("reference", rig.machine())
     return {"idle": idle, "drill": found, "problems": report.problems}
 
 

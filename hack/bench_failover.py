@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 
 from hack import rig
-from hack.report import spread
 from understudy.drill.clients import Target
 from understudy.drill.records import PHASES
 from understudy.drill.run import Drill, DrillPlan
@@ -64,7 +63,7 @@ async def measure(rounds: int, kills: int, base: Path) -> rig.Figures:
             medians_ms.append(round(statistics.median(report.failovers), 2))
     figures = {
         "kills": len(took_ms),
-        "failover_ms": spread(took_ms) if took_ms else None,
+        "failover_ms": rig.spread(took_ms) if took_ms else None,
         "rounds_p50_ms": medians_ms,
         "phases_p50_ms": {
             name: round(statistics.median(values), 2) for name, values in phases.items() if values

@@ -26,7 +26,6 @@ from hack import gateway_load as ends
 from hack import rig
 from hack.gateway_load import Seen, one_by_one, request, stream
 from hack.processes import ServerProcess, Usage
-from hack.report import spread
 from plumbing.part.paths import engine_http_socket
 from plumbing.service import procfs
 from plumbing.service.clock import SystemClock
@@ -149,7 +148,7 @@ async def _beside(port: int, count: int, what: bytes, timed: Seen) -> None:
 
 
 def _added(through: Seen, past: Seen) -> rig.Figures:
-    ours, theirs = spread(through.ttft_ms, 3), spread(past.ttft_ms, 3)
+    ours, theirs = rig.spread(through.ttft_ms, 3), rig.spread(past.ttft_ms, 3)
     more = {name: round(ours[name] - theirs[name], 3) for name in ("p50", "p99")}
     return {"added_ttft_ms": more, "ttft_ms": {"gateway": ours, "direct": theirs}}
 

@@ -24,7 +24,6 @@ from typing import Any
 
 from engine.messages import CONTROL
 from hack import rig
-from hack.report import spread
 from plumbing.errors import UnderstudyError
 from plumbing.part.paths import engine_sockets
 from plumbing.part.peers import ask
@@ -228,7 +227,7 @@ async def measure(plan: Plan, base: Path) -> rig.Figures:
         "backend": plan.backend,
         "kills_of_each": plan.kills,
         "ttft_ms": {
-            str(length): {kind: spread(times, 1) for kind, times in of_kinds.items()}
+            str(length): {kind: rig.spread(times, 1) for kind, times in of_kinds.items()}
             for length, of_kinds in found.ttft_ms.items()
         },
         "adopted_blocks": found.adopted_blocks,

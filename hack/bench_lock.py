@@ -1,6 +1,6 @@
 """The lock: from the SIGKILL of the holder until the next waiter knows that it holds the lock.
 
-    python -m hack.bench_lock [--kills 150] [--cycles 1000] [--only unix,flock] [--json] [--quick]
+    python -m hack.bench_lock [--kills 150] [--cycles 1000] [--only unix,unix_tree] [--json]
 
 All contenders run side by side and take turns: in each round every one's holder is killed once. The
 waiter reads the clock when it knows that it holds the lock, the killer just before the kill: both
@@ -28,7 +28,6 @@ from typing import Any
 from hack import rig
 from hack.lock_holder import HOLDERS, LARGE_MIB
 from hack.processes import LockServer, ProcessError, ReportingProcess, until
-from hack.report import spread
 from lockserver import witness
 from lockserver.client import LockCallbacks, LockClient
 from plumbing.part.paths import lockserver_socket
@@ -36,9 +35,9 @@ from plumbing.service.files import SlotFile, SlotFormat
 
 MEMORY = "/dev/shm"
 CONTENDERS = tuple(name for name in HOLDERS if name != "unix_large_tree")
-SHRINKING = ("unix", "flock", "flock_poll_100ms")  # their holders become `sleep` first
+SHRINKING = "unix"  # its holders become `sleep` first
 SETTLE_S = 0.05  # a process that reports that it waits may not block yet
-PHASE_S = 0.1  # kills are spread evenly over the polling interval
+PHASE_S = 0.1  # kills are spread evenly over this
 READY_S, GRANT_S = 60.0, 120.0
 RECORD = b"{%s}" % (b" " * 600)  # as long as the lock server's own with two holders
 
@@ -46,8 +45,8 @@ RECORD = b"{%s}" % (b" " * 600)  # as long as the lock server's own with two hol
 class Holder(ReportingProcess):
     """A process of `lock_holder`."""
 
-    def __init__(self, contender: str, address: str, name: str) -> None:
-        super().__init__(name, "hack.lock_holder", contender, address, name)
+    def __init__(self, contender: str, directory: str, name: str) -> None:
+        super().__init__(name, "hack.lock_holder", contender, directory, name)
 
     def wait_for(self, key: str, deadline_s: float) -> Any:
         """The value of the next line that has `key`.
@@ -75,8 +74,8 @@ class Holder(ReportingProcess):
 class Lane:
     """One lock of one contender: its holder, and the waiter that is the next round's holder."""
 
-    def __init__(self, contender: str, address: str) -> None:
-        self.contender, self.address = contender, address
+    def __init__(self, contender: str, directory: str) -> None:
+        self.contender, self._directory = contender, directory
         self.took_ms: list[float] = []
         self.after_last_ms: list[float] = []  # from the end of the last process killed
         self._count = 0
@@ -87,7 +86,7 @@ class Lane:
         """Start one more process; `wait_queued` returns when it waits."""
         self._count += 1
         name = f"{self.contender.replace('_', '-')}-{self._count}"
-        self._holders.append(Holder(self.contender, self.address, name))
+        self._holders.append(Holder(self.contender, self._directory, name))
 
     def wait_held(self) -> None:
         self._holders[0].wait_for("granted_ns", READY_S)
@@ -98,7 +97,7 @@ class Lane:
     def kill(self) -> None:
         """Kill the holder; notes how long until the waiter knew (ms)."""
         holder, waiter = self._holders[:2]
-        if self.contender in SHRINKING:
+        if self.contender == SHRINKING:
             holder.shrink()  # it sends no more heartbeats, and is dead long before that matters
         time.sleep(SETTLE_S + self._random.uniform(0, PHASE_S))
         is_handback = self.contender.endswith("_handback")
@@ -147,12 +146,10 @@ def race(contenders: Sequence[str], kills: int) -> rig.Figures:
         lanes, servers = [], dict[str, LockServer]()
         for name in contenders:
             directory = stack.enter_context(in_memory())
-            if name.startswith("unix"):
-                servers[name] = LockServer(directory)
-                stack.callback(servers[name].close)
-                servers[name].start()
-            address = directory if name in servers else os.path.join(directory, "lock")
-            lanes.append(Lane(name, address))
+            servers[name] = LockServer(directory)
+            stack.callback(servers[name].close)
+            servers[name].start()
+            lanes.append(Lane(name, directory))
             stack.callback(lanes[-1].close)
         for lane in lanes:
             lane.launch()
@@ -167,9 +164,9 @@ def race(contenders: Sequence[str], kills: int) -> rig.Figures:
                 lane.kill()
         return {
             "kills": kills,
-            "kill_to_grant_ms": {each.contender: spread(each.took_ms) for each in lanes},
+            "kill_to_grant_ms": {each.contender: rig.spread(each.took_ms) for each in lanes},
             "grant_after_last_process_ms": {
-                each.contender: spread(each.after_last_ms) for each in lanes
+                each.contender: rig.spread(each.after_last_ms) for each in lanes
             },
             "server_rss_mib": {name: server.rss_mib for name, server in servers.items()},
         }
@@ -212,7 +209,7 @@ async def uncontended(directory: str, cycles: int) -> rig.Figures:
     finally:
         slots.close()
         running.cancel()
-    return {name: spread(values, 3) for name, values in took_ms.items()}
+    return {name: rig.spread(values, 3) for name, values in took_ms.items()}
 
 
 async def measure(contenders: Sequence[str], kills: int, cycles: int, base: Path) -> rig.Figures:

@@ -25,7 +25,6 @@ from typing import Any
 
 from hack import rig
 from hack.pool_pod import BenchedPool, PoolPlan, longest_pause_s, prompts_of, with_pool
-from hack.report import spread
 from understudy.drill.clients import clock
 from understudy.drill.records import Exchange, Prompt
 
@@ -191,15 +190,15 @@ def _first_ms(exchange: Exchange) -> list[float]:
 
 def _times(took: Sequence[float], direct: Sequence[float]) -> rig.Figures:
     """`less_direct_ms`: what the switch adds to a first token."""
-    alone = spread(direct)
-    less = spread([each - alone["p50"] for each in took])
-    return {"switch_ms": spread(took), "direct_first_token_ms": alone, "less_direct_ms": less}
+    alone = rig.spread(direct)
+    less = rig.spread([each - alone["p50"] for each in took])
+    return {"switch_ms": rig.spread(took), "direct_first_token_ms": alone, "less_direct_ms": less}
 
 
 def _phases(switches: Sequence[Mapping[str, Any]]) -> rig.Figures:
     """`release`: from the last answer to the proof that the memory is free."""
     names = ("drain", "release", "raise")
-    return {name: spread([each[f"{name}_ms"] for each in switches]) for name in names}
+    return {name: rig.spread([each[f"{name}_ms"] for each in switches]) for name in names}
 
 
 Scenario = Callable[[Plan, BenchedPool], Awaitable[rig.Figures]]

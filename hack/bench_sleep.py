@@ -21,7 +21,6 @@ from typing import Any
 
 from engine.core.events import State
 from hack import rig
-from hack.report import spread
 from hack.standing_pod import StandingPod
 from hack.vllm.pod import make_pod, model_of
 from plumbing.errors import RemoteError
@@ -63,9 +62,9 @@ class TierTimes:
             return None
         return {
             "rounds": len(self.to_awake_ms),
-            **spread(self.to_awake_ms),
-            "phases_ms": {name: spread(found) for name, found in self.phases_ms.items()},
-            "release_ms": spread(self.release_ms),
+            **rig.spread(self.to_awake_ms),
+            "phases_ms": {name: rig.spread(found) for name, found in self.phases_ms.items()},
+            "release_ms": rig.spread(self.release_ms),
         }
 
 

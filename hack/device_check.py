@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 GIB = 1 << 30
-ROOT = Path(__file__).resolve().parent.parent  # hack.report imports what may be missing
+ROOT = Path(__file__).resolve().parent.parent  # hack.rig imports what may be missing
 BENCH = ROOT / "bench" / "device"
 SCHEMA = 1
 GRACE_S = 5.0  # beyond a part's own limit, which it keeps itself
@@ -115,7 +115,7 @@ def _ask(names: list[str], device: str, flags: argparse.Namespace) -> dict[str, 
     """Every part in turn; the last one gets what is left of the budget."""
     from hack.device.parts import PARTS, question
     from hack.device.suite import run_suite
-    from hack.report import commit, machine
+    from hack.rig import commit, machine
 
     began = time.monotonic()
     end = began + flags.budget_s

@@ -40,8 +40,7 @@ from typing import Any
 from hack.bench_sleep import across_sleeps
 from hack.device.find import find_devices
 from hack.device.part import Nvml
-from hack.report import ROOT, commit, machine
-from hack.resume_matrix.engine import GRAPHS_FLAG
+from hack.rig import ROOT, commit, machine
 from hack.standing_pod import StandingPod
 from hack.vllm.stock import Question, Stock, measure
 from plumbing.errors import UnderstudyError
@@ -57,6 +56,7 @@ from understudy.up.ports import free_pod_ports
 from understudy.up.random_model import VLLM_RANDOM_MODEL, make_random_model
 from understudy.up.sessions import DrillResult, run_drill
 
+GRAPHS_FLAG = "--no-enforce-eager"  # graphs and compiled code, as vLLM runs on a GPU
 BENCH = ROOT / "bench" / "device"
 SCHEMA = 2
 PART_S = 590.0  # a machine that is lent may be lent for ten minutes at a time
@@ -73,7 +73,8 @@ PLATFORM = (
     "from vllm.platforms import current_platform as p; import vllm, torch, json\n"
     "print(json.dumps([p.is_cuda(), p.is_cpu(), vllm.__version__, torch.__version__]))"
 )
-# The resume matrix's flags for each part: on a GPU, and in a rehearsal.
+# The resume matrix's flags for each part: on a GPU, and in a rehearsal. It is a
+# program of the tests, which nothing here imports.
 MATRIX: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "kinds": (("--at-once=32",), ("--at-once=8", "--row=seed")),
     "sampler": (
@@ -223,7 +224,10 @@ class Run:
         real, rehearsed = MATRIX[part]
         words = rehearsed if self.flags.rehearse else real
         vllm = [] if self.flags.rehearse else [GRAPHS_FLAG]
-        command = [sys.executable, "-m", "hack.resume_matrix", "--json=-", *words, "--", *vllm]
+        command = [
+            *(sys.executable, "-m", "tests.vllm.resume_matrix", "--json=-"),
+            *(*words, "--", *vllm),
+        ]
         env = {**os.environ, **self.env}
         try:
             done = subprocess.run(

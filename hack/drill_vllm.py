@@ -34,7 +34,7 @@ from typing import Any
 
 from engine.supervisor import held_files
 from hack import v2_on_cpu
-from hack.report import machine
+from hack.rig import machine
 from hack.vllm.figures import Figures, look_at, private_bytes, workers_below
 from hack.vllm.pod import environment, make_pod, model_of, temporary
 from hack.vllm.stock import Question, Speed, Stock, measure

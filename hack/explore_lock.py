@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
-from hack.report import ROOT
+from hack.rig import ROOT
 
 if __name__ == "__main__":
     os.chdir(ROOT)

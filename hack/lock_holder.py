@@ -1,6 +1,6 @@
 """One process that waits for a lock, holds it, and is killed.
 
-    python -m hack.lock_holder CONTENDER ADDRESS NAME
+    python -m hack.lock_holder CONTENDER DIR NAME
 
 Prints lines of JSON: `{"waiting": 1}` once it is queued, `{"granted_ns": …}` with CLOCK_MONOTONIC
 when it knows that it holds the lock, `{"backends": [pid, …]}` if it has any.
@@ -28,7 +28,6 @@ from lockserver.client import LockCallbacks, LockClient
 from plumbing.part.paths import lockserver_socket
 from plumbing.service.process import arm_from_environment, die_with_parent
 
-FLOCK_POLL_S = 0.1  # as NVIDIA Dynamo polls its flock
 LARGE_MIB = 256  # enough that a process visibly takes longer to die than the grant takes
 SMALL_BACKEND = ("sleep", "infinity")
 # Says so once its memory is written: descriptor 1 is a pipe to the supervisor.
@@ -131,33 +130,12 @@ def handback(directory: str, name: str) -> None:
     uvloop.run(main())
 
 
-def flock(path: str, name: str, poll_s: float | None = None) -> None:
-    """No server: `flock` on a file, blocking or polled."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    shrink_on_signal()
-    if poll_s is None:
-        report("waiting", 1)
-        fcntl.flock(fd, fcntl.LOCK_EX)
-    while poll_s is not None:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            report("waiting", 1)
-            time.sleep(poll_s)
-    report("granted_ns", time.monotonic_ns())
-    while True:
-        signal.pause()
-
-
 HOLDERS: dict[str, Callable[[str, str], None]] = {
     "unix": alone,
     "unix_supervisor": alone,
     "unix_tree": tree,
     "unix_large_tree": partial(tree, dirty_mib=LARGE_MIB),
     "unix_handback": handback,
-    "flock": flock,
-    "flock_poll_100ms": partial(flock, poll_s=FLOCK_POLL_S),
 }
 
 if __name__ == "__main__":

@@ -18,8 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hack.report import ROOT, machine
-from hack.rig import say, turns
+from hack.rig import ROOT, machine, say, turns
 
 
 def figures(found: Any, path: str = "") -> Iterator[tuple[str, float]]:

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 from gms import messages as gms_messages
 from gms import names
 from gms.client import Reader, Writer, open_session
-from hack.report import ROOT
+from hack.rig import ROOT
 from lockserver import messages as lock_messages
 from plumbing.errors import UnderstudyError
 from plumbing.part.paths import lockserver_socket
@@ -166,24 +166,6 @@ class MemoryServer(ServerProcess):
     def open(self, mode: str, **more: Any) -> Reader | Writer:
         wanted = {"identity": IDENTITY, "wait_s": 20, "engine": "engine-0", "incarnation": "i-0"}
         return open_session(self.directory, self.device, mode=mode, **{**wanted, **more})
-
-
-class KvServer(ServerProcess):
-    """The server of the KV memory of `device`, which is on host memory."""
-
-    def __init__(self, directory: str, device: str, device_bytes: int) -> None:
-        self.path = names.kv_socket_path(directory, device)
-        command = [sys.executable, "-m", "gms.cli", "serve-kv", "--dir", directory]
-        command += ["--device", device, "--memory", "host", "--device-bytes", str(device_bytes)]
-        super().__init__(command, self._is_ready)
-
-    def _is_ready(self) -> bool:
-        try:
-            with BlockingClient(self.path, gms_messages.CATALOGUE) as client:
-                reply: Any = client.request(gms_messages.StatusMsg()).message
-        except UnderstudyError:
-            return False
-        return bool(reply.document["pid"] == self.pid)
 
 
 class ReportingProcess:

@@ -11,22 +11,26 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import shutil
+import statistics
+import subprocess
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from hack.report import commit, machine
 from plumbing.errors import UnderstudyError, WaitTimeoutError
 from plumbing.service.cli import INTERRUPTED, fail, run_async
 from plumbing.service.signals import SignalInbox
+from understudy import host
 from understudy.drill.clients import clock
 from understudy.drill.killer import Whole, wait_whole
 from understudy.kubelet.containers import Container, Pace
 from understudy.kubelet.runner import PodRunner, run_pod
 
+ROOT = Path(__file__).resolve().parent.parent
 T = TypeVar("T")
 Figures = dict[str, Any]
 
@@ -37,6 +41,28 @@ PATIENT = {"UNDERSTUDY_HANG_MS": "60000", "UNDERSTUDY_HANG_ALONE_MS": "60000"}
 # And a restart does not wait for a back-off.
 AT_ONCE = Pace(base_ms=10.0, max_ms=10.0, reset_ms=1000.0)
 DEATHS_MAX = "1000"
+
+
+def machine() -> dict[str, Any]:
+    """The machine, and how busy it was."""
+    return {**host.machine(), "load_1min": os.getloadavg()[0]}
+
+
+def commit() -> str:
+    """The commit of this working tree; empty where git does not know it."""
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        return ""
+
+
+def spread(values_ms: Sequence[float], digits: int = 2) -> dict[str, float]:
+    """p50, p99 and max, rounded."""
+    values = [*values_ms] if len(values_ms) > 1 else [*values_ms] * 2
+    cuts = statistics.quantiles(values, n=100, method="inclusive")
+    named = {"p50": cuts[49], "p99": cuts[98], "max": max(values)}
+    return {name: round(value, digits) for name, value in named.items()}
 
 
 class Interrupted(Exception):

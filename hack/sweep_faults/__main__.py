@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from hack.processes import ProcessError
-from hack.report import commit, machine
+from hack.rig import commit, machine
 from hack.sweep_faults.phases import PHASES
 from hack.sweep_faults.pod import ROLES
 from hack.sweep_faults.shim import KINDS, build

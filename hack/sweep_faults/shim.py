@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from hack.processes import ProcessError
-from hack.report import ROOT
+from hack.rig import ROOT
 
 SOURCE = Path(__file__).parent / "shim.c"
 CONTROL_ENV = "SWEEP_FAULTS"

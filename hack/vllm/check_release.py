@@ -24,7 +24,7 @@ from typing import NamedTuple
 from engine.backends.vllm import contracts, runners
 from engine.backends.vllm.contract_list import CONTRACTS
 from engine.backends.vllm.contracts import Sources
-from hack.report import ROOT
+from hack.rig import ROOT
 
 # What an engine does without if a contract of these files is broken; of others: it does not start.
 FEATURES = {
@@ -57,8 +57,9 @@ FIELDS = (
         "sampling_params.py",
         "SamplingParams",
         "sampling parameter",
-        "if it depends on what was made, add a kind of request to hack/resume_matrix/rows.py, and"
-        " class none by name to resume/llm.py until it passes",
+        "if it depends on what was made, add a kind of request to"
+        " tests/vllm/resume_matrix/rows.py, and class none by name to resume/llm.py until it"
+        " passes",
     ),
 )
 # Without a contract, because nothing here calls it: what a change of it may mean.

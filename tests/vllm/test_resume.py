@@ -1,7 +1,7 @@
 """Goal: vLLM takes up a request from the tokens already made, and the answer is the same.
 
 Method: a real engine behind the backend's gate for each of vLLM's model runners, asked as a gateway
-asks, in float32; some cuts of the matrix of `hack/resume_matrix`, and what it has no row for.
+asks, in float32; some cuts of the matrix of `tests/vllm/resume_matrix`, and what it has no row for.
 """
 
 from __future__ import annotations
@@ -101,7 +101,14 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 @contextlib.contextmanager
 def running(base: Path, env: Mapping[str, str], *flags: str) -> Iterator[Engine]:
     path = f"{base}/engine.sock"
-    command = [sys.executable, "-m", "hack.resume_matrix.engine", f"{base}/model", path, *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.vllm.resume_matrix.engine",
+        f"{base}/model",
+        path,
+        *flags,
+    ]
     with subprocess.Popen(
         command,
         cwd=ROOT,
@@ -133,7 +140,15 @@ def report_of_v1(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def matrix(engine: Engine, cuts: int, *rows: str) -> Any:
-    command = [sys.executable, "-m", "hack.resume_matrix", "--socket", engine.path, "--json", "-"]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.vllm.resume_matrix",
+        "--socket",
+        engine.path,
+        "--json",
+        "-",
+    ]
     command += [f"--cuts={cuts}", f"--at-once={AT_ONCE}", *(f"--row={row}" for row in rows)]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
     return json.loads(done.stdout)["rows"]

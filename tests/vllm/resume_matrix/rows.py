@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from typing import Any, NamedTuple
 
-from hack.resume_matrix.model import ADAPTER, EOS_TOKEN, THOUGHT_TOKEN
+from tests.vllm.resume_matrix.model import ADAPTER, EOS_TOKEN, THOUGHT_TOKEN
 
 COMPLETIONS, CHAT, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/messages"
 RESPONSES = "/v1/responses"

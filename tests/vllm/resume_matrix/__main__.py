@@ -1,12 +1,11 @@
 """Every kind of request, cut after several numbers of tokens and resumed: is it the same answer?
 
-    python -m hack.resume_matrix [--runner v1|v2] [--async] [--at-once N] [--beside N]
-        [--only long|adapter] [--compare] [--row NAME]… [--cuts N] [--json FILE] [-- vLLM's flags]
+    python -m tests.vllm.resume_matrix [--runner v1|v2] [--async] [--at-once N] [--beside N]
+        [--only long|adapter] [--row NAME]… [--cuts N] [--json FILE] [-- vLLM's flags]
 
 With vLLM's CPU build, a random model in float32, through vLLM's own HTTP layer and the backend's
-gate, as a gateway would. `--compare` also tries the method of others, the tokens appended to the
-prompt. Exit code 1: something resumed is wrong. `--socket` asks an engine that runs already
-(`hack.resume_matrix.engine`).
+gate, as a gateway would. Exit code 1: something resumed is wrong. `--socket` asks an engine that
+runs already (`tests.vllm.resume_matrix.engine`).
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from pathlib import Path
 from typing import Any
 
 from hack import v2_on_cpu
-from hack.report import ROOT, commit, machine
-from hack.resume_matrix.appended import appended, is_right
-from hack.resume_matrix.compare import difference
-from hack.resume_matrix.engine import ASYNC_FLAG, BLOCK_TOKENS, LORA_FLAG
-from hack.resume_matrix.hop_client import Answer, ask, journal_of
-from hack.resume_matrix.rows import (
+from plumbing.hop import Journal
+from tests.vllm.about import ROOT, commit, machine
+from tests.vllm.resume_matrix.compare import difference
+from tests.vllm.resume_matrix.engine import ASYNC_FLAG, BLOCK_TOKENS, LORA_FLAG
+from tests.vllm.resume_matrix.hop_client import Answer, ask, journal_of
+from tests.vllm.resume_matrix.rows import (
     COMPLETIONS,
     Row,
     adapter_rows,
@@ -41,12 +40,11 @@ from hack.resume_matrix.rows import (
     long_rows,
     unseeded_row,
 )
-from plumbing.hop import Journal
 
 SCHEMA = 2
 AT_ONCE = 8
 ASKED_MAX = 20  # until an answer is not merged
-ENGINE = "hack.resume_matrix.engine"
+ENGINE = "tests.vllm.resume_matrix.engine"
 LONG_TOKENS = 8000
 
 
@@ -78,8 +76,6 @@ def measure(path: str, flags: argparse.Namespace) -> dict[str, Any]:
     for name, about in found.items():
         _say(name, about, flags)
     resumed, wrong = _counted(found.values(), "cuts", "wrong")
-    other = [about["appended"] for about in found.values() if about.get("appended")]
-    tried, bad = _counted(other, "cuts", "wrong")
     report = {
         "schema": SCHEMA,
         "commit": commit(),
@@ -95,11 +91,9 @@ def measure(path: str, flags: argparse.Namespace) -> dict[str, Any]:
         "passed": bool(found) and not any(about["wrong"] for about in found.values()),
         "resumed": resumed,
         "resumed_right": resumed - wrong,
-        "appended": tried,
-        "appended_right": tried - bad,
         "rows": found,
     }
-    heads = ("runner", "async", "resumed", "resumed_right", "appended", "appended_right", "seconds")
+    heads = ("runner", "async", "resumed", "resumed_right", "seconds")
     print({name: report[name] for name in heads}, file=_out(flags))
     return report
 
@@ -193,30 +187,10 @@ def _try_all(
         for cut in about["cuts"]:
             resumed = pool.submit(_ask, path, row, journal_of(first, cut))
             jobs.append((about["wrong"], first, cut, resumed))
-        if flags.compare:
-            about["appended"] = pool.submit(_try_appended, path, row, first, about["cuts"])
     for wrong, first, cut, resumed in jobs:
         if what := difference(first, resumed.result(), cut):
             wrong[str(cut)] = what
-    if flags.compare:
-        for about in found.values():
-            about["appended"] = about["appended"].result() if "appended" in about else None
     return found
-
-
-def _try_appended(path: str, row: Row, first: Answer, at: list[int]) -> dict[str, Any] | None:
-    """At which cuts the other method is wrong; at the ends it has nothing to do."""
-    tried, wrong = [], []
-    for cut in at:
-        other = appended(path, row, first, cut)
-        if other is None:
-            return None
-        if not 0 < cut < len(first.tokens):
-            continue
-        tried.append(cut)
-        if not is_right(row, first, ask(path, other.url, other.body), cut):
-            wrong.append(cut)
-    return {"cuts": tried, "wrong": wrong}
 
 
 def _out(flags: argparse.Namespace) -> Any:
@@ -228,8 +202,6 @@ def _say(name: str, about: dict[str, Any], flags: argparse.Namespace) -> None:
     line = f"{name:32} {about['tokens']:4} tokens, {total - len(about['wrong'])}/{total} resumed"
     if about["class"] == "none":
         line = f"{name:32} is of class none"
-    if (other := about.get("appended")) is not None:
-        line += f", {len(other['cuts']) - len(other['wrong'])}/{len(other['cuts'])} appended"
     print(line, file=out)
     for cut, what in about["wrong"].items():
         print(f"    behind {cut} tokens: {what}", file=out)
@@ -259,7 +231,7 @@ def engine(flags: list[str], env: Mapping[str, str]) -> Iterator[str]:
 
 
 def _flags() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m hack.resume_matrix", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.vllm.resume_matrix", description=__doc__)
     parser.add_argument("--json", metavar="FILE", help="write the report; -: to the output")
     parser.add_argument("--socket", metavar="PATH", help="of an engine that runs already")
     parser.add_argument(
@@ -284,7 +256,6 @@ def _flags() -> argparse.Namespace:
     )
     parser.add_argument("--row", action="append", metavar="NAME", help="only this kind; repeatable")
     parser.add_argument("--cuts", type=int, default=9, help="at most, per kind [default: all]")
-    parser.add_argument("--compare", action="store_true", help="also append tokens to the prompt")
     parser.add_argument("vllm", nargs="*", metavar="FLAG", help="for vLLM")
     return parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""Runs at the start of every process of an engine under `hack.kv_kills`: at a point it dies.
+"""Runs at the start of every process of an engine under `tests.vllm.kv_kills`: at a point it dies.
 
 Python imports a module of this name before anything else, and `PYTHONPATH` names this folder. Once
 a module that has points is imported, some of its functions are wrapped: their calls say which point

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from hack.kv_kills.seams import SEAMS
-from hack.report import ROOT
+from tests.vllm.about import ROOT
+from tests.vllm.kv_kills.seams import SEAMS
 
 KILLS = 14  # each point of the reference backend twice
 
@@ -19,7 +19,7 @@ KILLS = 14  # each point of the reference backend twice
 def test_engines_killed_at_each_point_of_a_step_leave_only_true_blocks():
     """Goal: 0 torn blocks, 0 wrong tokens, and blocks are adopted. Method: forks of one parked
     model on a real memory service; each kills itself inside a step."""
-    command = [sys.executable, "-m", "hack.kv_kills.forked", "--kills", str(KILLS), "--json"]
+    command = [sys.executable, "-m", "tests.vllm.kv_kills", "--kills", str(KILLS), "--json"]
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
     done = subprocess.run(command, cwd=ROOT, env=kept, capture_output=True, text=True, check=False)
     assert done.stdout, done.stderr

@@ -1,4 +1,4 @@
-"""vLLM with our worker and scheduler in one process, for `forked`: loaded and parked."""
+"""vLLM with our worker and scheduler in one process, for `kv_kills`: loaded and parked."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from vllm import LLM, SamplingParams
 
 from engine.backends.vllm.worker.kv_lease import Lending
 from gms.kv_messages import NO_ERA
-from hack.vllm.overlapping import keep_async_scheduling
-from hack.vllm.stock import GAP_MIN
+from tests.vllm.overlapping import keep_async_scheduling
 
 DEADLINE_S = 30.0
 KV_BYTES = 3 << 20  # some 40 blocks, far fewer than all questions take
 AT_ONCE = 6
 ANSWER_TOKENS = 40
+GAP_MIN = 0.01  # of log probabilities, which differ by 1e-5 between two batches in float32
 
 
 class ParkedVllm:
-    """As `forked.Parked`."""
+    """As `Parked`."""
 
     def __init__(
         self, model: str, directory: str, engine: str, *, is_async: bool, has_audit: bool
@@ -32,7 +32,7 @@ class ParkedVllm:
         kind = "KeepingAsyncScheduler" if is_async else "KeepingScheduler"
         self._llm: Any = LLM(
             model,
-            worker_cls="hack.kv_kills.forked_worker.Worker",
+            worker_cls="tests.vllm.kv_kills.worker.Worker",
             scheduler_cls=f"engine.backends.vllm.kv.scheduler.{kind}",
             async_scheduling=is_async,
             dtype="float32",

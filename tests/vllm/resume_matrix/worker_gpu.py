@@ -6,7 +6,7 @@ from __future__ import annotations
 from vllm.v1.worker.gpu_worker import Worker as StockGPUWorker
 
 from engine.backends.vllm.resume import hook
-from hack.resume_matrix.standing import Standing
+from tests.vllm.resume_matrix.standing import Standing
 
 
 class Worker(Standing, StockGPUWorker):  # type: ignore[misc]  # unknown where types are checked

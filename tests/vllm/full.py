@@ -1,7 +1,7 @@
 """`make test-vllm-full`: on both of vLLM's model runners, what is tried of resumed requests and of
 adopted blocks, and takes too long for every change.
 
-    python -m hack.vllm.full [--json FILE] [--run NAME]...
+    python -m tests.vllm.full [--json FILE] [--run NAME]...
 
 Exit code 1: one of the runs did not pass.
 """
@@ -16,18 +16,18 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from hack.report import ROOT, commit, machine
+from tests.vllm.about import ROOT, commit, machine
 
-MATRIX = ("hack.resume_matrix", "--at-once=40")
-KILLS = ("hack.kv_kills.forked", "--backend=vllm", "--kills=36")
+MATRIX = ("tests.vllm.resume_matrix", "--at-once=40")
+KILLS = ("tests.vllm.kv_kills", "--backend=vllm", "--kills=36")
 RUNS: dict[str, tuple[str, ...]] = {
     f"{runner} {name}": (command[0], f"--runner={runner}", *command[1:])
     for runner in ("v2", "v1")
     for name, command in {
-        "sync": (*MATRIX, "--compare"),
+        "sync": MATRIX,
         "async": (*MATRIX, "--async"),
         "two ranks": (*MATRIX, "--async", "--", "--tensor-parallel-size=2"),
-        "8 at once": ("hack.resume_matrix", "--async"),
+        "8 at once": ("tests.vllm.resume_matrix", "--async"),
         "adapter": (*MATRIX, "--async", "--only=adapter"),
         "long": (*MATRIX, "--async", "--only=long"),
         "kills": KILLS,
@@ -36,7 +36,7 @@ RUNS: dict[str, tuple[str, ...]] = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m hack.vllm.full", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.vllm.full", description=__doc__)
     parser.add_argument("--json", metavar="FILE", help="write the report")
     parser.add_argument("--run", action="append", choices=RUNS, help="only this; repeatable")
     flags = parser.parse_args()

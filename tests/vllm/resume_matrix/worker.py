@@ -7,7 +7,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 # isort: on
 
 from engine.backends.vllm.resume import hook
-from hack.resume_matrix.standing import Standing
+from tests.vllm.resume_matrix.standing import Standing
 
 
 class Worker(Standing, CPUWorker):  # type: ignore[misc]  # unknown where types are checked

@@ -1,4 +1,4 @@
-"""The reference backend's model in one process, for `forked`: loaded, with no KV memory yet."""
+"""The reference backend's model in one process, for `kv_kills`: loaded, with no KV memory yet."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ANSWER_TOKENS = 40
 
 
 class ParkedReference:
-    """As `forked.Parked`."""
+    """As `Parked`."""
 
     def __init__(self, model: str, directory: str, engine: str, *, has_audit: bool) -> None:
         self._directory, self._engine, self._has_audit = directory, engine, has_audit

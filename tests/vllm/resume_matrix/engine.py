@@ -1,6 +1,6 @@
 """One vLLM engine as a gateway finds it, without supervisor, lock and memory service.
 
-    python -m hack.resume_matrix.engine MODEL SOCKET [vLLM's flags]
+    python -m tests.vllm.resume_matrix.engine MODEL SOCKET [vLLM's flags]
 
 The backend's own parts, in the order in which a supervisor would ask for them. If there is no
 MODEL, a random one is written. Prints `ready`; a line `drain` on its input hands its streams over
@@ -19,11 +19,11 @@ from pathlib import Path
 
 from engine.backends.vllm import collector
 from engine.backends.vllm.api.main import ENVIRONMENT, make_engine
-from hack.resume_matrix.model import ADAPTER, RANK, write_adapter, write_thinking_model
-from hack.vllm.overlapping import keep_async_scheduling
 from plumbing.wire.fds import OwnedFd
+from tests.vllm.overlapping import keep_async_scheduling
+from tests.vllm.resume_matrix.model import ADAPTER, RANK, write_adapter, write_thinking_model
 
-WORKERS = "hack.resume_matrix"
+WORKERS = "tests.vllm.resume_matrix"
 BLOCK_TOKENS = 32
 FLAGS = (
     "--dtype=float32",

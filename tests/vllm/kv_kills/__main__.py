@@ -1,6 +1,6 @@
 """Kill engines at every point of a step, hundreds of times: each is a fork of a parked one.
 
-    python -m hack.kv_kills.forked [--backend reference|vllm] [--runner v1|v2] [--kills N]
+    python -m tests.vllm.kv_kills [--backend reference|vllm] [--runner v1|v2] [--kills N]
         [--no-async] [--no-audit] [--point running] [--seed N] [--json]
 
 Starting vLLM takes a minute of two cores, and a fork of it a moment. One process loads the model
@@ -31,9 +31,9 @@ from random import Random
 from typing import Any, Protocol
 
 from hack import v2_on_cpu
-from hack.kv_kills.seams import SEAMS, Control, any_skip
-from hack.processes import KvServer
-from hack.report import commit, machine
+from tests.vllm.about import ROOT, commit, machine
+from tests.vllm.kv_kills.seams import SEAMS, Control, any_skip
+from tests.vllm.kv_kills.server import kv_server
 from understudy.up.random_model import RandomModel, make_random_model
 
 INNER_ENV = "KV_KILLS_INNER"
@@ -135,10 +135,10 @@ def load(flags: argparse.Namespace, model: str, directory: str) -> Parked:
     """The engine of the backend that the flags name, parked."""
     has_audit = not flags.no_audit
     if flags.backend == "reference":
-        from hack.kv_kills.forked_reference import ParkedReference
+        from tests.vllm.kv_kills.reference import ParkedReference
 
         return ParkedReference(model, directory, ENGINE, has_audit=has_audit)
-    from hack.kv_kills.forked_vllm import ParkedVllm
+    from tests.vllm.kv_kills.parked_vllm import ParkedVllm
 
     is_async = not flags.no_async
     return ParkedVllm(model, directory, ENGINE, is_async=is_async, has_audit=has_audit)
@@ -197,17 +197,15 @@ def outer(flags: argparse.Namespace) -> int:
         (base / "pod").mkdir(mode=0o700)
         asyncio.run(make_random_model(base / "model", RandomModel.of(flags.backend).shape))
         control = Control(base)
-        server = KvServer(str(base / "pod"), "HOST-0", 1 << 30)
-        server.start()
-        try:
+        with kv_server(base / "pod"):
             environment = {**os.environ, **RandomModel.of(flags.backend).env, **VARIABLES}
             environment |= {**control.environment, INNER_ENV: directory}
             if flags.backend == "vllm":
                 environment |= v2_on_cpu.environment(flags.runner)
-            command = [sys.executable, "-m", "hack.kv_kills.forked", *sys.argv[1:]]
-            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=False)
-        finally:
-            server.close()
+            command = [sys.executable, "-m", "tests.vllm.kv_kills", *sys.argv[1:]]
+            done = subprocess.run(
+                command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, check=False
+            )
     if not done.stdout:
         say("error: the engine could not be loaded")
         return 1
@@ -233,7 +231,7 @@ def say(line: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m hack.kv_kills.forked", description="kill forks of a parked engine"
+        prog="python -m tests.vllm.kv_kills", description="kill forks of a parked engine"
     )
     points = sorted({point for points in SEAMS.values() for point in points})
     parser.add_argument("--backend", choices=SEAMS, default="reference")

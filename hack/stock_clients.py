@@ -1,0 +1,561 @@
+"""Stock clients of a pod whose processes are killed: do they ever see an error?
+
+    python -m hack.stock_clients [--client openai|benchmark] [--kills 100] [--backend vllm] [--json]
+
+`openai`: the clients of the `openai` package, told never to retry. They ask for chats and
+completions, streamed and not, with all that must survive a failover; each answer is compared with
+the one given before the first kill. `benchmark`: vLLM's own serving benchmark, `vllm bench serve
+--dataset-name random`, run again until all kills were made. Every process of the engines is killed
+in turn, and then every other part of the pod. Exits 1 if a client saw an error, a cut stream or
+another answer. Run it with the Python of .venv-vllm for the benchmark, or for vLLM as the backend.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import math
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hack import rig
+from hack.vllm.pod import environment, make_pod, model_of
+from plumbing.errors import UnderstudyError
+from understudy.drill.clients import Target, clock
+from understudy.drill.prompts import SCHEMA
+from understudy.drill.records import GATEWAYS, GMS, LOCKSERVER, PARTS, Records
+from understudy.drill.run import Drill, DrillPlan
+from understudy.drill.verdict import judge
+from understudy.kubelet.runner import PodRunner
+from understudy.up.local_pod import LocalPod
+from understudy.up.random_model import VLLM_RANDOM_MODEL, RandomModel
+
+if TYPE_CHECKING:
+    import openai  # loading it takes two seconds
+
+# From kill to kill, on average. The gateway ends a request that was in three engines as they died,
+# with fewer than 32 tokens between two deaths: these clients must not look like the cause, even
+# where a busy machine takes 100 ms for a token.
+APART_S = 5.0
+ANSWER_S = 120.0  # longer than a takeover on a busy machine; then it counts as lost
+ALIKE_ROUNDS = 2  # of all kinds at once, before the first kill
+AFTER_ERROR_S = 0.02  # else a port that refuses would get thousands of requests a second
+LOGPROB_TOLERANCE = 2e-3  # between two batches, in float32
+SHOWN_MAX = 20  # of errors and of wrong answers
+# So that vLLM takes calls of tools from the text.
+VLLM_FLAGS = ("--enable-auto-tool-choice", "--tool-call-parser=hermes")
+
+# ---------------------------------------------------------------------- what the package asks for
+
+CHAT, TEXT, RESPONSES = "chat", "completion", "responses"
+MESSAGES = [{"role": "user", "content": "Name three colours."}]
+PROMPT = "The understudy steps onto the stage and"
+IN_SCHEMA = {"type": "json_schema", "json_schema": {"name": "side", "schema": SCHEMA}}
+SAMPLED: dict[str, Any] = {"temperature": 1, "seed": 7}
+SMALL = {
+    "type": "object",
+    "properties": {"a": {"type": "string", "maxLength": 6}, "n": {"type": "integer"}},
+    "required": ["a", "n"],
+    "additionalProperties": False,
+}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": SMALL}}
+# A random model has nothing to say, so a grammar makes it call a tool where it may decide itself.
+ARGUMENTS = r'\{"a": "[a-z]{6}", "n": [0-9]{3}\}'
+CALL = rf'<tool_call>\n\{{"name": "look", "arguments": {ARGUMENTS}\}}\n</tool_call>'
+
+
+@dataclass(frozen=True, slots=True)
+class RequestKind:
+    """One kind of request, as keyword arguments of the package: greedy or with a seed, so there is
+    one right answer. `is_continued`: a failover must not be seen; else a stream may end with an
+    error."""
+
+    name: str
+    api: str
+    arguments: Mapping[str, Any]
+    is_continued: bool = True
+
+
+def both(
+    name: str, api: str, *, is_continued: bool = True, **more: Any
+) -> tuple[RequestKind, RequestKind]:
+    """Streamed and not. What cannot be continued is asked again where nothing was sent."""
+    common: dict[str, Any] = {"temperature": 0, **more}
+    usage: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+    match api:
+        case "chat":
+            common["messages"] = MESSAGES
+        case "completion":
+            common["prompt"] = PROMPT
+        case "responses":
+            common |= {"input": "Name three colours.", "store": False}
+            usage = {"stream": True}
+    return (
+        RequestKind(f"{name}, streamed", api, {**common, **usage}, is_continued),
+        RequestKind(name, api, common),
+    )
+
+
+def body(**more: Any) -> dict[str, Any]:
+    """Parameters that the package does not know."""
+    return {"extra_body": more}
+
+
+REFERENCE = (
+    *both("chat", CHAT, max_tokens=48),
+    *both("completion", TEXT, max_tokens=64),
+    *both("long", TEXT, max_tokens=96, **body(ignore_eos=True)),
+    *both("seed", TEXT, max_tokens=48, **SAMPLED),
+    *both(
+        *("penalties", TEXT),
+        max_tokens=48,
+        frequency_penalty=0.5,
+        presence_penalty=0.5,
+        **body(repetition_penalty=1.3, min_tokens=24),
+    ),
+    *both("stop strings", TEXT, stop=["e", "qu"], max_tokens=48),
+    *both("JSON schema", CHAT, response_format=IN_SCHEMA, max_tokens=48),
+    *both(
+        *("expression", CHAT),
+        max_tokens=48,
+        **body(structured_outputs={"regex": "[a-f]{6,12}-(left|right)"}),
+    ),
+)
+NAMED = {"type": "function", "function": {"name": "look"}}
+AUTO: dict[str, Any] = {"tool_choice": "auto", **body(structured_outputs={"regex": CALL})}
+VLLM = (
+    *REFERENCE,
+    *both("named tool", CHAT, max_tokens=80, tools=[TOOL], tool_choice=NAMED, **SAMPLED),
+    *both("tool", CHAT, max_tokens=160, tools=[TOOL], **AUTO, **SAMPLED),
+    *both("required tool", CHAT, max_tokens=120, tools=[TOOL], tool_choice="required", **SAMPLED),
+    *both("logprobs", TEXT, max_tokens=48, logprobs=2),
+    *both("logprobs of a chat", CHAT, max_tokens=48, logprobs=True, top_logprobs=2),
+    *both("responses", RESPONSES, max_output_tokens=48),
+    *both("two choices", TEXT, is_continued=False, max_tokens=48, n=2, **SAMPLED),
+)
+KINDS = {"reference": REFERENCE, "vllm": VLLM}
+
+# ---------------------------------------------------------------------- what came
+
+
+@dataclass(slots=True)
+class ToolCall:
+    name: str = ""
+    arguments: str = ""
+    ids: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class ChoiceSeen:
+    """One choice of an answer."""
+
+    text: str = ""
+    reason: str | None = None
+    calls: dict[int, ToolCall] = field(default_factory=dict)
+    tokens: list[str] = field(default_factory=list)  # with their log probabilities
+    logprobs: list[float | None] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+
+    def add(self, choice: Mapping[str, Any]) -> None:
+        """Take up one event's choice, or that of a whole answer."""
+        said = choice.get("delta") or choice.get("message") or choice
+        self.text += said.get("content") or said.get("text") or ""
+        self.reason = choice.get("finish_reason") or self.reason
+        for number, each in enumerate(said.get("tool_calls") or ()):
+            call = self.calls.setdefault(each.get("index", number), ToolCall())
+            call.name += each["function"].get("name") or ""
+            call.arguments += each["function"].get("arguments") or ""
+            call.ids |= {each["id"]} if each.get("id") else set()
+        found = choice.get("logprobs") or {}
+        for step in found.get("content") or ():
+            self.tokens.append(step["token"])
+            self.logprobs.append(step["logprob"])
+        self.tokens += found.get("tokens") or ()
+        self.logprobs += found.get("token_logprobs") or ()
+        self.offsets += found.get("text_offset") or ()
+
+    def exact(self) -> tuple[Any, ...]:
+        calls = [(call.name, call.arguments, len(call.ids)) for call in self.calls.values()]
+        return self.text, self.reason, calls, self.tokens, self.offsets
+
+
+@dataclass(slots=True)
+class WholeAnswer:
+    """One answer, put together from its events. Events are never compared, because an engine cuts
+    its answers by timing. One answer must have one id from its first event to its last, also where
+    engines have taken turns."""
+
+    parts: dict[int, ChoiceSeen] = field(default_factory=dict)
+    usage: int | None = None  # tokens of the answer
+    ids: set[str] = field(default_factory=set)
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        """Take up an event of a chat or completion, or a whole answer."""
+        self.ids.add(event["id"])
+        self.usage = (event.get("usage") or {}).get("completion_tokens", self.usage)
+        for choice in event["choices"]:
+            self.parts.setdefault(choice["index"], ChoiceSeen()).add(choice)
+
+    def add_response(self, event: Mapping[str, Any]) -> None:
+        """Take up an event of the Responses API, or a whole answer."""
+        part = self.parts.setdefault(0, ChoiceSeen())
+        response = event.get("response") or event
+        if event.get("type") == "response.output_text.delta":
+            part.text += event["delta"]
+        elif response.get("object") == "response":
+            self.ids.add(response["id"])
+            self.usage = (response.get("usage") or {}).get("output_tokens", self.usage)
+            part.reason = response["status"]
+            part.text = texts_of(response) if "response" not in event else part.text
+
+    def is_like(self, other: WholeAnswer) -> bool:
+        """Whether both say the same, each under one id."""
+        if self.exact() != other.exact() or len(self.ids) != 1:
+            return False
+        pairs: Iterable[tuple[float | None, float | None]] = (
+            pair
+            for index, part in self.parts.items()
+            for pair in zip(part.logprobs, other.parts[index].logprobs, strict=True)
+        )
+        return all(
+            one is two or math.isclose(one or 0.0, two or 0.0, abs_tol=LOGPROB_TOLERANCE)
+            for one, two in pairs
+        )
+
+    def exact(self) -> tuple[Any, ...]:
+        return self.usage, {index: part.exact() for index, part in self.parts.items()}
+
+
+def texts_of(response: Mapping[str, Any]) -> str:
+    """The text of a whole answer of the Responses API."""
+    items = (item for item in response.get("output") or ())
+    contents = (content for item in items for content in item.get("content") or ())
+    return "".join(content.get("text") or "" for content in contents)
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One request of a stock client. `error`: as it was raised; `detail`: both answers, where they
+    differ."""
+
+    kind: str
+    is_continued: bool
+    began_ms: float
+    ended_ms: float
+    error: str = ""
+    is_refused: bool = False
+    detail: str = ""
+
+    def overlaps(self, from_ms: float, to_ms: float | None) -> bool:
+        return self.began_ms <= (from_ms if to_ms is None else to_ms) and self.ended_ms >= from_ms
+
+
+def fate_of(attempt: Attempt, records: Records) -> str:
+    """What became of one request, given what the drill has killed. A wrong answer is always a
+    fault, and so is a refused connection. A request that was in the gateway when the gateway's own
+    process was killed is lost with it; so is a stream of a kind that cannot be continued."""
+    if not attempt.error:
+        return "wrong" if attempt.detail else "ok"
+    if attempt.is_refused:
+        return "error"
+    gateways = [kill for kill in records.part_kills if kill.target in GATEWAYS]
+    if any(attempt.overlaps(kill.killed_ms, kill.gone_ms) for kill in gateways):
+        return "lost_in_gateway"
+    is_killed = any(attempt.overlaps(kill.killed_ms, None) for kill in records.kills)
+    return "not_continued" if is_killed and not attempt.is_continued else "error"
+
+
+class OpenaiClients:
+    """Clients of the package, each of which sends all kinds in turn."""
+
+    def __init__(self, kinds: Sequence[RequestKind], number: int) -> None:
+        self._kinds, self._number = kinds, number
+        self.attempts: list[Attempt] = []
+
+    async def run(self, target: Target, drill: Drill) -> None:
+        """All kills of `drill` while the clients send requests.
+
+        Raises:
+            UnderstudyError: `clients.unsteady`, a kind has several answers by itself.
+        """
+        import openai
+
+        url = f"http://{target.host}:{target.port}/v1"
+        model, stopping = drill.prompts[0].body["model"], asyncio.Event()
+        async with openai.AsyncOpenAI(
+            base_url=url, api_key="none", max_retries=0, timeout=ANSWER_S
+        ) as client:
+            send = partial(_answer, client, model)
+            expected = {kind.name: await send(kind) for kind in self._kinds}
+            for _ in range(ALIKE_ROUNDS):
+                again = await asyncio.gather(*map(send, self._kinds))
+                for kind, answer in zip(self._kinds, again, strict=True):
+                    if not answer.is_like(expected[kind.name]):
+                        text = f"{kind.name} was answered twice, and differently, before any kill"
+                        raise UnderstudyError("clients.unsteady", text)
+            apart = max(1, len(self._kinds) // self._number)
+            async with asyncio.TaskGroup() as tasks:
+                for each in range(self._number):
+                    kinds = itertools.islice(itertools.cycle(self._kinds), apart * each, None)
+                    tasks.create_task(self._go_on(client, model, kinds, expected, stopping))
+                try:
+                    await drill.run(target)
+                finally:
+                    stopping.set()
+
+    async def _go_on(
+        self,
+        client: openai.AsyncOpenAI,
+        model: str,
+        kinds: Iterable[RequestKind],
+        expected: Mapping[str, WholeAnswer],
+        stopping: asyncio.Event,
+    ) -> None:
+        import openai
+
+        for kind in kinds:
+            if stopping.is_set():
+                return
+            began_ms, error, detail, is_refused = clock.now_ms(), "", "", False
+            try:
+                answer = await _answer(client, model, kind)
+                if not answer.is_like(expected[kind.name]):
+                    detail = f"{answer.exact()} instead of {expected[kind.name].exact()}"
+            except (openai.OpenAIError, ValueError) as raised:
+                error = f"{type(raised).__name__}: {raised} ({raised.__cause__!r})"
+                is_refused = type(raised.__cause__).__name__ == "ConnectError"
+                await asyncio.sleep(AFTER_ERROR_S)
+            ended_ms = clock.now_ms()
+            self.attempts.append(
+                Attempt(kind.name, kind.is_continued, began_ms, ended_ms, error, is_refused, detail)
+            )
+
+
+async def _answer(client: openai.AsyncOpenAI, model: str, kind: RequestKind) -> WholeAnswer:
+    """Raises openai.OpenAIError, ValueError: there is none, or not a whole one."""
+    api: Any = {
+        CHAT: client.chat.completions,
+        TEXT: client.completions,
+        RESPONSES: client.responses,
+    }[kind.api]
+    said = WholeAnswer()
+    add = said.add_response if kind.api == RESPONSES else said.add
+    answer = await api.create(model=model, **kind.arguments)
+    if not kind.arguments.get("stream"):
+        add(answer.model_dump())
+        return said
+    async for event in answer:
+        add(event.model_dump())
+    return said
+
+
+# ---------------------------------------------------------------------- vLLM's serving benchmark
+
+# What `vllm bench serve` runs. The command itself looks for a package called vllm, which the CPU
+# build is not called, and ends.
+START = """
+from vllm.benchmarks.serve import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
+STARTED = b"Starting main benchmark run"
+INPUT_TOKENS, OUTPUT_TOKENS = 24, 64
+# The reference backend computes four requests at once, and one of them is the drill's own.
+CONCURRENCY = 3
+GAPS = "longest_gap_ms"
+
+
+class ServingBenchmark:
+    """The benchmark's process, run again until all kills were made. It calls a stream complete that
+    ends after its first token, so the tokens of each are counted here: one with too few was cut.
+    Its clock is the drill's."""
+
+    def __init__(self, base: Path, tokenizer: Path, prompts: int) -> None:
+        self._base, self._tokenizer, self._prompts = base, tokenizer, prompts
+        self.attempts: list[Attempt] = []
+        self.gaps_ms: list[float] = []
+        self._started = asyncio.Event()
+        self._runs = 0
+
+    async def run(self, target: Target, drill: Drill) -> None:
+        """Raises UnderstudyError: `benchmark.failed`, it ended with an error of its own."""
+        model, stop = str(drill.prompts[0].body["model"]), asyncio.Event()
+        running = asyncio.create_task(self._run_on(target, model, stop))
+        started = asyncio.create_task(self._started.wait())
+        try:
+            await asyncio.wait({running, started}, return_when=asyncio.FIRST_COMPLETED)
+            if self._started.is_set():
+                await drill.run(target)
+            stop.set()
+            await running
+        finally:
+            started.cancel()
+            running.cancel()
+            await asyncio.gather(running, started, return_exceptions=True)
+
+    async def _run_on(self, target: Target, model: str, stop: asyncio.Event) -> None:
+        while not stop.is_set():
+            self._runs += 1
+            file = self._base / f"benchmark-{self._runs}.json"
+            await self._run_once(self._flags(target, model, file), file.with_suffix(".log"))
+            document = json.loads(file.read_text())
+            names = ("start_times", "latencies", "itls", "output_lens", "errors")
+            for began_s, took_s, gaps_s, tokens, error in zip(
+                *(document[name] for name in names), strict=True
+            ):
+                said = "" if tokens == OUTPUT_TOKENS else f"cut after {tokens} tokens"
+                end_ms = 1000 * (began_s + took_s)
+                raised = error.strip().rpartition("\n")[2] or said
+                self.attempts.append(Attempt("benchmark", True, 1000 * began_s, end_ms, raised))
+                self.gaps_ms.append(1000 * max(gaps_s, default=0.0))
+
+    def _flags(self, target: Target, model: str, file: Path) -> list[str]:
+        wanted = {
+            "backend": "openai",
+            "host": target.host,
+            "port": target.port,
+            "endpoint": "/v1/completions",
+            "model": model,
+            "tokenizer": self._tokenizer,
+            "dataset-name": "random",
+            "random-input-len": INPUT_TOKENS,
+            "random-output-len": OUTPUT_TOKENS,
+            "num-prompts": self._prompts,
+            "max-concurrency": CONCURRENCY,
+            "temperature": 0,
+            "result-dir": file.parent,
+            "result-filename": file.name,
+        }
+        given = [f"--{name}={value}" for name, value in wanted.items()]
+        return [*given, "--ignore-eos", "--disable-tqdm", "--save-result", "--save-detailed"]
+
+    async def _run_once(self, flags: Sequence[str], log: Path) -> None:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", START, *flags),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env={**os.environ, **environment(self._base)},
+        )
+        assert process.stdout is not None
+        try:
+            with log.open("wb") as file:
+                async for line in process.stdout:
+                    file.write(line)
+                    if STARTED in line:
+                        self._started.set()
+            code = await process.wait()
+        finally:
+            if process.returncode is None:
+                process.kill()
+        if code:
+            raise UnderstudyError("benchmark.failed", f"it ended with code {code}; see {log}")
+
+
+# ---------------------------------------------------------------------- the run
+
+
+def pod_of(backend: str, base: Path, model: Path) -> LocalPod:
+    if backend == "vllm":
+        return make_pod(base, model, 1, (*VLLM_RANDOM_MODEL.arguments, *VLLM_FLAGS))
+    random = RandomModel.of(backend)
+    pod = make_pod(base, model, 1, random.arguments)
+    return replace(pod, backend=backend, env={**random.env})
+
+
+def document(
+    client: OpenaiClients | ServingBenchmark, drill: Drill, kills: int, backend: str
+) -> rig.Figures:
+    """The fates of all requests, and the drill's own report."""
+    records = drill.records
+    fates = [(each, fate_of(each, records)) for each in client.attempts]
+    kinds: dict[str, Counter[str]] = {}
+    for attempt, fate in fates:
+        kinds.setdefault(attempt.kind, Counter()).update(("requests", fate))
+    first = {
+        f"first_{fate}": [
+            f"{attempt.kind}: {attempt.error or attempt.detail}"
+            for attempt, each in fates
+            if each == fate
+        ][:SHOWN_MAX]
+        for fate in ("error", "wrong")
+    }
+    killed_ms = [kill.killed_ms for kill in records.kills]
+    killed_ms += [kill.killed_ms for kill in records.memory_kills]
+    killed_ms += [kill.killed_ms for kill in records.part_kills]
+    met = [sum(each.overlaps(at_ms, None) for each in client.attempts) for at_ms in killed_ms]
+    report = judge(records, kills)
+    drilled = report.to_dict(backend, {})
+    gaps = {GAPS: rig.spread(client.gaps_ms)} if isinstance(client, ServingBenchmark) else {}
+    problems = [*first["first_error"], *first["first_wrong"], *report.problems]
+    if not fates:
+        problems.append("no request was made")
+    figures = {
+        "backend": backend,
+        "requests": len(fates),
+        "fates": Counter(fate for _, fate in fates),
+        "kills_under_load": sum(1 for each in met if each),
+        "requests_over_a_kill": sum(met),
+        **gaps,
+        "kinds": kinds,
+        **first,
+        "drill": drilled,
+    }
+    return rig.document(figures, problems)
+
+
+async def run(flags: Any, base: Path) -> rig.Figures:
+    model = await model_of(base, str(flags.model) if flags.model else None)
+    pod = pod_of(flags.backend, base, model)
+    is_openai = flags.client == "openai"
+    plan = DrillPlan(
+        flags.kills,
+        tuple(flags.target),
+        clients=1 if is_openai else 0,
+        also=PARTS if is_openai else (LOCKSERVER, GMS),
+        duration_s=flags.kills * flags.apart_s,
+    )
+
+    async def measure(runner: PodRunner) -> rig.Figures:
+        drill = Drill(pod.directory, plan, rig.say, runner)
+        client: OpenaiClients | ServingBenchmark
+        if is_openai:
+            client = OpenaiClients(KINDS[flags.backend], flags.clients)
+        else:
+            client = ServingBenchmark(base, model, flags.prompts)
+        await client.run(await drill.prepare(), drill)
+        return document(client, drill, plan.kills_wanted, flags.backend)
+
+    return await rig.with_pod(pod.containers(), pod.directory / "log", measure)
+
+
+def main() -> None:
+    parser = rig.arguments("stock_clients", "stock clients of a pod whose processes are killed")
+    parser.add_argument("--client", choices=("openai", "benchmark"), default="openai")
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--clients", type=int, default=4, help="of the openai package")
+    parser.add_argument("--prompts", type=int, default=400, help="of one run of the benchmark")
+    parser.add_argument("--apart-s", type=float, default=APART_S, help="from kill to kill")
+    parser.add_argument("--backend", choices=sorted(KINDS), default="reference")
+    parser.add_argument("--model", type=Path, help="a checkpoint [default: a random one]")
+    parser.add_argument(
+        "--target", action="append", default=[], help="as the drill's [default: all]"
+    )
+    flags = parser.parse_args()
+    if flags.quick:
+        flags.kills, flags.apart_s, flags.prompts = 3, 2.0, 20
+    rig.finish(rig.run("clients-", partial(run, flags)), is_json=flags.json)
+
+
+if __name__ == "__main__":
+    main()
