@@ -114,8 +114,9 @@ class Found:
         self.published_blocks += expected
         self.adopted_blocks += min(expected, kv["adopted_blocks"])
         if kv["adopted_blocks"] < expected:
-            note = kv["note"] or ""
-            self.problems.append(f"{kv['adopted_blocks']} of {expected} blocks adopted {note}")
+            self.problems.append(
+                f"{kv['adopted_blocks']} of {expected} blocks adopted: {kv['note']}"
+            )
 
     def missed(self) -> list[str]:
         """The goals that the times do not reach."""
