@@ -114,9 +114,7 @@ class Found:
         self.published_blocks += expected
         self.adopted_blocks += min(expected, kv["adopted_blocks"])
         if kv["adopted_blocks"] < expected:
-            self.problems.append(
-                f"{kv['adopted_blocks']} of {expected} blocks adopted: {kv['note']}"
-            )
+            self.problems.append(f"{kv['adopted_blocks']} of {expected} adopted: {kv['note']}")
 
     def missed(self) -> list[str]:
         """The goals that the times do not reach."""
