@@ -77,7 +77,7 @@ def _fetch_packages(folder: Path) -> None:
     """Download what the image gets from an index, and what its wheel is built with."""
     document = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project, build = document["project"], document["build-system"]["requires"]
-    wanted = [*project["dependencies"], *project["optional-dependencies"]["psk"], *build, "wheel"]
+    wanted = [*project["dependencies"], *build, "wheel"]
     _run(
         sys.executable, "-m", "pip", "download", "--quiet", f"--dest={folder}",
         "--only-binary=:all:", f"--python-version={BASE_PYTHON}", *wanted,

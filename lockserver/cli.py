@@ -116,19 +116,6 @@ SERVE = (
     Option("tls_cert", str, None, "Over TCP: this server's certificate, a PEM file."),
     Option("tls_key", str, None, "Over TCP: the private key of this certificate."),
     Option("tls_ca", str, None, "Over TCP: the CA certificate that members are verified with."),
-    Option(
-        "psk_file",
-        str,
-        None,
-        "Over TCP, instead of certificates: a file with a pre-shared key of 32 bytes or more.",
-    ),
-    Option(
-        "listen_insecure",
-        bool,
-        False,
-        "Over TCP on a loopback address: without a key or certificates, so that every user of this"
-        " host can take the lock.",
-    ),
 )
 
 HOST = Option(
@@ -178,7 +165,7 @@ def serve(config: Resolved) -> None:
     run_async(lambda: run(settings, *http))
 
 
-def _security(config: Resolved) -> Security | None:
+def _security(config: Resolved) -> Security:
     """How members authenticate; an impossible combination is a `UsageError`."""
     from plumbing.errors import UsageError
     from plumbing.wire.tcp.security import settle
@@ -189,13 +176,8 @@ def _security(config: Resolved) -> Security | None:
             "--service lends a listening socket to engines on this host, which is impossible for"
             " engines on other hosts (--listen); give those engines --service-address instead",
         )
-    files = (config[name] for name in ("tls_cert", "tls_key", "tls_ca", "psk_file"))
-    return settle(
-        config["listen"],
-        *files,
-        is_open=config["listen_insecure"],
-        open_flag="--listen-insecure",
-    )
+    files = (config[name] for name in ("tls_cert", "tls_key", "tls_ca"))
+    return settle(config["listen"], *files)
 
 
 @main.command()

@@ -64,7 +64,7 @@ PLACES = {
     "tokenizers": NUMERIC,
     "jinja2": NUMERIC,
     "llguidance": NUMERIC,
-    "cryptography": ("plumbing/wire/tcp/psk.py",),
+    "cryptography": (),  # only tests make certificates with it
     "opentelemetry": ("gateway/server/tracing.py",),
     "huggingface_hub": ("understudy/up/hub_download.py",),
 }
@@ -411,7 +411,7 @@ def test_the_package_alone_brings_what_it_imports_and_reads():
 
 # Lines of each package, at most; lowered after each step towards the budgets of `hack/volume.py`.
 LINES_MAX = {
-    "plumbing": 7_400,
+    "plumbing": 7_250,
     "lockserver": 9_400,
     "gms": 11_850,
     "engine": 23_950,
@@ -419,7 +419,7 @@ LINES_MAX = {
     "pool": 9_750,
     "understudy": 15_150,
     "hack": 8_700,
-    "tests": 103_850,
+    "tests": 103_700,
 }
 
 

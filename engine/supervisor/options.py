@@ -80,19 +80,6 @@ OPTIONS = (
         "Over TCP: the CA certificate that the lock server is verified with.",
     ),
     Option(
-        "lockserver_psk_file",
-        str,
-        None,
-        "Over TCP, instead of certificates: the file with the pre-shared key.",
-    ),
-    Option(
-        "lockserver_insecure",
-        bool,
-        False,
-        "Over TCP on a loopback address: without a key or certificates, so that every user of this"
-        " host can act as the lock server.",
-    ),
-    Option(
         "members",
         int,
         1,

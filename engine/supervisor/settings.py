@@ -30,7 +30,7 @@ from plumbing.wire.tcp.security import Security
 from plumbing.wire.tcp.security import settle as settle_security
 
 TERMINATION_LOG_BYTES_MAX = 4096  # what the kubelet keeps of it
-SECURITY = ("lockserver_tls_cert", "lockserver_tls_key", "lockserver_tls_ca", "lockserver_psk_file")
+SECURITY = ("lockserver_tls_cert", "lockserver_tls_key", "lockserver_tls_ca")
 # vLLM can span nodes, but by means of its own; sharing and parking here assume ranks on one node.
 ONE_NODE_BACKENDS = frozenset({"vllm"})
 
@@ -47,7 +47,7 @@ class EngineSettings:
     model: str  # "" in a pod without models
     role: Role
     lockserver_socket: str
-    lockserver_security: Security | None
+    lockserver_security: Security | None  # None: a Unix socket
     member: int
     members: int
     service_address: TcpAddress | None  # None: the lock server lends it, or none serves
@@ -159,15 +159,10 @@ def _check_members(config: Resolved, *, is_remote: bool) -> None:
         )
 
 
-def _security(config: Resolved, address: str) -> Security | None:
-    security = settle_security(
-        TcpAddress.parse(address),
-        *(config[name] for name in SECURITY),
-        is_open=config["lockserver_insecure"],
-        open_flag="--lockserver-insecure",
-    )
-    if security is not None:
-        security.client_context()  # refuse unusable files now rather than later
+def _security(config: Resolved, address: str) -> Security:
+    files = (config[name] for name in SECURITY)
+    security = settle_security(TcpAddress.parse(address), *files)
+    security.client_context()  # refuse unusable files now rather than later
     return security
 
 

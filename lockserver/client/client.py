@@ -237,6 +237,7 @@ class LockClient:
         from plumbing.wire.tcp.connection import connect_tcp  # the Unix socket needs no TLS
 
         where = TcpAddress.parse(self.address)
+        assert self._security is not None, "over TCP the caller has certificates"
         await connect_tcp(where, CATALOGUE, self, self._security, TCP_CONNECT_DEADLINE_S)
 
     async def _beat(self) -> None:

@@ -49,9 +49,9 @@ class Remote:
         self.members = Members(self.leases, machine.locks, now_ms, silent_ms=settings.silent_ms)
         self._clock, self._feed, self._outbox = clock, feed, outbox
         self._conns: dict[int, Connection] = {}
-        self._is_secured = settings.security is not None
         self.server: TcpServer | None = None
         if listen is not None:
+            assert settings.security is not None, "who listens has certificates"
             self.server = TcpServer(
                 listen,
                 CATALOGUE,
@@ -83,7 +83,7 @@ class Remote:
             return None
         return {
             "address": str(self.server.address),
-            "secured": self._is_secured,
+            "secured": True,  # by certificates, always; scripts read it
             "lease_ms": self.leases.lease_ms,
             "lease_margin_ms": round(self.leases.margin_ms),
             "connections": len(self.server.connections),

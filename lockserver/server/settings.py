@@ -24,7 +24,7 @@ class LockSettings:
     hold_ms: float = HOLD_MS
     silent_ms: float = SILENT_MS
     listen: TcpAddress | None = None  # for engines that span nodes; None: this host only
-    security: Security | None = None  # of `listen`; None only on loopback
+    security: Security | None = None  # of `listen`, which needs it
     lease_ms: float = LEASE_MS
     lease_margin_ms: float = MARGIN_MS
     models: tuple[str, ...] = ()  # each with locks of its own; none: one model without a name

@@ -17,7 +17,7 @@ from tests.deploy.manifests import DEPLOY, PODS, ROOT, pod_spec
 CONTAINERFILES = {
     path.name: path.read_text() for path in sorted((DEPLOY / "container").glob("Containerfile.*"))
 }
-EXTRAS = {"Containerfile.cpu": ("psk",), "Containerfile.cuda": ("psk", "cuda", "vllm")}
+EXTRAS = {"Containerfile.cpu": (), "Containerfile.cuda": ("cuda", "vllm")}
 
 
 def test_there_is_one_file_for_each_kind_of_memory():
@@ -77,5 +77,5 @@ def test_what_is_built_here_is_most_of_what_is_not():
         "ARG BASE",
         "FROM ${BASE}",
         "FROM ${BASE} AS build",
-        'print(*project["dependencies"], *extras["psk"], sep',
+        'print(*project["dependencies"], sep',
     ]

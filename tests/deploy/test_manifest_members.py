@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import json
 import re
-import secrets
 import shutil
 import signal
 import subprocess
@@ -18,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from click.testing import CliRunner
 
 from engine.supervisor.settings import OPTIONS, settle
+from lockserver import certificates
 from plumbing.errors import UsageError
 from plumbing.service import init
 from plumbing.service.config import resolve
@@ -53,6 +52,7 @@ from tests.helpers import until
 from tests.lockserver.engines import EngineProcess
 from tests.lockserver.processes import ServerProcess
 
+FILES = ("tls.crt", "tls.key", "ca.crt")
 HOLD_S = 10.0
 START_AGAIN_S = 5.0  # of a lock server's container that died: its start, on a busy node
 
@@ -82,13 +82,15 @@ def test_every_container_is_understood_by_its_program(pod: str):
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_every_member_would_start(index: int, tmp_path: Path):
-    """Goal: what the overlay says goes together, and with a key of one's own is not refused.
-    Method: what the supervisor and the lock server settle before they start, with a key here."""
-    key = tmp_path / "psk"
-    key.touch(0o600)
-    key.write_text(secrets.token_hex(32))
+    """Goal: what the overlay says goes together, and with certificates of one's own is not
+    refused. Method: what the supervisor settles before it starts, with certificates here."""
+    certificates.create(str(tmp_path / "lock"), ["understudy-lockserver"])
+    own = {
+        f"UNDERSTUDY_LOCKSERVER_TLS_{word}": str(tmp_path / "lock/engine" / file)
+        for word, file in (("CERT", "tls.crt"), ("KEY", "tls.key"), ("CA", "ca.crt"))
+    }
     for container in engines():
-        env = environment(NODES, container, index) | {"UNDERSTUDY_LOCKSERVER_PSK_FILE": str(key)}
+        env = environment(NODES, container, index) | own
         backend = next(w for w in container["command"] if w.startswith("--backend="))
         flags = {"backend": backend.partition("=")[2]}
         settled = settle(resolve(OPTIONS, flags, env), [], str(tmp_path))
@@ -131,7 +133,7 @@ def test_engines_reach_the_lock_server_by_its_service():
         (port,) = (each for each in service["ports"] if each["port"] == address.port)
         listens = TcpAddress.parse(str(served["listen"]))
         assert ports[port["targetPort"]] == listens.port
-        assert not listens.is_loopback
+        assert listens.host == "0.0.0.0"
         assert service["selector"].items() <= labels(workload(LOCK_POD))[0].items()
 
 
@@ -237,36 +239,44 @@ def key_files(pod: str) -> list[tuple[Document, Document]]:
     ]
 
 
-@pytest.mark.parametrize("pod", [NODES, LOCK_POD])
-def test_the_key_is_where_the_program_looks_and_nobody_else_can_read_it(pod: str):
-    """Goal: one key at both ends. Method: the setting, the mount, the Secret's name and mode."""
+@pytest.mark.parametrize(
+    ("pod", "secret_name", "prefix"),
+    [
+        (NODES, "understudy-lock-engine", "lockserver_"),
+        (LOCK_POD, "understudy-lock-server", ""),
+    ],
+)
+def test_certificates_are_where_the_program_looks_and_nobody_else_can_read_them(
+    pod: str, secret_name: str, prefix: str
+):
+    """Goal: each end finds its own pair. Method: the settings, the mount, the Secret's name and
+    mode."""
     having = engines() if pod == NODES else containers(pod)
-    name = "lockserver_psk_file" if pod == NODES else "psk_file"
     secrets = key_files(pod)
     assert len(secrets) == len(having)
     for container, (secret, mount) in zip(having, secrets, strict=True):
-        assert secret == {"secretName": "understudy-lock", "defaultMode": 0o400}
+        assert secret == {"secretName": secret_name, "defaultMode": 0o400}
         assert mount["readOnly"] is True
-        path = settings(pod, container)[name]
-        assert path == f"{mount['mountPath']}/psk"
-        assert list(one(NODES, "Secret")["data"]) == ["psk"]
+        config = settings(pod, container)
+        paths = [config[f"{prefix}{word}"] for word in ("tls_cert", "tls_key", "tls_ca")]
+        assert paths == [f"{mount['mountPath']}/{file}" for file in FILES]
+        assert sorted(one(NODES, "Secret", secret_name)["data"]) == sorted(FILES)
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_no_usable_key_is_in_the_repository(overlay: str, tmp_path: Path):
-    """Goal: who forgets to make a key has a lock server that does not start, not one whose key is
-    public. Method: what the rendered file has, as a key, to the code that reads keys."""
+    """Goal: who forgets to make certificates has a lock server that does not start, not one whose
+    key is public. Method: what the rendered file has, to the code that reads certificates."""
     secrets = [each for each in documents(overlay) if each["kind"] == "Secret"]
-    assert len(secrets) == (1 if overlay == NODES else 0)
+    assert len(secrets) == (2 if overlay == NODES else 0)
     for secret in secrets:
-        (value,) = secret["data"].values()
-        path = tmp_path / "psk"
-        path.touch(0o600)
-        path.write_bytes(base64.b64decode(value))
+        for name, value in secret["data"].items():
+            path = tmp_path / name
+            path.touch(0o600)
+            path.write_bytes(base64.b64decode(value))
         with pytest.raises(UsageError) as refused:
-            Security(psk=str(path)).server_context()
-        assert refused.value.code == "wire.psk_too_short"
-        assert "openssl rand" in refused.value.message
+            Security(*(str(tmp_path / name) for name in FILES)).server_context()
+        assert refused.value.code == "wire.bad_certificate"
 
 
 def test_readiness_asks_the_lock_server_whether_an_engine_is_active(tmp_path: Path):
@@ -304,26 +314,26 @@ def test_readiness_asks_the_lock_server_whether_an_engine_is_active(tmp_path: Pa
 
 
 @needs_kubectl
-def test_key_of_ones_own_replaces_ours_as_the_page_says(own: Path):
-    """Goal: the way that docs/kubernetes.md shows works. Method: its overlay, with a key."""
-    key = "0123456789abcdef" * 4
-    (own / "lock.psk").write_text(key)
+def test_certificates_of_ones_own_replace_ours_as_the_page_says(own: Path):
+    """Goal: the way that docs/kubernetes.md shows works. Method: its command and its overlay."""
+    certificates.create(str(own / "lock"), ["understudy-lockserver"])
     text = block("kubernetes.md", "behavior: replace").replace("../", "../deploy/overlays/")
-    (secret,) = (each for each in render(own, text) if each["kind"] == "Secret")
-    assert secret["metadata"]["name"] == "understudy-lock"
-    assert {name: base64.b64decode(data) for name, data in secret["data"].items()} == {
-        "psk": key.encode()
-    }
+    found = {e["metadata"]["name"]: e for e in render(own, text) if e["kind"] == "Secret"}
+    assert set(found) == {"understudy-lock-server", "understudy-lock-engine"}
+    for name, folder in (("server", "lockserver"), ("engine", "engine")):
+        data = found[f"understudy-lock-{name}"]["data"]
+        assert {file: base64.b64decode(value) for file, value in data.items()} == {
+            file: (own / "lock" / folder / file).read_bytes() for file in FILES
+        }
 
 
 @needs_kubectl
-def test_certificates_in_place_of_the_key(own: Path):
-    """Goal: the component leaves nothing of the key, and what is in its place fits. Method: render
-    it with ours; the flags to the parsers, the certificates' names to the addresses."""
+def test_certificates_of_a_manager_in_place_of_ones_own(own: Path):
+    """Goal: the component leaves no Secret, and what is in its place fits. Method: render it with
+    ours; the flags to the parsers, the certificates' names to the addresses."""
     text = "resources: [../deploy/overlays/multi-node-lock]\n"
     found = render(own, f"{text}components: [../deploy/components/lock-tls]\n")
     assert not [each for each in found if each["kind"] == "Secret"]
-    assert "psk" not in yaml.safe_dump_all(found).lower()
     issued = {
         each["spec"]["secretName"]: each["spec"] for each in found if each["kind"] == "Certificate"
     }

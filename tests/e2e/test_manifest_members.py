@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import shutil
 import signal
 import subprocess
@@ -22,6 +21,7 @@ from typing import Any
 import pytest
 import yaml
 
+from lockserver import certificates
 from lockserver.messages import CATALOGUE, EventMsg, StatusMsg, WatchMsg
 from plumbing.errors import UnderstudyError
 from plumbing.service.procfs import descendants
@@ -42,10 +42,8 @@ class Nodes:
         self.ups: list[subprocess.Popen[bytes]] = []
         self.service = f"127.0.0.1:{free_port()}"
         self._lock_port = free_port()
-        for name in ("key", "state"):
-            (home / name).mkdir(0o700)
-        (home / "key" / "psk").touch(0o600)
-        (home / "key" / "psk").write_text(secrets.token_hex(32))
+        (home / "state").mkdir(0o700)
+        certificates.create(str(home / "key"), ["127.0.0.1"])
         self._write("lock.yaml", workload(LOCK_POD))
         self._write("members.yaml", workload(NODES), one(NODES, "ConfigMap"))
 
@@ -71,7 +69,8 @@ class Nodes:
             )
 
     def _up(self, name: str, manifest: str, *choices: str) -> None:
-        sets = [f"--set={each}" for each in (f"volume.lock-key={self.home / 'key'}", *choices)]
+        pair = self.home / "key" / ("lockserver" if name == "lock" else "engine")
+        sets = [f"--set={each}" for each in (f"volume.lock-key={pair}", *choices)]
         where = ("-f", str(self.home / manifest), "--dir", str(self.home / name))
         with open(self.home / f"{name}.log", "wb") as log:
             command = [UNDERSTUDY, "up", *where, *sets]

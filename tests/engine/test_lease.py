@@ -19,11 +19,12 @@ from click.testing import CliRunner
 from engine import cli
 from lockserver import witness
 from plumbing.service import procfs
+from plumbing.wire.tcp.security import Security
 from tests.engine.pod import Engine, LoopThread, Pod
 from tests.engine.test_shortages import NONE, observer
 from tests.helpers import descriptors_below, free_witness, is_over, until
 from tests.lockserver.lease_server import LeaseServer
-from tests.plumbing.wire.certificates import Authority
+from tests.plumbing.wire.certificates import Authority, shared, tls_flags
 
 LEASE_MS = 3000  # a machine with much to do stops a process for a second
 NAMESPACE = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
@@ -49,10 +50,10 @@ def server(loop) -> Iterator[LeaseServer]:
     loop.run(made.stop())
 
 
-def over_tcp(server: LeaseServer, pod: Pod) -> tuple[str, ...]:
+def over_tcp(server: LeaseServer, pod: Pod, tls: tuple[str, ...] = ()) -> tuple[str, ...]:
     host, port = pod.address
     return (
-        *("--lockserver-socket", server.address, "--lockserver-insecure"),
+        *("--lockserver-socket", server.address, *(tls or tls_flags(shared(), "lockserver-"))),
         *("--service-address", f"{host}:{port}"),
     )
 
@@ -254,7 +255,8 @@ def test_two_members_wake_stop_and_come_back_together(pod, server, loop, tmp_pat
     each granted its own incarnation, as the server does for a group."""
     server.auto = ("loader",)
     second = Pod(tmp_path)
-    flags = ("--lockserver-socket", server.address, "--lockserver-insecure", "--members", "2")
+    tls = tls_flags(shared(), "lockserver-")
+    flags = ("--lockserver-socket", server.address, *tls, "--members", "2")
     first_flags = (*flags, "--service-address", "{}:{}".format(*pod.address))
     try:
         members = (
@@ -349,13 +351,9 @@ def test_certificates_let_an_engine_in_and_a_stranger_s_do_not(pod, tmp_path, lo
         engines = []
         for number, authority in enumerate((ours, theirs)):
             files = authority.issue(f"engine-{number}")
-            flags = (
-                *("--lockserver-tls-cert", str(files.cert)),
-                *("--lockserver-tls-key", str(files.key)),
-                *("--lockserver-tls-ca", ours.path),
-            )
+            flags = tls_flags(Security(files.cert, files.key, ours.path), "lockserver-")
             name = f"engine-{number}"
-            engines.append(pod.engine(name, flags=(*over_tcp(server, pod), *flags)))
+            engines.append(pod.engine(name, flags=over_tcp(server, pod, flags)))
         engines[0].until("active")
         engines[1].until("standby")
         reason = until(

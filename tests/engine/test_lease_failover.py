@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import signal
 import subprocess
 import tempfile
@@ -31,6 +30,7 @@ from tests.engine.pod import Engine, Pod, environment, program
 from tests.engine.wire_cut import Proxy
 from tests.helpers import free_port, is_over, until
 from tests.lockserver.processes import ServerProcess
+from tests.plumbing.wire.certificates import shared, tls_flags
 
 LEASE_MS = 3000  # a machine with much to do stops a process for a second
 LONG_LEASE_MS = 60_000  # where no lease may run out, however busy the machine is
@@ -56,13 +56,10 @@ def events_of(client: BlockingClient, watch: Any, record: type) -> list[Record]:
 
 
 class Host:
-    """A lock server over TCP with a pre-shared key, a directory for engines and their memory."""
+    """A lock server over TCP with certificates, a directory for engines and their memory."""
 
     def __init__(self, lock_dir: Path, pod: Pod, lease_ms: int = LEASE_MS) -> None:
         self.pod = pod
-        self.key = lock_dir / "key"
-        self.key.write_bytes(secrets.token_bytes(32))
-        self.key.chmod(0o600)
         lock_dir.chmod(0o700)
         # The first server of a directory that listens would wait a lease out before it grants.
         first_server = ServerProcess(str(lock_dir))
@@ -71,7 +68,7 @@ class Host:
         self.port = free_port()
         self.server = ServerProcess(
             str(lock_dir),
-            *("--listen", f"tcp://127.0.0.1:{self.port}", "--psk-file", str(self.key)),
+            *("--listen", f"tcp://127.0.0.1:{self.port}", *tls_flags(shared())),
             *("--lease-ms", str(lease_ms), "--lease-margin-ms", str(MARGIN_MS)),
         )
         self.server.start()
@@ -85,7 +82,7 @@ class Host:
         host, port = self.pod.address
         return (
             *("--lockserver-socket", address or self.address),
-            *("--lockserver-psk-file", str(self.key)),
+            *tls_flags(shared(), "lockserver-"),
             *("--service-address", f"{host}:{port}"),
         )
 
@@ -309,7 +306,7 @@ def test_a_lost_member_takes_its_engine_with_it_and_another_engine_serves(host, 
     Method: three supervisors in directories of their own; SIGKILL that of member 1."""
     two = ("--members", "2")
     zero = host.pod.engine("engine-0", "--load", flags=(*host.flags(), *two))
-    flags = tuple(host.flags()[:4])
+    flags = host.flags()[:-2]  # without a service address
     one = other_node.engine("engine-0", "--load", flags=(*flags, *two, "--member", "1"))
     for member in (zero, one):
         member.until("active")
@@ -341,7 +338,7 @@ def test_members_with_the_reference_backend_come_back_and_say_the_same(host, oth
         host.start_gms(directory)
     backend = ("reference", "--model", str(model))
     two = ("--members", "2")
-    flags = tuple(host.flags()[:4])
+    flags = host.flags()[:-2]  # without a service address
     zero = host.pod.engine("engine-0", flags=(*host.flags(), *two), backend=backend)
     one = other_node.engine("engine-0", flags=(*flags, *two, "--member", "1"), backend=backend)
     for member in (zero, one):

@@ -8,8 +8,14 @@ from engine.supervisor.settings import OPTIONS, settle
 from plumbing.errors import UsageError
 from plumbing.service.config import resolve
 from plumbing.wire.tcp.address import TcpAddress
+from tests.plumbing.wire.certificates import shared
 
-TCP = {"lockserver_socket": "tcp://127.0.0.1:9500", "lockserver_insecure": True}
+CERTIFICATES = {
+    "lockserver_tls_cert": shared().cert,
+    "lockserver_tls_key": shared().key,
+    "lockserver_tls_ca": shared().ca,
+}
+TCP = {"lockserver_socket": "tcp://127.0.0.1:9500", **CERTIFICATES}
 SERVES = {**TCP, "service_address": "127.0.0.1:8000"}
 
 
@@ -44,7 +50,7 @@ def test_over_tcp_a_member_serves_or_does_not():
     [
         (TCP, "engine.no_service_address"),
         ({"service_address": "127.0.0.1:8000"}, "engine.only_over_tcp"),
-        ({"lockserver_psk_file": "/key"}, "engine.only_over_tcp"),
+        ({"lockserver_tls_key": "/key"}, "engine.only_over_tcp"),
         ({"members": 2}, "engine.only_over_tcp"),
         ({**SERVES, "members": 2, "member": 2}, "engine.bad_member"),
         ({**SERVES, "members": 2, "backend": "vllm"}, "engine.cannot_span"),
@@ -52,10 +58,8 @@ def test_over_tcp_a_member_serves_or_does_not():
         ({**SERVES, "service_address": "127.0.0.1:0"}, "engine.bad_service_address"),
         ({**SERVES, "service_address": "no.such.host.invalid:80"}, "engine.bad_service_address"),
         ({**SERVES, "lockserver_socket": "tcp://nowhere"}, "wire.bad_address"),
-        ({**SERVES, "lockserver_socket": "tcp://192.0.2.1:9500"}, "wire.insecure_address"),
-        ({**SERVES, "lockserver_insecure": False}, "wire.insecure_address"),
-        ({**SERVES, "lockserver_tls_key": "/key"}, "wire.incomplete_security"),
-        ({**SERVES, "lockserver_psk_file": "/no/such/key"}, "wire."),
+        ({**SERVES, "lockserver_tls_key": None}, "wire.incomplete_security"),
+        ({**SERVES, "lockserver_tls_key": "/no/such/key"}, "wire.file"),
     ],
 )
 def test_what_does_not_go_together_is_refused(flags, code):

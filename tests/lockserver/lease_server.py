@@ -12,6 +12,7 @@ from plumbing.wire.messages import Message
 from plumbing.wire.tcp.address import TcpAddress
 from plumbing.wire.tcp.security import Security
 from plumbing.wire.tcp.server import TcpServer
+from tests.plumbing.wire.certificates import shared
 
 
 @dataclass
@@ -29,6 +30,7 @@ class LeaseServer:
     granted: dict[tuple[str, str], int] = field(default_factory=dict)
 
     async def start(self, port: int = 0, security: Security | None = None) -> None:
+        security = security or shared()
         where = TcpAddress("127.0.0.1", port)
         self.server = TcpServer(where, CATALOGUE, self, service="stub", security=security)
         await self.server.start()

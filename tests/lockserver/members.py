@@ -1,9 +1,8 @@
 """Stand-ins for members over TCP: the messages of a supervisor, sent by hand, without a client.
 
-As a program, `python -m tests.lockserver.members ADDRESS PSK ENGINE MEMBER MEMBERS`: a member in
-its own process that sends heartbeats until it is stopped or killed, requests `active`, claims what
-it is granted, and writes the messages it receives to stdout as JSON lines. A line on stdin makes it
-reap.
+As a program, with the arguments of `_main`: a member in its own process that sends heartbeats until
+it is stopped or killed, requests `active`, claims what it is granted, and writes the messages it
+receives to stdout as JSON lines. A line on stdin makes it reap.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ class Member:
     """One member's connection; `connect` replaces it. Sends heartbeats while `beats` is true."""
 
     def __init__(
-        self, address: str, psk: str | None, engine: str, member: int = 0, members: int = 1
+        self, address: str, security: Security, engine: str, member: int = 0, members: int = 1
     ) -> None:
-        self.address, self.psk = TcpAddress.parse(address), psk
+        self.address, self.security = TcpAddress.parse(address), security
         self.engine, self.member, self.members = engine, member, members
         self.supervisor = secrets.token_hex(8)
         self.incarnation: str | None = None
@@ -56,9 +55,8 @@ class Member:
     # ------------------------------------------------------------------ sending
 
     async def connect(self) -> None:
-        security = Security(psk=self.psk) if self.psk else None
         self.ended = None
-        self.conn = await connect_tcp(self.address, CATALOGUE, self, security, 10.0)
+        self.conn = await connect_tcp(self.address, CATALOGUE, self, self.security, 10.0)
         if self._beating is None:
             self._beating = asyncio.create_task(self._beat())
 
@@ -157,10 +155,13 @@ class Member:
 class MemberProcess:
     """A `Member` in its own process."""
 
-    def __init__(self, address: str, psk: str, engine: str, member: int, members: int) -> None:
+    def __init__(
+        self, address: str, security: Security, engine: str, member: int, members: int
+    ) -> None:
         self.process = subprocess.Popen(
             [
-                *(sys.executable, "-m", __name__, address, psk, engine),
+                *(sys.executable, "-m", __name__, address),
+                *(security.cert, security.key, security.ca, engine),
                 *(str(member), str(members)),
             ],
             stdout=subprocess.PIPE,
@@ -227,8 +228,10 @@ def tell(kind: str, **data: Any) -> None:
     print(json.dumps({"kind": kind, **data}), flush=True)
 
 
-async def _main(address: str, psk: str, engine: str, member: int, members: int) -> None:
-    me = _Telling(address, psk, engine, member, members)
+async def _main(
+    address: str, cert: str, key: str, ca: str, engine: str, member: str, members: str
+) -> None:
+    me = _Telling(address, Security(cert, key, ca), engine, int(member), int(members))
     await me.connect()
     tell("launched", incarnation=me.launch("active"))
     loop = asyncio.get_running_loop()
@@ -242,4 +245,4 @@ async def _main(address: str, psk: str, engine: str, member: int, members: int) 
 
 
 if __name__ == "__main__":
-    asyncio.run(_main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5])))
+    asyncio.run(_main(*sys.argv[1:]))

@@ -16,6 +16,7 @@ from lockserver.client.dead_man import now_ms
 from plumbing.errors import UnderstudyError
 from tests.helpers import auntil
 from tests.lockserver.lease_server import LeaseServer
+from tests.plumbing.wire.certificates import shared
 
 LEASE_MS = 2000  # a busy machine may stall a process for a second
 
@@ -52,6 +53,7 @@ class Member:
             engine=engine,
             ender=self.ender,
             heartbeat_ms=50,
+            security=shared(),
             **more,
         )
         self.incarnation = witness.new_incarnation(engine)

@@ -20,6 +20,7 @@ import pytest
 from tests.helpers import auntil, free_port
 from tests.lockserver.members import Member
 from tests.lockserver.processes import ServerProcess
+from tests.plumbing.wire.certificates import shared, tls_flags
 
 LEASE_MS, MARGIN_MS = 600, 300
 CLOCK_MS = 20  # between the start of the lease and the record of it
@@ -30,13 +31,16 @@ def server(start_server, request: pytest.FixtureRequest) -> ServerProcess:
     """With its leases `request.param` times as long."""
     times = getattr(request, "param", 1)
     lease = ("--lease-ms", str(times * LEASE_MS), "--lease-margin-ms", str(times * MARGIN_MS))
-    return start_server("--listen", f"tcp://127.0.0.1:{free_port()}", "--listen-insecure", *lease)
+    address = f"tcp://127.0.0.1:{free_port()}"
+    return start_server("--listen", address, *tls_flags(shared()), *lease)
 
 
 @asynccontextmanager
 async def holder_and_other(server: ServerProcess) -> AsyncIterator[tuple[Member, Member]]:
     """engine-0, which holds `active`, and engine-1, which is not connected yet."""
-    holder, other = (Member(server.flags[1], None, engine) for engine in ("engine-0", "engine-1"))
+    holder, other = (
+        Member(server.flags[1], shared(), engine) for engine in ("engine-0", "engine-1")
+    )
     try:
         await holder.join("active")
         await holder.granted()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import signal
 import urllib.request
 from pathlib import Path
@@ -15,10 +14,11 @@ import pytest
 
 from lockserver.messages import GrantedMsg, StatusMsg
 from plumbing.errors import UnreachableError
+from plumbing.wire.tcp.security import Security
 from tests.helpers import auntil, free_port, until
 from tests.lockserver.engines import Engine
 from tests.lockserver.members import Member, MemberProcess
-from tests.plumbing.wire.certificates import write_secret
+from tests.plumbing.wire.certificates import Authority, tls_flags, write_secret
 
 LEASE_MS, MARGIN_MS, SILENT_MS = 2000, 500, 1000  # how late a busy machine may be
 FLAGS = (
@@ -28,11 +28,14 @@ FLAGS = (
 
 
 @pytest.fixture
-def psk(tmp_path):
-    path = tmp_path / "psk"
-    path.write_bytes(os.urandom(32))
-    path.chmod(0o600)
-    return str(path)
+def authority(tmp_path):
+    return Authority(tmp_path)
+
+
+@pytest.fixture
+def security(authority):
+    """What every member has."""
+    return authority.issue("engine")
 
 
 @pytest.fixture
@@ -41,18 +44,18 @@ def address():
 
 
 @pytest.fixture
-def server(start_server, address, psk):
-    """A lock server that members reach with a pre-shared key."""
-    return start_server("--listen", address, "--psk-file", psk, *FLAGS)
+def server(start_server, address, authority):
+    """A lock server that members reach with certificates."""
+    return start_server("--listen", address, *tls_flags(authority.issue("lockserver")), *FLAGS)
 
 
 @pytest.fixture
-def start_member(address, psk):
+def start_member(address, security):
     """`start_member(engine, member, members)`: a member in its own process."""
     with contextlib.ExitStack() as stack:
 
         def start(engine: str, member: int = 0, members: int = 1) -> MemberProcess:
-            process = MemberProcess(address, psk, engine, member, members)
+            process = MemberProcess(address, security, engine, member, members)
             stack.callback(process.close)
             return process
 
@@ -156,18 +159,18 @@ def test_restarted_server_waits_out_the_lease_of_a_member_that_does_not_return(
     until(lambda: len(events_of(server, "lock.lease_expired")) == 1, "one lease to run out")
 
 
-async def with_members(address, psk, scenario, *members: tuple[str, int, int]) -> None:
+async def with_members(address, security, scenario, *members: tuple[str, int, int]) -> None:
     async with contextlib.AsyncExitStack() as stack:
         found = []
         for engine, member, count in members:
-            one = Member(address, psk, engine, member, count)
+            one = Member(address, security, engine, member, count)
             stack.push_async_callback(one.close)
             found.append(one)
         await scenario(*found)
 
 
 @pytest.mark.slow
-def test_lease_is_answered_before_the_grant_that_follows_from_it(server, address, psk):
+def test_lease_is_answered_before_the_grant_that_follows_from_it(server, address, security):
     """Goal: a member never has to act on a grant without a lease. Method: check the order of the
     messages that a member receives, and the lease they give it."""
 
@@ -178,11 +181,11 @@ def test_lease_is_answered_before_the_grant_that_follows_from_it(server, address
         assert kinds.index("RenewedMsg") < kinds.index("GrantedMsg")
         assert (await member.renewed()).lease_ms == LEASE_MS
 
-    asyncio.run(with_members(address, psk, scenario, ("engine-0", 0, 1)))
+    asyncio.run(with_members(address, security, scenario, ("engine-0", 0, 1)))
 
 
 @pytest.mark.slow
-def test_incomplete_engine_waits_and_status_names_the_missing_members(server, address, psk):
+def test_incomplete_engine_waits_and_status_names_the_missing_members(server, address, security):
     """Goal: no wait is silent. Method: member 0 of 2 alone."""
 
     async def scenario(first: Member) -> None:
@@ -196,11 +199,13 @@ def test_incomplete_engine_waits_and_status_names_the_missing_members(server, ad
         assert "member 1 of 2 is not connected" in waits["members_missing"]["message"]
         assert not first.of(GrantedMsg)
 
-    asyncio.run(with_members(address, psk, scenario, ("engine-0", 0, 2)))
+    asyncio.run(with_members(address, security, scenario, ("engine-0", 0, 2)))
 
 
 @pytest.mark.slow
-def test_another_supervisor_of_a_living_member_is_refused_with_the_time_left(server, address, psk):
+def test_another_supervisor_of_a_living_member_is_refused_with_the_time_left(
+    server, address, security
+):
     """Goal: two supervisors cannot both be the same member. Method: connect the same engine and
     member twice."""
 
@@ -211,10 +216,10 @@ def test_another_supervisor_of_a_living_member_is_refused_with_the_time_left(ser
         assert await second.refused() == "lock.engine_id_taken"
         assert members_of(server)["members"][0]["supervisor"] == first.supervisor
 
-    asyncio.run(with_members(address, psk, scenario, ("engine-0", 0, 1), ("engine-0", 0, 1)))
+    asyncio.run(with_members(address, security, scenario, ("engine-0", 0, 1), ("engine-0", 0, 1)))
 
 
-def test_over_tcp_only_members_are_answered(server, address, psk):
+def test_over_tcp_only_members_are_answered(server, address, security):
     """Goal: only the Unix socket accepts requests that change or show the lock. Method: send one
     over TCP."""
 
@@ -224,11 +229,13 @@ def test_over_tcp_only_members_are_answered(server, address, psk):
         member.conn.send(StatusMsg(), 1)
         assert await member.refused() == "lock.unexpected_message"
 
-    asyncio.run(with_members(address, psk, scenario, ("engine-0", 0, 1)))
+    asyncio.run(with_members(address, security, scenario, ("engine-0", 0, 1)))
 
 
 @pytest.mark.slow
-def test_engines_on_this_host_and_members_on_others_share_one_lock(server, pod_dir, address, psk):
+def test_engines_on_this_host_and_members_on_others_share_one_lock(
+    server, pod_dir, address, security
+):
     """Goal: one machine for both. Method: an engine with a witness holds the lock; a member waits,
     is sent the holder, and is granted the lock when the witness is free; then the other way
     round."""
@@ -247,11 +254,11 @@ def test_engines_on_this_host_and_members_on_others_share_one_lock(server, pod_d
             member.reap()
             assert await engine.granted() == 3
 
-    asyncio.run(with_members(address, psk, scenario, ("engine-0", 0, 1)))
+    asyncio.run(with_members(address, security, scenario, ("engine-0", 0, 1)))
 
 
 @pytest.mark.slow
-def test_metrics_show_the_holders_lease_and_missing_members(server, address, psk):
+def test_metrics_show_the_holders_lease_and_missing_members(server, address, security):
     """Goal: the metrics are enough for an alert. Method: scrape while one of two members is
     disconnected."""
 
@@ -267,37 +274,47 @@ def test_metrics_show_the_holders_lease_and_missing_members(server, address, psk
         left = next(line for line in page.splitlines() if "lock_lease_remaining_seconds{" in line)
         assert 0 < float(left.rpartition(" ")[2]) <= (LEASE_MS + MARGIN_MS) / 1000
 
-    asyncio.run(with_members(address, psk, scenario, ("engine-0", 0, 2), ("engine-0", 1, 2)))
+    asyncio.run(with_members(address, security, scenario, ("engine-0", 0, 2), ("engine-0", 1, 2)))
 
 
-def test_member_with_another_key_is_refused(server, address, tmp_path):
-    """Goal: a member without the key is refused. Method: a member with a different key."""
-    other = tmp_path / "other"
-    other.write_bytes(os.urandom(32))
-    other.chmod(0o600)
-    stranger = Member(address, str(other), "engine-0")
+def test_member_with_another_certificate_is_refused(server, address, security, tmp_path):
+    """Goal: a member of another authority is refused. Method: one that trusts the server's."""
+    (tmp_path / "other").mkdir()
+    other = Authority(tmp_path / "other").issue("engine")
+    stranger = Member(address, Security(other.cert, other.key, security.ca), "engine-0")
     with pytest.raises(UnreachableError):
         asyncio.run(stranger.connect())
     assert server.status()["members"] == {}
 
 
-def test_invalid_new_key_is_reported_and_the_old_one_stays(server, address, psk):
-    """Goal: status reports a broken new key, and members connect with the old one until a valid key
-    is there. Method: replace the file with one that is too short, then with a valid one."""
-    old = write_secret(f"{psk}.old", Path(psk).read_bytes())
+def test_invalid_new_certificate_is_reported_and_the_old_one_stays(
+    server, address, authority, security, tmp_path
+):
+    """Goal: status reports a broken new file, and members connect by the old one until a valid one
+    is there. Method: break the server's certificate; then a pair and a CA of another authority."""
+    (tmp_path / "new").mkdir()
+    new = Authority(tmp_path / "new")
+    renewed = new.issue("lockserver")
 
-    async def gets_in(key: str) -> None:
-        member = Member(address, key, "engine-0")
+    async def gets_in(security: Security) -> None:
+        member = Member(address, security, "engine-0")
         await member.join("active")
         await member.close()
 
-    asyncio.run(gets_in(psk))
+    asyncio.run(gets_in(security))
     assert server.status()["problem"] is None
-    write_secret(psk, b"short")
+    ours = tmp_path / "lockserver.pem"
+    write_secret(str(ours), b"nonsense")
     assert "stay in use" in server.status()["problem"]
-    asyncio.run(gets_in(old))
-    write_secret(psk, b"n" * 32)
+    asyncio.run(gets_in(security))
+    stale = Security(security.cert, security.key, renewed.ca)
+    for path, source in (
+        (str(ours), renewed.cert),
+        (str(tmp_path / "lockserver.key"), renewed.key),
+        (authority.path, renewed.ca),
+    ):
+        write_secret(path, Path(source).read_bytes())
     assert server.status()["problem"] is None
-    asyncio.run(gets_in(psk))
-    with pytest.raises(UnreachableError, match="another pre-shared key"):
-        asyncio.run(gets_in(old))
+    asyncio.run(gets_in(new.issue("engine")))
+    with pytest.raises(UnreachableError):
+        asyncio.run(gets_in(stale))

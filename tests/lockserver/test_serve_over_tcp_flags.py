@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.helpers import free_port
+from tests.plumbing.wire.certificates import shared, tls_flags
 
 
 def refused(pod_dir: str, *flags: str) -> subprocess.CompletedProcess[str]:
@@ -28,10 +29,9 @@ def refused(pod_dir: str, *flags: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("code", "flags"),
     [
-        ("wire.insecure_address", ("--listen", "tcp://0.0.0.0:9402")),
-        ("wire.insecure_address", ("--listen", "tcp://0.0.0.0:9402", "--listen-insecure")),
-        ("wire.insecure_address", ("--listen", "tcp://127.0.0.1:9402")),
-        ("wire.insecure_address", ("--listen", "tcp://localhost:9402")),
+        ("wire.incomplete_security", ("--listen", "tcp://0.0.0.0:9402")),
+        ("wire.incomplete_security", ("--listen", "tcp://127.0.0.1:9402")),
+        ("wire.incomplete_security", ("--listen", "tcp://localhost:9402")),
         ("wire.bad_address", ("--listen", "0.0.0.0:9402")),
         ("wire.incomplete_security", ("--listen", "tcp://0.0.0.0:9402", "--tls-cert", "x")),
         (
@@ -53,23 +53,20 @@ def test_serve_refuses_conflicting_flags_with_one_clear_error(pod_dir, code, fla
 def test_serve_with_an_address_in_use_exits_and_leaves_nothing_behind(pod_dir, start_server):
     """Goal: a server never half starts. Method: a second one, on the port of the first."""
     address = f"tcp://127.0.0.1:{free_port()}"
-    start_server("--listen", address, "--listen-insecure")
+    start_server("--listen", address, *tls_flags(shared()))
     other = os.path.join(pod_dir, "other")
     os.mkdir(other, 0o700)
-    ran = refused(other, "--listen", address, "--listen-insecure")
+    ran = refused(other, "--listen", address, *tls_flags(shared()))
     assert ran.returncode == 1, ran.stderr
     assert "wire.address_in_use" in ran.stderr
     assert "Traceback" not in ran.stderr
     assert not os.path.exists(os.path.join(other, "lockserver.sock"))
 
 
-def test_serve_over_tcp_status_shows_address_and_security(start_server, pod_dir, tmp_path):
+def test_serve_over_tcp_status_shows_address_and_security(start_server, pod_dir):
     """Goal: operators can read what to configure on members. Method: the document and the text."""
-    secret = tmp_path / "psk"
-    secret.write_bytes(os.urandom(32))
-    secret.chmod(0o600)
     address = f"tcp://127.0.0.1:{free_port()}"
-    server = start_server("--listen", address, "--psk-file", str(secret), "--lease-ms", "7000")
+    server = start_server("--listen", address, *tls_flags(shared()), "--lease-ms", "7000")
     tcp = server.status()["tcp"]
     assert (tcp["address"], tcp["secured"], tcp["lease_ms"]) == (address, True, 7000)
     command = [sys.executable, "-m", "lockserver.cli", "status", "--dir", pod_dir]

@@ -38,14 +38,6 @@ class TcpAddress:
             raise _bad(text)
         return cls(host, port)
 
-    @property
-    def is_loopback(self) -> bool:
-        """Whether only this host can connect."""
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return self.host.lower() == "localhost"  # RFC 6761 §6.3
-
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{SCHEME}{host}:{self.port}"

@@ -27,13 +27,10 @@ from plumbing.wire.messages import Catalogue, FaultMsg, HelloMsg, Message, Welco
 from plumbing.wire.peer import NO_UID, Peer
 from plumbing.wire.sockets import no_descriptors
 from plumbing.wire.tcp.address import TcpAddress
-from plumbing.wire.tcp.security import Security, check
+from plumbing.wire.tcp.security import Security
 
 # The event loops do not let TLS send the reason for a refusal: the peer only sees the end.
-_FIX = (
-    "both sides need the same kind of security (certificates, a pre-shared key or none), and each"
-    " must trust the other's"
-)
+_FIX = "both sides need a certificate, and each must trust the CA of the other's"
 
 
 class TcpConnection(Connection):
@@ -83,17 +80,12 @@ class TcpConnection(Connection):
         """Keep reading, and dropping, until the peer closes its side or the flush deadline passes.
 
         TLS cannot close one direction only, and closing the transport would drop our queued frames
-        as soon as the peer sends anything. So under TLS the peer closes because of the error frame.
+        as soon as the peer sends anything. So the peer closes because of the error frame.
         """
         if self._transport.is_closing():
             return False
         if self._is_paused:
             self._resume_reading()
-        if self._transport.can_write_eof():
-            try:
-                self._transport.write_eof()
-            except OSError:  # reset just now
-                return False
         return True
 
     def _discard(self) -> None:
@@ -128,11 +120,9 @@ def tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_IDLE_S)
 
 
-def peer_of(transport: asyncio.Transport, host: str, who: str, security: Security | None) -> Peer:
-    """The peer, named by its certificate's common name if certificates name peers, else `who`."""
-    name = None
-    if security is not None and security.names_peers:
-        name = _common_name(transport.get_extra_info("ssl_object"))
+def peer_of(transport: asyncio.Transport, host: str, who: str) -> Peer:
+    """The peer, named by its certificate's common name, or `who` if that has none."""
+    name = _common_name(transport.get_extra_info("ssl_object"))
     return Peer(NO_UID, 0, None, "none", name or who, host)
 
 
@@ -171,7 +161,7 @@ async def connect_tcp(
     address: TcpAddress,
     catalogue: Catalogue,
     handler: Handler,
-    security: Security | None,
+    security: Security,
     deadline_s: float = CONNECT_DEADLINE_S,
 ) -> TcpConnection:
     """A connection to the server at `address`, once the server has answered `hello`: in TLS 1.3 a
@@ -180,18 +170,15 @@ async def connect_tcp(
 
     Raises:
         UnreachableError: `wire.unreachable`, with the reason, or the code of the server's refusal.
-        UsageError: `wire.insecure_address`, or the security's files cannot be used.
+        UsageError: the security's files cannot be used.
     """
-    check(address, security)
-    options: dict[str, Any] = {}
-    if security is not None:
-        options = tls_options(security.client_context(), deadline_s)
-        options["server_hostname"] = address.host
+    options = tls_options(security.client_context(), deadline_s)
+    options["server_hostname"] = address.host
     greeter = _Greeter(handler, address)
     made: list[TcpConnection] = []
 
     def connect(transport: asyncio.Transport) -> TcpConnection:
-        peer = peer_of(transport, address.host, str(address), security)
+        peer = peer_of(transport, address.host, str(address))
         made.append(TcpConnection(transport, peer, catalogue, greeter))
         return made[0]
 
@@ -211,7 +198,7 @@ async def connect_tcp(
     except OSError as error:
         if is_shortage(error):
             raise no_descriptors(f"open a socket to {address}", error) from error
-        raise _unreachable(address, refusal_reason(error, security)) from error
+        raise _unreachable(address, refusal_reason(error)) from error
     except BaseException:
         _give_up(made)
         raise
@@ -271,10 +258,8 @@ def tls_options(context: ssl.SSLContext, handshake_deadline_s: float) -> dict[st
     }
 
 
-def refusal_reason(error: OSError, security: Security | None) -> str:
+def refusal_reason(error: OSError) -> str:
     """Why a connection was not made: the error, explained."""
-    if isinstance(error, ssl.SSLCertVerificationError) and security and not security.names_peers:
-        return "it has another pre-shared key"
     if isinstance(error, ssl.SSLError) or error.errno or str(error):
         return reason_of(error)
     return f"the peer closed the connection during the handshake; {_FIX}"

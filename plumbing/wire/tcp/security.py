@@ -1,7 +1,7 @@
 """Who may connect over TCP: settings in, TLS contexts out.
 
-Either certificates on both sides (mutual TLS), or a pre-shared key (which becomes mutual TLS too,
-see `psk`), or nothing where only this host can connect. TLS 1.3 only: both ends are ours.
+Certificates on both sides (mutual TLS), also on loopback: other users of the host could take the
+lock there. TLS 1.3 only: both ends are ours.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 from plumbing.errors import UsageError
 from plumbing.wire.fds import OwnedFd
-from plumbing.wire.tcp import psk
 from plumbing.wire.tcp.address import TcpAddress
 
 # A key is a few hundred bytes, a bundle of certificates a few hundred kilobytes.
@@ -32,27 +31,21 @@ class _Kept:
 
 @dataclass(frozen=True)
 class Security:
-    """Paths of a certificate, its private key and the peers' CA, or of a pre-shared key.
+    """Paths of a certificate, its private key and the peers' CA.
 
     The files are checked at each new connection, so renewed ones are used at once. If they cannot
     be used, `problem` gives the reason and the last good ones stay in use.
     """
 
-    cert: str | None = None
-    key: str | None = None
-    ca: str | None = None
-    psk: str | None = None
+    cert: str
+    key: str
+    ca: str
     _kept: _Kept = field(default_factory=_Kept, init=False, repr=False, compare=False)
 
     @property
     def problem(self) -> str | None:
         """What was wrong with the files when they were last checked."""
         return self._kept.problem
-
-    @property
-    def names_peers(self) -> bool:
-        """Whether certificates identify peers; with a pre-shared key all peers have the same."""
-        return self.psk is None
 
     def server_context(self) -> ssl.SSLContext:
         """For the accepting side. Sessions are not resumed: each connection authenticates.
@@ -63,7 +56,7 @@ class Security:
         return self._context(ssl.PROTOCOL_TLS_SERVER)
 
     def client_context(self) -> ssl.SSLContext:
-        """For the connecting side, which checks the server's name if it has certificates.
+        """For the connecting side, which checks the server's name.
 
         Raises:
             UsageError: as for `server_context`.
@@ -71,7 +64,7 @@ class Security:
         return self._context(ssl.PROTOCOL_TLS_CLIENT)
 
     def _context(self, side: ssl._SSLMethod) -> ssl.SSLContext:
-        stamp = tuple(_stamp(path) for path in (self.cert, self.key, self.ca, self.psk) if path)
+        stamp = tuple(_stamp(path) for path in (self.cert, self.key, self.ca))
         kept = self._kept.contexts.get(side)
         if kept is not None and kept[0] == stamp:
             self._kept.problem = None
@@ -90,21 +83,13 @@ class Security:
     def _make(self, side: ssl._SSLMethod) -> ssl.SSLContext:
         context = ssl.SSLContext(side)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.check_hostname = side is ssl.PROTOCOL_TLS_CLIENT and self.psk is None
+        context.check_hostname = side is ssl.PROTOCOL_TLS_CLIENT
         context.verify_mode = ssl.CERT_REQUIRED
         if side is ssl.PROTOCOL_TLS_SERVER:
             context.num_tickets = 0
-        if self.psk is not None:
-            secret = read_file(self.psk, "the pre-shared key", is_secret=True)
-            cert, key = psk.derive(secret, self.psk)
-            ca = cert
-        else:
-            assert self.cert
-            assert self.key
-            assert self.ca
-            cert = read_file(self.cert, "the certificate", is_secret=False)
-            key = read_file(self.key, "the private key", is_secret=True)
-            ca = read_file(self.ca, "the CA's certificate", is_secret=False)
+        cert = read_file(self.cert, "the certificate", is_secret=False)
+        key = read_file(self.key, "the private key", is_secret=True)
+        ca = read_file(self.ca, "the CA's certificate", is_secret=False)
         self._load(context, cert, key, ca)
         return context
 
@@ -134,64 +119,21 @@ class Security:
             ) from error
 
 
-def settle(
-    address: TcpAddress,
-    cert: str | None,
-    key: str | None,
-    ca: str | None,
-    psk: str | None,
-    *,
-    is_open: bool,
-    open_flag: str,
-) -> Security | None:
+def settle(address: TcpAddress, cert: str | None, key: str | None, ca: str | None) -> Security:
     """How connections to `address` are secured.
 
-    None: not at all, on a loopback address. Other users of the host could then take the lock, so
-    this has to be asked for: by `is_open`, which the operator sets with `open_flag`.
-
     Raises:
-        UsageError: `wire.insecure_address`, `wire.two_securities` or `wire.incomplete_security`.
+        UsageError: `wire.incomplete_security`.
     """
-    files = {"certificate": cert, "private key": key, "CA's certificate": ca}
-    missing = [what for what, path in files.items() if not path]
-    if psk and len(missing) < len(files):
-        raise UsageError(
-            "wire.two_securities",
-            f"{address} can use certificates or a pre-shared key, not both; remove one of them",
-        )
-    if psk:
-        return Security(psk=psk)
-    if not missing:
+    if cert and key and ca:
         return Security(cert, key, ca)
-    if len(missing) < len(files):
-        raise UsageError(
-            "wire.incomplete_security",
-            f"TLS on {address} needs a certificate, its private key and the certificate of the CA"
-            f" that signed the other side's; missing: {', '.join(missing)}",
-        )
-    check(address, None)
-    if not is_open:
-        raise UsageError(
-            "wire.insecure_address",
-            f"{address} can be reached by every user of this host, and any of them could take the"
-            " lock; configure a certificate, its key and a CA, or a file with a pre-shared key, or"
-            f" allow that with {open_flag}",
-        )
-    return None
-
-
-def check(address: TcpAddress, security: Security | None) -> None:
-    """Refuse an address that other hosts can reach if connections are not secured.
-
-    Raises:
-        UsageError: `wire.insecure_address`.
-    """
-    if security is None and not address.is_loopback:
-        raise UsageError(
-            "wire.insecure_address",
-            f"{address} can be reached from other hosts, and any of them could take the lock;"
-            " configure a certificate, its key and a CA, or a file with a pre-shared key",
-        )
+    files = {"certificate": cert, "private key": key, "CA's certificate": ca}
+    missing = ", ".join(what for what, path in files.items() if not path)
+    raise UsageError(
+        "wire.incomplete_security",
+        f"TLS on {address} needs a certificate, its private key and the certificate of the CA that"
+        f" signed the other side's; missing: {missing} (`lockserver certificates DIR` writes them)",
+    )
 
 
 def read_file(path: str, what: str, *, is_secret: bool) -> bytes:

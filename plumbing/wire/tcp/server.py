@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
-from typing import Any
 
 from plumbing.errors import UnderstudyError
 from plumbing.wire.base_server import BaseServer
@@ -33,7 +32,7 @@ from plumbing.wire.tcp.connection import (
     shown,
     tls_options,
 )
-from plumbing.wire.tcp.security import Security, check
+from plumbing.wire.tcp.security import Security
 
 
 class TcpServer(BaseServer):
@@ -46,7 +45,7 @@ class TcpServer(BaseServer):
         handler: Handler,
         *,
         service: str,
-        security: Security | None,
+        security: Security,
         connections_max: int = CONNECTIONS_MAX,
         per_address_max: int = CONNECTIONS_PER_ADDRESS_MAX,
         handshakes_max: int = HANDSHAKES_MAX,
@@ -65,12 +64,10 @@ class TcpServer(BaseServer):
         """Bind and listen; of a host name, at its first address.
 
         Raises:
-            UsageError: `wire.insecure_address`, or the security files cannot be used.
+            UsageError: the security files cannot be used.
             UnderstudyError: `wire.address_in_use`, `wire.cannot_listen`.
         """
-        check(self.address, self._security)
-        if self._security is not None:
-            self._security.server_context()
+        self._security.server_context()
         sock = await _bind(self.address, self._service, self._connections_max)
         self.port = sock.getsockname()[1]
         self._listen(sock)
@@ -89,8 +86,6 @@ class TcpServer(BaseServer):
     @property
     def security_problem(self) -> str | None:
         """What is wrong with the security files on disk, while the older ones stay in use."""
-        if self._security is None:
-            return None
         self._security.server_context()
         return self._security.problem
 
@@ -110,12 +105,10 @@ class TcpServer(BaseServer):
         return len(self._handshakes) >= at_most or of_host >= HANDSHAKES_PER_ADDRESS_MAX
 
     async def _handshake(self, sock: socket.socket, host: str, who: str) -> None:
-        options: dict[str, Any] = {}
-        if self._security is not None:
-            options = tls_options(self._security.server_context(), HANDSHAKE_DEADLINE_S)
+        options = tls_options(self._security.server_context(), HANDSHAKE_DEADLINE_S)
 
         def connect(transport: asyncio.Transport) -> TcpConnection:
-            peer = peer_of(transport, host, who, self._security)
+            peer = peer_of(transport, host, who)
             conn = TcpConnection(transport, peer, self._catalogue, self)
             if not conn.is_closed:
                 self._admit(conn)
@@ -125,7 +118,7 @@ class TcpServer(BaseServer):
         try:
             await loop.connect_accepted_socket(lambda: TcpProtocol(connect), sock, **options)
         except OSError as error:  # includes TLS errors and the handshake's deadline
-            self._refuse(who, refusal_reason(error, self._security))
+            self._refuse(who, refusal_reason(error))
 
     def _refuse(self, who: str, why: str) -> None:
         self.refused_count += 1

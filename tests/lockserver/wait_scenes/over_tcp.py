@@ -10,6 +10,7 @@ from tests.helpers import auntil, free_port
 from tests.lockserver.members import Member
 from tests.lockserver.processes import ServerProcess
 from tests.lockserver.wait_scenes.scene import Scene, Told
+from tests.plumbing.wire.certificates import shared, tls_flags
 
 HOUR = ("--lease-margin-ms", "3590000")  # so that no lease expires while it is looked at
 
@@ -21,8 +22,8 @@ async def members_of(
     """A server over TCP, and `count` members of engine-0 that are connected."""
     lease = ("--lease-ms", "1000", "--lease-margin-ms", "500")
     address = f"tcp://127.0.0.1:{free_port()}"
-    server = scene.server("--listen", address, "--listen-insecure", *lease, *flags)
-    found = [Member(server.flags[1], None, "engine-0", index, 2) for index in range(count)]
+    server = scene.server("--listen", address, *tls_flags(shared()), *lease, *flags)
+    found = [Member(server.flags[1], shared(), "engine-0", index, 2) for index in range(count)]
     try:
         for each in found:
             await each.connect()

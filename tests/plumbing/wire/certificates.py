@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import datetime
+import functools
 import ipaddress
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 from cryptography import x509
@@ -85,6 +89,23 @@ class Authority:
         write_secret(f"{place}.key", key.private_bytes(_PEM, _FORMAT, locked))
         Path(f"{place}.pem").write_bytes(chain)
         return Security(f"{place}.pem", f"{place}.key", self.path)
+
+
+@functools.cache
+def shared() -> Security:
+    """One pair for both sides, where a test is not about who may connect."""
+    place = Path(tempfile.mkdtemp(prefix="understudy-pair-"))
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
+    return Authority(place).issue("shared")
+
+
+def tls_flags(security: Security, prefix: str = "") -> tuple[str, ...]:
+    """The flags of `lockserver serve`, or with `prefix` "lockserver-" those of `engine run`."""
+    return (
+        *(f"--{prefix}tls-cert", security.cert),
+        *(f"--{prefix}tls-key", security.key),
+        *(f"--{prefix}tls-ca", security.ca),
+    )
 
 
 def write_secret(path: str, data: bytes, mode: int = 0o600) -> str:

@@ -19,10 +19,9 @@ from plumbing.wire.tcp.address import TcpAddress
 from plumbing.wire.tcp.connection import connect_tcp
 from plumbing.wire.tcp.security import Security
 from plumbing.wire.tcp.server import TcpServer
-from tests.plumbing.wire.certificates import Authority, write_secret
+from tests.plumbing.wire.certificates import Authority
 from tests.plumbing.wire.echo import CATALOGUE, Echo, EchoHandler
 
-KINDS = ("plain", "psk", "tls")
 HELLO = encode_frame(CATALOGUE.encode(HelloMsg(), 1), 0)
 
 
@@ -39,7 +38,7 @@ class Client(EchoHandler):
 
 @asynccontextmanager
 async def serving(
-    security: Security | None, handler: EchoHandler | None = None, **options: Any
+    security: Security, handler: EchoHandler | None = None, **options: Any
 ) -> AsyncIterator[tuple[TcpServer, TcpAddress]]:
     """An echo server on a port of its own on this host, and where it is."""
     server = TcpServer(
@@ -57,18 +56,13 @@ async def serving(
         await server.close()
 
 
-def settings(kind: str, place: Path) -> tuple[Security | None, Security | None]:
+def settings(place: Path) -> tuple[Security, Security]:
     """The server's security and the client's."""
-    if kind == "plain":
-        return None, None
-    if kind == "psk":
-        path = write_secret(str(place / "psk"), b"p" * 32)
-        return Security(psk=path), Security(psk=path)
     authority = Authority(place)
     return authority.issue("lockserver"), authority.issue("engine-0")
 
 
-async def answers(address: TcpAddress, security: Security | None) -> bool:
+async def answers(address: TcpAddress, security: Security) -> bool:
     """Whether the server serves another client."""
     done = asyncio.get_running_loop().create_future()
 
@@ -96,10 +90,6 @@ async def stranger_says(address: TcpAddress, data: bytes) -> asyncio.StreamWrite
     _, writer = await stranger(address)
     writer.write(data)
     return writer
-
-
-def tls_of(security: Security | None) -> ssl.SSLContext | None:
-    return security.client_context() if security is not None else None
 
 
 def anybody() -> ssl.SSLContext:

@@ -17,8 +17,9 @@ from plumbing.wire.tcp.address import TcpAddress
 from plumbing.wire.tcp.server import TcpServer
 from plumbing.wire.unix_connection import connect
 from tests.helpers import auntil, room_for
+from tests.plumbing.wire.certificates import shared
 from tests.plumbing.wire.echo import CATALOGUE, LOOPS, Echo, EchoHandler, run_on
-from tests.plumbing.wire.tcp_rig import Client
+from tests.plumbing.wire.tcp_rig import Client, stranger
 
 loops = pytest.mark.parametrize("loop", LOOPS)
 
@@ -194,9 +195,10 @@ def test_service_may_close_a_connection_in_opened(loop: str, kind: str, tmp_path
             newcomer.connect(server.path)
         else:
             address = TcpAddress("127.0.0.1", 0)
-            server = TcpServer(address, CATALOGUE, handler, service="echo", security=None)
+            server = TcpServer(address, CATALOGUE, handler, service="echo", security=shared())
             await server.start()
-            newcomer = socket.create_connection(("127.0.0.1", server.port))
+            here = TcpAddress("127.0.0.1", server.port)
+            _, newcomer = await stranger(here, shared().client_context())
         await auntil(lambda: handler.reasons, "the end")
         assert handler.reasons == ["nobody may enter"]
         assert server.connections == set()

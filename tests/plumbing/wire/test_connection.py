@@ -17,6 +17,7 @@ from plumbing.wire.messages import Message
 from plumbing.wire.tcp.connection import connect_tcp
 from plumbing.wire.unix_connection import UnixConnection
 from tests.helpers import auntil
+from tests.plumbing.wire.certificates import shared
 from tests.plumbing.wire.echo import CATALOGUE, LOOPS, Echo, EchoHandler, run_on
 from tests.plumbing.wire.tcp_rig import Client, serving
 
@@ -153,8 +154,8 @@ def test_limited_queue_drops_a_slow_reader(loop: str, kind: str):
             await _drop(conn, handler)
             theirs.close()
             return
-        async with serving(None, handler) as (server, address):
-            reader = await connect_tcp(address, CATALOGUE, Client(), None)
+        async with serving(shared(), handler) as (server, address):
+            reader = await connect_tcp(address, CATALOGUE, Client(), shared())
             reader._pause_reading()
             (conn,) = server.connections
             await _drop(conn, handler)

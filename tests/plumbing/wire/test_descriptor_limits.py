@@ -18,6 +18,7 @@ from plumbing.wire.tcp.address import TcpAddress
 from plumbing.wire.tcp.connection import connect_tcp
 from plumbing.wire.unix_connection import UnixConnection, connect
 from tests.helpers import open_fds, room_for, until
+from tests.plumbing.wire.certificates import shared
 from tests.plumbing.wire.echo import CATALOGUE, LOOPS, Echo, EchoHandler, ServerThread, run_on
 
 loops = pytest.mark.parametrize("loop", LOOPS)
@@ -51,7 +52,7 @@ def test_connect_over_tcp_without_descriptors_says_so(loop: str):
 
     async def main() -> None:
         with room_for(0), pytest.raises(UnreachableError, match="limit of") as caught:
-            await connect_tcp(TcpAddress("127.0.0.1", 9), CATALOGUE, EchoHandler(), None)
+            await connect_tcp(TcpAddress("127.0.0.1", 9), CATALOGUE, EchoHandler(), shared())
         assert caught.value.code == "wire.no_descriptors"
 
     run_on(loop, main())

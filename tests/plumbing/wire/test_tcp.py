@@ -24,22 +24,20 @@ from plumbing.wire.tcp.connection import TcpConnection, connect_tcp
 from plumbing.wire.tcp.security import Security
 from plumbing.wire.tcp.server import TcpServer
 from tests.helpers import auntil, open_fds
+from tests.plumbing.wire.certificates import shared
 from tests.plumbing.wire.echo import CATALOGUE, LOOPS, Echo, EchoHandler, Refuse, run_on
 from tests.plumbing.wire.tcp_rig import (
-    KINDS,
     Client,
     gone,
     heard,
     serving,
     settings,
     stranger,
-    tls_of,
 )
 
 ROOT = str(Path(__file__).resolve().parents[3])
 
 loops = pytest.mark.parametrize("loop", LOOPS)
-securities = pytest.mark.parametrize("kind", KINDS)
 
 
 def socket_of(end: Connection) -> Any:
@@ -48,10 +46,7 @@ def socket_of(end: Connection) -> Any:
 
 
 @loops
-@securities
-def test_tcp_server_answers_and_both_sides_are_notified_of_the_end(
-    loop: str, kind: str, tmp_path: Path
-):
+def test_tcp_server_answers_and_both_sides_are_notified_of_the_end(loop: str, tmp_path: Path):
     """Goal: an echo, an error that keeps its code, `closed` called once on both sides, nothing
     leaked; the server knows the client by its certificate's name or its address."""
 
@@ -63,8 +58,8 @@ def test_tcp_server_answers_and_both_sides_are_notified_of_the_end(
             (peer,) = [other.peer for other in server.connections]
             assert (peer.uid, peer.pid, peer.pidfd, peer.pidfd_source) == (-1, 0, None, "none")
             assert peer.host == "127.0.0.1"
-            assert peer.name.startswith("engine-0" if kind == "tls" else "127.0.0.1:")
-            assert conn.peer.name == ("lockserver" if kind == "tls" else str(address))
+            assert peer.name == "engine-0"
+            assert conn.peer.name == "lockserver"
             for text in ("one", "two" * 30_000):
                 conn.send(Echo(text), 7)
                 await auntil(lambda text=text: Echo(text) in client.received_messages, "the echo")
@@ -77,7 +72,7 @@ def test_tcp_server_answers_and_both_sides_are_notified_of_the_end(
         assert (len(handler.reasons), len(client.reasons)) == (1, 1)
 
     async def main() -> None:
-        ours, theirs = settings(kind, tmp_path)
+        ours, theirs = settings(tmp_path)
         await exchange(ours, theirs)  # libuv opens one file of its own at the first connection
         before = len(open_fds())
         await exchange(ours, theirs)
@@ -93,7 +88,7 @@ def test_tcp_server_that_closes_with_a_connection_just_accepted_closes_it_too(lo
 
     async def main() -> None:
         server = TcpServer(
-            TcpAddress("127.0.0.1", 0), CATALOGUE, EchoHandler(), service="echo", security=None
+            TcpAddress("127.0.0.1", 0), CATALOGUE, EchoHandler(), service="echo", security=shared()
         )
         await server.start()
         with socket.create_connection(("127.0.0.1", server.port), 60) as client:
@@ -110,8 +105,8 @@ def test_tcp_hello_is_answered_by_the_server_itself(loop: str, tmp_path: Path):
 
     async def main() -> None:
         handler, client = EchoHandler(), Client()
-        async with serving(None, handler) as (_, address):
-            conn = await connect_tcp(address, CATALOGUE, client, None)
+        async with serving(shared(), handler) as (_, address):
+            conn = await connect_tcp(address, CATALOGUE, client, shared())
             conn.send(HelloMsg(), 3)
             await auntil(lambda: client.received_messages, "the welcome")
             (welcome,) = client.received_messages
@@ -124,13 +119,12 @@ def test_tcp_hello_is_answered_by_the_server_itself(loop: str, tmp_path: Path):
 
 
 @loops
-@pytest.mark.parametrize("kind", ["plain", "tls"])
-def test_tcp_busy_peer_is_paused_and_served_in_order(loop: str, kind: str, tmp_path: Path):
+def test_tcp_busy_peer_is_paused_and_served_in_order(loop: str, tmp_path: Path):
     """Goal: a thousand requests sent at once are answered in order, a few at a time, and reading
     resumes afterwards. Method: more than one turn's frames, twice."""
 
     async def main() -> None:
-        ours, theirs = settings(kind, tmp_path)
+        ours, theirs = settings(tmp_path)
         client = Client()
         async with serving(ours) as (_, address):
             conn = await connect_tcp(address, CATALOGUE, client, theirs)
@@ -149,9 +143,9 @@ def test_tcp_refuses_to_send_descriptors(tmp_path: Path):
     """Goal: sending descriptors over TCP is refused here, and they are closed."""
 
     async def main() -> None:
-        async with serving(None) as (server, address):
+        async with serving(shared()) as (server, address):
             assert server.security_problem is None
-            conn = await connect_tcp(address, CATALOGUE, Client(), None)
+            conn = await connect_tcp(address, CATALOGUE, Client(), shared())
             fd = OwnedFd(os.memfd_create("x"))
             with pytest.raises(ProtocolError, match="over TCP, none") as caught:
                 conn.send(Echo("x"), 0, [fd])
@@ -163,9 +157,8 @@ def test_tcp_refuses_to_send_descriptors(tmp_path: Path):
 
 
 @loops
-@securities
 def test_tcp_final_error_reaches_a_peer_that_is_still_sending(
-    loop: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Goal: everything that was sent before the end arrives, the error last: closing a socket with
     bytes unread resets it, which loses unsent data. Method: answers that do not fit the socket, an
@@ -173,10 +166,10 @@ def test_tcp_final_error_reaches_a_peer_that_is_still_sending(
     monkeypatch.setattr(connection, "FLUSH_DEADLINE_S", 30.0)
 
     async def main() -> None:
-        ours, theirs = settings(kind, tmp_path)
+        ours, theirs = settings(tmp_path)
         handler = EchoHandler()
         async with serving(ours, handler) as (server, address):
-            reader, writer = await stranger(address, tls_of(theirs))
+            reader, writer = await stranger(address, theirs.client_context())
             (ended,) = await auntil(lambda: server.connections, "the connection")
             writer.transport.pause_reading()
             socket_of(ended).setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
@@ -202,8 +195,8 @@ def test_tcp_sockets_send_at_once_and_detect_a_host_that_is_gone(loop: str):
     seconds, on both ends. Method: read the socket options."""
 
     async def main() -> None:
-        async with serving(None) as (server, address):
-            conn = await connect_tcp(address, CATALOGUE, Client(), None)
+        async with serving(shared()) as (server, address):
+            conn = await connect_tcp(address, CATALOGUE, Client(), shared())
             for end in (conn, *server.connections):
                 sock = socket_of(end)
                 assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
@@ -219,6 +212,7 @@ _CABLE = """
 import asyncio, fcntl, socket, struct, sys
 sys.path.insert(0, sys.argv[1])
 from tests.helpers import auntil
+from tests.plumbing.wire.certificates import shared
 from tests.plumbing.wire.echo import CATALOGUE, LOOPS, Echo, EchoHandler
 from tests.plumbing.wire.tcp_rig import Client, serving
 from plumbing.wire.tcp import connection as tcp_connection
@@ -233,8 +227,8 @@ def plug(flags):  # SIOCSIFFLAGS, man 7 netdevice: struct ifreq has 40 bytes
 
 async def main():
     handler, client = EchoHandler(), Client()
-    async with serving(None, handler) as (_, address):
-        conn = await connect_tcp(address, CATALOGUE, client, None)
+    async with serving(shared(), handler) as (_, address):
+        conn = await connect_tcp(address, CATALOGUE, client, shared())
         conn.send(Echo("heard"))
         await auntil(lambda: client.received_messages, "the echo")
         plug(0)

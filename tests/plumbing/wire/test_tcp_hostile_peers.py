@@ -18,7 +18,6 @@ from tests.helpers import auntil, open_fds
 from tests.plumbing.wire.echo import CATALOGUE, LOOPS, Echo, EchoHandler, run_on
 from tests.plumbing.wire.tcp_rig import (
     HELLO,
-    KINDS,
     Client,
     answers,
     gone,
@@ -28,15 +27,12 @@ from tests.plumbing.wire.tcp_rig import (
     settings,
     stranger,
     stranger_says,
-    tls_of,
 )
 
 loops = pytest.mark.parametrize("loop", LOOPS)
-kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 @loops
-@kinds
 @pytest.mark.parametrize(
     ("data", "code"),
     [
@@ -61,7 +57,7 @@ kinds = pytest.mark.parametrize("kind", KINDS)
     ],
 )
 def test_tcp_bad_input_affects_its_sender_only(
-    loop: str, kind: str, data: bytes, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    loop: str, data: bytes, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Goal: an authenticated peer that sends bad input or descriptors, or stops sending, gets an
     error and is dropped; others are served. Method: raw bytes after the handshake; short deadlines
@@ -72,10 +68,10 @@ def test_tcp_bad_input_affects_its_sender_only(
         monkeypatch.setattr(base_server, "FIRST_FRAME_DEADLINE_S", 5.0 if data else 0.05)
 
     async def main() -> None:
-        ours, theirs = settings(kind, tmp_path)
+        ours, theirs = settings(tmp_path)
         handler = EchoHandler()
         async with serving(ours, handler) as (server, address):
-            reader, writer = await stranger(address, tls_of(theirs))
+            reader, writer = await stranger(address, theirs.client_context())
             writer.write(data)
             (fault,) = await heard(reader)
             assert isinstance(fault, FaultMsg)
@@ -92,13 +88,12 @@ def test_tcp_bad_input_affects_its_sender_only(
 
 
 @loops
-@kinds
-def test_tcp_reset_during_a_handshake_or_a_frame(loop: str, kind: str, tmp_path: Path):
+def test_tcp_reset_during_a_handshake_or_a_frame(loop: str, tmp_path: Path):
     """Goal: a reset in a handshake or a frame has no further effect. Method: both, with a linger
     time of zero; then another client is served and nothing is left open."""
 
     async def main() -> None:
-        ours, theirs = settings(kind, tmp_path)
+        ours, theirs = settings(tmp_path)
         handler = EchoHandler()
         async with serving(ours, handler) as (server, address):
             assert await answers(address, theirs)
@@ -107,7 +102,7 @@ def test_tcp_reset_during_a_handshake_or_a_frame(loop: str, kind: str, tmp_path:
             for data in (b"", b"\x16\x03\x01\x02\x00\x01", HELLO):
                 reset(await stranger_says(address, data))
             for data in (b"", HELLO[:-3], HELLO):
-                _, writer = await stranger(address, tls_of(theirs))
+                _, writer = await stranger(address, theirs.client_context())
                 writer.write(data)
                 reset(writer)
             assert await answers(address, theirs)
@@ -119,14 +114,13 @@ def test_tcp_reset_during_a_handshake_or_a_frame(loop: str, kind: str, tmp_path:
 
 
 @loops
-@pytest.mark.parametrize("kind", ["plain", "tls"])
 @pytest.mark.parametrize("limit", ["connections_max", "per_address_max"])
-def test_tcp_connections_are_limited(loop: str, kind: str, limit: str, tmp_path: Path):
+def test_tcp_connections_are_limited(loop: str, limit: str, tmp_path: Path):
     """Goal: one connection too many, in all or from one address, gets an error; when one closes
     there is room. Method: a limit of two."""
 
     async def main() -> None:
-        ours, theirs = settings(kind, tmp_path)
+        ours, theirs = settings(tmp_path)
         async with serving(ours, **{limit: 2}) as (server, address):
             conns = [await connect_tcp(address, CATALOGUE, Client(), theirs) for _ in range(2)]
             client = Client()
@@ -145,16 +139,15 @@ def test_tcp_connections_are_limited(loop: str, kind: str, limit: str, tmp_path:
 
 
 @loops
-@kinds
-def test_tcp_reader_that_does_not_read_is_dropped(loop: str, kind: str, tmp_path: Path):
+def test_tcp_reader_that_does_not_read_is_dropped(loop: str, tmp_path: Path):
     """Goal: the queue of a peer is bounded; a peer that does not read is dropped, and the others
     are served. Method: a peer that sends requests and never reads an answer."""
 
     async def main() -> None:
-        ours, theirs = settings(kind, tmp_path)
+        ours, theirs = settings(tmp_path)
         handler = EchoHandler()
         async with serving(ours, handler) as (_, address):
-            _, writer = await stranger(address, tls_of(theirs))
+            _, writer = await stranger(address, theirs.client_context())
             writer.transport.pause_reading()
             ask = encode_frame(CATALOGUE.encode(Echo("x" * 90_000), 1), 0)
             while not handler.reasons:
@@ -168,19 +161,18 @@ def test_tcp_reader_that_does_not_read_is_dropped(loop: str, kind: str, tmp_path
 
 
 @loops
-@kinds
 def test_tcp_peer_that_ignores_the_end_is_disconnected(
-    loop: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Goal: a peer that got an error has limited time to close. Method: a peer that neither closes
     nor reads; a short deadline."""
     monkeypatch.setattr(connection, "FLUSH_DEADLINE_S", 0.1)
 
     async def main() -> None:
-        ours, theirs = settings(kind, tmp_path)
+        ours, theirs = settings(tmp_path)
         handler = EchoHandler()
         async with serving(ours, handler) as (server, address):
-            _, writer = await stranger(address, tls_of(theirs))
+            _, writer = await stranger(address, theirs.client_context())
             writer.transport.pause_reading()
             writer.write(b"nonsense")
             await auntil(lambda: handler.reasons, "the end")

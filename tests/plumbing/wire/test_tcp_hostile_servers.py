@@ -17,12 +17,11 @@ from plumbing.wire.messages import FaultMsg, HelloMsg
 from plumbing.wire.tcp.address import TcpAddress
 from plumbing.wire.tcp.connection import connect_tcp
 from tests.helpers import auntil, open_fds
-from tests.plumbing.wire.certificates import Authority
+from tests.plumbing.wire.certificates import Authority, shared
 from tests.plumbing.wire.echo import CATALOGUE, LOOPS, Echo, run_on
-from tests.plumbing.wire.tcp_rig import KINDS, Client, answers, gone, heard, serving, settings
+from tests.plumbing.wire.tcp_rig import HELLO, Client, answers, gone, heard, serving, settings
 
 loops = pytest.mark.parametrize("loop", LOOPS)
-kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 @loops
@@ -52,14 +51,16 @@ def test_tcp_server_that_does_not_send_welcome(
             elif data:
                 writer.write(data)
 
-        client = Client()
+        client, tls = Client(), shared().server_context()
         for _ in range(2):  # libuv opens one file of its own at the first connection
             peers: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
             before = len(open_fds())
-            server = await asyncio.start_server(say, "127.0.0.1", 0)
+            server = await asyncio.start_server(say, "127.0.0.1", 0, ssl=tls)
             address = TcpAddress("127.0.0.1", server.sockets[0].getsockname()[1])
             with pytest.raises(UnreachableError, match=words) as caught:
-                await connect_tcp(address, CATALOGUE, client, None, 0.3 if data == b"" else 30.0)
+                await connect_tcp(
+                    address, CATALOGUE, client, shared(), 0.3 if data == b"" else 30.0
+                )
             assert caught.value.code == "wire.unreachable"
             for reader, writer in peers:
                 said = [type(message) for message in await heard(reader)]  # until it closes
@@ -91,31 +92,36 @@ def test_tcp_server_certificate_must_have_the_expected_name(
 
 
 @loops
-@pytest.mark.parametrize("kind", ["psk", "tls"])
-def test_tcp_security_on_one_side_only_is_an_error(loop: str, kind: str, tmp_path: Path):
-    """Goal: TLS on one side only fails at once, and the error names what to compare."""
+def test_tcp_server_without_tls_is_an_error(loop: str):
+    """Goal: a client never talks to a server that has no certificate. Method: one that welcomes
+    everybody, in plain."""
 
     async def main() -> None:
-        ours, theirs = settings(kind, tmp_path)
-        async with serving(ours) as (_, address):
-            with pytest.raises(UnreachableError, match="the same kind of security"):
-                await connect_tcp(address, CATALOGUE, Client(), None)
-        async with serving(None) as (_, address):
-            with pytest.raises(UnreachableError, match="TLS failed"):
-                await connect_tcp(address, CATALOGUE, Client(), theirs)
+        async def welcome(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(HELLO)
+            peers.append(writer)
+
+        peers: list[asyncio.StreamWriter] = []
+        server = await asyncio.start_server(welcome, "127.0.0.1", 0)
+        address = TcpAddress("127.0.0.1", server.sockets[0].getsockname()[1])
+        with pytest.raises(UnreachableError, match="TLS failed"):
+            await connect_tcp(address, CATALOGUE, Client(), shared())
+        for writer in peers:
+            await gone(writer)
+        server.close()
+        await server.wait_closed()
 
     run_on(loop, main())
 
 
 @loops
-@kinds
-def test_tcp_cancelled_connect_leaves_nothing_open(loop: str, kind: str, tmp_path: Path):
+def test_tcp_cancelled_connect_leaves_nothing_open(loop: str, tmp_path: Path):
     """Goal: cancelling at any moment of connecting closes the socket, and the handler's `opened`
     and `closed` are called equally often. Method: cancel after one, two, three turns of the loop
     and so on, until it connects first."""
 
     async def main() -> None:
-        ours, theirs = settings(kind, tmp_path)
+        ours, theirs = settings(tmp_path)
         client = Client()
         async with serving(ours) as (server, address):
             assert await answers(address, theirs)

@@ -1,4 +1,4 @@
-"""Strangers at the TCP server: without the right key or certificate a client is refused, and the
+"""Strangers at the TCP server: without the right certificate a client is refused, and the
 service is never called.
 """
 
@@ -16,7 +16,7 @@ from plumbing.wire.tcp import server as tcp
 from plumbing.wire.tcp.connection import connect_tcp
 from plumbing.wire.tcp.security import Security
 from tests.helpers import auntil
-from tests.plumbing.wire.certificates import Authority, write_secret
+from tests.plumbing.wire.certificates import Authority
 from tests.plumbing.wire.echo import CATALOGUE, LOOPS, EchoHandler, run_on
 from tests.plumbing.wire.tcp_rig import (
     HELLO,
@@ -35,7 +35,6 @@ loops = pytest.mark.parametrize("loop", LOOPS)
 
 
 @loops
-@pytest.mark.parametrize("kind", ["psk", "tls"])
 @pytest.mark.parametrize(
     ("data", "why"),
     [
@@ -49,7 +48,6 @@ loops = pytest.mark.parametrize("loop", LOOPS)
 )
 def test_tcp_peer_without_tls_is_refused(
     loop: str,
-    kind: str,
     data: bytes,
     why: str,
     tmp_path: Path,
@@ -62,7 +60,7 @@ def test_tcp_peer_without_tls_is_refused(
         monkeypatch.setattr(tcp, "HANDSHAKE_DEADLINE_S", 0.3)
 
     async def main() -> None:
-        ours, theirs = settings(kind, tmp_path)
+        ours, theirs = settings(tmp_path)
         handler = EchoHandler()
         async with serving(ours, handler) as (server, address):
             writer = await stranger_says(address, data)
@@ -81,21 +79,13 @@ def test_tcp_peer_without_tls_is_refused(
     run_on(loop, main())
 
 
-def _another_key(place: Path, _: Authority | None) -> tuple[Security | None, str, str]:
-    return (
-        Security(psk=write_secret(str(place / "other"), b"q" * 32)),
-        "each must trust the other's",
-        "it has another pre-shared key",
-    )
-
-
-def _another_ca(place: Path, ca: Authority) -> tuple[Security | None, str, str]:
+def _another_ca(place: Path, ca: Authority) -> tuple[Security, str, str]:
     (place / "other").mkdir()
     other = Authority(place / "other", "other").issue("engine-1")
     return Security(other.cert, other.key, ca.path), "unable to get local issuer", "sent welcome"
 
 
-def _its_ca_does_not_know_us(place: Path, ca: Authority) -> tuple[Security | None, str, str]:
+def _its_ca_does_not_know_us(place: Path, ca: Authority) -> tuple[Security, str, str]:
     (place / "other").mkdir()
     good, other = ca.issue("engine-1"), Authority(place / "other", "other")
     return (
@@ -105,19 +95,19 @@ def _its_ca_does_not_know_us(place: Path, ca: Authority) -> tuple[Security | Non
     )
 
 
-def _expired(_: Path, ca: Authority) -> tuple[Security | None, str, str]:
+def _expired(_: Path, ca: Authority) -> tuple[Security, str, str]:
     return ca.issue("engine-1", age_days=5), "certificate has expired", "sent welcome"
 
 
-def _not_yet_valid(_: Path, ca: Authority) -> tuple[Security | None, str, str]:
+def _not_yet_valid(_: Path, ca: Authority) -> tuple[Security, str, str]:
     return ca.issue("engine-1", age_days=-5), "not yet valid", "sent welcome"
 
 
-def _for_servers_only(_: Path, ca: Authority) -> tuple[Security | None, str, str]:
+def _for_servers_only(_: Path, ca: Authority) -> tuple[Security, str, str]:
     return ca.issue("engine-1", uses=("server",)), "certificate purpose", "sent welcome"
 
 
-def _by_an_engine(_: Path, ca: Authority) -> tuple[Security | None, str, str]:
+def _by_an_engine(_: Path, ca: Authority) -> tuple[Security, str, str]:
     return ca.issue("engine-1", issuer="engine-0"), "not trusted", "sent welcome"
 
 
@@ -125,7 +115,6 @@ def _by_an_engine(_: Path, ca: Authority) -> tuple[Security | None, str, str]:
 @pytest.mark.parametrize(
     "made",
     [
-        _another_key,
         _another_ca,
         _its_ca_does_not_know_us,
         _expired,
@@ -137,16 +126,12 @@ def _by_an_engine(_: Path, ca: Authority) -> tuple[Security | None, str, str]:
 def test_tcp_stranger_is_refused_and_both_sides_know_the_reason(
     loop: str, made: Callable[..., tuple[Security, str, str]], tmp_path: Path
 ):
-    """Goal: a wrong key and each wrong certificate is refused before the service is called, and the
+    """Goal: each wrong certificate is refused before the service is called, and the
     client's own handler is not called either. Method: a table, with the errors of both sides."""
 
     async def main() -> None:
-        if made is _another_key:
-            ca = None
-            ours, friend = settings("psk", tmp_path)
-        else:
-            ca = Authority(tmp_path)
-            ours, friend = ca.issue("lockserver"), ca.issue("engine-0")
+        ca = Authority(tmp_path)
+        ours, friend = ca.issue("lockserver"), ca.issue("engine-0")
         theirs, server_says, client_says = made(tmp_path, ca)
         handler, client = EchoHandler(), Client()
         async with serving(ours, handler) as (server, address):
@@ -162,17 +147,13 @@ def test_tcp_stranger_is_refused_and_both_sides_know_the_reason(
 
 
 @loops
-@pytest.mark.parametrize("kind", ["psk", "tls"])
-def test_tcp_client_without_a_certificate_or_with_old_tls_is_refused(
-    loop: str, kind: str, tmp_path: Path
-):
+def test_tcp_client_without_a_certificate_or_with_old_tls_is_refused(loop: str, tmp_path: Path):
     """Goal: TLS alone is not enough: without a certificate, or below TLS 1.3, a client is refused.
     Method: a client that trusts any server and has no certificate."""
 
     async def main() -> None:
-        ours, theirs = settings(kind, tmp_path)
-        old = theirs and theirs._make(ssl.PROTOCOL_TLS_CLIENT)
-        assert old
+        ours, theirs = settings(tmp_path)
+        old = theirs._make(ssl.PROTOCOL_TLS_CLIENT)
         old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_2
         handler = EchoHandler()
         async with serving(ours, handler) as (server, address):
@@ -201,7 +182,7 @@ def test_tcp_unfinished_handshakes_are_limited(
     monkeypatch.setattr(tcp, limit, 3)
 
     async def main() -> None:
-        ours, theirs = settings("tls", tmp_path)
+        ours, theirs = settings(tmp_path)
         async with serving(ours) as (server, address):
             mutes = []
             for count in range(1, 4):
