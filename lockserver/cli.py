@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from plumbing.errors import RemoteError, UnderstudyError, UnreachableError, WaitTimeoutError
+from plumbing.errors import (
+    RemoteError,
+    UnderstudyError,
+    UnreachableError,
+    UsageError,
+    WaitTimeoutError,
+)
 from plumbing.part.cli import (
     ANSWER_TIMEOUT_S,
     Look,
@@ -167,7 +173,6 @@ def serve(config: Resolved) -> None:
 
 def _security(config: Resolved) -> Security:
     """How members authenticate; an impossible combination is a `UsageError`."""
-    from plumbing.errors import UsageError
     from plumbing.wire.tcp.security import settle
 
     if config["service"]:
@@ -182,8 +187,8 @@ def _security(config: Resolved) -> Security:
 
 @main.command()
 @options((HOST,))
-@click.argument("directory", metavar="DIR")
-def certificates(config: Resolved, directory: str) -> None:
+@click.argument("directory", metavar="DIR", required=False)
+def certificates(config: Resolved, directory: str | None) -> None:
     """Write a CA, a lock server's and an engine's certificate.
 
     DIR/lockserver and DIR/engine each get tls.crt, tls.key and ca.crt, for --tls-cert, --tls-key
@@ -191,6 +196,8 @@ def certificates(config: Resolved, directory: str) -> None:
     """
     from lockserver.certificates import create
 
+    if not directory:  # click would refuse --print-config without it
+        raise UsageError("lock.no_directory", "name the directory to write: certificates DIR")
     for path in create(os.path.abspath(directory), config["host"]):
         click.echo(path)
 

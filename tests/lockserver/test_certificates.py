@@ -80,3 +80,10 @@ def test_machine_without_openssl_is_told_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     done = certificates(tmp_path / "lock")
     assert (done.exit_code, "lock.no_openssl" in done.stderr) == (2, True)
+
+
+def test_directory_is_required_but_not_to_print_the_settings():
+    """Goal: the settings of every command can be printed. Method: both, without a directory."""
+    assert CliRunner().invoke(main, ["certificates", "--print-config", "--json"]).exit_code == 0
+    done = CliRunner().invoke(main, ["certificates"])
+    assert (done.exit_code, "lock.no_directory" in done.stderr) == (2, True)
