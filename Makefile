@@ -124,9 +124,8 @@ device-check: setup ## check on a GPU what the design relies on (ARGS=--stand-in
 docs: setup ## regenerate docs/states.md
 	$(PY) -m hack.gen_states
 
-manifests: ## render deploy/overlays with kubectl, into deploy/rendered and the package
+manifests: ## render deploy/overlays with kubectl, into deploy/rendered
 	@for each in deploy/overlays/*/; do kubectl kustomize $$each > deploy/rendered/$$(basename $$each).yaml; done
-	@cp deploy/rendered/cpu.yaml understudy/up/pod.yaml
 
 image: setup ## build the CPU image; as root, with podman, runc and debootstrap
 	@$(PY) -m hack.container_image $(ARGS)

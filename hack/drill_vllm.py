@@ -50,9 +50,10 @@ from understudy.drill.page import check_destination
 from understudy.drill.prompts import write_expected
 from understudy.drill.report import print_report
 from understudy.drill.run import Drill, DrillPlan
-from understudy.kubelet.runner import PodRunner, run_pod
-from understudy.up.random_model import VLLM_RANDOM_MODEL
-from understudy.up.sessions import DrillResult, Say, compare_adoption, run_drill
+from understudy.up.models import VLLM_RANDOM_MODEL
+from understudy.up.pods import Say
+from understudy.up.runner import PodRunner, run_pod
+from understudy.up.sessions import DrillResult, compare_adoption, run_drill
 
 DEFAULTS: Mapping[str, Any] = {"kills": 15, "target": ("api", "core", "worker")}
 TAKEN = (

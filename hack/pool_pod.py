@@ -26,10 +26,10 @@ from understudy.drill.clients import Target, clock, send, stream_without_pause
 from understudy.drill.prompts import COMPLETIONS
 from understudy.drill.records import End, Exchange, Outcome, Prompt
 from understudy.drill.verdict import classify
-from understudy.kubelet.runner import PodRunner
-from understudy.up.local_pod import LocalPod
-from understudy.up.pool_pod import prepare_pool
-from understudy.up.random_model import ONE_THREAD, VLLM_RANDOM_MODEL, make_random_model
+from understudy.up.models import ONE_THREAD, VLLM_RANDOM_MODEL, make_random_model
+from understudy.up.pods import prepare_pool
+from understudy.up.runner import PodRunner
+from understudy.up.table import LocalPod
 
 T = TypeVar("T")
 Event = dict[str, Any]
@@ -285,7 +285,7 @@ async def with_pool(base: Path, plan: PoolPlan, body: Callable[[BenchedPool], Aw
     file.write_text(json.dumps(plan.document(directories), indent=1))
     directory.mkdir(mode=0o700)
     env = {**backend.env, **rig.PATIENT, "UNDERSTUDY_DEATHS_MAX": rig.DEATHS_MAX}
-    local = LocalPod(Path(), None, device_bytes=DEVICE_BYTES, env=env, pace=rig.AT_ONCE)
+    local = LocalPod(Path(), None, device_bytes=DEVICE_BYTES, env=env, backoff_max_s=rig.AT_ONCE_S)
     pod = await prepare_pool(local, file, 0, directory, rig.say, is_drilled=True)
     service = next(word for each in pod.containers for word in each.command if "active=" in word)
     target = Target("127.0.0.1", int(service.rpartition(":")[2]))

@@ -27,8 +27,8 @@ from plumbing.service.signals import SignalInbox
 from understudy import host
 from understudy.drill.clients import clock
 from understudy.drill.killer import Whole, wait_whole
-from understudy.kubelet.containers import Container, Pace
-from understudy.kubelet.runner import PodRunner, run_pod
+from understudy.up.runner import PodRunner, run_pod
+from understudy.up.table import Container
 
 ROOT = Path(__file__).resolve().parent.parent
 T = TypeVar("T")
@@ -39,7 +39,7 @@ WHOLE_S, WHOLE_POLL_S = 600.0, 0.2  # a status of all parts takes CPU from an en
 # Every death is the bench's, also where others use the machine: that is not what is measured.
 PATIENT = {"UNDERSTUDY_HANG_MS": "60000", "UNDERSTUDY_HANG_ALONE_MS": "60000"}
 # And a restart does not wait for a back-off.
-AT_ONCE = Pace(base_ms=10.0, max_ms=10.0, reset_ms=1000.0)
+AT_ONCE_S = 0.01
 DEATHS_MAX = "1000"
 
 

@@ -33,7 +33,7 @@ from hack.sweep_faults.pod import ROLES
 from hack.sweep_faults.shim import KINDS, build
 from hack.sweep_faults.sweep import Case, Outcome, Sweep, Verdict, chosen
 from plumbing.service.cli import INTERRUPTED
-from understudy.up.random_model import make_random_model
+from understudy.up.models import make_random_model
 
 DEADLINE_S = 30.0
 SITE_SHOWN = 150

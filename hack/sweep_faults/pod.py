@@ -25,14 +25,13 @@ from understudy.drill.clients import Target, send
 from understudy.drill.prompts import all_prompts, learn_answers
 from understudy.drill.records import Exchange, Outcome, Prompt, asked_of_engine
 from understudy.drill.verdict import classify
-from understudy.kubelet.containers import Pace
-from understudy.kubelet.http_get import get
-from understudy.kubelet.runner import PodRunner
+from understudy.http_get import get
 from understudy.status.gather import gather
 from understudy.status.view import PARKED
-from understudy.up.local_pod import LocalPod, program
+from understudy.up.models import ONE_THREAD
 from understudy.up.ports import Ports, free_pod_ports
-from understudy.up.random_model import ONE_THREAD
+from understudy.up.runner import PodRunner
+from understudy.up.table import LocalPod, program
 
 Document = Mapping[str, Any]
 
@@ -42,7 +41,7 @@ SILENCE_S = 10.0  # of a request; a whole pod answers in milliseconds
 VISIT_S = 1.0  # to listen for events
 PAGES = ("live", "ready", "startup", "status", "metrics", "ui")
 # A sweep kills more often than anything else does; what it looks for is not back-off.
-PACE = Pace(base_ms=100.0, max_ms=1000.0, reset_ms=3000.0)
+BACKOFF_MAX_S = 0.5
 NO_CRASH_LOOP = {"UNDERSTUDY_DEATHS_MAX": "1000"}  # one case after the other in the same engine
 
 # The beginnings of sentences that say that the pod is not whole, and not why.
@@ -110,7 +109,7 @@ class SweptPod:
         self.ports: Ports = free_pod_ports()
         directory.mkdir(mode=0o700)
         env = {**ONE_THREAD, **NO_CRASH_LOOP, **control.environment}
-        local = LocalPod(directory, model, self.ports, env=env, pace=PACE)
+        local = LocalPod(directory, model, self.ports, env=env, backoff_max_s=BACKOFF_MAX_S)
         # Calls fail in our programs; an init would be one of those that cannot be replaced.
         containers = [replace(each, init=()) for each in local.containers()]
         self.runner = PodRunner(containers, directory / "log")

@@ -27,11 +27,11 @@ from understudy.drill.clients import Target, send, stream_without_pause
 from understudy.drill.prompts import bank_of, learn_answers
 from understudy.drill.records import End, Exchange, Prompt
 from understudy.drill.verdict import Spread, spread
-from understudy.kubelet.containers import Container, Restart, quick_startup
-from understudy.kubelet.runner import PodRunner
 from understudy.up.ports import free_ports
+from understudy.up.runner import PodRunner
+from understudy.up.table import Container, Probe
 
-STARTUP_S = 600.0  # a real model is read from a real disk
+STARTUP_S = 600  # a real model is read from a real disk
 ANSWER_S = 120.0  # vLLM compiles code for log probabilities at the first request for them
 # Log probabilities differ by 1e-5 between one rank and two, in float32; a thousand times that.
 GAP_MIN = 0.01
@@ -76,8 +76,8 @@ class Stock:
             *(sys.executable, "-m", SERVER, "--model", str(model), "--host", "127.0.0.1"),
             *("--port", str(port), "--tensor-parallel-size", str(ranks), *flags),
         )
-        startup = quick_startup(f"http://127.0.0.1:{port}/health", STARTUP_S)
-        container = Container("stock", command, env, startup, restart=Restart.NEVER)
+        startup = Probe(f"http://127.0.0.1:{port}/health", 1, STARTUP_S)
+        container = Container("stock", command, env, startup, is_restarted=False)
         self.runner = PodRunner([container], base / "log")
         self.target = Target("127.0.0.1", port)
         self.model = str(model)

@@ -31,7 +31,7 @@ from tests.deploy.manifests import (
     words,
 )
 from tests.helpers import auntil, free_ports
-from understudy.kubelet.http_get import get
+from understudy.http_get import get
 
 OVERLAY = "cpu"
 SERVICE_PORT = 8000  # in the manifests

@@ -27,7 +27,7 @@ from tests.e2e.pods import Pod, PodHome, make_model
 from tests.helpers import POLL_S, auntil
 from tests.pool.neighbours import MIB, World, pool_process
 from tests.pool.test_pool_process import FILE as POOL_FILE
-from understudy.kubelet.http_get import get
+from understudy.http_get import get
 from understudy.up.ports import free_ports
 
 MONITORING = DEPLOY / "monitoring"

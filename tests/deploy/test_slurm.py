@@ -24,7 +24,7 @@ from tests.e2e.processes import Processes, kill, port_flags
 from tests.helpers import until
 from understudy.drill.killer import Whole, wait_whole
 from understudy.status.gather import gather
-from understudy.up.random_model import ONE_THREAD
+from understudy.up.models import ONE_THREAD
 
 SCRIPT = DEPLOY / "slurm/understudy.sbatch"
 WHOLE_DEADLINE_S = 90.0

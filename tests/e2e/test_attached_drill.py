@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,27 @@ import pytest
 from tests.e2e.test_commands import ENVIRONMENT, UNDERSTUDY, running_pod
 from tests.e2e.test_up import free_offset
 from tests.helpers import auntil
+from tests.plumbing.service.test_init import NAMESPACE, can_unshare
 from tests.understudy.drill.outside import PREFIX, Outside
+from understudy.drill.records import TARGETS
 
 END_S = 30.0  # from the end of the pod to that of its drill, on a busy machine
 
 
-async def drill(directory: Path, *words: str) -> asyncio.subprocess.Process:
+async def drill(
+    directory: Path, *words: str, wrapper: Sequence[str] = ()
+) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
-        *(UNDERSTUDY, "drill", "--attach", "--yes", f"--dir={directory}", "--json", *words),
+        *(
+            *wrapper,
+            UNDERSTUDY,
+            "drill",
+            "--attach",
+            "--yes",
+            f"--dir={directory}",
+            "--json",
+            *words,
+        ),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=ENVIRONMENT,
@@ -52,11 +66,18 @@ class Said:
 def test_drill_looks_from_where_users_are_and_ends_with_its_pod(
     tmp_path_factory: pytest.TempPathFactory,
 ):
-    """Method: one pod of `up`. A drill through a proxy that forwards all; one through a proxy that
-    answers every fifth request with 503 after the first kill; one that waits for its second kill
-    while `up` is killed."""
+    """Method: one pod of `up`. A drill where no process of the pod is visible, as under `kubectl
+    exec`; one through a proxy that forwards all; one through a proxy that answers every fifth
+    request with 503 after the first kill; one that waits for its second kill while `up` is killed.
+    """
     base = tmp_path_factory.mktemp("up")
     directory, offset = base / "pod", free_offset()
+
+    async def from_a_container() -> None:
+        inside = await drill(directory, f"--kills={len(TARGETS)}", wrapper=NAMESPACE)
+        out, err = await inside.communicate()
+        assert inside.returncode == 0, err.decode()
+        assert json.loads(out)["killed"] == dict.fromkeys(TARGETS, 1)
 
     async def through_proxy() -> None:
         async with Outside(8000 + offset) as outside:
@@ -92,5 +113,7 @@ def test_drill_looks_from_where_users_are_and_ends_with_its_pod(
         assert not json.loads(out)["passed"]
 
     with running_pod(directory, base / "up.txt", [f"--port-offset={offset}"]) as up:
+        if can_unshare():
+            asyncio.run(from_a_container())
         asyncio.run(through_proxy())
         asyncio.run(while_the_pod_is_killed(up))

@@ -42,7 +42,7 @@ from tests.gms.test_gms_offload import Copies, digested
 from tests.gms.test_gms_recovery import kept
 from tests.helpers import POLL_S, free_port
 from tests.lockserver.processes import ServerProcess
-from understudy.kubelet.http_get import get
+from understudy.http_get import get
 
 BIN = Path(sys.executable).parent
 ENVIRONMENT = {**os.environ, **AS_USERS_RUN_IT}

@@ -1,17 +1,18 @@
 """Engines that span nodes, from the overlay's own manifests: each node's pod on this machine.
 
-`understudy up -f` runs one pod, so the rendered file is split: the lock server's Deployment, and
-the engines' StatefulSet once for each of its pods, with its ordinal as the kubelet would set it.
+The lock server's Deployment, and the engines' StatefulSet once for each of its pods, with its
+ordinal as the kubelet would set it. Volumes are directories, and ports are free ones.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
-import subprocess
 import tempfile
 import urllib.request
 from collections.abc import Iterator
@@ -19,73 +20,95 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from lockserver import certificates
 from lockserver.messages import CATALOGUE, EventMsg, StatusMsg, WatchMsg
 from plumbing.errors import UnderstudyError
 from plumbing.service.procfs import descendants
 from plumbing.wire.blocking import BlockingClient
-from tests.deploy.manifests import LOCK_POD, NODES, Document, containers, one, workload
-from tests.e2e.test_commands import ENVIRONMENT, UNDERSTUDY
+from tests.deploy.manifests import LOCK_POD, NODES, containers, environment, words, workload
+from tests.e2e.pods import AS_USERS_RUN_IT
 from tests.helpers import free_port, until
+from understudy.up.models import make_random_model
+from understudy.up.runner import PodRunner
+from understudy.up.table import INIT, Container, Probe, program
 
 START_S = 120.0  # four engines, two memory services and a lease, on a busy machine
 LEASE_MS = 10_000  # of the twenty seconds in the manifest: the first start waits for one
 
 
 class Nodes:
-    """The overlay's three pods as processes, each under an `understudy up` of its own."""
+    """The overlay's three pods as processes, each with a runner of its own."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
-        self.ups: list[subprocess.Popen[bytes]] = []
+        self.model = asyncio.run(make_random_model(home / "model"))
         self.service = f"127.0.0.1:{free_port()}"
-        self._lock_port = free_port()
-        (home / "state").mkdir(0o700)
         certificates.create(str(home / "key"), ["127.0.0.1"])
-        self._write("lock.yaml", workload(LOCK_POD))
-        self._write("members.yaml", workload(NODES), one(NODES, "ConfigMap"))
+        lock = f"127.0.0.1:{free_port()}"
+        engines = {
+            "LOCKSERVER_SOCKET": f"tcp://{lock}",
+            "UNDERSTUDY_SERVICE_ADDRESS": self.service,
+        }
+        self.runners = [self._runner("lock", LOCK_POD, 0, {}, {"listen": f"tcp://{lock}"})]
+        self.runners += [
+            self._runner(f"node{member}", NODES, member, engines, {})
+            for member in range(workload(NODES)["spec"]["replicas"])
+        ]
 
-    def _write(self, name: str, *documents: Document) -> None:
-        (self.home / name).write_text(yaml.safe_dump_all(documents))
+    def _runner(
+        self, name: str, pod: str, index: int, env: dict[str, str], flags: dict[str, str]
+    ) -> PodRunner:
+        """The pod's containers. `env`, `flags`: what is said otherwise than in the manifest."""
+        directory = self.home / name
+        pair = self.home / "key" / ("lockserver" if pod == LOCK_POD else "engine")
+        places = {"model": self.model, "lock-key": pair}
+        flags = {"lease-ms": str(LEASE_MS), **flags}
+        made = []
+        for each in containers(pod):
+            mounts = {
+                mount["mountPath"]: str(places.get(mount["name"], directory / mount["name"]))
+                for mount in each["volumeMounts"]
+                if mount["mountPath"] != "/dev/shm"
+            }
 
-    def start(self) -> None:
-        self._up(
-            "lock",
-            *("lock.yaml", f"volume.state={self.home / 'state'}", f"flag.lease-ms={LEASE_MS}"),
-            f"port.lock={self._lock_port}",
-            f"port.lockserver={free_port()}",
-        )
-        names = [each["name"] for c in containers(NODES) for each in c["ports"]]
-        for member in range(workload(NODES)["spec"]["replicas"]):
-            self._up(
-                f"node{member}",
-                "members.yaml",
-                f"env.UNDERSTUDY_MEMBER={member}",
-                f"env.LOCKSERVER_SOCKET=tcp://127.0.0.1:{self._lock_port}",
-                f"env.UNDERSTUDY_SERVICE_ADDRESS={self.service}",
-                *(f"port.{name}={free_port()}" for name in names),
+            def here(word: str, mounts: dict[str, str] = mounts) -> str:
+                for path, place in mounts.items():
+                    word = re.sub(rf"(^|=){path}(?=/|$)", rf"\g<1>{place}", word)
+                flag = word.removeprefix("--").partition("=")[0]
+                return f"--{flag}={flags[flag]}" if flag in flags else word
+
+            for place in mounts.values():
+                Path(place).mkdir(mode=0o700, parents=True, exist_ok=True)
+            port = free_port()
+            program_name, *arguments = words(pod, each)
+            own = {key: here(value) for key, value in environment(pod, each, index).items()}
+            url = f"http://127.0.0.1:{port}{each['startupProbe']['httpGet']['path']}"
+            made.append(
+                Container(
+                    each["name"],
+                    (*program(program_name), *map(here, arguments)),
+                    {**AS_USERS_RUN_IT, **own, **env, "UNDERSTUDY_HTTP_PORT": str(port)},
+                    Probe(url, 1, round(START_S)),
+                    init=INIT,
+                    is_engine=each["name"].startswith("engine-"),
+                    starts_in_order=False,
+                )
             )
+        return PodRunner(made, directory / "log")
 
-    def _up(self, name: str, manifest: str, *choices: str) -> None:
-        pair = self.home / "key" / ("lockserver" if name == "lock" else "engine")
-        sets = [f"--set={each}" for each in (f"volume.lock-key={pair}", *choices)]
-        where = ("-f", str(self.home / manifest), "--dir", str(self.home / name))
-        with open(self.home / f"{name}.log", "wb") as log:
-            command = [UNDERSTUDY, "up", *where, *sets]
-            self.ups.append(subprocess.Popen(command, stdout=log, stderr=log, env=ENVIRONMENT))
+    async def start(self) -> None:
+        """All three at once: members wait for one another."""
+        await asyncio.gather(*(runner.start() for runner in self.runners))
 
-    def logs(self) -> str:
-        return "\n".join(path.read_text() for path in sorted(self.home.glob("*.log")))
+    async def stop(self) -> None:
+        await asyncio.gather(*(runner.stop() for runner in self.runners))
 
     def _client(self) -> BlockingClient:
-        return BlockingClient(str(self.home / "state" / "lock" / "lockserver.sock"), CATALOGUE)
+        return BlockingClient(str(self.home / "lock/state/lock/lockserver.sock"), CATALOGUE)
 
     def lock(self) -> dict[str, Any]:
         """The lock `active`; {} while the server does not answer."""
-        for up in self.ups:
-            assert up.poll() is None, self.logs()
         with contextlib.suppress(UnderstudyError), self._client() as client:
             reply: Any = client.request(StatusMsg()).message
             return dict(reply.document["locks"]["active"])
@@ -114,13 +137,9 @@ class Nodes:
 
     def backend(self, member: int, engine: str) -> int:
         """A process of one member's backend."""
-        for pid in descendants(self.ups[1 + member].pid):
-            with contextlib.suppress(OSError):
-                words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-                env = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                is_its = f"ENGINE_ID={engine}".encode() in env
-                if is_its and b"engine.backends.reference.http.main" in words:
-                    return pid
+        for pid in descendants(self.runners[1 + member].pids()[engine]):
+            if b"engine.backends.reference.http.main" in cmdline(pid):
+                return pid
         raise AssertionError(f"member {member} of {engine} has no backend")
 
     def answers(self) -> tuple[str, int]:
@@ -129,22 +148,12 @@ class Nodes:
             json.load(reply)
             return reply.headers["X-Understudy-Engine"], int(reply.headers["X-Understudy-Token"])
 
-    def close(self) -> None:
-        for up in self.ups:
-            up.send_signal(signal.SIGTERM)
-        for up in self.ups:
-            up.wait()
-
 
 @pytest.fixture
 def nodes() -> Iterator[Nodes]:
     home = Path(tempfile.mkdtemp(prefix="us-"))
-    found = Nodes(home)
-    try:
-        yield found
-    finally:
-        found.close()
-        shutil.rmtree(home)
+    yield Nodes(home)
+    shutil.rmtree(home)
 
 
 @pytest.mark.slow
@@ -152,20 +161,36 @@ def test_death_of_a_second_members_process_is_a_failover(nodes: Nodes):
     """Goal: the overlay serves over two nodes, and a death on the node without the HTTP server is a
     failover like any other: no lease has to expire. Method: SIGKILL a process of member 1 of the
     active engine; check which engine serves then, and that no lease expired."""
-    nodes.start()
-    before = nodes.whole()
-    first, second = before["holder"]["engine"], before["waiters"][0]["engine"]
-    assert {first, second} == {"engine-0", "engine-1"}
-    serving = until(lambda: served(nodes), "the first answer", START_S)
-    assert serving == (first, before["holder"]["token"])
-    os.kill(nodes.backend(1, first), signal.SIGKILL)
-    after = until(lambda: served(nodes, but=first), "the other engine to answer", START_S)
-    assert after[0] == second
-    assert after[1] > serving[1]
-    assert nodes.whole()["waiters"][0]["engine"] == first  # it is the standby now
-    events = nodes.events()
-    assert "lock.member_lost" in events
-    assert "lock.lease_expired" not in events
+
+    def scenario() -> None:
+        before = nodes.whole()
+        first, second = before["holder"]["engine"], before["waiters"][0]["engine"]
+        assert {first, second} == {"engine-0", "engine-1"}
+        serving = until(lambda: served(nodes), "the first answer", START_S)
+        assert serving == (first, before["holder"]["token"])
+        os.kill(nodes.backend(1, first), signal.SIGKILL)
+        after = until(lambda: served(nodes, but=first), "the other engine to answer", START_S)
+        assert after[0] == second
+        assert after[1] > serving[1]
+        assert nodes.whole()["waiters"][0]["engine"] == first  # it is the standby now
+        events = nodes.events()
+        assert "lock.member_lost" in events
+        assert "lock.lease_expired" not in events
+
+    async def main() -> None:
+        try:
+            await nodes.start()
+            await asyncio.to_thread(scenario)
+        finally:
+            await nodes.stop()
+
+    asyncio.run(main())
+
+
+def cmdline(pid: int) -> list[bytes]:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    return []
 
 
 def served(nodes: Nodes, but: str = "") -> tuple[str, int] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import shutil
@@ -20,12 +19,11 @@ from plumbing.part.paths import engine_socket
 from plumbing.service import procfs
 from plumbing.wire.blocking import BlockingClient
 from tests.engine.pod import Engine, environment, program, stub_lock
+from tests.engine.test_lease import NAMESPACE, may_unshare
 from tests.helpers import until
-from understudy.kubelet import namespaces
 
 # Hung after a second, although no standby is ready; less would kill healthy ones on a busy machine.
 HASTY = ("--answer-ms", "500", "--hang-ms", "1000", "--hang-alone-ms", "1000")
-HAS_NAMESPACES = asyncio.run(namespaces.wanted("auto"))
 QUICK = ("--backoff-first-ms", "20", "--backoff-max-ms", "20", "--yield-ms", "20")
 
 
@@ -148,14 +146,13 @@ def test_engine_ends_after_the_command_that_asked_for_it(pod, lock, directory):
         assert engine.wait() == 0
 
 
-@pytest.mark.skipif(
-    not HAS_NAMESPACES or shutil.which("nsenter") is None, reason="needs PID namespaces"
-)
+@pytest.mark.skipif(shutil.which("nsenter") is None, reason="needs nsenter")
+@may_unshare
 def test_drain_command_inside_the_engines_container_exits_with_0(pod, lock):
     """Goal: the same with the kernel. Method: an engine as PID 1; the command in its namespace."""
-    engine = pod.engine("e-0", wrapper=namespaces.inside(()))
+    engine = pod.engine("e-0", wrapper=NAMESPACE)
     engine.until("active")
-    first = namespaces.first_process(engine.process.pid)
+    (first,) = procfs.children(engine.process.pid)
     command = [*program("engine"), "drain", "--dir", str(pod.directory), "--engine-id", "e-0"]
     done = subprocess.run(
         ["nsenter", "--target", str(first), "--pid", "--mount", *command],

@@ -22,7 +22,7 @@ from hack.sweep_faults.phases import PHASES, unexpected
 from hack.sweep_faults.pod import ROLES, Standing, supervisor_of
 from hack.sweep_faults.shim import CAN_SHOW_STACKS, CONTROL_ENV, KINDS, Control, build
 from hack.sweep_faults.sweep import IMPORT_AT_START, Case, Outcome, Sweep, Verdict, chosen
-from understudy.up.random_model import make_random_model
+from understudy.up.models import make_random_model
 
 pytestmark = pytest.mark.skipif(not CAN_SHOW_STACKS, reason="this Python hides _Py_DumpTraceback")
 

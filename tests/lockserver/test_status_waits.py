@@ -28,7 +28,7 @@ from tests.lockserver.engines import EngineProcess
 from tests.lockserver.processes import ServerProcess
 from tests.lockserver.wait_scenes import holder, line, over_tcp, restart, surroundings, switchover
 from tests.lockserver.wait_scenes.scene import Scene, Told
-from understudy.kubelet.http_get import get
+from understudy.http_get import get
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCENES = Path(__file__).resolve().parent / "wait_scenes"

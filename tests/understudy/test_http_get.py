@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from understudy.kubelet.http_get import get
+from understudy.http_get import get
 
 
 @pytest.mark.parametrize("url", ["http://[::/live", "http://127.0.0.1:70000/", "http://a b:1/"])

@@ -17,7 +17,6 @@ from click.testing import CliRunner
 
 from engine import cli as engine
 from plumbing.errors import UsageError
-from tests.deploy.manifests import RENDERED
 from tests.helpers import until
 from tests.understudy.test_top import WAIT_S, terminal
 from understudy.bundle.bundle import collect
@@ -53,23 +52,6 @@ def test_engine_whose_state_file_cannot_be_read_is_out_of_reach(tmp_path: Path):
     result = CliRunner().invoke(engine.main, ["status", "--dir", str(tmp_path)])
     assert result.exit_code == 3
     assert "is its process running" in result.output
-
-
-def test_pod_of_a_manifest_is_pointed_to(tmp_path: Path):
-    """Goal: who looks where `up -f` was told to run finds the pod. Method: nothing there, then a
-    lock server's socket in a volume's directory, for each command that needs a pod."""
-    shared = tmp_path / "vol" / "shared" / "understudy"
-    shared.mkdir(parents=True)
-    commands = (["status"], ["events"], ["events", "-f"], ["drill", "--attach", "--yes"])
-    before, after = [], []
-    for said in (before, after):
-        for command in commands:
-            result = CliRunner().invoke(main, [*command, "--dir", str(tmp_path)])
-            assert result.exit_code == 3
-            said.append(result.output)
-        (shared / "lockserver.sock").touch()  # nobody listens, and nobody is asked
-    assert all("start one with `understudy up`" in each for each in before)
-    assert all(f"--dir {shared}" in each for each in after)
 
 
 @pytest.mark.parametrize("command", ["up", "drill"])
@@ -167,18 +149,14 @@ def test_second_thoughts_at_the_question_are_no_failed_drill(tmp_path: Path):
 
 
 def test_drill_that_kills_the_active_engine_is_refused_where_models_take_turns(tmp_path: Path):
-    """Goal: nobody waits for a standby that no pool has. Method: a pool's manifest, and the
-    directory of a pool."""
-    result = CliRunner().invoke(main, ["drill", "-f", str(RENDERED / "pool-cpu.yaml")])
-    assert result.exit_code == 2
-    assert "[drill.is_pool]" in result.output
+    """Goal: nobody waits for a standby that no pool has. Method: the directory of a pool."""
     assert "understudy drill --pool FILE" in result.output
     (tmp_path / "pool.sock").touch()
     with pytest.raises(UsageError, match=f"{tmp_path} has a pool"):
         asyncio.run(drill_running_pod(tmp_path, DrillPlan(), print))
 
 
-@pytest.mark.parametrize("flag", ["--attach", "--kills=3", "--target=supervisor", "-f=."])
+@pytest.mark.parametrize("flag", ["--attach", "--kills=3", "--target=supervisor"])
 def test_upgrade_drill_is_not_asked_for_kills_nor_of_a_pod_that_runs(flag: str):
     """Goal: nobody's pod is relaunched by a drill, and no flag is ignored. Method: each that does
     not go with it."""

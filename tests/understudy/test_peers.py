@@ -11,7 +11,7 @@ from plumbing.errors import RemoteError, UnderstudyError, UnreachableError, Wait
 from plumbing.part.peers import PeerWatch, ask
 from plumbing.wire.server import Server
 from tests.helpers import auntil, free_port, open_fds
-from understudy.kubelet.http_get import BODY_MAX_BYTES, get
+from understudy.http_get import BODY_MAX_BYTES, get
 
 
 class Answering:

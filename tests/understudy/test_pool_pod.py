@@ -11,11 +11,9 @@ from click.testing import CliRunner
 
 from plumbing.errors import UsageError
 from understudy.cli.main import main
-from understudy.kubelet.containers import Container, starts, stops
-from understudy.up.local_pod import LocalPod
-from understudy.up.pool_pod import prepare_pool
+from understudy.up.pods import PreparedPod, prepare_pool
 from understudy.up.ports import free_pod_ports, free_ports
-from understudy.up.sessions import PreparedPod
+from understudy.up.table import Container, LocalPod
 
 POOL_FILE = """
 devices: [HOST-0, 1]
@@ -43,27 +41,15 @@ def pool(tmp_path: Path) -> dict[str, Container]:
     return {each.name: each for each in containers(tmp_path, POOL_FILE)}
 
 
-def test_what_engines_need_starts_before_them_and_stops_after_them(pool: dict[str, Container]):
-    engines = ["chat-0", "chat-1", "coder-0"]
-    servers = ["lockserver", "gms", "gateway", "pool"]
-    started = [[each.name for each in group] for group in starts([*pool.values()])]
-    assert started == [[name] for name in servers + engines]
-    stopped = [[each.name for each in group] for group in stops([*pool.values()])]
-    assert stopped == [engines, *([name] for name in reversed(servers))]
-
-
-def test_every_server_is_told_the_models(pool: dict[str, Container], tmp_path: Path):
-    for name in ("lockserver", "gms"):
-        assert {"--model=chat", "--model=coder"} <= {*pool[name].command}
-    assert {"--devices=2", "--host-memory=67108864"} <= {*pool["gms"].command}
-    assert f"--pool={tmp_path / 'pool.yaml'}" in pool["gateway"].command
-    assert f"--file={tmp_path / 'pool.yaml'}" in pool["pool"].command
-
-
-def test_engines_differ_in_their_ids_and_ports_alone(pool: dict[str, Container], tmp_path: Path):
-    for name in ("chat-0", "chat-1", "coder-0"):
-        assert pool[name].env["ENGINE_ID"] == name
-        assert pool[name].command[1:] == ("run", f"--pool={tmp_path / 'pool.yaml'}")
+def test_parts_are_told_the_pool_file_wherever_they_run(tmp_path: Path, monkeypatch):
+    """Method: a relative path."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pool.yaml").write_text(POOL_FILE)
+    pod = prepare_pool(LocalPod(Path(), None), Path("pool.yaml"), 0, tmp_path, print, True)
+    env = {each.name: each.env.get("UNDERSTUDY_POOL") for each in asyncio.run(pod).containers}
+    absent = dict.fromkeys(("lockserver", "gms"))
+    told = ("gateway", "pool", "chat-0", "chat-1", "coder-0")
+    assert env == {**absent, **dict.fromkeys(told, str(tmp_path / "pool.yaml"))}
 
 
 def test_every_part_has_a_port_of_its_own(pool: dict[str, Container]):

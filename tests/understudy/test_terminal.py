@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.understudy.test_top import WAIT_S, terminal
-from understudy.up import terminal as up_terminal
-from understudy.up.terminal import Terminal
+from plumbing.service.config import resolve
+from tests.understudy.test_top import WAIT_S
+from understudy.cli.pods import local_pod
+from understudy.cli.settings import UP_OPTIONS
+from understudy.up import output
+from understudy.up.output import Terminal
 
 SAID = 100_000
 
@@ -26,7 +27,7 @@ def read_all(fd: int) -> list[str]:
 @pytest.fixture
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The end waits for a reader for as long as a busy machine may keep the writer from writing."""
-    monkeypatch.setattr(up_terminal, "FLUSH_S", WAIT_S)
+    monkeypatch.setattr(output, "FLUSH_S", WAIT_S)
 
 
 @pytest.mark.usefixtures("_patient")
@@ -72,32 +73,15 @@ def test_reader_who_leaves_is_left_alone():
     os.close(writing)
 
 
-def test_logs_of_a_pod_are_text_on_a_terminal(tmp_path: Path):
-    """Goal: people read what `up` prints. Method: a pod whose one container tells its log format,
-    started at a terminal."""
-    manifest = tmp_path / "pod.yaml"
-    command = ["sh", "-c", "trap 'exit 0' TERM; echo as $LOG_FORMAT; while :; do sleep 0.1; done"]
-    spec = {"containers": [{"name": "main", "image": "x", "command": command}]}
-    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "one"}, "spec": spec}
-    manifest.write_text(json.dumps(pod))
-    with terminal("up", f"-f{manifest}", f"--dir={tmp_path / 'pod'}") as up:
-        up.sees("main | as text")
-        up.process.send_signal(signal.SIGINT)
-        up.sees("SIGINT: stopping the pod")
-        assert up.process.wait(WAIT_S) == 0
-
-
-def test_second_ctrl_c_kills_the_pod_and_is_the_exit_code(tmp_path: Path):
-    """Method: a container that ignores SIGTERM."""
-    manifest = tmp_path / "pod.yaml"
-    command = ["sh", "-c", "trap '' TERM; echo deaf; while :; do sleep 0.1; done"]
-    spec = {"containers": [{"name": "main", "image": "x", "command": command}]}
-    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "one"}, "spec": spec}
-    manifest.write_text(json.dumps(pod))
-    with terminal("up", f"-f{manifest}", f"--dir={tmp_path / 'pod'}") as up:
-        up.sees("main | deaf")
-        up.process.send_signal(signal.SIGINT)
-        up.sees("SIGINT: stopping the pod")
-        up.process.send_signal(signal.SIGINT)
-        up.sees("SIGINT: killed the pod")
-        assert up.process.wait(WAIT_S) == 130
+@pytest.mark.parametrize(("user", "told"), [({}, "text"), ({"LOG_FORMAT": "json"}, None)])
+def test_logs_of_a_pod_are_text_on_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user: dict[str, str], told: str | None
+):
+    """Goal: people read what `up` prints. Method: the environment of every container of a pod that
+    is started at a terminal; a user's own format wins."""
+    monkeypatch.delenv("LOG_FORMAT", raising=False)
+    for name, value in user.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    pod = local_pod(resolve(UP_OPTIONS, {"model": str(tmp_path)}, {}), UP_OPTIONS, ())
+    assert {each.env.get("LOG_FORMAT") for each in pod.containers()} == {told}

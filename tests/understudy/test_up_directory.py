@@ -26,9 +26,9 @@ from understudy.status.gather import gather
 from understudy.up import directory as up_directory
 from understudy.up import welcome
 from understudy.up.directory import claim, put_leftovers_aside, refuse_second_pod
-from understudy.up.local_pod import LocalPod
-from understudy.up.pool_pod import prepare_pool
-from understudy.up.random_model import make_random_model
+from understudy.up.models import make_random_model
+from understudy.up.pods import prepare_pool
+from understudy.up.table import LocalPod
 
 OF_ANY_POD = [
     *("lockserver.json", "lockserver.lock", "gms.json", "gms.lock", "devices.json", "log"),
@@ -192,7 +192,7 @@ def test_one_flag_moves_all_ports():
     assert both.all() == (80, *moved.all()[1:])
 
 
-@pytest.mark.parametrize("kind", ["plain", "pool", "manifest"])
+@pytest.mark.parametrize("kind", ["plain", "pool"])
 def test_taken_port_is_named_with_the_flag_that_moves_all(directory: Path, kind: str):
     """Method: a listener on a port that each kind of pod wants only because of the offset."""
     with socket.socket() as taken:
@@ -201,13 +201,10 @@ def test_taken_port_is_named_with_the_flag_that_moves_all(directory: Path, kind:
         taken.listen()
         if kind == "plain":
             flags = [f"--service-port={port}"]
-        elif kind == "pool":
+        else:
             path = directory / "pool.yaml"
             path.write_text("devices: [HOST-0]\nlisten: 127.0.0.1:5000\nmodels: {a: {model: b}}")
             flags = [f"--pool={path}", f"--port-offset={port - 5000}"]
-        else:
-            manifest = Path(__file__).parents[2] / "understudy" / "up" / "pod.yaml"
-            flags = [f"--file={manifest}", f"--port-offset={port - 8000}"]
         result = CliRunner().invoke(main, ["up", f"--dir={directory}", *flags])
     assert result.exit_code == 1
     assert "[pod.port_in_use]" in result.output

@@ -16,7 +16,7 @@ import pytest
 from engine.backends.vllm import collector
 from hack import v2_on_cpu
 from tests.e2e.pods import PodHome, make_model
-from understudy.up.random_model import VLLM_RANDOM_MODEL
+from understudy.up.models import VLLM_RANDOM_MODEL
 
 RUNNER = os.environ.get("MODEL_RUNNER", v2_on_cpu.DEFAULT)
 IS_INTERPRETED = RUNNER == "v2"  # a token takes ten times as long

@@ -21,7 +21,6 @@ from plumbing.text import to_json
 from understudy.cli.pods import (
     BackendCommand,
     backend_arguments,
-    check_manifest_flags,
     given_flags,
     json_flag,
     local_pod,
@@ -33,7 +32,6 @@ from understudy.drill.clients import Target, outside_target
 from understudy.drill.kept import LENT_KV, NO_ADOPTION
 from understudy.drill.page import check_destination
 from understudy.drill.pool.records import PoolDrillPlan, is_only_in_pool
-from understudy.drill.records import PARTS
 from understudy.drill.run import DrillPlan
 from understudy.host import machine
 from understudy.status.gather import require_pod
@@ -95,14 +93,12 @@ def drill(
         config["target"],
         config["clients"],
         Path(config["expected"]) if config["expected"] else None,
-        also=() if config["file"] is None else PARTS,
         is_upgrade=upgrade,
         burn=config["burn"],
         duration_s=config["duration_s"],
         has_long_prompts=kv_compare,
         outside=_outside(config, attach=attach),
     )
-    check_manifest_flags(config, DRILL_OPTIONS, arguments, attach=attach)
     if attach:
         result = _drill_running(config, arguments, plan, as_json=as_json, yes=yes)
     else:
@@ -170,7 +166,7 @@ def _finish(
         sys.exit(INTERRUPTED)
     backend = result.backend or config["backend"]
     if as_json:
-        document = result.report.to_dict(backend, machine()) | result.conditions
+        document = result.report.to_dict(backend, machine())
         click.echo(to_json(document))
     else:
         from rich.console import Console
@@ -229,7 +225,6 @@ def _refuse_with_upgrade(config: Resolved, *, attach: bool) -> None:
     needless = [f"--{name}" for name in ("kills", "target") if config.origin(name) == "flag"]
     needless += ["--duration-s"] if config.origin("duration_s") == "flag" else []
     needless += ["--attach"] if attach else []
-    needless += ["-f"] if config.origin("file") == "flag" else []
     refuse_flags(
         "drill.needless_flag",
         needless,
@@ -242,7 +237,6 @@ def _refuse_with_compare(config: Resolved, *, attach: bool, upgrade: bool) -> No
     """It starts two pods of its own, and kills in both."""
     needless = ["--attach"] if attach else []
     needless += ["--upgrade"] if upgrade else []
-    needless += ["-f"] if config.origin("file") == "flag" else []
     refuse_flags(
         "drill.needless_flag",
         needless,

@@ -25,7 +25,6 @@ from understudy.cli.drill import drill
 from understudy.cli.pods import (
     BackendCommand,
     backend_arguments,
-    check_manifest_flags,
     given_flags,
     json_flag,
     pod_of,
@@ -36,8 +35,8 @@ from understudy.cli.settings import (
     NOT_WITH_POOL,
     UP_OPTIONS,
 )
-from understudy.up import sessions
-from understudy.up.terminal import Terminal
+from understudy.up import pods
+from understudy.up.output import Terminal
 
 
 @click.group()
@@ -59,9 +58,9 @@ main.add_command(drill)
 def up(config: Resolved, arguments: tuple[str, ...]) -> None:
     """Start a pod on this machine and keep it running.
 
-    The pod has a lock server, a GPU memory service, a gateway and two engines, or, with -f, the
-    containers of a manifest. With --pool it has the engines of many models, and a pool that decides
-    which of them are awake. Arguments after `--` go to both engines' backends.
+    The pod has a lock server, a GPU memory service, a gateway and two engines. With --pool it has
+    the engines of many models, and a pool that decides which of them are awake. Arguments after
+    `--` go to both engines' backends.
     """
     arm_from_environment()  # of an init above it, in a container
     directory = Path(runtime_dir(config["dir"]))
@@ -69,10 +68,9 @@ def up(config: Resolved, arguments: tuple[str, ...]) -> None:
         given = [*given_flags(NOT_WITH_POOL, config), *arguments[:1]]
         why = "--pool, where the pool file says it for each model"
         refuse_flags("pod.needless_flag", given, why)
-    check_manifest_flags(config, UP_OPTIONS, arguments)
     prepare = pod_of(config, UP_OPTIONS, arguments)
     with Terminal() as terminal:
-        killed_by = run_async(lambda: sessions.stay_up(prepare, directory, terminal.say))
+        killed_by = run_async(lambda: pods.stay_up(prepare, directory, terminal.say))
     if killed_by is not None:
         sys.exit(128 + killed_by)
 

@@ -14,15 +14,10 @@ import click
 from plumbing.errors import UsageError
 from plumbing.service.browsers import ALLOWED_HOST
 from plumbing.service.config import Option, Resolved
-from understudy.cli.settings import NOT_WITH_MANIFEST, UP_OPTIONS, given_address, port_of, ports_of
-from understudy.kubelet.containers import QUICK
-from understudy.manifest.values import Choices
-from understudy.up import manifest_pod, sessions
-from understudy.up.hub_model import HUB_BACKEND, is_hub_id
-from understudy.up.local_pod import LocalPod
-from understudy.up.manifest_pod import PodRequest
-from understudy.up.pool_pod import prepare_pool
-from understudy.up.sessions import Prepare
+from understudy.cli.settings import UP_OPTIONS, given_address, port_of, ports_of
+from understudy.up.models import HUB_BACKEND, is_hub_id
+from understudy.up.pods import Prepare, prepare_local, prepare_pool
+from understudy.up.table import LocalPod
 
 json_flag = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 backend_arguments = click.argument(
@@ -47,24 +42,12 @@ class BackendCommand(click.Command):
 
 
 def pod_of(config: Resolved, declared: Sequence[Option], arguments: tuple[str, ...]) -> Prepare:
-    """The pod to start: a manifest's if -f is given."""
+    """The pod to start, of one model or of a pool file."""
     if declared is UP_OPTIONS and config["pool"] is not None:
         pod, file = local_pod(config, declared, ()), Path(config["pool"])
         place = {"given": given_address(config), "port_offset": config["port_offset"]}
         return partial(prepare_pool, pod, file, port_of(config, "pool"), **place)
-    if config["file"] is None:
-        return partial(sessions.prepare_local, local_pod(config, declared, arguments))
-    choices = Choices.of(config["set"])
-    is_up = declared is UP_OPTIONS
-    request = PodRequest(
-        Path(config["file"]),
-        choices,
-        config["pid_namespaces"],
-        config["restart_backoff_max"] if is_up else None,
-        _log_env(),
-        config["port_offset"] if is_up else 0,
-    )
-    return partial(manifest_pod.prepare, request)
+    return partial(prepare_local, local_pod(config, declared, arguments))
 
 
 def local_pod(config: Resolved, declared: Sequence[Option], arguments: tuple[str, ...]) -> LocalPod:
@@ -88,28 +71,7 @@ def local_pod(config: Resolved, declared: Sequence[Option], arguments: tuple[str
         memory=config["memory"],
         env={**_log_env(), ALLOWED_HOST.env_name: ",".join(config["http_allowed_host"])},
         http_host=config["http_host"],
-        pace=QUICK.up_to(config["restart_backoff_max"]),
-    )
-
-
-def check_manifest_flags(
-    config: Resolved,
-    declared: Sequence[Option],
-    arguments: tuple[str, ...],
-    *,
-    attach: bool = False,
-) -> None:
-    """Refuse flags that contradict -f, or that require it."""
-    if config["file"] is None:
-        if config["set"]:
-            raise UsageError("pod.needless_flag", "--set requires a manifest; add -f FILE")
-        return
-    needless = given_flags([each for each in declared if each.name in NOT_WITH_MANIFEST], config)
-    needless += ["--attach"] if attach else []
-    refuse_flags(
-        "pod.needless_flag",
-        [*needless, *arguments[:1]],
-        "-f, where the manifest says what runs; use --set instead, or remove -f",
+        backoff_max_s=config["restart_backoff_max"],
     )
 
 

@@ -7,7 +7,6 @@ from engine.messages import RANKS_MAX
 from plumbing.service.browsers import ALLOWED_HOST
 from plumbing.service.config import Option, Resolved, size_list
 from understudy.drill.pool.records import check_pool_target
-from understudy.manifest.values import read_choice
 from understudy.up.ports import (
     ENGINE_PORT,
     GATEWAY_PORT,
@@ -17,6 +16,7 @@ from understudy.up.ports import (
     SERVICE_PORT,
     Ports,
 )
+from understudy.up.table import RESTART_BACKOFF_MAX_S
 
 DIRECTORY = "/run/understudy"
 
@@ -63,32 +63,6 @@ POD_OPTIONS = (
     ),
 )
 
-# A pod from its manifest instead of from the flags above.
-MANIFEST_OPTIONS = (
-    Option(
-        "file",
-        str,
-        None,
-        "The manifest of the pod: a rendered file or a Kustomize directory.",
-        short="-f",
-    ),
-    Option(
-        "set",
-        read_choice,
-        (),
-        "With -f, override a value: volume.NAME=PATH, env.NAME=VALUE, config.NAME=VALUE, "
-        "port.NAME=NUMBER, flag.NAME=VALUE.",
-        many=True,
-    ),
-    Option(
-        "pid_namespaces",
-        str,
-        "auto",
-        "With -f, give each container its own PID namespace; auto: if possible.",
-        choices=("auto", "yes", "no"),
-    ),
-)
-
 UP_OPTIONS = (
     DIR,
     Option(
@@ -98,12 +72,11 @@ UP_OPTIONS = (
         "Pool file: serve many models on the same devices; a request wakes its model.",
     ),
     *POD_OPTIONS,
-    *MANIFEST_OPTIONS,
     Option(
         "restart_backoff_max",
         float,
-        None,
-        "Longest wait in seconds before a part is restarted; 30, or 300 with -f, unless given.",
+        RESTART_BACKOFF_MAX_S,
+        "Longest wait in seconds before a part that keeps failing is restarted.",
         minimum=0,
     ),
     Option("memory", str, "host", "The kind of memory for the weights.", choices=("host", "cuda")),
@@ -133,14 +106,13 @@ UP_OPTIONS = (
 DRILL_OPTIONS = (
     DIR,
     *POD_OPTIONS,
-    *MANIFEST_OPTIONS,
     Option("kills", int, 20, "Number of processes to kill, one after another.", minimum=1),
     Option(
         "target",
         check_pool_target,
         (),
         "What to kill: a process of the active engine, lockserver, gms or gms-supervisor; unless "
-        "given, each process of the active engine in turn, and with -f the other parts, too.",
+        "given, each process of the active engine in turn.",
         many=True,
     ),
     Option(
@@ -191,17 +163,8 @@ DRILL_OPTIONS = (
 )
 
 # What a pool file says instead, for each model.
-_BY_MODEL = {"model", "backend", "tensor_parallel", "direct", "file", "set"}
+_BY_MODEL = {"model", "backend", "tensor_parallel", "direct"}
 NOT_WITH_POOL = tuple(each for each in UP_OPTIONS if each.name in _BY_MODEL)
-
-BESIDE_MANIFEST = {"restart_backoff_max", "port_offset"}
-
-# What says which pod is started: with -f the manifest says it.
-NOT_WITH_MANIFEST = frozenset(
-    each.name
-    for each in (*POD_OPTIONS, *UP_OPTIONS)
-    if each is not DIR and each.name not in BESIDE_MANIFEST and each not in MANIFEST_OPTIONS
-)
 
 STATUS_OPTIONS = (DIR,)
 

@@ -18,7 +18,7 @@ from typing import Any
 from plumbing.errors import UnderstudyError, UsageError
 from understudy.drill.clients import Target, send
 from understudy.drill.records import End, Exchange, Prompt
-from understudy.kubelet.http_get import get
+from understudy.http_get import get
 
 ANSWER_TOKENS_MAX = 16  # short answers allow many requests
 CHUNKS_MIN = 3

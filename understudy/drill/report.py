@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from plumbing.part.format import duration, size
 from understudy.drill.records import GATEWAYS, PHASES, BurnUse, Upgrade
@@ -20,9 +20,8 @@ def print_report(
     console: Console,
     backend: str,
     usages: Mapping[str, tuple[ResourceUsage, ResourceUsage]],
-    conditions: Mapping[str, Any] | None = None,
 ) -> None:
-    """Print the report. `conditions`: further facts about the drill, such as its manifest."""
+    """Print the report."""
     from rich.table import Table
 
     about = machine()
@@ -57,10 +56,6 @@ def print_report(
             f"weights          {size(use.committed_bytes)} committed, peak {size(use.peak_bytes)}"
         )
     print_usages(usages, console)
-    if conditions and "manifest" in conditions:
-        console.print(f"manifest         {conditions['manifest']}", markup=False)
-        wait_s = conditions["restart_backoff_max_s"]
-        console.print(f"restart back-off at most {wait_s:g} s; a kubelet's is up to 300 s")
     for problem in report.problems:
         console.print(f"problem          {problem}", style="red", markup=False)
     console.print("passed" if report.passed else "FAILED", style="bold", markup=False)

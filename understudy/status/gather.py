@@ -23,7 +23,6 @@ from plumbing.part.absence import absences
 from plumbing.part.observe import StatusMsg, StatusReplyMsg
 from plumbing.part.paths import (
     KV,
-    LOCKSERVER_SOCKET,
     engine_sockets,
     engine_states,
     gateway_socket,
@@ -47,16 +46,9 @@ DRAINED = "drained"  # the reason in the state file of an engine that was asked 
 
 def start_hint(directory: Path) -> str:
     """What to do when no part of a pod answers in `directory`."""
-    from understudy.manifest.placement import VOLUMES  # loads parsers that nothing else here needs
-
-    # The parts of a manifest share a volume of its pod, or a directory in one.
-    sockets = [f"{VOLUMES}/{between}{LOCKSERVER_SOCKET}" for between in ("*/", "*/*/")]
-    found = sorted({path.parent for each in sockets for path in directory.glob(each)})
-    if not found and (holder := guard_holder(up_guard(str(directory)))):
+    if holder := guard_holder(up_guard(str(directory))):
         return f"`understudy up` ({holder}) is starting or stopping one there: see its output"
-    if not found:
-        return "start one with `understudy up`"
-    return f"`understudy up -f` keeps its pod in a volume: use --dir {found[0]}"
+    return "start one with `understudy up`"
 
 
 def unreachable(directory: Path, reason: str = "") -> UnreachableError:

@@ -7,7 +7,7 @@ import tempfile
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from plumbing.service.clock import rfc3339
 from pool.pool_file import read_pool_file
@@ -18,12 +18,11 @@ from understudy.drill.pool.report import print_pool_report
 from understudy.drill.pool.run import PoolDrill
 from understudy.drill.pool.verdict import PoolDrillReport, judge_pool
 from understudy.host import ResourceUsage, machine
-from understudy.kubelet.runner import PodRunner
-from understudy.up.local_pod import LocalPod
-from understudy.up.pool_pod import prepare_pool
-from understudy.up.random_model import ONE_THREAD
-from understudy.up.random_pool import DEVICE_BYTES, make_random_pool
-from understudy.up.sessions import Say, leave_directory, run_steps
+from understudy.up.models import DEVICE_BYTES, ONE_THREAD, make_random_pool
+from understudy.up.pods import Say, prepare_pool
+from understudy.up.runner import PodRunner
+from understudy.up.sessions import leave_directory, run_steps
+from understudy.up.table import LocalPod
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,7 +36,6 @@ class PoolDrillResult:
     records: PoolDrillRecords
     backend: str
     usages: dict[str, tuple[ResourceUsage, ResourceUsage]] = field(default_factory=dict)
-    conditions: dict[str, Any] = field(default_factory=dict)
 
     def print(self, console: Console, backend: str) -> None:
         """Print the report."""

@@ -1,4 +1,4 @@
-"""Runs a pod until a signal, or drills one: the wiring of pod, runner and drill.
+"""Drills a pod: the wiring of pod, runner and drill.
 
 Prints only through `say`.
 """
@@ -6,15 +6,14 @@ Prints only through `say`.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.part.paths import pool_socket
@@ -28,28 +27,12 @@ from understudy.drill.report import print_report
 from understudy.drill.run import Drill, DrillPlan
 from understudy.drill.verdict import DrillReport, judge
 from understudy.host import ResourceUsage, machine
-from understudy.kubelet.containers import Container
-from understudy.kubelet.runner import PodRunner, run_pod
-from understudy.up.directory import (
-    claim,
-    forget_engines,
-    has_pool,
-    put_leftovers_aside,
-    refuse_second_pod,
-)
-from understudy.up.farewell import say_farewell
-from understudy.up.hub_model import with_hub_model
-from understudy.up.local_pod import LocalPod
-from understudy.up.ports import check_ports, free_pod_ports
-from understudy.up.random_model import with_random_model
-from understudy.up.welcome import say_welcome
+from understudy.up.pods import Prepare, Say
+from understudy.up.runner import PodRunner, run_pod
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-Say = Callable[[str], None]
-
-START_DEADLINE_S = 7200.0  # of a drilled pod: as long as a first start may wait for the weights
 SETTLE_DEADLINE_S = 2.0  # connections close within milliseconds; what stays longer has leaked
 SETTLE_POLL_S = 0.05
 
@@ -57,37 +40,21 @@ SETTLE_POLL_S = 0.05
 WATCHED = ("lockserver", "gms", "gateway", "pool")
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedPod:
-    """A pod that can be started. `runtime`: the directory that its parts share, None if they are
-    not Understudy's; `conditions`: further facts for the report of a drill."""
-
-    containers: Sequence[Container]
-    runtime: Path | None
-    title: str = "a pod"
-    conditions: Mapping[str, Any] = field(default_factory=dict)
-
-
-# Prepares a pod in a directory; says what is ignored. True: for a drill, beside other pods.
-Prepare = Callable[[Path, Say, bool], Awaitable[PreparedPod]]
-
-
 @dataclass(slots=True)
 class DrillResult:
     """What a drill found, and the resources of the watched containers before and after.
 
-    `backend`: as reported by the engines. `conditions`: further facts for the report.
+    `backend`: as reported by the engines.
     """
 
     report: DrillReport
     usages: dict[str, tuple[ResourceUsage, ResourceUsage]] = field(default_factory=dict)
     backend: str | None = None
     records: Records = field(default_factory=Records)
-    conditions: dict[str, Any] = field(default_factory=dict)
 
     def print(self, console: Console, backend: str) -> None:
         """Print the report; `backend` is the name to show."""
-        print_report(self.report, console, backend, self.usages, self.conditions)
+        print_report(self.report, console, backend, self.usages)
 
     def write_page(self, path: Path, backend: str) -> None:
         """Write the report page; `backend` is the name to show.
@@ -100,66 +67,6 @@ class DrillResult:
         write_page(path, data)
 
 
-async def prepare_local(pod: LocalPod, directory: Path, say: Say, is_drilled: bool) -> PreparedPod:
-    """Prepare the standard pod, with a random model unless it has one. A model of the Hub is
-    downloaded once everything else is known to be right."""
-    if is_drilled:
-        pod = replace(pod, ports=free_pod_ports())
-    else:
-        await refuse_second_pod(directory)
-        check_ports(pod.ports, pod.host, pod.http_host, is_direct=pod.is_direct)
-        _check_checkpoint(pod)
-    pod = replace(pod, directory=directory)
-    if pod.hub_id is not None:
-        pod = await with_hub_model(pod, pod.hub_id, say)
-    elif pod.model is None:
-        if not is_drilled:
-            say("no --model: serving a small random one, whose answers are gibberish")
-        pod = await with_random_model(pod, directory / "random-model")
-    containers = pod.containers()
-    forget_engines(directory, containers)  # the lock server keeps its tokens
-    return PreparedPod(containers, directory)
-
-
-def _check_checkpoint(pod: LocalPod) -> None:
-    """An engine would find out only once everything before it has started."""
-    if pod.backend == "reference" and pod.model and not (pod.model / "config.json").exists():
-        raise UsageError(
-            "pod.no_model",
-            f"{pod.model} has no config.json; --model must be a Hugging Face checkpoint",
-        )
-
-
-async def stay_up(prepare: Prepare, directory: Path, say: Say) -> int | None:
-    """Run a pod in `directory` until a signal; `say` gets its output and where to send requests.
-    The second signal, if it killed the pod.
-
-    Raises:
-        UnderstudyError: `pod.already_running`, and what the start of the pod raises.
-    """
-    with contextlib.closing(await claim(directory)):
-        pod = await prepare(directory, say, False)
-        for line in put_leftovers_aside(pod.runtime, pod.containers) if pod.runtime else ():
-            say(line)
-
-        async def body() -> None:
-            if pod.runtime is not None:
-                await say_welcome(pod.runtime, pod.containers, say)
-            await asyncio.Event().wait()
-
-        async def while_stopping() -> None:
-            if pod.runtime is not None:
-                await say_farewell(pod.runtime, say)
-
-        runner = PodRunner(pod.containers, directory / "log", say)
-        inbox = SignalInbox()
-        try:
-            await run_pod(runner, body, inbox.get, say, while_stopping=while_stopping)
-        finally:
-            inbox.close()
-        return runner.killed_by
-
-
 async def drill_new_pod(prepare: Prepare, plan: DrillPlan, say: Say) -> DrillResult | None:
     """Start a pod in a new directory and on free ports, drill it, stop it. None: interrupted.
 
@@ -169,20 +76,10 @@ async def drill_new_pod(prepare: Prepare, plan: DrillPlan, say: Say) -> DrillRes
     is_worth_keeping = False
     try:
         pod = await prepare(directory, say, True)
-        if pod.runtime is None:
-            raise UsageError(
-                "drill.no_directory",
-                f"no container of {pod.title} has UNDERSTUDY_DIR, so there is nothing to drill; "
-                "pass the manifest of an Understudy pod",
-            )
-        if has_pool(pod.containers):
-            raise _of_a_pool(pod.title)
         runner = PodRunner(pod.containers, directory / "log")
         is_worth_keeping = True
         say(f"starting {pod.title} in {directory}")
-        result = await run_drill(Drill(pod.runtime, plan, say, runner), runner, plan, say)
-        if result is not None:
-            result.conditions = dict(pod.conditions)
+        result = await run_drill(Drill(directory, plan, say, runner), runner, plan, say)
         is_worth_keeping = result is not None and not result.report.passed
         return result
     finally:
@@ -298,7 +195,7 @@ async def run_steps(
 
     inbox = SignalInbox()
     try:
-        return await run_pod(runner, body, inbox.get, say, START_DEADLINE_S)
+        return await run_pod(runner, body, inbox.get, say)
     finally:
         inbox.close()
 

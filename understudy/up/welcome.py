@@ -1,7 +1,7 @@
-"""Says how to use a pod, once requests to it are answered.
+"""Says how to use a pod, once requests to it are answered, and what a pod that stops waits for.
 
-Waits for that without a deadline: a pod may serve long before its status says that it is whole, and
-`understudy up` must not stop it for that. What is missing is said again and again.
+The welcome waits without a deadline: a pod may serve long before its status says that it is whole,
+and `understudy up` must not stop it for that. What is missing is said again and again.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ from plumbing.service.clock import SystemClock
 from pool.messages import CATALOGUE, StatusMsg
 from understudy.drill.killer import service_of, whole_of
 from understudy.drill.records import LOCKSERVER
-from understudy.kubelet.containers import Container
-from understudy.kubelet.http_get import get
+from understudy.http_get import get
 from understudy.status.gateway_view import is_open
 from understudy.status.gather import gather
+from understudy.status.view import awaited
 from understudy.up.directory import has_pool
-from understudy.up.local_pod import program, reachable
+from understudy.up.table import Container, program, reachable
 
 POLL_S = 0.05
 SAID_EVERY_S = 10.0
 ALONE_AFTER_S = 10.0  # a pod that serves is announced without a standby then
 MODELS_TIMEOUT_S = 5.0
+
+FAREWELL_POLL_S = 0.1  # until the engines know that they are to exit, and count what is left
 
 clock = SystemClock()
 
@@ -123,3 +125,17 @@ def _request(url: str, model: str) -> str:
     return (
         f"  curl {url}/v1/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
     )
+
+
+async def say_farewell(directory: Path, say: Callable[[str], None]) -> None:
+    """Say how many requests the pod in `directory` waits for while it stops, every ten seconds."""
+    began_ms = clock.now_ms()
+    while True:
+        view = await gather(directory)
+        requests, most_ms = awaited(view)
+        if not (view["stopping"] and requests):
+            await asyncio.sleep(FAREWELL_POLL_S)
+            continue
+        left_s = max(0.0, most_ms - clock.now_ms() + began_ms) / 1000
+        say(f"waiting up to {left_s:.0f} s for {requests} request{'s' if requests > 1 else ''}")
+        await asyncio.sleep(SAID_EVERY_S)

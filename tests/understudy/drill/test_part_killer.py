@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import os
 import signal
 import subprocess
@@ -13,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from lockserver.client import witness
 from plumbing.errors import UnderstudyError, WaitTimeoutError
@@ -25,7 +23,6 @@ from understudy.drill import part_killer
 from understudy.drill.observer import OldTree
 from understudy.drill.part_killer import FIRST, hold, kill_part, wait_back
 from understudy.drill.records import LOCKSERVER, PartKill, Records
-from understudy.drill.report import print_report
 from understudy.drill.verdict import judge
 
 HOLDS_ITSELF = """
@@ -146,20 +143,6 @@ def test_part_that_does_not_come_back_fails_the_drill():
     assert "lockserver did not come back" in report.problems
     good = judge(Records(part_kills=[back]), kills_wanted=1)
     assert "lockserver did not come back" not in good.problems
-
-
-def test_report_says_under_which_conditions_it_was_made():
-    """Goal: a back-off that is not the kubelet's is said. Method: a table with, one without."""
-    conditions = {"manifest": "deploy/overlays/cpu", "restart_backoff_max_s": 1.0}
-    said = []
-    for given in (conditions, {}):
-        out = io.StringIO()
-        console = Console(file=out, width=200)
-        print_report(judge(Records(), 1), console, "reference", {}, given)
-        said.append(out.getvalue())
-    assert "manifest         deploy/overlays/cpu" in said[0]
-    assert "restart back-off at most 1 s; a kubelet's is up to 300 s" in said[0]
-    assert "kubelet" not in said[1]
 
 
 def test_program_below_the_init_of_the_drills_own_container_is_not_killed():

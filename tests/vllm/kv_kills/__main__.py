@@ -34,7 +34,7 @@ from hack import v2_on_cpu
 from tests.vllm.about import ROOT, commit, machine
 from tests.vllm.kv_kills.seams import SEAMS, Control, any_skip
 from tests.vllm.kv_kills.server import kv_server
-from understudy.up.random_model import RandomModel, make_random_model
+from understudy.up.models import RandomModel, make_random_model
 
 INNER_ENV = "KV_KILLS_INNER"
 ENGINE = "engine-0"

@@ -1,4 +1,7 @@
-"""The standard pod as data, and its ports."""
+"""The table of containers: what a user's flags change in it; and the ports of a pod.
+
+`tests/deploy/test_table.py` compares the table with the manifests.
+"""
 
 from __future__ import annotations
 
@@ -11,55 +14,10 @@ import pytest
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.service.browsers import ALLOWED_HOST
 from plumbing.service.config import resolve
-from tests.deploy.manifests import RENDERED
 from understudy.cli.pods import local_pod
 from understudy.cli.settings import UP_OPTIONS
-from understudy.kubelet.containers import starts, stops
-from understudy.up.local_pod import POD_MANIFEST, LocalPod, packaged_manifest, program
 from understudy.up.ports import Ports, check_port, check_ports, free_pod_ports, free_ports
-
-
-def test_standard_pod_starts_what_engines_need_before_them():
-    """Goal: what a part needs is ready before it starts."""
-    containers = LocalPod(Path("/run/understudy"), Path("/models/m")).containers()
-    assert [[c.name for c in group] for group in starts(containers)] == [
-        ["lockserver"],
-        ["gms"],
-        ["gateway"],
-        ["engine-0"],
-        ["engine-1"],
-    ]
-
-
-def test_standard_pod_stops_its_engines_together_and_then_what_they_need():
-    """Goal: no takeover while a pod stops: a standby that outlived the active engine was granted
-    the lock. Method: the groups that are asked to stop at the same time."""
-    containers = LocalPod(Path("/run/understudy"), Path("/models/m")).containers()
-    assert [[c.name for c in group] for group in stops(containers)] == [
-        ["engine-0", "engine-1"],
-        ["gateway"],
-        ["gms"],
-        ["lockserver"],
-    ]
-
-
-def test_standard_pod_uses_the_documented_ports_and_directory():
-    """Goal: what docs/reference.md says. Method: read the command lines and environments."""
-    pod = LocalPod(Path("/run/understudy"), Path("/models/m")).containers()
-    lock, gms, gateway, one, two = pod
-    assert "--service=active=127.0.0.1:8000" in lock.command
-    assert lock.env["UNDERSTUDY_HTTP_PORT"] == "9400"
-    assert gms.env["UNDERSTUDY_HTTP_PORT"] == "9401"
-    assert gateway.env["UNDERSTUDY_HTTP_PORT"] == "9403"
-    assert [c.env["ENGINE_ID"] for c in (one, two)] == ["engine-0", "engine-1"]
-    assert one.env["UNDERSTUDY_HTTP_PORT"] == "9410"
-    assert two.env["UNDERSTUDY_HTTP_PORT"] == "9411"
-    assert {c.env["UNDERSTUDY_DIR"] for c in pod} == {"/run/understudy"}
-    assert one.env["LOCKSERVER_SOCKET"] == "/run/understudy/lockserver.sock"
-    assert one.command[one.command.index("--") + 1 :] == ("--model", "/models/m")
-    urls = [c.startup.url for c in pod if c.startup is not None]
-    names = [url.rsplit("/", 1)[1] for url in urls]
-    assert names == ["live", "startup", "startup", "startup", "startup"]
+from understudy.up.table import LocalPod, program
 
 
 def test_direct_pod_has_no_gateway_and_everybody_knows():
@@ -85,19 +43,6 @@ def test_gateways_port_is_not_looked_at_in_direct_mode():
             check_ports(ports)
 
 
-def test_pod_of_two_ranks_has_two_devices_and_engines_that_know():
-    """Goal: a device per rank. Method: read the command lines; one rank is said to nobody."""
-    pod = LocalPod(Path("/run/understudy"), Path("/models/m"), tensor_parallel=2)
-    _, gms, _, *engines = pod.containers()
-    assert "--devices=2" in gms.command
-    for engine in engines:
-        backend = engine.command[engine.command.index("--") + 1 :]
-        assert backend == ("--model", "/models/m", "--tensor-parallel", "2")
-    _, gms, _, *engines = LocalPod(Path("/run/understudy"), Path("/models/m")).containers()
-    assert "--devices=1" in gms.command
-    assert not any("--tensor-parallel" in engine.command for engine in engines)
-
-
 def test_pod_on_gpus_takes_those_that_are_there_and_all_of_their_memory():
     """Goal: `--memory cuda`. Method: the memory service's command line, with and without a limit;
     and where probes listen, of all parts."""
@@ -113,45 +58,12 @@ def test_pod_on_gpus_takes_those_that_are_there_and_all_of_their_memory():
     assert "--device-bytes=8GiB" in limited.command
 
 
-def test_packaged_manifest_is_the_rendered_one():
-    """Goal: one description of the pod, for clusters and for `understudy up`. Method: compare the
-    packaged file with deploy/rendered."""
-    assert POD_MANIFEST.read_text() == (RENDERED / "cpu.yaml").read_text()
-
-
 def test_ports_that_swap_places_are_not_confused():
     """Goal: each part gets its own port. Method: requests on the lock server's usual port."""
     ports = Ports(service=9400, lockserver=8000)
     lock = LocalPod(Path("/run/understudy"), Path("/m"), ports).containers()[0]
     assert "--service=active=127.0.0.1:9400" in lock.command
     assert lock.env["UNDERSTUDY_HTTP_PORT"] == "8000"
-
-
-def test_every_part_is_asked_whether_it_lives_as_often_as_in_a_cluster():
-    """Goal: a part that hangs is restarted. Method: compare the probes with the manifest's."""
-    of_manifest = {spec.name: spec.liveness for spec in packaged_manifest().specs}
-    for container in LocalPod(Path("/run/understudy"), Path("/m")).containers():
-        probe, wanted = container.liveness, of_manifest[container.name]
-        assert probe is not None
-        assert wanted is not None
-        assert (probe.period_s, probe.timeout_s) == (wanted.period_s, wanted.timeout_s)
-        assert probe.failure_threshold == wanted.failure_threshold
-        assert probe.grace_s == wanted.grace_s
-
-
-def test_vllm_is_told_of_its_model_in_its_own_words():
-    """Goal: each backend its command line. Method: read it, with two ranks and flags of a user."""
-    pod = LocalPod(
-        Path("/run/understudy"),
-        Path("/models/m"),
-        backend="vllm",
-        tensor_parallel=2,
-        backend_args=("--enforce-eager",),
-    )
-    for engine in pod.containers()[3:]:
-        assert "--backend=vllm" in engine.command
-        backend = engine.command[engine.command.index("--") + 1 :]
-        assert backend == ("/models/m", "--tensor-parallel-size", "2", "--enforce-eager")
 
 
 def test_free_ports_are_for_nobody_else():

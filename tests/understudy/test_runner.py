@@ -1,4 +1,4 @@
-"""The runner with real processes: start order, restarts, stopping, its own death."""
+"""The runner with real processes: order, probes, restarts, logs, its own death."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ import signal
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
 from plumbing.errors import UnderstudyError, WaitTimeoutError
+from plumbing.service.procfs import parent
 from tests.helpers import auntil, free_port, open_fds, until
-from understudy.kubelet import runner as runner_module
-from understudy.kubelet.containers import Container, Restart, quick_startup
-from understudy.kubelet.runner import PodRunner, run_pod
+from understudy.up import runner as runner_module
+from understudy.up.output import LINE_MAX_BYTES, ContainerLog
+from understudy.up.runner import PodRunner, backoff_s, run_pod
+from understudy.up.table import INIT, Container, Probe, starts
 
 # Answers 503 to the first probes and 200 to the later ones, and writes its order of events down.
 WEB = """
@@ -40,16 +43,41 @@ note("began")
 http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 
+# Answers every path with the status in a file, or 200 while that is not there.
+SERVER = """
+    import http.server, os, sys
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            status = 200
+            if os.path.exists(sys.argv[2]):
+                status = int(open(sys.argv[2]).read() or 200)
+            self.send_response(status)
+            self.end_headers()
+        def log_message(self, *args): pass
+    print("serving")
+    http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+ARMED = (
+    "from plumbing.service.process import arm_from_environment as arm; import signal; "
+    "arm(); print('armed'); signal.pause()"
+)
+
 
 def python(name: str, code: str, *args: str, **more) -> Container:
     command = (sys.executable, "-u", "-c", textwrap.dedent(code), *args)
     return Container(name, command, **more)
 
 
-def web(name: str, journal, refusals: int = 0, deadline_s: float = 30.0) -> Container:
+def startup(url: str, seconds: int = 60) -> Probe:
+    return Probe(url, 1, seconds)
+
+
+def web(name: str, journal, refusals: int = 0, **more) -> Container:
     port = free_port()
-    startup = quick_startup(f"http://127.0.0.1:{port}/startup", deadline_s)
-    return python(name, WEB, name, str(port), str(refusals), str(journal), startup=startup)
+    probe = startup(f"http://127.0.0.1:{port}/startup")
+    words = (name, str(port), str(refusals), str(journal))
+    return python(name, WEB, *words, startup=probe, **more)
 
 
 def is_gone(pid: int) -> bool:
@@ -95,7 +123,7 @@ def test_start_past_its_deadline_names_container_and_reason(tmp_path):
     async def main():
         async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
             url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/startup"
-            slow = python("slow", "import signal; signal.pause()", startup=quick_startup(url, 1.5))
+            slow = python("slow", "import signal; signal.pause()", startup=startup(url, 1))
             runner = PodRunner([slow], tmp_path / "log")
             words = r"slow did not start.*503: loading weights"
             try:
@@ -114,13 +142,13 @@ def test_start_that_takes_long_says_in_a_sentence_what_it_waits_for(tmp_path, mo
     sentence = '{"reason": "never_standby_yet", "message": "loading the model"}'
     code = WEB.replace('{"reason": "loading weights"}', sentence)
     port = free_port()
-    startup = quick_startup(f"http://127.0.0.1:{port}/startup", 60)
+    probe = startup(f"http://127.0.0.1:{port}/startup")
     words = ("slow", str(port), "100000", str(tmp_path / "journal"))
     lines: list[str] = []
 
     async def main():
         runner = PodRunner(
-            [python("slow", code, *words, startup=startup)], tmp_path / "log", lines.append
+            [python("slow", code, *words, startup=probe)], tmp_path / "log", lines.append
         )
         starting = asyncio.create_task(runner.start())
         try:
@@ -135,13 +163,14 @@ def test_start_that_takes_long_says_in_a_sentence_what_it_waits_for(tmp_path, mo
 
 
 def test_start_of_a_container_that_exits_fails_with_its_own_sentence(tmp_path):
-    """Goal: a bad flag is told at once. Method: a process that says why and exits with code 2."""
+    """Goal: a bad flag is told at once. Method: a process that says why and exits with code 2; one
+    that says nothing, for which our own note of its end is no word."""
 
     async def main():
         bad = python(
             "bad",
             "print('error: no model at /nowhere'); print('bye'); raise SystemExit(2)",
-            startup=quick_startup(f"http://127.0.0.1:{free_port()}/", 60),
+            startup=startup(f"http://127.0.0.1:{free_port()}/"),
         )
         runner = PodRunner([bad], tmp_path / "log")
         with pytest.raises(UnderstudyError, match=r"code 2.*: no model at /nowhere") as caught:
@@ -149,18 +178,7 @@ def test_start_of_a_container_that_exits_fails_with_its_own_sentence(tmp_path):
         assert (caught.value.code, caught.value.exit_code) == ("pod.start_failed", 2)
         assert not runner.pids()
         await runner.stop()
-
-    run(main())
-
-
-def test_start_of_a_container_that_says_nothing_says_so(tmp_path):
-    """Goal: our own note of its end is not taken for its word. Method: a process without one."""
-
-    async def main():
-        startup = quick_startup(f"http://127.0.0.1:{free_port()}/", 60)
-        runner = PodRunner(
-            [python("bad", "raise SystemExit(3)", startup=startup)], tmp_path / "log"
-        )
+        runner = PodRunner([python("mute", "raise SystemExit(3)", startup=bad.startup)], tmp_path)
         with pytest.raises(UnderstudyError, match="code 3 while starting: no output"):
             await runner.start()
         await runner.stop()
@@ -172,9 +190,7 @@ def test_start_of_a_command_that_does_not_exist_fails_with_a_sentence(tmp_path):
     """Goal: no stack trace. Method: a path where there is no program."""
 
     async def main():
-        ghost = Container(
-            "ghost", ("/no/such/program",), startup=quick_startup("http://127.0.0.1:1/", 9)
-        )
+        ghost = Container("ghost", ("/no/such/program",), startup=startup("http://127.0.0.1:1/"))
         runner = PodRunner([ghost], tmp_path / "log")
         with pytest.raises(UnderstudyError, match="/no/such/program cannot be started"):
             await runner.start()
@@ -236,48 +252,6 @@ def test_replaced_container_ends_in_good_order_before_the_next_one_begins(tmp_pa
 
     run(main())
     assert journal.read_text().splitlines() == ["old begins", "old ends", "new begins", "new ends"]
-
-
-def test_container_that_ended_well_stays_ended_with_on_failure(tmp_path):
-    """Goal: the restart policy is obeyed. Method: exit 0 under `on_failure`."""
-
-    async def main():
-        done = python("done", "print('ok')", restart=Restart.ON_FAILURE)
-        runner = PodRunner([done], tmp_path / "log")
-        await runner.start()
-        log = tmp_path / "log/done.log"
-        await auntil(lambda: log.exists() and "not restarted" in log.read_text(), "the note")
-        assert runner.restarts() == {"done": 0}
-        await runner.stop()
-
-    run(main())
-
-
-def test_stop_goes_in_reverse_order(tmp_path):
-    """Goal: what was started first ends last. Method: each process notes its SIGTERM."""
-    journal = tmp_path / "journal"
-    code = """
-        import signal, sys
-        def end(*_):
-            open(sys.argv[2], "a").write(sys.argv[1] + "\\n")
-            raise SystemExit(0)
-        signal.signal(signal.SIGTERM, end)
-        print("armed")
-        while True:
-            signal.pause()
-    """
-
-    async def main():
-        lines = []
-        names = ["lock", "memory", "engine"]
-        containers = [python(name, code, name, str(journal)) for name in names]
-        runner = PodRunner(containers, tmp_path / "log", lines.append)
-        await runner.start()
-        await auntil(lambda: sum("armed" in line for line in lines) == 3, "three processes")
-        await runner.stop()
-
-    run(main())
-    assert journal.read_text().split() == ["engine", "memory", "lock"]
 
 
 def test_stop_kills_a_container_that_ignores_sigterm(tmp_path):
@@ -362,15 +336,14 @@ def test_body_that_fails_stops_the_pod_and_keeps_its_error(tmp_path):
     run(main())
 
 
-def check_that_it_dies_with_its_runner(tmp_path, child, said, has_pid_namespace):
-    """SIGKILL to a real runner with a container that runs `child`, once that has said `said`."""
+def test_children_die_when_the_runner_is_killed(tmp_path):
+    """Goal: no orphans. Method: SIGKILL to a real runner whose child arms itself."""
     code = f"""
         import asyncio, pathlib, sys
-        from understudy.kubelet.containers import Container
-        from understudy.kubelet.runner import PodRunner
+        from understudy.up.runner import PodRunner
+        from understudy.up.table import Container
         async def main():
-            command = (sys.executable, "-u", "-c", {child!r})
-            container = Container("child", command, has_pid_namespace={has_pid_namespace})
+            container = Container("child", (sys.executable, "-u", "-c", {ARMED!r}))
             runner = PodRunner([container], pathlib.Path(sys.argv[1]), print)
             await runner.start()
             async with asyncio.timeout(30):
@@ -384,17 +357,10 @@ def check_that_it_dies_with_its_runner(tmp_path, child, said, has_pid_namespace)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         lines = [process.stdout.readline().strip() for _ in range(2)]
-        assert f"child | {said}" in lines
+        assert "child | armed" in lines
         pid = next(int(line) for line in lines if line.isdigit())
         process.kill()
     until(lambda: is_gone(pid), "the child to die with its runner")
-
-
-def test_children_die_when_the_runner_is_killed(tmp_path):
-    """Goal: no orphans. Method: SIGKILL to a real runner whose child arms itself."""
-    child = "from plumbing.service.process import arm_from_environment as arm; import signal; "
-    child += "arm(); print('armed'); signal.pause()"
-    check_that_it_dies_with_its_runner(tmp_path, child, "armed", has_pid_namespace=False)
 
 
 def test_runner_leaks_no_descriptor_over_restarts(tmp_path):
@@ -409,3 +375,192 @@ def test_runner_leaks_no_descriptor_over_restarts(tmp_path):
         await auntil(lambda: len(open_fds()) <= before, "descriptors to be closed")
 
     run(main())
+
+
+def server(status: Path, **liveness: float) -> Container:
+    """A server with a startup probe, and with one of liveness by its numbers."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}/"
+    more = {"liveness": Probe(url, **liveness)} if liveness else {}
+    return python(
+        *("server", SERVER, str(port), str(status)),
+        startup=Probe(url, 1, 5, grace_s=0.1),
+        backoff_max_s=0,
+        **more,
+    )
+
+
+def test_process_that_hangs_is_found_by_its_liveness_probe_and_replaced(tmp_path: Path):
+    """Goal: SIGSTOP is a hang. Method: a real server, stopped; it is deaf to SIGTERM, too."""
+    liveness = {"period_s": 0.05, "timeout_s": 1.0, "failure_threshold": 2, "grace_s": 0.1}
+
+    async def main():
+        container = server(tmp_path / "status", **liveness)
+        runner = PodRunner([container], tmp_path / "log")
+        await runner.start()
+        first = runner.pids()["server"]
+        os.kill(first, signal.SIGSTOP)
+        await auntil(lambda: runner.restarts()["server"] >= 1, "its replacement")
+        await auntil(lambda: not runner.not_up(), "the new one to be up")
+        assert is_gone(first)
+        await runner.stop()
+
+    run(main())
+    log = (tmp_path / "log/server.log").read_text()
+    assert "liveness probe failed 2 times (127.0.0.1:" in log
+    assert "SIGTERM, and SIGKILL after 0.1 s" in log
+    assert "died of signal 9; restarting now" in log
+
+
+@pytest.mark.slow
+def test_startup_that_fails_in_a_later_life_ends_the_process(tmp_path: Path):
+    """Goal: the deadline counts after a restart. Method: 503 from the second life on."""
+    status = tmp_path / "status"
+
+    async def main():
+        runner = PodRunner([server(status)], tmp_path / "log")
+        await runner.start()
+        status.write_text("503")
+        os.kill(runner.pids()["server"], signal.SIGKILL)
+        await auntil(lambda: runner.restarts()["server"] >= 2, "the end of its second life")
+        assert runner.not_up() == ["server"]
+        status.write_text("200")
+        await auntil(lambda: not runner.not_up(), "a life that passes")
+        await runner.stop()
+
+    run(main())
+    said = (tmp_path / "log/server.log").read_text()
+    assert "startup probe failed for 5 s (HTTP 503)" in said
+
+
+def test_engines_are_stopped_together_and_before_what_they_need(tmp_path: Path):
+    """Goal: an engine that drains needs its lock server. Method: two that end only once both are
+    told to, and two servers that note their own ends."""
+    journal = tmp_path / "journal"
+    ends = """
+        import os, signal, sys, time
+        def end(*_):
+            open(sys.argv[2], "w")
+            while not os.path.exists(sys.argv[3]):
+                time.sleep(0.01)
+            open(sys.argv[1], "a").write("main\\n")
+            raise SystemExit(0)
+        signal.signal(signal.SIGTERM, end)
+        print("armed")
+        while True:
+            signal.pause()
+    """
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    open(tmp_path / "here", "w").close()
+    here = str(tmp_path / "here")
+    sidecar = ends.replace('"main', '"sidecar')
+    containers = [
+        python("first", sidecar.replace("sidecar", "first"), str(journal), here, here),
+        python("second", sidecar.replace("sidecar", "second"), str(journal), here, here),
+        python("one", ends, str(journal), one, two, is_engine=True),
+        python("two", ends, str(journal), two, one, is_engine=True),
+    ]
+
+    async def main():
+        lines: list[str] = []
+        runner = PodRunner(containers, tmp_path / "log", lines.append)
+        await runner.start()
+        await auntil(lambda: sum("armed" in line for line in lines) == 4, "four processes")
+        await runner.stop()
+
+    run(main())
+    assert journal.read_text().split() == ["main", "main", "second", "first"]
+
+
+@pytest.mark.parametrize(
+    ("waits", "groups"),
+    [
+        ("", []),
+        ("s s o o", ["s0", "s1", "o2", "o3"]),
+        ("s s e e", ["s0", "s1", "e2e3"]),
+        ("o e", ["o0", "e1"]),
+    ],
+)
+def test_engines_start_in_order_unless_they_need_not(waits: str, groups: list[str]):
+    """Method: servers, engines that wait for the one before them, and engines that do not."""
+    made = [
+        Container(f"{each}{n}", ("x",), is_engine=each != "s", starts_in_order=each != "e")
+        for n, each in enumerate(waits.split())
+    ]
+    assert ["".join(each.name for each in group) for group in starts(made)] == groups
+
+
+def test_backoff_first_restart_is_immediate_then_doubles_to_its_limit():
+    """Goal: 0.5 to 30 s. Method: deaths at once, to the default and to a limit of a user's."""
+    assert [backoff_s(n, 30) for n in range(9)] == [0, 0.5, 1, 2, 4, 8, 16, 30, 30]
+    assert [backoff_s(n, 1) for n in range(4)] == [0, 0.5, 1, 1]
+    assert backoff_s(100_000, 30) == 30  # a week of crashes overflows no float
+
+
+def test_program_is_restarted_by_its_init_and_the_init_by_the_runner(tmp_path):
+    """Method: SIGKILL to the program, whose init lives on; then to the init, with which its program
+    dies; the count goes on."""
+
+    async def main():
+        lines: list[str] = []
+        runner = PodRunner([python("worker", ARMED, init=INIT)], tmp_path / "log", lines.append)
+        await runner.start()
+
+        async def program(restarts: int) -> int:
+            await auntil(lambda: lines.count("worker | armed") == 1 + restarts, "its start")
+            assert runner.restarts() == {"worker": restarts}
+            return runner.pids()["worker"]
+
+        first = await program(0)
+        init = parent(first)
+        assert init is not None
+        os.kill(first, signal.SIGKILL)
+        second = await program(1)
+        assert parent(second) == init
+        os.kill(init, signal.SIGKILL)
+        assert parent(await program(2)) not in (init, None)
+        await auntil(lambda: is_gone(second), "the program to die with its init")
+        await runner.stop()
+        assert not runner.pids()
+
+    run(main())
+
+
+def test_log_rotates_once_at_its_limit_and_cuts_endless_lines(tmp_path):
+    """Goal: bounded disk and memory. Method: write past both limits through a real pipe."""
+
+    async def main():
+        said = []
+        log = ContainerLog("big", tmp_path / "big.log", said.append, max_bytes=3 * LINE_MAX_BYTES)
+        writing = log.open_pipe()
+        os.set_blocking(writing, False)
+        sent = 0
+        while sent < 8 * LINE_MAX_BYTES:
+            try:
+                sent += os.write(writing, b"x" * 4096)
+            except BlockingIOError:
+                await asyncio.sleep(0)
+        os.close(writing)
+        await auntil(lambda: sum(map(len, said)) >= sent, "everything read")
+        log.close()
+
+    asyncio.run(main())
+    kept = (tmp_path / "big.log").stat().st_size, (tmp_path / "big.log.1").stat().st_size
+    assert all(size <= 4 * LINE_MAX_BYTES for size in kept)
+
+
+def test_log_on_a_full_disk_keeps_reading(tmp_path):
+    """Goal: a full disk must not stop the process that writes. Method: log to /dev/full."""
+
+    async def main():
+        said = []
+        path = tmp_path / "full.log"
+        path.symlink_to("/dev/full")
+        log = ContainerLog("full", path, said.append, max_bytes=1000)
+        writing = log.open_pipe()
+        os.write(writing, b"one\ntwo")
+        os.close(writing)
+        await auntil(lambda: len(said) == 2, "both lines")
+        assert said == ["full | one", "full | two"]
+
+    asyncio.run(main())

@@ -1,0 +1,399 @@
+"""Runs the containers of a pod on this machine: starts them in order, restarts them, stops them.
+
+A container's first process is an init, which restarts its program in place. The runner restarts a
+container whose first process has ended: an init that was killed or has given up. Children die with
+the runner: they ask the kernel to be killed when it exits.
+
+The surprising thing: during the *first* start an exit with a code (not by a signal) is final,
+because a retry does not cure a bad flag, and the user waits for the error. For the same reason the
+runner's deadline ends a first start, not its startup probe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from asyncio.subprocess import DEVNULL, Process
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from plumbing.errors import UnderstudyError, UsageError, WaitTimeoutError
+from plumbing.part.format import duration
+from plumbing.service.init import FIRST_START_ENV, RESTARTS_ENV
+from plumbing.service.process import parent_environment
+from plumbing.service.procfs import children, environment_of, is_alive
+from understudy.http_get import HttpReply, get
+from understudy.up.output import ContainerLog
+from understudy.up.table import Container, Probe, starts, stops
+
+LOOK_S = 0.05  # how often a start checks for news
+WAIT_SHOWN_AFTER_S = 1.0  # shorter waits are not reported
+STARTUP_PERIOD_S = 0.05  # a start takes seconds; a probe costs about a millisecond
+STARTUP_TIMEOUT_S = 2.0
+BACKOFF_S, GOOD_LIFE_S = 0.5, 10.0  # the first restart is at once; a good life starts over
+LAST_GRACE_S = 2.0  # of each container, once the pod has used up its grace period
+OK = range(200, 400)  # Kubernetes counts a redirect as success
+NOT_STARTED = 127  # the shell's code for a command that cannot be run
+
+T = TypeVar("T")
+Say = Callable[[str], None]
+
+
+def backoff_s(failures: int, max_s: float) -> float:
+    """The wait before a restart, after this many restarts of lives that were not good."""
+    # The exponent is capped: a week of crashes must not overflow a float.
+    return min(BACKOFF_S * 2.0 ** min(failures - 1, 16), max_s) if failures else 0.0
+
+
+class RunningContainer:
+    """A container that is kept running from `start` to `stop`."""
+
+    def __init__(self, container: Container, log: ContainerLog) -> None:
+        self.container = container
+        self.log = log
+        self.was_up = container.startup is None  # in any of its lives
+        self.ended = "has not started"
+        self.exit_code: int | None = None
+        self.last_reply = HttpReply(0, reason="not probed yet")  # of its startup probe
+        self.settled = asyncio.Event()  # it is up, or was given up
+        if self.was_up:
+            self.settled.set()
+        self.is_given_up = False
+        self._is_started = False  # in this life
+        self._restarts = 0  # of its first process, and by the inits before the present one
+        self._program_restarts = 0  # by the present init, as far as seen
+        self._stopping = asyncio.Event()
+        self._process: Process | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The container's program, while it lives: the first process, or init's eldest child. Init
+        has no other child when it starts the program; orphans come later."""
+        process = self._process
+        if process is None or process.returncode is not None:
+            return None
+        if not self.container.init:
+            return process.pid
+        return next((pid for pid in children(process.pid) if is_alive(pid)), None)
+
+    @property
+    def restarts(self) -> int:
+        """How often its program was restarted, by its init or with the whole container."""
+        pid = self.pid if self.container.init else None
+        if pid is not None:
+            count = environment_of(pid).get(RESTARTS_ENV, "")
+            self._program_restarts = int(count or self._program_restarts)
+        return self._restarts + self._program_restarts
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it runs and its startup probe has passed."""
+        return self.pid is not None and self._is_started
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._keep(), name=f"container {self.container.name}")
+
+    def kill(self) -> None:
+        self._stopping.set()
+        self._signal(signal.SIGKILL)
+
+    async def stop(self, stopping_for_s: float = 0.0) -> None:
+        """Stop it and wait until it is reaped. The pod has been stopping for `stopping_for_s`: all
+        containers share one grace period, but each gets at least `LAST_GRACE_S`."""
+        if self._task is None:
+            return
+        self._stopping.set()
+        self._signal(signal.SIGTERM)
+        grace_s = self.container.grace_s
+        grace_s = max(min(grace_s, LAST_GRACE_S), grace_s - stopping_for_s)
+        done, _ = await asyncio.wait({self._task}, timeout=grace_s)
+        if not done:
+            self.log.note(f"(runner) still running after {grace_s:.3g} s: SIGKILL")
+            self._signal(signal.SIGKILL)
+        await self._task
+
+    async def _keep(self) -> None:
+        """Its lives, one after another."""
+        failures, loop = 0, asyncio.get_running_loop()
+        while not self._stopping.is_set():
+            began_s = loop.time()
+            code = self.exit_code = await self._live_once()
+            self.ended = f"exited with code {code}" if code >= 0 else f"died of signal {-code}"
+            if self._stopping.is_set():
+                return
+            if not self.container.is_restarted or (code >= 0 and not self.was_up):
+                self.log.note(f"(runner) {self.ended}; not restarted")
+                self.is_given_up = True
+                self.settled.set()
+                return
+            failures = 0 if loop.time() - began_s >= GOOD_LIFE_S else failures
+            delay_s = backoff_s(failures, self.container.backoff_max_s)
+            failures += 1
+            when = f"in {duration(delay_s * 1000)}" if delay_s else "now"
+            self.log.note(f"(runner) {self.ended}; restarting {when}")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), delay_s)
+            self._restarts += 1 + self._program_restarts
+            self._program_restarts = 0
+
+    async def _live_once(self) -> int:
+        """One process from start to reaping; its exit code, negative for a signal."""
+        container, writing = self.container, self.log.open_pipe()
+        command = (*container.init, *container.command)
+        first = {} if self.was_up else {FIRST_START_ENV: "final"}
+        self._is_started = False
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=DEVNULL,
+                stdout=writing,
+                stderr=writing,
+                env={**os.environ, **container.env, **first, **parent_environment()},
+                start_new_session=True,  # Ctrl-C is for the runner, which stops them in order
+            )
+        except OSError as error:
+            self.log.note(f"error: {command[0]} cannot be started: {error}")
+            return NOT_STARTED
+        finally:
+            os.close(writing)
+        if self._stopping.is_set():  # stopped while the process was being created
+            self._signal(signal.SIGTERM)
+        probing = asyncio.create_task(self._probe(), name=f"probes of {container.name}")
+        try:
+            return await self._process.wait()
+        finally:
+            probing.cancel()
+            await asyncio.gather(probing, return_exceptions=True)
+
+    async def _probe(self) -> None:
+        """Send the probes of this life, and end it if one fails; its exit cancels this."""
+        if (startup := self.container.startup) is not None:
+            await self._wait_started(startup)
+        self._is_started = self.was_up = True
+        self.settled.set()
+        if (liveness := self.container.liveness) is not None:
+            await self._watch(liveness)
+
+    async def _wait_started(self, probe: Probe) -> None:
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + probe.patience_s
+        while True:
+            self.last_reply = await get(probe.url, STARTUP_TIMEOUT_S)
+            if self.last_reply.status in OK:
+                return
+            if self.was_up and loop.time() > end_s:
+                reply = self.last_reply.summary()
+                await self._end(f"startup probe failed for {probe.patience_s:g} s ({reply})", probe)
+            await asyncio.sleep(STARTUP_PERIOD_S)
+
+    async def _watch(self, probe: Probe) -> None:
+        loop, failures = asyncio.get_running_loop(), 0
+        due_s = loop.time()
+        while True:
+            reply = await get(probe.url, probe.timeout_s)
+            failures = 0 if reply.status in OK else failures + 1
+            if failures >= probe.failure_threshold:
+                why = f"liveness probe failed {failures} times ({reply.summary()})"
+                await self._end(why, probe)
+            due_s = max(due_s + probe.period_s, loop.time())
+            await asyncio.sleep(due_s - loop.time())
+
+    async def _end(self, why: str, probe: Probe) -> None:
+        """SIGTERM, and SIGKILL after the probe's grace period."""
+        grace_s = self.container.grace_s if probe.grace_s is None else probe.grace_s
+        self.log.note(f"(runner) {why}: SIGTERM, and SIGKILL after {grace_s:g} s")
+        self._signal(signal.SIGTERM)
+        await asyncio.sleep(grace_s)
+        self._signal(signal.SIGKILL)
+        await asyncio.Event().wait()
+
+    def _signal(self, number: int) -> None:
+        """To a child that is not reaped yet, so never to a recycled pid."""
+        process = self._process
+        if process is not None and process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(number)
+
+
+class PodRunner:
+    """The containers of one pod and the tasks that keep them running."""
+
+    def __init__(
+        self, containers: Sequence[Container], log_dir: Path, say: Say = lambda line: None
+    ) -> None:
+        names = [container.name for container in containers]
+        if len(set(names)) != len(names):
+            raise ValueError(f"two containers share a name: {names}")
+        log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._say = say
+        self._kept: dict[str, RunningContainer] = {}
+        for each in containers:
+            log = ContainerLog(each.name, log_dir / f"{each.name}.log", say)
+            self._kept[each.name] = RunningContainer(each, log)
+        self._starts = [[container.name for container in group] for group in starts(containers)]
+        self._stops = [[container.name for container in group] for group in stops(containers)]
+        self.killed_by: int | None = None  # the signal that had it killed instead of stopped
+
+    def pids(self) -> Mapping[str, int]:
+        """The programs that are running, by container."""
+        return {name: pid for name, kept in self._kept.items() if (pid := kept.pid) is not None}
+
+    def restarts(self) -> Mapping[str, int]:
+        """How often each container's program was restarted."""
+        return {name: kept.restarts for name, kept in self._kept.items()}
+
+    @property
+    def stopping(self) -> str:
+        """What a signal does, for people; without containers, the pod is somebody else's."""
+        if not self._kept:
+            return "stopping; the pod keeps running"
+        return "stopping the pod; send it again to kill it"
+
+    def not_up(self) -> list[str]:
+        """The containers that should be up and are not, or not again."""
+        kept = self._kept.items()
+        return [name for name, each in kept if not each.is_given_up and not each.is_up]
+
+    def container(self, name: str) -> Container:
+        """The container of that name."""
+        return self._kept[name].container
+
+    async def start(self) -> None:
+        """Start every container in order; returns when the last one passed its startup probe.
+
+        Raises:
+            UnderstudyError: `pod.start_failed`, one exited before its probe passed.
+            WaitTimeoutError: `pod.start_deadline`, one did not pass its probe in time.
+        """
+        for group in self._starts:
+            for name in group:
+                self._kept[name].start()
+            waits = [asyncio.create_task(self._wait_up(self._kept[name])) for name in group]
+            try:
+                await asyncio.gather(*waits)
+            finally:
+                for each in waits:
+                    each.cancel()
+                await asyncio.gather(*waits, return_exceptions=True)
+
+    async def replace(self, container: Container) -> None:
+        """Stop the container of the same name and start this one in its place; returns when it has
+        passed its startup probe.
+
+        Raises:
+            UnderstudyError, WaitTimeoutError: as `start`.
+        """
+        old = self._kept[container.name]
+        await old.stop()
+        old.log.note("(runner) replaced by a container with another configuration")
+        new = self._kept[container.name] = RunningContainer(container, old.log)
+        new.start()
+        await self._wait_up(new)
+
+    async def stop(self) -> None:
+        """Stop all in reverse order and wait until every process is reaped. May be called twice."""
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        for group in self._stops:
+            spent_s = loop.time() - began_s
+            await asyncio.gather(*(self._kept[name].stop(spent_s) for name in group))
+        for kept in self._kept.values():
+            kept.log.close()
+
+    def kill(self) -> None:
+        """SIGKILL all at once; call `stop` afterwards."""
+        for kept in self._kept.values():
+            kept.kill()
+
+    async def _wait_up(self, kept: RunningContainer) -> None:
+        """Wait until `kept` is up; reports what it waits for."""
+        container, startup = kept.container, kept.container.startup
+        loop = asyncio.get_running_loop()
+        began_s, shown = loop.time(), ""
+        while not kept.settled.is_set():
+            waited_s, reply = loop.time() - began_s, kept.last_reply
+            if startup is not None and waited_s > startup.patience_s:
+                raise WaitTimeoutError(
+                    "pod.start_deadline",
+                    f"{container.name} did not start within {startup.patience_s:g} s: "
+                    f"{reply.summary()}; see its log, {kept.log.path}",
+                    container=container.name,
+                )
+            if waited_s > WAIT_SHOWN_AFTER_S and reply.sentence() != shown:
+                shown = reply.sentence()
+                self._say(f"waiting for {container.name}: {shown}")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(kept.settled.wait(), LOOK_S)
+        if not kept.was_up:
+            # A usage error of a part is ours, too: same exit code.
+            error = UsageError if kept.exit_code == UsageError.exit_code else UnderstudyError
+            raise error(
+                "pod.start_failed",
+                f"{container.name} {kept.ended} while starting: {kept.log.last_error()} "
+                f"(see {kept.log.path})",
+                container=container.name,
+            )
+
+
+async def run_pod(
+    runner: PodRunner,
+    body: Callable[[], Awaitable[T]],
+    next_signal: Callable[[], Awaitable[int]],
+    say: Say = lambda line: None,
+    while_stopping: Callable[[], Awaitable[None]] | None = None,
+) -> T | None:
+    """Start the pod, run `body`, stop the pod; None if a signal ended it first.
+
+    The first SIGTERM or SIGINT cancels `body` and stops the pod in order; the second one kills it.
+    `while_stopping` runs between the first signal and the end. The pod is stopped whatever `body`
+    raises.
+    """
+    watching: asyncio.Future[None] | None = None
+
+    async def start_and_run() -> T:
+        await runner.start()
+        return await body()
+
+    work = asyncio.ensure_future(start_and_run())
+    interrupt = asyncio.ensure_future(next_signal())
+    try:
+        either: set[asyncio.Future[Any]] = {work, interrupt}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            return work.result()
+        say(f"{signal.Signals(interrupt.result()).name}: {runner.stopping}")
+        if while_stopping is not None:
+            watching = asyncio.ensure_future(while_stopping())
+        return None
+    finally:
+        work.cancel()
+        if interrupt.done():
+            interrupt = asyncio.ensure_future(next_signal())
+        await _stop_or_kill(runner, work, interrupt, say)
+        if watching is not None:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+
+
+async def _stop_or_kill(
+    runner: PodRunner, work: asyncio.Future[T], interrupt: asyncio.Future[int], say: Say
+) -> None:
+    async def stop() -> None:
+        await asyncio.gather(work, return_exceptions=True)
+        await runner.stop()
+
+    stopping = asyncio.ensure_future(stop())
+    either: set[asyncio.Future[Any]] = {stopping, interrupt}
+    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+    if not stopping.done():
+        runner.killed_by = interrupt.result()
+        if runner.pids():
+            name = signal.Signals(runner.killed_by).name
+            say(f"{name}: killed the pod; requests that were running are cut")
+        runner.kill()
+    interrupt.cancel()
+    await stopping

@@ -1,0 +1,247 @@
+"""The containers of a pod on one machine: one table, for a pod of one model and for a pool's.
+
+`deploy/base` and `deploy/overlays/pool` say the same to Kubernetes, and a test compares them with
+the table. Two things differ on one machine: the containers share a directory instead of volumes,
+and startup probes are sent more often, because a user waits.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+
+from engine.backends.registry import model_arguments
+from plumbing.errors import UsageError
+from plumbing.part.grace import GRACE_MS
+from plumbing.part.paths import lockserver_socket
+from plumbing.service import init
+from pool.settings import PoolFile, engines_of
+from understudy.up.ports import Ports
+
+GATEWAY, POOL = "gateway", "pool"
+HOST_PREFIX = "HOST-"  # of a device in host memory
+GATEWAY_MEMORY = "512MiB"  # what it may hold of requests, so that a failover does not lose them
+RESTART_BACKOFF_MAX_S = 30.0
+INIT = (sys.executable, "-I", "-S", init.__file__)  # what `understudy-init` executes
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A periodic HTTP GET, with Kubernetes' numbers. `grace_s`: from SIGTERM to SIGKILL if the
+    probe stops the container; None: the container's own."""
+
+    url: str
+    period_s: float
+    failure_threshold: int
+    timeout_s: float = 1.0
+    grace_s: float | None = None
+
+    @property
+    def patience_s(self) -> float:
+        """How long a container has until its first success."""
+        return self.period_s * self.failure_threshold
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """One program of the pod. `env` is added to the runner's own environment.
+
+    `init`: what runs `command` and restarts it in place; (): the runner restarts it.
+    `is_engine`: stops at the same time as the engines beside it.
+    `starts_in_order`: starts once the container before it is up; an engine may do without.
+    `backoff_max_s`: the longest wait before a container whose first process ended is restarted.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    startup: Probe | None = None
+    liveness: Probe | None = None
+    init: tuple[str, ...] = ()
+    is_engine: bool = False
+    is_restarted: bool = True
+    starts_in_order: bool = True
+    backoff_max_s: float = RESTART_BACKOFF_MAX_S
+    grace_s: float = GRACE_MS / 1000
+
+
+@dataclass(frozen=True, slots=True)
+class PoolModels:
+    """The models of a pool file, instead of the pod's own model."""
+
+    path: Path
+    file: PoolFile
+
+    @property
+    def engines(self) -> list[str]:
+        """Every engine, in the order of the file."""
+        models = self.file.models.items()
+        return [engine for name, model in models for engine in engines_of(name, model)]
+
+    @property
+    def host_devices(self) -> int:
+        """How many devices of the host the file needs."""
+        numbers = [each.removeprefix(HOST_PREFIX) for each in self.file.devices]
+        return max((int(each) for each in numbers if each.isdecimal()), default=0) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPod:
+    """What distinguishes one local pod from another.
+
+    `model` None: a random one, still to be created, or that of the Hugging Face Hub's `hub_id`,
+    still to be downloaded. `backend_args` go to the backend unchanged; `env` is added to every
+    container's environment.
+    """
+
+    directory: Path
+    model: Path | None
+    ports: Ports = field(default_factory=Ports)
+    backend: str = "reference"
+    backend_args: tuple[str, ...] = ()
+    host: str = "127.0.0.1"
+    memory: str = "host"
+    # Of all devices, or of each; the memory service's default unless given.
+    device_bytes: str | int | tuple[int, ...] | None = None
+    tensor_parallel: int = 1  # number of devices, and of model processes in each engine
+    env: Mapping[str, str] = field(default_factory=dict)
+    http_host: str = "127.0.0.1"  # where probes and metrics listen
+    backoff_max_s: float = RESTART_BACKOFF_MAX_S
+    is_direct: bool = False
+    hub_id: str | None = None
+    pool: PoolModels | None = None
+
+    def containers(self) -> list[Container]:
+        """The pod, in the order in which it starts. Engines begin cold in a pool."""
+        pool, ports = self.pool, self.ports
+        service = f"--service=active={self.host}:{ports.service}"
+        models = [f"--model={name}" for name in pool.file.models] if pool else []
+        file = {"UNDERSTUDY_POOL": str(pool.path.absolute())} if pool else {}
+        buffers = f"--memory-bytes={GATEWAY_MEMORY}"
+        table = [
+            self._server("lockserver", ports.lockserver, [service, *models], startup="live"),
+            self._server("gms", ports.gms, [*self._memory(), *models], startup_s=120),
+            self._server(GATEWAY, ports.gateway, [buffers], env=file),
+            self._server(POOL, ports.pool, env=file),
+            *self._engines(file),
+        ]
+        absent = {GATEWAY} if self.is_direct else set()
+        absent |= set() if pool else {POOL}
+        return [each for each in table if each.name not in absent]
+
+    def _server(
+        self,
+        name: str,
+        port: int,
+        arguments: Sequence[str] = (),
+        *,
+        startup: str = "startup",
+        startup_s: int = 60,
+        env: Mapping[str, str] | None = None,
+    ) -> Container:
+        """A row whose program has the container's name. `startup`: the page of its startup probe;
+        `startup_s`: for how many seconds that may fail."""
+        return Container(
+            name,
+            (*program(name), "serve", *arguments),
+            self._environment(port, env),
+            startup=Probe(self._url(port, startup), 1, startup_s),
+            liveness=Probe(self._url(port, "live"), 10, 3, timeout_s=5, grace_s=2),
+            init=INIT,
+            backoff_max_s=self.backoff_max_s,
+        )
+
+    def _engines(self, file: Mapping[str, str]) -> Iterator[Container]:
+        """A row for each engine. No two have the same patience with a liveness probe: one long
+        stall of the machine must not end all of them."""
+        for number, port in enumerate(self.ports.engines):
+            name = self.pool.engines[number] if self.pool else f"engine-{number}"
+            yield Container(
+                name,
+                (*program("engine"), "run", *self._backend()),
+                self._environment(port, {"ENGINE_ID": name, **file}),
+                startup=Probe(self._url(port, "startup"), 2, 3600),
+                liveness=Probe(
+                    self._url(port, "live"), 10, 3 * (number + 1), timeout_s=5, grace_s=1
+                ),
+                init=INIT,
+                is_engine=True,
+                backoff_max_s=self.backoff_max_s,
+            )
+
+    def _backend(self) -> tuple[str, ...]:
+        """An engine's arguments; in a pool the file has them."""
+        if self.pool:
+            return ()
+        model = model_arguments(self.backend, str(self.model), self.tensor_parallel)
+        return (f"--backend={self.backend}", "--", *model, *self.backend_args)
+
+    def _memory(self) -> list[str]:
+        """Of the memory service. GPUs are found; host memory is divided into devices."""
+        found = [f"--memory={self.memory}"]
+        if self.memory == "host":
+            count = self.pool.host_devices if self.pool else self.tensor_parallel
+            found.append(f"--devices={count}")
+        if sizes := self.device_bytes:
+            text = ",".join(map(str, sizes)) if isinstance(sizes, tuple) else str(sizes)
+            found.append(f"--device-bytes={text}")
+        if self.pool and (copies := int(self.pool.file.host_memory)):
+            found.append(f"--host-memory={copies}")
+        return found
+
+    def _environment(self, port: int, more: Mapping[str, str] | None = None) -> dict[str, str]:
+        return {
+            "UNDERSTUDY_DIR": str(self.directory),
+            "UNDERSTUDY_HTTP_HOST": self.http_host,
+            "UNDERSTUDY_HTTP_PORT": str(port),
+            # Whatever the user's own environment says:
+            "LOCKSERVER_SOCKET": lockserver_socket(str(self.directory)),
+            "GMS_SOCKET_DIR": str(self.directory),
+            "UNDERSTUDY_DIRECT": "yes" if self.is_direct else "no",
+            **self.env,
+            **(more or {}),
+        }
+
+    def _url(self, port: int, page: str) -> str:
+        return f"http://{reachable(self.http_host)}:{port}/{page}"
+
+
+def starts(containers: Sequence[Container]) -> list[list[Container]]:
+    """The groups that start together, in order."""
+    return _groups(containers, lambda each: each.is_engine and not each.starts_in_order)
+
+
+def stops(containers: Sequence[Container]) -> list[list[Container]]:
+    """The groups that stop together, in order. All engines are stopped at once: a standby that is
+    stopped after the active engine would take over for a moment. What engines need stops after
+    them, because an engine that drains still needs its lock server and its memory."""
+    return _groups(containers, lambda each: each.is_engine)[::-1]
+
+
+def _groups(
+    containers: Sequence[Container], is_with_others: Callable[[Container], bool]
+) -> list[list[Container]]:
+    numbered = enumerate(containers)
+    grouped = groupby(numbered, lambda pair: -1 if is_with_others(pair[1]) else pair[0])
+    return [[container for _, container in group] for _, group in grouped]
+
+
+def reachable(host: str) -> str:
+    """Where to send requests to a server on this machine that listens at `host`."""
+    return "127.0.0.1" if host in ("", "0.0.0.0", "::") else host
+
+
+def program(name: str) -> tuple[str, ...]:
+    """The command of one of our console scripts, the one that belongs to this interpreter."""
+    beside = Path(sys.executable).parent / name
+    found = str(beside) if beside.exists() else shutil.which(name)
+    if found is None:
+        raise UsageError(
+            "pod.not_installed",
+            f"the command {name} is not installed beside {sys.executable}; run `pip install .`",
+        )
+    return (found,)
