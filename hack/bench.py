@@ -23,8 +23,8 @@ from plumbing.service.procfs import descendants, rss_bytes
 from understudy.drill.clients import Target
 from understudy.drill.records import PHASES
 from understudy.drill.run import DrillPlan
+from understudy.pod.runner import PodRunner
 from understudy.up.models import make_random_model
-from understudy.up.runner import PodRunner
 
 # Budgets for host memory and the reference backend. The fence also takes as long as the kernel
 # needs to end the old backend's processes, so it has no budget of its own here.

@@ -17,11 +17,11 @@ from hack import rig
 from understudy.drill.clients import Target
 from understudy.drill.records import PHASES
 from understudy.drill.run import Drill, DrillPlan
+from understudy.pod.ports import free_pod_ports
+from understudy.pod.runner import PodRunner
+from understudy.pod.table import LocalPod
 from understudy.up.models import make_random_model
-from understudy.up.ports import free_pod_ports
-from understudy.up.runner import PodRunner
 from understudy.up.sessions import DrillResult, run_drill
-from understudy.up.table import LocalPod
 
 Look = Callable[[PodRunner, Target], Awaitable[None]]
 

@@ -31,7 +31,7 @@ from plumbing.service import procfs
 from plumbing.service.clock import SystemClock
 from plumbing.service.process import raise_fd_limit
 from plumbing.wire.fds import OwnedFd
-from understudy.up.ports import free_ports
+from understudy.pod.ports import free_ports
 
 START_S = 60.0
 ROUNDS = 3  # of each way, in turns

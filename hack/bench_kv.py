@@ -30,11 +30,11 @@ from plumbing.part.peers import ask
 from understudy.drill.clients import Target, send
 from understudy.drill.killer import Whole
 from understudy.drill.records import End, Exchange, Prompt, asked_of_engine
+from understudy.pod.ports import free_pod_ports
+from understudy.pod.runner import PodRunner
+from understudy.pod.table import LocalPod
 from understudy.status.gather import engine_parts, status_of
 from understudy.up.models import RandomModel, make_random_model
-from understudy.up.ports import free_pod_ports
-from understudy.up.runner import PodRunner
-from understudy.up.table import LocalPod
 
 # What the feature has to reach (docs/kv.md).
 WARM_RATIO_MAX = 1.3

@@ -29,10 +29,10 @@ from understudy.drill.clients import clock, send, stream_without_pause
 from understudy.drill.records import Exchange, Outcome
 from understudy.drill.run import Drill, DrillPlan
 from understudy.drill.verdict import classify
+from understudy.pod.ports import free_pod_ports
+from understudy.pod.runner import PodRunner
+from understudy.pod.table import LocalPod
 from understudy.up.models import ONE_THREAD, VLLM_RANDOM_MODEL, make_random_model
-from understudy.up.ports import free_pod_ports
-from understudy.up.runner import PodRunner
-from understudy.up.table import LocalPod
 
 PHASES = ("told", "wake", "answer")  # to wake; until it is active; until the first byte
 WARM_UP_ROUNDS = 3  # what is done for the first time is slower

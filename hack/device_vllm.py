@@ -49,12 +49,12 @@ from plumbing.service.signals import SignalInbox
 from understudy.drill.clients import Target
 from understudy.drill.prompts import write_expected
 from understudy.drill.run import Drill, DrillPlan
+from understudy.pod.ports import free_pod_ports
+from understudy.pod.runner import PodRunner, run_pod
+from understudy.pod.table import LocalPod
 from understudy.status.gather import gather
 from understudy.up.models import VLLM_RANDOM_MODEL, make_random_model
-from understudy.up.ports import free_pod_ports
-from understudy.up.runner import PodRunner, run_pod
 from understudy.up.sessions import DrillResult, run_drill
-from understudy.up.table import LocalPod
 
 GRAPHS_FLAG = "--no-enforce-eager"  # graphs and compiled code, as vLLM runs on a GPU
 BENCH = ROOT / "bench" / "device"

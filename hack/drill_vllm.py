@@ -50,9 +50,9 @@ from understudy.drill.page import check_destination
 from understudy.drill.prompts import write_expected
 from understudy.drill.report import print_report
 from understudy.drill.run import Drill, DrillPlan
+from understudy.pod.runner import PodRunner, run_pod
 from understudy.up.models import VLLM_RANDOM_MODEL
 from understudy.up.pods import Say
-from understudy.up.runner import PodRunner, run_pod
 from understudy.up.sessions import DrillResult, compare_adoption, run_drill
 
 DEFAULTS: Mapping[str, Any] = {"kills": 15, "target": ("api", "core", "worker")}

@@ -26,10 +26,10 @@ from understudy.drill.clients import Target, clock, send, stream_without_pause
 from understudy.drill.prompts import COMPLETIONS
 from understudy.drill.records import End, Exchange, Outcome, Prompt
 from understudy.drill.verdict import classify
+from understudy.pod.runner import PodRunner
+from understudy.pod.table import LocalPod
 from understudy.up.models import ONE_THREAD, VLLM_RANDOM_MODEL, make_random_model
 from understudy.up.pods import prepare_pool
-from understudy.up.runner import PodRunner
-from understudy.up.table import LocalPod
 
 T = TypeVar("T")
 Event = dict[str, Any]

@@ -27,7 +27,7 @@ from plumbing.part.paths import lockserver_socket
 from plumbing.service import procfs
 from plumbing.service.process import parent_environment
 from plumbing.wire.blocking import BlockingClient
-from understudy.up.ports import free_ports
+from understudy.pod.ports import free_ports
 
 T = TypeVar("T")
 

@@ -27,8 +27,8 @@ from plumbing.service.signals import SignalInbox
 from understudy import host
 from understudy.drill.clients import clock
 from understudy.drill.killer import Whole, wait_whole
-from understudy.up.runner import PodRunner, run_pod
-from understudy.up.table import Container
+from understudy.pod.runner import PodRunner, run_pod
+from understudy.pod.table import Container
 
 ROOT = Path(__file__).resolve().parent.parent
 T = TypeVar("T")

@@ -33,9 +33,9 @@ from understudy.drill.prompts import SCHEMA
 from understudy.drill.records import GATEWAYS, GMS, LOCKSERVER, PARTS, Records
 from understudy.drill.run import Drill, DrillPlan
 from understudy.drill.verdict import judge
+from understudy.pod.runner import PodRunner
+from understudy.pod.table import LocalPod
 from understudy.up.models import VLLM_RANDOM_MODEL, RandomModel
-from understudy.up.runner import PodRunner
-from understudy.up.table import LocalPod
 
 if TYPE_CHECKING:
     import openai  # loading it takes two seconds

@@ -26,12 +26,12 @@ from understudy.drill.prompts import all_prompts, learn_answers
 from understudy.drill.records import Exchange, Outcome, Prompt, asked_of_engine
 from understudy.drill.verdict import classify
 from understudy.http_get import get
+from understudy.pod.ports import Ports, free_pod_ports
+from understudy.pod.runner import PodRunner
+from understudy.pod.table import LocalPod, program
 from understudy.status.gather import gather
 from understudy.status.view import PARKED
 from understudy.up.models import ONE_THREAD
-from understudy.up.ports import Ports, free_pod_ports
-from understudy.up.runner import PodRunner
-from understudy.up.table import LocalPod, program
 
 Document = Mapping[str, Any]
 

@@ -9,9 +9,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from understudy.pod.ports import free_pod_ports
+from understudy.pod.table import LocalPod
 from understudy.up.models import VLLM_RANDOM_MODEL, make_random_model
-from understudy.up.ports import free_pod_ports
-from understudy.up.table import LocalPod
 
 # Weights of 74 MiB in float32: large enough that a copy of them would show in a worker's memory,
 # and small enough that two cores stream some hundred tokens a second.

@@ -27,9 +27,9 @@ from understudy.drill.clients import Target, send, stream_without_pause
 from understudy.drill.prompts import bank_of, learn_answers
 from understudy.drill.records import End, Exchange, Prompt
 from understudy.drill.verdict import Spread, spread
-from understudy.up.ports import free_ports
-from understudy.up.runner import PodRunner
-from understudy.up.table import Container, Probe
+from understudy.pod.ports import free_ports
+from understudy.pod.runner import PodRunner
+from understudy.pod.table import Container, HttpProbe
 
 STARTUP_S = 600  # a real model is read from a real disk
 ANSWER_S = 120.0  # vLLM compiles code for log probabilities at the first request for them
@@ -76,7 +76,7 @@ class Stock:
             *(sys.executable, "-m", SERVER, "--model", str(model), "--host", "127.0.0.1"),
             *("--port", str(port), "--tensor-parallel-size", str(ranks), *flags),
         )
-        startup = Probe(f"http://127.0.0.1:{port}/health", 1, STARTUP_S)
+        startup = HttpProbe(f"http://127.0.0.1:{port}/health", 1, STARTUP_S)
         container = Container("stock", command, env, startup, is_restarted=False)
         self.runner = PodRunner([container], base / "log")
         self.target = Target("127.0.0.1", port)

@@ -28,7 +28,7 @@ from tests.helpers import POLL_S, auntil
 from tests.pool.neighbours import MIB, World, pool_process
 from tests.pool.test_pool_process import FILE as POOL_FILE
 from understudy.http_get import get
-from understudy.up.ports import free_ports
+from understudy.pod.ports import free_ports
 
 MONITORING = DEPLOY / "monitoring"
 NEEDS_PROMETHEUS = pytest.mark.skipif(

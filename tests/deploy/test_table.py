@@ -22,8 +22,8 @@ from tests.deploy.manifests import (
     pool_file,
     words,
 )
-from understudy.up.ports import ENGINE_PORT, POOL_PORT, Ports
-from understudy.up.table import INIT, Container, LocalPod, PoolModels, Probe, starts, stops
+from understudy.pod.ports import ENGINE_PORT, POOL_PORT, Ports
+from understudy.pod.table import INIT, Container, HttpProbe, LocalPod, PoolModels, starts, stops
 
 SHARED = "/run/shared/understudy"
 PODS = ("single-gpu", "tp2", "two-shadows", "cpu", *POOLS)
@@ -95,7 +95,7 @@ def on_one_machine(container: Container) -> Said:
     port = int(env.pop("UNDERSTUDY_HTTP_PORT"))
     assert container.init == INIT
 
-    def of(probe: Probe | None) -> tuple[Any, ...]:
+    def of(probe: HttpProbe | None) -> tuple[Any, ...]:
         assert probe is not None
         url = urlsplit(probe.url)
         assert url.port == port

@@ -28,10 +28,10 @@ from understudy.drill.killer import WHOLE_POLL_S, Whole, backend_processes, wait
 from understudy.drill.records import End, Exchange, Outcome
 from understudy.drill.run import Drill, DrillPlan
 from understudy.drill.verdict import classify, served_out_of_order
+from understudy.pod.runner import PodRunner
+from understudy.pod.table import LocalPod
 from understudy.status.gather import engine_parts, gather, lockserver_part, memory_parts, status_of
 from understudy.up.models import ONE_THREAD, make_random_model
-from understudy.up.runner import PodRunner
-from understudy.up.table import LocalPod
 
 WHOLE_DEADLINE_S = 60.0
 GRACE_S = 20.0  # a failing test must not wait the forty seconds that users' requests get

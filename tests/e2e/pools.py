@@ -19,10 +19,10 @@ from plumbing.wire.blocking import BlockingClient
 from pool.core.events import Order
 from pool.messages import CATALOGUE, OrderMsg, StatusMsg
 from tests.e2e.pods import AS_USERS_RUN_IT
+from understudy.pod.runner import PodRunner
+from understudy.pod.table import LocalPod
 from understudy.up.models import make_random_model
 from understudy.up.pods import prepare_pool
-from understudy.up.runner import PodRunner
-from understudy.up.table import LocalPod
 
 WAIT_S = 60.0
 

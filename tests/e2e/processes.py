@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from gateway.server.idle_connections import IDLE_S
 from plumbing.service import procfs
 from tests.helpers import auntil, free_port, free_ports, open_fds
-from understudy.up.ports import Ports
+from understudy.pod.ports import Ports
 
 SETTLED_AFTER = 25  # equal readings in a row
 SETTLED_S = IDLE_S + 1.5  # a gateway looks once a second which of its connections are too old

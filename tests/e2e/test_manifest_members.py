@@ -29,9 +29,9 @@ from plumbing.wire.blocking import BlockingClient
 from tests.deploy.manifests import LOCK_POD, NODES, containers, environment, words, workload
 from tests.e2e.pods import AS_USERS_RUN_IT
 from tests.helpers import free_port, until
+from understudy.pod.runner import PodRunner
+from understudy.pod.table import INIT, Container, HttpProbe, program
 from understudy.up.models import make_random_model
-from understudy.up.runner import PodRunner
-from understudy.up.table import INIT, Container, Probe, program
 
 START_S = 120.0  # four engines, two memory services and a lease, on a busy machine
 LEASE_MS = 10_000  # of the twenty seconds in the manifest: the first start waits for one
@@ -73,8 +73,9 @@ class Nodes:
             }
 
             def here(word: str, mounts: dict[str, str] = mounts) -> str:
-                for path, place in mounts.items():
-                    word = re.sub(rf"(^|=){path}(?=/|$)", rf"\g<1>{place}", word)
+                paths = "|".join(sorted(mounts, key=len, reverse=True))
+                pattern = rf"(^|=)({paths})(?=/|$)"
+                word = re.sub(pattern, lambda found: found[1] + mounts[found[2]], word)
                 flag = word.removeprefix("--").partition("=")[0]
                 return f"--{flag}={flags[flag]}" if flag in flags else word
 
@@ -89,7 +90,7 @@ class Nodes:
                     each["name"],
                     (*program(program_name), *map(here, arguments)),
                     {**AS_USERS_RUN_IT, **own, **env, "UNDERSTUDY_HTTP_PORT": str(port)},
-                    Probe(url, 1, round(START_S)),
+                    HttpProbe(url, 1, round(START_S)),
                     init=INIT,
                     is_engine=each["name"].startswith("engine-"),
                     starts_in_order=False,

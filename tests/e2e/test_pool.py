@@ -28,9 +28,9 @@ from pool.core.events import Order
 from tests.e2e.pods import AS_USERS_RUN_IT
 from tests.e2e.pools import WAIT_S, RunningPool, running_pool
 from tests.helpers import auntil
+from understudy.pod.ports import free_pod_ports
+from understudy.pod.table import program
 from understudy.up.models import make_random_model
-from understudy.up.ports import free_pod_ports
-from understudy.up.table import program
 
 # Two engines at rest and one KV cache fit; two KV caches do not. An engine of the reference backend
 # has some 55 MiB beside them.

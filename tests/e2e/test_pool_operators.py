@@ -30,10 +30,10 @@ from tests.e2e.test_pool import DEVICE_BYTES, TWO
 from tests.helpers import until
 from understudy.doctor.checks import document, examine
 from understudy.doctor.probe import look
+from understudy.pod.ports import Ports
 from understudy.status.events import past_events
 from understudy.status.gather import gather
 from understudy.status.view import lines
-from understudy.up.ports import Ports
 
 pytestmark = pytest.mark.slow
 

@@ -24,9 +24,9 @@ from tests.e2e.test_commands import ENVIRONMENT, UNDERSTUDY
 from tests.helpers import POLL_S
 from understudy.drill.killer import wait_whole
 from understudy.drill.records import TARGETS
+from understudy.pod.runner import PodRunner
+from understudy.pod.table import LocalPod
 from understudy.status.gather import PodPart, engine_parts, status_of
-from understudy.up.runner import PodRunner
-from understudy.up.table import LocalPod
 
 
 def drill(temporary: Path, *flags: str) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from plumbing.service.config import resolve
 from tests.e2e.test_commands import ENVIRONMENT, UNDERSTUDY, check_status, running_pod
 from tests.helpers import until
 from understudy.cli.settings import UP_OPTIONS, ports_of
+from understudy.pod.ports import check_ports
 from understudy.up.models import make_random_model
-from understudy.up.ports import check_ports
 
 LEFT_BY_A_POOL = ("pool.sock", "engine_chat-0.sock", "gms_HOST-0.chat_weights.sock")
 

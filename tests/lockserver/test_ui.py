@@ -19,7 +19,7 @@ from tests.e2e import pods
 from tests.e2e.pods import Pod, PodHome, make_model
 from tests.e2e.processes import kill
 from tests.helpers import free_port, free_ports
-from understudy.up.ports import Ports
+from understudy.pod.ports import Ports
 
 SIZE_MAX_BYTES = 40_000  # read as often as changed, and sent with every request; with pools
 

@@ -18,7 +18,7 @@ from plumbing.errors import UsageError
 from understudy.bundle import bundle as bundle_module
 from understudy.bundle import redact
 from understudy.bundle.bundle import LOG_TAIL_BYTES, Bundle, collect
-from understudy.up.table import program
+from understudy.pod.table import program
 
 NOT_KEPT = redact.NOT_KEPT
 POOL_FILE = """

@@ -25,10 +25,10 @@ from tests.understudy.hub import COMMIT, Hub, serving
 from understudy.cli.main import main
 from understudy.cli.pods import local_pod
 from understudy.cli.settings import UP_OPTIONS
+from understudy.pod.table import LocalPod, program
 from understudy.up.hub_download import HubModel, explained, weight_files
 from understudy.up.models import hub_directory, vllm_options
 from understudy.up.pods import prepare_local, prepare_pool
-from understudy.up.table import LocalPod, program
 
 TINY = "acme/tiny"
 SMALL = {"config.json", "tokenizer.json", "chat_template.jinja"}

@@ -11,9 +11,9 @@ from click.testing import CliRunner
 
 from plumbing.errors import UsageError
 from understudy.cli.main import main
+from understudy.pod.ports import free_pod_ports, free_ports
+from understudy.pod.table import Container, LocalPod
 from understudy.up.pods import PreparedPod, prepare_pool
-from understudy.up.ports import free_pod_ports, free_ports
-from understudy.up.table import Container, LocalPod
 
 POOL_FILE = """
 devices: [HOST-0, 1]

@@ -15,10 +15,10 @@ import pytest
 from plumbing.errors import UnderstudyError, WaitTimeoutError
 from plumbing.service.procfs import parent
 from tests.helpers import auntil, free_port, open_fds, until
-from understudy.up import runner as runner_module
-from understudy.up.output import LINE_MAX_BYTES, ContainerLog
-from understudy.up.runner import PodRunner, backoff_s, run_pod
-from understudy.up.table import INIT, Container, Probe, starts
+from understudy.pod import runner as runner_module
+from understudy.pod.output import LINE_MAX_BYTES, ContainerLog
+from understudy.pod.runner import PodRunner, backoff_s, run_pod
+from understudy.pod.table import INIT, Container, HttpProbe, starts
 
 # Answers 503 to the first probes and 200 to the later ones, and writes its order of events down.
 WEB = """
@@ -69,8 +69,8 @@ def python(name: str, code: str, *args: str, **more) -> Container:
     return Container(name, command, **more)
 
 
-def startup(url: str, seconds: int = 60) -> Probe:
-    return Probe(url, 1, seconds)
+def startup(url: str, seconds: int = 60) -> HttpProbe:
+    return HttpProbe(url, 1, seconds)
 
 
 def web(name: str, journal, refusals: int = 0, **more) -> Container:
@@ -340,8 +340,8 @@ def test_children_die_when_the_runner_is_killed(tmp_path):
     """Goal: no orphans. Method: SIGKILL to a real runner whose child arms itself."""
     code = f"""
         import asyncio, pathlib, sys
-        from understudy.up.runner import PodRunner
-        from understudy.up.table import Container
+        from understudy.pod.runner import PodRunner
+        from understudy.pod.table import Container
         async def main():
             container = Container("child", (sys.executable, "-u", "-c", {ARMED!r}))
             runner = PodRunner([container], pathlib.Path(sys.argv[1]), print)
@@ -381,10 +381,10 @@ def server(status: Path, **liveness: float) -> Container:
     """A server with a startup probe, and with one of liveness by its numbers."""
     port = free_port()
     url = f"http://127.0.0.1:{port}/"
-    more = {"liveness": Probe(url, **liveness)} if liveness else {}
+    more = {"liveness": HttpProbe(url, **liveness)} if liveness else {}
     return python(
         *("server", SERVER, str(port), str(status)),
-        startup=Probe(url, 1, 5, grace_s=0.1),
+        startup=HttpProbe(url, 1, 5, grace_s=0.1),
         backoff_max_s=0,
         **more,
     )

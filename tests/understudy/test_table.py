@@ -16,8 +16,8 @@ from plumbing.service.browsers import ALLOWED_HOST
 from plumbing.service.config import resolve
 from understudy.cli.pods import local_pod
 from understudy.cli.settings import UP_OPTIONS
-from understudy.up.ports import Ports, check_port, check_ports, free_pod_ports, free_ports
-from understudy.up.table import LocalPod, program
+from understudy.pod.ports import Ports, check_port, check_ports, free_pod_ports, free_ports
+from understudy.pod.table import LocalPod, program
 
 
 def test_direct_pod_has_no_gateway_and_everybody_knows():
@@ -85,7 +85,7 @@ def test_no_free_ports_are_a_sentence(monkeypatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-        monkeypatch.setattr("understudy.up.ports.OURS", range(port, port + 2))
+        monkeypatch.setattr("understudy.pod.ports.OURS", range(port, port + 2))
         with pytest.raises(UnderstudyError, match=f"found no 1 consecutive free ports from {port}"):
             free_ports(1)
 

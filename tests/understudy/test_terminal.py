@@ -12,8 +12,8 @@ from plumbing.service.config import resolve
 from tests.understudy.test_top import WAIT_S
 from understudy.cli.pods import local_pod
 from understudy.cli.settings import UP_OPTIONS
-from understudy.up import output
-from understudy.up.output import Terminal
+from understudy.pod import output
+from understudy.pod.output import Terminal
 
 SAID = 100_000
 

@@ -22,13 +22,13 @@ from tests.understudy.drill.fake_pod import FakePod
 from understudy.cli.main import main
 from understudy.cli.settings import UP_OPTIONS, ports_of
 from understudy.drill.killer import whole_of
+from understudy.pod.table import LocalPod
 from understudy.status.gather import gather
 from understudy.up import directory as up_directory
 from understudy.up import welcome
 from understudy.up.directory import claim, put_leftovers_aside, refuse_second_pod
 from understudy.up.models import make_random_model
 from understudy.up.pods import prepare_pool
-from understudy.up.table import LocalPod
 
 OF_ANY_POD = [
     *("lockserver.json", "lockserver.lock", "gms.json", "gms.lock", "devices.json", "log"),

@@ -28,10 +28,10 @@ from plumbing.wire.blocking import BlockingClient
 from tests.e2e.processes import pod_ports
 from tests.helpers import auntil
 from tests.vllm.conftest import IS_INTERPRETED, WHOLE_DEADLINE_S
+from understudy.pod.runner import PodRunner
+from understudy.pod.table import LocalPod
 from understudy.status.gather import gather
 from understudy.up.models import VLLM_RANDOM_MODEL
-from understudy.up.runner import PodRunner
-from understudy.up.table import LocalPod
 
 ANSWER_S = 60.0
 WHOLE_POLL_S = 0.5  # a status of all parts costs more than the test's other polls

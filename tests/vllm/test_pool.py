@@ -30,11 +30,11 @@ from pool.messages import CATALOGUE, OrderMsg, SetMsg, StatusMsg
 from tests.e2e.pods import AS_USERS_RUN_IT
 from tests.helpers import auntil
 from tests.vllm.conftest import IS_INTERPRETED, WHOLE_DEADLINE_S
+from understudy.pod.runner import PodRunner
+from understudy.pod.table import LocalPod
 from understudy.status.gather import engine_parts, status_of
 from understudy.up.models import VLLM_RANDOM_MODEL
 from understudy.up.pods import prepare_pool
-from understudy.up.runner import PodRunner
-from understudy.up.table import LocalPod
 
 DEVICE_BYTES = "64GiB"  # a limit on what is booked, not on what the machine has
 POOL_FILE = """

@@ -32,9 +32,9 @@ from understudy.doctor.checks import document, examine
 from understudy.doctor.facts import PodFacts
 from understudy.doctor.probe import look
 from understudy.host import output_of
+from understudy.pod.ports import Ports
 from understudy.status.events import past_events
 from understudy.status.gather import gather
-from understudy.up.ports import Ports
 
 Say = Callable[[str], None]
 

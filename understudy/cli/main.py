@@ -35,8 +35,8 @@ from understudy.cli.settings import (
     NOT_WITH_POOL,
     UP_OPTIONS,
 )
+from understudy.pod.output import Terminal
 from understudy.up import pods
-from understudy.up.output import Terminal
 
 
 @click.group()

@@ -15,9 +15,9 @@ from plumbing.errors import UsageError
 from plumbing.service.browsers import ALLOWED_HOST
 from plumbing.service.config import Option, Resolved
 from understudy.cli.settings import UP_OPTIONS, given_address, port_of, ports_of
+from understudy.pod.table import LocalPod
 from understudy.up.models import HUB_BACKEND, is_hub_id
 from understudy.up.pods import Prepare, prepare_local, prepare_pool
-from understudy.up.table import LocalPod
 
 json_flag = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 backend_arguments = click.argument(

@@ -7,7 +7,7 @@ from engine.messages import RANKS_MAX
 from plumbing.service.browsers import ALLOWED_HOST
 from plumbing.service.config import Option, Resolved, size_list
 from understudy.drill.pool.records import check_pool_target
-from understudy.up.ports import (
+from understudy.pod.ports import (
     ENGINE_PORT,
     GATEWAY_PORT,
     GMS_PORT,
@@ -16,7 +16,7 @@ from understudy.up.ports import (
     SERVICE_PORT,
     Ports,
 )
-from understudy.up.table import RESTART_BACKOFF_MAX_S
+from understudy.pod.table import RESTART_BACKOFF_MAX_S
 
 DIRECTORY = "/run/understudy"
 

@@ -40,8 +40,8 @@ from understudy.doctor.facts import (
     TlsFile,
 )
 from understudy.host import fd_count, installed
+from understudy.pod.ports import Ports
 from understudy.status.gather import gather
-from understudy.up.ports import Ports
 
 ANSWER_S = 2.0  # a healthy part answers in milliseconds; one that hangs must not delay the others
 INIT = 1

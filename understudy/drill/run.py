@@ -37,8 +37,8 @@ from understudy.drill.records import (
     targets_of,
 )
 from understudy.drill.upgrade import SETTING, VALUE, Upgrader
+from understudy.pod.runner import PodRunner
 from understudy.status.gather import engine_parts, gather, pids_of, require_pod, status_of
-from understudy.up.runner import PodRunner
 
 FIRST_WHOLE_DEADLINE_S = 7200.0  # a first start may wait two hours for the weights
 ANSWERS_DEADLINE_S = 90.0  # longer than a client waits for a silent server

@@ -22,7 +22,7 @@ from plumbing.service.clock import SystemClock
 from understudy.drill.killer import Whole, backend_processes, wait_whole
 from understudy.drill.observer import Observer, OldTree
 from understudy.drill.records import EngineKill, Upgrade
-from understudy.up.runner import PodRunner
+from understudy.pod.runner import PodRunner
 
 # A real setting of every backend that no answer depends on.
 SETTING, VALUE = "UNDERSTUDY_DRAIN_MS", "44000"  # the default is 43000

@@ -18,9 +18,9 @@ from plumbing.errors import UnderstudyError
 from plumbing.part.format import duration
 from plumbing.part.paths import engine_state, up_guard
 from plumbing.wire.server import PathGuard, guard_holder
+from understudy.pod.table import Container
 from understudy.status.gather import gather, pids_of
 from understudy.status.view import is_reachable
-from understudy.up.table import Container
 
 ASIDE = "aside"  # newer files replace older ones of the same name, so it cannot grow without end
 NAMED_MAX = 4  # of the files that were moved; the folder has them all

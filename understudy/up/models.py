@@ -28,7 +28,7 @@ from engine.backends.registry import command_line
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.service.process import parent_environment
 from understudy.host import output_of
-from understudy.up.table import LocalPod
+from understudy.pod.table import LocalPod
 
 # A drill measures failover, not BLAS: threads of a loading engine would take the cores from the one
 # that takes over. The user's own settings win.

@@ -16,6 +16,9 @@ from plumbing.service.signals import SignalInbox
 from pool.pool_file import read_pool_file
 from pool.server.state_file import begin_new_pod
 from pool.settings import PoolFile, engines_of
+from understudy.pod.ports import check_ports, free_pod_ports
+from understudy.pod.runner import PodRunner, run_pod
+from understudy.pod.table import HOST_PREFIX, Container, LocalPod, PoolModels
 from understudy.up.directory import (
     claim,
     forget_engines,
@@ -29,9 +32,6 @@ from understudy.up.models import (
     with_hub_model,
     with_random_model,
 )
-from understudy.up.ports import check_ports, free_pod_ports
-from understudy.up.runner import PodRunner, run_pod
-from understudy.up.table import HOST_PREFIX, Container, LocalPod, PoolModels
 from understudy.up.welcome import say_farewell, say_welcome
 
 Say = Callable[[str], None]

@@ -18,11 +18,11 @@ from understudy.drill.pool.report import print_pool_report
 from understudy.drill.pool.run import PoolDrill
 from understudy.drill.pool.verdict import PoolDrillReport, judge_pool
 from understudy.host import ResourceUsage, machine
+from understudy.pod.runner import PodRunner
+from understudy.pod.table import LocalPod
 from understudy.up.models import DEVICE_BYTES, ONE_THREAD, make_random_pool
 from understudy.up.pods import Say, prepare_pool
-from understudy.up.runner import PodRunner
 from understudy.up.sessions import leave_directory, run_steps
-from understudy.up.table import LocalPod
 
 if TYPE_CHECKING:
     from rich.console import Console

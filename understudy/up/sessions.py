@@ -27,8 +27,8 @@ from understudy.drill.report import print_report
 from understudy.drill.run import Drill, DrillPlan
 from understudy.drill.verdict import DrillReport, judge
 from understudy.host import ResourceUsage, machine
+from understudy.pod.runner import PodRunner, run_pod
 from understudy.up.pods import Prepare, Say
-from understudy.up.runner import PodRunner, run_pod
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -22,11 +22,11 @@ from pool.messages import CATALOGUE, StatusMsg
 from understudy.drill.killer import service_of, whole_of
 from understudy.drill.records import LOCKSERVER
 from understudy.http_get import get
+from understudy.pod.table import Container, program, reachable
 from understudy.status.gateway_view import is_open
 from understudy.status.gather import gather
 from understudy.status.view import awaited
 from understudy.up.directory import has_pool
-from understudy.up.table import Container, program, reachable
 
 POLL_S = 0.05
 SAID_EVERY_S = 10.0

@@ -16,7 +16,7 @@ from understudy.doctor.checks import examine
 from understudy.doctor.facts import PodFacts
 from understudy.doctor.findings import Finding, FindingStatus
 from understudy.doctor.probe import look
-from understudy.up.ports import Ports
+from understudy.pod.ports import Ports
 
 FAIL, WARN, PASS, SKIP = (
     FindingStatus.FAIL,

@@ -22,7 +22,7 @@ from tests.lockserver.processes import ServerProcess
 from tests.understudy.doctor.examining import FAIL, PASS, doctor, examined, facts_of
 from understudy.doctor import fixes
 from understudy.doctor.probe_directory import UNIX_LISTENS
-from understudy.up.ports import Ports
+from understudy.pod.ports import Ports
 
 LOCK_FILES = ("lockserver.sock", "lockserver.lock", "lockserver.json")
 PRELOAD = Path(__file__).with_name("old_kernel.c")

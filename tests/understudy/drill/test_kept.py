@@ -77,7 +77,7 @@ def test_comparison_fails_with_either_drill_and_where_nothing_could_be_adopted()
     assert nothing.problems == ["no engine published a KV block, so nothing could be adopted"]
 
 
-@pytest.mark.parametrize("flags", [("--attach", "--yes"), ("--upgrade",), ("-f", "pod.yaml")])
+@pytest.mark.parametrize("flags", [("--attach", "--yes"), ("--upgrade",)])
 def test_comparison_is_refused_where_it_cannot_start_two_pods(flags: tuple[str, ...]):
     result = CliRunner().invoke(main, ["drill", "--kv-compare", *flags])
     assert result.exit_code == 2

@@ -343,14 +343,7 @@ def test_status_of_no_pod_is_unreachable(directory):
         (["drill", "--attach", "--yes", "--tensor-parallel", "2"], "--tensor-parallel cannot be"),
         (["drill", "--attach", "--model", "/tmp", "--backend", "reference"], "--model, --backend "),
         (["up", "--service-port", "x"], "whole number"),
-        (["up", "--set", "port.http=8001"], "add -f FILE"),
-        (["up", "-f", "x.yaml", "--set", "port.http=0"], "from 1 to 65535"),
-        (["up", "-f", "x.yaml", "--set", "http=8001"], "must be one of volume.NAME=VALUE"),
-        (["drill", "-f", "x.yaml", "--model", "/tmp"], "--model cannot be used with -f"),
-        (["drill", "-f", "x.yaml", "--attach"], "--attach cannot be used with -f"),
         (["drill", "--dir", "/tmp/pod", "--kills", "1"], "or add --attach"),
-        (["drill", "-f", "x.yaml", "--dir", "/tmp/pod"], "or add --attach"),
-        (["up", "-f", "x.yaml", "--", "--slots=1"], "cannot be used with -f"),
         (["up", "--restart-backoff-max", "-1"], "the minimum is 0"),
         (["drill", "--burn", "17"], "the maximum is 16"),
         (["drill", "--duration-s", "-1"], "the minimum is 0"),
@@ -370,13 +363,3 @@ def test_config_prints_every_setting_with_its_origin(monkeypatch):
     settings = json.loads(invoke("config", "--json").output)["drill"]
     kills = next(setting for setting in settings if setting["name"] == "kills")
     assert (kills["value"], kills["origin"]) == (7, "environment")
-
-
-def test_drill_of_a_manifest_that_cannot_be_read_leaves_nothing(tmp_path, monkeypatch):
-    """Goal: nothing ran, so nothing is kept. Method: no such file, a TMPDIR to look into."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    result = invoke("drill", "-f", "/no/such/file")
-    assert result.exit_code == 2
-    assert "cannot read the manifest /no/such/file" in result.output
-    assert "kept in" not in result.output
-    assert os.listdir(tmp_path) == []

@@ -34,7 +34,7 @@ from understudy.drill.pool.schedule import kill_order
 from understudy.drill.pool.victims import FoundPart, Victims, holder_of
 from understudy.drill.pool.watch import PoolWatch, pool_status
 from understudy.drill.records import STOP, End, PartKill
-from understudy.up.runner import PodRunner
+from understudy.pod.runner import PodRunner
 
 MISSED_MAX = 300  # kills for which there was no moment: more than all pairs of target and phase
 PHASE_DEADLINE_S = 20.0  # several turns of all models; else nobody comes into this phase

@@ -26,8 +26,8 @@ from understudy.drill.pool.schedule import default_targets, pool_prompts
 from understudy.drill.pool.watch import PoolWatch, pool_status
 from understudy.drill.prompts import learn_answers
 from understudy.drill.records import End, Prompt
+from understudy.pod.runner import PodRunner
 from understudy.status.gather import gateway_part, lockserver_part, status_of
-from understudy.up.runner import PodRunner
 
 START_DEADLINE_S = 120.0  # until gateway, pool and engines have found one another
 LEARNED_AT_ONCE = 5

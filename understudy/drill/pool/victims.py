@@ -45,8 +45,8 @@ from understudy.drill.records import (
     SUPERVISOR,
     EngineKill,
 )
+from understudy.pod.runner import PodRunner
 from understudy.status.gather import PodPart, gateway_part, lockserver_part, status_of
-from understudy.up.runner import PodRunner
 
 MEMORY = "gms"  # the container of the memory service
 CONTAINERS = {

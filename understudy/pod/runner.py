@@ -26,8 +26,8 @@ from plumbing.service.init import FIRST_START_ENV, RESTARTS_ENV
 from plumbing.service.process import parent_environment
 from plumbing.service.procfs import children, environment_of, is_alive
 from understudy.http_get import HttpReply, get
-from understudy.up.output import ContainerLog
-from understudy.up.table import Container, Probe, starts, stops
+from understudy.pod.output import ContainerLog
+from understudy.pod.table import Container, HttpProbe, starts, stops
 
 LOOK_S = 0.05  # how often a start checks for news
 WAIT_SHOWN_AFTER_S = 1.0  # shorter waits are not reported
@@ -178,7 +178,7 @@ class RunningContainer:
         if (liveness := self.container.liveness) is not None:
             await self._watch(liveness)
 
-    async def _wait_started(self, probe: Probe) -> None:
+    async def _wait_started(self, probe: HttpProbe) -> None:
         loop = asyncio.get_running_loop()
         end_s = loop.time() + probe.patience_s
         while True:
@@ -190,7 +190,7 @@ class RunningContainer:
                 await self._end(f"startup probe failed for {probe.patience_s:g} s ({reply})", probe)
             await asyncio.sleep(STARTUP_PERIOD_S)
 
-    async def _watch(self, probe: Probe) -> None:
+    async def _watch(self, probe: HttpProbe) -> None:
         loop, failures = asyncio.get_running_loop(), 0
         due_s = loop.time()
         while True:
@@ -202,7 +202,7 @@ class RunningContainer:
             due_s = max(due_s + probe.period_s, loop.time())
             await asyncio.sleep(due_s - loop.time())
 
-    async def _end(self, why: str, probe: Probe) -> None:
+    async def _end(self, why: str, probe: HttpProbe) -> None:
         """SIGTERM, and SIGKILL after the probe's grace period."""
         grace_s = self.container.grace_s if probe.grace_s is None else probe.grace_s
         self.log.note(f"(runner) {why}: SIGTERM, and SIGKILL after {grace_s:g} s")

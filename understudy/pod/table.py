@@ -20,7 +20,7 @@ from plumbing.part.grace import GRACE_MS
 from plumbing.part.paths import lockserver_socket
 from plumbing.service import init
 from pool.settings import PoolFile, engines_of
-from understudy.up.ports import Ports
+from understudy.pod.ports import Ports
 
 GATEWAY, POOL = "gateway", "pool"
 HOST_PREFIX = "HOST-"  # of a device in host memory
@@ -30,7 +30,7 @@ INIT = (sys.executable, "-I", "-S", init.__file__)  # what `understudy-init` exe
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class HttpProbe:
     """A periodic HTTP GET, with Kubernetes' numbers. `grace_s`: from SIGTERM to SIGKILL if the
     probe stops the container; None: the container's own."""
 
@@ -59,8 +59,8 @@ class Container:
     name: str
     command: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
-    startup: Probe | None = None
-    liveness: Probe | None = None
+    startup: HttpProbe | None = None
+    liveness: HttpProbe | None = None
     init: tuple[str, ...] = ()
     is_engine: bool = False
     is_restarted: bool = True
@@ -149,8 +149,8 @@ class LocalPod:
             name,
             (*program(name), "serve", *arguments),
             self._environment(port, env),
-            startup=Probe(self._url(port, startup), 1, startup_s),
-            liveness=Probe(self._url(port, "live"), 10, 3, timeout_s=5, grace_s=2),
+            startup=HttpProbe(self._url(port, startup), 1, startup_s),
+            liveness=HttpProbe(self._url(port, "live"), 10, 3, timeout_s=5, grace_s=2),
             init=INIT,
             backoff_max_s=self.backoff_max_s,
         )
@@ -164,8 +164,8 @@ class LocalPod:
                 name,
                 (*program("engine"), "run", *self._backend()),
                 self._environment(port, {"ENGINE_ID": name, **file}),
-                startup=Probe(self._url(port, "startup"), 2, 3600),
-                liveness=Probe(
+                startup=HttpProbe(self._url(port, "startup"), 2, 3600),
+                liveness=HttpProbe(
                     self._url(port, "live"), 10, 3 * (number + 1), timeout_s=5, grace_s=1
                 ),
                 init=INIT,
