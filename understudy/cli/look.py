@@ -1,7 +1,6 @@
 """The commands of `understudy` that look at a pod without changing it.
 
-`attach` adds them to the group of `main.py`. The exception is `doctor --fix`, which does only what
-`fixes.py` calls safe.
+`attach` adds them to the group of `main.py`.
 """
 
 from __future__ import annotations
@@ -116,27 +115,23 @@ async def _follow(directory: Path, show: Callable[[Record], None]) -> None:
 @options(DOCTOR_OPTIONS)
 @json_flag
 @click.option("--strict", is_flag=True, help="Exit with 1 for warnings, too.")
-@click.option("--fix", is_flag=True, help="Apply safe fixes: stale sockets, the directory's mode.")
-def doctor(config: Resolved, as_json: bool, strict: bool, fix: bool) -> None:
-    """Check this machine and its pod, and say what to fix.
+def doctor(config: Resolved, as_json: bool, strict: bool) -> None:
+    """Check this machine and its pod, and print the command or the change that fixes each problem.
 
     Run it in every container: each sees only its own processes and devices.
 
     Exit codes: 0 no check failed, 1 at least one did.
     """
-    from understudy.doctor import checks, fixes
+    from understudy.doctor import checks
     from understudy.doctor.probe import look
 
     directory, ports = _directory(config, is_entered=False), ports_of(config)
     facts = run_async(lambda: look(directory, ports, os.environ))
-    fixed = fixes.fix(facts) if fix else []
-    if fixed:
-        facts = run_async(lambda: look(directory, ports, os.environ))
     results = checks.examine(facts)
     if as_json:
-        click.echo(to_json(checks.document(str(directory), results, fixed)))
+        click.echo(to_json(checks.document(str(directory), results)))
     else:
-        click.echo("\n".join(checks.lines(results, fixed)))
+        click.echo("\n".join(checks.lines(results)))
     sys.exit(0 if checks.is_well(results, is_strict=strict) else 1)
 
 

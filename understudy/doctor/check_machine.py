@@ -1,14 +1,30 @@
-"""Checks of the kernel, limits, ports, memory and installed packages. Pure."""
+"""Checks of the kernel, limits, ports, memory, packages and GPUs. Pure.
+
+Without a driver the checks of GPUs are skipped: a lock server's container has none, and host memory
+needs none.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from engine.backends.vllm.versions import OVERRIDE_FLAG, check_version, supported_range
 from plumbing.errors import UsageError
 from plumbing.part.format import size
 from plumbing.part.models import device_of
 from plumbing.service.process import FDS_ADVISED
-from understudy.doctor.facts import ENGINE, GMS, FdUse, PodFacts, Port
-from understudy.doctor.findings import Finding, HealthCheck, failed, passed, skipped, warned
+from understudy.doctor.facts import (
+    ENGINE,
+    GMS,
+    Finding,
+    HeldMemory,
+    PodFacts,
+    Port,
+    failed,
+    passed,
+    skipped,
+    warned,
+)
 from understudy.status.gateway_view import is_direct
 from understudy.status.memory_view import Document, devices
 from understudy.status.view import parts_of
@@ -17,44 +33,44 @@ from understudy.status.view import parts_of
 # connections. A receiver at its limit loses descriptors without an error.
 FDS_MIN = 1024
 FDS_USED_SHARE_MAX = 0.8  # of its limit: the next attach brings up to 250 more
-
 # Reading one of these costs a microsecond or more, and an engine reads the clock thousands of times
 # a second.
 SLOW_CLOCKS = ("hpet", "acpi_pm", "jiffies", "refined-jiffies", "pit")
-
 SHM_MIN_BYTES = 65_536_000  # podman's default for a container; docker's is 64 MiB
 SHM_VLLM_BYTES = 1 << 30  # ranks of vLLM communicate through it
-
 START_METHOD = "VLLM_WORKER_MULTIPROCESSING_METHOD"
+SHARE_PIDS = "share the PID namespace of the pod's containers (shareProcessNamespace)"
+ALLOCATING = "allocating"  # of a writer's session: it waits for a slab, else for a moment only
+NO_GPU = "no GPU is visible; see the NVIDIA driver check"
+
+# --- the kernel
 
 
 def peer_pidfd(facts: PodFacts) -> Finding:
     """Needed to see deaths across PID namespaces, and to be safe from recycled pids."""
-    kernel, fix = facts.kernel, "use Linux 6.5 or newer"
-    if kernel.has_peer_pidfd:
-        return passed(f"supported by kernel {kernel.release}")
+    machine, fix = facts.machine, "use Linux 6.5 or newer"
+    if machine.has_peer_pidfd:
+        return passed(f"supported by kernel {machine.release}")
     blind = [
         str(each["engine"])
         for each in facts.view["lockserver"].get("supervisors", ())
         if each.get("connected") and each.get("pidfd_source") == "none"
     ]
-    found = f"kernel {kernel.release} has no SO_PEERPIDFD"
+    found = f"kernel {machine.release} has no SO_PEERPIDFD"
     if blind:
+        who = ", ".join(blind)
         return failed(
-            f"{found}, and the lock server cannot see the processes of {', '.join(blind)}",
-            f"{fix}, or share the PID namespace of the pod's containers (shareProcessNamespace)",
+            f"{found}, and the lock server cannot see the processes of {who}",
+            f"{fix}, or {SHARE_PIDS}",
         )
-    if not kernel.has_pidfd_open:
+    if not machine.has_pidfd_open:
         return failed(f"{found} and no pidfd_open", fix)
-    return warned(
-        f"{found}: processes are found by pid, which requires that all parts share a PID namespace",
-        f"{fix}, or share the PID namespace of the pod's containers (shareProcessNamespace)",
-    )
+    return warned(f"{found}: all parts must share a PID namespace", f"{fix}, or {SHARE_PIDS}")
 
 
 def pidfd_open(facts: PodFacts) -> Finding:
     """A supervisor watches its backend's processes by pidfd."""
-    if facts.kernel.has_pidfd_open:
+    if facts.machine.has_pidfd_open:
         return passed("supported")
     return failed(
         "pidfd_open is refused, so an engine cannot watch its backend's processes",
@@ -77,74 +93,86 @@ def start_method(facts: PodFacts) -> Finding:
 def descriptors(facts: PodFacts) -> Finding:
     """Slabs are passed and held as descriptors."""
     fix = "raise `ulimit -Hn` (systemd: LimitNOFILE=, containers: the runtime's nofile limit)"
-    short = [each for each in facts.limits if each.hard_limit < FDS_MIN]
-    if short:
-        return failed(
-            f"{'; '.join(map(_limit, short))}: the memory service and an engine need at least "
-            f"{FDS_MIN}",
-            f"{fix} to {FDS_ADVISED} or more",
-        )
+
+    def below(least: int) -> str:
+        low = [it for it in facts.limits if it.hard_limit < least]
+        return "; ".join(f"{it.process} may open {it.hard_limit} descriptors" for it in low)
+
+    if short := below(FDS_MIN):
+        found = f"{short}: the memory service and an engine need at least {FDS_MIN}"
+        return failed(found, f"{fix} to {FDS_ADVISED} or more")
     full = [each for each in facts.limits if each.count > FDS_USED_SHARE_MAX * each.limit]
     if full:
         return warned(
             "; ".join(f"{each.process} has {each.count} of {each.limit} open" for each in full),
             f"{fix}; if it keeps growing, collect a support bundle and report it",
         )
-    low = [each for each in facts.limits if each.hard_limit < FDS_ADVISED]
-    if low:
-        return warned(
-            f"{'; '.join(map(_limit, low))}: {FDS_ADVISED} recommended", f"{fix} to {FDS_ADVISED}"
-        )
+    if short := below(FDS_ADVISED):
+        return warned(f"{short}: {FDS_ADVISED} recommended", f"{fix} to {FDS_ADVISED}")
     least = min((each.hard_limit for each in facts.limits), default=0)
     return passed(f"the limit is at least {least}; processes checked: {len(facts.limits)}")
 
 
 def clock_source(facts: PodFacts) -> Finding:
     """Deadlines and heartbeats read the clock constantly."""
-    source = facts.kernel.clock_source
+    source = facts.machine.clock_source
     if source is None:
         return skipped("the kernel does not report its clock source")
     if source in SLOW_CLOCKS:
         return warned(
             f"the clock source is {source}, which is slow to read",
-            "find out why the kernel rejected tsc (dmesg | grep -i tsc), and boot with a faster "
-            "one",
+            "find out why the kernel rejected tsc (dmesg | grep -i tsc), and boot with another",
         )
     return passed(source)
+
+
+# --- memory, files, ports, packages
 
 
 def shared_memory(facts: PodFacts) -> Finding:
     """Ranks of one engine communicate through /dev/shm."""
     if facts.is_hidden(ENGINE):
         return skipped("engines have another container's /dev/shm; run doctor there")
-    found, has_vllm = facts.machine.shm_bytes, "vllm" in facts.packages
+    found = facts.machine.shm_bytes
     if found is None:
         return warned("/dev/shm cannot be read", "mount a tmpfs there")
-    wanted = SHM_VLLM_BYTES if has_vllm else SHM_MIN_BYTES
+    wanted = SHM_VLLM_BYTES if "vllm" in facts.packages else SHM_MIN_BYTES
     if found < wanted:
         return warned(
-            f"/dev/shm has {size(found)}; {size(wanted)} recommended"
-            + (" for vLLM's ranks" if has_vllm else ""),
+            f"/dev/shm has {size(found)}; {size(wanted)} recommended",
             "mount an emptyDir with medium Memory there (docker: --shm-size)",
         )
     return passed(size(found))
 
 
-def _devices(facts: PodFacts) -> list[Document]:
-    """What the memory services say of each device."""
-    return [device for part in facts.view["gms"] for device in devices(part)]
+def _host_devices(facts: PodFacts) -> list[Document]:
+    found = [device for part in facts.view["gms"] for device in devices(part)]
+    return [each for each in found if str(each.get("device_uuid")).startswith("HOST-")]
+
+
+def huge_pages(facts: PodFacts) -> Finding:
+    """An engine that dies unmaps its host memory page by page, and the next one waits for that."""
+    machine = facts.machine
+    if not _host_devices(facts):
+        return skipped("no host-memory device is served")
+    if machine.has_huge_slabs:
+        return passed("the memory service's memory gets huge pages")
+    return warned(
+        f"kernel {machine.release} gives the memory service's memory small pages, so the fence of a"
+        " dead engine takes 0.1 to 0.2 s more for each GiB that it used; shmem_enabled is"
+        f" {machine.shared_huge_pages or 'missing: it has no transparent huge pages'}",
+        "on the host, `echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled`, or use"
+        " Linux 6.1 or newer, built with them",
+    )
 
 
 def host_memory(facts: PodFacts) -> Finding:
     """Host-memory devices must fit into this machine's memory."""
-    promised = sum(
-        {
-            device_of(str(device.get("device_uuid"))): int(device.get("capacity_bytes") or 0)
-            for device in _devices(facts)
-            if str(device.get("device_uuid")).startswith("HOST-")
-        }.values()
-    )
-    has = facts.machine
+    sizes = {
+        device_of(str(each["device_uuid"])): int(each.get("capacity_bytes") or 0)
+        for each in _host_devices(facts)
+    }
+    promised, has = sum(sizes.values()), facts.machine
     if not promised:
         return skipped("no host-memory device is served")
     if facts.is_hidden(GMS):
@@ -158,41 +186,17 @@ def host_memory(facts: PodFacts) -> Finding:
     return passed(found)
 
 
-def huge_pages(facts: PodFacts) -> Finding:
-    """An engine that dies unmaps its host memory page by page, and the next one waits for that."""
-    if not any(str(each.get("device_uuid")).startswith("HOST-") for each in _devices(facts)):
-        return skipped("no host-memory device is served")
-    kernel = facts.kernel
-    if kernel.has_huge_slabs:
-        return passed("the memory service's memory gets huge pages")
-    found = (
-        f"kernel {kernel.release} gives the memory service's memory small pages, so an engine that"
-        " dies is fenced later, by 0.1 to 0.2 s for each GiB that it has used"
-    )
-    if kernel.shared_huge_pages is None:
-        return warned(
-            f"{found}; it has no transparent huge pages", "use Linux 6.1 or newer, built with them"
-        )
-    return warned(
-        f"{found}; shmem_enabled is {kernel.shared_huge_pages}",
-        "on the host, `echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled`, or use"
-        " Linux 6.1 or newer",
-    )
-
-
 def termination_log(facts: PodFacts) -> Finding:
     """Where `kubectl describe pod` reads why a container exited."""
-    machine = facts.machine
-    if not machine.has_termination_log:
-        return skipped(
-            f"{machine.termination_log} does not exist: this is not a Kubernetes container"
-        )
-    if machine.termination_log_problem:
+    path, problem = facts.machine.termination_log, facts.machine.termination_log_problem
+    if path is None:
+        return skipped("there is none: this is not a Kubernetes container")
+    if problem:
         return warned(
-            f"{machine.termination_log} is not writable: {machine.termination_log_problem}",
+            f"{path} is not writable: {problem}",
             "run the container as the owner of the file, or set --termination-log",
         )
-    return passed(f"{machine.termination_log} is writable")
+    return passed(f"{path} is writable")
 
 
 def ports(facts: PodFacts) -> Finding:
@@ -214,8 +218,23 @@ def ports(facts: PodFacts) -> Finding:
             ),
             f"stop it, or choose another port with {', '.join(flags)}",
         )
-    numbers = ", ".join(str(port.number) for port in facts.ports)
-    return passed(f"{numbers}: free, or used by the pod")
+    return passed(f"{', '.join(str(it.number) for it in facts.ports)}: free, or used by the pod")
+
+
+def _is_strange(port: Port, facts: PodFacts) -> bool:
+    """Whether another process has the port of a part that is not running: a part that runs has
+    bound its ports, whatever their numbers."""
+    if not port.is_taken or (port.owner is not None and port.owner.pid in facts.pids):
+        return False
+    if port.part == "gateway" and is_direct(facts.view["lockserver"]):
+        return False  # a pod in direct mode does not use it
+    names = {"locks": "lockserver", "load": "gateway", "models": "pool"}
+    for part in parts_of(facts.view):
+        keys = [name for key, name in names.items() if key in part]
+        name = str(part["engine"].get("id")) if "engine" in part else (keys or ["gms"])[0]
+        if "error" not in part and name == port.part:
+            return False
+    return True
 
 
 def vllm_version(facts: PodFacts) -> Finding:
@@ -234,42 +253,158 @@ def vllm_version(facts: PodFacts) -> Finding:
     return passed(f"vLLM {found} (supported: {supported_range()})")
 
 
-def _limit(use: FdUse) -> str:
-    return f"{use.process} may open {use.hard_limit} descriptors"
+# --- GPUs, and who holds their memory
 
 
-def _is_strange(port: Port, facts: PodFacts) -> bool:
-    """Whether another process has the port of a part that is not running: a part that runs has
-    bound its ports, whatever their numbers."""
-    if not port.is_taken or (port.owner is not None and port.owner.pid in facts.pids):
-        return False
-    if port.part == "gateway" and is_direct(facts.view["lockserver"]):
-        return False  # a pod in direct mode does not use it
-    up = {_name(part) for part in parts_of(facts.view) if "error" not in part}
-    return port.part not in up
+def driver(facts: PodFacts) -> Finding:
+    """NVML answers."""
+    found = facts.gpus
+    if found.problem is not None:
+        fix = "look at `nvidia-smi` and `dmesg`; the node may need a reboot"
+        return failed(found.problem, fix) if found.is_broken else skipped(found.problem)
+    if not found.listed:
+        return warned(
+            f"the driver ({found.driver_version}) lists no GPU",
+            "give this container a GPU, with a resource claim or the container runtime's --gpus",
+        )
+    return passed(f"driver {found.driver_version}; GPUs: {len(found.listed)}")
 
 
-def _name(part: Document) -> str:
-    """`lockserver`, `gateway`, `pool`, `gms`, or an engine's id."""
-    if "engine" in part:
-        return str(part["engine"].get("id"))
-    if "locks" in part:
-        return "lockserver"
-    if "models" in part:
-        return "pool"
-    return "gateway" if "load" in part else "gms"
+def device_uuid(facts: PodFacts) -> Finding:
+    """Devices that the pod serves, or is configured to serve, are visible here."""
+    wanted = dict.fromkeys(facts.gpus_served(), "the memory service serves it")
+    for variable, uuids in facts.named.items():
+        wanted |= dict.fromkeys(uuids, f"{variable} names it")
+    if facts.gpus.problem is not None:
+        return skipped(NO_GPU)
+    listed = [uuid for gpu in facts.gpus.listed for uuid in (gpu.uuid, *gpu.instances)]
+    seen = f"the driver lists {', '.join(listed) or 'none'}"
+    wrong = {uuid: why for uuid, why in wanted.items() if not _matches(uuid, listed)}
+    if wrong:
+        return failed(
+            "; ".join(f"{uuid} is not visible here, but {why}" for uuid, why in wrong.items())
+            + f"; {seen}",
+            "give every container the same devices (one resource claim), with UUIDs from "
+            "`nvidia-smi -L`",
+        )
+    return passed(", ".join(wanted) or f"no device is configured or served; {seen}")
 
 
-CHECKS = (
-    HealthCheck("peer_pidfd", "peer pidfd (SO_PEERPIDFD)", peer_pidfd),
-    HealthCheck("pidfd_open", "pidfd_open", pidfd_open),
-    HealthCheck("start_method", "worker start method", start_method),
-    HealthCheck("descriptors", "open file descriptors", descriptors),
-    HealthCheck("clock_source", "clock source", clock_source),
-    HealthCheck("shared_memory", "/dev/shm size", shared_memory),
-    HealthCheck("huge_pages", "huge pages", huge_pages),
-    HealthCheck("host_memory", "host memory", host_memory),
-    HealthCheck("termination_log", "termination log", termination_log),
-    HealthCheck("ports", "ports", ports),
-    HealthCheck("vllm_version", "vLLM version", vllm_version),
-)
+def persistence_mode(facts: PodFacts) -> Finding:
+    """Without it the driver resets a device when its last user exits."""
+    off = [gpu.uuid for gpu in facts.gpus.listed if gpu.is_persistent is False]
+    if off:
+        return warned(
+            f"persistence mode is off on {', '.join(off)}: the driver resets the device when its "
+            "last process exits, and the next start waits for seconds",
+            "on the host, run `nvidia-smi -pm 1` or nvidia-persistenced",
+        )
+    return _well(facts, f"not disabled; GPUs: {len(facts.gpus.listed)}")
+
+
+def mig_mode(facts: PodFacts) -> Finding:
+    """A GPU in MIG mode is usable only through its instances."""
+    split = [gpu for gpu in facts.gpus.listed if gpu.is_mig]
+    empty = [gpu.uuid for gpu in split if not gpu.instances]
+    if empty:
+        return failed(
+            f"{', '.join(empty)} is in MIG mode, and no instance of it is visible here",
+            "create instances (`nvidia-smi mig -cgi … -C`), or disable MIG (`nvidia-smi -mig 0`)",
+        )
+    named = ", ".join(f"{gpu.uuid} ({len(gpu.instances)} instances)" for gpu in split)
+    return _well(facts, f"in MIG mode: {named}" if named else "no GPU is in MIG mode")
+
+
+def sharing_mode(facts: PodFacts) -> Finding:
+    """Several processes of a pod open the device at once."""
+    closed = [gpu for gpu in facts.gpus.listed if gpu.compute_mode not in (None, "default")]
+    if closed:
+        return failed(
+            ", ".join(f"{gpu.uuid} has compute mode {gpu.compute_mode}" for gpu in closed)
+            + ": a second engine cannot open the device",
+            "on the host, run `nvidia-smi -c 0`",
+        )
+    if facts.mps is not None and facts.gpus.listed:
+        return warned(
+            f"the Multi-Process Service is in use ({facts.mps}): a fault in one client kills all "
+            "of them, the standby along with the active engine",
+            "run the pod without MPS: unset CUDA_MPS_PIPE_DIRECTORY, stop the daemon",
+        )
+    return _well(facts, "compute mode is default, no Multi-Process Service found")
+
+
+def memory_outside(facts: PodFacts) -> Finding:
+    """Device memory in use outside the pod, which a takeover may lack."""
+    if facts.slabs:
+        return failed(
+            f"processes outside the pod hold its weights: {_held(facts.slabs)}",
+            "find out what they are (an engine that lost its supervisor?) and kill them; the "
+            "memory is freed when the last one exits",
+        )
+    ours = facts.gpus_served() or [uuid for uuids in facts.named.values() for uuid in uuids]
+    strangers = [
+        (gpu, hold)
+        for gpu in facts.gpus.listed
+        for hold in gpu.holds
+        if hold.process.pid not in facts.pids
+    ]
+    if not strangers:
+        if facts.gpus.problem is not None and not facts.pids:
+            return skipped(NO_GPU)
+        return passed("no process outside the pod holds memory of its devices")
+    if facts.is_hidden():
+        return skipped(
+            "parts of the pod run in PID namespaces that are not visible here, so their processes "
+            f"cannot be told apart from others: {_held(hold for _, hold in strangers)}"
+        )
+    found = "; ".join(f"{_held([hold])} uses memory of {gpu.uuid}" for gpu, hold in strangers)
+    listed = [uuid for gpu, _ in strangers for uuid in (gpu.uuid, *gpu.instances)]
+    judge = failed if any(_matches(each, listed) for each in ours) else warned
+    return judge(found, "stop what is not needed, or give the pod a device of its own")
+
+
+def kv_memory(facts: PodFacts) -> Finding:
+    """Each device's KV memory has a server, and no engine waits for it."""
+    found = [
+        (str(each.get("device_uuid")), each, each.get("kv") or {}) for each in facts.view["gms"]
+    ]
+    for name, _, kv in found:
+        for waiter in kv.get("waiting") or ():
+            return warned(
+                f"{waiter['engine']} waits for the KV memory of {name}: {waiter['message']}",
+                "resume (`kill -CONT`) or kill the process that it names, or free memory",
+            )
+    wrong = [
+        f"{name}: {why}" for name, _, kv in found if (why := kv.get("reason") or kv.get("problem"))
+    ]
+    if wrong:
+        return warned(
+            f"the KV memory has no working server ({'; '.join(wrong)}); engines that wake wait for"
+            " it",
+            "read the log of `gms serve`, which restarts it",
+        )
+    idle = []
+    for name, device, kv in found:
+        if kv.get("state") == "idle":
+            idle.append(f"; {size(kv.get('pool_bytes'))} of {name} are idle")
+            if any(it.get("state") == ALLOCATING for it in device.get("sessions") or ()):
+                return warned(
+                    f"{size(kv.get('pool_bytes'))} of KV memory of {name} are idle, and an engine"
+                    " waits for memory of that device",
+                    f"`gms drop-kv --device {name}` frees it",
+                )
+    return passed(f"no engine waits for KV memory{''.join(idle)}")
+
+
+def _well(facts: PodFacts, found: str) -> Finding:
+    """`found` passes, unless no GPU is visible."""
+    return passed(found) if facts.gpus.listed else skipped(NO_GPU)
+
+
+def _matches(wanted: str, listed: list[str]) -> bool:
+    """A prefix of a UUID is enough, as for CUDA."""
+    return any(uuid.lower().startswith(wanted.lower()) for uuid in listed)
+
+
+def _held(holds: Iterable[HeldMemory]) -> str:
+    return ", ".join(f"{each.process} ({size(each.size_bytes)})" for each in holds)

@@ -1,93 +1,129 @@
-"""All checks in the order of the report, and the report itself.
+"""The list of all checks, in the order of the report, and the report itself.
 
-Pure: facts in, one document or lines out. A check that raises is a bug and ends the command: a
-missing result must not look like a pass.
+A check is one function in `CHECKS`: its name is the check's stable id. Pure: facts in, one document
+or lines out. A check that raises is a bug and ends the command: a missing result must not look like
+a pass.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal
 
-from understudy.doctor import (
-    check_devices,
-    check_directory,
-    check_gateway,
-    check_machine,
-    check_pool,
-)
-from understudy.doctor.facts import PodFacts
-from understudy.doctor.findings import CheckResult, FindingStatus
+from msgspec import Meta, Struct, to_builtins
+
+from understudy.doctor import check_machine, check_pod
+from understudy.doctor.facts import Finding, FindingStatus, PodFacts
 
 SCHEMA = 1
+Word = Literal["fail", "warn", "pass", "skip"]
 
-CHECKS = (
-    *check_directory.CHECKS,
-    *check_gateway.CHECKS,
-    *check_pool.CHECKS,
-    *check_machine.CHECKS,
-    *check_devices.CHECKS,
+CHECKS: tuple[tuple[str, Callable[[PodFacts], Finding]], ...] = (
+    ("pod directory", check_pod.directory),
+    ("socket path length", check_pod.path_length),
+    ("shared directory", check_pod.shared),
+    ("single lock server", check_pod.one_lockserver),
+    ("file locks", check_pod.flock),
+    ("stale sockets", check_pod.stale_sockets),
+    ("gateway", check_pod.gateway),
+    ("single gateway", check_pod.one_gateway),
+    ("engines' private sockets", check_pod.private_sockets),
+    ("engines' own reports", check_pod.engines),
+    ("TLS files", check_pod.tls_files),
+    ("pool", check_pod.pool),
+    ("pool file", check_pod.pool_file),
+    ("models' sizes", check_pod.pool_sizes),
+    ("models' memory", check_pod.pool_fit),
+    ("models' turns", check_pod.pool_waits),
+    ("peer pidfd (SO_PEERPIDFD)", check_machine.peer_pidfd),
+    ("pidfd_open", check_machine.pidfd_open),
+    ("worker start method", check_machine.start_method),
+    ("open file descriptors", check_machine.descriptors),
+    ("clock source", check_machine.clock_source),
+    ("/dev/shm size", check_machine.shared_memory),
+    ("huge pages", check_machine.huge_pages),
+    ("host memory", check_machine.host_memory),
+    ("termination log", check_machine.termination_log),
+    ("ports", check_machine.ports),
+    ("vLLM version", check_machine.vllm_version),
+    ("NVIDIA driver", check_machine.driver),
+    ("devices by UUID", check_machine.device_uuid),
+    ("persistence mode", check_machine.persistence_mode),
+    ("MIG mode", check_machine.mig_mode),
+    ("compute mode and MPS", check_machine.sharing_mode),
+    ("memory held outside the pod", check_machine.memory_outside),
+    ("KV memory", check_machine.kv_memory),
 )
+COUNTED = {"fail": "failed", "warn": "warnings", "pass": "passed", "skip": "skipped"}
 
-COUNTED = {
-    FindingStatus.FAIL: "failed",
-    FindingStatus.WARN: "warnings",
-    FindingStatus.PASS: "passed",
-    FindingStatus.SKIP: "skipped",
-}
+
+class CheckResult(Struct, frozen=True):
+    """The result of one check."""
+
+    id: Annotated[str, Meta(description="stable; [the list](reference.md#doctor)")]
+    title: Annotated[str, Meta(description="for operators")]
+    status: Annotated[
+        Word, Meta(description="`fail`, `warn`, `pass`, `skip` (the check cannot be made here)")
+    ]
+    found: Annotated[str, Meta(description="what was found, or why the check was skipped")]
+    fix: Annotated[str | None, Meta(description="what to do; null if nothing needs to be done")] = (
+        None
+    )
+
+
+class DoctorDocument(Struct, frozen=True):
+    """What is wrong with this machine? Exit code 1 when `status` is `fail`; with `--strict` also
+    when it is `warn`."""
+
+    schema: Annotated[int, Meta(description="1")]
+    dir: Annotated[str, Meta(description="the directory that was examined")]
+    status: Annotated[Word, Meta(description="the most serious result: `fail`, `warn` or `pass`")]
+    counts: Annotated[
+        dict[Word, int],
+        Meta(description="number of checks with the result `fail`, `warn`, `pass`, `skip`"),
+    ]
+    checks: list[CheckResult]
+    fixed: Annotated[
+        list[str], Meta(description="always empty: doctor changes nothing; `fix` has the command")
+    ] = []
 
 
 def examine(facts: PodFacts) -> list[CheckResult]:
     """The result of every check."""
-    return [CheckResult(check, check.judge(facts)) for check in CHECKS]
+    found = [(judge.__name__, title, judge(facts)) for title, judge in CHECKS]
+    return [
+        CheckResult(name, title, it.status.value, it.found, it.fix or None)
+        for name, title, it in found
+    ]
 
 
 def is_well(results: Sequence[CheckResult], *, is_strict: bool) -> bool:
     """Whether nothing failed; with `is_strict`, there are no warnings either."""
-    bad = {FindingStatus.FAIL, FindingStatus.WARN} if is_strict else {FindingStatus.FAIL}
-    return not any(each.finding.status in bad for each in results)
-
-
-def document(
-    directory: str, results: Sequence[CheckResult], fixed: Sequence[str] = ()
-) -> dict[str, Any]:
-    """The document of `understudy doctor --json`; its keys only ever grow."""
-    statuses = [each.finding.status for each in results]
-    worst = next(
-        (each for each in (FindingStatus.FAIL, FindingStatus.WARN) if each in statuses),
-        FindingStatus.PASS,
+    return not any(
+        each.status in (("fail", "warn") if is_strict else ("fail",)) for each in results
     )
-    return {
-        "schema": SCHEMA,
-        "dir": directory,
-        "status": worst.value,
-        "counts": {status.value: statuses.count(status) for status in FindingStatus},
-        "fixed": list(fixed),
-        "checks": [
-            {
-                "id": each.check.id,
-                "title": each.check.title,
-                "status": each.finding.status.value,
-                "found": each.finding.found,
-                "fix": each.finding.fix or None,
-            }
-            for each in results
-        ],
-    }
 
 
-def lines(results: Sequence[CheckResult], fixed: Sequence[str] = ()) -> list[str]:
+def document(directory: str, results: Sequence[CheckResult]) -> dict[str, Any]:
+    """The document of `understudy doctor --json`; its keys only ever grow."""
+    statuses = [each.status for each in results]
+    worst: Word = "fail" if "fail" in statuses else "warn" if "warn" in statuses else "pass"
+    counts: dict[Word, int] = {each.value: statuses.count(each.value) for each in FindingStatus}
+    found = DoctorDocument(SCHEMA, directory, worst, counts, list(results))
+    return dict(to_builtins(found))
+
+
+def lines(results: Sequence[CheckResult]) -> list[str]:
     """The report as text, most serious first, each finding with its fix; the counts last."""
-    width = max(len(each.check.title) for each in results)
-    out = [f"fixed  {sentence}" for sentence in fixed]
-    for status in FindingStatus:
+    width = max(len(each.title) for each in results)
+    counts = Counter(str(each.status) for each in results)
+    out = []
+    for status in COUNTED:
         for each in results:
-            if each.finding.status is status:
-                out.append(f"{status.value:<5} {each.check.title:<{width}}  {each.finding.found}")
-                if each.finding.fix:
-                    out.append(f"{'':<6}{'':<{width}}  → {each.finding.fix}")
-    counts = Counter(each.finding.status for each in results)
-    words = COUNTED | ({FindingStatus.WARN: "warning"} if counts[FindingStatus.WARN] == 1 else {})
-    out.append(", ".join(f"{counts[each]} {words[each]}" for each in FindingStatus if counts[each]))
-    return out
+            if each.status == status:
+                out.append(f"{status:<5} {each.title:<{width}}  {each.found}")
+                if each.fix:
+                    out.append(f"{'':<6}{'':<{width}}  → {each.fix}")
+    words = COUNTED | ({"warn": "warning"} if counts["warn"] == 1 else {})
+    return [*out, ", ".join(f"{counts[it]} {words[it]}" for it in COUNTED if counts[it])]

@@ -1,13 +1,14 @@
-"""The facts that the checks judge, as data, all of one moment.
+"""What the checks of `understudy doctor` judge, data about one moment, and what they find.
 
-Probes fill them in, checks read them; neither knows the other. What could not be found out is None,
-or a sentence that says why. Pids are those of this PID namespace, as the kernel reports them for
-whoever listens on a socket; a part in another namespace has none.
+`probe.py` fills it in. None, or a sentence that says why, stands for what could not be found out.
+Pids are those of this PID namespace, as the kernel reports them for the process that listens on a
+socket; a part in another namespace has none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from typing import Any
 
 from msgspec import Struct, field
@@ -43,33 +44,27 @@ class Directory(Struct, frozen=True):
 
 
 class SocketFile(Struct, frozen=True):
-    """A socket in the directory. `pid`: the process that listens on it, None if not visible."""
+    """A socket in the directory. `pid`: its listener, None if not visible; `mode`: of the file."""
 
     name: str
     is_answered: bool
     pid: int | None = None
-    mode: int | None = None  # of the file
+    mode: int | None = None
 
 
 class SocketListener(Struct, frozen=True):
     """A listening socket of this network namespace whose path is in our directory.
 
-    Containers of one pod share their network, so sockets of other containers are among them,
-    whatever their directories are. `directory`: what the path leads to for that process.
+    Containers of one pod share their network, so the sockets of all of them are listed, whatever
+    their directories are. `directory`: what the path leads to for that process.
     """
 
     name: str
     process: Process | None = None
     directory: FileId | None = None
 
-
-class Kernel(Struct, frozen=True):
-    release: str
-    has_peer_pidfd: bool = True
-    has_pidfd_open: bool = True
-    clock_source: str | None = None
-    has_huge_slabs: bool = True  # it gives huge pages to memory like the memory service's
-    shared_huge_pages: str | None = None  # how `shmem_enabled` is set; None: it has no such setting
+    def __str__(self) -> str:
+        return str(self.process or "a process that is not visible here")
 
 
 class FdUse(Struct, frozen=True):
@@ -92,16 +87,21 @@ class Port(Struct, frozen=True):
     owner: Process | None = None
 
 
-class MachineFacts(Struct, frozen=True):
-    """`memory_bytes`: what the memory service may use, or this process if there is no memory
-    service; `memory_limit`: what sets that limit."""
+class Machine(Struct, frozen=True):
+    """The kernel and the memory. `memory_bytes`: what the memory service may use, or this process
+    if there is none; `memory_limit`: what sets that limit."""
 
+    release: str = "unknown"
+    has_peer_pidfd: bool = True
+    has_pidfd_open: bool = True
+    clock_source: str | None = None
+    has_huge_slabs: bool = True  # it gives huge pages to memory like the memory service's
+    shared_huge_pages: str | None = None  # how `shmem_enabled` is set; None: no such setting
     memory_bytes: int = 0
     memory_limit: str = ""
     shm_bytes: int | None = None
-    termination_log: str = ""
+    termination_log: str | None = None  # None: there is none
     termination_log_problem: str | None = None
-    has_termination_log: bool = False
 
 
 class PoolFileFacts(Struct, frozen=True):
@@ -111,14 +111,6 @@ class PoolFileFacts(Struct, frozen=True):
     path: str
     file: PoolFile | None = None
     digests: Mapping[str, str] = {}
-    problem: str | None = None
-
-
-class TlsFile(Struct, frozen=True):
-    """A file of the gateway's TLS that `variable` of the environment names."""
-
-    variable: str
-    path: str
     problem: str | None = None
 
 
@@ -139,11 +131,6 @@ class GpuFacts(Struct, frozen=True):
     compute_mode: str | None = None  # "default", "exclusive_process", "prohibited", …
     holds: tuple[HeldMemory, ...] = ()
 
-    @property
-    def devices(self) -> tuple[str, ...]:
-        """The UUIDs under which it can be served."""
-        return self.instances if self.is_mig else (self.uuid,)
-
 
 class Gpus(Struct, frozen=True):
     """`problem`: why no GPU can be seen; None: NVML answered. `is_broken`: a driver is installed
@@ -161,16 +148,16 @@ class PodFacts(Struct, frozen=True):
     `pids`: the pod's visible processes. `view`: the document of `understudy status`. `served`: the
     pod's devices, by its sockets; `named`: those in the environment, by variable. `slabs`: host
     memory of this pod's weights that processes outside of it hold. `packages`: installed versions.
+    `tls_files`: why each file that the environment names (`VARIABLE is PATH`) cannot be read.
     """
 
     directory: Directory
     view: Mapping[str, Any]
     sockets: Sequence[SocketFile] = ()
     listeners: Sequence[SocketListener] = ()
-    kernel: Kernel = field(default_factory=lambda: Kernel("unknown"))
     limits: Sequence[FdUse] = ()
     ports: Sequence[Port] = ()
-    machine: MachineFacts = field(default_factory=MachineFacts)
+    machine: Machine = field(default_factory=Machine)
     gpus: Gpus = field(default_factory=lambda: Gpus(problem="not probed"))
     pids: frozenset[int] = frozenset()
     served: Sequence[str] = ()
@@ -179,7 +166,7 @@ class PodFacts(Struct, frozen=True):
     mps: str | None = None  # evidence of the Multi-Process Service
     packages: Mapping[str, str] = {}
     environ: Mapping[str, str] = {}
-    tls_files: Sequence[TlsFile] = ()
+    tls_files: Mapping[str, str | None] = {}
     pool_file: PoolFileFacts | None = None  # None: it is not known where one is
 
     def answered(self) -> list[SocketFile]:
@@ -195,3 +182,36 @@ class PodFacts(Struct, frozen=True):
         """The pod's devices that are GPUs; HOST-0 is not one."""
         devices = dict.fromkeys(map(device_of, self.served))  # a pool serves each model's apart
         return [each for each in devices if each.startswith(("GPU-", "MIG-"))]
+
+
+class FindingStatus(StrEnum):
+    """The outcome of a check, most serious first."""
+
+    FAIL = "fail"  # the pod, or its next failover, does not work
+    WARN = "warn"  # it works, with a risk
+    PASS = "pass"
+    SKIP = "skip"  # cannot be checked here
+
+
+class Finding(Struct, frozen=True):
+    """What a check found, in a sentence, and how to fix it (what to type, or what to change)."""
+
+    status: FindingStatus
+    found: str
+    fix: str = ""
+
+
+def passed(found: str) -> Finding:
+    return Finding(FindingStatus.PASS, found)
+
+
+def warned(found: str, fix: str) -> Finding:
+    return Finding(FindingStatus.WARN, found, fix)
+
+
+def failed(found: str, fix: str) -> Finding:
+    return Finding(FindingStatus.FAIL, found, fix)
+
+
+def skipped(why: str) -> Finding:
+    return Finding(FindingStatus.SKIP, why)

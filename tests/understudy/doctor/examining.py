@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers import free_ports
-from understudy.doctor.checks import examine
-from understudy.doctor.facts import PodFacts
-from understudy.doctor.findings import Finding, FindingStatus
+from understudy.doctor.checks import CHECKS
+from understudy.doctor.facts import Finding, FindingStatus, PodFacts
 from understudy.doctor.probe import look
 from understudy.pod.ports import Ports
 
@@ -36,7 +35,8 @@ def facts_of(directory: str, ports: Ports | None = None) -> PodFacts:
 
 def examined(directory: str, ports: Ports | None = None) -> dict[str, Finding]:
     """What every check finds, by its id."""
-    return {each.check.id: each.finding for each in examine(facts_of(directory, ports))}
+    facts = facts_of(directory, ports)
+    return {judge.__name__: judge(facts) for _, judge in CHECKS}
 
 
 def doctor(

@@ -13,19 +13,17 @@ from understudy.doctor.checks import CHECKS
 from understudy.doctor.facts import (
     Directory,
     FdUse,
+    Finding,
     GpuFacts,
     Gpus,
-    Kernel,
-    MachineFacts,
+    Machine,
     PodFacts,
     PoolFileFacts,
     Port,
     Process,
     SocketFile,
     SocketListener,
-    TlsFile,
 )
-from understudy.doctor.findings import Finding
 
 HERE = (1, 2)
 GPU = "GPU-5a0f1b2c-0000-4000-8000-00000000000a"
@@ -72,6 +70,9 @@ POOL: dict[str, Any] = {
             "recovering": False,
             "pinned": False,
             "estimated": False,
+            "oldest_ticket_ms": None,
+            "bound_ms": None,
+            "engines": [],
             "sizes": {
                 "base": {"HOST-0": 1 << 30},
                 "weights": {"HOST-0": 2 << 30},
@@ -113,17 +114,21 @@ WELL = PodFacts(
         SocketListener("gms_HOST-0_weights.sock", GMS, HERE),
         SocketListener("lockserver.sock", LOCKSERVER, HERE),
     ),
-    kernel=Kernel("6.18", clock_source="tsc"),
     limits=(FdUse(LOCKSERVER, 20_000, 20_000, 30),),
     ports=(Port(9400, "probes", "--lockserver-port", "lockserver", True, LOCKSERVER),),
-    machine=MachineFacts(
-        16 << 30, "this machine's memory", 8 << 30, "/dev/termination-log", None, True
+    machine=Machine(
+        "6.18",
+        clock_source="tsc",
+        memory_bytes=16 << 30,
+        memory_limit="this machine's memory",
+        shm_bytes=8 << 30,
+        termination_log="/dev/termination-log",
     ),
     gpus=Gpus((GpuFacts(GPU, is_persistent=True, compute_mode="default"),), "580.00"),
     pids=frozenset({10, 20, 21, 30, 31, 40, 41}),
     served=("HOST-0",),
     packages={"vllm": "0.32.0"},
-    tls_files=(TlsFile("UNDERSTUDY_TLS_CERT", "/etc/tls.crt"),),
+    tls_files={"UNDERSTUDY_TLS_CERT is /etc/tls.crt": None},
     pool_file=PoolFileFacts(POOL_PATH, POOL_FILE, digests(POOL_FILE)),
 )
 
@@ -140,16 +145,16 @@ NO_POD = replace(
     ports=(),
     pids=frozenset(),
     served=(),
-    tls_files=(),
+    tls_files={},
     pool_file=None,
 )
 
-_BY_ID = {check.id: check for check in CHECKS}
+_BY_ID = {judge.__name__: judge for _, judge in CHECKS}
 
 
 def ask(check: str, facts: PodFacts) -> Finding:
     """What the check of this id finds."""
-    return _BY_ID[check].judge(facts)
+    return _BY_ID[check](facts)
 
 
 def spoilt(facts: PodFacts = WELL, **changes: Any) -> PodFacts:

@@ -19,9 +19,8 @@ import pytest
 from tests.gms.bench import ClientProcess, GmsProcess
 from tests.helpers import free_port, free_ports, until
 from tests.lockserver.processes import ServerProcess
-from tests.understudy.doctor.examining import FAIL, PASS, doctor, examined, facts_of
-from understudy.doctor import fixes
-from understudy.doctor.probe_directory import UNIX_LISTENS
+from tests.understudy.doctor.examining import FAIL, PASS, doctor, examined
+from understudy.doctor.probe import UNIX_LISTENS
 from understudy.pod.ports import Ports
 
 LOCK_FILES = ("lockserver.sock", "lockserver.lock", "lockserver.json")
@@ -192,46 +191,22 @@ def test_pod_in_another_pid_namespace_is_examined_without_its_pids(directory: st
     assert checks["stale_sockets"]["status"] == checks["ports"]["status"] == "pass"
 
 
-@pytest.mark.slow
-def test_fix_removes_stale_sockets_and_closes_our_directory(directory: str, start):
-    """Goal: the safe fixes and no others. Method: a stale socket beside a living one, a mode that
-    is too open; then a stranger's file, which leaves the mode to people."""
-    server = start(ServerProcess(directory))
+def test_stale_socket_and_an_open_directory_are_reported_and_left_alone(directory: str):
+    """Goal: doctor changes nothing, and its fix is a command. Method: a stale socket and an open
+    mode, looked at, then fixed as the findings say."""
     stale = Path(directory, "engine_engine-7.sock")
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(stale))
     os.chmod(directory, 0o750)
     code, checks = doctor(f"--dir={directory}")
     assert (code, checks["directory"]["status"]) == (1, "fail")
-    assert (checks["stale_sockets"]["status"], "engine_engine-7.sock" in str(checks)) == (
-        "warn",
-        True,
-    )
-    code, checks = doctor(f"--dir={directory}", "--fix", "--strict")
-    assert checks["directory"]["status"] == checks["stale_sockets"]["status"] == "pass", checks
-    assert not stale.exists()
-    assert os.stat(directory).st_mode & 0o777 == 0o700
-    assert server.status()["server"]["pid"] == server.pid
-    if os.geteuid() == 0:
-        foreign = Path(directory, "lockserver-of-somebody.sock")
-        foreign.touch()
-        os.chown(foreign, 12345, -1)
-        os.chmod(directory, 0o750)
-        assert fixes.fix(facts_of(directory)) == []
-        assert os.stat(directory).st_mode & 0o777 == 0o750
-
-
-def test_fix_leaves_a_socket_alone_whose_server_is_starting(directory: str):
-    """Goal: a race that would cost a server its socket. Method: its guard is held."""
-    stale = Path(directory, "lockserver.sock")
-    with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(str(stale))
-    found = facts_of(directory)
-    guard = fixes.PathGuard(str(stale.with_suffix(".lock")), "a server that starts")
-    assert fixes.fix(found) == []
-    guard.close()
+    assert checks["stale_sockets"]["status"] == "warn"
     assert stale.exists()
-    assert fixes.fix(found) == [f"{stale} was removed: no process listened on it"]
+    assert os.stat(directory).st_mode & 0o777 == 0o750
+    subprocess.run(checks["directory"]["fix"].split(), check=True)
+    subprocess.run(["rm", *checks["stale_sockets"]["fix"].partition("rm ")[2].split()], check=True)
+    code, checks = doctor(f"--dir={directory}")
+    assert checks["directory"]["status"] == checks["stale_sockets"]["status"] == "pass", checks
 
 
 def test_directory_that_is_a_link_and_a_path_that_is_too_long_are_named(directory: str):

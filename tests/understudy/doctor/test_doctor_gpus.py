@@ -13,8 +13,8 @@ from tests.gms.bench import GmsProcess
 from tests.gms.kinds import stand_in_only
 from tests.standin import build
 from tests.understudy.doctor.examining import FAIL, PASS, SKIP, WARN, examined
-from understudy.doctor import probe_devices
-from understudy.doctor.findings import Finding
+from understudy.doctor import probe
+from understudy.doctor.facts import Finding
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_gpu_memory_that_a_process_outside_the_pod_holds_is_named(directory: str
 @pytest.mark.parametrize(
     ("setting", "value", "check", "status", "words"),
     [
-        ("PERSISTENCE", "1", "persistence_mode", PASS, "2 GPUs"),
+        ("PERSISTENCE", "1", "persistence_mode", PASS, "GPUs: 2"),
         ("PERSISTENCE", "0", "persistence_mode", WARN, build.GPU_A),
         ("COMPUTE_MODE", "3", "sharing_mode", FAIL, "exclusive_process"),
         ("DEVICES", "GPU-aa=MIG-bb+MIG-cc", "mig_mode", PASS, "GPU-aa (2 instances)"),
@@ -90,7 +90,7 @@ def test_settings_of_a_gpu_are_asked_of_its_driver(
     ("program", "deadline_s", "words"),
     [
         ("exec sleep 1000", 0.2, "did not answer in 0.2 s"),
-        ("kill -9 $$", probe_devices.NVML_DEADLINE_S, "process that asked the driver died"),
+        ("kill -9 $$", probe.NVML_DEADLINE_S, "process that asked the driver died"),
     ],
 )
 def test_driver_that_hangs_or_crashes_is_named_and_costs_no_more(
@@ -106,7 +106,7 @@ def test_driver_that_hangs_or_crashes_is_named_and_costs_no_more(
     path = tmp_path / "python"
     path.write_text(f"#!/bin/sh\n{program}\n")
     path.chmod(0o700)
-    monkeypatch.setattr(probe_devices, "NVML_DEADLINE_S", deadline_s)
+    monkeypatch.setattr(probe, "NVML_DEADLINE_S", deadline_s)
     monkeypatch.setattr(sys, "executable", str(path))
     finding = examined(directory)["driver"]
     assert (finding.status, words in finding.found) == (FAIL, True), finding
