@@ -29,7 +29,6 @@ from hack import rig
 from hack.vllm.pod import environment, make_pod, model_of
 from plumbing.errors import UnderstudyError
 from understudy.drill.clients import Target, clock
-from understudy.drill.prompts import SCHEMA
 from understudy.drill.records import GATEWAYS, GMS, LOCKSERVER, PARTS, Records
 from understudy.drill.run import Drill, DrillPlan
 from understudy.drill.verdict import judge
@@ -57,6 +56,7 @@ VLLM_FLAGS = ("--enable-auto-tool-choice", "--tool-call-parser=hermes")
 CHAT, TEXT, RESPONSES = "chat", "completion", "responses"
 MESSAGES = [{"role": "user", "content": "Name three colours."}]
 PROMPT = "The understudy steps onto the stage and"
+SCHEMA = {"type": "object", "properties": {"a": {"enum": ["left", "right"]}}, "required": ["a"]}
 IN_SCHEMA = {"type": "json_schema", "json_schema": {"name": "side", "schema": SCHEMA}}
 SAMPLED: dict[str, Any] = {"temperature": 1, "seed": 7}
 SMALL = {
@@ -121,17 +121,17 @@ REFERENCE = (
         **body(repetition_penalty=1.3, min_tokens=24),
     ),
     *both("stop strings", TEXT, stop=["e", "qu"], max_tokens=48),
+)
+NAMED = {"type": "function", "function": {"name": "look"}}
+AUTO: dict[str, Any] = {"tool_choice": "auto", **body(structured_outputs={"regex": CALL})}
+VLLM = (
+    *REFERENCE,
     *both("JSON schema", CHAT, response_format=IN_SCHEMA, max_tokens=48),
     *both(
         *("expression", CHAT),
         max_tokens=48,
         **body(structured_outputs={"regex": "[a-f]{6,12}-(left|right)"}),
     ),
-)
-NAMED = {"type": "function", "function": {"name": "look"}}
-AUTO: dict[str, Any] = {"tool_choice": "auto", **body(structured_outputs={"regex": CALL})}
-VLLM = (
-    *REFERENCE,
     *both("named tool", CHAT, max_tokens=80, tools=[TOOL], tool_choice=NAMED, **SAMPLED),
     *both("tool", CHAT, max_tokens=160, tools=[TOOL], **AUTO, **SAMPLED),
     *both("required tool", CHAT, max_tokens=120, tools=[TOOL], tool_choice="required", **SAMPLED),

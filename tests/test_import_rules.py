@@ -62,8 +62,6 @@ PLACES = {
     "numpy": NUMERIC,
     "safetensors": NUMERIC,
     "tokenizers": NUMERIC,
-    "jinja2": NUMERIC,
-    "llguidance": NUMERIC,
     "cryptography": (),  # only tests make certificates with it
     "opentelemetry": ("gateway/server/tracing.py",),
     "huggingface_hub": ("understudy/up/hub_download.py",),
@@ -110,8 +108,8 @@ NOT_IN_A_CORE = (
 
 # Loading these at start would cost the lock server and the supervisors their memory limits.
 NOT_LOADED_AT_START = (
-    *("numpy", "aiohttp", "rich", "psutil", "safetensors", "tokenizers", "jinja2"),
-    *("cryptography", "llguidance"),
+    *("numpy", "aiohttp", "rich", "psutil", "safetensors", "tokenizers"),
+    "cryptography",
 )
 
 

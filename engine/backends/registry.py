@@ -13,7 +13,7 @@ Launcher = Callable[[Sequence[str]], list[str]]
 
 
 def _reference(arguments: Sequence[str]) -> list[str]:
-    return [sys.executable, "-m", "engine.backends.reference.http.main", *arguments]
+    return [sys.executable, "-m", "engine.backends.reference.main", *arguments]
 
 
 def _vllm(arguments: Sequence[str]) -> list[str]:

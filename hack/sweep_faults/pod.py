@@ -56,8 +56,8 @@ PROGRAMS = {
 }
 ENGINE_PROGRAMS = {
     "supervisor": ("bin/engine run",),
-    "http": ("backends.reference.http.main",),
-    "model": ("backends.reference.model.main",),
+    "http": ("backends.reference.main",),
+    "model": ("backends.reference.model_process",),
 }
 ROLES = (
     *PROGRAMS,

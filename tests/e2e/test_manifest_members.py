@@ -139,7 +139,7 @@ class Nodes:
     def backend(self, member: int, engine: str) -> int:
         """A process of one member's backend."""
         for pid in descendants(self.runners[1 + member].pids()[engine]):
-            if b"engine.backends.reference.http.main" in cmdline(pid):
+            if b"engine.backends.reference.main" in cmdline(pid):
                 return pid
         raise AssertionError(f"member {member} of {engine} has no backend")
 

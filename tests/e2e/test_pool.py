@@ -195,20 +195,11 @@ models:
     memory: {{weights: 1MiB, kv: 50MiB, base: 64MiB}}
 """
 MIB = 1 << 20
-SCHEMA = {
-    "type": "object",
-    "properties": {"a": {"type": "array", "items": {"type": "integer"}, "minItems": 60}},
-    "required": ["a"],
-}
 KINDS: dict[str, dict[str, Any]] = {
     "seeded": {"max_tokens": 300, "temperature": 0.9, "seed": 7},
     "penalised": {"max_tokens": 300, "presence_penalty": 0.7, "frequency_penalty": 0.4},
     "stopped": {"max_tokens": 600, "stop": ["qz", "Z!"]},
-    "regular": {"max_tokens": 200, "guided_regex": "([a-z]{3,8} ){60}[0-9]+"},
-    "json": {
-        "max_tokens": 200,
-        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
-    },
+    "biased": {"max_tokens": 200, "logit_bias": {"195": 9, "169": 9}, "min_tokens": 150},
 }
 
 

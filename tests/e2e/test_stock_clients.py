@@ -19,7 +19,7 @@ ORDER = (
     *("backend-http", "lockserver", "gms", "backend-model"),
     *("gms-supervisor", "gateway", "gateway-child", "supervisor"),
 )
-KINDS = 16  # of requests, streamed and not
+KINDS = 12  # of requests, streamed and not
 
 
 @pytest.mark.slow

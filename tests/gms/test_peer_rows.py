@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.backends.reference.model.checkpoint import identity, open_checkpoint
+from engine.backends.reference.checkpoint import identity, open_checkpoint
 from gms import names
 from gms.client import Reader
 from gms.server import journal

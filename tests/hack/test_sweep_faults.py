@@ -194,8 +194,8 @@ def test_a_process_is_known_by_its_engine_and_its_command_line() -> None:
         "- /venv/bin/python -m gms.cli serve-device --device HOST-0": "gms-server",
         "- /venv/bin/python -m gms.cli serve-kv --dir d --device HOST-0": "kv-server",
         "engine-0 /venv/bin/python /venv/bin/engine run --backend=x": "active-supervisor",
-        "engine-1 /p -m engine.backends.reference.model.main": "standby-model",
-        "engine-2 /p -m engine.backends.reference.model.main": None,
+        "engine-1 /p -m engine.backends.reference.model_process": "standby-model",
+        "engine-2 /p -m engine.backends.reference.model_process": None,
     }
     assert {line: STANDING.role(line) for line in lines} == lines
     assert all(STANDING.program(role) for role in ROLES)

@@ -33,7 +33,6 @@ COMPLETIONS = (
     "The weights were loaded once, and",
 )
 LONG_TOKENS = 96  # so that a kill meets a stream that has much behind it
-SCHEMA = {"type": "object", "properties": {"a": {"enum": ["left", "right"]}}, "required": ["a"]}
 # What is added to a plain body. A backend that does not know a kind answers 400.
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "usage": {"stream_options": {"include_usage": True}},
@@ -43,9 +42,8 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     "penalties": {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.5},
     "min-tokens": {"min_tokens": ANSWER_TOKENS_MAX - 2},
     "stop": {"stop": ["e", "qu"], "max_tokens": 32},
-    "choice": {"structured_outputs": {"choice": ["to the left", "to the right"]}},
-    "regex": {"structured_outputs": {"regex": "[a-f]{6,12}"}, "max_tokens": 24},
-    "schema": {"structured_outputs": {"json": SCHEMA}, "max_tokens": 48},
+    "bias": {"logit_bias": {"101": -100, "113": 3}, "max_tokens": 24},
+    "bad-words": {"bad_words": ["e", "qu", "th"], "max_tokens": 24},
     "whole-long": {"stream": False, "max_tokens": LONG_TOKENS},
     "whole-seed": {"stream": False, "temperature": 1.0, "seed": 11, "max_tokens": 32},
 }
@@ -205,8 +203,8 @@ async def learn_answers(
 
 def _chunks_min(prompt: Prompt) -> int:
     """The least pieces of text of a usable answer: of a stream enough to be cut in between, where
-    nothing but the end of a grammar or a stop string makes it short."""
-    is_free = not {"structured_outputs", "stop"} & prompt.body.keys()
+    nothing but a stop string makes it short."""
+    is_free = "stop" not in prompt.body
     return CHUNKS_MIN if is_free and prompt.body.get("stream") else 1
 
 

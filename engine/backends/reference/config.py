@@ -39,6 +39,10 @@ ACCEPTED: dict[str, tuple[Any, ...]] = {
 }
 ROPE_TYPES = ("default", "linear", "llama3")
 
+# The one chat template: `<s><|user|>…<|end|><|assistant|>`, with its tokens.
+BOS, END_OF_TURN, ASSISTANT_TURN = "<s>", "<|end|>", "<|assistant|>"
+CHAT_SPECIALS = (BOS, "<|system|>", "<|user|>", ASSISTANT_TURN, END_OF_TURN)
+
 Count = Annotated[int, Meta(gt=0, lt=1 << 31)]
 Positive = Annotated[float, Meta(gt=0, lt=1e30)]
 TokenId = Annotated[int, Meta(ge=0)]

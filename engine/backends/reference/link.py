@@ -29,7 +29,7 @@ PROMPT_BYTES_MAX = PROMPT_TOKENS_MAX * TOKEN_BYTES
 # Prompts of all unfinished requests together. A connection is dropped when it holds two frames'
 # worth of unread bytes, and a client must never be able to cause that.
 PROMPT_BYTES_UNFINISHED_MAX = PROMPT_BYTES_MAX + (1 << 20)
-# Prompt and journal together fit the context; beside them are a grammar and the sampling's lists.
+# Prompt and journal together fit the context; beside them are the sampling's lists.
 FRAME_BYTES_MAX = PROMPT_BYTES_MAX + (256 << 10)
 
 # Far below the three seconds without progress after which generation counts as hung.
@@ -146,8 +146,7 @@ class CheckedMsg(Message, frozen=True, tag="checked"):
 class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True):
     """How to choose a token. `temperature` 0 is greedy; the same seed gives the same tokens.
 
-    All but the first three depend on what was generated so far: `model/constraints.py`. `grammar`
-    is a source of `grammar.py`, or "".
+    All but the first three depend on what was generated so far: `generation.Constraints`.
     """
 
     temperature: float = 1.0
@@ -159,7 +158,6 @@ class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True):
     min_tokens: int = 0
     logit_bias: tuple[tuple[int, float], ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
-    grammar: str = ""
 
 
 class SubmitMsg(Message, frozen=True, tag="submit"):

@@ -22,11 +22,18 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from engine.backends.reference.config import LlamaConfig, parse_config
+from engine.backends.reference.config import (
+    BOS,
+    CHAT_SPECIALS,
+    END_OF_TURN,
+    LlamaConfig,
+    parse_config,
+)
 from plumbing.errors import UnderstudyError, UsageError
 
-SPECIALS = ("<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
-BOS, EOS, END_OF_TURN = "<s>", "</s>", "<|end|>"
+EOS = "</s>"
+SPECIALS = (BOS, EOS, *CHAT_SPECIALS[1:])
+# What `Tokenizer.render_chat` writes, for vLLM.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message.role not in ['system', 'user', 'assistant'] or message.content is not string %}"

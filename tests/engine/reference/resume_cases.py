@@ -12,12 +12,8 @@ SEEDED = {**GREEDY, "temperature": 0.9, "top_p": 0.9, "seed": 7}
 TALK = {"messages": [{"role": "user", "content": "hello"}], "temperature": 0, "max_tokens": TOKENS}
 USAGE = {"stream_options": {"include_usage": True}}
 CONTINUOUS = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-SCHEMA = {
-    "type": "object",
-    "properties": {"a": {"enum": ["x", "é"]}, "b": {"type": "boolean"}},
-    "required": ["a", "b"],
-    "additionalProperties": False,
-}
+# With a frequency penalty these make "☕" again and again, which has three tokens.
+COFFEE = {str(byte): 100 - place / 2 for place, byte in enumerate("☕".encode())}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "greedy": (COMPLETIONS, GREEDY),
@@ -60,25 +56,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "logit bias": (COMPLETIONS, {**GREEDY, "logit_bias": {"49": -100, "88": 3.5}}),
     "bad words": (COMPLETIONS, {**GREEDY, "bad_words": ["_}", "+J", "12.", ":kBv"]}),
-    "choice": (COMPLETIONS, {**GREEDY, "guided_choice": ["naïve ☕ café", "☕☕", "né"], **USAGE}),
     "half characters": (
-        CHAT,
-        {**TALK, "max_tokens": 13, "structured_outputs": {"regex": "(é|☕|🙂){3}x*(ß|𝄞){3}"}},
-    ),
-    "regular expression": (COMPLETIONS, {**SEEDED, "guided_regex": "[a-z]{3,9}(é|ü)+[0-9]{2}"}),
-    "JSON schema": (
-        CHAT,
-        {
-            **TALK,
-            "max_tokens": 60,
-            "seed": 2,
-            "temperature": 0.7,
-            **USAGE,
-            "response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}},
-        },
-    ),
-    "grammar, min_tokens, penalties": (
         COMPLETIONS,
-        {**GREEDY, "guided_regex": "[a-c]{2,30}", "min_tokens": 8, "frequency_penalty": 2},
+        {**GREEDY, "logit_bias": COFFEE, "frequency_penalty": 2, **USAGE},
     ),
 }

@@ -13,13 +13,10 @@ from typing import Any
 import aiohttp
 from aiohttp.test_utils import TestClient, TestServer
 
-from engine.backends.reference.grammar import Grammars
-from engine.backends.reference.http.routes import make_app
-from engine.backends.reference.http.served import ServedModel
-from engine.backends.reference.http.text import Tokenizer
+from engine.backends.reference.generation import Generator, Request
 from engine.backends.reference.link import ReadyMsg, SamplingParams, TokenMsg
-from engine.backends.reference.model.batch import Request
-from engine.backends.reference.model.generation import Generator
+from engine.backends.reference.routes import ServedModel, make_app
+from engine.backends.reference.stream import Tokenizer
 from plumbing import hop
 from tests.engine.reference.support import cache_for, decoder_of
 
@@ -30,9 +27,9 @@ REQUEST_ID = "the-request"
 class Link:
     """In place of `ModelLink`: the model's steps are done when a token is asked for."""
 
-    def __init__(self, directory: str, grammars: Grammars) -> None:
+    def __init__(self, directory: str) -> None:
         decoder = decoder_of(directory)
-        self.generator = Generator(decoder, cache_for(decoder, 2, MAX_CONTEXT), grammars)
+        self.generator = Generator(decoder, cache_for(decoder, 2, MAX_CONTEXT))
         self.started = 0
 
     def generate(
@@ -166,11 +163,9 @@ class Pod:
 async def pod(directory: Path) -> AsyncIterator[Pod]:
     tokenizer = Tokenizer.load(str(directory))
     ends = (257, 261)
-    grammars = Grammars(str(directory), 262, ends)
-    link = Link(str(directory), grammars)
+    link = Link(str(directory))
     served = ServedModel(("tiny",), tokenizer, link)  # type: ignore[arg-type]  # a stand-in for the link
     served.ready = ReadyMsg(1, 1, MAX_CONTEXT, 262, ends, "epoch", {})
-    served.grammars = grammars
     served.is_behind_gateway = True
     served.engine, served.token = "engine-0", 7
     async with TestClient(TestServer(make_app(served))) as client:

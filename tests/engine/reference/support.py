@@ -9,12 +9,10 @@ import struct
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from engine.backends.reference.checkpoint import Checkpoint, open_checkpoint
+from engine.backends.reference.decoder import Decoder, KVCache, Leader, weights_from
+from engine.backends.reference.generation import Generator, Produced, Request
 from engine.backends.reference.link import SamplingParams
-from engine.backends.reference.model.batch import Request
-from engine.backends.reference.model.checkpoint import Checkpoint, open_checkpoint
-from engine.backends.reference.model.decoder import Decoder, KVCache, weights_from
-from engine.backends.reference.model.exchange import Leader
-from engine.backends.reference.model.generation import Generator, Produced
 
 GOLDEN = os.path.join(os.path.dirname(__file__), "golden")
 GOLDEN_NAMES = sorted(os.listdir(GOLDEN))

@@ -5,14 +5,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.backends.reference.model.batch import (
+from engine.backends.reference.generation import (
     PREFILL_CHUNK,
     Request,
     Scheduler,
+    TokenPace,
     Work,
     prefill_end,
 )
-from engine.backends.reference.model.token_pace import TokenPace
 from plumbing.errors import InvariantError
 
 CONTEXT = 100
@@ -94,7 +94,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         # A prompt goes in chunks; what was made goes one by one, as it was made.
         assert self.position[number] <= len(wanted.prompt) or len(work.tokens) == 1
         assert work.samples == (self.position[number] >= len(total))
-        assert work.index == self.made[number]
+        assert len(work.answer) == self.made[number]
         # No starvation: every other running request had a turn since.
         self.turns_since[number] = 0
         for other in self.turns_since:
@@ -176,33 +176,33 @@ def test_request_that_rests_makes_no_token_and_delays_nobody():
     scheduler.submit(request(2, prompt=1, made=2))
     seen = []
     for _ in range(4):
-        work = scheduler.next_work(resting=(1,))
+        work = scheduler.next_work(paused=(1,))
         assert work is not None
         seen.append((work.request.id, work.samples))
         scheduler.done(work, 0 if work.samples else None)
     assert seen == [(2, False), (2, False), (2, True), (2, True)]
-    assert scheduler.next_work(resting=(1, 2)) is None
+    assert scheduler.next_work(paused=(1, 2)) is None
     assert scheduler.next_work() is not None
 
 
 def test_pace_rests_each_request_for_its_interval():
     now_s = [10.0]
     pace = TokenPace(200, lambda: now_s[0])
-    assert not pace.resting()
+    assert not pace.paused()
     pace.made(1)
     now_s[0] += 0.1
     pace.made(2)
-    assert set(pace.resting()) == {1, 2}
+    assert set(pace.paused()) == {1, 2}
     assert pace.pause_ms() == 0  # a prompt may still be computed
     pace.is_idle = True
     assert pace.pause_ms() == 100
     now_s[0] += 0.1
-    assert set(pace.resting()) == {2}
+    assert set(pace.paused()) == {2}
 
 
 def test_pace_without_an_interval_rests_nobody():
     pace = TokenPace(0)
     pace.made(1)
     pace.is_idle = True
-    assert not pace.resting()
+    assert not pace.paused()
     assert pace.pause_ms() == 0

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from engine.backends.reference.model.checkpoint import DTYPE, Checkpoint, open_checkpoint
-from engine.backends.reference.model.weights import check_bound
+from engine.backends.reference.checkpoint import DTYPE, Checkpoint, check_bound, open_checkpoint
 from gms.manifest import TensorRecord
 from plumbing.errors import UnderstudyError
 from tests.engine.reference.support import golden

@@ -11,8 +11,8 @@ import pytest
 import safetensors
 
 from engine.backends.process import fault_report
-from engine.backends.reference.model import checkpoint as module
-from engine.backends.reference.model.checkpoint import identity, open_checkpoint
+from engine.backends.reference import checkpoint as module
+from engine.backends.reference.checkpoint import identity, open_checkpoint
 from engine.backends.shards import read_file, read_shard
 from plumbing.errors import UnderstudyError, UsageError
 from tests.engine.reference.support import (

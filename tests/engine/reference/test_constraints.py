@@ -8,9 +8,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.backends.reference.generation import Request, constrained, is_constrained
 from engine.backends.reference.link import SamplingParams
-from engine.backends.reference.model.batch import Request
-from engine.backends.reference.model.constraints import Constraints, is_constrained
 
 VOCABULARY = 8
 TOKENS = st.integers(0, VOCABULARY - 1)
@@ -45,21 +44,16 @@ def defined(logits: list[float], request: Request, answer: list[int], token: int
     PARAMS,
     st.lists(TOKENS, min_size=1, max_size=4),
     st.lists(TOKENS, max_size=6),
-    st.integers(0, 6),
     st.lists(st.integers(-5, 5), min_size=VOCABULARY, max_size=VOCABULARY),
 )
 @settings(max_examples=300, deadline=None)
 def test_logits_are_those_of_the_definition(
-    asked: SamplingParams, prompt: list[int], answer: list[int], made: int, logits: list[int]
+    asked: SamplingParams, prompt: list[int], answer: list[int], logits: list[int]
 ):
-    """Goal: the parameters mean what their names mean elsewhere, also behind a journal. Method:
-    random state, each token by its definition; any part of the answer is a journal."""
-    journal, own = answer[:made], answer[made:]
-    request = Request(1, tuple(prompt), 20, asked, (0, 3, 99), tuple(journal))
-    constraints = Constraints(request, VOCABULARY, None)
-    for token in own:
-        constraints.take(token)
-    tokens, changed = constraints.apply(np.array(logits, np.float32))
+    """Goal: the parameters mean what their names mean elsewhere. Method: random state, each
+    token by its definition."""
+    request = Request(1, tuple(prompt), 20, asked, (0, 3, 99))
+    tokens, changed = constrained(np.array(logits, np.float32), request, answer)
     expected = {
         token: value
         for token in range(VOCABULARY)
@@ -80,4 +74,3 @@ def test_plain_sampling_is_not_constrained():
     """Goal: requests without such parameters take the short way. Method: some of each."""
     assert not is_constrained(SamplingParams(temperature=0.3, top_p=0.2, seed=5))
     assert is_constrained(SamplingParams(min_tokens=1))
-    assert is_constrained(SamplingParams(grammar="regex:a"))

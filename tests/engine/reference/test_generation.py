@@ -5,10 +5,9 @@ import random
 import numpy as np
 import pytest
 
+from engine.backends.reference.decoder import Decoder, KVCache
+from engine.backends.reference.generation import Generator, Request, canary
 from engine.backends.reference.link import SamplingParams
-from engine.backends.reference.model.batch import Request
-from engine.backends.reference.model.decoder import Decoder, KVCache
-from engine.backends.reference.model.generation import Generator, canary
 from plumbing.errors import UnderstudyError
 from tests.engine.reference.support import (
     GOLDEN_NAMES,

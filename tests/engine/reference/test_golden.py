@@ -6,8 +6,7 @@ import os
 import numpy as np
 import pytest
 
-from engine.backends.reference.model.batch import Request
-from engine.backends.reference.model.generation import Generator
+from engine.backends.reference.generation import Generator, Request
 from tests.engine.reference.support import (
     GOLDEN_NAMES,
     GREEDY,

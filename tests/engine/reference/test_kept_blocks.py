@@ -8,13 +8,13 @@ from typing import cast
 import pytest
 from msgspec import structs
 
-from engine.backends.reference.link import TakeMemoryMsg
-from engine.backends.reference.model.kept_blocks import (
+from engine.backends.reference.kv_blocks import (
     KeptBlocks,
+    KvSize,
     header_of,
     headers_of,
 )
-from engine.backends.reference.model.kv_size import KvSize
+from engine.backends.reference.link import TakeMemoryMsg
 from engine.kv.layout import IndexPage, index_bytes
 from engine.kv.writer import PROOF_STEPS
 from gms.client import ADOPTED, ADOPTING, KvClaim, KvLease

@@ -8,8 +8,8 @@ import pytest
 from engine.backends import free_memory
 from engine.backends.free_memory import RESERVE_BYTES, Room
 from engine.backends.reference.config import read_config
+from engine.backends.reference.kv_blocks import size_kv
 from engine.backends.reference.link import ConfigureMsg
-from engine.backends.reference.model.kv_size import size_kv
 from plumbing.errors import UnderstudyError
 from tests.engine.reference.support import golden
 

@@ -11,13 +11,10 @@ from dataclasses import replace
 import pytest
 from msgspec import structs
 
+from engine.backends.reference.decoder import Array, Decoder, KVCache, Leader
+from engine.backends.reference.generation import PREFILL_CHUNK, Generator, Request
+from engine.backends.reference.kv_blocks import BlockMemory, BlockStore, PrefixCache, block_hash
 from engine.backends.reference.link import SamplingParams
-from engine.backends.reference.model.batch import PREFILL_CHUNK, Request
-from engine.backends.reference.model.block_memory import BlockMemory, BlockStore
-from engine.backends.reference.model.decoder import Array, Decoder, KVCache
-from engine.backends.reference.model.exchange import Leader
-from engine.backends.reference.model.generation import Generator
-from engine.backends.reference.model.prefix_cache import PrefixCache, block_hash
 from engine.kv.adopter import adoptable
 from engine.kv.layout import IndexPage, IndexRecord, index_bytes
 from engine.kv.writer import IndexWriter

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from engine.backends.reference.generation import choose, uniform
 from engine.backends.reference.link import SamplingParams
-from engine.backends.reference.model.sampling import choose, uniform
 from plumbing.errors import UnderstudyError
 
 LOGITS = arrays.arrays(np.float32, st.integers(1, 40), elements=st.floats(-1000, 1000, width=32))

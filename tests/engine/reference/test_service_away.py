@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.backends.reference.model.rank import REPORT_WAIT_S, Rank
+from engine.backends.reference.model_process import REPORT_WAIT_S, Rank
 from engine.backends.session import RESTART_WAIT_S
 from engine.core.relaunch import DEATHS_MAX, DEATHS_WINDOW_MS
 

@@ -12,18 +12,23 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from engine.backends.reference.config import head_span, read_config
-from engine.backends.reference.model.batch import Request
-from engine.backends.reference.model.block_memory import BlockMemory, BlockStore
-from engine.backends.reference.model.checkpoint import (
+from engine.backends.reference.checkpoint import (
     identity,
     open_checkpoint,
     same_on_every_rank,
 )
-from engine.backends.reference.model.decoder import Array, Decoder, KVCache, weights_from
-from engine.backends.reference.model.exchange import BlockStep, Follower, Leader
-from engine.backends.reference.model.generation import Generator, canary
-from engine.backends.reference.model.prefix_cache import PrefixCache
+from engine.backends.reference.config import head_span, read_config
+from engine.backends.reference.decoder import (
+    Array,
+    BlockStep,
+    Decoder,
+    Follower,
+    KVCache,
+    Leader,
+    weights_from,
+)
+from engine.backends.reference.generation import Generator, Request, canary
+from engine.backends.reference.kv_blocks import BlockMemory, BlockStore, PrefixCache
 from engine.backends.reference.random_model import write_random_model
 from plumbing.errors import UnderstudyError, UsageError
 from tests.engine.reference.support import (

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import json
-import os
 from typing import Any
 
 import pytest
@@ -10,19 +8,19 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models
 
-from engine.backends.reference.http.text import (
+from engine.backends.reference.completions import ChatMessage
+from engine.backends.reference.link import TokenMsg
+from engine.backends.reference.random_model import SPECIALS, byte_tokenizer, write_random_model
+from engine.backends.reference.stream import (
     AnswerText,
     Piece,
     StopStrings,
     TextStream,
     Tokenizer,
 )
-from engine.backends.reference.link import TokenMsg
-from engine.backends.reference.random_model import SPECIALS, byte_tokenizer, write_random_model
 from plumbing.errors import UsageError
-from tests.engine.reference.support import edit_json
 
-BYTES = Tokenizer(byte_tokenizer(), {}, None)
+BYTES = Tokenizer(byte_tokenizer())
 # Without "<": a special token written out in a text becomes that token, as everywhere.
 PLAIN = st.text(st.characters(codec="utf-8", exclude_characters="<"), max_size=30)
 
@@ -45,7 +43,7 @@ def sentencepiece() -> Tokenizer:
             decoders.Strip(" ", 1, 0),
         ]
     )
-    return Tokenizer(raw, {}, None)
+    return Tokenizer(raw)
 
 
 SENTENCEPIECE = sentencepiece()
@@ -171,35 +169,19 @@ def model_fixture(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_render_chat_gives_a_prompt_that_encodes_with_its_special_tokens(model: str):
-    """Roles become special tokens; what a user types as one is a matter of the template."""
+    """Roles become special tokens."""
     tokenizer = Tokenizer.load(model)
-    text = tokenizer.render_chat([{"role": "user", "content": "hé"}])
+    text = tokenizer.render_chat([ChatMessage("user", "hé")])
     assert text == "<s><|user|>hé<|end|><|assistant|>"
     assert tokenizer.encode(text, special=False) == [256, 259, 104, 195, 169, 261, 260]
     assert tokenizer.encode("h") == [256, 104]
 
 
-@pytest.mark.parametrize(
-    "messages",
-    [[{"role": "tool", "content": "x"}], [{"role": "user"}], [None], [{"content": "x"}]],
-)
-def test_render_chat_messages_the_template_refuses_are_the_senders_fault(
-    model: str, messages: list[Any]
-):
-    """The template's own complaint reaches the client as an error of the request."""
+def test_checkpoint_without_the_templates_tokens_has_no_chat():
+    """Goal: no prompt in another model's format. Method: a tokenizer without its tokens."""
     with pytest.raises(UsageError) as caught:
-        Tokenizer.load(model).render_chat(messages)
-    assert caught.value.code == "request.bad_messages"
-
-
-def test_render_chat_template_is_sandboxed():
-    """A template is foreign code: reaching for Python's insides is refused."""
-    tokenizer = Tokenizer(byte_tokenizer(), {}, "{{ messages.__class__.__mro__ }}")
-    with pytest.raises(UsageError):
-        tokenizer.render_chat([])
-    looping = Tokenizer(byte_tokenizer(), {}, "{% for x in range(10**9) %}{% endfor %}")
-    with pytest.raises(UsageError):
-        looping.render_chat([])
+        SENTENCEPIECE.render_chat([ChatMessage("user", "x")])
+    assert caught.value.code == "model.no_chat_template"
 
 
 def test_load_tokenizer_damaged_is_one_sentence(model: str, tmp_path: Any):
@@ -213,25 +195,6 @@ def test_load_tokenizer_damaged_is_one_sentence(model: str, tmp_path: Any):
             Tokenizer.load(str(tmp_path))
         assert caught.value.code == code
         assert "\n" not in caught.value.message
-
-
-def test_load_chat_template_from_each_place(model: str, tmp_path: Any):
-    """A separate file wins over the settings; without either, there is an error."""
-    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
-    settings_path = tmp_path / "tokenizer_config.json"
-    settings_path.write_text(json.dumps({"eos_token": {"content": "</s>"}}))
-    with pytest.raises(UsageError) as caught:
-        Tokenizer.load(str(tmp_path)).render_chat([])
-    assert caught.value.code == "model.no_chat_template"
-    template = "settings {{ eos_token }}"
-    edit_json(str(settings_path), lambda settings: settings.update(chat_template=template))
-    assert Tokenizer.load(str(tmp_path)).render_chat([]) == "settings </s>"
-    (tmp_path / "chat_template.jinja").write_text("file")
-    assert Tokenizer.load(str(tmp_path)).render_chat([]) == "file"
-    (tmp_path / "chat_template.jinja").write_text("{% if")
-    with pytest.raises(UsageError, match="not valid jinja2"):
-        Tokenizer.load(str(tmp_path))
-    assert os.path.exists(os.path.join(model, "tokenizer_config.json"))
 
 
 def test_stop_string_counts_behind_min_tokens_only():

@@ -40,7 +40,7 @@ from plumbing.wire.server import Server
 from plumbing.wire.unix_connection import UnixConnection
 from tests.helpers import auntil, free_witness
 
-COMMAND = [sys.executable, "-m", "engine.backends.reference.http.main"]
+COMMAND = [sys.executable, "-m", "engine.backends.reference.main"]
 DEADLINE_S = 60.0
 
 

@@ -150,7 +150,7 @@ def test_seed_repeats_and_company_changes_nothing(url: str):
             "/v1/chat/completions",
             b'{"messages": [{"role": "developer", "content": "x"}]}',
             400,
-            "request.bad_messages",
+            "invalid_value",
         ),
         ("/v1/nothing", b"{}", 404, "no_such_route"),
         ("/v1/models", b"{}", 405, "no_such_route"),

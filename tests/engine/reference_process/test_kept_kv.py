@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from engine.backends.reference.model.kv_pool import page_of
+from engine.backends.reference.kv_blocks import page_of
 from engine.messages import WokenMsg
 from gms import names
 from gms.client import KvClaim, borrow_pool

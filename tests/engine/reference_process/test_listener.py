@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 
-from engine.backends.reference.http.listener import CONNECTIONS_MAX, SharedListener
+from engine.backends.reference.service import CONNECTIONS_MAX, SharedListener
 from tests.engine.reference_process.rig import lend, listening
 from tests.helpers import auntil
 

@@ -14,10 +14,7 @@ import aiohttp
 import pytest
 from aiohttp.test_utils import TestServer
 
-from engine.backends.reference.http import cause
-from engine.backends.reference.http.model_link import QUEUE_MAX, ModelLink, join_ranks
-from engine.backends.reference.http.routes import ServedModel, make_app
-from engine.backends.reference.http.text import Tokenizer
+from engine.backends.reference import model_link
 from engine.backends.reference.link import (
     LINK,
     PROMPT_TOKENS_MAX,
@@ -33,6 +30,9 @@ from engine.backends.reference.link import (
     pack,
     unpack,
 )
+from engine.backends.reference.model_link import QUEUE_MAX, ModelLink
+from engine.backends.reference.routes import ServedModel, make_app
+from engine.backends.reference.stream import Tokenizer
 from engine.progress_page import ProgressPage
 from plumbing.errors import UnderstudyError
 from plumbing.wire.connection import Connection
@@ -70,12 +70,12 @@ class StubModel:
 @asynccontextmanager
 async def linked(failures: list[FailedMsg]) -> AsyncIterator[tuple[ModelLink, StubModel]]:
     ours, theirs = socket.socketpair()
-    link, model = ModelLink(ours, SLOTS, failures.append), StubModel(theirs)
+    link, model = ModelLink([(ours, None)], SLOTS, failures.append), StubModel(theirs)
     try:
         yield link, model
     finally:
         model.conn.close("the test is over")
-        await auntil(lambda: link._conn.is_closed, "the end")
+        await auntil(lambda: link.ranks[0].conn.is_closed, "the end")
 
 
 def run(scenario: Callable[[ModelLink, StubModel, list[FailedMsg]], Any]) -> None:
@@ -147,7 +147,7 @@ def test_more_than_the_link_may_hold_is_refused():
         with pytest.raises(UnderstudyError):
             generate(link)
         assert link.in_flight == len(small)
-        assert not link._conn.is_closed
+        assert not link.ranks[0].conn.is_closed
 
     run(scenario)
 
@@ -172,7 +172,7 @@ def test_failure_that_the_model_reports_is_passed_on_once():
         model.conn.send(FailedMsg("model.missing", "there is nothing", True, 2))
         model.conn.close("dead")
         await auntil(lambda: failures, "the failure")
-        await auntil(lambda: link._conn.is_closed, "the end")
+        await auntil(lambda: link.ranks[0].conn.is_closed, "the end")
         await asyncio.sleep(0)
         assert [failed.code for failed in failures] == ["model.missing"]
 
@@ -201,7 +201,7 @@ def test_failure_of_a_rank_is_reported_before_the_loss_that_it_is_to_others(
 ):
     """Goal: a permanent fault is not taken for one to retry. Method: both ranks have reported, or
     one has only ended, before the first of it is read, as on a busy machine."""
-    monkeypatch.setattr(cause, "CAUSE_WAIT_S", 3600.0)
+    monkeypatch.setattr(model_link, "CAUSE_WAIT_S", 3600.0)
 
     async def main() -> None:
         failures: list[FailedMsg] = []
@@ -213,9 +213,8 @@ def test_failure_of_a_rank_is_reported_before_the_loss_that_it_is_to_others(
                 theirs.sendall(encode_frame(LINK.encode(said), 0))
             theirs.close()
         models: list[Any] = [(ours, None) for ours, _ in pairs]
-        link = join_ranks(models, SLOTS, failures.append, ProgressPage())
-        links = (link, *link.followers)
-        await auntil(lambda: all(each._conn.is_closed for each in links), "both ends")
+        link = ModelLink(models, SLOTS, failures.append, ProgressPage())
+        await auntil(lambda: all(each.conn.is_closed for each in link.ranks), "both ends")
         await auntil(lambda: failures, "the failure")
         assert [each.code for each in failures] == [cause.code if reported else "engine.model_died"]
 
@@ -225,20 +224,19 @@ def test_failure_of_a_rank_is_reported_before_the_loss_that_it_is_to_others(
 def test_loss_of_a_rank_without_a_cause_is_reported_all_the_same(monkeypatch: pytest.MonkeyPatch):
     """Goal: no failure is kept back for ever. Method: one rank reports a loss, the other nothing,
     and lives on."""
-    monkeypatch.setattr(cause, "CAUSE_WAIT_S", 0.01)
+    monkeypatch.setattr(model_link, "CAUSE_WAIT_S", 0.01)
 
     async def main() -> None:
         failures: list[FailedMsg] = []
         pairs = [socket.socketpair() for _ in range(2)]
         pairs[0][1].sendall(encode_frame(LINK.encode(LOST), 0))
         models: list[Any] = [(ours, None) for ours, _ in pairs]
-        link = join_ranks(models, SLOTS, failures.append, ProgressPage())
+        link = ModelLink(models, SLOTS, failures.append, ProgressPage())
         await auntil(lambda: failures, "the failure")
         assert [each.code for each in failures] == ["engine.rank_lost"]
         for _, theirs in pairs:
             theirs.close()
-        links = (link, *link.followers)
-        await auntil(lambda: all(each._conn.is_closed for each in links), "both ends")
+        await auntil(lambda: all(each.conn.is_closed for each in link.ranks), "both ends")
 
     asyncio.run(main())
 

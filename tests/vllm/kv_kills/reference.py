@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from engine.backends.reference.checkpoint import open_checkpoint
+from engine.backends.reference.decoder import Decoder, KVCache, Leader, weights_from
+from engine.backends.reference.generation import Generator, Request
+from engine.backends.reference.kv_blocks import (
+    BlockMemory,
+    BlockStore,
+    KeptBlocks,
+    KvSize,
+    PrefixCache,
+    header_of,
+    page_of,
+)
 from engine.backends.reference.link import SamplingParams
-from engine.backends.reference.model.batch import Request
-from engine.backends.reference.model.block_memory import BlockMemory, BlockStore
-from engine.backends.reference.model.checkpoint import open_checkpoint
-from engine.backends.reference.model.decoder import Decoder, KVCache, weights_from
-from engine.backends.reference.model.exchange import Leader
-from engine.backends.reference.model.generation import Generator
-from engine.backends.reference.model.kept_blocks import KeptBlocks, header_of
-from engine.backends.reference.model.kv_pool import page_of
-from engine.backends.reference.model.kv_size import KvSize
-from engine.backends.reference.model.prefix_cache import PrefixCache
 from engine.kv.layout import index_bytes
 from gms.client import BEGUN, KvClaim, borrow_pool, memory_for
 from gms.kv_messages import NO_ERA
@@ -74,7 +76,7 @@ class ParkedReference:
         )
         has_audit = self._has_audit
         prefixes = PrefixCache(store, BLOCKS, kept.writer, kept.adopted, has_audit=has_audit)
-        self._generator = Generator(self._decoder, cache, None, prefixes)
+        self._generator = Generator(self._decoder, cache, prefixes)
         kept.canary_passed()
         return {"adopted": len(kept.adopted), "torn": kept.torn, "why_empty": kept.why_empty}
 

@@ -147,9 +147,9 @@ def model_runner(points: Points, module: Any) -> None:
 
 PATCHES: Mapping[str, Callable[[Points, Any], None]] = {
     "engine.kv.layout": index_cells,
-    "engine.backends.reference.model.decoder": decoder,
-    "engine.backends.reference.model.block_memory": block_memory,
-    "engine.backends.reference.model.generation": generator,
+    "engine.backends.reference.decoder": decoder,
+    "engine.backends.reference.kv_blocks": block_memory,
+    "engine.backends.reference.generation": generator,
     "engine.backends.vllm.kv.scheduler": scheduler,
     "vllm.model_executor.models.llama": layers,
     "vllm.v1.worker.gpu_model_runner": model_runner,

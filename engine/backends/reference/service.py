@@ -2,30 +2,33 @@
 
 Owns the lent listening socket and the HTTP server behind it. Imported late, since aiohttp and the
 tokenizer are the slow imports: by then the model processes are at work.
+
+The surprising thing: aiohttp's own sites are not used, as other processes hold the listening socket
+too. `create_server(sock=…)` calls `listen` again with a backlog of its own (its length holds for
+all copies, and the lock server chooses it), accepts a whole backlog before anything else runs on
+the loop, and resets clients when descriptors run out.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import os
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from aiohttp import http_exceptions, web
 
 from engine.backends import process
 from engine.backends.channel import Channel, Phases
 from engine.backends.drain import POLL_S, until_done
-from engine.backends.reference.grammar import Grammars
-from engine.backends.reference.http.continuation import continuation_id
-from engine.backends.reference.http.listener import SharedListener
-from engine.backends.reference.http.model_link import join_ranks
-from engine.backends.reference.http.routes import make_app
-from engine.backends.reference.http.served import ServedModel
-from engine.backends.reference.http.text import Tokenizer
 from engine.backends.reference.link import ConfigureMsg, FailedMsg, ReadyMsg
+from engine.backends.reference.model_link import ModelLink
+from engine.backends.reference.routes import ServedModel, continuation_id, make_app
+from engine.backends.reference.stream import Tokenizer
 from engine.messages import (
     NO_ERA,
     CanaryMsg,
@@ -40,6 +43,112 @@ from engine.progress_page import ProgressPage
 from lockserver.client import serving
 from plumbing.errors import UnderstudyError
 from plumbing.wire.fds import OwnedFd
+
+logger = logging.getLogger(__name__)
+
+# A connection without a request after this time is closed: otherwise thousands of half requests
+# would take every descriptor, and no other client could be answered.
+FIRST_REQUEST_S = 10.0
+CONNECTIONS_MAX = 4096  # far above what a few slots can serve, far below the limit of open files
+
+ACCEPTS_PER_TURN = 32  # then the requests in flight get the loop
+RETRY_S = 0.1  # after running out of descriptors or memory, until connections close
+
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class SharedListener:
+    """Accepts between `start` and `stop`, and never otherwise."""
+
+    def __init__(
+        self,
+        fd: OwnedFd,
+        factory: Callable[[], asyncio.BaseProtocol],
+        count: Callable[[], int] = lambda: 0,
+        first_request_s: float = FIRST_REQUEST_S,
+    ) -> None:
+        """Take `fd`, a bound and listening stream socket. `count` gives the open connections."""
+        self._sock = socket.socket(fileno=fd.detach())
+        self._sock.setblocking(False)  # a flag of the open file, the same for all its holders
+        self._factory = factory
+        self._count = count
+        self._first_request_s = first_request_s
+        self._quiet: dict[asyncio.BaseProtocol, asyncio.TimerHandle] = {}
+        self._loop = asyncio.get_running_loop()
+        self._arrivals: set[asyncio.Task[object]] = set()
+        self._retry: asyncio.TimerHandle | None = None
+        self.is_accepting = False
+
+    @property
+    def is_arriving(self) -> bool:
+        """Whether a connection has been accepted and not yet reached its protocol."""
+        return bool(self._arrivals)
+
+    def start(self) -> None:
+        self.is_accepting = True
+        self._loop.add_reader(self._sock.fileno(), self._accept)
+
+    def stop(self) -> None:
+        """Accept no more and close our copy; repeated calls do nothing."""
+        if self._retry is not None:
+            self._retry.cancel()
+        if self.is_accepting:
+            self._loop.remove_reader(self._sock.fileno())
+        self.is_accepting = False
+        for timer in self._quiet.values():
+            timer.cancel()
+        self._quiet.clear()
+        self._sock.close()
+
+    def request_received(self, protocol: asyncio.BaseProtocol) -> None:
+        """Lift the deadline of `protocol`: its connection has sent a request."""
+        timer = self._quiet.pop(protocol, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _give_up(self, protocol: asyncio.BaseProtocol, transport: asyncio.Transport) -> None:
+        self._quiet.pop(protocol, None)
+        transport.abort()
+
+    def _accept(self) -> None:
+        if self._count() + len(self._arrivals) >= CONNECTIONS_MAX:
+            self._pause(f"{CONNECTIONS_MAX} connections are open")
+            return
+        for _ in range(ACCEPTS_PER_TURN):
+            try:
+                connection, _ = self._sock.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in EXHAUSTED:
+                    self._pause(os.strerror(error.errno or 0))
+                    return
+                continue  # the client left while it waited (man 2 accept)
+            connection.setblocking(False)
+            arrival = self._loop.create_task(self._adopt(connection))
+            self._arrivals.add(arrival)
+            arrival.add_done_callback(self._arrivals.discard)
+
+    async def _adopt(self, connection: socket.socket) -> None:
+        try:
+            transport, protocol = await self._loop.connect_accepted_socket(
+                self._factory, connection
+            )
+        except OSError:  # the client is gone
+            connection.close()
+            return
+        self._quiet[protocol] = self._loop.call_later(
+            self._first_request_s, self._give_up, protocol, transport
+        )
+
+    def _pause(self, why: str) -> None:
+        """New connections wait in the backlog meanwhile."""
+        logger.warning("cannot accept: %s; trying again in %g s", why, RETRY_S)
+        self._loop.remove_reader(self._sock.fileno())
+        self._retry = self._loop.call_later(RETRY_S, self.start)
+
+
+# ---------------------------------------------------------------------- the backend
 
 KEEPALIVE_S = 75.0
 LINE_BYTES_MAX = 64 * 1024  # of a request, and of a header: as a gateway lets pass
@@ -58,7 +167,7 @@ async def serve(
 ) -> None:
     """Serve for the supervisor at the other end of `sock`, which decides when this process ends."""
     channel = Channel(sock)
-    link = join_ranks(models, settings.slots, lambda failed: channel.end(_report_of(failed)), page)
+    link = ModelLink(models, settings.slots, lambda failed: channel.end(_report_of(failed)), page)
     try:
         tokenizer = Tokenizer.load(settings.directory)
         served = ServedModel(names, tokenizer, link)
@@ -118,8 +227,6 @@ class ReferenceBackend:
         ready = await served.link.ready()
         self._phases.step("ready")
         served.ready = ready
-        served.grammars = Grammars(self._directory, ready.vocab_size, ready.stop_token_ids)
-        served.grammars.preload()
         served.continuation_id = continuation_id(self._directory, served.model_name, ready)
         return ready
 

@@ -1,40 +1,37 @@
 """The forward pass of a Llama on numpy, in float32, one sequence at a time.
 
-Owns the arithmetic and the layout of the KV cache. Knows no files, no requests and no sampling:
-weights and KV memory are given to it, and it copies neither. Read it against
-`modeling_llama.py` of transformers, whose tokens it must repeat.
+Owns the arithmetic, the layout of the KV cache, and the exchange between ranks while they compute.
+Knows no files, no requests and no sampling: weights and KV memory are given to it, and it copies
+neither. Read it against `modeling_llama.py` of transformers, whose tokens it must repeat.
 
 The surprising thing: sequences are never stacked into one product. A stacked product is faster,
 but its sums are cut differently for every number of rows, and then a sequence's logits depend on
 the other requests. The same holds for threads: set OPENBLAS_NUM_THREADS=1 before numpy is
-imported (it also saves the thread pool's start-up).
+imported (it also saves the thread pool's start-up). For the same reason rank 0 of a tensor-parallel
+model adds the ranks' sums in their order, and sends the result to all of them.
 """
 
 from __future__ import annotations
 
 import math
+import socket
+import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.backends.reference.config import LlamaConfig, Rope
+from engine.backends.reference.config import LlamaConfig, Rope, head_span
+from engine.backends.reference.link import RANK_LOST
+from plumbing.errors import UnderstudyError
 
 Array = NDArray[np.float32]
 
-
-class Peers(Protocol):
-    """The other ranks of a tensor-parallel model, which run the same step at the same time."""
-
-    def begin(self, cache: int, slot: int, tokens: Sequence[int], start: int) -> None:
-        """The step that runs now."""
-
-    def sum(self, partial: Array) -> Array:
-        """Every rank's `partial` added up, in the order of the ranks: the same bits everywhere."""
-
-    def gather(self, part: Array) -> Array:
-        """Every rank's logits in one vector, on rank 0; elsewhere `part`."""
+# Tokens per prefill unit and per block: large enough that a matrix product is efficient, small
+# enough that a 1 B model on one core shows progress well within the 3 s after which generation
+# counts as hung.
+PREFILL_CHUNK = 32
 
 
 def weights_from(config: LlamaConfig, view: Callable[[str], Any]) -> dict[str, Array]:
@@ -101,7 +98,9 @@ class Decoder:
     order, which `peers.begin` announces. With one rank, `peers` has no others.
     """
 
-    def __init__(self, config: LlamaConfig, weights: Mapping[str, Array], peers: Peers) -> None:
+    def __init__(
+        self, config: LlamaConfig, weights: Mapping[str, Array], peers: Leader | Follower
+    ) -> None:
         self.config = config
         self._peers = peers
         self._embedding = weights["model.embed_tokens.weight"]
@@ -212,3 +211,158 @@ def rope_frequencies(rope: Rope, head_dim: int) -> Array:
     blend: Array = np.clip((waves_per_context - low) / (high - low), 0, 1)
     blended: Array = (np.float32(1) - blend) * stretched + blend * plain
     return blended
+
+
+# ---------------------------------------------------------------------- ranks
+
+HEADER = struct.Struct("<IIII")  # cache, slot, start, number of tokens
+DISTRUST = 0xFFFF_FFFF  # in place of a cache: the canary failed
+# In place of a cache: a step over a block, whose number is in place of that of the tokens.
+BlockKind = Literal["save", "load", "checksum"]
+BLOCK_KINDS: dict[BlockKind, int] = {
+    "save": 0xFFFF_FFFE,
+    "load": 0xFFFF_FFFD,
+    "checksum": 0xFFFF_FFFC,
+}
+DONE = struct.Struct("<I")  # with a checksum, or 0
+
+
+class ForwardStep(NamedTuple):
+    """One call of `Decoder.forward`, by the number of the cache."""
+
+    cache: int
+    slot: int
+    tokens: tuple[int, ...]
+    start: int
+
+
+class BlockStep(NamedTuple):
+    """A copy between the chunk at `start` of a slot and a block, or the block's checksum."""
+
+    kind: BlockKind
+    slot: int
+    start: int
+    block: int
+
+
+class Leader:
+    """Rank 0: `peers` are the sockets of ranks 1, 2, …, in this order; with one rank, none."""
+
+    def __init__(self, peers: Sequence[socket.socket], vocab_size: int) -> None:
+        self._peers = peers
+        self._vocab_size = vocab_size
+
+    def begin(self, cache: int, slot: int, tokens: Sequence[int], start: int) -> None:
+        packed = np.asarray(tokens, "<u4").tobytes()
+        self._send(HEADER.pack(cache, slot, start, len(tokens)) + packed)
+
+    def sum(self, partial: Array) -> Array:
+        total = partial
+        for number, peer in enumerate(self._peers, 1):
+            received = np.empty(partial.shape, np.float32)
+            receive(peer, received.data, number)
+            total = total + received
+        self._send(np.ascontiguousarray(total).data.cast("B"))
+        return total
+
+    def gather(self, part: Array) -> Array:
+        logits = np.empty(self._vocab_size, np.float32)
+        logits[: part.size] = part
+        for number, peer in enumerate(self._peers, 1):
+            first, end = head_span(self._vocab_size, number, len(self._peers) + 1)
+            receive(peer, logits[first:end].data, number)
+        return logits
+
+    def distrust(self) -> None:
+        """Have every rank report that a canary failed; returns when they have."""
+        self._send(HEADER.pack(DISTRUST, 0, 0, 0))
+        self.confirmed()
+
+    def begin_block(self, step: BlockStep) -> None:
+        """The step that every rank runs now; then wait until all have `confirmed` it."""
+        self._send(HEADER.pack(BLOCK_KINDS[step.kind], step.slot, step.start, step.block))
+
+    def confirmed(self) -> list[int]:
+        """Every other rank's answer, in order."""
+        answers: list[int] = []
+        for number, peer in enumerate(self._peers, 1):
+            answer = bytearray(DONE.size)
+            receive(peer, memoryview(answer), number)
+            answers += DONE.unpack(answer)
+        return answers
+
+    def _send(self, data: bytes | memoryview) -> None:
+        for number, peer in enumerate(self._peers, 1):
+            send(peer, data, number)
+
+
+class Follower:
+    """A rank above 0, with its socket to rank 0."""
+
+    def __init__(self, leader: socket.socket) -> None:
+        self._leader = leader
+
+    def fileno(self) -> int:
+        """Lend the socket's descriptor: readable means a step, or the end of rank 0."""
+        return self._leader.fileno()
+
+    def next_step(self) -> ForwardStep | BlockStep | None:
+        """The step that rank 0 begins; None: it distrusts the weights. `confirm` that, and a step
+        over a block."""
+        header = bytearray(HEADER.size)
+        receive(self._leader, memoryview(header), 0)
+        cache, slot, start, count = HEADER.unpack(header)
+        if cache == DISTRUST:
+            return None
+        for kind, number in BLOCK_KINDS.items():
+            if cache == number:
+                return BlockStep(kind, slot, start, count)
+        tokens = np.empty(count, "<u4")
+        receive(self._leader, tokens.data, 0)
+        return ForwardStep(cache, slot, tuple(tokens.tolist()), start)
+
+    def confirm(self, answer: int = 0) -> None:
+        send(self._leader, DONE.pack(answer), 0)
+
+    def begin(self, cache: int, slot: int, tokens: Sequence[int], start: int) -> None:
+        """Rank 0 began it."""
+
+    def sum(self, partial: Array) -> Array:
+        send(self._leader, np.ascontiguousarray(partial).data.cast("B"), 0)
+        total = np.empty(partial.shape, np.float32)
+        receive(self._leader, total.data, 0)
+        return total
+
+    def gather(self, part: Array) -> Array:
+        send(self._leader, np.ascontiguousarray(part).data.cast("B"), 0)
+        return part
+
+
+def send(sock: socket.socket, data: bytes | memoryview, rank: int) -> None:
+    """Send all of `data` to `rank`. Raises UnderstudyError `engine.rank_lost`."""
+    try:
+        sock.sendall(data)
+    except OSError as error:
+        raise lost(rank) from error
+
+
+def receive(sock: socket.socket, into: memoryview, rank: int) -> None:
+    """Fill `into` from `rank`. Raises UnderstudyError `engine.rank_lost`."""
+    rest = into.cast("B")
+    while rest:
+        try:
+            count = sock.recv_into(rest, 0, socket.MSG_WAITALL)
+        except OSError as error:
+            raise lost(rank) from error
+        if not count:
+            raise lost(rank)
+        rest = rest[count:]
+
+
+def lost(rank: int) -> UnderstudyError:
+    return UnderstudyError(
+        RANK_LOST,
+        f"rank {rank} of the model has ended during a step; an engine cannot compute without all"
+        " of its ranks, so this one exits",
+        rank=rank,
+    )

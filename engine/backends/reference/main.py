@@ -1,6 +1,6 @@
 """The backend's main process: HTTP in front, the model process behind, the supervisor above.
 
-    python -m engine.backends.reference.http.main --model DIR [--max-context N] [--slots N]
+    python -m engine.backends.reference.main --model DIR [--max-context N] [--slots N]
         [--kv-bytes SIZE] [--cache-tokens N] [--kv-memory gms|private] [--no-kv-adoption]
         [--kv-audit] [--tensor-parallel N] [--token-interval-ms N]
         [--served-model-name NAME …]
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_SLOTS = 4
 CACHE_TOKENS_MAX = 1 << 27  # the index of the blocks is then 256 MiB
-MODEL_MODULE = "engine.backends.reference.model.main"
+MODEL_MODULE = "engine.backends.reference.model_process"
 # Sums of floats depend on how many threads share them, and one thread starts faster than many.
 # Set here because numpy reads them when it is imported.
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -178,7 +178,7 @@ def main() -> int:
     gc.disable()
     import uvloop
 
-    from engine.backends.reference.http.serve import serve
+    from engine.backends.reference.service import serve
 
     gc.freeze()
     gc.enable()

@@ -1,0 +1,345 @@
+"""Bodies of `/v1/completions` and `/v1/chat/completions`, and answers in OpenAI's shapes. Pure.
+
+The structs name every parameter that is implemented, with its limits. Any other parameter is
+refused by name with 400, because to ignore it could give a wrong answer; `NEUTRAL` lists the values
+that change nothing and that stock clients send all the same. `null` means absent. Nothing is
+coerced: `"1"` is no number and `true` is no integer.
+
+Sources: https://platform.openai.com/docs/api-reference and vLLM's OpenAI-compatible server.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from engine.backends.reference.link import SamplingParams
+from plumbing.errors import UnderstudyError, UsageError
+
+ERROR_CHARS_MAX = 300  # it quotes what the client has sent
+DONE = b"data: [DONE]\n\n"
+# How long a client is asked to wait before it tries again: a slot is free after about a request's
+# time, and another engine takes over in less.
+RETRY_AFTER_S = 1
+
+# A request's lists travel to the model process with every request in the queue.
+BIASES_MAX = 1024
+BAD_WORDS_MAX = 128
+STOP_TOKENS_MAX = 128
+
+TokenCount = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Word = Annotated[str, Meta(min_length=1, max_length=256)]  # a stop string holds back as much text
+
+# Parameters that are not implemented, also of messages, with the values that change nothing.
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "annotations": ([],),
+    "best_of": (1,),
+    "echo": (False,),
+    "logprobs": (False,),  # not 0, which asks for the chosen token's
+    "min_p": (0,),
+    "modalities": (["text"],),
+    "n": (1,),
+    "parallel_tool_calls": (True,),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "skip_special_tokens": (True,),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_calls": ([],),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_k": (-1, 0),
+    "top_logprobs": (0,),
+}
+LABELS = ("user", "metadata")  # they name the request and never change its answer
+
+
+@dataclass(eq=False)
+class ApiError(Exception):
+    """An HTTP status and its body, the only exception that a client sees: `message` says what was
+    wrong and what would be right, `param` names the field, `code` is stable."""
+
+    status: int
+    message: str
+    code: str
+    param: str | None = None
+    kind: str = "invalid_request_error"
+
+    @property
+    def is_temporary(self) -> bool:
+        return self.status in (429, 503)
+
+    def body(self) -> dict[str, Any]:
+        error = {"type": self.kind, "param": self.param, "code": self.code}
+        return {"error": {"message": self.message, **error}}
+
+    def headers(self) -> dict[str, str]:
+        return {"Retry-After": str(RETRY_AFTER_S)} if self.is_temporary else {}
+
+
+def bad_value(param: str, message: str) -> ApiError:
+    return ApiError(400, message, code="invalid_value", param=param)
+
+
+def from_understudy(error: UnderstudyError) -> ApiError:
+    """A refusal by the link or the tokenizer, as the client's fault or ours."""
+    if error.code == "engine.queue_full":
+        return ApiError(429, error.message, code="queue_full", kind="rate_limit_error")
+    if isinstance(error, UsageError):
+        return ApiError(400, error.message, code=error.code)
+    return ApiError(500, error.message, code=error.code, kind="server_error")
+
+
+# ---------------------------------------------------------------------- bodies
+
+
+class StreamOptions(Struct, frozen=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Body(Struct, kw_only=True):
+    """The parameters of both endpoints, with OpenAI's and vLLM's defaults."""
+
+    model: str | None = None
+    max_tokens: TokenCount | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: Word | Annotated[list[Word], Meta(max_length=4)] = []
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    ignore_eos: bool = False
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
+    min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=STOP_TOKENS_MAX)] = []
+    logit_bias: Annotated[
+        dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=BIASES_MAX)
+    ] = {}
+    bad_words: Annotated[list[Word], Meta(max_length=BAD_WORDS_MAX)] = []
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    def sampling(
+        self, seed: int, encode: Callable[[str], Sequence[int]], vocab_size: int
+    ) -> SamplingParams:
+        """`seed` is used where the client has sent none; `encode` gives a word's tokens. Raises
+        ApiError."""
+        for token in self.logit_bias:
+            if not (re.fullmatch("[0-9]{1,10}", token) and int(token) < vocab_size):
+                what = f"logit_bias: {token!r:.20} is not a token id below {vocab_size}."
+                raise bad_value("logit_bias", what)
+        words = _word_tokens(self.bad_words, encode)
+        return SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            seed=seed if self.seed is None else self.seed,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            min_tokens=self.min_tokens,
+            logit_bias=tuple((int(token), bias) for token, bias in self.logit_bias.items()),
+            bad_words=tuple(word for word in words if max(word) < vocab_size),
+        )
+
+
+class CompletionBody(Body, kw_only=True):
+    prompt: str | Annotated[list[Annotated[int, Meta(ge=0)]], Meta(min_length=1)]
+    max_tokens: TokenCount | None = 16
+
+
+class TextPart(Struct, tag_field="type", tag="text"):
+    text: str
+
+
+class ChatMessage(Struct):
+    role: Literal["system", "user", "assistant"]
+    content: str | Annotated[list[TextPart], Meta(min_length=1)]
+
+    @property
+    def text(self) -> str:
+        content = self.content
+        return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+class ChatBody(Body, kw_only=True):
+    # Far above any real conversation; the context's length is the real limit.
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)]
+    max_completion_tokens: TokenCount | None = None
+
+
+AnyBody = CompletionBody | ChatBody
+B = TypeVar("B", CompletionBody, ChatBody)
+
+
+def parse_json(body: bytes) -> dict[str, Any]:
+    """One JSON object. Raises ApiError 400, which names the place of the mistake."""
+    try:
+        document = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ApiError(400, f"The body is not valid JSON: {error}.", code="invalid_json") from None
+    if not isinstance(document, dict):
+        raise ApiError(400, "The body must be one JSON object.", code="invalid_json")
+    return document
+
+
+def parse_completion(document: Mapping[str, Any]) -> CompletionBody:
+    """The body of `/v1/completions`. Raises ApiError."""
+    prompt = document.get("prompt")
+    if isinstance(prompt, list) and isinstance(next(iter(prompt), None), str | list):
+        if len(prompt) != 1:
+            what = f"prompt holds {len(prompt)} prompts; send one prompt per request."
+            raise bad_value("prompt", what)
+        document = {**document, "prompt": prompt[0]}
+    return _convert(document, CompletionBody, "prompt")
+
+
+def parse_chat(document: Mapping[str, Any]) -> ChatBody:
+    """The body of `/v1/chat/completions`; `max_tokens` has its limit. Raises ApiError."""
+    body = _convert(document, ChatBody, "messages")
+    for index, message in enumerate(document["messages"]):
+        _refuse_others(message, ChatMessage, f"messages[{index}].")
+    new, old = body.max_completion_tokens, body.max_tokens
+    if new is not None and old is not None and new != old:
+        what = "max_tokens and max_completion_tokens differ; send only the latter."
+        raise bad_value("max_tokens", what)
+    body.max_tokens = new or old
+    return body
+
+
+def _convert(document: Mapping[str, Any], kind: type[B], required: str) -> B:
+    document = {name: value for name, value in document.items() if value is not None}
+    if required not in document:
+        what = f"The request has no {required!r}."
+        raise ApiError(400, what, code="missing_required_parameter", param=required)
+    try:
+        body = msgspec.convert(document, kind, strict=True)
+    except msgspec.ValidationError as error:
+        what, _, path = str(error).rpartition(" - at `$.")
+        param = path.removesuffix("`")
+        raise bad_value(param, f"{param}: {what[:ERROR_CHARS_MAX]}.") from None
+    _refuse_others(document, kind)
+    _refuse_others(document.get("stream_options", {}), StreamOptions, "stream_options.")
+    return body
+
+
+def _refuse_others(document: Mapping[str, Any], implemented: type[Struct], where: str = "") -> None:
+    for name, value in document.items():
+        if value is None or name in LABELS or name in implemented.__struct_fields__:
+            continue
+        neutral = NEUTRAL.get(name, ())
+        if not any(_is_same(value, accepted) for accepted in neutral):
+            param, shown = f"{where}{name:.64}", reprlib.repr(value)
+            instead = "".join(f" or send {json.dumps(item)}" for item in neutral)
+            what = f"{param}={shown} is not supported by this engine; omit it{instead}."
+            raise ApiError(400, what, code="unsupported_parameter", param=param)
+
+
+def _is_same(value: Any, accepted: Any) -> bool:
+    """Equal, and not merely so because Python holds 0 == False."""
+    return bool(value == accepted) and isinstance(value, bool) == isinstance(accepted, bool)
+
+
+def _word_tokens(
+    words: Sequence[str], encode: Callable[[str], Sequence[int]]
+) -> list[tuple[int, ...]]:
+    """The tokens of each word: as it is, and behind a space where that is another first token."""
+    forms: dict[tuple[int, ...], None] = {}
+    for word in words:
+        plain, behind = (tuple(encode(space + word.lstrip())) for space in ("", " "))
+        if plain:
+            forms[plain] = None
+        if behind and len(behind) == len(plain) and behind[0] != plain[0]:
+            forms[behind] = None
+    return list(forms)
+
+
+# ---------------------------------------------------------------------- answers
+
+
+@dataclass(slots=True)
+class TokenUsage:
+    prompt_tokens: int
+    completion_tokens: int = 0
+
+    def body(self) -> dict[str, int]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class OpenAiReply:
+    """One answer, whole or as chunks of a stream, with the same id, time and model in each."""
+
+    is_chat: bool
+    id: str
+    model: str
+    created: int
+    wants_usage: bool = False  # then every other chunk of the stream says `"usage": null`
+    has_usage: bool = False  # or the usage so far, in every one with text
+
+    def opening(self) -> dict[str, Any] | None:
+        """The chunk before any text; a completion has none."""
+        return self._chunk({"role": "assistant", "content": ""}) if self.is_chat else None
+
+    def chunk(self, text: str, so_far: TokenUsage) -> dict[str, Any]:
+        return self._chunk({"content": text}, text, usage=so_far)
+
+    def last_chunk(self, reason: str, so_far: TokenUsage) -> dict[str, Any]:
+        return self._chunk({}, "", reason, so_far)
+
+    def usage_chunk(self, usage: TokenUsage) -> dict[str, Any]:
+        return {**self._chunk({}), "choices": [], "usage": usage.body()}
+
+    def whole(self, text: str, reason: str | None, usage: TokenUsage) -> dict[str, Any]:
+        if self.is_chat:
+            message = {"role": "assistant", "content": text, "refusal": None}
+            envelope = self._envelope("chat.completion", {"message": message}, reason)
+        else:
+            envelope = self._envelope("text_completion", {"text": text}, reason)
+        return {**envelope, "usage": usage.body()}
+
+    def _chunk(
+        self,
+        delta: dict[str, str],
+        text: str = "",
+        reason: str | None = None,
+        usage: TokenUsage | None = None,
+    ) -> dict[str, Any]:
+        if self.is_chat:
+            envelope = self._envelope("chat.completion.chunk", {"delta": delta}, reason)
+        else:
+            envelope = self._envelope("text_completion", {"text": text}, reason)
+        if self.wants_usage or self.has_usage:
+            envelope["usage"] = usage.body() if usage is not None and self.has_usage else None
+        return envelope
+
+    def _envelope(self, kind: str, what: dict[str, Any], reason: str | None) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": [{"index": 0, **what, "logprobs": None, "finish_reason": reason}],
+        }
+
+
+def sse(document: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(document, separators=(",", ":")).encode() + b"\n\n"

@@ -1,0 +1,540 @@
+"""KV memory: its size, where it lives, its blocks, and what the next engine adopts of them.
+
+One piece of memory per rank holds the slots of the running sequences and behind them the blocks of
+the prefix cache. It is lent by the memory service, so that it outlives the engine, or private. Two
+things surprise. A block's hash covers how its tokens were run, too: those of a prompt run in
+chunks, those of an answer one by one, and the last bits differ; so tokens are bit-identical with
+and without this cache. And an engine without the service wakes with private memory after a moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import json
+import logging
+import math
+import mmap
+import os
+import secrets
+import zlib
+from array import array
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from msgspec import structs
+
+from engine.backends import free_memory
+from engine.backends.process import BackendProcess
+from engine.backends.reference.config import LlamaConfig
+from engine.backends.reference.decoder import PREFILL_CHUNK, Array, BlockStep, KVCache, Leader
+from engine.backends.reference.link import ConfigureMsg, TakeMemoryMsg
+from engine.backends.session import SOCKET_DIR_ENV, host_device
+from engine.kv.adopter import Adoption, adoptable
+from engine.kv.audit import audited, joined
+from engine.kv.layout import IndexHeader, IndexPage, IndexRecord, index_bytes
+from engine.kv.writer import IndexWriter
+from gms.client import (
+    ADOPTED,
+    ADOPTING,
+    BEGUN,
+    Filling,
+    KvClaim,
+    KvLease,
+    borrow_pool,
+    has_pool_service,
+    memory_for,
+)
+from plumbing import __version__
+from plumbing.errors import UnderstudyError, UnreachableError, UsageError
+from plumbing.wire import sockets
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_CONTEXT = 4096  # 1 GiB of KV for a Llama 3.2 1B with four slots, and as much for blocks
+
+
+class KvSize(NamedTuple):
+    """Positions per slot, blocks of the prefix cache, and bytes of both, of one rank."""
+
+    context: int
+    blocks: int
+    slots_bytes: int
+    kv_bytes: int
+
+
+def size_kv(config: LlamaConfig, settings: ConfigureMsg) -> KvSize:
+    """The context is the number asked for, or as many positions as the model and --kv-bytes allow.
+
+    Raises:
+        UsageError: `engine.context_too_long`, `engine.kv_too_small`, `engine.kv_too_large`.
+    """
+    asked = settings.max_context
+    if asked is not None and asked > config.max_position:
+        raise UsageError(
+            "engine.context_too_long",
+            f"--max-context {asked} is beyond the {config.max_position} positions that this model"
+            " was trained for; lower it",
+        )
+    context = asked or min(config.max_position, DEFAULT_CONTEXT)
+    limit = settings.kv_bytes
+    if limit is not None and asked is None:
+        contexts = range(2, context + 1)
+        fitting = bisect_right(contexts, limit, key=lambda n: _size(config, settings, n).kv_bytes)
+        context = contexts[max(0, fitting - 1)]
+    size = _size(config, settings, context)
+    if limit is not None and size.kv_bytes > limit:
+        raise UsageError(
+            "engine.kv_too_small",
+            f"{settings.slots} slots of {context} positions and {size.blocks * PREFILL_CHUNK}"
+            f" cached tokens need {size.kv_bytes} bytes, and --kv-bytes is {limit}; raise it, or"
+            " lower --slots, --max-context or --cache-tokens",
+        )
+    # Simulated devices share the machine's memory, so there must be room for every rank's.
+    free_memory.check_can_ever_fit(
+        size.kv_bytes * settings.ranks,
+        free_memory.read_room(),
+        "lower --max-context, --slots or --cache-tokens",
+    )
+    return size
+
+
+def _size(config: LlamaConfig, settings: ConfigureMsg, context: int) -> KvSize:
+    tokens = settings.cache_tokens
+    blocks = (settings.slots * context if tokens is None else tokens) // PREFILL_CHUNK
+    slots_bytes = KVCache.bytes_needed(config, settings.slots, context)
+    block_bytes = KVCache.bytes_needed(config, 1, PREFILL_CHUNK)
+    return KvSize(context, blocks, slots_bytes, slots_bytes + blocks * block_bytes)
+
+
+# ---------------------------------------------------------------------- blocks
+
+
+class BlockMemory:
+    """`blocks` blocks in one given buffer, which must stay mapped, beside the slots of `cache`."""
+
+    def __init__(self, config: LlamaConfig, buffer: Any, blocks: int, cache: KVCache) -> None:
+        shape = (blocks, config.layers, 2, config.kv_heads, PREFILL_CHUNK, config.head_dim)
+        self._blocks: Array = np.frombuffer(buffer, np.float32, math.prod(shape)).reshape(shape)
+        self._cache = cache
+
+    @staticmethod
+    def bytes_needed(config: LlamaConfig, blocks: int) -> int:
+        return KVCache.bytes_needed(config, blocks, PREFILL_CHUNK)
+
+    def run(self, step: BlockStep) -> int:
+        """Do one step on this rank; the block's checksum where that is what is asked, else 0."""
+        block = self._blocks[step.block]
+        if step.kind == "checksum":
+            return zlib.crc32(block.data)
+        chunk = self._cache.chunk(step.slot, step.start, PREFILL_CHUNK)
+        if step.kind == "save":
+            block[...] = chunk
+        else:
+            chunk[...] = block
+        return 0
+
+
+class BlockStore:
+    """Blocks as rank 0 uses them: every step runs on all ranks."""
+
+    def __init__(self, memory: BlockMemory, leader: Leader) -> None:
+        self._memory = memory
+        self._leader = leader
+
+    def save(self, slot: int, start: int, block: int) -> None:
+        """Copy the chunk at `start` of `slot` into `block`; complete on every rank on return."""
+        self._run(BlockStep("save", slot, start, block))
+
+    def load(self, slot: int, start: int, block: int) -> None:
+        """The other direction."""
+        self._run(BlockStep("load", slot, start, block))
+
+    def checksum(self, block: int) -> int:
+        """Of the block's bytes on all ranks."""
+        return joined(self._run(BlockStep("checksum", 0, 0, block)))
+
+    def _run(self, step: BlockStep) -> list[int]:
+        self._leader.begin_block(step)
+        mine = self._memory.run(step)
+        return [mine, *self._leader.confirmed()]
+
+
+# ---------------------------------------------------------------------- prefix cache
+
+HASH_ALGORITHM = "sha256 of parent, chunked tokens, tokens; 1"
+
+
+class BlockCopies(Protocol):
+    """The copies, on every rank; each is complete on return."""
+
+    def save(self, slot: int, start: int, block: int) -> None: ...
+    def load(self, slot: int, start: int, block: int) -> None: ...
+    def checksum(self, block: int) -> int: ...
+
+
+@dataclass(slots=True)
+class _Chain:
+    """A running sequence: its complete blocks, and the tokens of the one that is not."""
+
+    prompt_tokens: int
+    slot: int
+    hashes: list[bytes] = field(default_factory=list)
+    rest: tuple[int, ...] = ()
+
+
+def block_hash(parent: bytes, tokens: Sequence[int], chunked: int) -> bytes:
+    """Of a block behind `parent`, whose first `chunked` tokens were run as one chunk."""
+    return sha256(parent + array("I", (chunked, *tokens)).tobytes()).digest()
+
+
+class PrefixCache:
+    """The least recently used block is evicted, and of one sequence its last block first."""
+
+    def __init__(
+        self,
+        copies: BlockCopies,
+        blocks: int,
+        index: IndexWriter | None = None,
+        adopted: Iterable[IndexRecord] = (),
+        *,
+        has_audit: bool = False,
+    ) -> None:
+        """`adopted`: what the index has already, the least recently used first. `has_audit`:
+        publish a checksum of every block's bytes."""
+        self._copies = copies
+        self._index = index
+        self._has_audit = has_audit
+        self._block_of = OrderedDict((record.block_hash, record.block) for record in adopted)
+        used = set(self._block_of.values())
+        self._free = [block for block in reversed(range(blocks)) if block not in used]
+        self._running: dict[int, _Chain] = {}
+        self.reused = 0
+        """Positions that were copied instead of computed."""
+
+    def begin(
+        self, request_id: int, prompt: tuple[int, ...], made: tuple[int, ...], slot: int
+    ) -> int:
+        """Fill `slot` with what is known of the sequence; the first position to compute.
+
+        At least one unit is left, whose logits choose a token.
+        """
+        chain = self._running[request_id] = _Chain(len(prompt), slot)
+        tokens = prompt + made
+        for start in range(0, len(tokens) - PREFILL_CHUNK, PREFILL_CHUNK):
+            hashed = _next_hash(chain, tokens[start : start + PREFILL_CHUNK])
+            block = self._block_of.get(hashed)
+            if block is None:
+                break
+            if self._index is not None:
+                self._index.rely_on([block])
+            self._copies.load(slot, start, block)
+            chain.hashes.append(hashed)
+        self._touch(chain)
+        position = len(chain.hashes) * PREFILL_CHUNK
+        self.reused += position
+        return position
+
+    def computed(self, request_id: int, tokens: Sequence[int]) -> None:
+        """The next `tokens` of a sequence are in its slot. They do not go beyond a block's end."""
+        chain = self._running[request_id]
+        chain.rest += tuple(tokens)
+        if len(chain.rest) < PREFILL_CHUNK:
+            return
+        hashed = _next_hash(chain, chain.rest)
+        start = len(chain.hashes) * PREFILL_CHUNK
+        chain.hashes.append(hashed)
+        chain.rest = ()
+        if hashed not in self._block_of:
+            self._save(hashed, chain.slot, start)
+        self._touch(chain)
+
+    def end(self, request_id: int) -> None:
+        """The sequence is over; its blocks stay. Unknown ones are ignored."""
+        self._running.pop(request_id, None)
+
+    def _save(self, hashed: bytes, slot: int, start: int) -> None:
+        """Invalidate, copy, publish: at each instant the index is true of the bytes."""
+        block = self._free.pop() if self._free else self._block_of.popitem(last=False)[1]
+        if self._index is not None:
+            self._index.invalidate(block)
+        self._copies.save(slot, start, block)
+        self._block_of[hashed] = block
+        if self._index is not None:
+            audit = self._copies.checksum(block) if self._has_audit else None
+            end = start + PREFILL_CHUNK
+            self._index.publish(block, self._index.use(block), hashed, 0, end, audit)
+
+    def _touch(self, chain: _Chain) -> None:
+        for hashed in reversed(chain.hashes):
+            if hashed in self._block_of:  # else evicted by a sequence beside it
+                self._block_of.move_to_end(hashed)
+
+
+def _next_hash(chain: _Chain, tokens: Sequence[int]) -> bytes:
+    start = len(chain.hashes) * PREFILL_CHUNK
+    chunked = min(max(chain.prompt_tokens - start, 0), PREFILL_CHUNK)
+    return block_hash(chain.hashes[-1] if chain.hashes else b"", tokens, chunked)
+
+
+# ---------------------------------------------------------------------- the index in the pools
+
+
+def digest_of(facts: Any) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def header_of(config: LlamaConfig, size: KvSize, slots: int, ranks: int) -> IndexHeader:
+    """The facts that are the same on every rank, as rank 0's. `config` is one rank's share."""
+    layout = [config.layers, config.kv_heads, config.head_dim, slots, *size]
+    return IndexHeader(
+        pool="",
+        weights_epoch="",
+        identity_digest="",
+        blocks=size.blocks,
+        block_tokens=PREFILL_CHUNK,
+        layout_digest=digest_of(layout),
+        dtype="float32",
+        attention_backend="reference",
+        rank=0,
+        ranks=ranks,
+        hash_algorithm=HASH_ALGORITHM,
+        engine_version=f"understudy {__version__}, numpy {np.__version__}",
+    )
+
+
+def headers_of(common: IndexHeader, pools: Sequence[str], take: TakeMemoryMsg) -> list[IndexHeader]:
+    """Every rank's header, from its pool and the weights that are mapped there."""
+    ranks = zip(pools, take.epochs, take.identities, strict=True)
+    return [
+        structs.replace(common, pool=pool, weights_epoch=epoch, identity_digest=identity, rank=rank)
+        for rank, (pool, epoch, identity) in enumerate(ranks)
+    ]
+
+
+class KeptBlocks:
+    """The index of one engine in its ranks' pools, from the wake on."""
+
+    def __init__(
+        self,
+        leases: Sequence[KvLease],
+        pages: Sequence[IndexPage],
+        headers: Sequence[IndexHeader],
+        *,
+        may_adopt: bool,
+        checksum: Callable[[int], int],
+    ) -> None:
+        """Adopt or begin empty, before the first step. `checksum` is that of a block's bytes."""
+        incarnation = leases[0].claim.incarnation
+        adoption = Adoption(why_empty="--no-kv-adoption")
+        if may_adopt:
+            adoption = audited(
+                adoptable(pages, headers, incarnation),
+                lambda blocks: [checksum(block) for block in blocks],
+            )
+            if adoption.torn:
+                logger.error("blocks %s are not what was published", sorted(adoption.torn))
+        self._pages = pages
+        self.adopted = adoption.records
+        self.why_empty = adoption.why_empty
+        self.torn = len(adoption.torn)
+        self._leases = leases
+        self._mark(ADOPTING)
+        self.writer = IndexWriter(pages, headers, incarnation, secrets.token_hex(16), adoption)
+
+    def canary_passed(self) -> None:
+        self._mark(ADOPTED)
+
+    def discard(self, why: str) -> None:
+        """Nothing of it may be believed: this engine is about to end."""
+        self.writer.clear()
+        for lease in self._leases:
+            lease.discard(why)
+
+    def close(self) -> None:
+        """Leave the content to the next engine, and let go of the pools but for rank 0's own, whose
+        lease is its caller's. An engine that lives to do this has not died of what it adopted."""
+        self.writer.prove()
+        self.writer.close()
+        for page in self._pages:
+            page.release()
+        for lease in self._leases[1:]:
+            lease.close()
+
+    def _mark(self, mark: str) -> None:
+        if self.adopted:
+            for lease in self._leases:
+                lease.mark(mark)
+
+
+# ---------------------------------------------------------------------- memory
+
+# A service that has died is back in half a second; until then nobody serves.
+AWAY_S = 2.0
+NO_BLOCKS = "--cache-tokens 0: no blocks are kept"
+NO_POOL_FILE = (
+    "gms.pool_file"  # on a disk that is full or fails, which private memory needs none of
+)
+DEADLINE_S = free_memory.DEADLINE_S  # for another engine's process that still maps the pool
+
+
+class PrivateMemory:
+    """This process's own, with the reason in `note`."""
+
+    lease = None
+
+    def __init__(self, size_bytes: int, note: str) -> None:
+        self._mapped = free_memory.allocate(size_bytes)
+        self.view, self.note = memoryview(self._mapped), note
+
+    def give_back(self, wait_s: float, *, is_kept: bool) -> int:
+        """As `LentMemory.give_back`; nothing of it can be kept."""
+        self._mapped.madvise(mmap.MADV_DONTNEED)  # not unmapped yet: nobody else can be there
+        size_bytes = len(self.view)
+        self.view.release()
+        with contextlib.closing(self._mapped):
+            start = ctypes.c_ubyte.from_buffer(self._mapped)
+            resident_bytes = free_memory.resident_bytes(ctypes.addressof(start), size_bytes)
+            del start
+        return resident_bytes
+
+
+class LentMemory:
+    """The memory service's. `note` says why none of it is kept for the next engine."""
+
+    def __init__(self, lease: KvLease, device: str, kv_bytes: int, note: str) -> None:
+        """Takes `lease`, unless it raises."""
+        self.lease, self.note = lease, note
+        size_bytes = sum(lease.slab_sizes)
+        self._mapped = memory_for(device).reserve(size_bytes)
+        try:
+            self._mapped.map(0, lease.slabs, writable=True)
+        except BaseException:
+            self._mapped.free()
+            raise
+        self.view = self._mapped.view(0, kv_bytes)
+        fds = [slab.fileno() for slab in lease.slabs]
+        self._filling = Filling(
+            self._mapped.address,
+            size_bytes,
+            _filled,
+            has_room=lambda: free_memory.has_room_for(fds),
+        )
+        lease.mark(BEGUN)
+
+    def give_back(self, wait_s: float, *, is_kept: bool) -> int:
+        """Unmap it, once nobody uses `view` any more; how many bytes are resident after that.
+
+        `is_kept`: the next engine finds it. Otherwise wait until the service has freed it.
+
+        Raises:
+            UnderstudyError: as `KvLease.give_up`.
+        """
+        self._filling.stop()
+        self._mapped.unmap()
+        resident_bytes = free_memory.resident_bytes(self._mapped.address, self._mapped.size_bytes)
+        self._mapped.free()
+        if is_kept:
+            self.lease.close()
+        else:
+            self.lease.give_up(wait_s)
+        return resident_bytes
+
+
+KvMemory = LentMemory | PrivateMemory
+"""`view` is writable."""
+
+
+class KvSource:
+    """Borrows the pools of an engine's devices: this rank's to map it, any rank's for its index."""
+
+    def __init__(self, member: BackendProcess, kv_bytes: int, blocks: int) -> None:
+        self._member = member
+        self._kv_bytes = kv_bytes
+        self._blocks = blocks
+        self._directory = os.environ.get(SOCKET_DIR_ENV, "")
+
+    def memory(self, take: TakeMemoryMsg, rank: int, ranks: int, *, is_lent: bool) -> KvMemory:
+        """This rank's KV memory; `is_lent`: from the memory service, if it lends any.
+
+        Raises:
+            UnderstudyError: `gms.kv_busy`, `gms.kv_stale_token`, …; `engine.kv_memory_busy`.
+        """
+        why = "--kv-memory private"
+        if is_lent:
+            device = host_device(rank)
+            why = f"the memory service lends no KV memory for {device}"
+            if has_pool_service(self._directory, device):
+                try:
+                    return self._lent(take, rank)
+                except UnderstudyError as error:
+                    if isinstance(error, UnreachableError):
+                        why = f"no memory service: {error.message}"
+                    elif error.code == NO_POOL_FILE:
+                        why = error.message
+                    else:
+                        raise
+                    logger.warning("%s; this engine takes private KV memory", why)
+        free_memory.wait_for_room(self._kv_bytes * ranks)
+        return PrivateMemory(self._kv_bytes, why)
+
+    def _lent(self, take: TakeMemoryMsg, rank: int) -> LentMemory:
+        lease = self.borrow(take, rank)
+        note = "" if self._blocks else NO_BLOCKS
+        with contextlib.ExitStack() as stack:
+            stack.callback(lease.close)
+            memory = LentMemory(lease, host_device(rank), self._kv_bytes, note)
+            stack.pop_all()
+        return memory
+
+    def borrow(self, take: TakeMemoryMsg, rank: int) -> KvLease:
+        """The pool of `rank`'s device. Raises as `memory` does, and UnreachableError."""
+        claim = KvClaim(
+            self._member.engine,
+            self._member.incarnation,
+            take.token,
+            take.era,
+            self._kv_bytes,
+            index_bytes(self._blocks),
+        )
+        try:
+            return self._borrow(rank, claim, AWAY_S)
+        except UnreachableError:
+            raise
+        except UnderstudyError as error:
+            if error.code != "gms.kv_busy":
+                raise
+            return self._borrow(rank, claim, DEADLINE_S - AWAY_S)
+
+    def _borrow(self, rank: int, claim: KvClaim, deadline_s: float) -> KvLease:
+        return borrow_pool(
+            self._directory,
+            host_device(rank),
+            claim,
+            deadline_s,
+            on_wait=lambda reason: logger.info("waiting for KV memory: %s", reason),
+            on_change=logger.warning,
+        )
+
+
+def _filled(huge_bytes: int) -> None:
+    logger.info("%d bytes of KV memory are in huge pages", huge_bytes)
+
+
+def page_of(lease: KvLease) -> IndexPage:
+    """The index in the lease's pool. Its mapping lives until the page is released.
+
+    Raises:
+        UnreachableError: `wire.no_descriptors`.
+    """
+    try:
+        mapping = mmap.mmap(lease.index.fileno(), lease.index_bytes)
+    except OSError as error:
+        raise sockets.no_descriptors("map the index of the KV memory", error) from error
+    return IndexPage.over(memoryview(mapping))

@@ -1,0 +1,451 @@
+"""The aiohttp application: OpenAI's routes, and those of the gateway.
+
+Owns the way of a request: body, checks against the model's limits, prompt, the part of the answer
+that exists already, then the model's work. A refusal comes before the first byte. What a body may
+hold is in `completions.py`, text and streams are in `stream.py`. Which engine is active is not
+known here: `ServedModel` has the values of the headers that every response carries.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import os
+import secrets
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from importlib import metadata
+
+import msgspec
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from engine.backends.reference.completions import (
+    AnyBody,
+    ApiError,
+    ChatBody,
+    OpenAiReply,
+    bad_value,
+    from_understudy,
+    parse_chat,
+    parse_completion,
+    parse_json,
+)
+from engine.backends.reference.link import PROMPT_TOKENS_MAX, ReadyMsg
+from engine.backends.reference.model_link import Generation, ModelLink
+from engine.backends.reference.stream import (
+    EVENT_STREAM,
+    AnswerText,
+    MarkedStream,
+    ModelRequest,
+    TokenGroup,
+    Tokenizer,
+    groups_of,
+    replay,
+    send_stream,
+)
+from engine.backends.shards import read_file
+from plumbing import __version__, hop
+from plumbing.errors import UnderstudyError
+
+logger = logging.getLogger(__name__)
+
+# 128 Ki tokens are about half a MiB of text, or one MiB as an array of ids.
+BODY_BYTES_MAX = 4 << 20
+# Behind a gateway there may be a journal in addition, of as many chunks as tokens at most.
+JOURNAL_BYTES_MAX = 2 * hop.ITEM_BYTES * PROMPT_TOKENS_MAX
+# A body must arrive this soon after its headers, or a few slow senders hold every connection.
+BODY_DEADLINE_S = 30.0
+# Parsing or tokenising this much takes about a millisecond, as does replaying this many tokens;
+# more is done one request at a time, on a thread where the work releases the interpreter.
+INLINE_CHARS_MAX = 4096
+INLINE_TOKENS_MAX = 256
+REQUEST_ID = "X-Request-Id"
+REQUEST_ID_CHARS_MAX = 128  # it is part of every event of a stream
+
+HandlerFn = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass
+class ServedModel:
+    """The model and the state of its engine, which the backend keeps up to date.
+
+    `names`: its own first, then aliases. `is_behind_gateway`: the connections are the gateway's,
+    whose headers are obeyed. `is_continued`: a drain leaves streams to the next engine.
+    """
+
+    names: tuple[str, ...]
+    tokenizer: Tokenizer
+    link: ModelLink
+    engine: str = ""
+    token: int = 0
+    is_behind_gateway: bool = False
+    is_draining: bool = False
+    is_continued: bool = False
+    rejected: int = 0
+    replayed: int = 0  # tokens of the journals of resumed requests
+    ready: ReadyMsg | None = None
+    continuation_id: str = ""
+    created: int = field(default_factory=lambda: int(time.time()))
+    requests_open: int = 0  # between their headers and the end of their answer
+    streams: set[MarkedStream] = field(default_factory=set)  # that another engine can continue
+    on_request: Callable[[asyncio.BaseProtocol], None] = lambda protocol: None
+
+    @property
+    def model_name(self) -> str:
+        return self.names[0]
+
+    @property
+    def limits(self) -> ReadyMsg:
+        assert self.ready is not None  # connections are accepted only afterwards
+        return self.ready
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError 404."""
+        if name is not None and name not in self.names:
+            what = f"The model {name[:64]!r} does not exist; this engine serves"
+            what = f"{what} {self.model_name!r}."
+            raise ApiError(404, what, code="model_not_found", param="model")
+
+    def is_marked(self, request: web.Request) -> bool:
+        """Whether the request is from a gateway of this release, which can continue the answer. Not
+        where the body is compressed: a journal behind it would be taken for a part of it."""
+        is_plain = "Content-Encoding" not in request.headers
+        is_gateways = request.headers.get(hop.GATEWAY) == str(hop.VERSION)
+        return self.is_behind_gateway and is_gateways and is_plain
+
+
+def continuation_id(directory: str, model_name: str, ready: ReadyMsg) -> str:
+    """Two engines with the same one give the same answer to a request.
+
+    It covers everything that decides the next token or its text: weights, arithmetic and release
+    (in the identity of the weights), tokenizer and the limit of the context. Raises as `read_file`.
+    """
+    found = hashlib.blake2b(read_file(os.path.join(directory, "tokenizer.json")), digest_size=16)
+    try:
+        tokenizers = metadata.version("tokenizers")
+    except metadata.PackageNotFoundError:  # vendored, or a build without metadata
+        tokenizers = "unknown"
+    others = {
+        "hop": hop.VERSION,
+        "identity": ready.identity,
+        "model_name": model_name,
+        "stop_token_ids": ready.stop_token_ids,
+        "max_context": ready.max_context,
+        "tokenizers": tokenizers,
+    }
+    found.update(json.dumps(others, sort_keys=True).encode())
+    return f"reference-{found.hexdigest()}"
+
+
+def make_app(served: ServedModel) -> web.Application:
+    routes = _Routes(served)
+    app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[routes.errors_as_json])
+    app.router.add_get("/v1/models", routes.models)
+    app.router.add_get("/v1/models/{model:.+}", routes.model)
+    app.router.add_post("/v1/completions", routes.completions)
+    app.router.add_post("/v1/chat/completions", routes.chat_completions)
+    app.router.add_get("/metrics", routes.metrics)
+    app.router.add_get(hop.HELLO_PATH, routes.hello)
+    app.router.add_post(hop.CANARY_PATH, routes.canary)
+    app.on_response_prepare.append(routes.add_headers)
+    return app
+
+
+class _Routes:
+    def __init__(self, served: ServedModel) -> None:
+        self._served = served
+        self._large = asyncio.Lock()  # held for work that takes long
+
+    # ------------------------------------------------------------------ around every request
+
+    async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+        """The engine and its token, by which a client recognises a stale engine; and for a gateway,
+        what a failover does to this answer: one that is no stream can be requested again."""
+        response.headers[hop.ENGINE] = self._served.engine
+        response.headers[hop.TOKEN] = str(self._served.token)
+        if self._served.is_behind_gateway:
+            is_stream = response.content_type == EVENT_STREAM
+            default = hop.Continuation.NONE if is_stream else hop.Continuation.RETRY
+            response.headers.setdefault(hop.CONTINUATION, default)
+        if self._served.is_draining:
+            response.headers["Connection"] = "close"  # the next request is for the next engine
+            response.force_close()
+
+    @web.middleware
+    async def errors_as_json(self, request: web.Request, handler: HandlerFn) -> web.StreamResponse:
+        self._served.on_request(request.protocol)
+        self._served.requests_open += 1
+        try:
+            return await handler(request)
+        except ApiError as error:
+            refusal = error
+        except UnderstudyError as error:
+            refusal = from_understudy(error)
+        except web.HTTPRequestEntityTooLarge:
+            what = f"The request body exceeds the limit of {BODY_BYTES_MAX} bytes; shorten it."
+            refusal = ApiError(413, what, code="body_too_large")
+        except web.HTTPException as error:
+            what = f"{request.method} {request.path:.100}: {error.reason}."
+            refusal = ApiError(error.status, what, code="no_such_route")
+        except ConnectionResetError:
+            return web.Response(status=499)  # the client has left and does not read this
+        except Exception:
+            logger.exception("a request failed: %s %s", request.method, request.path)
+            what = "This engine failed to process the request; see its log."
+            refusal = ApiError(500, what, code="internal_error", kind="server_error")
+        finally:
+            self._served.requests_open -= 1
+        if refusal.is_temporary:
+            self._served.rejected += 1
+        return web.json_response(refusal.body(), status=refusal.status, headers=refusal.headers())
+
+    # ------------------------------------------------------------------ models, metrics
+
+    async def models(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response({"object": "list", "data": [self._card()]})
+
+    async def model(self, request: web.Request) -> web.StreamResponse:
+        self._served.check_model(request.match_info["model"])
+        return web.json_response(self._card())
+
+    def _card(self) -> dict[str, object]:
+        """OpenAI's keys, vLLM's `max_model_len`, llama-swap's `status`."""
+        served = self._served
+        return {
+            "id": served.model_name,
+            "object": "model",
+            "created": served.created,
+            "owned_by": "understudy",
+            "max_model_len": served.limits.max_context,
+            "status": {"value": "loaded"},
+            "meta": {"understudy": {"engine": served.engine, "token": served.token}},
+        }
+
+    async def metrics(self, request: web.Request) -> web.StreamResponse:
+        """vLLM's gauges. Each request that runs has a slot of the KV cache."""
+        link = self._served.link
+        running = min(link.in_flight, link.slots)
+        values = {
+            "num_requests_running": running,
+            "num_requests_waiting": link.in_flight - running,
+            "kv_cache_usage_perc": running / link.slots,
+        }
+        labels = f'engine="0",model_name={json.dumps(self._served.model_name)}'
+        lines = [
+            f"# HELP vllm:{name} As vLLM's.\n"
+            f"# TYPE vllm:{name} gauge\nvllm:{name}{{{labels}}} {value}\n"
+            for name, value in values.items()
+        ]
+        return web.Response(text="".join(lines))
+
+    # ------------------------------------------------------------------ the gateway's
+
+    async def hello(self, request: web.Request) -> web.StreamResponse:
+        self._check_gateway()
+        served = self._served
+        hello = hop.Hello(
+            engine=served.engine,
+            token=served.token,
+            continuation_id=served.continuation_id,
+            continuation=hop.Continuation.EXACT,
+            body_bytes_max=BODY_BYTES_MAX,
+            models=(served.model_name,),
+            version=hop.VERSION,
+            backend_version=__version__,
+        )
+        return web.json_response(body=msgspec.json.encode(hello))
+
+    async def canary(self, request: web.Request) -> web.StreamResponse:
+        self._check_gateway()
+        checked = await self._served.link.check()
+        document = {"ok": checked.ok, "detail": checked.detail}
+        return web.json_response(document, status=200 if checked.ok else 503)
+
+    def _check_gateway(self) -> None:
+        if not self._served.is_behind_gateway:
+            raise web.HTTPNotFound
+
+    # ------------------------------------------------------------------ completions
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        document, journal = await self._body(request)
+        return await self._answer(request, parse_completion(document), journal)
+
+    async def chat_completions(self, request: web.Request) -> web.StreamResponse:
+        document, journal = await self._body(request)
+        return await self._answer(request, parse_chat(document), journal)
+
+    async def _answer(
+        self, request: web.Request, body: AnyBody, journal: hop.Journal | None
+    ) -> web.StreamResponse:
+        served = self._served
+        served.check_model(body.model)
+        is_marked = served.is_marked(request)
+        attempt = request.headers.get(hop.ATTEMPT, "") if is_marked else ""
+        given_id = request.headers.get(REQUEST_ID, "")[:REQUEST_ID_CHARS_MAX] if is_marked else ""
+        wanted = await self._model_request(body, given_id)
+        reply = self._reply(body, given_id or uuid.uuid4().hex)
+        least = wanted.sampling.min_tokens
+        answer = AnswerText(served.tokenizer, wanted.stops, len(wanted.prompt), least)
+        replayed = await self._replay(wanted, answer, journal)
+        with (
+            self._mark(request) if is_marked and body.stream else nullcontext() as marked,
+            self._generate(wanted, replayed, hop.read_attempt(attempt)) as generation,
+        ):
+            groups = groups_of(replayed, generation, answer)
+            if body.stream:
+                return await send_stream(request, groups, answer.usage, reply, marked)
+            whole = [group.piece async for group in groups]
+        text = "".join(piece.text for piece in whole)
+        return web.json_response(reply.whole(text, whole[-1].finish_reason, answer.usage))
+
+    async def _body(self, request: web.Request) -> tuple[dict[str, object], hop.Journal | None]:
+        """The client's document and, of a request that is resumed, the answer so far."""
+        header = request.headers.get(hop.JOURNAL) if self._served.is_marked(request) else None
+        if header is not None:
+            request = request.clone(client_max_size=BODY_BYTES_MAX + JOURNAL_BYTES_MAX)
+        body, journal = await _read(request), None
+        if header is not None:
+            try:
+                body, journal = hop.without_journal(body, header)
+            except ValueError as error:
+                what = f"The journal of this request cannot be read: {error}."
+                raise ApiError(400, what, code="resume.bad_journal") from None
+        if len(body) <= INLINE_CHARS_MAX:
+            return parse_json(body), journal
+        async with self._large:
+            await asyncio.sleep(0)  # a probe that has arrived meanwhile is answered first
+            return parse_json(body), journal
+
+    async def _model_request(self, body: AnyBody, request_id: str) -> ModelRequest:
+        """Checks `body` against the model's limits. Raises ApiError, UnderstudyError."""
+        served, limits = self._served, self._served.limits
+        prompt = await self._prompt_tokens(body)
+        max_tokens = body.max_tokens or limits.max_context - len(prompt)
+        if body.min_tokens > max_tokens:
+            what = f"min_tokens is {body.min_tokens}, and the answer ends with {max_tokens} tokens."
+            raise bad_value("min_tokens", what)
+        outside = [token for token in body.stop_token_ids if token >= limits.vocab_size]
+        if outside:
+            what = f"stop_token_ids: {outside[0]} is not a token id below {limits.vocab_size}."
+            raise bad_value("stop_token_ids", what)
+
+        def encode_word(word: str) -> Sequence[int]:
+            return served.tokenizer.encode(word, special=False)
+
+        sampling = body.sampling(_seed_of(request_id), encode_word, limits.vocab_size)
+        ends = () if body.ignore_eos else limits.stop_token_ids
+        stop_token_ids = tuple(dict.fromkeys((*ends, *body.stop_token_ids)))
+        return ModelRequest(prompt, max_tokens, sampling, stop_token_ids, body.stops)
+
+    async def _prompt_tokens(self, body: AnyBody) -> Sequence[int]:
+        limits = self._served.limits
+        param = "messages" if isinstance(body, ChatBody) else "prompt"
+        tokens = await self._encode(body)
+        count, wanted = len(tokens), body.max_tokens or 0
+        if count + max(1, wanted) > limits.max_context:
+            needed = f"{count} prompt tokens" + (f" and {wanted} completion tokens" * bool(wanted))
+            raise ApiError(
+                400,
+                f"The context length is {limits.max_context} tokens, but the request needs"
+                f" {needed}; shorten the prompt or lower max_tokens.",
+                code="context_length_exceeded",
+                param=param,
+            )
+        if not tokens:
+            raise bad_value(param, f"{param} is empty; send at least one token.")
+        if max(tokens) >= limits.vocab_size:
+            last = limits.vocab_size - 1
+            what = f"{param} contains the token {max(tokens)}, but the vocabulary ends at {last}."
+            raise bad_value(param, what)
+        return tokens
+
+    async def _encode(self, body: AnyBody) -> Sequence[int]:
+        tokenizer, is_chat = self._served.tokenizer, isinstance(body, ChatBody)
+        if isinstance(body, ChatBody):  # the template writes its own special tokens
+            text = tokenizer.render_chat(body.messages)
+        elif isinstance(body.prompt, str):
+            text = body.prompt
+        else:
+            return body.prompt
+        if len(text) <= INLINE_CHARS_MAX:
+            return tokenizer.encode(text, special=not is_chat)
+        async with self._large:
+            return await asyncio.to_thread(tokenizer.encode, text, special=not is_chat)
+
+    async def _replay(
+        self, wanted: ModelRequest, answer: AnswerText, journal: hop.Journal | None
+    ) -> TokenGroup | None:
+        if journal is None or not journal.tokens:
+            return None
+        arguments = (journal.tokens, wanted, answer, self._served.limits.vocab_size)
+        if len(journal.tokens) <= INLINE_TOKENS_MAX:
+            return replay(*arguments)
+        async with self._large:
+            return await asyncio.to_thread(replay, *arguments)
+
+    def _generate(
+        self, wanted: ModelRequest, replayed: TokenGroup | None, attempt: bytes
+    ) -> AbstractContextManager[Generation | None]:
+        """Ask the model, unless what was replayed is the whole answer."""
+        if replayed is not None and replayed.piece.finish_reason is not None:
+            return nullcontext()
+        made = () if replayed is None else replayed.tokens
+        generation = self._served.link.generate(
+            wanted.prompt, wanted.max_tokens, wanted.sampling, wanted.stop_token_ids, made, attempt
+        )
+        self._served.replayed += len(made)
+        return generation
+
+    @contextmanager
+    def _mark(self, request: web.Request) -> Iterator[MarkedStream]:
+        """While it lasts, a drain may leave this stream to the next engine."""
+        if request.transport is None:
+            raise ConnectionResetError
+        marked = MarkedStream(request.transport)
+        if self._served.is_continued:
+            marked.leave()
+            raise ConnectionResetError
+        self._served.streams.add(marked)
+        try:
+            yield marked
+        finally:
+            self._served.streams.discard(marked)
+
+    def _reply(self, body: AnyBody, request_id: str) -> OpenAiReply:
+        is_chat, options = isinstance(body, ChatBody), body.stream_options
+        wants_usage = body.stream and bool(options.include_usage)
+        return OpenAiReply(
+            is_chat=is_chat,
+            id=f"{'chatcmpl' if is_chat else 'cmpl'}-{request_id}",
+            model=self._served.model_name,
+            created=int(time.time()),
+            wants_usage=wants_usage,
+            has_usage=wants_usage and bool(options.continuous_usage_stats),
+        )
+
+
+async def _read(request: web.Request) -> bytes:
+    try:
+        async with asyncio.timeout(BODY_DEADLINE_S):
+            return await request.read()
+    except TimeoutError as error:
+        what = f"The request's body did not arrive within {BODY_DEADLINE_S:g} s."
+        raise ApiError(408, what, code="body_deadline") from error
+    except (web.RequestPayloadError, HttpProcessingError) as error:
+        what = f"The request's body cannot be read: {error}"
+        raise ApiError(400, what, code="bad_body") from error
+
+
+def _seed_of(request_id: str) -> int:
+    """For a request without a seed: the same at every engine that a gateway sends it to."""
+    if not request_id:
+        return secrets.randbits(63)
+    name = request_id.encode(errors="surrogateescape")
+    return int.from_bytes(hashlib.blake2b(name, digest_size=7).digest())

@@ -1,0 +1,348 @@
+"""The text of an answer, token by token, and the stream that it is sent as.
+
+Owns everything about characters, and what is one write. Imports no numpy: it runs in the HTTP
+process. Two things surprise. One token is not one piece of text: a character may be spread over
+several tokens, so text is held back until no later token can change it. And behind a gateway every
+group of tokens ends with the comment of the private hop (`plumbing/hop.py`), in the same write as
+its events, also where it has none because its tokens made half a character.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+import tokenizers
+from aiohttp import web
+
+from engine.backends.reference.completions import (
+    DONE,
+    ApiError,
+    ChatMessage,
+    OpenAiReply,
+    TokenUsage,
+    sse,
+)
+from engine.backends.reference.config import ASSISTANT_TURN, BOS, CHAT_SPECIALS, END_OF_TURN
+from engine.backends.reference.link import SamplingParams, TokenMsg, finish_reason
+from engine.backends.reference.model_link import Generation
+from engine.backends.shards import read_file, read_json
+from plumbing import hop
+from plumbing.errors import UsageError
+
+UNFINISHED = "\ufffd"  # how a decoder shows bytes that are not (yet) a character
+LEAVE_S = 0.2  # most of a switchover is faster
+EVENT_STREAM = "text/event-stream"
+SSE_HEADERS = {
+    "Content-Type": f"{EVENT_STREAM}; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
+
+
+class Tokenizer:
+    """A checkpoint's `tokenizer.json`."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    @classmethod
+    def load(cls, directory: str) -> Tokenizer:
+        """Read the tokenizer of a checkpoint. Raises as `read_file`."""
+        path = os.path.join(directory, "tokenizer.json")
+        read_json(path)  # for its messages; the library's own name neither file nor cause
+        content = read_file(path)
+        try:
+            return cls(tokenizers.Tokenizer.from_buffer(content))
+        except Exception as error:  # the library raises bare Exception
+            raise UsageError(
+                "model.broken",
+                f"{path} is not a tokenizer that the tokenizers library can read ({error}); "
+                "download it again.",
+            ) from None
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids; with `special`, also those that the tokenizer adds (a beginning of text).
+
+        A batch of one: the library's `encode` keeps the interpreter lock (a text of 4 MB blocked
+        every other thread for 6 s, measured), its `encode_batch` releases it.
+        """
+        encoded = self._tokenizer.encode_batch([text], add_special_tokens=special)
+        return list(encoded[0].ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the tokens, special ones left out."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def render_chat(self, messages: Sequence[ChatMessage]) -> str:
+        """The prompt of a chat by the one template of this backend, the random model's; encode it
+        with `special=False`.
+
+        Raises:
+            UsageError: `model.no_chat_template`: the checkpoint lacks the template's tokens.
+        """
+        if any(self._tokenizer.token_to_id(name) is None for name in CHAT_SPECIALS):
+            raise UsageError(
+                "model.no_chat_template",
+                "The reference backend has no chat template for this checkpoint; send a prompt to"
+                " /v1/completions instead.",
+            )
+        turns = (f"<|{each.role}|>{each.text}{END_OF_TURN}" for each in messages)
+        return f"{BOS}{''.join(turns)}{ASSISTANT_TURN}"
+
+
+class TextStream:
+    """Tokens in, text out, never half a character.
+
+    Decodes a window: `_window[:_known]` is there for context only (some tokenizers strip the space
+    before the first token) and its text was sent. The window restarts where the text is whole.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._window: list[int] = []
+        self._known = 0
+        self._sent = 0  # characters of the window's text that were sent
+
+    def push(self, token: int) -> str:
+        """The text that `token` settles; often "" and sometimes more than one token's."""
+        self._window.append(token)
+        text = self._tokenizer.decode(self._window)
+        if text.endswith(UNFINISHED):
+            # Later tokens may complete it. Byte-level decoders show one such sign for the bytes so
+            # far, byte-fallback ones one for each byte, and then also for whole characters before.
+            return self._send(text, len(text.rstrip(UNFINISHED)))
+        new = self._send(text, len(text))
+        if new:
+            self._window = self._window[self._known :]
+            self._known = len(self._window)
+            self._sent = len(self._tokenizer.decode(self._window))
+        return new
+
+    def finish(self) -> str:
+        """The text held back, now that no token follows."""
+        text = self._tokenizer.decode(self._window)
+        return self._send(text, len(text))
+
+    def _send(self, text: str, end: int) -> str:
+        new = text[self._sent : end]
+        self._sent = max(self._sent, end)
+        return new
+
+
+class StopStrings:
+    """Cuts text before the stop string that is complete first; of two that end at once, the longer.
+
+    The result does not depend on how the text was cut into pieces.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = sorted((stop for stop in stops if stop), key=len, reverse=True)
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """(text that may be sent, whether a stop string was met); after that, push no more."""
+        if not self._stops:
+            return text, False
+        text, self._held = self._held + text, ""
+        found = [(text.index(stop) + len(stop), -len(stop)) for stop in self._stops if stop in text]
+        if found:
+            end, minus_length = min(found)
+            return text[: end + minus_length], True
+        keep = max(_overlap(text, stop) for stop in self._stops)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], False
+
+    def finish(self) -> str:
+        """The text held back because it might have begun a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`."""
+    lengths = range(min(len(text), len(stop) - 1), 0, -1)
+    return next((length for length in lengths if text.endswith(stop[:length])), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text that may be sent, and why the answer ends with it (None: it does not)."""
+
+    text: str
+    finish_reason: str | None
+
+
+class AnswerText:
+    """The text of one answer. After a piece with a `finish_reason`, push no more.
+
+    A client sees nothing of a stop token or a stop string, and never half a character. Stop strings
+    are looked for behind the first `min_tokens` tokens only.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str],
+        prompt_tokens: int = 0,
+        min_tokens: int = 0,
+    ) -> None:
+        self._stream = TextStream(tokenizer)
+        self._stops = StopStrings(stop)
+        self._min_tokens = min_tokens
+        self.usage = TokenUsage(prompt_tokens)
+
+    def push(self, token: TokenMsg) -> Piece:
+        self.usage.completion_tokens += 1
+        text = "" if token.finish_reason == "stop" else self._stream.push(token.token)
+        if token.finish_reason is not None:
+            text += self._stream.finish()
+        if self.usage.completion_tokens <= self._min_tokens:
+            return Piece(text, token.finish_reason)
+        text, is_stopped = self._stops.push(text)
+        if is_stopped:
+            return Piece(text, "stop")
+        if token.finish_reason is not None:
+            text += self._stops.finish()
+        return Piece(text, token.finish_reason)
+
+
+# ---------------------------------------------------------------------- groups
+
+
+@dataclass(frozen=True)
+class ModelRequest:
+    """What the model must do for a body."""
+
+    prompt: Sequence[int]
+    max_tokens: int
+    sampling: SamplingParams
+    stop_token_ids: tuple[int, ...]
+    stops: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenGroup:
+    """The tokens of one output of the model, or of a journal, with their text."""
+
+    tokens: Sequence[int]
+    piece: Piece
+
+
+def replay(
+    tokens: Sequence[int], request: ModelRequest, answer: AnswerText, vocab_size: int
+) -> TokenGroup:
+    """The journal of a request that is resumed, as one group; `answer` continues behind it.
+
+    Another engine made these tokens, so they must be tokens that this request could have had: an
+    answer joined from two requests would look whole. The text layer gets them one by one, as when
+    they were made. The group has a finish reason if they had ended the answer.
+
+    Raises:
+        ApiError: 400 `resume.bad_journal`.
+    """
+    if len(tokens) > request.max_tokens:
+        raise _bad(f"it has {len(tokens)} tokens, and the answer ends with {request.max_tokens}")
+    texts: list[str] = []
+    piece = Piece("", None)
+    for made, token in enumerate(tokens, 1):
+        if piece.finish_reason is not None:
+            raise _bad(f"the answer ends with token {made - 1}, and the journal has {len(tokens)}")
+        if token >= vocab_size:
+            raise _bad(f"its token {made} is {token}, and the vocabulary ends at {vocab_size - 1}")
+        reason = finish_reason(token, made, request.max_tokens, request.stop_token_ids)
+        if reason == "stop" and made <= request.sampling.min_tokens:
+            raise _bad(f"it ends with {made} tokens, and min_tokens asks for more")
+        piece = answer.push(TokenMsg(0, token, 0, reason))
+        texts.append(piece.text)
+    return TokenGroup(tokens, Piece("".join(texts), piece.finish_reason))
+
+
+def _bad(what: str) -> ApiError:
+    what = f"The journal is not one of this request: {what}; send the request without a journal."
+    return ApiError(400, what, code="resume.bad_journal")
+
+
+async def groups_of(
+    replayed: TokenGroup | None, generation: Generation | None, answer: AnswerText
+) -> AsyncIterator[TokenGroup]:
+    """The whole answer: what existed before, then what the model makes, up to and including the
+    group with the finish reason. `generation` may be None if `replayed` has that."""
+    reason = None
+    if replayed is not None:
+        reason = replayed.piece.finish_reason
+        yield replayed
+    while reason is None:
+        assert generation is not None
+        token = await generation.next()
+        piece = answer.push(token)
+        reason = piece.finish_reason
+        yield TokenGroup((token.token,), piece)
+
+
+# ---------------------------------------------------------------------- streams
+
+
+class MarkedStream:
+    """A gateway's stream, which another engine can continue: what a drain needs to leave it."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self.has_begun = False
+        self.has_ended = False
+
+    def leave(self) -> None:
+        """Close the connection behind a whole group, since each is one write, and say so. What the
+        gateway does not read in time, because its client does not, is lost to it. A stream that the
+        gateway has left already, to park it, is left alone."""
+        if self.has_ended or self._transport.is_closing():
+            return
+        if self.has_begun:
+            self._transport.write(b"%x\r\n%b\r\n" % (len(hop.HANDED_OVER), hop.HANDED_OVER))
+        self._transport.close()
+        asyncio.get_running_loop().call_later(LEAVE_S, self._transport.abort)
+
+
+async def send_stream(
+    request: web.Request,
+    groups: AsyncIterator[TokenGroup],
+    usage: TokenUsage,
+    reply: OpenAiReply,
+    marked: MarkedStream | None,
+) -> web.StreamResponse:
+    """`usage` is that of the newest group. `marked`: it is for a gateway.
+
+    The headers leave with the first token. An engine that dies before has sent nothing, and the
+    client sees a connection error, not a broken answer.
+    """
+    response = web.StreamResponse(headers=SSE_HEADERS)
+    if marked is not None:
+        response.headers[hop.CONTINUATION] = hop.Continuation.EXACT
+    async for group in groups:
+        events = b""
+        if not response.prepared:
+            await response.prepare(request)
+            if opening := reply.opening():
+                events += sse(opening)
+        events += _events(group, usage, reply, marked is not None)
+        if marked is not None:
+            marked.has_begun, marked.has_ended = True, group.piece.finish_reason is not None
+        if events:
+            await response.write(events)
+    await response.write_eof()
+    return response
+
+
+def _events(group: TokenGroup, usage: TokenUsage, reply: OpenAiReply, is_marked: bool) -> bytes:
+    piece = group.piece
+    events = sse(reply.chunk(piece.text, usage)) if piece.text else b""
+    if piece.finish_reason is not None:
+        events += sse(reply.last_chunk(piece.finish_reason, usage))
+    if is_marked:
+        events += hop.group_end(group.tokens, (len(group.tokens),))
+    if piece.finish_reason is not None:
+        events += sse(reply.usage_chunk(usage)) if reply.wants_usage else b""
+        events += DONE + (hop.END if is_marked else b"")
+    return events
