@@ -57,7 +57,7 @@ async def measure(rounds: int, kills: int, base: Path) -> rig.Figures:
         report = result.report
         took_ms += report.failovers
         problems += [f"round {number + 1}: {each}" for each in report.problems]
-        for name, found in report.phases_ms.items():
+        for name, found in report.phases.items():
             phases[name] += [] if found.p50 is None else [found.p50]
         if report.failovers:
             medians_ms.append(round(statistics.median(report.failovers), 2))

@@ -29,7 +29,7 @@ from plumbing.part.paths import engine_sockets
 from plumbing.part.peers import ask
 from understudy.drill.clients import Target, send
 from understudy.drill.killer import Whole
-from understudy.drill.records import End, Exchange, Prompt, asked_of_engine
+from understudy.drill.records import End, Exchange, Prompt, kill_request
 from understudy.pod.ports import free_pod_ports
 from understudy.pod.runner import PodRunner
 from understudy.pod.table import LocalPod
@@ -184,7 +184,7 @@ class KilledPod:
         began to serve."""
         self._token = whole.token
         path = engine_sockets(self._directory)[whole.engine]
-        await ask(path, CONTROL, asked_of_engine(TARGET[self._plan.backend]))
+        await ask(path, CONTROL, kill_request(TARGET[self._plan.backend]))
         answer = await self._answer(target, prompt)
         (part,) = (each for each in engine_parts(self._directory) if each.name == answer.engine)
         status = await status_of(part)

@@ -26,9 +26,9 @@ from hack.vllm.pod import make_pod, model_of
 from plumbing.errors import RemoteError
 from plumbing.part.tier import Tier
 from understudy.drill.clients import clock, send, stream_without_pause
+from understudy.drill.outcomes import classify
 from understudy.drill.records import Exchange, Outcome
 from understudy.drill.run import Drill, DrillPlan
-from understudy.drill.verdict import classify
 from understudy.pod.ports import free_pod_ports
 from understudy.pod.runner import PodRunner
 from understudy.pod.table import LocalPod

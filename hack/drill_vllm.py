@@ -45,11 +45,10 @@ from plumbing.service.config import Option, Resolved, resolve
 from plumbing.service.signals import SignalInbox
 from understudy.cli.settings import DRILL_OPTIONS
 from understudy.drill.clients import Target
-from understudy.drill.kept import LENT_KV, NO_ADOPTION
 from understudy.drill.page import check_destination
 from understudy.drill.prompts import write_expected
 from understudy.drill.report import print_report
-from understudy.drill.run import Drill, DrillPlan
+from understudy.drill.run import LENT_KV, NO_ADOPTION, Drill, DrillPlan
 from understudy.pod.runner import PodRunner, run_pod
 from understudy.up.models import VLLM_RANDOM_MODEL
 from understudy.up.pods import Say

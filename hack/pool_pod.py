@@ -23,9 +23,9 @@ from plumbing.wire.messages import Message
 from pool import messages as msg
 from pool.core.events import Order
 from understudy.drill.clients import Target, clock, send, stream_without_pause
+from understudy.drill.outcomes import classify
 from understudy.drill.prompts import COMPLETIONS
 from understudy.drill.records import End, Exchange, Outcome, Prompt
-from understudy.drill.verdict import classify
 from understudy.pod.runner import PodRunner
 from understudy.pod.table import LocalPod
 from understudy.up.models import ONE_THREAD, VLLM_RANDOM_MODEL, make_random_model

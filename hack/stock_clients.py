@@ -265,10 +265,10 @@ def fate_of(attempt: Attempt, records: Records) -> str:
         return "wrong" if attempt.detail else "ok"
     if attempt.is_refused:
         return "error"
-    gateways = [kill for kill in records.part_kills if kill.target in GATEWAYS]
+    gateways = [kill for kill in records.kills if kill.target in GATEWAYS]
     if any(attempt.overlaps(kill.killed_ms, kill.gone_ms) for kill in gateways):
         return "lost_in_gateway"
-    is_killed = any(attempt.overlaps(kill.killed_ms, None) for kill in records.kills)
+    is_killed = any(attempt.overlaps(kill.killed_ms, None) for kill in records.engine_kills)
     return "not_continued" if is_killed and not attempt.is_continued else "error"
 
 
@@ -491,8 +491,6 @@ def document(
         for fate in ("error", "wrong")
     }
     killed_ms = [kill.killed_ms for kill in records.kills]
-    killed_ms += [kill.killed_ms for kill in records.memory_kills]
-    killed_ms += [kill.killed_ms for kill in records.part_kills]
     met = [sum(each.overlaps(at_ms, None) for each in client.attempts) for at_ms in killed_ms]
     report = judge(records, kills)
     drilled = report.to_dict(backend, {})

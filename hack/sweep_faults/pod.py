@@ -22,9 +22,9 @@ from plumbing.part.paths import engine_sockets, lockserver_socket
 from plumbing.part.peers import PeerWatch, ask
 from plumbing.service.procfs import children
 from understudy.drill.clients import Target, send
+from understudy.drill.outcomes import classify
 from understudy.drill.prompts import all_prompts, learn_answers
-from understudy.drill.records import Exchange, Outcome, Prompt, asked_of_engine
-from understudy.drill.verdict import classify
+from understudy.drill.records import Exchange, Outcome, Prompt, kill_request
 from understudy.http_get import get
 from understudy.pod.ports import Ports, free_pod_ports
 from understudy.pod.runner import PodRunner
@@ -215,7 +215,7 @@ class SweptPod:
     async def kill_backend(self, engine: str, process: str) -> None:
         """Through its control socket: such a death counts for no crash loop."""
         path = engine_sockets(self.directory).get(engine, "")
-        await ask(path, engine_messages.CONTROL, asked_of_engine(process))
+        await ask(path, engine_messages.CONTROL, kill_request(process))
 
     def kill_container(self, name: str) -> None:
         os.kill(self.runner.pids()[name], signal.SIGKILL)

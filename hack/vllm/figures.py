@@ -16,7 +16,8 @@ import psutil
 
 from plumbing.errors import UnderstudyError
 from plumbing.service.procfs import descendants
-from understudy.drill.part_killer import committed_devices, roots_of
+from understudy.drill.killer import committed_devices
+from understudy.drill.machine import roots_of
 from understudy.host import MEMFD, MEMFD_KV, physical_bytes
 from understudy.status.gather import gather, pids_of
 

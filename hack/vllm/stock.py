@@ -24,9 +24,9 @@ from engine.supervisor import held_files
 from plumbing.errors import UnderstudyError
 from plumbing.service.procfs import descendants
 from understudy.drill.clients import Target, send, stream_without_pause
+from understudy.drill.outcomes import Spread, spread
 from understudy.drill.prompts import bank_of, learn_answers
 from understudy.drill.records import End, Exchange, Prompt
-from understudy.drill.verdict import Spread, spread
 from understudy.pod.ports import free_ports
 from understudy.pod.runner import PodRunner
 from understudy.pod.table import Container, HttpProbe

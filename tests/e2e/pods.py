@@ -25,9 +25,9 @@ from tests.e2e.processes import Processes, continue_all, pod_ports
 from tests.helpers import POLL_S, auntil
 from understudy.drill.clients import Target, stream_without_pause
 from understudy.drill.killer import WHOLE_POLL_S, Whole, backend_processes, wait_whole
+from understudy.drill.outcomes import classify, served_out_of_order
 from understudy.drill.records import End, Exchange, Outcome
 from understudy.drill.run import Drill, DrillPlan
-from understudy.drill.verdict import classify, served_out_of_order
 from understudy.pod.runner import PodRunner
 from understudy.pod.table import LocalPod
 from understudy.status.gather import engine_parts, gather, lockserver_part, memory_parts, status_of

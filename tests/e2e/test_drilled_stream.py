@@ -12,7 +12,7 @@ from plumbing.part.paths import engine_sockets
 from tests.e2e.test_commands import running_pod
 from tests.e2e.test_up import free_offset
 from understudy.drill.killer import strike, wait_whole
-from understudy.drill.records import EngineKill
+from understudy.drill.records import Kill
 
 TOKENS = 45
 TOKEN_INTERVAL_MS = 500  # 32 tokens take 16 s, and the pod is whole again after three
@@ -43,8 +43,8 @@ def test_long_stream_survives_three_kills_of_a_drill(tmp_path_factory: pytest.Te
             while whole.token <= token:
                 whole = await wait_whole(directory)
             token = whole.token
-            kill = EngineKill(target, whole.engine, whole.token, killed_ms=0.0)
-            await strike(engine_sockets(directory)[whole.engine], target, 0, kill)
+            kill = Kill(target, whole.engine, whole.token)
+            await strike(engine_sockets(directory)[whole.engine], 0, kill)
         answer += await reader.read()
         writer.close()
         assert b"data: [DONE]\n\n" in answer, answer[-400:]

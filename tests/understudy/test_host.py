@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.helpers import auntil
-from understudy.drill.part_killer import PhysicalMemory, roots_of
+from understudy.drill.machine import PhysicalMemory, roots_of
 from understudy.host import physical_bytes
 from understudy.status.gather import Pids
 

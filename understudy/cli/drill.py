@@ -29,14 +29,13 @@ from understudy.cli.pods import (
 )
 from understudy.cli.settings import DRILL_OPTIONS, NOT_WITH_POOL, POD_OPTIONS
 from understudy.drill.clients import Target, outside_target
-from understudy.drill.kept import LENT_KV, NO_ADOPTION
 from understudy.drill.page import check_destination
-from understudy.drill.pool.records import PoolDrillPlan, is_only_in_pool
-from understudy.drill.run import DrillPlan
+from understudy.drill.records import is_only_in_pool
+from understudy.drill.run import LENT_KV, NO_ADOPTION, DrillPlan
 from understudy.host import machine
 from understudy.status.gather import require_pod
 from understudy.up import sessions
-from understudy.up.pool_drill import PoolDrillResult, drill_new_pool
+from understudy.up.pool_drill import drill_new_pool
 from understudy.up.sessions import DrillResult
 
 say = partial(click.echo, err=True)
@@ -139,15 +138,15 @@ def _drill_new(
     return run_async(lambda: sessions.drill_new_pod(prepare, plan, say), as_json=as_json)
 
 
-def _drill_pool(config: Resolved, file: str, *, as_json: bool) -> PoolDrillResult | None:
+def _drill_pool(config: Resolved, file: str, *, as_json: bool) -> DrillResult | None:
     _refuse_directory(config)
-    plan = PoolDrillPlan(
+    plan = DrillPlan(
         config["kills"],
-        config["switches"],
         config["target"],
         config["clients"],
-        config["burn"],
-        config["duration_s"],
+        burn=config["burn"],
+        duration_s=config["duration_s"],
+        switches=config["switches"],
     )
     pod = local_pod(config, DRILL_OPTIONS, ())
     path = Path(os.path.abspath(file)) if file else None
@@ -155,7 +154,7 @@ def _drill_pool(config: Resolved, file: str, *, as_json: bool) -> PoolDrillResul
 
 
 def _finish(
-    result: DrillResult | PoolDrillResult | None,
+    result: DrillResult | None,
     config: Resolved,
     page: Path | None,
     *,

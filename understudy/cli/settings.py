@@ -6,7 +6,7 @@ from engine.backends.registry import REGISTRY
 from engine.messages import RANKS_MAX
 from plumbing.service.browsers import ALLOWED_HOST
 from plumbing.service.config import Option, Resolved, size_list
-from understudy.drill.pool.records import check_pool_target
+from understudy.drill.records import check_target
 from understudy.pod.ports import (
     ENGINE_PORT,
     GATEWAY_PORT,
@@ -109,7 +109,7 @@ DRILL_OPTIONS = (
     Option("kills", int, 20, "Number of processes to kill, one after another.", minimum=1),
     Option(
         "target",
-        check_pool_target,
+        check_target,
         (),
         "What to kill: a process of the active engine, lockserver, gms or gms-supervisor; unless "
         "given, each process of the active engine in turn.",

@@ -1,7 +1,8 @@
-"""Waits until the pod is ready for a failover, and kills a process of the active engine.
+"""Waits until a pod is ready for a failover, kills, and says when the victim works again.
 
-A pod is ready when one engine is active and holds the lock, and another one is in standby and waits
-in the lock server's queue. Kills go through the engine's control socket: that works across PID
+A target is a name and its processes: `FINDERS` says how a part's main process is found, `MISSING`
+what it lacks until it works again. Parts are held by pidfd before the kill and die with all their
+descendants. A process of an engine dies through the engine's control socket: that works across PID
 namespaces, and a rehearsed death does not count as a crash loop.
 """
 
@@ -11,37 +12,106 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from engine import messages as engine_messages
 from engine.supervisor.tree import HELPERS
 from gateway.messages import CONTROL as GATEWAY_CONTROL
 from gateway.messages import ExpectDeathMsg
+from gms.client import messages as gms_messages
 from plumbing.errors import UnderstudyError, UnreachableError, WaitTimeoutError
 from plumbing.part.format import duration
-from plumbing.part.models import model_of
-from plumbing.part.paths import engine_sockets, gateway_socket
+from plumbing.part.models import model_at, model_of
+from plumbing.part.paths import KV, WEIGHTS, engine_sockets, gateway_socket, gms_socket
 from plumbing.part.peers import Answered, ask
+from plumbing.service import init
 from plumbing.service.clock import SystemClock
-from plumbing.service.procfs import descendants
-from understudy.drill.kept import kv_of
+from plumbing.service.procfs import children, descendants, inner_pid, parent
+from plumbing.wire.peer import is_gone
 from understudy.drill.observer import Observer, OldTree
-from understudy.drill.part_killer import hold
-from understudy.drill.records import STOP, SUPERVISOR, EngineKill, asked_of_engine
+from understudy.drill.records import (
+    GATEWAY,
+    GATEWAY_CHILD,
+    GMS,
+    GMS_COPY,
+    GMS_KEEPER,
+    GMS_KV,
+    GMS_SUPERVISOR,
+    LOCKSERVER,
+    POOL,
+    STOP,
+    SUPERVISOR,
+    Kill,
+    kill_request,
+    process_of,
+)
 from understudy.status.gateway_view import is_open
-from understudy.status.gather import gather
+from understudy.status.gather import (
+    Pids,
+    PodPart,
+    gateway_part,
+    gather,
+    lockserver_part,
+    pids_of,
+    pool_part,
+    status_of,
+)
+from understudy.status.memory_view import Document, devices
 from understudy.status.view import PARKED
 
 WHOLE_POLL_S = 0.05
 WHOLE_DEADLINE_S = 300.0  # a relaunch takes seconds; with vLLM on 2 cores, minutes
-
 ANNOUNCED_S = 2.0  # a gateway answers within milliseconds
-WHOLE_SAID_EVERY_S = 10.0  # most relaunches take less; longer waits are explained
+SAID_EVERY_S = 10.0  # most waits are shorter; longer ones are explained
+POLL_S = 0.01
+BACK_DEADLINE_S = 90.0  # a container restarts within seconds; its runner may back off
+COMMITTED = "committed"
+FIRST = 1  # pid 1 ignores SIGKILL and SIGSTOP from its own namespace
+# The programs of a model's memory servers, and how the devices of host copies are named.
+VERBS = {GMS: "serve-device", GMS_KV: "serve-kv", GMS_COPY: "serve-device", GMS_KEEPER: "keep-copy"}
+COPIES = "OFFLOAD-"
 
 clock = SystemClock()
+Say = Callable[[str], None]
+T = TypeVar("T")
+
+
+def say_nothing(line: str) -> None:
+    pass
+
+
+async def wait_for(
+    look: Callable[[], Awaitable[T | str]],
+    deadline_s: float,
+    code: str,
+    what: str,
+    say: Say = say_nothing,
+    poll_s: float = POLL_S,
+) -> T:
+    """Poll until `look` returns something else than the reason why to wait on.
+
+    Raises:
+        WaitTimeoutError: `code`, with `what` was not so in time, and the last reason.
+    """
+    began_ms = said_ms = clock.now_ms()
+    while True:
+        found = await look()
+        if not isinstance(found, str):
+            return found
+        now_ms = clock.now_ms()
+        if now_ms > began_ms + deadline_s * 1000:
+            raise WaitTimeoutError(code, f"{what} within {deadline_s:g} s: {found}")
+        if now_ms > said_ms + SAID_EVERY_S * 1000:
+            said_ms = now_ms
+            say(f"waiting, {duration(now_ms - began_ms)}: {found}")
+        await asyncio.sleep(poll_s)
+
+
+# ------------------------------------------------------------------ a pod that is ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +129,7 @@ class Whole:
 
 async def wait_whole(
     directory: Path,
-    say: Callable[[str], None] = lambda line: None,
+    say: Say = say_nothing,
     deadline_s: float = WHOLE_DEADLINE_S,
     poll_s: float = WHOLE_POLL_S,
 ) -> Whole:
@@ -69,23 +139,14 @@ async def wait_whole(
     Raises:
         WaitTimeoutError: `drill.not_whole`, with what is missing.
     """
-    began_ms = said_ms = clock.now_ms()
-    end_ms = began_ms + deadline_s * 1000
-    while True:
+
+    async def look() -> Whole | str:
         view = await gather(directory)
-        if (whole := whole_of(view)) is not None:
-            return whole
         missing = "; ".join(view["problems"]) or "no standby is queued for the lock"
-        if clock.now_ms() > end_ms:
-            raise WaitTimeoutError(
-                "drill.not_whole",
-                f"the pod was not ready for a failover within {deadline_s:g} s: it is "
-                f"{view['state']}, {missing}",
-            )
-        if clock.now_ms() - said_ms > WHOLE_SAID_EVERY_S * 1000:
-            said_ms = clock.now_ms()
-            say(f"waiting for a standby, {duration(said_ms - began_ms)}: {missing}")
-        await asyncio.sleep(poll_s)
+        return whole_of(view) or f"it is {view['state']}, {missing}"
+
+    what = "the pod was not ready for a failover"
+    return await wait_for(look, deadline_s, "drill.not_whole", what, say, poll_s)
 
 
 def whole_of(view: dict[str, Any]) -> Whole | None:
@@ -109,71 +170,105 @@ def service_of(view: dict[str, Any]) -> str:
     return str(service.get("address") or "")
 
 
-async def kill_active(directory: Path, target: str, whole: Whole, observer: Observer) -> EngineKill:
-    """Kill `target` of the active engine; returns right after the kill.
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What the death of a part must not change."""
+
+    active: str | None
+    token: int | None
+    incarnations: Mapping[str, str]
+
+    @classmethod
+    def of(cls, view: Document) -> Standing:
+        engines = [part["engine"] for part in view["engines"] if "error" not in part]
+        return cls(
+            view["active"],
+            view["token"],
+            {str(each.get("id")): str(each.get("incarnation")) for each in engines},
+        )
+
+    def changes(self, now: Standing) -> list[str]:
+        """The differences to `now`, as sentences."""
+        changed = []
+        for engine, before in self.incarnations.items():
+            after = now.incarnations.get(engine)
+            if after != before:
+                changed.append(f"{engine} restarted ({before} is now {after or 'unreachable'})")
+        if (self.active, self.token) != (now.active, now.token):
+            changed.append(
+                f"{now.active} is active under token {now.token} instead of {self.active} under"
+                f" {self.token}"
+            )
+        return changed
+
+
+# ------------------------------------------------------------------ processes of engines
+
+
+async def kill_engine(directory: Path, kill: Kill, observer: Observer) -> None:
+    """Kill or stop the process `kill.target` of `kill.engine`; returns right after it.
 
     Raises:
         UnderstudyError: the engine refused, or its supervisor must be stopped and is not visible
             here.
     """
-    path = engine_sockets(directory)[whole.engine]
+    path = engine_sockets(directory)[str(kill.engine)]
     status = await ask(path, engine_messages.CONTROL, engine_messages.StatusMsg())
-    kill = EngineKill(target, whole.engine, whole.token, killed_ms=clock.now_ms())
-    kill.incarnation = _engine_of(status).get("incarnation")
-    kill.kept_blocks = int(kv_of(_document(status)).get("kept_blocks") or 0)
-    observer.expect(kill, _old_tree(directory, target, status))
-    await strike(path, target, status.pid, kill)
-    return kill
+    document = _document(status)
+    about = document.get("engine") or {}
+    running = observer.incarnation_of(str(kill.engine))
+    kill.killed_ms = clock.now_ms()
+    kill.incarnation = running or (about.get("incarnation") if not kill.model else None)
+    kill.kept_blocks = int(kv_of(document).get("kept_blocks") or 0)
+    observer.expect(kill, _old_tree(directory, kill, status))
+    await strike(path, status.pid, kill)
 
 
-async def announce(directory: str, kill: EngineKill) -> None:
+async def announce(directory: str, kill: Kill) -> None:
     """Tell the gateway that this death is ours: three of them would end a user's stream, which was
     in all these engines. Where no gateway answers, nothing is announced."""
-    death = ExpectDeathMsg(kill.engine, kill.old_token, model_of(kill.lock))
+    death = ExpectDeathMsg(str(kill.engine), kill.old_token, model_of(kill.lock))
     with contextlib.suppress(UnderstudyError):
         await ask(gateway_socket(directory), GATEWAY_CONTROL, death, ANNOUNCED_S)
 
 
-async def strike(path: str, target: str, supervisor: int, kill: EngineKill) -> None:
-    """Announce the death of the engine with the control socket `path`, kill or stop `target`, and
+async def strike(path: str, supervisor: int, kill: Kill) -> None:
+    """Announce the death of the engine with the control socket `path`, kill or stop the target, and
     note when.
 
     Raises:
-        UnderstudyError: as `kill_active`.
+        UnderstudyError: as `kill_engine`.
     """
     await announce(os.path.dirname(path), kill)
-    if target == STOP + SUPERVISOR:
+    process = process_of(kill.target)
+    if process == SUPERVISOR and STOP in kill.target:
         # Not through its control socket: a process that hangs does not reply.
         with hold(supervisor, f"the supervisor of {kill.engine}") as pidfd:
             kill.killed_ms = clock.now_ms()
             signal.pidfd_send_signal(pidfd, signal.SIGSTOP)
         return
     try:
-        answered = await ask(path, engine_messages.CONTROL, asked_of_engine(target))
+        answered = await ask(path, engine_messages.CONTROL, kill_request(kill.target))
     except UnreachableError as error:
         # The supervisor may die before it replies; the time of the request stands.
-        if target != SUPERVISOR:
+        if process != SUPERVISOR:
             raise UnderstudyError(
-                "drill.kill_failed", f"{kill.engine} did not kill {target}: {error.message}"
+                "drill.kill_failed", f"{kill.engine} did not kill {kill.target}: {error.message}"
             ) from error
     else:
         if isinstance(answered.message, engine_messages.KillingMsg):
             kill.killed_ms = answered.message.mono_ms
 
 
-def _old_tree(directory: Path, target: str, status: Answered) -> OldTree:
+def _old_tree(directory: Path, kill: Kill, status: Answered) -> OldTree:
     """What must be gone before the next grant: processes, or the witness that they hold where they
     are in another PID namespace."""
     if status.pid == 0:
-        return OldTree.by_witness(directory, str(_engine_of(status).get("incarnation")))
+        return OldTree.by_witness(directory, str(kill.incarnation))
     backend = backend_processes(status.pid)
     # A supervisor survives the death of its backend, but not its own.
-    is_own = target.removeprefix(STOP) == SUPERVISOR
+    is_own = process_of(kill.target) == SUPERVISOR
     return OldTree.of([status.pid, *backend] if is_own else backend)
-
-
-def _engine_of(status: Answered) -> dict[str, Any]:
-    return _document(status).get("engine") or {}
 
 
 def _document(status: Answered) -> dict[str, Any]:
@@ -183,13 +278,328 @@ def _document(status: Answered) -> dict[str, Any]:
 def backend_processes(supervisor: int) -> list[int]:
     """The processes under an engine's supervisor, without helpers, which never open a device: the
     fence does not wait for them."""
-    return [pid for pid in descendants(supervisor) if not _is_helper(pid)]
+    return [
+        pid
+        for pid in descendants(supervisor)
+        if not any(helper in word for word in _words(pid) for helper in HELPERS)
+    ]
 
 
-def _is_helper(pid: int) -> bool:
+def _words(pid: int) -> list[str]:
+    """The command line of `pid`; nothing if it is gone."""
     try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            line = file.read().decode(errors="replace")
+        text = Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
     except OSError:
-        return False  # it has exited; its pidfd will show that
-    return any(helper in line for helper in HELPERS)
+        return []
+    return text.split("\0")
+
+
+def kv_of(status: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What an engine's status document says of its KV cache."""
+    return (status.get("backend") or {}).get("kv") or {}
+
+
+async def note_adoption(directory: Path, kill: Kill) -> None:
+    """Note with what the cache of the engine that took over began."""
+    path = engine_sockets(directory).get(str(kill.new_engine))
+    if path is None:
+        return
+    status = await status_of(PodPart(str(kill.new_engine), path, engine_messages.CONTROL))
+    kv = kv_of(status)
+    if kv and (status.get("lock") or {}).get("token") == kill.new_token:
+        kill.adopted_blocks = int(kv.get("adopted_blocks") or 0)
+        kill.kv_note = str(kv.get("note") or "")
+
+
+# ------------------------------------------------------------------ parts
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What a finder looks at. `model`: whose memory server it looks for."""
+
+    pids: Pids
+    gateway: Document
+    model: str = ""
+
+    @property
+    def servers(self) -> list[int]:
+        return list(self.pids.gms.values())
+
+    @property
+    def child(self) -> int | None:
+        """The gateway's serving child, by the pid that the gateway knows."""
+        return (self.gateway.get("child") or {}).get("pid")
+
+
+def _memory_supervisor(scene: Scene) -> int | None:
+    return parent(scene.servers[0]) if scene.servers else None
+
+
+def _gateway_child(scene: Scene) -> int | None:
+    below = children(scene.pids.gateway or 0)
+    return next((pid for pid in below if inner_pid(pid) == scene.child), None)
+
+
+def _server(target: str) -> Callable[[Scene], int | None]:
+    """Finds a model's server of this kind, on its first device."""
+
+    def find(scene: Scene) -> int | None:
+        for pid in descendants(_memory_supervisor(scene) or 0):
+            place = place_served(pid, VERBS[target])
+            is_copy = place.startswith(COPIES)
+            is_kind = target == GMS_KEEPER or is_copy is (target == GMS_COPY)
+            if place and model_at(place) == scene.model and is_kind:
+                return pid
+        return None
+
+    return find
+
+
+def place_served(pid: int, verb: str) -> str:
+    """The `--device` of a process of the memory service; empty if it does something else."""
+    words = _words(pid)
+    is_it = verb in words and "--device" in words
+    return words[words.index("--device") + 1] if is_it else ""
+
+
+FINDERS: Mapping[str, Callable[[Scene], int | None]] = {
+    LOCKSERVER: lambda scene: scene.pids.lockserver,
+    POOL: lambda scene: scene.pids.pool,
+    GATEWAY: lambda scene: scene.pids.gateway,
+    GATEWAY_CHILD: _gateway_child,
+    GMS_SUPERVISOR: _memory_supervisor,
+    **{target: _server(target) for target in VERBS},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBefore:
+    """What a memory server had, and its successor must have. `pid`: as it reports it; 0 if the
+    successor may have the same."""
+
+    device: str
+    tag: str
+    epoch: str
+    readers: frozenset[str]
+    pid: int = 0
+
+    @classmethod
+    def of(cls, device: Document, *, pid: int = 0) -> MemoryBefore:
+        name, tag, epoch = (str(device.get(key)) for key in ("device_uuid", "tag", "epoch"))
+        return cls(name, tag, epoch, readers_of(device), pid)
+
+    def missing(self, device: Document) -> str | None:
+        """What is not as before yet, if anything."""
+        if "error" in device:
+            return str(device["error"])
+        if self.pid and device.get("pid") == self.pid:
+            return f"the killed server (pid {self.pid}) still answers"
+        if device.get("state") != COMMITTED:
+            return f"it is {device.get('state')}"
+        if device.get("epoch") != self.epoch:
+            return f"its epoch is {device.get('epoch')} instead of {self.epoch}"
+        away = sorted(self.readers - readers_of(device))
+        return f"not attached: {', '.join(away)}" if away else None
+
+
+def committed_devices(view: Document) -> dict[str, Document]:
+    """The devices with committed weights, by name."""
+    found = [device for part in view["gms"] for device in devices(part)]
+    return {str(each["device_uuid"]): each for each in found if each.get("state") == COMMITTED}
+
+
+def readers_of(device: Document) -> frozenset[str]:
+    """The readers of the committed epoch, as `engine-0-… rank 1`."""
+    return frozenset(
+        f"{session.get('incarnation')} rank {session.get('rank')}"
+        for session in device.get("sessions") or ()
+        if session.get("epoch") == device.get("epoch")
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Victim:
+    """A part that can be killed: the pidfds of its processes, its own first. `child`: of a gateway;
+    `memory`: what must be there again, `models`: whose servers must answer again."""
+
+    target: str
+    pidfds: tuple[int, ...]
+    child: int | None = None
+    model: str = ""
+    device: str = ""
+    memory: tuple[MemoryBefore, ...] = ()
+    models: tuple[str, ...] = ()
+
+
+async def find_part(
+    directory: Path, target: str, stack: ExitStack, number: int = 0
+) -> tuple[Victim, Standing]:
+    """Find and hold a part of a pod without models; `number`: which device's server, modulo their
+    count. Returns how things are before the kill, too.
+
+    Raises:
+        UnderstudyError: `drill.no_memory`, nothing is committed; `drill.not_here`.
+    """
+    view, pids = await gather(directory), await pids_of(directory)
+    scene = Scene(pids, view["gateway"] or {})
+    found = committed_devices(view)
+    device, memory, pid = "", [], None
+    if target == GMS:
+        if not found:
+            raise UnderstudyError("drill.no_memory", "no memory service has committed weights")
+        device = list(found)[number % len(found)]
+        pid = pids.gms.get(device)
+        memory = [MemoryBefore.of(found[device], pid=int(found[device].get("pid") or 0))]
+    else:
+        pid = FINDERS[target](scene)
+        memory = [MemoryBefore.of(each) for each in found.values()] * (target == GMS_SUPERVISOR)
+    name = f"the server of {device}" if device else target
+    pidfds = _hold_all(pid, name, stack)
+    return Victim(target, pidfds, scene.child, "", device, tuple(memory)), Standing.of(view)
+
+
+async def find_part_of_pool(
+    directory: Path, target: str, model: str, models: Sequence[str], stack: ExitStack
+) -> Victim | None:
+    """Find and hold a part of a pool, of `model` if each of the `models` has one; None: there is
+    no such process now.
+
+    Raises:
+        UnderstudyError: `drill.not_here`.
+    """
+    pids, gateway = await pids_of(directory), await status_of(gateway_part(directory))
+    scene = Scene(pids, gateway, model)
+    pid = FINDERS[target](scene)
+    if pid is None:
+        return None
+    device = place_served(pid, VERBS[target]) if target in VERBS else ""
+    whose = tuple(models) if target == GMS_SUPERVISOR else (model,)
+    pidfds = _hold_all(pid, target, stack)
+    return Victim(target, pidfds, scene.child, model, device, models=whose)
+
+
+def _hold_all(pid: int | None, what: str, stack: ExitStack) -> tuple[int, ...]:
+    first = stack.enter_context(hold(pid, what))
+    return first, *(stack.enter_context(hold(each, what)) for each in descendants(pid or 0))
+
+
+async def kill_part(victim: Victim, kill: Kill) -> None:
+    """SIGKILL, and wait until all its processes are gone.
+
+    Raises:
+        WaitTimeoutError: `drill.no_part`.
+    """
+    kill.killed_ms = clock.now_ms()
+    signal.pidfd_send_signal(victim.pidfds[0], signal.SIGKILL)
+
+    async def look() -> str | None:
+        is_done = all(is_gone(pidfd) for pidfd in victim.pidfds)
+        return None if is_done else "check their state with `ps`"
+
+    what = f"processes of {victim.target} did not end"
+    await wait_for(look, BACK_DEADLINE_S, "drill.no_part", what)
+    kill.gone_ms = clock.now_ms()
+
+
+async def wait_back(
+    directory: Path, victim: Victim, kill: Kill, say: Say = say_nothing, stretch: float = 1.0
+) -> None:
+    """Wait until the part works again with all that it had; records when.
+
+    Raises:
+        WaitTimeoutError: `drill.no_recovery` of memory, `drill.no_part`.
+    """
+
+    async def look() -> str | None:
+        return await MISSING[victim.target](directory, victim)
+
+    code = "drill.no_recovery" if victim.memory else "drill.no_part"
+    what = f"{kill.victim} did not come back"
+    await wait_for(look, BACK_DEADLINE_S * stretch, code, what, say)
+    kill.back_ms = clock.now_ms()
+
+
+async def _no_gateway(directory: Path, victim: Victim) -> str | None:
+    gateway = await status_of(gateway_part(directory))
+    scene = Scene(Pids(None, {}, {}), gateway)
+    if victim.target == GATEWAY_CHILD and scene.child == victim.child:
+        return "its child is the same"
+    return None if gateway.get("accepting") else str(gateway.get("error") or "it does not accept")
+
+
+async def _no_lockserver(directory: Path, victim: Victim) -> str | None:
+    return (await status_of(lockserver_part(directory))).get("error")
+
+
+async def _no_pool(directory: Path, victim: Victim) -> str | None:
+    pool = await status_of(pool_part(directory))
+    if pool.get("gateways") and not pool.get("recovering"):
+        return None
+    return str(pool.get("error") or "it is recovering")
+
+
+async def _no_memory(directory: Path, victim: Victim) -> str | None:
+    for before in victim.memory:
+        document = await _memory_status(directory, before.device, before.tag)
+        if (missing := before.missing(document)) is not None:
+            return missing
+    pids = await pids_of(directory)
+    for model in victim.models:
+        target = GMS if victim.target == GMS_SUPERVISOR else victim.target
+        pid = FINDERS[target](Scene(pids, {}, model))
+        if pid is None:
+            return f"the {target} server of {model} does not run"
+        tag = KV if target == GMS_KV else WEIGHTS
+        if target == GMS_KEEPER:
+            continue  # it has no socket
+        document = await _memory_status(directory, place_served(pid, VERBS[target]), tag)
+        if "error" in document:
+            return str(document["error"])
+    return None
+
+
+async def _memory_status(directory: Path, place: str, tag: str) -> Document:
+    path = gms_socket(str(directory), place, tag)
+    return await status_of(PodPart(place, path, gms_messages.CATALOGUE))
+
+
+# What a part still lacks, if anything.
+MISSING: Mapping[str, Callable[[Path, Victim], Awaitable[str | None]]] = {
+    LOCKSERVER: _no_lockserver,
+    POOL: _no_pool,
+    GATEWAY: _no_gateway,
+    GATEWAY_CHILD: _no_gateway,
+    **dict.fromkeys((GMS_SUPERVISOR, *VERBS), _no_memory),
+}
+
+
+@contextmanager
+def hold(pid: int | None, what: str) -> Iterator[int]:
+    """A pidfd of `pid`, a process that has just answered.
+
+    Raises:
+        UnderstudyError: `drill.not_here`, it is not visible here, or cannot be signalled.
+    """
+    is_below_init = bool(pid) and is_program_of_pid_1(pid or 0)
+    try:
+        # There is no process 0.
+        pidfd = os.pidfd_open(0 if not pid or pid == FIRST or is_below_init else pid)
+    except OSError as error:
+        reason = "it is pid 1 here" if pid == FIRST else "its process is not visible"
+        if is_below_init:
+            reason = "its init ends everything in this container with it, this drill too"
+        raise UnderstudyError(
+            "drill.not_here",
+            f"{what} cannot be killed from here: {reason}; run the drill in the node's PID "
+            "namespace",
+        ) from error
+    try:
+        yield pidfd
+    finally:
+        os.close(pidfd)
+
+
+def is_program_of_pid_1(pid: int) -> bool:
+    """Whether `pid` is what our init, pid 1 of this very namespace, keeps running."""
+    return parent(pid) == FIRST and init.__file__ in _words(FIRST)

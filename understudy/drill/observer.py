@@ -32,7 +32,7 @@ from plumbing.service.clock import SystemClock
 from plumbing.service.procfs import holds_flock, is_spent
 from plumbing.service.procfs import name as process_name
 from plumbing.wire.messages import Message
-from understudy.drill.records import GONE, LOCK, EngineDeath, EngineKill, Moment, Records
+from understudy.drill.records import GONE, LOCK, EngineDeath, Kill, Moment, Records
 
 clock = SystemClock()
 
@@ -122,7 +122,7 @@ class Observer:
 
     def __init__(self, directory: Path, engines: Mapping[str, str], records: Records) -> None:
         self._records = records
-        self._kill: EngineKill | None = None
+        self._kill: Kill | None = None
         self._tree = OldTree()
         self._states: dict[str, tuple[str, str]] = {}  # last state and note of each part
         self._running: dict[str, str] = {}  # the living incarnation of each engine
@@ -155,7 +155,7 @@ class Observer:
         """The one that lives, as far as is known."""
         return self._running.get(engine)
 
-    def expect(self, kill: EngineKill, tree: OldTree) -> None:
+    def expect(self, kill: Kill, tree: OldTree) -> None:
         """Attribute events from now on to `kill`; takes ownership of `tree`."""
         self._forget_tree()
         self._kill, self._tree = kill, tree
@@ -288,14 +288,14 @@ def _is_held(file: int) -> bool:
     return False
 
 
-def _after(kill: EngineKill, mono_ms: Any) -> float | None:
+def _after(kill: Kill, mono_ms: Any) -> float | None:
     """`mono_ms` if it is after the kill; events of an earlier failover are not."""
     if isinstance(mono_ms, (int, float)) and mono_ms >= kill.killed_ms:
         return float(mono_ms)
     return None
 
 
-def _earliest_detection(kill: EngineKill, mono_ms: Any) -> None:
+def _earliest_detection(kill: Kill, mono_ms: Any) -> None:
     seen_ms = _after(kill, mono_ms)
     if seen_ms is not None and (kill.detected_ms is None or seen_ms < kill.detected_ms):
         kill.detected_ms = seen_ms

@@ -15,20 +15,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.service.files import write_atomic
-from understudy.drill.records import LOCK, PHASES, EngineKill, Exchange, Moment, Outcome, Records
-from understudy.drill.streams import pause_at
-from understudy.drill.verdict import (
-    DrillReport,
+from understudy.drill.outcomes import (
     first_answers,
     moments_of,
     outcome_of,
+    pause_at,
+    pauses_in,
     phases_of,
     spread,
+    times_away,
 )
+from understudy.drill.records import LOCK, PHASES, Exchange, Kill, Moment, Outcome, Records
+from understudy.drill.verdict import DrillReport, pool_kills
 from understudy.host import ResourceUsage
 
 TEMPLATE = Path(__file__).parent / "page.html"
@@ -43,26 +45,18 @@ AFTER_LAST = 1.08  # of its length: room for the last label
 LENGTH_MIN_MS = 5.0
 LENGTH_UNKNOWN_MS = 1000.0  # of a timeline without events after the kill
 LOOK_BACK_MS = 10_000.0  # older requests are not considered
+SPANS_MAX = 20_000  # of all models: some 1.5 MiB
+LINES_MAX = 6_000  # requests in the lanes of all models: some 400 KiB
 PARTS_SEEN_WITHIN = 1000  # moments: every part reports its state when it is first watched
 
 Outcomes = Mapping[int, Outcome]  # of each exchange, by its id()
-
-
-class JudgedReport(Protocol):
-    """The verdict on a drill, of one pod or of a pool."""
-
-    problems: list[str]
-
-    @property
-    def passed(self) -> bool: ...
-    def to_dict(self, backend: str, machine: dict[str, Any]) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class SeenKill:
     """A kill, the first request answered after it, and the time of the next kill."""
 
-    kill: EngineKill
+    kill: Kill
     first: Exchange | None
     until_ms: float
     is_direct: bool = True
@@ -90,40 +84,14 @@ def page_data(
     usages: Mapping[str, tuple[ResourceUsage, ResourceUsage]],
     made_at: str,
 ) -> dict[str, Any]:
-    """The whole document."""
+    """The whole document. A pool's kills are shown in its models' lanes, all others one by one."""
     ordered = sorted(records.exchanges, key=lambda each: each.sent_ms)
     outcomes = {id(each): outcome_of(each, records) for each in ordered}
     began_ms = _began_ms(records, ordered)
-    firsts = first_answers(records.kills, ordered)
     parts = _part_kills(records, began_ms)
+    kills = [] if records.models else _seen_kills(records, ordered)
     moments = sorted(records.moments, key=lambda each: each.at_ms)
-    ends_ms = [*(kill.killed_ms for kill in records.kills[1:]), math.inf]
-    seen_kills = [
-        SeenKill(kill, first, end_ms, records.is_direct)
-        for kill, first, end_ms in zip(records.kills, firsts, ends_ms, strict=False)
-    ][:KILLS_MAX]
-    return {
-        **page_head(report, backend, machine, usages, made_at),
-        "kills_left_out": len(records.kills) - len(seen_kills),
-        "kills": [
-            _kill(number, seen, began_ms, _around(seen, ordered, outcomes), moments)
-            for number, seen in enumerate(seen_kills, 1)
-        ],
-        "part_kills": parts,
-        "back_ms": spread(part["back_ms"] for part in parts if part["back_ms"]).to_dict(),
-        "requests": dots_of(ordered, outcomes, began_ms),
-    }
-
-
-def page_head(
-    report: JudgedReport,
-    backend: str,
-    machine: Mapping[str, Any],
-    usages: Mapping[str, tuple[ResourceUsage, ResourceUsage]],
-    made_at: str,
-) -> dict[str, Any]:
-    """What the page says of every drill."""
-    return {
+    document = {
         "schema": SCHEMA,
         "made_at": made_at,
         "passed": report.passed,
@@ -133,11 +101,34 @@ def page_head(
             name: {"before": asdict(before), "after": asdict(after)}
             for name, (before, after) in usages.items()
         },
+        "kills_left_out": len(kills[KILLS_MAX:]),
+        "kills": [
+            _kill(number, seen, began_ms, _around(seen, ordered, outcomes), moments)
+            for number, seen in enumerate(kills[:KILLS_MAX], 1)
+        ],
+        "part_kills": parts,
+        "back_ms": spread(part["back_ms"] for part in parts if part["back_ms"]).to_dict(),
+        "requests": dots_of(ordered, outcomes, began_ms),
     }
+    if records.models:
+        models = [_model(name, records, ordered, outcomes) for name in records.models]
+        length_ms = 1000 * records.lasted_s
+        document["pool"] = {"length_ms": length_ms, "kills": pool_kills(records), "models": models}
+    return document
+
+
+def _seen_kills(records: Records, ordered: Sequence[Exchange]) -> list[SeenKill]:
+    kills = records.engine_kills
+    firsts = first_answers(kills, ordered)
+    ends_ms = [*(kill.killed_ms for kill in kills[1:]), math.inf]
+    return [
+        SeenKill(kill, first, end_ms, records.is_direct)
+        for kill, first, end_ms in zip(kills, firsts, ends_ms, strict=False)
+    ]
 
 
 def lanes(
-    moments: Sequence[Moment], kill: EngineKill, from_ms: float, to_ms: float
+    moments: Sequence[Moment], kill: Kill, from_ms: float, to_ms: float
 ) -> dict[str, list[list[Any]]]:
     """The states of each part, relative to the kill: `[from, to, state, note]`.
 
@@ -261,30 +252,94 @@ def dots_of(ordered: Sequence[Exchange], outcomes: Outcomes, began_ms: float) ->
 
 
 def _part_kills(records: Records, began_ms: float) -> list[dict[str, Any]]:
-    """The kills of parts that are not engines, in order; `back_ms`: how long each was away."""
-    deaths = [
-        (each.killed_ms, each.recovered_ms, f"gms of {each.device}")
-        for each in records.memory_kills
-    ]
-    deaths += [(each.killed_ms, each.back_ms, each.target) for each in records.part_kills]
+    """The kills that have no timeline, in order; `back_ms`: how long each victim was away."""
     return [
         {
-            "part": part,
-            "at_ms": _round(killed_ms - began_ms),
-            "back_ms": _round(back_ms - killed_ms) if back_ms is not None else None,
+            "part": f"{kill.target} of {kill.engine}, {kill.model} {kill.phase}"
+            if kill.engine
+            else f"{kill.victim}, {kill.model} {kill.phase}"
+            if kill.model
+            else kill.victim,
+            "at_ms": _round(kill.killed_ms - began_ms),
+            "back_ms": None if kill.took_ms is None else _round(kill.took_ms),
         }
-        for killed_ms, back_ms, part in sorted(deaths, key=lambda death: death[0])
+        for kill in records.kills
+        if kill.engine is None or records.models
     ]
 
 
 def _began_ms(records: Records, ordered: Sequence[Exchange]) -> float:
+    """When the first request was sent or the first kill was made; of a pool, the drill began."""
     starts_ms = [kill.killed_ms for kill in records.kills]
-    starts_ms += [kill.killed_ms for kill in records.memory_kills]
-    starts_ms += [kill.killed_ms for kill in records.part_kills]
-    return min([*starts_ms, *(each.sent_ms for each in ordered[:1])], default=0.0)
+    starts_ms += [each.sent_ms for each in ordered[:1]]
+    return records.began_ms if records.models else min(starts_ms, default=0.0)
 
 
-def _since(kill: EngineKill, at_ms: float | None) -> float | None:
+# ------------------------------------------------------------------ a pool: every model as a lane
+
+
+def _model(
+    name: str, records: Records, ordered: Sequence[Exchange], outcomes: Outcomes
+) -> dict[str, Any]:
+    share = max(1, len(records.models))
+    spans = _spans(name, records)
+    mine = [each for each in ordered if each.model == name]
+    away = times_away(records.turns, name)
+    lines = [_line(each, away, outcomes[id(each)], records.began_ms) for each in mine]
+    kept_spans, kept_lines = spans[-SPANS_MAX // share :], _even(lines, LINES_MAX // share)
+    return {
+        "name": name,
+        "engines": list(records.models[name]),
+        "spans": kept_spans,
+        "requests": kept_lines,
+        "left_out": len(spans) - len(kept_spans) + len(lines) - len(kept_lines),
+    }
+
+
+def _spans(name: str, records: Records) -> list[list[Any]]:
+    """`[from, to, state, reason]`, one after another."""
+    moments = sorted(
+        (each for each in records.turns if each.part == name), key=lambda each: each.at_ms
+    )
+    began_ms = records.began_ms
+    end_ms = began_ms + 1000 * records.lasted_s
+    ends = [*(each.at_ms for each in moments[1:]), end_ms]
+    return [
+        [
+            _round(max(0.0, moment.at_ms - began_ms)),
+            _round(max(0.0, moment.at_ms - began_ms, to_ms - began_ms)),
+            moment.state,
+            moment.note,
+        ]
+        for moment, to_ms in zip(moments, ends, strict=False)
+    ]
+
+
+def _line(
+    exchange: Exchange, away: Sequence[tuple[float, float]], outcome: Outcome, began_ms: float
+) -> list[Any]:
+    """`[sent, first token, end, outcome, engine, pauses]`."""
+
+    def since(at_ms: float | None) -> float | None:
+        return None if at_ms is None else _round(at_ms - began_ms)
+
+    pauses = [[since(each.from_ms), since(each.to_ms)] for each in pauses_in(exchange, away)]
+    times = (since(exchange.sent_ms), since(exchange.first_token_ms), since(exchange.ended_ms))
+    return [*times, outcome, exchange.engine, pauses]
+
+
+def _even(lines: list[list[Any]], most: int) -> list[list[Any]]:
+    """An even sample, with every pause and every fault as far as there is room."""
+    if len(lines) <= most:
+        return lines
+    special = [each for each in lines if each[5] or each[3] != Outcome.OK][:most]
+    plain = [each for each in lines if not each[5] and each[3] == Outcome.OK]
+    room = most - len(special)
+    step = max(1, -(-len(plain) // room)) if room else len(plain) + 1
+    return sorted([*special, *plain[::step]], key=lambda each: each[0])
+
+
+def _since(kill: Kill, at_ms: float | None) -> float | None:
     return _round(at_ms - kill.killed_ms) if at_ms is not None else None
 
 

@@ -67,6 +67,14 @@ DOCUMENTS = (
     "An inventory of the wardrobe. "
     + "One cloak, two masks, a crown of paper, boots in pairs. " * 9,
 )
+LONG_STREAM_TOKENS = 160  # longer than a turn with streams beside it: it is parked, and resumes
+# In the body of a stream that outlasts its model's turn.
+LONG_KINDS: Mapping[str, Mapping[str, Any]] = {
+    "stream": {},
+    "stream-seed": {"temperature": 1.0, "top_p": 0.9, "seed": 13},
+    "stream-penalties": {"repetition_penalty": 1.2, "frequency_penalty": 0.4},
+    "stream-usage": {"stream_options": {"include_usage": True}},
+}
 CHATS = ("Name three colours.", "What is a phone call?", "Count to seven.")
 
 
@@ -133,6 +141,30 @@ def bank_of(backend: str | None, model: str, *, is_long: bool) -> list[Prompt]:
     if is_long:
         return long_prompts(model)
     return all_prompts(model) if backend == "vllm" else varied_prompts(model)
+
+
+def pool_prompts(backend: str | None, model: str) -> list[Prompt]:
+    """Short and long streams, whole answers, and the state that must survive a pause; their keys
+    name the model."""
+    mixed = bank_of(backend, model, is_long=False)
+    common = {**mixed[0].body, "max_tokens": LONG_STREAM_TOKENS, "ignore_eos": True}
+    kinds = LONG_KINDS if backend != "vllm" else {"stream": {}}  # as in `bank_of`
+    long = [Prompt(name, mixed[0].path, {**common, **more}) for name, more in kinds.items()]
+    whole = Prompt("whole-stream", mixed[0].path, {**common, "stream": False})
+    return [
+        Prompt(f"{model}/{each.key}", each.path, each.body)
+        for each in _spread([*long, whole], mixed)
+    ]
+
+
+def _spread(few: Sequence[Prompt], many: Sequence[Prompt]) -> list[Prompt]:
+    """One of the few after every third of the many."""
+    rest, mixed = list(few), []
+    for number, each in enumerate(many):
+        if number % 3 == 0 and rest:
+            mixed.append(rest.pop(0))
+        mixed.append(each)
+    return [*mixed, *rest]
 
 
 async def model_name(target: Target) -> str:

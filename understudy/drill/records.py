@@ -19,13 +19,23 @@ from engine import messages as engine_messages
 SUPERVISOR = "supervisor"
 # Parts that are not engines: their deaths must not affect anything else.
 LOCKSERVER = "lockserver"
-GMS = "gms"  # a device's memory server
+GMS = "gms"  # a device's memory server; in a pool, that of a model's weights
 GMS_SUPERVISOR = "gms-supervisor"  # its servers die with it
 GATEWAY = "gateway"  # its children die with it
 GATEWAY_CHILD = "gateway-child"  # the one that has the clients' connections
 GATEWAYS = (GATEWAY, GATEWAY_CHILD)  # streams in them are lost with them
 PARTS = (LOCKSERVER, GMS, GMS_SUPERVISOR, *GATEWAYS)
-PHASES = ("detect", "fence", "grant", "wake", "serve")  # in the order in which they happen
+
+# Parts of a pool only.
+POOL = "pool"
+GMS_KV = "gms-kv"  # the server of a model's KV memory
+GMS_COPY = "gms-copy"  # the server of the copy of a model's weights in host memory
+GMS_KEEPER = "gms-keeper"  # the process that outlives that server with the copy
+POOL_ONLY = (POOL, GMS_KV, GMS_COPY, GMS_KEEPER)
+OF_MODEL = (GMS, GMS_KV, GMS_COPY, GMS_KEEPER)  # in a pool, each model has its own
+ALL_PARTS = (*PARTS, *POOL_ONLY)
+
+PHASES = ("detect", "fence", "grant", "wake", "serve")  # of a failover, in order
 
 LOCK = "lock active"  # the part whose states are those of the lock
 GONE = "gone"  # the state of an unreachable part
@@ -36,20 +46,22 @@ TARGETS = ("backend-http", "backend-model", SUPERVISOR)
 VLLM_TARGETS = ("api", "core", "worker", SUPERVISOR)
 BACKEND = "backend-"  # prefix of all backend processes in an engine's own names
 STOP = "stop:"  # SIGSTOP to a process of an engine: a simulated hang
+SHADOW = "shadow:"  # in a pool: a process of the engine that does not hold its model's lock
 
 
 def check_target(text: str) -> str:
-    """`text`, if it is a valid target. Whether the rank exists, the engine decides.
+    """`text`, if it is a valid target. The engine decides whether the rank exists.
 
     Raises:
         ValueError: with the valid targets.
     """
-    if text.startswith(STOP):
-        process = check_target(text.removeprefix(STOP))
-        if process in PARTS or process.startswith(STOP):
-            raise ValueError(f"{STOP} is for processes of an engine, and {process} is not one")
-        return STOP + process
-    if text in (*TARGETS, *PARTS) or re.fullmatch(r"backend-model-[1-9]\d?", text):
+    for prefix in (SHADOW, STOP):
+        if text.startswith(prefix):
+            process = check_target(text.removeprefix(prefix))
+            if process in ALL_PARTS or process.startswith((prefix, SHADOW)):
+                raise ValueError(f"{prefix} is for processes of an engine: {process} is not one")
+            return prefix + process
+    if text in (*TARGETS, *ALL_PARTS) or re.fullmatch(r"backend-model-[1-9]\d?", text):
         return text
     plain = text.removeprefix(BACKEND)
     if re.fullmatch(r"api|core|worker(-[1-9]\d?)?", plain):
@@ -58,8 +70,18 @@ def check_target(text: str) -> str:
     vllm = "api, core, worker, worker-1, … of vLLM"
     raise ValueError(
         f"must be one of {', '.join(TARGETS)}, {ranks}, {vllm}, or {', '.join(PARTS)}; {STOP}NAME"
-        " stops a process of an engine, to simulate a hang, instead of killing it"
+        " stops a process of an engine, to simulate a hang, instead of killing it; with --pool"
+        f" also {', '.join(POOL_ONLY)}, {SHADOW}PROCESS"
     )
+
+
+def is_only_in_pool(target: str) -> bool:
+    return target in POOL_ONLY or target.startswith(SHADOW)
+
+
+def process_of(target: str) -> str:
+    """The engine's process in a target: `backend-model` of `shadow:stop:backend-model`."""
+    return re.sub(rf"^({SHADOW}|{STOP})+", "", target)
 
 
 def base_targets(backend: str | None) -> tuple[str, ...]:
@@ -79,12 +101,12 @@ def targets_of(backend: str | None, processes: Iterable[str]) -> tuple[str, ...]
     return (*base, *(f"{prefix}{name}" for _, name in ranks), last)
 
 
-def asked_of_engine(target: str) -> engine_messages.KillMsg:
-    """The request to an engine that kills `target`."""
-    process = target.removeprefix(STOP)
+def kill_request(target: str) -> engine_messages.KillMsg:
+    """The message that makes an engine kill or stop `target`."""
+    process = process_of(target)
     if process != SUPERVISOR:
         process = BACKEND + process.removeprefix(BACKEND)
-    return engine_messages.KillMsg(process, is_stop=target.startswith(STOP))
+    return engine_messages.KillMsg(process, is_stop=STOP in target)
 
 
 class End(StrEnum):
@@ -110,7 +132,7 @@ class Outcome(StrEnum):
 
 
 class Prompt(Struct, frozen=True):
-    """One request of the drill: its path and body. The same engine always answers it the same."""
+    """One request of the drill: its path and body. Every engine must answer it the same."""
 
     key: str
     path: str
@@ -148,19 +170,22 @@ class Exchange(Struct):
     model: str = ""
 
 
-class EngineKill(Struct):
+class Kill(Struct):
     """One kill and the moments observed after it; None: not observed.
 
-    `deaths_ms`: when each process of the old engine was seen to have exited. `kept_blocks` of KV
-    memory were there for the next engine, as the old one had said last, and `adopted_blocks` are
-    those that its cache began with; `kv_note`: why there are none. `lock`: the one that the engine
-    may have held; `peers`: the engines that may be granted it next, () for all of the pod.
+    `engine`: whose process was killed; None: a part that is not an engine, then of `device` if it
+    is a memory server. `gone_ms`: when all processes of a part had exited; `back_ms`: when the
+    victim worked again. `deaths_ms`: when each process of the old engine was seen to have exited.
+    `kept_blocks` of KV memory were there for the next engine, as the old one had said last, and
+    `adopted_blocks` are those that its cache began with; `kv_note`: why there are none. `lock`: the
+    one that the engine may have held; `peers`: the engines that may be granted it next, () for all.
+    In a pool: the kill was made as `model` entered `phase`, and `result` says how it ended.
     """
 
     target: str
-    engine: str
-    old_token: int
-    killed_ms: float
+    engine: str | None = None
+    old_token: int = 0
+    killed_ms: float = 0.0
     detected_ms: float | None = None
     fenced_ms: float | None = None
     granted_ms: float | None = None
@@ -174,10 +199,25 @@ class EngineKill(Struct):
     kv_note: str = ""
     lock: str = "active"
     peers: tuple[str, ...] = ()
+    device: str = ""
+    gone_ms: float | None = None
+    back_ms: float | None = None
+    model: str = ""
+    phase: str = ""
+    result: str = ""
+
+    @property
+    def took_ms(self) -> float | None:
+        return None if self.back_ms is None else self.back_ms - self.killed_ms
+
+    @property
+    def victim(self) -> str:
+        """The engine, the device's server or the part."""
+        return self.engine or (f"{self.target} of {self.device}" if self.device else self.target)
 
 
 class Moment(Struct, frozen=True):
-    """`part`, an engine or `LOCK`, was in `state` from `at_ms` on."""
+    """`part`, an engine, a model or `LOCK`, was in `state` from `at_ms` on."""
 
     at_ms: float
     part: str
@@ -185,27 +225,29 @@ class Moment(Struct, frozen=True):
     note: str = ""
 
 
-class MemoryKill(Struct):
-    """The kill of a device's memory server: what it had, and when its successor had it again."""
+class Switch(Struct, frozen=True):
+    """A model is awake for which a request has waited, as the pool reports it."""
 
-    device: str
-    tag: str
-    pid: int
-    epoch: str
-    readers: frozenset[str]
-    killed_ms: float
-    recovered_ms: float | None = None
+    at_ms: float
+    model: str
+    victims: Sequence[str]
+    wait_ms: float
+    drain_ms: float
+    release_ms: float
+    raise_ms: float
+
+    @property
+    def length_ms(self) -> float:
+        """Without the wait until the switch could begin."""
+        return self.drain_ms + self.release_ms + self.raise_ms
 
 
-class PartKill(Struct):
-    """The kill of a part that is not an engine, when its processes were gone, and when it was
-    back. `child`: the gateway's serving child, by the pid that the gateway knows."""
+class StatedBound(Struct, frozen=True):
+    """The bound on a wait for this model that the pool stated at `at_ms`; None: it has none."""
 
-    target: str
-    killed_ms: float
-    back_ms: float | None = None
-    gone_ms: float | None = None
-    child: int | None = None
+    at_ms: float
+    model: str
+    bound_ms: float | None
 
 
 class Upgrade(Struct):
@@ -252,28 +294,44 @@ class Records(Struct):
     """Everything one drill observed.
 
     `overlaps`: grants while a process of the old engine was alive; `disturbed`: changes caused by
-    the death of a part; `deaths`: of engines, rehearsed or not. `memory` is set once a memory
-    server was killed, `upgrade` in an upgrade.
+    the death of a part; `deaths`: of engines, rehearsed or not. `memory` is set if a memory server
+    is to be killed, `upgrade` in an upgrade.
     `targets`: those of every engine of this pod, which are counted even if none was killed.
     `url`: the address outside the pod that clients used, if they did.
     `is_direct`: engines answered the clients themselves. Behind a gateway, a token says where an
     answer began, and text that follows it may be of any newer engine.
+    In a pool: `models` with their engines, their states (`turns`), and `not_reached`: the kills for
+    which no model entered the phase in time.
     """
 
     exchanges: list[Exchange] = []
-    kills: list[EngineKill] = []
+    kills: list[Kill] = []
     moments: deque[Moment] = field(default_factory=lambda: deque(maxlen=MOMENTS_MAX))
     expected: dict[str, Exchange] = {}
     overlaps: list[str] = []
     grants_checked: int = 0
-    memory_kills: list[MemoryKill] = []
-    part_kills: list[PartKill] = []
     memory: MemoryUse | None = None
     disturbed: list[str] = []
     upgrade: Upgrade | None = None
     deaths: list[EngineDeath] = []
     burn: BurnUse | None = None
+    began_ms: float = 0.0
     lasted_s: float = 0.0
     targets: Sequence[str] = TARGETS
     is_direct: bool = True
     url: str = ""
+    models: dict[str, tuple[str, ...]] = {}
+    turns: list[Moment] = []
+    switches: list[Switch] = []
+    bounds: list[StatedBound] = []
+    not_reached: list[str] = []
+
+    @property
+    def mode(self) -> str:
+        if self.models:
+            return "pool"
+        return "direct" if self.is_direct else "gateway"
+
+    @property
+    def engine_kills(self) -> list[Kill]:
+        return [kill for kill in self.kills if kill.engine is not None]

@@ -1,34 +1,47 @@
 """One drill from start to end: learn the answers, load the pod, kill, wait, kill again.
 
 Owns the order of the steps and the progress lines; judges nothing. It is kept lean, because it
-shares its CPU cores with the pod whose speed it reports.
+shares its CPU cores with the pod whose speed it reports. `pool.py` has what is different in a pool.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+import socket
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
-from plumbing.errors import UnderstudyError, UsageError, WaitTimeoutError
+from plumbing.errors import UnderstudyError, UnreachableError, UsageError
 from plumbing.part.format import duration
-from plumbing.part.paths import engine_sockets
+from plumbing.part.paths import engine_sockets, lockserver_socket
 from plumbing.service.clock import SystemClock
-from understudy.drill import part_killer
-from understudy.drill.burn import Burn
 from understudy.drill.clients import Target, inside_target, send, stream_without_pause
-from understudy.drill.kept import note_adoption
-from understudy.drill.killer import WHOLE_DEADLINE_S, Whole, kill_active, wait_whole
+from understudy.drill.killer import (
+    WHOLE_DEADLINE_S,
+    Standing,
+    Whole,
+    committed_devices,
+    find_part,
+    kill_engine,
+    kill_part,
+    note_adoption,
+    wait_back,
+    wait_for,
+    wait_whole,
+)
+from understudy.drill.machine import Burn, PhysicalMemory, roots_of
 from understudy.drill.observer import Observer
-from understudy.drill.part_killer import PhysicalMemory, Standing
 from understudy.drill.prompts import bank_of, learn_answers, model_name, read_expected
 from understudy.drill.records import (
     GATEWAYS,
     GMS,
     PARTS,
-    EngineKill,
+    Exchange,
+    Kill,
     MemoryUse,
     Prompt,
     Records,
@@ -42,10 +55,16 @@ from understudy.status.gather import engine_parts, gather, pids_of, require_pod,
 
 FIRST_WHOLE_DEADLINE_S = 7200.0  # a first start may wait two hours for the weights
 ANSWERS_DEADLINE_S = 90.0  # longer than a client waits for a silent server
-ANSWERS_POLL_S = 0.01
 UP_DEADLINE_S = 300.0  # a container's probe may run only every ten seconds
 TAKEOVER_DEADLINE_S = 90.0  # more than the wake budget (60 s) and the hold (10 s)
+PROBE_PAUSE_S = 0.002  # else a refusing port gets thousands of requests a second
+GONE_AFTER_S = 3.0  # a part that is restarted listens again within a second
+LOOK_S = 1.0  # the look costs the pod one connection
 
+# Flags of both backends: the KV cache in memory that outlives its engine, and not using that.
+LENT_KV, NO_ADOPTION = ("--kv-memory", "gms"), ("--no-kv-adoption",)
+
+T = TypeVar("T")
 clock = SystemClock()
 
 
@@ -59,6 +78,7 @@ class DrillPlan:
     `burn`: number of busy loops per CPU meanwhile; `duration_s`: spread the kills over this time.
     `has_long_prompts`: most requests share a long beginning.
     `outside`: where clients send requests instead of to the pod itself.
+    `switches`: of a pool, how many to wait for after the last kill.
     """
 
     kills: int = 20
@@ -71,14 +91,17 @@ class DrillPlan:
     duration_s: float = 0.0
     has_long_prompts: bool = False
     outside: Target | None = None
+    switches: int = 0
 
     @property
     def kills_wanted(self) -> int:
         return 0 if self.is_upgrade else self.kills
 
-    def stretched_s(self, deadline_s: float) -> float:
-        """A deadline on the busy machine: loops of the same priority leave the pod its share."""
-        return deadline_s * (1 + self.burn)
+    @property
+    def stretch(self) -> float:
+        """By how much deadlines are longer on the busy machine: busy loops of the same priority
+        leave the pod its share."""
+        return 1.0 + self.burn
 
 
 class Drill:
@@ -95,13 +118,11 @@ class Drill:
         its containers have passed their startup probes: before that a hang goes unnoticed."""
         self.records = Records()
         self.directory = directory
-        self._plan = plan
-        self._say = say
-        self._targets = tuple(plan.targets)
-        self._runner = runner
-        self._physical = PhysicalMemory()
         self.prompts: list[Prompt] = []
         self.backend: str | None = None  # of the engines; known after `prepare`
+        self._plan, self._say, self._runner = plan, say, runner
+        self._targets = tuple(plan.targets)
+        self._physical = PhysicalMemory()
 
     async def prepare(self) -> Target:
         """Wait until the pod is ready for a failover, and learn the expected answers.
@@ -117,9 +138,9 @@ class Drill:
         self.records.targets = base_targets(self.backend)
         self.records.is_direct = whole.is_direct
         processes = targets_of(self.backend, backend.get("pids") or ())
-        gateways = GATEWAYS if whole.is_direct else ()
-        self._refuse_targets(gateways)
-        also = [part for part in self._plan.also if part not in gateways]
+        absent = GATEWAYS if whole.is_direct else ()
+        self._refuse_targets(absent)
+        also = [part for part in self._plan.also if part not in absent]
         self._targets = self._targets or (*processes, *also)
         inside = inside_target(whole.service)
         target = self._plan.outside or inside
@@ -165,39 +186,15 @@ class Drill:
 
     async def run(self, target: Target) -> None:
         """All kills under load. Raises what ended the drill early; `records` is valid anyway."""
-        stopping = asyncio.Event()
+        records, stopping = self.records, asyncio.Event()
         burn = Burn(self._plan.burn)
-        self.records.burn = burn.use if self._plan.burn else None
+        records.burn = burn.use if self._plan.burn else None
         burn.start()
-        began_ms = clock.now_ms()
-        engines = engine_sockets(self.directory)
-        observer = Observer(self.directory, engines, self.records)
-        exchanges = self.records.exchanges
-        clients = [
-            asyncio.create_task(
-                stream_without_pause(target, self.prompts, number, exchanges.append, stopping)
-            )
-            for number in range(self._plan.clients)
-        ]
+        records.began_ms = clock.now_ms()
+        observer = Observer(self.directory, engine_sockets(self.directory), records)
+        clients = [asyncio.create_task(each) for each in self._clients(target, stopping)]
         try:
-            if self._plan.is_upgrade:
-                await self._upgrade(observer)
-            elif GMS in self._targets:
-                await self._watch_memory()
-            for number, what in zip(
-                range(1, self._plan.kills_wanted + 1), itertools.cycle(self._targets), strict=False
-            ):
-                await self._until_due(began_ms, number - 1)
-                await self._all_up(observer)
-                whole = await self._whole()
-                if what == GMS:
-                    await self._kill_memory(number)
-                elif what in PARTS:
-                    await self._kill_part(number, what)
-                else:
-                    await self._kill(number, what, whole, target, observer)
-            await self._until_due(began_ms, self._plan.kills_wanted)
-            await self._whole()  # the last victim recovers, too
+            await self._make_kills(target, observer)
             stopping.set()
             await asyncio.gather(*clients)
         finally:
@@ -207,98 +204,100 @@ class Drill:
             await observer.close()
             await self._physical.close()
             burn.stop()
-            self.records.lasted_s = (clock.now_ms() - began_ms) / 1000
-            if self.records.memory is not None:
-                self.records.memory.peak_bytes = self._physical.peak_bytes
+            records.lasted_s = (clock.now_ms() - records.began_ms) / 1000
+            if records.memory is not None:
+                records.memory.peak_bytes = self._physical.peak_bytes
+
+    def _clients(
+        self, target: Target, stopping: asyncio.Event
+    ) -> Iterable[Coroutine[Any, Any, None]]:
+        done = self.records.exchanges.append
+        for number in range(self._plan.clients):
+            yield stream_without_pause(target, self.prompts, number, done, stopping)
+
+    async def _make_kills(self, target: Target, observer: Observer) -> None:
+        if self._plan.is_upgrade:
+            await self._upgrade(observer)
+        elif GMS in self._targets:
+            await self._watch_memory()
+        wanted = range(self._plan.kills_wanted)
+        for number, what in zip(wanted, itertools.cycle(self._targets), strict=False):
+            await self._until_due(number)
+            await self._all_up(observer)
+            whole = await self._whole()
+            if what in PARTS:
+                await self._kill_part(number + 1, what)
+            else:
+                await self._kill_engine(number + 1, what, whole, target, observer)
+        await self._until_due(self._plan.kills_wanted)
+        await self._whole()  # the last victim recovers, too
 
     async def _upgrade(self, observer: Observer) -> None:
         """Give both engines a new configuration, and send requests to both."""
         assert self._runner is not None  # upgrades are for pods that we run
         self.records.upgrade = Upgrade(f"{SETTING}={VALUE}")
-        await self._answers(2 * self._plan.clients)
-        upgrader = Upgrader(
-            self.directory,
-            self._runner,
-            observer,
-            self._say,
-            lambda: self._answers(2 * self._plan.clients),
-        )
+        await self._answers()
+        upgrader = Upgrader(self.directory, self._runner, observer, self._say, self._answers)
         await upgrader.run(self.records.upgrade)
 
-    async def _until_due(self, began_ms: float, kills: int) -> None:
+    async def _until_due(self, kills: int) -> None:
         """Wait until the time for so many kills has passed."""
         share = kills / max(1, self._plan.kills_wanted)
-        due_ms = began_ms + 1000 * self._plan.duration_s * share
+        due_ms = self.records.began_ms + 1000 * self._plan.duration_s * share
         await asyncio.sleep(max(0.0, due_ms - clock.now_ms()) / 1000)
 
     async def _whole(self) -> Whole:
-        deadline_s = self._plan.stretched_s(WHOLE_DEADLINE_S)
-        return await wait_whole(self.directory, self._say, deadline_s)
-
-    def _not_up(self) -> Sequence[str]:
-        return self._runner.not_up() if self._runner is not None else ()
+        return await wait_whole(self.directory, self._say, WHOLE_DEADLINE_S * self._plan.stretch)
 
     async def _watch_memory(self) -> None:
         """Note the committed memory, and start sampling the physical memory."""
         view = await gather(self.directory)
-        sizes = [
-            int(each["committed_bytes"]) for each in part_killer.committed_devices(view).values()
-        ]
+        sizes = [int(each["committed_bytes"]) for each in committed_devices(view).values()]
         self.records.memory = MemoryUse(sum(sizes), min(sizes, default=0))
-        self._physical.watch(part_killer.roots_of(await pids_of(self.directory)))
+        self._physical.watch(roots_of(await pids_of(self.directory)))
 
     async def _all_up(self, observer: Observer) -> None:
-        """Wait until every container has passed its startup probe, and the lock server is watched.
+        """Wait until every container has passed its startup probe, and its watches are connected.
 
         Raises:
             WaitTimeoutError: `drill.not_up`, with what is missing.
         """
-        deadline_s = self._plan.stretched_s(UP_DEADLINE_S)
-        end_ms = clock.now_ms() + deadline_s * 1000
-        while self._not_up() or not observer.is_watching_lock:
-            if clock.now_ms() > end_ms:
-                missing = ", ".join(self._not_up()) or "the lock server"
-                raise WaitTimeoutError(
-                    "drill.not_up", f"{missing} did not come back within {deadline_s:g} s"
-                )
-            await asyncio.sleep(ANSWERS_POLL_S)
+
+        async def look() -> str | None:
+            return ", ".join(self._not_up(observer)) or None
+
+        deadline_s = UP_DEADLINE_S * self._plan.stretch
+        await wait_for(look, deadline_s, "drill.not_up", "the pod was not up again")
+
+    def _not_up(self, observer: Observer) -> list[str]:
+        missing = list(self._runner.not_up()) if self._runner is not None else []
+        return missing + ([] if observer.is_watching_lock else ["the lock server"])
 
     async def _kill_part(self, number: int, what: str) -> None:
         """Kill a part that is not an engine, and record what else its death has changed."""
-        kill, before, memory = await part_killer.kill_part(self.directory, what)
-        self.records.part_kills.append(kill)
-        await part_killer.wait_back(self.directory, kill, memory)
+        kill = Kill(what)
+        made = sum(each.target == what for each in self.records.kills)
+        with ExitStack() as stack:
+            victim, before = await find_part(self.directory, what, stack, made)
+            kill.device = victim.device
+            self.records.kills.append(kill)
+            await kill_part(victim, kill)
+        await wait_back(self.directory, victim, kill, self._say, self._plan.stretch)
         await self._whole()
-        await self._answers(2 * self._plan.clients)
-        await self._compare(what, before)
-        took_ms = (kill.back_ms or kill.killed_ms) - kill.killed_ms
-        self._say(f"kill {number}/{self._plan.kills}  {what}  back after {duration(took_ms)}")
-
-    async def _compare(self, what: str, before: Standing) -> None:
-        """Record what the death of `what` has changed."""
+        if self.records.memory is not None:  # earlier kills may have replaced engines
+            self._physical.watch(roots_of(await pids_of(self.directory)))
+        await self._answers()
         changes = before.changes(Standing.of(await gather(self.directory)))
-        self.records.disturbed += [f"after the death of {what}, {changed}" for changed in changes]
+        about = f"after the death of {kill.victim}"
+        self.records.disturbed += [f"{about}, {changed}" for changed in changes]
+        took = duration(kill.took_ms or 0.0)
+        self._say(f"kill {number}/{self._plan.kills}  {kill.victim}  back after {took}")
 
-    async def _kill_memory(self, number: int) -> None:
-        """Kill a memory server, and record what else its death has changed."""
-        made = len(self.records.memory_kills)
-        kill, before = await part_killer.kill_server(self.directory, made)
-        self.records.memory_kills.append(kill)
-        await part_killer.wait_recovered(self.directory, kill, self._say)
-        # Earlier kills may have replaced engines.
-        self._physical.watch(part_killer.roots_of(await pids_of(self.directory)))
-        await self._answers(2 * self._plan.clients)
-        await self._compare(f"the server of {kill.device}", before)
-        took_ms = (kill.recovered_ms or kill.killed_ms) - kill.killed_ms
-        self._say(
-            f"kill {number}/{self._plan.kills}  gms server of {kill.device}  "
-            f"recovered after {duration(took_ms)}"
-        )
-
-    async def _kill(
+    async def _kill_engine(
         self, number: int, what: str, whole: Whole, target: Target, observer: Observer
     ) -> None:
-        kill = await kill_active(self.directory, what, whole, observer)
+        kill = Kill(what, whole.engine, whole.token)
+        await kill_engine(self.directory, kill, observer)
         self.records.kills.append(kill)
         took_ms = await self._probe(kill, target)
         await note_adoption(self.directory, kill)
@@ -307,43 +306,92 @@ class Drill:
             f"{kill.new_engine or 'its successor'} answered after {duration(took_ms)}"
         )
 
-    async def _answers(self, count: int) -> None:
-        """Wait until `count` more requests have completed, so that a recovered part is used, too.
+    async def _answers(self) -> None:
+        """Wait until every client has had two more answers, so that a recovered part is used, too.
 
         Raises:
             WaitTimeoutError: `drill.no_answers`.
         """
-        goal = len(self.records.exchanges) + count
-        deadline_s = self._plan.stretched_s(ANSWERS_DEADLINE_S)
-        end_ms = clock.now_ms() + deadline_s * 1000
-        while len(self.records.exchanges) < goal:
-            if clock.now_ms() > end_ms:
-                raise WaitTimeoutError(
-                    "drill.no_answers",
-                    f"{count} requests did not complete within {deadline_s:g} s, although"
-                    " nothing was killed",
-                )
-            await asyncio.sleep(ANSWERS_POLL_S)
+        goal = len(self.records.exchanges) + 2 * self._plan.clients
 
-    async def _probe(self, kill: EngineKill, target: Target) -> float:
-        """Send requests until the new active engine answers; milliseconds since the kill."""
+        async def look() -> str | None:
+            missing = goal - len(self.records.exchanges)
+            return f"{missing} are missing, although nothing was killed" if missing > 0 else None
+
+        deadline_s = ANSWERS_DEADLINE_S * self._plan.stretch
+        await wait_for(look, deadline_s, "drill.no_answers", "requests did not complete")
+
+    async def _probe(self, kill: Kill, target: Target) -> float:
+        """Send requests until the new active engine answers; milliseconds since the kill.
+
+        Raises:
+            WaitTimeoutError: `drill.no_takeover`.
+        """
         # Only a stream shows its first token when it is there.
         streams = [each for each in self.prompts if each.body.get("stream")]
         prompts = itertools.cycle(streams or self.prompts)
-        deadline_s = self._plan.stretched_s(TAKEOVER_DEADLINE_S)
-        end_ms = kill.killed_ms + deadline_s * 1000
-        while True:
+
+        async def look() -> Exchange | str:
             exchange = await send(target, next(prompts))
             self.records.exchanges.append(exchange)
             is_newer = exchange.token is not None and exchange.token > kill.old_token
             if is_newer and exchange.first_token_ms is not None:
-                return exchange.first_token_ms - kill.killed_ms
-            if exchange.ended_ms > end_ms:
-                raise WaitTimeoutError(
-                    "drill.no_takeover",
-                    f"no engine took over from {kill.engine} within {deadline_s:g} s; "
-                    "the last "
-                    f"request: {exchange.end}, status {exchange.status}, {exchange.detail}",
-                )
-            # Without this, a refusing port would get thousands of requests a second.
-            await asyncio.sleep(0.002)
+                return exchange
+            return f"the last request: {exchange.end}, status {exchange.status}, {exchange.detail}"
+
+        deadline_s = TAKEOVER_DEADLINE_S * self._plan.stretch
+        what = f"no engine took over from {kill.engine}"
+        found = await wait_for(look, deadline_s, "drill.no_takeover", what, poll_s=PROBE_PAUSE_S)
+        return (found.first_token_ms or found.ended_ms) - kill.killed_ms
+
+
+# ------------------------------------------------------------------ a pod that is gone
+
+
+async def unless_gone(directory: Path, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled if the pod in `directory` is gone: what it waits for
+    will not come. A drill kills one part at a time, so some part of a living pod always listens.
+
+    Raises:
+        UnreachableError: `drill.pod_gone`.
+    """
+    working, watching = asyncio.create_task(work), asyncio.create_task(_until_gone(directory))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        watching.result()
+        raise UnreachableError(
+            "drill.pod_gone",
+            f"the pod in {directory} is gone: for {GONE_AFTER_S:g} s no part of it has listened;"
+            " see its logs, and start it again with `understudy up`",
+            dir=str(directory),
+        )
+    finally:
+        working.cancel()
+        watching.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _until_gone(directory: Path) -> None:
+    """Return once no part has listened for so long."""
+    seen_ms = clock.now_ms()
+    while clock.now_ms() - seen_ms < GONE_AFTER_S * 1000:
+        await asyncio.sleep(LOOK_S)
+        # The lock server comes first, as it is nearly always there.
+        paths = [lockserver_socket(str(directory)), *map(str, directory.glob("*.sock"))]
+        if any(listens(path) for path in paths):
+            seen_ms = clock.now_ms()
+
+
+def listens(path: str) -> bool:
+    """Whether a process may listen on the Unix socket `path`: only the kernel's refusal says no."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(path)
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError:  # a full backlog is one of a listener
+            return True
+    return True

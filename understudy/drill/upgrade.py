@@ -21,7 +21,7 @@ from plumbing.part.peers import ask
 from plumbing.service.clock import SystemClock
 from understudy.drill.killer import Whole, backend_processes, wait_whole
 from understudy.drill.observer import Observer, OldTree
-from understudy.drill.records import EngineKill, Upgrade
+from understudy.drill.records import Kill, Upgrade
 from understudy.pod.runner import PodRunner
 
 # A real setting of every backend that no answer depends on.
@@ -75,9 +75,7 @@ class Upgrader:
         tree = OldTree.of(pids, self._serving_file(before.engine))
         upgrade.source, upgrade.old_token = before.engine, before.token
         # At the grant, the old backend must be gone here, too, or have stopped serving.
-        self.observer.expect(
-            EngineKill(SWITCHOVER, before.engine, before.token, clock.now_ms()), tree
-        )
+        self.observer.expect(Kill(SWITCHOVER, before.engine, before.token, clock.now_ms()), tree)
         question = lock_messages.SwitchOverMsg("active", to, round(SWITCHOVER_TIMEOUT_S * 1000))
         answered = await ask(
             str(self.directory / LOCKSERVER_SOCKET),

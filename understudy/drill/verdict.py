@@ -1,339 +1,538 @@
 """The verdict of a drill: records in, report out. Pure; nothing here measures or waits.
 
-A stream that was cut is broken; if its text before the cut is not a prefix of the expected answer,
-it is wrong. Broken and lost requests are expected in direct mode, and behind a gateway only where
-the gateway's own process was killed. In direct mode, text of an older grant that arrives after text
-of a newer one means that two engines served. A drill that measured nothing must not look like one
-that found nothing: whatever could not be checked is a problem, and a drill with problems has
-failed.
+`RULES` is the verdict: each rule names what must not be found. A drill that measured nothing must
+not look like one that found nothing, so rules also cover what could not be checked.
 """
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import msgspec
 
-from understudy.drill.kept import COMPARED, KvShare, kv_share
-from understudy.drill.problems import (
-    burn_problems,
-    false_deaths,
-    outside_problems,
-    part_problems,
-    problems_of,
-    upgrade_problems,
+from understudy.drill.outcomes import (
+    Spread,
+    doubled_pieces,
+    failover_pauses,
+    first_answers,
+    is_explained,
+    outcome_of,
+    pauses_in,
+    phases_of,
+    served_out_of_order,
+    spread,
+    switchover_pause,
+    times_away,
 )
 from understudy.drill.records import (
     GMS,
     PARTS,
     PHASES,
-    BurnUse,
-    End,
-    EngineKill,
+    POOL,
+    EngineDeath,
     Exchange,
-    MemoryUse,
+    Kill,
     Outcome,
     Records,
-    Upgrade,
+    StatedBound,
 )
-from understudy.drill.streams import blamed, doubled_pieces, pauses_of
 
-UNAVAILABLE = frozenset({429, 503})  # the server refused for now
+ENGINES_MIN = 2  # an active engine and a standby
+CUT_CODE = "pool.cut"  # the marked error of a request that could neither finish nor be parked
 
-# Attributes of a report that are keys of its JSON document as they are.
-IN_DOCUMENT = (
-    *("passed", "problems", "requests", "kills", "killed"),
-    *("refused", "wrong_tokens", "double_active", "false_deaths", "lost_in_flight", "lasted_s"),
-    *("mode", "broken_streams", "doubled_tokens", "resumed", "lost_in_gateway"),
-)
+# Causes of deaths that an upgrade or a pool wants. A supervisor that exits may be gone before its
+# last event is read.
+WANTED_BY_UPGRADE = frozenset({"", "sigterm", "second_signal", "drained", "hand_over"})
+WANTED_BY_POOL = frozenset({"", "asked_to_be_cold"})
+
+
+# Of the report of a drill without adoption, in the document of the one that it is compared with.
+COMPARED = ("passed", "requests", "kills", "resumed", "failover_ms", "pause_ms")
+
+DIRECT, BEHIND, IN_POOL = "direct", "gateway", "pool"  # the modes of a drill
+EVERY = (DIRECT, BEHIND, IN_POOL)
+ONE_MODEL = (DIRECT, BEHIND)
+
+
+class Evidence:
+    """The records of a drill, with what follows from them."""
+
+    def __init__(self, records: Records, kills_wanted: int, switches_wanted: int = 0) -> None:
+        self.records, self.mode = records, records.mode
+        self.kills_wanted, self.switches_wanted = kills_wanted, switches_wanted
+        self.outcomes = [(each, outcome_of(each, records)) for each in records.exchanges]
+        self.bounds = Bounds(records.bounds)
+
+    def of(self, *outcomes: Outcome) -> list[Exchange]:
+        return [exchange for exchange, outcome in self.outcomes if outcome in outcomes]
+
+    @cached_property
+    def failovers(self) -> list[tuple[Kill, Exchange | None]]:
+        """Each kill of an engine's process, and the first answer after it."""
+        kills = self.records.engine_kills
+        return list(zip(kills, first_answers(kills, self.records.exchanges), strict=True))
+
+    @cached_property
+    def failovers_ms(self) -> list[float]:
+        return [
+            first.first_token_ms - kill.killed_ms
+            for kill, first in self.failovers
+            if first is not None and first.first_token_ms is not None
+        ]
+
+    @cached_property
+    def parked(self) -> list[float]:
+        """How long each stream paused that continued in its model's next turn."""
+        away = {name: times_away(self.records.turns, name) for name in self.records.models}
+        return [
+            pause.length_ms
+            for each in self.records.exchanges
+            for pause in pauses_in(each, away.get(each.model, ()))
+        ]
+
+    @cached_property
+    def waits(self) -> list[tuple[Exchange, float]]:
+        """Each request's time until its first text, or until its end if it got none."""
+        return [
+            (each, (each.ended_ms if each.first_token_ms is None else each.first_token_ms))
+            for each in self.records.exchanges
+        ]
+
+    def longest_wait(self, model: str | None = None) -> float | None:
+        """The longest wait, as a share of the bound that the pool stated for it."""
+        return _longest(
+            self.bounds.share(each.model, each.sent_ms, until_ms)
+            for each, until_ms in self.waits
+            if model in (None, each.model)
+        )
+
+    def longest_pause(self) -> float | None:
+        return _longest(
+            self.bounds.share(each.model, *max(pairwise(each.text_ms), key=lambda g: g[1] - g[0]))
+            for each in self.records.exchanges
+            if len(each.text_ms) > 1
+        )
+
+
+class Bounds:
+    """The bounds that the pool stated, by model and time."""
+
+    def __init__(self, stated: Iterable[StatedBound]) -> None:
+        self._stated: dict[str, list[StatedBound]] = {}
+        for each in sorted(stated, key=lambda one: one.at_ms):
+            self._stated.setdefault(each.model, []).append(each)
+
+    def share(self, model: str, from_ms: float, to_ms: float) -> float | None:
+        """A time of waiting, divided by the largest bound that was stated from just before it until
+        it was over; None: none was, or there is no bound."""
+        stated = self._stated.get(model, [])
+        first = max(0, bisect_right(stated, from_ms, key=lambda each: each.at_ms) - 1)
+        last = bisect_right(stated, to_ms, key=lambda each: each.at_ms)
+        found = [each.bound_ms for each in stated[first : max(last, first + 1)] if each.bound_ms]
+        return (to_ms - from_ms) / max(found) if found else None
+
+
+def _longest(shares: Iterable[float | None]) -> float | None:
+    known = [each for each in shares if each is not None]
+    return round(max(known), 4) if known else None
+
+
+# ------------------------------------------------------------------ the rules
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
-    """p50, p99 and max of a sample in milliseconds; None where nothing was measured."""
+class Rule:
+    """What must not be found. `sentence`: the problem, with {count} and {all} or {first} of what
+    was found, or one problem for {each}; empty: the number in the report says it. `modes`: of the
+    drills for which it holds."""
 
-    p50: float | None
-    p99: float | None
-    max: float | None
+    name: str
+    found: Callable[[Evidence], Sequence[object]]
+    sentence: str = "{each}"
+    modes: tuple[str, ...] = EVERY
 
-    def to_dict(self) -> dict[str, float | None]:
-        return asdict(self)
+    def problems(self, evidence: Evidence) -> list[str]:
+        found = [str(each) for each in self.found(evidence)]
+        if not found or not self.sentence or evidence.mode not in self.modes:
+            return []
+        if "{each}" in self.sentence:
+            return [self.sentence.format(each=each) for each in found]
+        names = {"count": len(found), "first": found[0], "all": ", ".join(found)}
+        return [self.sentence.format(**names)]
+
+
+def _details(exchanges: Iterable[Exchange]) -> list[str]:
+    return [f"{each.model}: {each.detail}" if each.model else each.detail for each in exchanges]
+
+
+def _cut(evidence: Evidence) -> list[Exchange]:
+    return [each for each in evidence.records.exchanges if CUT_CODE in each.detail]
+
+
+def _but_cut(evidence: Evidence, outcome: Outcome) -> list[Exchange]:
+    """A pool's cut is counted apart, whether a client saw it as a status or in its stream."""
+    is_pool = evidence.mode == IN_POOL
+    return [e for e in evidence.of(outcome) if not (is_pool and CUT_CODE in e.detail)]
+
+
+def _doubled(evidence: Evidence) -> list[int]:
+    """A number for each piece of text that came twice."""
+    expected = evidence.records.expected
+    exchanges = evidence.records.exchanges
+    return list(range(sum(doubled_pieces(each, expected.get(each.prompt)) for each in exchanges)))
+
+
+def _double_active(evidence: Evidence) -> list[str]:
+    late = served_out_of_order(evidence.records.exchanges) if evidence.records.is_direct else []
+    return [
+        *evidence.records.overlaps,
+        *(f"{e.engine} sent text under token {e.token} after a newer grant served" for e in late),
+    ]
+
+
+def false_deaths(evidence: Evidence) -> list[EngineDeath]:
+    """Deaths of engines that neither the drill nor the pool wanted."""
+    records = evidence.records
+    killed = {kill.incarnation for kill in records.engine_kills}
+    wanted = WANTED_BY_UPGRADE if records.upgrade is not None else frozenset()
+    wanted = WANTED_BY_POOL if evidence.mode == IN_POOL else wanted
+    return [
+        death
+        for death in records.deaths
+        if death.incarnation not in killed and death.cause not in wanted
+    ]
+
+
+def _said_deaths(evidence: Evidence) -> list[str]:
+    return [
+        f"{each.engine} died although nothing had been killed: {each.message}"
+        for each in false_deaths(evidence)
+    ]
+
+
+def _fewer(made: int, wanted: int) -> list[str]:
+    return [f"only {made} of {wanted}"] if made < wanted else []
+
+
+def _starved(evidence: Evidence) -> list[str]:
+    """Models, or the only one, that gave no whole answer."""
+    whole = {each.model for each in evidence.of(Outcome.OK)}
+    models = evidence.records.models
+    return [name for name in models if name not in whole] if models else ["the pod"] * (not whole)
+
+
+def _stray(evidence: Evidence) -> list[str]:
+    lost = evidence.of(Outcome.LOST, Outcome.BROKEN)
+    kills = evidence.records.engine_kills
+    return _details(each for each in lost if not is_explained(each, kills))
+
+
+def _away(evidence: Evidence) -> list[str]:
+    """Victims that did not come back; an engine with a standby is judged by its successor."""
+    return [
+        kill.victim
+        for kill in evidence.records.kills
+        if kill.back_ms is None and (kill.engine is None or evidence.mode == IN_POOL)
+    ]
+
+
+def _unseen_memory(evidence: Evidence) -> list[str]:
+    use = evidence.records.memory
+    return ["the weights"] if use is not None and not use.peak_bytes else []
+
+
+def _second_copy(evidence: Evidence) -> list[str]:
+    use = evidence.records.memory
+    if use is None or use.peak_bytes <= use.committed_bytes + use.device_bytes_min // 2:
+        return []
+    return [f"up to {use.peak_bytes} bytes, but only {use.committed_bytes} are committed"]
+
+
+def _ended_loops(evidence: Evidence) -> list[str]:
+    burn = evidence.records.burn
+    return [f"{burn.ended} of {burn.processes}"] if burn is not None and burn.ended else []
+
+
+def _upgrade(evidence: Evidence) -> list[str]:
+    """Why an upgrade of both engines under load is not complete or not proven."""
+    upgrade, records = evidence.records.upgrade, evidence.records
+    if upgrade is None:
+        return []
+    old = [engine for engine, is_upgraded in upgrade.engines.items() if not is_upgraded]
+    checks = {
+        f"{', '.join(old)} does not run with {upgrade.setting} in every process": bool(old),
+        "the upgrade was not completed": len(upgrade.engines) < ENGINES_MIN,
+        "the grant could not be checked against the old processes": not records.grants_checked,
+        "no requests were answered both before and after the switchover": switchover_pause(
+            upgrade, records.exchanges
+        )
+        is None,
+    }
+    return [sentence for sentence, is_broken in checks.items() if is_broken]
+
+
+def _refused_outside(evidence: Evidence) -> list[str]:
+    """What an address outside the pod refused, and how."""
+    refused, url = evidence.of(Outcome.REFUSED), evidence.records.url
+    if not url or not refused:
+        return []
+    replies = Counter(f"HTTP {each.status}" if each.status else str(each.end) for each in refused)
+    kinds = ", ".join(f"{count} × {reply}" for reply, count in replies.most_common())
+    return [f"{url} refused {len(refused)} of {len(evidence.outcomes)} requests ({kinds})"]
+
+
+def _late(share: float | None) -> list[str]:
+    return [f"{share:.1%}"] if share is not None and share > 1.0 else []
+
+
+LOST_BEHIND = "{count} requests were lost, which the gateway had to continue ({first})"
+LOST_ALONE = "{count} requests were lost although nothing had been killed ({first})"
+# Those with a number in the report come first, in its order.
+RULES = (
+    Rule("lost", lambda e: _details(e.of(Outcome.LOST)), "", (IN_POOL,)),
+    Rule("refused", lambda e: _details(_but_cut(e, Outcome.REFUSED)), ""),
+    Rule("cut", _cut, "", (IN_POOL,)),
+    Rule("wrong_tokens", lambda e: _details(e.of(Outcome.WRONG)), ""),
+    Rule(
+        "broken_streams",
+        lambda e: _details(_but_cut(e, Outcome.BROKEN)),
+        "",
+        (BEHIND, IN_POOL),
+    ),
+    Rule("doubled_tokens", _doubled, ""),
+    Rule("double_active", _double_active),
+    Rule("false_deaths", _said_deaths),
+    Rule("lost_in_flight", lambda e: _details(e.of(Outcome.LOST, Outcome.BROKEN)), "", (BEHIND,)),
+    Rule(
+        "not continued",
+        lambda e: _details([*_but_cut(e, Outcome.BROKEN), *e.of(Outcome.LOST)]),
+        LOST_BEHIND,
+        (BEHIND, IN_POOL),
+    ),
+    Rule("lost alone", _stray, LOST_ALONE, ONE_MODEL),
+    Rule(
+        "hung", lambda e: e.of(Outcome.HUNG), "{count} requests got neither an answer nor an error"
+    ),
+    Rule("starved", _starved, "{all} answered no request in full"),
+    Rule("outside", _refused_outside),
+    Rule("kills", lambda e: _fewer(len(e.records.kills), e.kills_wanted), "{each} kills were made"),
+    Rule(
+        "switches",
+        lambda e: _fewer(len(e.records.switches), e.switches_wanted),
+        "{each} switches were seen",
+        (IN_POOL,),
+    ),
+    Rule(
+        "no takeover",
+        lambda e: _fewer(len(e.failovers_ms), len(e.failovers)),
+        "{each} kills were followed by an answer",
+        ONE_MODEL,
+    ),
+    Rule(
+        "unchecked",
+        lambda e: _fewer(e.records.grants_checked, len(e.failovers)),
+        "{each} grants could be checked against the old processes",
+        ONE_MODEL,
+    ),
+    Rule("disturbed", lambda e: e.records.disturbed),
+    Rule("not back", _away, "{all} did not come back"),
+    Rule("memory", _unseen_memory, "the physical memory of {all} is not visible here"),
+    Rule("copy", _second_copy, "the weights used {all}: something was loaded a second time"),
+    Rule("upgrade", _upgrade),
+    Rule("burn", _ended_loops, "{all} busy loops ended before the drill stopped them"),
+    Rule(
+        "no bound",
+        lambda e: [] if e.records.bounds else ["the pool"],
+        "{all} stated no bound, so no wait could be compared with it",
+        (IN_POOL,),
+    ),
+    Rule("late", lambda e: _late(e.longest_wait()), "the longest wait took {all} of its bound"),
+    Rule("paused", lambda e: _late(e.longest_pause()), "the longest pause took {all} of its bound"),
+)
+
+
+# ------------------------------------------------------------------ the report
 
 
 @dataclass(slots=True)
 class DrillReport:
-    """What a drill found. `problems`: why it did not pass, as sentences.
+    """What a drill found. `problems`: why it did not pass, as sentences. `counts`: the numbers of
+    `RULES`; `figures`: the other values of the JSON document, `times` those in milliseconds.
 
     `lost_in_flight` includes `broken_streams`, and `wrong_tokens` the answers with doubled ones.
     """
 
-    kills: int
-    killed: dict[str, int]
-    refused: int
-    wrong_tokens: int
-    double_active: int
-    lost_in_flight: int
-    failover_ms: Spread
-    phases_ms: dict[str, Spread]
-    false_deaths: int = 0
-    lasted_s: float = 0.0
-    requests: int = 0
+    mode: str
+    counts: dict[str, int]
+    figures: dict[str, Any]
+    times: dict[str, Spread]
+    phases: dict[str, Spread]
     failovers: list[float] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    recovery_ms: Spread | None = None
-    memory: MemoryUse | None = None
-    upgrade: Upgrade | None = None
-    upgrade_pause_ms: float | None = None
-    burn: BurnUse | None = None
-    is_direct: bool = True
-    url: str = ""
-    broken_streams: int = 0
-    doubled_tokens: int = 0
-    resumed: int = 0
-    lost_in_gateway: int = 0
-    pause_ms: Spread = Spread(None, None, None)
-    kv: KvShare = field(default_factory=KvShare)
     without_adoption: DrillReport | None = None  # the same drill of a pod that adopts no KV block
 
     @property
-    def mode(self) -> str:
-        return "direct" if self.is_direct else "gateway"
+    def faults(self) -> dict[str, int]:
+        """The counts that must be zero."""
+        rules = [rule for rule in RULES if self.mode in rule.modes and rule.name in self.counts]
+        return {rule.name: self.counts[rule.name] for rule in rules}
 
     @property
     def passed(self) -> bool:
-        faults = self.refused + self.wrong_tokens + self.double_active + self.false_deaths
-        faults += 0 if self.is_direct else self.lost_in_flight
-        return not faults and not self.problems
+        return not any(self.faults.values()) and not self.problems
 
     def to_dict(self, backend: str, machine: dict[str, Any]) -> dict[str, Any]:
-        """The one JSON document of `understudy drill --json`; `gms` if its servers were killed."""
-        document = {name: getattr(self, name) for name in IN_DOCUMENT} | {
-            "failover_ms": self.failover_ms.to_dict(),
-            "phases_ms": {name: spread.to_dict() for name, spread in self.phases_ms.items()},
-            "pause_ms": self.pause_ms.to_dict(),
-            **self.kv.to_dict(),
+        """The JSON document of `understudy drill --json`."""
+        document = {
+            "passed": self.passed,
+            "problems": self.problems,
+            "mode": self.mode,
+            **self.figures,
+            **self.counts,
+            **{name: each.to_dict() for name, each in self.times.items()},
             "backend": backend,
             "machine": machine,
         }
-        if self.url:
-            document["url"] = self.url
-        if self.memory is not None and self.recovery_ms is not None:
-            document["gms"] = {
-                "recovery_ms": self.recovery_ms.to_dict(),
-                "committed_bytes": self.memory.committed_bytes,
-                "peak_physical_bytes": self.memory.peak_bytes,
-            }
+        if self.phases:
+            document["phases_ms"] = {name: each.to_dict() for name, each in self.phases.items()}
         if self.without_adoption is not None:
             other = self.without_adoption.to_dict(backend, machine)
             document["without_adoption"] = {name: other[name] for name in COMPARED}
-        if self.burn is not None:
-            document["burn"] = msgspec.structs.asdict(self.burn)
-        if self.upgrade is not None:
-            document["upgrade"] = {
-                "setting": self.upgrade.setting,
-                "engines": self.upgrade.engines,
-                "from": self.upgrade.source,
-                "to": self.upgrade.target,
-                "switchover_ms": self.upgrade.switchover_ms,
-                "pause_ms": self.upgrade_pause_ms,
-            }
         return document
 
 
-def judge(records: Records, kills_wanted: int) -> DrillReport:
+def judge(records: Records, kills_wanted: int, switches_wanted: int = 0) -> DrillReport:
     """The report of a whole drill."""
-    outcomes = [(exchange, outcome_of(exchange, records)) for exchange in records.exchanges]
-    pauses = pauses_of(records)
-    counts = dict.fromkeys(Outcome, 0)
-    for _, outcome in outcomes:
-        counts[outcome] += 1
-    serving = first_answers(records.kills, records.exchanges)
-    failovers = [
-        first.first_token_ms - kill.killed_ms
-        for kill, first in zip(records.kills, serving, strict=True)
-        if first is not None and first.first_token_ms is not None
-    ]
-    phases = [phases_of(kill, first) for kill, first in zip(records.kills, serving, strict=True)]
-    recoveries = [
-        kill.recovered_ms - kill.killed_ms
-        for kill in records.memory_kills
-        if kill.recovered_ms is not None
-    ]
+    evidence = Evidence(records, kills_wanted, switches_wanted)
+    is_pool = evidence.mode == IN_POOL
+    hidden = {"lost_in_flight"} if is_pool else {"lost", "cut"}
+    counts = {
+        rule.name: len(rule.found(evidence))
+        for rule in RULES[: [rule.name for rule in RULES].index("lost_in_flight") + 1]
+        if rule.name not in hidden
+    }
+    pauses = failover_pauses(records)
+    figures: dict[str, Any] = {
+        "requests": len(records.exchanges),
+        "kills": len(records.kills),
+        "killed": _killed(records),
+        "lost_in_gateway": len(evidence.of(Outcome.LOST_IN_GATEWAY)),
+        "resumed": len(pauses),
+        "lasted_s": round(records.lasted_s, 3),
+    }
+    pause_ms = spread(pause.length_ms for pause in pauses)
+    times, phases = {"pause_ms": pause_ms}, {}
+    if records.burn is not None:
+        figures["burn"] = msgspec.structs.asdict(records.burn)
+    if is_pool:
+        figures |= _pool_figures(evidence)
+        times = _pool_times(evidence) | {"failover_pause_ms": pause_ms}
+    else:
+        figures |= _pod_figures(evidence)
+        times["failover_ms"] = spread(evidence.failovers_ms)
+        seen = [phases_of(kill, first) for kill, first in evidence.failovers]
+        phases = {name: spread(each[name] for each in seen if name in each) for name in PHASES}
+    problems = [problem for rule in RULES for problem in rule.problems(evidence)]
     return DrillReport(
-        kills=len(records.kills) + len(records.memory_kills) + len(records.part_kills),
-        killed=_killed(records),
-        refused=counts[Outcome.REFUSED],
-        wrong_tokens=counts[Outcome.WRONG],
-        double_active=len(records.overlaps)
-        + (len(served_out_of_order(records.exchanges)) if records.is_direct else 0),
-        false_deaths=len(false_deaths(records)),
-        lasted_s=round(records.lasted_s, 3),
-        lost_in_flight=counts[Outcome.LOST] + counts[Outcome.BROKEN],
-        failover_ms=spread(failovers),
-        phases_ms={
-            name: spread(phase[name] for phase in phases if name in phase) for name in PHASES
-        },
-        requests=len(records.exchanges),
-        failovers=failovers,
-        problems=[
-            *problems_of(records, outcomes, failovers, kills_wanted),
-            *part_problems(records),
-            *burn_problems(records),
-            *upgrade_problems(records, pause_of(records.upgrade, records.exchanges)),
-            *outside_problems(records, outcomes),
-        ],
-        recovery_ms=spread(recoveries) if records.memory is not None else None,
-        memory=records.memory,
-        upgrade=records.upgrade,
-        upgrade_pause_ms=pause_of(records.upgrade, records.exchanges),
-        burn=records.burn,
-        is_direct=records.is_direct,
-        url=records.url,
-        broken_streams=counts[Outcome.BROKEN],
-        doubled_tokens=sum(
-            doubled_pieces(each, records.expected.get(each.prompt)) for each in records.exchanges
-        ),
-        resumed=len(pauses),
-        lost_in_gateway=counts[Outcome.LOST_IN_GATEWAY],
-        pause_ms=spread(pause.length_ms for pause in pauses),
-        kv=kv_share(records.kills),
+        evidence.mode, counts, figures, times, phases, evidence.failovers_ms, problems
     )
 
 
-def pause_of(upgrade: Upgrade | None, exchanges: Sequence[Exchange]) -> float | None:
-    """Milliseconds from the last text under the old grant to the first under the new one."""
-    if upgrade is None or not upgrade.new_token:
-        return None
-    last_ms = [e.last_token_ms for e in exchanges if e.token == upgrade.old_token]
-    first_ms = [e.first_token_ms for e in exchanges if e.token == upgrade.new_token]
-    after = min((ms for ms in first_ms if ms), default=math.inf)
-    # Behind a gateway, answers that began under the old grant go on under the new one.
-    before = max((ms for ms in last_ms if ms and ms < after), default=-math.inf)
-    return round(after - before, 3) if math.isfinite(after - before) else None
-
-
-def outcome_of(exchange: Exchange, records: Records) -> Outcome:
-    """The outcome of one exchange of these records."""
-    return blamed(exchange, classify(exchange, records.expected), records)
-
-
-def classify(exchange: Exchange, expected: dict[str, Exchange]) -> Outcome:
-    """The outcome of one exchange, compared with the expected answer to its prompt."""
-    if exchange.end is End.REFUSED or exchange.status in UNAVAILABLE:
-        return Outcome.REFUSED
-    if exchange.end is End.HUNG:
-        return Outcome.HUNG
-    if exchange.end is End.GARBLED:
-        return Outcome.WRONG
-    if exchange.status >= 500 or exchange.status == 0:
-        return Outcome.LOST  # accepted, and the engine died before it could answer
-    answer = expected.get(exchange.prompt)
-    if exchange.status != 200 or exchange.token is None or answer is None:
-        return Outcome.WRONG
-    if not answer.text.startswith(exchange.text):
-        return Outcome.WRONG
-    if exchange.end is End.CUT:
-        return Outcome.BROKEN
-    is_same = (exchange.text, exchange.finish_reason) == (answer.text, answer.finish_reason)
-    is_counted = answer.tokens is None or exchange.tokens == answer.tokens
-    return Outcome.OK if is_same and is_counted else Outcome.WRONG
-
-
-def first_answer(kill: EngineKill, exchanges: Iterable[Exchange]) -> Exchange | None:
-    """The request after the kill that got the first token under a newer grant."""
-    served = [
-        exchange
-        for exchange in exchanges
-        if exchange.sent_ms >= kill.killed_ms
-        and exchange.first_token_ms is not None
-        and exchange.token is not None
-        and exchange.token > kill.old_token
-    ]
-    return min(served, key=lambda exchange: exchange.first_token_ms or math.inf, default=None)
-
-
-def first_answers(
-    kills: Sequence[EngineKill], exchanges: Iterable[Exchange]
-) -> list[Exchange | None]:
-    """`first_answer` of every kill, among the requests before the next kill."""
-    ordered = sorted(exchanges, key=lambda exchange: exchange.sent_ms)
-    starts = [bisect_left(ordered, kill.killed_ms, key=lambda e: e.sent_ms) for kill in kills]
-    ends = [*starts, len(ordered)][1:]
-    return [
-        first_answer(kill, ordered[start:end])
-        for kill, start, end in zip(kills, starts, ends, strict=True)
-    ]
-
-
-def moments_of(kill: EngineKill, first: Exchange | None) -> dict[str, float | None]:
-    """When each phase of one failover ended, by name; None: not observed."""
-    return {
-        "killed": kill.killed_ms,
-        "detected": kill.detected_ms,
-        "fenced": kill.fenced_ms,
-        "granted": kill.granted_ms,
-        "active": kill.active_ms,
-        "first token": first.first_token_ms if first is not None else None,
-    }
-
-
-def phases_of(kill: EngineKill, first: Exchange | None) -> dict[str, float]:
-    """Milliseconds of each phase of one failover whose start and end were observed.
-
-    Clamped at zero: two processes may see the same instant in either order.
-    """
-    moments = list(moments_of(kill, first).values())
-    return {
-        name: max(0.0, after - before)
-        for name, before, after in zip(PHASES, moments, moments[1:], strict=False)
-        if before is not None and after is not None
-    }
-
-
-def served_out_of_order(exchanges: Sequence[Exchange]) -> list[Exchange]:
-    """Answers under an older grant with text after the first text under a newer grant."""
-    answered = [
-        (exchange.token, exchange)
-        for exchange in exchanges
-        if exchange.token is not None and exchange.first_token_ms is not None
-    ]
-    answered.sort(key=lambda pair: pair[0], reverse=True)  # newest grant first
-    late = []
-    newest_first_turn = own_first_turn = math.inf  # of all newer grants; of this grant so far
-    grant = None
-    for token, exchange in answered:
-        if token != grant:
-            grant, newest_first_turn = token, min(newest_first_turn, own_first_turn)
-        if exchange.last_turn > newest_first_turn:
-            late.append(exchange)
-        own_first_turn = min(own_first_turn, exchange.first_turn)
-    return late
-
-
-def spread(sample: Iterable[float]) -> Spread:
-    """Percentiles by nearest rank, which never interpolates."""
-    ordered = sorted(sample)
-    if not ordered:
-        return Spread(None, None, None)
-
-    def rank(percent: float) -> float:
-        return round(ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)], 3)
-
-    return Spread(rank(50), rank(99), round(ordered[-1], 3))
-
-
 def _killed(records: Records) -> dict[str, int]:
-    counts = dict.fromkeys(records.targets, 0)
-    for kill in records.kills:
-        counts[kill.target] = counts.get(kill.target, 0) + 1
-    parts = Counter(kill.target for kill in records.part_kills)
-    parts[GMS] += len(records.memory_kills)
-    is_drilled = {GMS: records.memory is not None}
-    return counts | {
-        part: parts[part] for part in PARTS if parts[part] or is_drilled.get(part, False)
+    """The number of kills by target; those that every drill of such a pod makes are always in."""
+    made = Counter(kill.target for kill in records.kills)
+    if records.models:
+        return dict(made)
+    always = {*records.targets, *([GMS] if records.memory is not None else [])}
+    names = dict.fromkeys([*records.targets, *made, *PARTS])
+    return {name: made[name] for name in names if made[name] or name in always}
+
+
+def _pod_figures(evidence: Evidence) -> dict[str, Any]:
+    records, found = evidence.records, kv_share(evidence.records.kills)
+    if records.url:
+        found["url"] = records.url
+    if records.memory is not None:
+        back = [kill.took_ms for kill in records.kills if kill.target == GMS and kill.took_ms]
+        found["gms"] = {
+            "recovery_ms": spread(back).to_dict(),
+            "committed_bytes": records.memory.committed_bytes,
+            "peak_physical_bytes": records.memory.peak_bytes,
+        }
+    if (upgrade := records.upgrade) is not None:
+        found["upgrade"] = {
+            "setting": upgrade.setting,
+            "engines": upgrade.engines,
+            "from": upgrade.source,
+            "to": upgrade.target,
+            "switchover_ms": upgrade.switchover_ms,
+            "pause_ms": switchover_pause(upgrade, records.exchanges),
+        }
+    return found
+
+
+def kv_share(kills: Iterable[Kill]) -> dict[str, Any]:
+    """The blocks of the KV cache that survived their engines, over the kills whose successor said
+    what it adopted. What an engine published after its last answer counts if it was adopted.
+    `adopted_share` is None if nothing was published."""
+    known = [kill for kill in kills if kill.adopted_blocks is not None]
+    adopted = sum(kill.adopted_blocks or 0 for kill in known)
+    published = sum(max(kill.kept_blocks, kill.adopted_blocks or 0) for kill in known)
+    share = round(adopted / published, 4) if published else None
+    return {"adopted_blocks": adopted, "published_blocks": published, "adopted_share": share}
+
+
+def _pool_figures(evidence: Evidence) -> dict[str, Any]:
+    records = evidence.records
+    return {
+        "switches": len(records.switches),
+        "parked": len(evidence.parked),
+        "longest_wait_of_bound": evidence.longest_wait(),
+        "longest_pause_of_bound": evidence.longest_pause(),
+        "models": {name: _model_figures(name, evidence) for name in records.models},
+        "outcomes": pool_kills(records),
+        "not_reached": list(records.not_reached),
     }
+
+
+def _pool_times(evidence: Evidence) -> dict[str, Spread]:
+    back = [kill.took_ms for kill in evidence.records.kills if kill.target == POOL]
+    return {
+        "switch_ms": spread(each.length_ms for each in evidence.records.switches),
+        "wait_ms": spread(until_ms - each.sent_ms for each, until_ms in evidence.waits),
+        "pause_ms": spread(evidence.parked),
+        "pool_back_ms": spread(took_ms for took_ms in back if took_ms),
+    }
+
+
+def _model_figures(name: str, evidence: Evidence) -> dict[str, Any]:
+    waits = [until_ms - e.sent_ms for e, until_ms in evidence.waits if e.model == name]
+    return {
+        "answered": sum(each.model == name for each in evidence.of(Outcome.OK)),
+        "switches": sum(each.model == name for each in evidence.records.switches),
+        "longest_wait_ms": round(max(waits, default=0.0), 1),
+        "longest_wait_of_bound": evidence.longest_wait(name),
+    }
+
+
+def pool_kills(records: Records) -> list[dict[str, Any]]:
+    """Every kill of a pool's drill, as the JSON document has it."""
+    return [
+        {
+            "number": number,
+            "target": kill.target,
+            "engine": kill.engine,
+            "model": kill.model,
+            "phase": kill.phase,
+            "at_ms": round(kill.killed_ms - records.began_ms, 1),
+            "outcome": kill.result,
+            "back_ms": None if kill.took_ms is None else round(kill.took_ms, 1),
+        }
+        for number, kill in enumerate(records.kills, 1)
+    ]

@@ -13,18 +13,17 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.part.paths import pool_socket
 from plumbing.service.clock import rfc3339
 from plumbing.service.signals import SignalInbox
 from understudy.drill.clients import Target
-from understudy.drill.gone import unless_gone
 from understudy.drill.page import page_data, write_page
 from understudy.drill.records import Records
 from understudy.drill.report import print_report
-from understudy.drill.run import Drill, DrillPlan
+from understudy.drill.run import Drill, DrillPlan, unless_gone
 from understudy.drill.verdict import DrillReport, judge
 from understudy.host import ResourceUsage, machine
 from understudy.pod.runner import PodRunner, run_pod
@@ -121,7 +120,7 @@ async def compare_adoption(
     if not other.report.passed:
         why = "; ".join(other.report.problems) or "see its figures"
         report.problems.append(f"without adoption the drill did not pass: {why}")
-    if report.kv.adopted_share is None:
+    if report.figures["adopted_share"] is None:
         report.problems.append("no engine published a KV block, so nothing could be adopted")
     return result
 
@@ -144,43 +143,10 @@ async def run_drill(
 
     `look` is awaited once the pod is ready and idle, before the first kill.
     """
-    ran = await run_steps(drill, runner, say, look)
-    if ran is None:
-        return None
-    report = judge(drill.records, plan.kills_wanted)
-    report.problems += ran.failure + drill.records.overlaps
-    return DrillResult(report, ran.usages, drill.backend, drill.records)
+    failure: list[str] = []
+    usages: dict[str, tuple[ResourceUsage, ResourceUsage]] = {}
 
-
-class DrillSteps(Protocol):
-    """What a drill does on the pod that runs in `directory`."""
-
-    directory: Path
-
-    async def prepare(self) -> Target: ...
-
-    async def run(self, target: Target) -> None: ...
-
-
-@dataclass(slots=True)
-class RanSteps:
-    """Why they ended early, if they did, and the resources of the watched containers."""
-
-    failure: list[str] = field(default_factory=list)
-    usages: dict[str, tuple[ResourceUsage, ResourceUsage]] = field(default_factory=dict)
-
-
-async def run_steps(
-    drill: DrillSteps,
-    runner: PodRunner,
-    say: Say,
-    look: Callable[[Target], Awaitable[None]] | None = None,
-) -> RanSteps | None:
-    """Start the containers of `runner`, take the steps of a drill, stop the containers. None:
-    interrupted. `look`: as in `run_drill`."""
-    ran = RanSteps()
-
-    async def body() -> RanSteps:
+    async def body() -> bool:
         target = await unless_gone(drill.directory, drill.prepare())
         if look is not None:
             await look(target)
@@ -188,16 +154,20 @@ async def run_steps(
         try:
             await unless_gone(drill.directory, drill.run(target))
         except UnderstudyError as error:
-            ran.failure.append(f"the drill ended early: {error}")
+            failure.append(f"the drill ended early: {error}")
         after = await _settled(runner, before)
-        ran.usages.update({name: (before[name], after[name]) for name in before if name in after})
-        return ran
+        usages.update({name: (before[name], after[name]) for name in before if name in after})
+        return True
 
     inbox = SignalInbox()
     try:
-        return await run_pod(runner, body, inbox.get, say)
+        if not await run_pod(runner, body, inbox.get, say):
+            return None
     finally:
         inbox.close()
+    report = judge(drill.records, plan.kills_wanted, plan.switches)
+    report.problems += failure
+    return DrillResult(report, usages, drill.backend, drill.records)
 
 
 def _usages(runner: PodRunner) -> dict[str, ResourceUsage]:

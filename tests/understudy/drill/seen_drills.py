@@ -1,24 +1,28 @@
-"""What a drill has seen: a clean one of kills, of the memory service, and an upgrade."""
+"""What drills have seen that found nothing wrong: of engines, of memory, an upgrade, of a pool."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from msgspec.structs import replace
 
 from understudy.drill.records import (
+    BurnUse,
     End,
-    EngineKill,
     Exchange,
-    MemoryKill,
+    Kill,
     MemoryUse,
     Records,
+    StatedBound,
     Upgrade,
 )
 
+TEXT = "hello"
 ANSWER = Exchange(
-    "p", 0, End.DONE, 5, 200, "engine-0", 1, 1, 4, text="hello", finish_reason="length", chunks=5
+    "p", 0, End.DONE, 5, 200, "engine-0", 1, 1, 4, text=TEXT, finish_reason="length", chunks=5
 )
 EXPECTED = {"p": ANSWER}
-KILL = EngineKill(
+KILL = Kill(
     "backend-http",
     "engine-0",
     old_token=1,
@@ -45,41 +49,83 @@ def served(token: int, sent: float, first: float, last: float | None = None, **m
     return replace(ANSWER, **{**values, **more})
 
 
-def good_records() -> Records:
+def stream(*times_ms: float, text: str = TEXT, **more: Any) -> Exchange:
+    """A whole answer that got a letter of its text at each of these times, then the rest."""
+    count = len(times_ms)
+    values = {
+        "sent_ms": min(times_ms, default=0) - 1,
+        "ended_ms": max(times_ms, default=0),
+        "token": 1,
+        "text": text,
+        "first_token_ms": min(times_ms, default=None),
+        "last_token_ms": max(times_ms, default=None),
+        "text_ms": list(times_ms),
+        "piece_ends": [*range(1, count), len(text)] if count else [],
+        "chunks": count,
+    }
+    return replace(ANSWER, **{**values, **more})
+
+
+def of_engines(*, is_direct: bool = True) -> Records:
+    """One kill; in direct mode it broke a stream."""
+    exchanges = [served(1, sent=0, first=50, last=60), served(2, sent=101, first=140)]
+    if is_direct:
+        cut = replace(served(1, sent=90, first=95), end=End.CUT, text="he", ended_ms=101)
+        exchanges.insert(1, cut)
     return Records(
-        exchanges=[
-            served(1, sent=0, first=50, last=60),
-            replace(served(1, sent=90, first=95), end=End.CUT, text="he", ended_ms=101),
-            served(2, sent=101, first=140),
-        ],
-        kills=[KILL],
-        expected=EXPECTED,
-        grants_checked=1,
+        exchanges, [replace(KILL)], expected=EXPECTED, grants_checked=1, is_direct=is_direct
     )
 
 
-def memory_records() -> Records:
+def of_memory() -> Records:
     """Two kills of memory servers under requests that all came through; 100 bytes on each of two
     devices, and never more than that."""
     kills = [
-        MemoryKill(f"HOST-{number}", "weights", 7, "e", frozenset(), killed, killed + 30)
-        for number, killed in enumerate((100, 200))
+        Kill("gms", killed_ms=killed, back_ms=killed + 30, device=f"HOST-{number}")
+        for number, killed in enumerate((100.0, 200.0))
     ]
     return Records(
         exchanges=[served(1, sent=0, first=50), served(1, sent=90, first=250)],
+        kills=kills,
         expected=EXPECTED,
-        memory_kills=kills,
         memory=MemoryUse(committed_bytes=200, device_bytes_min=100, peak_bytes=200),
     )
 
 
-def upgraded() -> Records:
+def of_upgrade() -> Records:
     """Two engines with another configuration, and answers on both sides of the switchover."""
+    engines = {"engine-0": True, "engine-1": True}
     return Records(
         exchanges=[served(1, sent=0, first=50, last=60), served(2, sent=70, first=140)],
         expected=EXPECTED,
         grants_checked=1,
-        upgrade=Upgrade(
-            "A=1", {"engine-0": True, "engine-1": True}, "engine-0", "engine-1", 1, 2, 30.0
-        ),
+        upgrade=Upgrade("A=1", engines, "engine-0", "engine-1", 1, 2, 30.0),
+    )
+
+
+def of_burn() -> Records:
+    return replace(of_engines(), burn=BurnUse(per_core=2, cpus=2, processes=4, cpu_s=61.25))
+
+
+def of_model(model: str, *times_ms: float, **more: Any) -> Exchange:
+    times_ms = times_ms or (10.0, 20.0, 30.0, 40.0, 50.0)
+    return stream(
+        *times_ms,
+        prompt=f"{model}/p",
+        model=model,
+        **{"engine": f"{model}-0", "sent_ms": 0, **more},
+    )
+
+
+def of_pool(*exchanges: Exchange, **more: Any) -> Records:
+    """Two models that have answered, with a bound of a second."""
+    models = {"a": ("a-0", "a-1"), "b": ("b-0",)}
+    return Records(
+        exchanges=[of_model("a"), of_model("b"), *exchanges],
+        expected={f"{name}/p": of_model(name) for name in models},
+        models=models,
+        is_direct=False,
+        lasted_s=2.0,
+        bounds=[StatedBound(0.0, name, 1000.0) for name in models],
+        **more,
     )

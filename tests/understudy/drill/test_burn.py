@@ -12,8 +12,8 @@ import pytest
 from plumbing.errors import UnderstudyError
 from plumbing.service import procfs
 from tests.helpers import until
-from understudy.drill import burn as module
-from understudy.drill.burn import Burn
+from understudy.drill import machine as module
+from understudy.drill.machine import Burn
 
 CPUS = len(os.sched_getaffinity(0))
 
@@ -65,7 +65,7 @@ def test_loop_that_ends_by_itself_is_counted(loops):
 def test_loops_end_with_a_drill_that_is_killed():
     """Goal: nothing burns on. Method: SIGKILL to a process that has started loops."""
     program = (
-        "import signal\nfrom understudy.drill.burn import Burn\n"
+        "import signal\nfrom understudy.drill.machine import Burn\n"
         "burn = Burn(2)\nburn.start()\nprint('burning', flush=True)\nsignal.pause()"
     )
     drill = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)

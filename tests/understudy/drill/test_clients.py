@@ -14,9 +14,9 @@ from aiohttp import web
 from plumbing.errors import UnderstudyError
 from tests.helpers import auntil, free_port
 from understudy.drill.clients import Target, Turns, send, stream_without_pause
+from understudy.drill.outcomes import classify
 from understudy.drill.prompts import all_prompts, learn_answers
 from understudy.drill.records import End, Outcome, Prompt
-from understudy.drill.verdict import classify
 
 WORDS = ("to ", "be ", "or ", "not")
 SYN_SENT = "02"  # in /proc/net/tcp

@@ -16,19 +16,18 @@ from plumbing.errors import UnderstudyError, UsageError
 from tests.browser import needs_chromium, tab
 from tests.e2e.pods import AS_USERS_RUN_IT
 from tests.understudy.drill.fake_pod import FakePod
+from tests.understudy.drill.seen_drills import of_model, of_pool
 from understudy.drill import page
 from understudy.drill.page import check_destination, render, write_page
 from understudy.drill.records import (
     GONE,
     LOCK,
     End,
-    EngineKill,
     Exchange,
-    MemoryKill,
+    Kill,
     MemoryUse,
     Moment,
     Outcome,
-    PartKill,
     Records,
 )
 from understudy.drill.run import DrillPlan
@@ -50,8 +49,8 @@ def answer(sent_ms: float, *, token: int = 2, end: End = End.DONE, engine: str =
     )
 
 
-def failover(killed_ms: float = KILLED_MS, old_token: int = 1) -> EngineKill:
-    kill = EngineKill("backend-http", "engine-0", old_token, killed_ms)
+def failover(killed_ms: float = KILLED_MS, old_token: int = 1) -> Kill:
+    kill = Kill("backend-http", "engine-0", old_token, killed_ms)
     kill.detected_ms, kill.fenced_ms = killed_ms + 5, killed_ms + 10
     kill.granted_ms, kill.active_ms = killed_ms + 12, killed_ms + 19
     kill.new_token, kill.new_engine = old_token + 1, "engine-1"
@@ -80,7 +79,7 @@ def one_failover() -> Records:
 
 
 def page_of(records: Records) -> dict:
-    report = judge(records, len(records.kills) + len(records.memory_kills))
+    report = judge(records, len(records.kills))
     return page.page_data(records, report, "reference", MACHINE, USAGES, "2030-01-01T00:00:00.000Z")
 
 
@@ -134,7 +133,7 @@ def test_a_timeline_ends_where_the_next_kill_is_made():
 
 def test_a_kill_that_nothing_followed_still_has_a_timeline():
     """Goal: the page of a failed drill is the one that is needed. Method: nothing was observed."""
-    found = page_of(Records(kills=[EngineKill("supervisor", "engine-0", 1, 50.0)]))
+    found = page_of(Records(kills=[Kill("supervisor", "engine-0", 1, 50.0)]))
     (kill,) = found["kills"]
     assert not found["passed"]
     assert found["problems"]
@@ -148,11 +147,11 @@ def test_deaths_of_other_parts_are_there_with_the_time_until_they_were_back():
     """Goal: a drill that kills no engine has a page, too. Method: memory servers, of which one did
     not come back, and a lock server between them."""
     kills = [
-        MemoryKill("HOST-0", "weights", 7, "e", frozenset(), 100.0, recovered_ms=600.0),
-        MemoryKill("HOST-0", "weights", 8, "e", frozenset(), 1100.0),
+        Kill("gms", killed_ms=100.0, back_ms=600.0, device="HOST-0"),
+        Kill("lockserver", killed_ms=700.0, back_ms=800.0),
+        Kill("gms", killed_ms=1100.0, device="HOST-0"),
     ]
-    records = Records(memory_kills=kills, memory=MemoryUse(100, 100, 100))
-    records.part_kills.append(PartKill("lockserver", 700.0, back_ms=800.0))
+    records = Records(kills=kills, memory=MemoryUse(100, 100, 100))
     found = page_of(records)
     assert found["part_kills"] == [
         {"part": "gms of HOST-0", "at_ms": 0, "back_ms": 500},
@@ -257,7 +256,27 @@ def test_a_drill_keeps_what_the_page_shows(tmp_path: Path):
         assert states[kill["new_engine"]][-2:] == ["waking", "active"]
         assert kill["lanes"][LOCK][-1][2:] == ["held", kill["new_engine"]]
         assert kill["requests"]
-    assert found["requests"]["total"] == result.report.requests
+    assert found["requests"]["total"] == result.report.figures["requests"]
+
+
+def test_page_has_a_lane_for_each_model_with_reasons_and_pauses():
+    moments = [
+        Moment(0.0, "a", "awake", "a-0 serves"),
+        Moment(100.0, "a", "draining", "b waits for room"),
+        Moment(400.0, "a", "awake", "a-0 serves"),
+    ]
+    records = of_pool(of_model("a", 50.0, 110.0, 120.0, 420.0, 430.0), turns=moments)
+    report = judge(records, 0)
+    data = page.page_data(records, report, "reference", MACHINE, {}, "now")
+    lane, other = data["pool"]["models"]
+    assert lane["spans"] == [
+        [0.0, 100.0, "awake", "a-0 serves"],
+        [100.0, 400.0, "draining", "b waits for room"],
+        [400.0, 2000.0, "awake", "a-0 serves"],
+    ]
+    assert lane["requests"][-1] == [0.0, 50.0, 430.0, "ok", "a-0", [[120.0, 420.0]]]
+    assert other["spans"] == []
+    assert lane["left_out"] == 0
 
 
 @needs_chromium

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from plumbing.errors import ProtocolError
-from understudy.drill.sse import PENDING_MAX_BYTES, StreamedAnswer, whole_number
+from understudy.drill.clients import PENDING_MAX_BYTES, StreamedAnswer, whole_number
 
 HEAD = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nX-Understudy-Token: 7\r\n"

@@ -1,0 +1,293 @@
+"""What clients saw: each request's outcome, text that came twice, pauses of streams. Pure.
+
+A stream that was cut is broken; if its text before the cut is not a prefix of the expected answer,
+it is wrong. Behind a gateway a stream whose engine dies continues at the next one. Its token says
+where it began, so text after a newer grant can only come from the newer engine.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+
+from understudy.drill.records import (
+    GATEWAYS,
+    PHASES,
+    End,
+    Exchange,
+    Kill,
+    Moment,
+    Outcome,
+    Records,
+    Upgrade,
+)
+
+UNAVAILABLE = frozenset({429, 503})  # the server refused for now
+CLIENT_ERROR = 400  # and above: not an answer of the model
+AWAKE = "awake"
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """p50, p99 and max of a sample in milliseconds; None where nothing was measured."""
+
+    p50: float | None
+    p99: float | None
+    max: float | None
+
+    def to_dict(self) -> dict[str, float | None]:
+        return asdict(self)
+
+
+def spread(sample: Iterable[float]) -> Spread:
+    """Percentiles by nearest rank, which never interpolates."""
+    ordered = sorted(sample)
+    if not ordered:
+        return Spread(None, None, None)
+
+    def rank(percent: float) -> float:
+        return round(ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)], 3)
+
+    return Spread(rank(50), rank(99), round(ordered[-1], 3))
+
+
+# ------------------------------------------------------------------ outcomes
+
+
+def outcome_of(exchange: Exchange, records: Records) -> Outcome:
+    """The outcome of one exchange of these records: lost in the gateway if it was killed meanwhile,
+    refused if the request was sent to an address outside the pod and reached no engine."""
+    outcome = classify(exchange, records.expected)
+    is_lost = outcome in (Outcome.LOST, Outcome.BROKEN)
+    if is_lost and any(_was_inside(exchange, kill) for kill in records.kills):
+        return Outcome.LOST_IN_GATEWAY
+    is_error = exchange.status == 0 or exchange.status >= CLIENT_ERROR
+    is_outside = records.url and exchange.token is None and is_error
+    return Outcome.REFUSED if is_outside and exchange.end is not End.HUNG else outcome
+
+
+def _was_inside(exchange: Exchange, kill: Kill) -> bool:
+    """Whether the request was in a gateway's process when that was killed."""
+    return (
+        kill.target in GATEWAYS
+        and exchange.sent_ms <= (kill.gone_ms or kill.killed_ms)
+        and exchange.ended_ms >= kill.killed_ms
+    )
+
+
+def classify(exchange: Exchange, expected: dict[str, Exchange]) -> Outcome:
+    """The outcome of one exchange, compared with the expected answer to its prompt."""
+    if exchange.end is End.REFUSED or exchange.status in UNAVAILABLE:
+        return Outcome.REFUSED
+    if exchange.end is End.HUNG:
+        return Outcome.HUNG
+    if exchange.end is End.GARBLED:
+        return Outcome.WRONG
+    if exchange.status >= 500 or exchange.status == 0:
+        return Outcome.LOST  # accepted, and the engine died before it could answer
+    answer = expected.get(exchange.prompt)
+    if exchange.status != 200 or exchange.token is None or answer is None:
+        return Outcome.WRONG
+    if not answer.text.startswith(exchange.text):
+        return Outcome.WRONG
+    if exchange.end is End.CUT:
+        return Outcome.BROKEN
+    is_same = (exchange.text, exchange.finish_reason) == (answer.text, answer.finish_reason)
+    is_counted = answer.tokens is None or exchange.tokens == answer.tokens
+    return Outcome.OK if is_same and is_counted else Outcome.WRONG
+
+
+def is_explained(exchange: Exchange, kills: Iterable[Kill]) -> bool:
+    """Whether a kill can explain the loss of this request, which ran on the killed engine."""
+    for kill in kills:
+        if exchange.ended_ms < kill.killed_ms:
+            continue
+        if exchange.token is not None:
+            if exchange.token == kill.old_token:
+                return True
+        # Accepted without a byte of an answer: by an engine that was dying.
+        elif kill.active_ms is None or exchange.sent_ms <= kill.active_ms:
+            return True
+    return False
+
+
+def doubled_pieces(exchange: Exchange, expected: Exchange | None) -> int:
+    """How many pieces of text came a second time: where the answer departs from the expected one,
+    it continues from an earlier place in it."""
+    if expected is None or expected.text.startswith(exchange.text):
+        return 0
+    text, whole = exchange.text, expected.text
+    pairs = zip(text, whole, strict=False)
+    least = min(len(text), len(whole))
+    same = next((number for number, (a, b) in enumerate(pairs) if a != b), least)
+    rest = text[same:]
+    lengths = range(1, min(same, len(rest)) + 1)
+    back = next((length for length in lengths if whole.startswith(rest, same - length)), 0)
+    return sum(same < end <= same + back for end in exchange.piece_ends) or min(back, 1)
+
+
+def served_out_of_order(exchanges: Sequence[Exchange]) -> list[Exchange]:
+    """Answers under an older grant with text after the first text under a newer grant."""
+    answered = [
+        (exchange.token, exchange)
+        for exchange in exchanges
+        if exchange.token is not None and exchange.first_token_ms is not None
+    ]
+    answered.sort(key=lambda pair: pair[0], reverse=True)  # newest grant first
+    late = []
+    newest_first_turn = own_first_turn = math.inf  # of all newer grants; of this grant so far
+    grant = None
+    for token, exchange in answered:
+        if token != grant:
+            grant, newest_first_turn = token, min(newest_first_turn, own_first_turn)
+        if exchange.last_turn > newest_first_turn:
+            late.append(exchange)
+        own_first_turn = min(own_first_turn, exchange.first_turn)
+    return late
+
+
+# ------------------------------------------------------------------ failovers
+
+
+def first_answer(kill: Kill, exchanges: Iterable[Exchange]) -> Exchange | None:
+    """The request after the kill that got the first token under a newer grant."""
+    served = [
+        exchange
+        for exchange in exchanges
+        if exchange.sent_ms >= kill.killed_ms
+        and exchange.first_token_ms is not None
+        and exchange.token is not None
+        and exchange.token > kill.old_token
+    ]
+    return min(served, key=lambda exchange: exchange.first_token_ms or math.inf, default=None)
+
+
+def first_answers(kills: Sequence[Kill], exchanges: Iterable[Exchange]) -> list[Exchange | None]:
+    """`first_answer` of every kill, among the requests before the next kill."""
+    ordered = sorted(exchanges, key=lambda exchange: exchange.sent_ms)
+    starts = [bisect_left(ordered, kill.killed_ms, key=lambda e: e.sent_ms) for kill in kills]
+    ends = [*starts, len(ordered)][1:]
+    return [
+        first_answer(kill, ordered[start:end])
+        for kill, start, end in zip(kills, starts, ends, strict=True)
+    ]
+
+
+def moments_of(kill: Kill, first: Exchange | None) -> dict[str, float | None]:
+    """When each phase of one failover ended, by name; None: not observed."""
+    return {
+        "killed": kill.killed_ms,
+        "detected": kill.detected_ms,
+        "fenced": kill.fenced_ms,
+        "granted": kill.granted_ms,
+        "active": kill.active_ms,
+        "first token": first.first_token_ms if first is not None else None,
+    }
+
+
+def phases_of(kill: Kill, first: Exchange | None) -> dict[str, float]:
+    """Milliseconds of each phase of one failover whose start and end were observed.
+
+    Clamped at zero: two processes may see the same instant in either order.
+    """
+    moments = list(moments_of(kill, first).values())
+    return {
+        name: max(0.0, after - before)
+        for name, before, after in zip(PHASES, moments, moments[1:], strict=False)
+        if before is not None and after is not None
+    }
+
+
+# ------------------------------------------------------------------ pauses
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """A gap between two texts of a stream."""
+
+    from_ms: float
+    to_ms: float
+
+    @property
+    def length_ms(self) -> float:
+        return self.to_ms - self.from_ms
+
+
+def longest_gap(times_ms: Iterable[float], from_ms: float, until_ms: float) -> Pause | None:
+    """The longest gap that ends after `from_ms` and begins before `until_ms`."""
+    gaps = (Pause(*pair) for pair in pairwise(times_ms) if pair[1] > from_ms and pair[0] < until_ms)
+    return max(gaps, key=lambda pause: pause.length_ms, default=None)
+
+
+def pause_at(kill: Kill, until_ms: float, exchange: Exchange) -> Pause | None:
+    """The pause of a stream at this kill, before the next one at `until_ms`; None if it did not
+    continue at another engine."""
+    times = exchange.text_ms
+    is_older = exchange.token is not None and exchange.token <= kill.old_token
+    if not times or not is_older or kill.granted_ms is None or times[-1] < kill.granted_ms:
+        return None
+    # A stream without text before the kill has waited since the kill at least.
+    seen = times if times[0] < kill.killed_ms else [kill.killed_ms, *times]
+    return longest_gap(seen, kill.killed_ms, until_ms)
+
+
+def failover_pauses(records: Records) -> list[Pause]:
+    """One for each kill that a stream continued after; none in direct mode."""
+    if records.is_direct:
+        return []
+    kills, found = records.engine_kills, []
+    killed_ms = [*(kill.killed_ms for kill in kills), math.inf]
+    for exchange in records.exchanges:
+        start = bisect_left(killed_ms, exchange.sent_ms)
+        end = bisect_left(killed_ms, exchange.last_token_ms or 0.0)
+        for number in range(start, end):
+            kill, until_ms = kills[number], killed_ms[number + 1]
+            if kill.model:
+                if exchange.model != kill.model or kill.new_engine in (None, kill.engine):
+                    continue  # relaunched: no failover
+                until_ms = (kill.back_ms or kill.killed_ms) + 1.0
+            found.append(pause_at(kill, until_ms, exchange))
+    return [pause for pause in found if pause is not None]
+
+
+def times_away(turns: Iterable[Moment], model: str) -> list[tuple[float, float]]:
+    """From when to when the model was not awake, each time."""
+    found: list[tuple[float, float]] = []
+    since_ms: float | None = None
+    for moment in sorted(turns, key=lambda each: each.at_ms):
+        if moment.part != model:
+            continue
+        if moment.state == AWAKE and since_ms is not None:
+            found.append((since_ms, moment.at_ms))
+            since_ms = None
+        elif moment.state != AWAKE and since_ms is None:
+            since_ms = moment.at_ms
+    return found
+
+
+def pauses_in(exchange: Exchange, away: Sequence[tuple[float, float]]) -> list[Pause]:
+    """A stream's pauses in the times when its model was not awake, if it continued afterwards."""
+    times = exchange.text_ms
+    found = []
+    for from_ms, to_ms in away:
+        if len(times) < 2 or times[0] > from_ms or times[-1] < to_ms:
+            continue
+        start, end = bisect_left(times, from_ms), bisect_right(times, to_ms)
+        longest = longest_gap(times[max(0, start - 1) : end + 1], -math.inf, math.inf)
+        found += [longest] if longest is not None else []
+    return found
+
+
+def switchover_pause(upgrade: Upgrade | None, exchanges: Sequence[Exchange]) -> float | None:
+    """Milliseconds from the last text under the old grant to the first under the new one."""
+    if upgrade is None or not upgrade.new_token:
+        return None
+    last_ms = [e.last_token_ms for e in exchanges if e.token == upgrade.old_token]
+    first_ms = [e.first_token_ms for e in exchanges if e.token == upgrade.new_token]
+    after = min((ms for ms in first_ms if ms), default=math.inf)
+    # Behind a gateway, answers that began under the old grant continue under the new one.
+    before = max((ms for ms in last_ms if ms and ms < after), default=-math.inf)
+    return round(after - before, 3) if math.isfinite(after - before) else None
