@@ -25,7 +25,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from msgspec import structs
@@ -33,7 +33,14 @@ from msgspec import structs
 from engine.backends import free_memory
 from engine.backends.process import BackendProcess
 from engine.backends.reference.config import LlamaConfig
-from engine.backends.reference.decoder import PREFILL_CHUNK, Array, BlockStep, KVCache, Leader
+from engine.backends.reference.decoder import (
+    PREFILL_CHUNK,
+    Array,
+    BlockStep,
+    Follower,
+    KVCache,
+    Leader,
+)
 from engine.backends.reference.link import ConfigureMsg, TakeMemoryMsg
 from engine.backends.session import SOCKET_DIR_ENV, host_device
 from engine.kv.adopter import Adoption, adoptable
@@ -116,20 +123,27 @@ def _size(config: LlamaConfig, settings: ConfigureMsg, context: int) -> KvSize:
 # ---------------------------------------------------------------------- blocks
 
 
-class BlockMemory:
-    """`blocks` blocks in one given buffer, which must stay mapped, beside the slots of `cache`."""
+class BlockStore:
+    """`blocks` blocks in one given buffer, which must stay mapped, beside the slots of `cache`.
 
-    def __init__(self, config: LlamaConfig, buffer: Any, blocks: int, cache: KVCache) -> None:
+    Every rank has its part of each block and runs the steps that rank 0 begins.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        buffer: Any,
+        blocks: int,
+        cache: KVCache,
+        peers: Leader | Follower,
+    ) -> None:
         shape = (blocks, config.layers, 2, config.kv_heads, PREFILL_CHUNK, config.head_dim)
         self._blocks: Array = np.frombuffer(buffer, np.float32, math.prod(shape)).reshape(shape)
         self._cache = cache
-
-    @staticmethod
-    def bytes_needed(config: LlamaConfig, blocks: int) -> int:
-        return KVCache.bytes_needed(config, blocks, PREFILL_CHUNK)
+        self._peers = peers
 
     def run(self, step: BlockStep) -> int:
-        """Do one step on this rank; the block's checksum where that is what is asked, else 0."""
+        """Do one step on this rank; the block's checksum if the step asks for it, else 0."""
         block = self._blocks[step.block]
         if step.kind == "checksum":
             return zlib.crc32(block.data)
@@ -140,43 +154,30 @@ class BlockMemory:
             chunk[...] = block
         return 0
 
-
-class BlockStore:
-    """Blocks as rank 0 uses them: every step runs on all ranks."""
-
-    def __init__(self, memory: BlockMemory, leader: Leader) -> None:
-        self._memory = memory
-        self._leader = leader
+    # On rank 0; each is complete on every rank on return.
 
     def save(self, slot: int, start: int, block: int) -> None:
-        """Copy the chunk at `start` of `slot` into `block`; complete on every rank on return."""
-        self._run(BlockStep("save", slot, start, block))
+        """Copy the chunk at `start` of `slot` into `block`."""
+        self._run_all(BlockStep("save", slot, start, block))
 
     def load(self, slot: int, start: int, block: int) -> None:
         """The other direction."""
-        self._run(BlockStep("load", slot, start, block))
+        self._run_all(BlockStep("load", slot, start, block))
 
     def checksum(self, block: int) -> int:
         """Of the block's bytes on all ranks."""
-        return joined(self._run(BlockStep("checksum", 0, 0, block)))
+        return joined(self._run_all(BlockStep("checksum", 0, 0, block)))
 
-    def _run(self, step: BlockStep) -> list[int]:
-        self._leader.begin_block(step)
-        mine = self._memory.run(step)
-        return [mine, *self._leader.confirmed()]
+    def _run_all(self, step: BlockStep) -> list[int]:
+        assert isinstance(self._peers, Leader)
+        self._peers.begin_block(step)
+        mine = self.run(step)
+        return [mine, *self._peers.confirmed()]
 
 
 # ---------------------------------------------------------------------- prefix cache
 
 HASH_ALGORITHM = "sha256 of parent, chunked tokens, tokens; 1"
-
-
-class BlockCopies(Protocol):
-    """The copies, on every rank; each is complete on return."""
-
-    def save(self, slot: int, start: int, block: int) -> None: ...
-    def load(self, slot: int, start: int, block: int) -> None: ...
-    def checksum(self, block: int) -> int: ...
 
 
 @dataclass(slots=True)
@@ -199,7 +200,7 @@ class PrefixCache:
 
     def __init__(
         self,
-        copies: BlockCopies,
+        store: BlockStore,
         blocks: int,
         index: IndexWriter | None = None,
         adopted: Iterable[IndexRecord] = (),
@@ -208,7 +209,7 @@ class PrefixCache:
     ) -> None:
         """`adopted`: what the index has already, the least recently used first. `has_audit`:
         publish a checksum of every block's bytes."""
-        self._copies = copies
+        self._store = store
         self._index = index
         self._has_audit = has_audit
         self._block_of = OrderedDict((record.block_hash, record.block) for record in adopted)
@@ -234,7 +235,7 @@ class PrefixCache:
                 break
             if self._index is not None:
                 self._index.rely_on([block])
-            self._copies.load(slot, start, block)
+            self._store.load(slot, start, block)
             chain.hashes.append(hashed)
         self._touch(chain)
         position = len(chain.hashes) * PREFILL_CHUNK
@@ -264,10 +265,10 @@ class PrefixCache:
         block = self._free.pop() if self._free else self._block_of.popitem(last=False)[1]
         if self._index is not None:
             self._index.invalidate(block)
-        self._copies.save(slot, start, block)
+        self._store.save(slot, start, block)
         self._block_of[hashed] = block
         if self._index is not None:
-            audit = self._copies.checksum(block) if self._has_audit else None
+            audit = self._store.checksum(block) if self._has_audit else None
             end = start + PREFILL_CHUNK
             self._index.publish(block, self._index.use(block), hashed, 0, end, audit)
 
@@ -378,9 +379,7 @@ class KeptBlocks:
 # A service that has died is back in half a second; until then nobody serves.
 AWAY_S = 2.0
 NO_BLOCKS = "--cache-tokens 0: no blocks are kept"
-NO_POOL_FILE = (
-    "gms.pool_file"  # on a disk that is full or fails, which private memory needs none of
-)
+NO_POOL_FILE = "gms.pool_file"  # the disk is full or fails; private memory needs none
 DEADLINE_S = free_memory.DEADLINE_S  # for another engine's process that still maps the pool
 
 
@@ -473,14 +472,13 @@ class KvSource:
             if has_pool_service(self._directory, device):
                 try:
                     return self._lent(take, rank)
+                except UnreachableError as error:
+                    why = f"no memory service: {error.message}"
                 except UnderstudyError as error:
-                    if isinstance(error, UnreachableError):
-                        why = f"no memory service: {error.message}"
-                    elif error.code == NO_POOL_FILE:
-                        why = error.message
-                    else:
+                    if error.code != NO_POOL_FILE:
                         raise
-                    logger.warning("%s; this engine takes private KV memory", why)
+                    why = error.message
+                logger.warning("%s; this engine takes private KV memory", why)
         free_memory.wait_for_room(self._kv_bytes * ranks)
         return PrivateMemory(self._kv_bytes, why)
 

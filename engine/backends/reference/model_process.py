@@ -41,7 +41,6 @@ from engine.backends.reference.generation import (
     canary,
 )
 from engine.backends.reference.kv_blocks import (
-    BlockMemory,
     BlockStore,
     KeptBlocks,
     KvMemory,
@@ -106,7 +105,7 @@ class Rank:
         self._settings = settings
         self._size = size_kv(config, settings)
         self.kv_bytes = self._size.kv_bytes
-        self._blocks: BlockMemory | None = None
+        self._blocks: BlockStore | None = None
         self._memory: KvMemory | None = None
         self.prefixes: PrefixCache | None = None  # rank 0's, since its wake
         self.kept: KeptBlocks | None = None  # …if the memory is lent
@@ -176,10 +175,10 @@ class Rank:
             cache = KVCache(config, memory.view, slots, size.context, SERVING)
             if size.blocks:
                 blocks = memory.view[size.slots_bytes :]
-                self._blocks = BlockMemory(config, blocks, size.blocks, cache)
+                self._blocks = BlockStore(config, blocks, size.blocks, cache, self.peers)
             self._caches[SERVING], self._memory = cache, memory
             if isinstance(self.peers, Leader):
-                self._begin_cache(take, memory, self.peers)
+                self._begin_cache(take, memory)
         kind: KvMemoryKind = "gms" if self._memory.lease is not None else "private"
         kept = self.kept
         if kept is None:
@@ -220,14 +219,14 @@ class Rank:
         freed_bytes, note = self._weights.let_go()
         return PlacedMsg(self._weights.is_away, freed_bytes, note[:4096])
 
-    def _begin_cache(self, take: TakeMemoryMsg, memory: KvMemory, leader: Leader) -> None:
+    def _begin_cache(self, take: TakeMemoryMsg, memory: KvMemory) -> None:
         """An error here ends the engine: what the pools' index says must not stay as it is."""
-        settings, blocks, lease = self._settings, self._size.blocks, memory.lease
-        if self._blocks is None:
+        settings, store, lease = self._settings, self._blocks, memory.lease
+        blocks = self._size.blocks
+        if store is None:
             if lease is not None:
                 page_of(lease).invalidate_header()
             return
-        store = BlockStore(self._blocks, leader)
         if lease is None:
             self.prefixes = PrefixCache(store, blocks)
             return

@@ -13,7 +13,7 @@ from msgspec import structs
 
 from engine.backends.reference.decoder import Array, Decoder, KVCache, Leader
 from engine.backends.reference.generation import PREFILL_CHUNK, Generator, Request
-from engine.backends.reference.kv_blocks import BlockMemory, BlockStore, PrefixCache, block_hash
+from engine.backends.reference.kv_blocks import BlockStore, PrefixCache, block_hash
 from engine.backends.reference.link import SamplingParams
 from engine.kv.adopter import adoptable
 from engine.kv.layout import IndexPage, IndexRecord, index_bytes
@@ -36,7 +36,7 @@ class Pool:
 
     def __init__(self, decoder: Decoder, blocks: int = BLOCKS) -> None:
         self.decoder, self.blocks = decoder, blocks
-        size_bytes = BlockMemory.bytes_needed(decoder.config, blocks)
+        size_bytes = KVCache.bytes_needed(decoder.config, blocks, PREFILL_CHUNK)
         self.memory = bytearray(b"\xff" * size_bytes)
         self.index = bytearray(index_bytes(blocks))
         self.facts = structs.replace(FACTS, blocks=blocks)
@@ -45,8 +45,7 @@ class Pool:
         return adoptable([IndexPage.over(memoryview(self.index))], [self.facts], name).records
 
     def store(self, cache: KVCache) -> BlockStore:
-        memory = BlockMemory(self.decoder.config, self.memory, self.blocks, cache)
-        return BlockStore(memory, Leader([], 1))
+        return BlockStore(self.decoder.config, self.memory, self.blocks, cache, Leader([], 1))
 
     def generator(self, decoder: Decoder, name: str = "e") -> tuple[Generator, PrefixCache]:
         page = IndexPage.over(memoryview(self.index))
@@ -187,7 +186,7 @@ def test_published_block_has_the_checksum_of_its_bytes_at_every_copy(decoder: De
                 assert record.audit == super().checksum(record.block)
 
     pool.store = lambda cache: Looking(  # type: ignore[method-assign]  # one that looks first
-        BlockMemory(decoder.config, pool.memory, pool.blocks, cache), Leader([], 1)
+        decoder.config, pool.memory, pool.blocks, cache, Leader([], 1)
     )
     generator, _ = pool.generator(decoder)
     run(generator, [Request(number, prompt(70, number), 40, SEEDED) for number in range(4)])

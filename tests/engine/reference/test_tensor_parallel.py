@@ -19,6 +19,7 @@ from engine.backends.reference.checkpoint import (
 )
 from engine.backends.reference.config import head_span, read_config
 from engine.backends.reference.decoder import (
+    PREFILL_CHUNK,
     Array,
     BlockStep,
     Decoder,
@@ -28,7 +29,7 @@ from engine.backends.reference.decoder import (
     weights_from,
 )
 from engine.backends.reference.generation import Generator, Request, canary
-from engine.backends.reference.kv_blocks import BlockMemory, BlockStore, PrefixCache
+from engine.backends.reference.kv_blocks import BlockStore, PrefixCache
 from engine.backends.reference.random_model import write_random_model
 from plumbing.errors import UnderstudyError, UsageError
 from tests.engine.reference.support import (
@@ -67,9 +68,9 @@ def follow(decoder: Decoder, peers: Follower, cache: KVCache) -> None:
             decoder.forward(cache, step.slot, step.tokens, step.start)
 
 
-def blocks_for(decoder: Decoder, cache: KVCache) -> BlockMemory:
-    size_bytes = BlockMemory.bytes_needed(decoder.config, BLOCKS)
-    return BlockMemory(decoder.config, bytearray(size_bytes), BLOCKS, cache)
+def blocks_for(decoder: Decoder, cache: KVCache) -> BlockStore:
+    size_bytes = KVCache.bytes_needed(decoder.config, BLOCKS, PREFILL_CHUNK)
+    return BlockStore(decoder.config, bytearray(size_bytes), BLOCKS, cache, decoder._peers)
 
 
 @contextmanager
@@ -126,9 +127,8 @@ def test_every_rank_has_its_part_of_a_block():
     with parallel(golden(CUT[0]), 2) as cut:
         expected = tokens_of(run(Generator(cut, cache_for(cut)), [first])[1])
     with parallel(golden(CUT[0]), 2) as cut:
-        cache, leader = cache_for(cut), cut._peers
-        assert isinstance(leader, Leader)
-        store = BlockStore(blocks_for(cut, cache), leader)
+        cache = cache_for(cut)
+        store = blocks_for(cut, cache)
         prefixes = PrefixCache(store, BLOCKS)
         generator = Generator(cut, cache, prefixes=prefixes)
         empty = store.checksum(0)

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine.backends.reference.checkpoint import open_checkpoint
-from engine.backends.reference.decoder import Decoder, KVCache, Leader, weights_from
+from engine.backends.reference.decoder import PREFILL_CHUNK, Decoder, KVCache, Leader, weights_from
 from engine.backends.reference.generation import Generator, Request
 from engine.backends.reference.kv_blocks import (
-    BlockMemory,
     BlockStore,
     KeptBlocks,
     KvSize,
@@ -45,7 +44,7 @@ class ParkedReference:
         self._leader = Leader([], config.vocab_size)
         self._decoder = Decoder(config, weights_from(config, memory.__getitem__), self._leader)
         slots_bytes = KVCache.bytes_needed(config, SLOTS, CONTEXT)
-        kv_bytes = slots_bytes + BlockMemory.bytes_needed(config, BLOCKS)
+        kv_bytes = slots_bytes + KVCache.bytes_needed(config, BLOCKS, PREFILL_CHUNK)
         self._size = KvSize(CONTEXT, BLOCKS, slots_bytes, kv_bytes)
         self._kept: KeptBlocks | None = None
         self._generator: Generator | None = None
@@ -65,8 +64,8 @@ class ParkedReference:
         lease.mark(BEGUN)
         view = mapped.view(0, size.kv_bytes)
         cache = KVCache(config, view, SLOTS, CONTEXT)
-        blocks = BlockMemory(config, view[size.slots_bytes :], BLOCKS, cache)
-        store = BlockStore(blocks, self._leader)
+        blocks = view[size.slots_bytes :]
+        store = BlockStore(config, blocks, BLOCKS, cache, self._leader)
         kept = self._kept = KeptBlocks(
             [lease],
             [page_of(lease)],

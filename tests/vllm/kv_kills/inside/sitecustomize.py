@@ -107,8 +107,8 @@ def decoder(points: Points, module: Any) -> None:
     after(points, module.Decoder, "forward", "done")
 
 
-def block_memory(points: Points, module: Any) -> None:
-    real = module.BlockMemory.run
+def block_store(points: Points, module: Any) -> None:
+    real = module.BlockStore.run
 
     def run(memory: Any, step: Any) -> Any:
         if step.kind == "save" and points.is_due("copying"):
@@ -121,7 +121,7 @@ def block_memory(points: Points, module: Any) -> None:
             points.reach("copied")
         return result
 
-    module.BlockMemory.run = run
+    module.BlockStore.run = run
 
 
 def generator(points: Points, module: Any) -> None:
@@ -148,7 +148,7 @@ def model_runner(points: Points, module: Any) -> None:
 PATCHES: Mapping[str, Callable[[Points, Any], None]] = {
     "engine.kv.layout": index_cells,
     "engine.backends.reference.decoder": decoder,
-    "engine.backends.reference.kv_blocks": block_memory,
+    "engine.backends.reference.kv_blocks": block_store,
     "engine.backends.reference.generation": generator,
     "engine.backends.vllm.kv.scheduler": scheduler,
     "vllm.model_executor.models.llama": layers,
