@@ -2,7 +2,7 @@
 it), each as a test that fails on the peer's behaviour: real servers, real clients, SIGKILL.
 
 Rows 4 and 5, driver errors and slow driver calls, are in `test_peer_rows_driver.py`; row 7, tensors
-left unbound, is in `tests/engine/reference/test_binding.py`.
+left unbound, is in `tests/engine/reference/test_checkpoint.py`.
 """
 
 from __future__ import annotations

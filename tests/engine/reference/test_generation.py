@@ -1,5 +1,9 @@
+"""The tokens of requests are those of transformers, alone, in a batch and resumed."""
+
 from __future__ import annotations
 
+import json
+import os
 import random
 
 import numpy as np
@@ -18,6 +22,37 @@ from tests.engine.reference.support import (
     run,
     tokens_of,
 )
+
+
+@pytest.mark.parametrize("name", GOLDEN_NAMES)
+def test_decoder_golden_prompts_gives_the_tokens_and_logits_of_transformers(name: str):
+    """The decoder is a Llama: a case in one batch, tokens exactly, logits closely."""
+    with open(os.path.join(golden(name), "golden.json"), encoding="utf-8") as file:
+        cases = json.load(file)["cases"]
+    decoder = decoder_of(golden(name))
+    generator = Generator(decoder, cache_for(decoder))
+    made = run(
+        generator,
+        (
+            Request(number, tuple(case["prompt"]), len(case["tokens"]), GREEDY)
+            for number, case in enumerate(cases)
+        ),
+    )
+    for number, case in enumerate(cases):
+        assert tokens_of(made[number]) == case["tokens"]
+        logits = decoder.forward(cache_for(decoder), 0, case["prompt"], 0)
+        assert logits.dtype == np.float32
+        np.testing.assert_allclose(logits, case["logits"], atol=2e-4)
+
+
+def test_golden_cases_cover_what_the_decoder_claims():
+    """A case that is dropped by accident is noticed: read the configurations back."""
+    configs = [decoder_of(golden(name)).config for name in GOLDEN_NAMES]
+    assert {config.tie_embeddings for config in configs} == {True, False}
+    assert {config.rope.kind for config in configs} == {"default", "linear", "llama3"}
+    assert {config.heads // config.kv_heads for config in configs} == {1, 2, 4}
+    assert any(config.head_dim * config.heads != config.hidden_size for config in configs)
+
 
 SEEDED = SamplingParams(temperature=0.9, top_p=0.9, seed=7)
 
@@ -112,40 +147,6 @@ def test_forward_does_not_depend_on_where_the_weights_lie(decoder: Decoder):
         buffer = memoryview(bytearray(nbytes + misalign_bytes))[misalign_bytes:]
         cache = KVCache(moved.config, buffer, 3, 77)
         assert moved.forward(cache, 2, prompt(40), 0).tobytes() == expected
-
-
-def test_step_seeded_request_repeats(decoder: Decoder):
-    """A seed is a promise: twice the same tokens with one, other tokens with another."""
-
-    def answer(seed: int) -> list[int]:
-        sampling = SamplingParams(temperature=1.5, seed=seed)
-        made = run(Generator(decoder, cache_for(decoder)), [Request(1, prompt(5), 30, sampling)])
-        return tokens_of(made[1])
-
-    assert answer(3) == answer(3)
-    assert answer(3) != answer(4)
-
-
-def test_step_stop_token_ends_the_request_and_is_reported(decoder: Decoder):
-    """The token that stops is counted: make the third greedy token a stop token."""
-    generator = Generator(decoder, cache_for(decoder))
-    free = run(generator, [Request(1, prompt(6), 10, GREEDY)])[1]
-    assert [produced.finish_reason for produced in free] == [None] * 9 + ["length"]
-    tokens = tokens_of(free)
-    stop = next(token for token in tokens if tokens.index(token) >= 2)
-    stopped = run(generator, [Request(2, prompt(6), 10, GREEDY, (stop,))])[2]
-    assert tokens_of(stopped) == tokens[: tokens.index(stop) + 1]
-    assert stopped[-1].finish_reason == "stop"
-    assert not generator.has_work
-
-
-def test_step_full_context_ends_the_request(decoder: Decoder):
-    """max_tokens beyond the context is cut there: fill the cache to its last position."""
-    generator = Generator(decoder, cache_for(decoder, slots=1, max_context=16))
-    made = run(generator, [Request(1, prompt(15), 100, GREEDY), Request(2, prompt(6), 100, GREEDY)])
-    assert len(made[1]) == 1
-    assert len(made[2]) == 10
-    assert made[2][-1].finish_reason == "length"
 
 
 def test_step_long_prompt_progresses_and_does_not_hold_up_others(decoder: Decoder):

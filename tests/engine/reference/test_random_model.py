@@ -80,13 +80,3 @@ def test_interrupted_write_is_finished_and_a_model_that_is_there_is_kept(tmp_pat
     assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == written
     (tmp_path / "config.json").rename(tmp_path / "mine.txt")
     assert main(["--if-missing", str(tmp_path)]) == 2
-
-
-def test_help_of_the_random_model_says_every_default(capsys: pytest.CaptureFixture[str]):
-    """How to get a larger one is answered by `--help`, with what a plain one is."""
-    with pytest.raises(SystemExit) as caught:
-        main(["--help"])
-    assert caught.value.code == 0
-    said = capsys.readouterr().out
-    assert said.count("(default: ") == 6
-    assert "--hidden 4096 --layers 6" in said

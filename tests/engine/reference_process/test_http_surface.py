@@ -65,29 +65,6 @@ def test_models_are_listed_and_named(url: str):
     assert (status, error["code"]) == (404, "model_not_found")
 
 
-def test_stream_and_whole_answer_say_the_same(url: str):
-    """Goal: streaming changes the framing only. Method: the same greedy prompt both ways."""
-    whole = complete(url)
-    assert whole["usage"] == {"prompt_tokens": 6, "completion_tokens": 12, "total_tokens": 18}
-    status, headers, body = call(
-        f"{url}/v1/completions",
-        {
-            "prompt": "hello",
-            **GREEDY,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        },
-    )
-    assert status == 200
-    assert headers["Content-Type"].startswith("text/event-stream")
-    assert headers["X-Understudy-Engine"] == "engine-0"
-    *chunks, last, usage = events(body)
-    text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
-    assert text == whole["choices"][0]["text"]
-    assert last["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"] == "length"
-    assert usage["usage"] == whole["usage"]
-
-
 @pytest.mark.parametrize("client", STOCK)
 def test_stock_client_gets_its_stream(url: str, client: str):
     """Goal: benchmarks and SDKs work as they are. Method: bodies as they send them."""
@@ -98,31 +75,11 @@ def test_stock_client_gets_its_stream(url: str, client: str):
     assert usage["usage"]["completion_tokens"] == 4
 
 
-def test_chat_streams_role_then_text(url: str):
-    """Goal: the chat endpoint end to end. Method: stream and whole, compared."""
-    document = {"messages": CHAT, **GREEDY}
-    whole = json.loads(call(f"{url}/v1/chat/completions", document)[2])
-    chunks = events(call(f"{url}/v1/chat/completions", {**document, "stream": True})[2])
-    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
-    assert deltas[0] == {"role": "assistant", "content": ""}
-    text = "".join(delta.get("content", "") for delta in deltas)
-    assert text == whole["choices"][0]["message"]["content"] != ""
-
-
 def test_prompt_as_tokens_is_taken_as_it_is(url: str):
     """Goal: nothing is added to token ids. Method: one letter as text and one token, counted."""
     assert complete(url, prompt="A")["usage"]["prompt_tokens"] == 2  # with the beginning of text
     assert complete(url, prompt=[65])["usage"]["prompt_tokens"] == 1
     assert complete(url, prompt=[[65]])["choices"] == complete(url, prompt=[65])["choices"]
-
-
-def test_stop_string_ends_before_itself(url: str):
-    """Goal: nothing of the stop string is shown. Method: stop at a letter of the known answer."""
-    text = complete(url)["choices"][0]["text"]
-    stop = text[4:6]
-    choice = complete(url, stop=stop)["choices"][0]
-    assert choice["text"] == text[: text.index(stop)]
-    assert choice["finish_reason"] == "stop"
 
 
 def test_seed_repeats_and_company_changes_nothing(url: str):
@@ -183,13 +140,6 @@ def test_body_beyond_the_limit_is_413(url: str):
     """Goal: a huge body is refused by size, in OpenAI's shape. Method: 5 MiB of prompt."""
     status, error = error_of(call(f"{url}/v1/completions", {"prompt": "x" * (5 << 20)}))
     assert (status, error["code"]) == (413, "body_too_large")
-
-
-def test_burst_beyond_the_slots_waits_its_turn(model: Path, tmp_path: Path):
-    """Goal: a queue, not a refusal. Method: 48 requests at once on one slot, all the same."""
-    with serving(tmp_path, model, "--slots", "1") as url, ThreadPoolExecutor(24) as threads:
-        answers = list(threads.map(lambda _: complete(url, max_tokens=3), range(48)))
-    assert len({answer["choices"][0]["text"] for answer in answers}) == 1
 
 
 def test_body_in_a_broken_encoding_is_400(url: str):

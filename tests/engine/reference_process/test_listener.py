@@ -105,25 +105,6 @@ def test_stop_leaves_the_backlog_to_the_next_one():
     asyncio.run(main())
 
 
-def test_many_at_once_are_all_accepted():
-    """Goal: more than one turn's worth arrive. Method: 100 connections before start."""
-
-    async def main() -> None:
-        owner, _ = listening()
-        with owner:
-            clients = [connect(owner) for _ in range(100)]
-            listener = SharedListener(lend(owner), Greeter)
-            listener.start()
-            loop = asyncio.get_running_loop()
-            for client in clients:
-                assert await loop.sock_recv(client, 16) == b"hello"
-                client.close()
-            await auntil(lambda: not listener._arrivals, "no arrival under way")
-            listener.stop()
-
-    asyncio.run(main())
-
-
 def test_connection_that_sends_no_request_is_closed_and_another_is_not():
     """Goal: half requests cannot hold descriptors for ever. Method: two connections, of which one
     has sent a request; a short deadline."""

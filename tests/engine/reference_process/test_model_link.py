@@ -27,8 +27,6 @@ from engine.backends.reference.link import (
     SamplingParams,
     SubmitMsg,
     TokenMsg,
-    pack,
-    unpack,
 )
 from engine.backends.reference.model_link import QUEUE_MAX, ModelLink
 from engine.backends.reference.routes import ServedModel, make_app
@@ -89,13 +87,6 @@ def run(scenario: Callable[[ModelLink, StubModel, list[FailedMsg]], Any]) -> Non
 
 def generate(link: ModelLink, prompt: Any = (1, 2)) -> Any:
     return link.generate(prompt, 4, SamplingParams(), ())
-
-
-def test_prompts_travel_packed():
-    """Goal: ids survive packing, up to the largest. Method: pack and unpack."""
-    tokens = (0, 1, 65, 2**31 - 1)
-    assert unpack(pack(tokens)) == tokens
-    assert len(pack(tokens)) == 16
 
 
 def test_tokens_reach_their_own_request_and_count_as_progress():
@@ -239,25 +230,6 @@ def test_loss_of_a_rank_without_a_cause_is_reported_all_the_same(monkeypatch: py
         await auntil(lambda: all(each.conn.is_closed for each in link.ranks), "both ends")
 
     asyncio.run(main())
-
-
-def test_ignore_eos_leaves_the_model_no_stop_token(model: Path):
-    """Goal: a benchmark gets as many tokens as it asks for. Method: what the model is sent."""
-
-    async def scenario(link: ModelLink, stub: StubModel, failures: list[FailedMsg]) -> None:
-        served = ServedModel(("tiny",), Tokenizer.load(str(model)), link, ready=READY)
-        async with TestServer(make_app(served)) as server, aiohttp.ClientSession() as client:
-            for number, ignore_eos in enumerate((False, True)):
-                body = {"prompt": "x", "ignore_eos": ignore_eos}
-                url = server.make_url("/v1/completions")
-                answer = asyncio.ensure_future(client.post(url, json=body))
-                await auntil(lambda n=number: len(stub.of(SubmitMsg)) > n, "the submission")
-                stub.conn.send(TokenMsg(stub.of(SubmitMsg)[-1].request, 65, 1, "length"))
-                assert (await answer).status == 200
-        stops = [submit.stop_token_ids for submit in stub.of(SubmitMsg)]
-        assert stops == [READY.stop_token_ids, ()]
-
-    run(scenario)
 
 
 def test_full_engine_refuses_a_stream_with_a_status(model: Path):

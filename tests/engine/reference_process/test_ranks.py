@@ -192,17 +192,3 @@ def test_rank_that_cannot_load_says_why(tmp_path: Path, model: Path):
             assert await stub.ended() != 0
 
     asyncio.run(main())
-
-
-def test_ranks_that_the_model_cannot_be_cut_into_are_refused(tmp_path: Path, model: Path):
-    """Goal: an error at once, with the valid numbers. Method: three ranks for two key heads."""
-
-    async def main() -> None:
-        arguments = ("--model", str(model), "--tensor-parallel", "3")
-        async with supervisor(tmp_path, *arguments) as stub:
-            report = await stub.fault_report()
-            assert (report.code, report.exit_code) == ("engine.bad_tensor_parallel", 2)
-            assert "choose one of 1, 2" in report.message
-            assert set(stub.registered) == {"http"}
-
-    asyncio.run(main())

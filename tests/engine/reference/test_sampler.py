@@ -1,4 +1,8 @@
+"""The choice of a token: temperature, top-p, seed, and what the answer so far changes."""
+
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import pytest
@@ -6,7 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from engine.backends.reference.generation import choose, uniform
+from engine.backends.reference.generation import (
+    Request,
+    choose,
+    constrained,
+    uniform,
+)
 from engine.backends.reference.link import SamplingParams
 from plumbing.errors import UnderstudyError
 
@@ -74,3 +83,62 @@ def test_uniform_is_pinned():
     numbers = [uniform(42, index) for index in range(2000)]
     assert all(0 <= number < 1 for number in numbers)
     assert 0.48 < sum(numbers) / len(numbers) < 0.52
+
+
+VOCABULARY = 8
+TOKENS = st.integers(0, VOCABULARY - 1)
+CONSTRAINTS = st.builds(
+    SamplingParams,
+    repetition_penalty=st.sampled_from([1.0, 0.5, 1.5]),
+    presence_penalty=st.sampled_from([0.0, -1.0, 2.0]),
+    frequency_penalty=st.sampled_from([0.0, -1.0, 2.0]),
+    min_tokens=st.integers(0, 4),
+    logit_bias=st.lists(st.tuples(TOKENS, st.sampled_from([-100.0, 3.0])), max_size=3).map(tuple),
+    bad_words=st.lists(st.lists(TOKENS, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
+)
+
+
+def defined(logits: list[float], request: Request, answer: list[int], token: int) -> float | None:
+    """The logit of one token as OpenAI and vLLM define it; None: it must not come."""
+    asked, logit = request.sampling, logits[token]
+    for *before, last in asked.bad_words:
+        if token == last and (not before or answer[-len(before) :] == before):
+            return None
+    logit += sum(bias for biased, bias in asked.logit_bias if biased == token)
+    if token in request.stop_token_ids and len(answer) < asked.min_tokens:
+        return None
+    if token in answer or token in request.prompt:
+        penalty = asked.repetition_penalty
+        logit = logit / penalty if logit > 0 else logit * penalty
+    logit -= asked.frequency_penalty * answer.count(token)
+    return logit - asked.presence_penalty * (token in answer)
+
+
+@given(
+    CONSTRAINTS,
+    st.lists(TOKENS, min_size=1, max_size=4),
+    st.lists(TOKENS, max_size=6),
+    st.lists(st.integers(-5, 5), min_size=VOCABULARY, max_size=VOCABULARY),
+)
+@settings(max_examples=300, deadline=None)
+def test_logits_are_those_of_the_definition(
+    asked: SamplingParams, prompt: list[int], answer: list[int], logits: list[int]
+):
+    """Goal: the parameters mean what their names mean elsewhere. Method: random state, each
+    token by its definition."""
+    request = Request(1, tuple(prompt), 20, asked, (0, 3, 99))
+    tokens, changed = constrained(np.array(logits, np.float32), request, answer)
+    expected = {
+        token: value
+        for token in range(VOCABULARY)
+        if (value := defined([float(each) for each in logits], request, answer, token)) is not None
+    }
+    if expected:
+        assert tokens.tolist() == list(expected)
+        assert all(
+            math.isclose(found, value, abs_tol=1e-4)
+            for found, value in zip(changed.tolist(), expected.values(), strict=True)
+        )
+    else:
+        assert tokens.tolist() == list(range(VOCABULARY))
+        assert changed.tolist() == logits
