@@ -329,32 +329,25 @@ def check_bound(
     needed = {tensor.name: tensor for tensor in wanted}
     missing = [name for name in needed if name not in found]
     surplus = [name for name in found if name not in needed]
-    unlike = [
-        name for name in needed if name in found and not _is_as_read(needed[name], found[name])
-    ]
-    if missing:
-        what = f"{missing[0]}{_more(missing)} of the model is not in epoch {epoch}"
-    elif surplus:
-        what = f"{surplus[0]}{_more(surplus)} of epoch {epoch} is not part of the model"
-    elif unlike:
-        record, shape = found[unlike[0]], list(needed[unlike[0]].shape)
-        there = f"{record.dtype} {list(record.shape)} in epoch {epoch}"
-        what = f"{unlike[0]} is {there}, but {DTYPE} {shape} in the model"
-    else:
-        return
-    raise UnderstudyError(
-        "model.unbound",
-        f"tensor {what}; stop every engine that maps this epoch, so that the next one loads it"
-        " again, and run the same release of understudy in every container",
-        missing=missing or unlike[:1],
-        surplus=surplus,
-    )
+    both = [name for name in needed if name in found]
+    unlike = [name for name in both if not _is_as_read(needed[name], found[name])]
+    for names, what in (
+        (missing, f"of the model is not in epoch {epoch}"),
+        (surplus, f"of epoch {epoch} is not part of the model"),
+        (unlike, f"of epoch {epoch} has another shape or type than the model's"),
+    ):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise UnderstudyError(
+                "model.unbound",
+                f"tensor {names[0]}{more} {what}; stop every engine that maps this epoch, so that"
+                " the next one loads it again, and run the same release of understudy in every"
+                " container",
+                missing=missing or unlike[:1],
+                surplus=surplus,
+            )
 
 
 def _is_as_read(tensor: TensorSource, record: TensorRecord) -> bool:
     there = (record.dtype, tuple(record.shape), record.nbytes, record.strides)
     return there == (DTYPE, tensor.shape, tensor.nbytes, None)
-
-
-def _more(names: list[str]) -> str:
-    return f" and {len(names) - 1} more" if len(names) > 1 else ""

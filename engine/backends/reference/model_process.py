@@ -158,6 +158,18 @@ class Rank:
     def has_memory(self) -> bool:
         return SERVING in self._caches
 
+    def answer(self, message: Message) -> TakenMsg | GivenMsg | PlacedMsg | None:
+        """What every rank does for the HTTP process; None: something else."""
+        match message:
+            case TakeMemoryMsg():
+                return self.take_memory(message)
+            case GiveMemoryMsg():
+                return self.give_memory(message)
+            case PlaceMsg():
+                return self.place(message)
+            case _:
+                return None
+
     def take_memory(self, take: TakeMemoryMsg) -> TakenMsg:
         """Take KV memory once it is really free; repeated calls do nothing more.
 
@@ -265,32 +277,20 @@ def follow(link: BlockingClient, rank: Rank) -> NoReturn:
     while True:
         for fd, _ in poll.poll():
             if fd == link.fileno():
-                _receive(link, rank)
+                message = link.receive().message
+                answer = rank.answer(message)
+                if answer is None:
+                    raise UnderstudyError("engine.link", f"{message.TYPE} is not for this rank")
+                link.notify(answer)
+                continue
+            step = leader.next_step()
+            if step is None:
+                rank.distrust()
+                leader.confirm()
+            elif isinstance(step, BlockStep):
+                leader.confirm(rank.run_block(step))
             else:
-                _follow_step(leader, rank)
-
-
-def _receive(link: BlockingClient, rank: Rank) -> None:
-    match link.receive().message:
-        case TakeMemoryMsg() as take:
-            link.notify(rank.take_memory(take))
-        case GiveMemoryMsg() as give:
-            link.notify(rank.give_memory(give))
-        case PlaceMsg() as place:
-            link.notify(rank.place(place))
-        case message:
-            raise UnderstudyError("engine.link", f"{message.TYPE} is not for a rank above 0")
-
-
-def _follow_step(leader: Follower, rank: Rank) -> None:
-    match leader.next_step():
-        case None:
-            rank.distrust()
-            leader.confirm()
-        case BlockStep() as step:
-            leader.confirm(rank.run_block(step))
-        case step:
-            rank.decoder.forward(rank.cache(step.cache), step.slot, step.tokens, step.start)
+                rank.decoder.forward(rank.cache(step.cache), step.slot, step.tokens, step.start)
 
 
 # ---------------------------------------------------------------------- rank 0
