@@ -149,7 +149,6 @@ def _click_options(declared: Sequence[Option], *, owns_json: bool) -> list[Calla
         shown = "" if option.default in (None, ()) else f" [default: {_text(option.default)}]"
         added.append(
             click.option(
-                *((option.short,) if option.short else ()),
                 flag,
                 option.name,
                 default=None,

@@ -28,8 +28,7 @@ class Option:
 
     `type` is bool or turns a string into the value (int, float, str, `size_bytes`, `duration_s`,
     …), raising ValueError with a reason. `many` makes it a tuple: a repeatable flag, a
-    comma-separated environment variable. A default of None means "not set". `short`:
-    another name of the flag, such as `-f`.
+    comma-separated environment variable. A default of None means "not set".
     """
 
     name: str
@@ -41,7 +40,6 @@ class Option:
     choices: tuple[str, ...] = ()
     minimum: float | None = None
     maximum: float | None = None
-    short: str = ""
 
     @property
     def flag(self) -> str:

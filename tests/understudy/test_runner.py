@@ -254,42 +254,43 @@ def test_replaced_container_ends_in_good_order_before_the_next_one_begins(tmp_pa
     assert journal.read_text().splitlines() == ["old begins", "old ends", "new begins", "new ends"]
 
 
-def test_stop_kills_a_container_that_ignores_sigterm(tmp_path):
-    """Goal: stopping always ends. Method: a process deaf to SIGTERM and a short grace."""
-    code = """
-        import signal
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        print("deaf")
-        while True:
-            signal.pause()
-    """
+DEAF = """
+    import signal
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print("deaf")
+    while True:
+        signal.pause()
+"""
+
+
+def test_stop_kills_containers_that_ignore_sigterm_within_one_grace_period(tmp_path, monkeypatch):
+    """Goal: stopping always ends, and the grace period is the pod's. Method: two processes deaf to
+    SIGTERM: the first that stops uses up the period, so the other one gets only the least."""
+    monkeypatch.setattr(runner_module, "LAST_GRACE_S", 0.125)
 
     async def main():
         lines = []
-        runner = PodRunner([python("deaf", code, grace_s=0.2)], tmp_path / "log", lines.append)
+        deaf = [python(name, DEAF, grace_s=0.5) for name in ("one", "two")]
+        runner = PodRunner(deaf, tmp_path / "log", lines.append)
         await runner.start()
-        await auntil(lambda: "deaf | deaf" in lines, "the process")
-        pid = runner.pids()["deaf"]
+        await auntil(lambda: {"one | deaf", "two | deaf"} <= {*lines}, "both processes")
+        pids = [*runner.pids().values()]
         await runner.stop()
-        assert is_gone(pid)
-        assert any("SIGKILL" in line for line in lines)
+        assert all(map(is_gone, pids))
+        assert [line for line in lines if "SIGKILL" in line] == [
+            "two | (runner) still running after 0.5 s: SIGKILL",
+            "one | (runner) still running after 0.125 s: SIGKILL",
+        ]
 
     run(main())
 
 
 def test_second_signal_kills_at_once(tmp_path):
     """Goal: impatience is respected. Method: a deaf process, a long grace, two signals."""
-    code = """
-        import signal
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        print("deaf")
-        while True:
-            signal.pause()
-    """
 
     async def main():
         lines, signals = [], asyncio.Queue()
-        runner = PodRunner([python("deaf", code, grace_s=3600)], tmp_path / "log", lines.append)
+        runner = PodRunner([python("deaf", DEAF, grace_s=3600)], tmp_path / "log", lines.append)
 
         async def body():
             await auntil(lambda: "deaf | deaf" in lines, "the process")

@@ -39,10 +39,9 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class PreparedPod:
-    """A pod that can be started; its parts share `directory`."""
+    """A pod that can be started."""
 
     containers: Sequence[Container]
-    directory: Path
     title: str = "a pod"
 
 
@@ -68,7 +67,7 @@ async def prepare_local(pod: LocalPod, directory: Path, say: Say, is_drilled: bo
         pod = await with_random_model(pod, directory / "random-model")
     containers = pod.containers()
     forget_engines(directory, containers)  # the lock server keeps its tokens
-    return PreparedPod(containers, directory)
+    return PreparedPod(containers)
 
 
 def _check_checkpoint(pod: LocalPod) -> None:
@@ -117,7 +116,7 @@ async def prepare_pool(
     memory, models = _memory(file, pod.memory), PoolModels(path, file)
     containers = replace(pod, directory=directory, memory=memory, pool=models).containers()
     forget_engines(directory, containers)
-    return PreparedPod(containers, directory, f"the pool of {path}")
+    return PreparedPod(containers, f"the pool of {path}")
 
 
 def _memory(file: PoolFile, wanted: str) -> str:
