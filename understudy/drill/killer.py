@@ -426,57 +426,47 @@ class Victim:
     target: str
     pidfds: tuple[int, ...]
     child: int | None = None
-    model: str = ""
     device: str = ""
     memory: tuple[MemoryBefore, ...] = ()
     models: tuple[str, ...] = ()
 
 
 async def find_part(
-    directory: Path, target: str, stack: ExitStack, number: int = 0
-) -> tuple[Victim, Standing]:
-    """Find and hold a part of a pod without models; `number`: which device's server, modulo their
-    count. Returns how things are before the kill, too.
+    directory: Path,
+    target: str,
+    stack: ExitStack,
+    *,
+    number: int = 0,
+    model: str = "",
+    models: Sequence[str] = (),
+) -> Victim | None:
+    """Find and hold a part until `stack` is closed. In a pool of `models`: the memory server of
+    `model`; None: it does not run now. Without models: that of the device `number`, modulo their
+    count.
 
     Raises:
         UnderstudyError: `drill.no_memory`, nothing is committed; `drill.not_here`.
     """
     view, pids = await gather(directory), await pids_of(directory)
-    scene = Scene(pids, view["gateway"] or {})
-    found = committed_devices(view)
-    device, memory, pid = "", [], None
-    if target == GMS:
-        if not found:
-            raise UnderstudyError("drill.no_memory", "no memory service has committed weights")
-        device = list(found)[number % len(found)]
-        pid = pids.gms.get(device)
-        memory = [MemoryBefore.of(found[device], pid=int(found[device].get("pid") or 0))]
-    else:
+    scene = Scene(pids, view["gateway"] or {}, model)
+    if models:
         pid = FINDERS[target](scene)
-        memory = [MemoryBefore.of(each) for each in found.values()] * (target == GMS_SUPERVISOR)
-    name = f"the server of {device}" if device else target
-    pidfds = _hold_all(pid, name, stack)
-    return Victim(target, pidfds, scene.child, "", device, tuple(memory)), Standing.of(view)
-
-
-async def find_part_of_pool(
-    directory: Path, target: str, model: str, models: Sequence[str], stack: ExitStack
-) -> Victim | None:
-    """Find and hold a part of a pool, of `model` if each of the `models` has one; None: there is
-    no such process now.
-
-    Raises:
-        UnderstudyError: `drill.not_here`.
-    """
-    pids, gateway = await pids_of(directory), await status_of(gateway_part(directory))
-    scene = Scene(pids, gateway, model)
-    pid = FINDERS[target](scene)
-    if pid is None:
-        return None
-    device = place_served(pid, VERBS[target]) if target in VERBS else ""
-    whose = tuple(models) if target == GMS_SUPERVISOR else (model,)
-    pidfds = _hold_all(pid, target, stack)
-    return Victim(target, pidfds, scene.child, model, device, models=whose)
+        device = place_served(pid or 0, VERBS[target]) if target in VERBS else ""
+        whose = tuple(models) if target == GMS_SUPERVISOR else (model,)
+        if pid is None:
+            return None
+        return Victim(target, _hold_all(pid, target, stack), scene.child, device, models=whose)
+    found = committed_devices(view)
+    if target != GMS:
+        memory = [MemoryBefore.of(each) for each in found.values() if target == GMS_SUPERVISOR]
+        pidfds = _hold_all(FINDERS[target](scene), target, stack)
+        return Victim(target, pidfds, scene.child, memory=tuple(memory))
+    if not found:
+        raise UnderstudyError("drill.no_memory", "no memory service has committed weights")
+    device = list(found)[number % len(found)]
+    before = MemoryBefore.of(found[device], pid=int(found[device].get("pid") or 0))
+    pidfds = _hold_all(pids.gms.get(device), f"the server of {device}", stack)
+    return Victim(target, pidfds, device=device, memory=(before,))
 
 
 def _hold_all(pid: int | None, what: str, stack: ExitStack) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 `page_data` makes the data from records and verdict, decides what is left out when there is too
 much, and counts it. Times are milliseconds: of a kill since that kill, of everything else since the
-drill's first request. In the file `<` is escaped, so no data can be taken for markup.
+drill's beginning. In the file `<` is escaped, so no data can be taken for markup.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ import json
 import math
 import os
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from itertools import islice
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.service.files import write_atomic
 from understudy.drill.outcomes import (
+    Pause,
     first_answers,
     moments_of,
     outcome_of,
@@ -47,33 +49,9 @@ LENGTH_UNKNOWN_MS = 1000.0  # of a timeline without events after the kill
 LOOK_BACK_MS = 10_000.0  # older requests are not considered
 SPANS_MAX = 20_000  # of all models: some 1.5 MiB
 LINES_MAX = 6_000  # requests in the lanes of all models: some 400 KiB
-PARTS_SEEN_WITHIN = 1000  # moments: every part reports its state when it is first watched
 
-Outcomes = Mapping[int, Outcome]  # of each exchange, by its id()
-
-
-@dataclass(frozen=True, slots=True)
-class SeenKill:
-    """A kill, the first request answered after it, and the time of the next kill."""
-
-    kill: Kill
-    first: Exchange | None
-    until_ms: float
-    is_direct: bool = True
-
-    @property
-    def served_ms(self) -> float | None:
-        return self.first.first_token_ms if self.first is not None else None
-
-    def timeline_ms(self) -> tuple[float, float]:
-        """Start and end of its timeline, relative to the kill."""
-        kill = self.kill
-        moments = (kill.detected_ms, kill.fenced_ms, kill.granted_ms, kill.active_ms)
-        seen = [*moments, self.served_ms, *kill.deaths_ms.values()]
-        known = [moment - kill.killed_ms for moment in seen if moment is not None]
-        length_ms = max(LENGTH_MIN_MS, *known) if known else LENGTH_UNKNOWN_MS
-        end_ms = min(AFTER_LAST * length_ms, self.until_ms - kill.killed_ms)
-        return -BEFORE_KILL * length_ms, end_ms
+T = TypeVar("T")
+sent_at = attrgetter("sent_ms")
 
 
 def page_data(
@@ -85,12 +63,9 @@ def page_data(
     made_at: str,
 ) -> dict[str, Any]:
     """The whole document. A pool's kills are shown in its models' lanes, all others one by one."""
-    ordered = sorted(records.exchanges, key=lambda each: each.sent_ms)
-    outcomes = {id(each): outcome_of(each, records) for each in ordered}
-    began_ms = _began_ms(records, ordered)
-    parts = _part_kills(records, began_ms)
-    kills = [] if records.models else _seen_kills(records, ordered)
-    moments = sorted(records.moments, key=lambda each: each.at_ms)
+    drawn = _Drawn(records)
+    kills = [] if records.models else records.engine_kills
+    parts = drawn.parts()
     document = {
         "schema": SCHEMA,
         "made_at": made_at,
@@ -102,245 +77,191 @@ def page_data(
             for name, (before, after) in usages.items()
         },
         "kills_left_out": len(kills[KILLS_MAX:]),
-        "kills": [
-            _kill(number, seen, began_ms, _around(seen, ordered, outcomes), moments)
-            for number, seen in enumerate(kills[:KILLS_MAX], 1)
-        ],
+        "kills": drawn.kills(kills),
         "part_kills": parts,
         "back_ms": spread(part["back_ms"] for part in parts if part["back_ms"]).to_dict(),
-        "requests": dots_of(ordered, outcomes, began_ms),
+        "requests": drawn.dots(),
     }
     if records.models:
-        models = [_model(name, records, ordered, outcomes) for name in records.models]
-        length_ms = 1000 * records.lasted_s
-        document["pool"] = {"length_ms": length_ms, "kills": pool_kills(records), "models": models}
+        document["pool"] = {
+            "length_ms": 1000 * records.lasted_s,
+            "kills": pool_kills(records),
+            "models": [drawn.model(name) for name in records.models],
+        }
     return document
 
 
-def _seen_kills(records: Records, ordered: Sequence[Exchange]) -> list[SeenKill]:
-    kills = records.engine_kills
-    firsts = first_answers(kills, ordered)
-    ends_ms = [*(kill.killed_ms for kill in kills[1:]), math.inf]
-    return [
-        SeenKill(kill, first, end_ms, records.is_direct)
-        for kill, first, end_ms in zip(kills, firsts, ends_ms, strict=False)
-    ]
+class _Drawn:
+    """The records in the order in which they are drawn."""
 
+    def __init__(self, records: Records) -> None:
+        self.records = records
+        self.exchanges = sorted(records.exchanges, key=sent_at)
+        self._outcomes = {id(each): outcome_of(each, records) for each in self.exchanges}
+        starts_ms = [kill.killed_ms for kill in records.kills]
+        starts_ms += [each.sent_ms for each in self.exchanges[:1]]
+        self.began_ms = records.began_ms if records.models else min(starts_ms, default=0.0)
+        self._lanes = lanes_of(records.moments)
 
-def lanes(
-    moments: Sequence[Moment], kill: Kill, from_ms: float, to_ms: float
-) -> dict[str, list[list[Any]]]:
-    """The states of each part, relative to the kill: `[from, to, state, note]`.
+    def is_bad(self, exchange: Exchange) -> bool:
+        return self._outcomes[id(exchange)] is not Outcome.OK
 
-    `moments` are in order; the first state of a part may come from before the timeline.
-    """
-    start = _index(moments, kill.killed_ms + from_ms)
-    end = _index(moments, kill.killed_ms + to_ms)
-    found: dict[str, list[list[Any]]] = {}
-    for moment in (*_last_before(moments, start), *moments[start:end]):
-        at_ms = _round(max(moment.at_ms - kill.killed_ms, from_ms))
-        lane = found.setdefault(moment.part, [])
-        if lane:
-            lane[-1][1] = at_ms
-        lane.append([at_ms, _round(to_ms), moment.state, moment.note])
-    engines = sorted(name for name in found if name != LOCK)
-    return {name: found[name] for name in (*engines, LOCK) if name in found}
-
-
-def _last_before(moments: Sequence[Moment], start: int) -> Iterable[Moment]:
-    """The last moment of every part before the one at `start`."""
-    parts = {moment.part for moment in islice(moments, PARTS_SEEN_WITHIN)}
-    last: dict[str, Moment] = {}
-    for number in range(start - 1, -1, -1):
-        last.setdefault(moments[number].part, moments[number])
-        if len(last) >= len(parts):
-            break
-    return last.values()
-
-
-def _index(moments: Sequence[Moment], at_ms: float) -> int:
-    return bisect_left(moments, at_ms, key=lambda moment: moment.at_ms)
-
-
-def _kill(
-    number: int,
-    seen: SeenKill,
-    began_ms: float,
-    requests: list[list[Any]],
-    moments: Sequence[Moment],
-) -> dict[str, Any]:
-    kill, (from_ms, to_ms) = seen.kill, seen.timeline_ms()
-    phases = phases_of(kill, seen.first)
-    return {
-        "number": number,
-        "target": kill.target,
-        "engine": kill.engine,
-        "new_engine": kill.new_engine,
-        "new_token": kill.new_token,
-        "at_ms": _round(kill.killed_ms - began_ms),
-        "failover_ms": _since(kill, seen.served_ms),
-        "phases_ms": {name: _round(phases[name]) for name in PHASES if name in phases},
-        "moments_ms": {
-            name: _since(kill, at_ms) for name, at_ms in moments_of(kill, seen.first).items()
-        },
-        "from_ms": _round(from_ms),
-        "to_ms": _round(to_ms),
-        "deaths_ms": {name: _since(kill, at_ms) for name, at_ms in kill.deaths_ms.items()},
-        "lanes": lanes(moments, kill, from_ms, to_ms),
-        "requests": requests,
-    }
-
-
-def _around(seen: SeenKill, ordered: Sequence[Exchange], outcomes: Outcomes) -> list[list[Any]]:
-    """The requests of a timeline, `[sent, first token, end, outcome, engine, pause]`. `pause`: from
-    when to when a stream paused that went on at another engine, or null.
-
-    If there are too many, failed ones and those nearest to the kill are kept.
-    """
-    kill = seen.kill
-    from_ms, to_ms = (kill.killed_ms + each for each in seen.timeline_ms())
-    start = bisect_left(ordered, from_ms - LOOK_BACK_MS, key=lambda each: each.sent_ms)
-    end = bisect_left(ordered, to_ms, key=lambda each: each.sent_ms)
-    found = [each for each in ordered[start:end] if each.ended_ms >= from_ms]
-    found.sort(key=lambda e: (outcomes[id(e)] is Outcome.OK, abs(e.sent_ms - kill.killed_ms)))
-    kept = sorted(found[:REQUESTS_PER_KILL_MAX], key=lambda each: each.sent_ms)
-    return [
-        [
-            _since(kill, each.sent_ms),
-            _since(kill, each.first_token_ms),
-            _since(kill, each.ended_ms),
-            outcomes[id(each)],
-            each.engine,
-            _pause(seen, each),
+    def line(self, exchange: Exchange, origin_ms: float, pauses: Iterable[Pause]) -> list[Any]:
+        """`[sent, first token, end, outcome, engine, pauses]`."""
+        return [
+            _since(origin_ms, exchange.sent_ms),
+            _since(origin_ms, exchange.first_token_ms),
+            _since(origin_ms, exchange.ended_ms),
+            self._outcomes[id(exchange)],
+            exchange.engine,
+            [[_since(origin_ms, each.from_ms), _since(origin_ms, each.to_ms)] for each in pauses],
         ]
-        for each in kept
-    ]
 
-
-def _pause(seen: SeenKill, exchange: Exchange) -> list[float | None] | None:
-    pause = None if seen.is_direct else pause_at(seen.kill, seen.until_ms, exchange)
-    if pause is None:
-        return None
-    return [_since(seen.kill, pause.from_ms), _since(seen.kill, pause.to_ms)]
-
-
-def dots_of(ordered: Sequence[Exchange], outcomes: Outcomes, began_ms: float) -> dict[str, Any]:
-    """All requests, `[sent, first token after, outcome, grant]`, or an even sample of them.
-
-    Failed requests are kept as far as there is room.
-    """
-    faults = [each for each in ordered if outcomes[id(each)] is not Outcome.OK][:DOTS_MAX]
-    fine = [each for each in ordered if outcomes[id(each)] is Outcome.OK]
-    room = DOTS_MAX - len(faults)
-    step = max(1, math.ceil(len(fine) / room)) if room else len(fine) + 1
-    kept = sorted([*faults, *(fine[::step] if room else [])], key=lambda each: each.sent_ms)
-    return {
-        "total": len(ordered),
-        "left_out": len(ordered) - len(kept),
-        "dots": [
-            [
-                _round(each.sent_ms - began_ms),
-                _round(each.first_token_ms - each.sent_ms)
-                if each.first_token_ms is not None
-                else None,
-                outcomes[id(each)],
-                each.token,
-            ]
-            for each in kept
-        ],
-    }
-
-
-def _part_kills(records: Records, began_ms: float) -> list[dict[str, Any]]:
-    """The kills that have no timeline, in order; `back_ms`: how long each victim was away."""
-    return [
-        {
-            "part": f"{kill.target} of {kill.engine}, {kill.model} {kill.phase}"
-            if kill.engine
-            else f"{kill.victim}, {kill.model} {kill.phase}"
-            if kill.model
-            else kill.victim,
-            "at_ms": _round(kill.killed_ms - began_ms),
-            "back_ms": None if kill.took_ms is None else _round(kill.took_ms),
+    def dots(self) -> dict[str, Any]:
+        """All requests, `[sent, first token after, outcome, grant]`, or a sample of them."""
+        kept = sampled(self.exchanges, self.is_bad, DOTS_MAX)
+        return {
+            "total": len(self.exchanges),
+            "left_out": len(self.exchanges) - len(kept),
+            "dots": [
+                [
+                    _since(self.began_ms, each.sent_ms),
+                    _since(each.sent_ms, each.first_token_ms),
+                    self._outcomes[id(each)],
+                    each.token,
+                ]
+                for each in kept
+            ],
         }
-        for kill in records.kills
-        if kill.engine is None or records.models
-    ]
 
+    # ------------------------------------------------------------------ kills
 
-def _began_ms(records: Records, ordered: Sequence[Exchange]) -> float:
-    """When the first request was sent or the first kill was made; of a pool, the drill began."""
-    starts_ms = [kill.killed_ms for kill in records.kills]
-    starts_ms += [each.sent_ms for each in ordered[:1]]
-    return records.began_ms if records.models else min(starts_ms, default=0.0)
-
-
-# ------------------------------------------------------------------ a pool: every model as a lane
-
-
-def _model(
-    name: str, records: Records, ordered: Sequence[Exchange], outcomes: Outcomes
-) -> dict[str, Any]:
-    share = max(1, len(records.models))
-    spans = _spans(name, records)
-    mine = [each for each in ordered if each.model == name]
-    away = times_away(records.turns, name)
-    lines = [_line(each, away, outcomes[id(each)], records.began_ms) for each in mine]
-    kept_spans, kept_lines = spans[-SPANS_MAX // share :], _even(lines, LINES_MAX // share)
-    return {
-        "name": name,
-        "engines": list(records.models[name]),
-        "spans": kept_spans,
-        "requests": kept_lines,
-        "left_out": len(spans) - len(kept_spans) + len(lines) - len(kept_lines),
-    }
-
-
-def _spans(name: str, records: Records) -> list[list[Any]]:
-    """`[from, to, state, reason]`, one after another."""
-    moments = sorted(
-        (each for each in records.turns if each.part == name), key=lambda each: each.at_ms
-    )
-    began_ms = records.began_ms
-    end_ms = began_ms + 1000 * records.lasted_s
-    ends = [*(each.at_ms for each in moments[1:]), end_ms]
-    return [
-        [
-            _round(max(0.0, moment.at_ms - began_ms)),
-            _round(max(0.0, moment.at_ms - began_ms, to_ms - began_ms)),
-            moment.state,
-            moment.note,
+    def kills(self, kills: Sequence[Kill]) -> list[dict[str, Any]]:
+        firsts = first_answers(kills, self.exchanges)
+        ends_ms = [*(kill.killed_ms for kill in kills[1:]), math.inf]
+        seen = zip(range(KILLS_MAX), kills, firsts, ends_ms, strict=False)
+        return [
+            {"number": number + 1, **self._kill(kill, first, until_ms)}
+            for number, kill, first, until_ms in seen
         ]
-        for moment, to_ms in zip(moments, ends, strict=False)
+
+    def _kill(self, kill: Kill, first: Exchange | None, until_ms: float) -> dict[str, Any]:
+        """One kill, with its timeline until the next one at `until_ms`."""
+        at_ms, phases = kill.killed_ms, phases_of(kill, first)
+        moments_ms = {name: _since(at_ms, ms) for name, ms in moments_of(kill, first).items()}
+        deaths_ms = {name: _since(at_ms, ms) for name, ms in kill.deaths_ms.items()}
+        known = [ms for ms in (*moments_ms.values(), *deaths_ms.values()) if ms]
+        length_ms = max(LENGTH_MIN_MS, *known) if known else LENGTH_UNKNOWN_MS
+        from_ms, to_ms = -BEFORE_KILL * length_ms, min(AFTER_LAST * length_ms, until_ms - at_ms)
+        lanes = {
+            part: spans(moments, at_ms, from_ms, to_ms) for part, moments in self._lanes.items()
+        }
+        return {
+            "target": kill.target,
+            "engine": kill.engine,
+            "new_engine": kill.new_engine,
+            "new_token": kill.new_token,
+            "at_ms": _since(self.began_ms, at_ms),
+            "failover_ms": moments_ms["first token"],
+            "phases_ms": {name: _round(phases[name]) for name in PHASES if name in phases},
+            "moments_ms": moments_ms,
+            "from_ms": _round(from_ms),
+            "to_ms": _round(to_ms),
+            "deaths_ms": deaths_ms,
+            "lanes": {part: lane for part, lane in lanes.items() if lane},
+            "requests": self._around(kill, at_ms + from_ms, at_ms + to_ms, until_ms),
+        }
+
+    def _around(self, kill: Kill, from_ms: float, to_ms: float, until_ms: float) -> list[list[Any]]:
+        """The requests of a timeline, as `line`, but with the only pause of a stream that continued
+        at another engine, or null. If there are too many, failed ones and those nearest to the kill
+        are kept."""
+        start = bisect_left(self.exchanges, from_ms - LOOK_BACK_MS, key=sent_at)
+        end = bisect_left(self.exchanges, to_ms, key=sent_at)
+        found = [each for each in self.exchanges[start:end] if each.ended_ms >= from_ms]
+        found.sort(key=lambda each: (not self.is_bad(each), abs(each.sent_ms - kill.killed_ms)))
+        lines = []
+        for each in sorted(found[:REQUESTS_PER_KILL_MAX], key=sent_at):
+            pause = None if self.records.is_direct else pause_at(kill, until_ms, each)
+            *line, pauses = self.line(each, kill.killed_ms, [pause] if pause else [])
+            lines.append([*line, *(pauses or [None])])
+        return lines
+
+    def parts(self) -> list[dict[str, Any]]:
+        """The kills that have no timeline, in order; `back_ms`: how long each victim was away."""
+        return [
+            {
+                "part": _named(kill),
+                "at_ms": _since(self.began_ms, kill.killed_ms),
+                "back_ms": _since(kill.killed_ms, kill.back_ms),
+            }
+            for kill in self.records.kills
+            if kill.engine is None or kill.model
+        ]
+
+    # ------------------------------------------------------------------ a pool's models
+
+    def model(self, name: str) -> dict[str, Any]:
+        """A model's states and requests."""
+        records, share = self.records, len(self.records.models)
+        away = times_away(records.turns, name)
+        mine = [each for each in self.exchanges if each.model == name]
+        pauses = {id(each): pauses_in(each, away) for each in mine}
+        kept = sampled(
+            mine, lambda each: bool(pauses[id(each)]) or self.is_bad(each), LINES_MAX // share
+        )
+        turns = lanes_of(records.turns).get(name, [])
+        lane = spans(turns, self.began_ms, 0.0, 1000 * records.lasted_s)
+        shown = lane[-SPANS_MAX // share :]
+        return {
+            "name": name,
+            "engines": list(records.models[name]),
+            "spans": shown,
+            "requests": [self.line(each, self.began_ms, pauses[id(each)]) for each in kept],
+            "left_out": len(lane) - len(shown) + len(mine) - len(kept),
+        }
+
+
+def lanes_of(moments: Iterable[Moment]) -> dict[str, list[Moment]]:
+    """The moments of each part, in order; the lock is the last part."""
+    ordered = sorted(moments, key=lambda each: (each.part == LOCK, each.part, each.at_ms))
+    return {part: list(group) for part, group in groupby(ordered, attrgetter("part"))}
+
+
+def spans(
+    moments: Sequence[Moment], origin_ms: float, from_ms: float, to_ms: float
+) -> list[list[Any]]:
+    """The states of one part from edge to edge of a window that is relative to `origin_ms`, each as
+    `[from, to, state, note]`. The first state may be older than the window."""
+    start = bisect_left(moments, origin_ms + from_ms, key=attrgetter("at_ms"))
+    end = bisect_left(moments, origin_ms + to_ms, key=attrgetter("at_ms"))
+    seen = moments[max(0, start - 1) : end]
+    begins = [_round(max(each.at_ms - origin_ms, from_ms)) for each in seen]
+    ends = [*begins[1:], _round(to_ms)]
+    return [
+        [begin, until, each.state, each.note]
+        for begin, until, each in zip(begins, ends, seen, strict=False)
     ]
 
 
-def _line(
-    exchange: Exchange, away: Sequence[tuple[float, float]], outcome: Outcome, began_ms: float
-) -> list[Any]:
-    """`[sent, first token, end, outcome, engine, pauses]`."""
-
-    def since(at_ms: float | None) -> float | None:
-        return None if at_ms is None else _round(at_ms - began_ms)
-
-    pauses = [[since(each.from_ms), since(each.to_ms)] for each in pauses_in(exchange, away)]
-    times = (since(exchange.sent_ms), since(exchange.first_token_ms), since(exchange.ended_ms))
-    return [*times, outcome, exchange.engine, pauses]
-
-
-def _even(lines: list[list[Any]], most: int) -> list[list[Any]]:
-    """An even sample, with every pause and every fault as far as there is room."""
-    if len(lines) <= most:
-        return lines
-    special = [each for each in lines if each[5] or each[3] != Outcome.OK][:most]
-    plain = [each for each in lines if not each[5] and each[3] == Outcome.OK]
+def sampled(items: Sequence[T], is_special: Callable[[T], bool], most: int) -> list[T]:
+    """At most so many of `items`, in order: the special ones as far as there is room, and an even
+    sample of the others."""
+    special = [number for number, each in enumerate(items) if is_special(each)][:most]
+    plain = [number for number, each in enumerate(items) if not is_special(each)]
     room = most - len(special)
-    step = max(1, -(-len(plain) // room)) if room else len(plain) + 1
-    return sorted([*special, *plain[::step]], key=lambda each: each[0])
+    step = max(1, math.ceil(len(plain) / room)) if room else len(plain) + 1
+    kept = [*special, *(plain[::step] if room else [])]
+    return [items[number] for number in sorted(kept)]
 
 
-def _since(kill: Kill, at_ms: float | None) -> float | None:
-    return _round(at_ms - kill.killed_ms) if at_ms is not None else None
+def _named(kill: Kill) -> str:
+    victim = f"{kill.target} of {kill.engine}" if kill.engine else kill.victim
+    return f"{victim}, {kill.model} {kill.phase}" if kill.model else victim
+
+
+def _since(origin_ms: float, at_ms: float | None) -> float | None:
+    return None if at_ms is None else _round(at_ms - origin_ms)
 
 
 def _round(value_ms: float) -> float:

@@ -36,7 +36,7 @@ from pool.settings import PoolFile, engines_of
 from understudy.drill.clients import REFUSED_PAUSE_S, Target, inside_target, send
 from understudy.drill.killer import (
     Victim,
-    find_part_of_pool,
+    find_part,
     kill_engine,
     kill_part,
     service_of,
@@ -158,9 +158,9 @@ def model_in(document: Mapping[str, Any], model: str) -> Mapping[str, Any]:
     return next((each for each in models if each["model"] == model), {})
 
 
-def holder_of(document: Mapping[str, Any], model: str) -> tuple[str | None, int]:
+def holder_of(model: Mapping[str, Any]) -> tuple[str | None, int]:
     """The engine that holds a model's lock and its token, as the pool says."""
-    holder = model_in(document, model).get("holder")
+    holder = model.get("holder")
     return (holder["engine"], int(holder["token"])) if holder else (None, 0)
 
 
@@ -430,7 +430,7 @@ class PoolDrill(Drill):
         with ExitStack() as stack:
             held: dict[str, Victim] = {}
             for name in whose:
-                found = await find_part_of_pool(self.directory, what, name, models, stack)
+                found = await find_part(self.directory, what, stack, model=name, models=models)
                 if found is not None:
                     held[name] = found
             model = await self._entered(state, list(held) if what in OF_MODEL else models)
@@ -455,13 +455,13 @@ class PoolDrill(Drill):
         model = await self._entered(state, wanted)
         if model is None:
             return None
-        holder, token = holder_of(document, model)
+        holder, token = holder_of(model_in(document, model))
         first = holder if holder in models[model] else models[model][0]
         is_shadow = what.startswith(SHADOW)
         engine = next(each for each in models[model] if (each == first) is not is_shadow)
         kill = Kill(what, engine, token, lock=lock_of(ACTIVE, model), peers=models[model])
         kill.model, kill.phase, kill.result = model, state, "did not come back"
-        supervisor = await self._supervisor(engine)
+        supervisor, _ = await self._engine(engine)
         end_ms = clock.now_ms() + FIND_DEADLINE_S * 1000
         while not await self._struck(kill, observer):
             if clock.now_ms() > end_ms:
@@ -476,7 +476,6 @@ class PoolDrill(Drill):
 
         await wait_for(look, deadline_s, "drill.not_back", what_failed)
         kill.back_ms = clock.now_ms()
-        kill.result = await self._result(kill)
         # The pool forgets the death: three of them in ten minutes are a fault of the model.
         with contextlib.suppress(UnderstudyError):
             await ask(pool_socket(str(self.directory)), CATALOGUE, OrderMsg(model, Order.RESET))
@@ -494,47 +493,33 @@ class PoolDrill(Drill):
             raise
         return True
 
-    async def _supervisor(self, engine: str) -> int:
-        """Its pid; 0 if it does not answer."""
+    async def _engine(self, engine: str) -> tuple[int, dict[str, Any]]:
+        """The pid of its supervisor and what it says of itself; 0 if it does not answer."""
         path = engine_socket(str(self.directory), engine)
         with contextlib.suppress(UnderstudyError):
-            return (await ask(path, engine_messages.CONTROL, engine_messages.StatusMsg())).pid
-        return 0
+            found = await ask(path, engine_messages.CONTROL, engine_messages.StatusMsg())
+            return found.pid, (getattr(found.message, "document", {}).get("engine") or {})
+        return 0, {}
 
     async def _not_back(self, kill: Kill, supervisor: int) -> str | None:
-        """Until another incarnation stands by, rests or serves, or the engine is to be cold."""
-        now = await self._supervisor(str(kill.engine))
-        if not now or (process_of(kill.target) == SUPERVISOR and now == supervisor):
+        """Why the engine has not come back: another incarnation stands by, sleeps or serves, or the
+        engine is to be cold. Notes the kill's result once it has."""
+        pid, about = await self._engine(str(kill.engine))
+        if not pid or (process_of(kill.target) == SUPERVISOR and pid == supervisor):
             return "its supervisor did not restart"
-        engines = model_in(await self._said(), kill.model).get("engines") or ()
-        said: Mapping[str, Any] = next(
-            (each for each in engines if each["engine"] == kill.engine), {}
-        )
+        model = model_in(await status_of(pool_part(self.directory)), kill.model)
+        engines = model.get("engines") or ()
+        said: Mapping[str, Any] = next((e for e in engines if e["engine"] == kill.engine), {})
         if not said.get("connected"):
             return "it has not connected to the pool"
-        if said.get("goal") == "cold" or await self._is_up(kill):
-            return None
-        return "its next incarnation does not work yet"
-
-    async def _said(self) -> dict[str, Any]:
-        with contextlib.suppress(UnderstudyError):  # it may be killed, too
-            return await pool_status(self.directory)
-        return {}
-
-    async def _is_up(self, kill: Kill) -> bool:
-        """Whether the next incarnation of the engine works."""
-        path = engine_socket(str(self.directory), str(kill.engine))
-        with contextlib.suppress(UnderstudyError):
-            answer = await ask(path, engine_messages.CONTROL, engine_messages.StatusMsg())
-            about = getattr(answer.message, "document", {}).get("engine") or {}
-            return about.get("incarnation") != kill.incarnation and about.get("state") in WORKING
-        return False
-
-    async def _result(self, kill: Kill) -> str:
-        holder, _ = holder_of(await self._said(), kill.model)
-        if holder is not None and holder != kill.engine and not kill.target.startswith(SHADOW):
-            return f"{holder} took over"
-        return "relaunched" if await self._is_up(kill) else "cold, as the pool wants it"
+        is_up = about.get("incarnation") != kill.incarnation and about.get("state") in WORKING
+        if not is_up and said.get("goal") != "cold":
+            return "its next incarnation does not work yet"
+        kill.result = "relaunched" if is_up else "cold, as the pool wants it"
+        holder, _ = holder_of(model)
+        if holder not in (None, kill.engine) and not kill.target.startswith(SHADOW):
+            kill.result = f"{holder} took over"
+        return None
 
     async def _answers(self) -> None:
         """Wait until each model has answered since now.

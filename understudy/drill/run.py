@@ -277,8 +277,10 @@ class Drill:
         """Kill a part that is not an engine, and record what else its death has changed."""
         kill = Kill(what)
         made = sum(each.target == what for each in self.records.kills)
+        before = Standing.of(await gather(self.directory))
         with ExitStack() as stack:
-            victim, before = await find_part(self.directory, what, stack, made)
+            victim = await find_part(self.directory, what, stack, number=made)
+            assert victim is not None  # only a model's part may be missing
             kill.device = victim.device
             self.records.kills.append(kill)
             await kill_part(victim, kill)
