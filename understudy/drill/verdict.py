@@ -35,7 +35,6 @@ from understudy.drill.records import (
     PARTS,
     PHASES,
     POOL,
-    EngineDeath,
     Exchange,
     Kill,
     Outcome,
@@ -56,8 +55,7 @@ WANTED_BY_POOL = frozenset({"", "asked_to_be_cold"})
 COMPARED = ("passed", "requests", "kills", "resumed", "failover_ms", "pause_ms")
 
 DIRECT, BEHIND, IN_POOL = "direct", "gateway", "pool"  # the modes of a drill
-EVERY = (DIRECT, BEHIND, IN_POOL)
-ONE_MODEL = (DIRECT, BEHIND)
+EVERY, PODS, POOLS = (DIRECT, BEHIND, IN_POOL), (DIRECT, BEHIND), (IN_POOL,)
 
 
 class Evidence:
@@ -148,9 +146,8 @@ def _longest(shares: Iterable[float | None]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What must not be found. `sentence`: the problem, with {count} and {all} or {first} of what
-    was found, or one problem for {each}; empty: the number in the report says it. `modes`: of the
-    drills for which it holds."""
+    """What must not be found in drills of `modes`. `sentence`: the problem, with {count} and {all}
+    or {first} of what was found, or one problem for {each}; empty: the count says it."""
 
     name: str
     found: Callable[[Evidence], Sequence[object]]
@@ -167,18 +164,31 @@ class Rule:
         return [self.sentence.format(**names)]
 
 
+@dataclass(frozen=True, slots=True)
+class Count(Rule):
+    """A rule whose count is a key of the JSON document, in drills of the modes `shown`."""
+
+    shown: tuple[str, ...] = EVERY
+
+
 def _details(exchanges: Iterable[Exchange]) -> list[str]:
     return [f"{each.model}: {each.detail}" if each.model else each.detail for each in exchanges]
 
 
+def _with(*outcomes: Outcome) -> Callable[[Evidence], list[str]]:
+    """What clients were told in the requests with these outcomes. A pool's cut is counted apart,
+    whether a client saw it as a status or in its stream."""
+
+    def find(evidence: Evidence) -> list[str]:
+        is_pool = evidence.mode == IN_POOL
+        found = evidence.of(*outcomes)
+        return _details(each for each in found if not (is_pool and CUT_CODE in each.detail))
+
+    return find
+
+
 def _cut(evidence: Evidence) -> list[Exchange]:
     return [each for each in evidence.records.exchanges if CUT_CODE in each.detail]
-
-
-def _but_cut(evidence: Evidence, outcome: Outcome) -> list[Exchange]:
-    """A pool's cut is counted apart, whether a client saw it as a status or in its stream."""
-    is_pool = evidence.mode == IN_POOL
-    return [e for e in evidence.of(outcome) if not (is_pool and CUT_CODE in e.detail)]
 
 
 def _doubled(evidence: Evidence) -> list[int]:
@@ -196,23 +206,16 @@ def _double_active(evidence: Evidence) -> list[str]:
     ]
 
 
-def false_deaths(evidence: Evidence) -> list[EngineDeath]:
+def _false_deaths(evidence: Evidence) -> list[str]:
     """Deaths of engines that neither the drill nor the pool wanted."""
     records = evidence.records
     killed = {kill.incarnation for kill in records.engine_kills}
     wanted = WANTED_BY_UPGRADE if records.upgrade is not None else frozenset()
     wanted = WANTED_BY_POOL if evidence.mode == IN_POOL else wanted
     return [
-        death
+        f"{death.engine} died although nothing had been killed: {death.message}"
         for death in records.deaths
         if death.incarnation not in killed and death.cause not in wanted
-    ]
-
-
-def _said_deaths(evidence: Evidence) -> list[str]:
-    return [
-        f"{each.engine} died although nothing had been killed: {each.message}"
-        for each in false_deaths(evidence)
     ]
 
 
@@ -227,7 +230,23 @@ def _starved(evidence: Evidence) -> list[str]:
     return [name for name in models if name not in whole] if models else ["the pod"] * (not whole)
 
 
-def _stray(evidence: Evidence) -> list[str]:
+def _few_switches(evidence: Evidence) -> list[str]:
+    return _fewer(len(evidence.records.switches), evidence.switches_wanted)
+
+
+def _few_takeovers(evidence: Evidence) -> list[str]:
+    return _fewer(len(evidence.failovers_ms), len(evidence.failovers))
+
+
+def _unchecked(evidence: Evidence) -> list[str]:
+    return _fewer(evidence.records.grants_checked, len(evidence.failovers))
+
+
+def _no_bound(evidence: Evidence) -> list[str]:
+    return [] if evidence.records.bounds else ["the pool"]
+
+
+def _unprovoked(evidence: Evidence) -> list[str]:
     lost = evidence.of(Outcome.LOST, Outcome.BROKEN)
     kills = evidence.records.engine_kills
     return _details(each for each in lost if not is_explained(each, kills))
@@ -291,70 +310,42 @@ def _late(share: float | None) -> list[str]:
     return [f"{share:.1%}"] if share is not None and share > 1.0 else []
 
 
-LOST_BEHIND = "{count} requests were lost, which the gateway had to continue ({first})"
-LOST_ALONE = "{count} requests were lost although nothing had been killed ({first})"
-# Those with a number in the report come first, in its order.
-RULES = (
-    Rule("lost", lambda e: _details(e.of(Outcome.LOST)), "", (IN_POOL,)),
-    Rule("refused", lambda e: _details(_but_cut(e, Outcome.REFUSED)), ""),
-    Rule("cut", _cut, "", (IN_POOL,)),
-    Rule("wrong_tokens", lambda e: _details(e.of(Outcome.WRONG)), ""),
-    Rule(
-        "broken_streams",
-        lambda e: _details(_but_cut(e, Outcome.BROKEN)),
-        "",
-        (BEHIND, IN_POOL),
-    ),
-    Rule("doubled_tokens", _doubled, ""),
-    Rule("double_active", _double_active),
-    Rule("false_deaths", _said_deaths),
-    Rule("lost_in_flight", lambda e: _details(e.of(Outcome.LOST, Outcome.BROKEN)), "", (BEHIND,)),
-    Rule(
-        "not continued",
-        lambda e: _details([*_but_cut(e, Outcome.BROKEN), *e.of(Outcome.LOST)]),
-        LOST_BEHIND,
-        (BEHIND, IN_POOL),
-    ),
-    Rule("lost alone", _stray, LOST_ALONE, ONE_MODEL),
-    Rule(
-        "hung", lambda e: e.of(Outcome.HUNG), "{count} requests got neither an answer nor an error"
-    ),
+LOST = "{count} requests were lost, which the gateway had to continue ({first})"
+BROKEN = "{count} streams were broken, which the gateway had to continue ({first})"
+UNPROVOKED = "{count} requests were lost although nothing had been killed ({first})"
+HUNG = "{count} requests got neither an answer nor an error"
+UNCHECKED = "{each} grants could be checked against the old processes"
+COUNTS = (
+    Count("lost", _with(Outcome.LOST), LOST, POOLS, shown=POOLS),
+    Count("refused", _with(Outcome.REFUSED), ""),
+    Count("cut", _cut, "", POOLS, shown=POOLS),
+    Count("wrong_tokens", _with(Outcome.WRONG), ""),
+    Count("broken_streams", _with(Outcome.BROKEN), BROKEN, (BEHIND, IN_POOL)),
+    Count("doubled_tokens", _doubled, ""),
+    Count("double_active", _double_active),
+    Count("false_deaths", _false_deaths),
+    Count("lost_in_flight", _with(Outcome.LOST, Outcome.BROKEN), LOST, (BEHIND,), shown=PODS),
+)
+CHECKS = (
+    Rule("unprovoked", _unprovoked, UNPROVOKED, PODS),
+    Rule("hung", lambda e: e.of(Outcome.HUNG), HUNG),
     Rule("starved", _starved, "{all} answered no request in full"),
     Rule("outside", _refused_outside),
     Rule("kills", lambda e: _fewer(len(e.records.kills), e.kills_wanted), "{each} kills were made"),
-    Rule(
-        "switches",
-        lambda e: _fewer(len(e.records.switches), e.switches_wanted),
-        "{each} switches were seen",
-        (IN_POOL,),
-    ),
-    Rule(
-        "no takeover",
-        lambda e: _fewer(len(e.failovers_ms), len(e.failovers)),
-        "{each} kills were followed by an answer",
-        ONE_MODEL,
-    ),
-    Rule(
-        "unchecked",
-        lambda e: _fewer(e.records.grants_checked, len(e.failovers)),
-        "{each} grants could be checked against the old processes",
-        ONE_MODEL,
-    ),
+    Rule("switches", _few_switches, "{each} switches were seen", POOLS),
+    Rule("takeovers", _few_takeovers, "{each} kills were followed by an answer", PODS),
+    Rule("unchecked", _unchecked, UNCHECKED, PODS),
     Rule("disturbed", lambda e: e.records.disturbed),
     Rule("not back", _away, "{all} did not come back"),
     Rule("memory", _unseen_memory, "the physical memory of {all} is not visible here"),
     Rule("copy", _second_copy, "the weights used {all}: something was loaded a second time"),
     Rule("upgrade", _upgrade),
     Rule("burn", _ended_loops, "{all} busy loops ended before the drill stopped them"),
-    Rule(
-        "no bound",
-        lambda e: [] if e.records.bounds else ["the pool"],
-        "{all} stated no bound, so no wait could be compared with it",
-        (IN_POOL,),
-    ),
+    Rule("no bound", _no_bound, "{all} stated no bound, so no wait could be compared", POOLS),
     Rule("late", lambda e: _late(e.longest_wait()), "the longest wait took {all} of its bound"),
     Rule("paused", lambda e: _late(e.longest_pause()), "the longest pause took {all} of its bound"),
 )
+RULES = (*COUNTS, *CHECKS)
 
 
 # ------------------------------------------------------------------ the report
@@ -380,8 +371,11 @@ class DrillReport:
     @property
     def faults(self) -> dict[str, int]:
         """The counts that must be zero."""
-        rules = [rule for rule in RULES if self.mode in rule.modes and rule.name in self.counts]
-        return {rule.name: self.counts[rule.name] for rule in rules}
+        return {
+            rule.name: self.counts[rule.name]
+            for rule in COUNTS
+            if self.mode in rule.modes and rule.name in self.counts
+        }
 
     @property
     def passed(self) -> bool:
@@ -411,11 +405,8 @@ def judge(records: Records, kills_wanted: int, switches_wanted: int = 0) -> Dril
     """The report of a whole drill."""
     evidence = Evidence(records, kills_wanted, switches_wanted)
     is_pool = evidence.mode == IN_POOL
-    hidden = {"lost_in_flight"} if is_pool else {"lost", "cut"}
     counts = {
-        rule.name: len(rule.found(evidence))
-        for rule in RULES[: [rule.name for rule in RULES].index("lost_in_flight") + 1]
-        if rule.name not in hidden
+        count.name: len(count.found(evidence)) for count in COUNTS if evidence.mode in count.shown
     }
     pauses = failover_pauses(records)
     figures: dict[str, Any] = {
