@@ -170,36 +170,21 @@ def service_of(view: dict[str, Any]) -> str:
     return str(service.get("address") or "")
 
 
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """What the death of a part must not change."""
+def standing(view: Document) -> dict[str, str]:
+    """What the death of a part must not change: each engine's incarnation, and who is active."""
+    engines = [part["engine"] for part in view["engines"] if "error" not in part]
+    found = {str(each.get("id")): str(each.get("incarnation")) for each in engines}
+    return {**found, "the lock": f"{view['active']} under token {view['token']}"}
 
-    active: str | None
-    token: int | None
-    incarnations: Mapping[str, str]
 
-    @classmethod
-    def of(cls, view: Document) -> Standing:
-        engines = [part["engine"] for part in view["engines"] if "error" not in part]
-        return cls(
-            view["active"],
-            view["token"],
-            {str(each.get("id")): str(each.get("incarnation")) for each in engines},
-        )
-
-    def changes(self, now: Standing) -> list[str]:
-        """The differences to `now`, as sentences."""
-        changed = []
-        for engine, before in self.incarnations.items():
-            after = now.incarnations.get(engine)
-            if after != before:
-                changed.append(f"{engine} restarted ({before} is now {after or 'unreachable'})")
-        if (self.active, self.token) != (now.active, now.token):
-            changed.append(
-                f"{now.active} is active under token {now.token} instead of {self.active} under"
-                f" {self.token}"
-            )
-        return changed
+def changes(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+    """What has changed, as sentences."""
+    now = {name: after.get(name, "unreachable") for name in before}
+    return [
+        f"{name} is now {now[name]} instead of {was}"
+        for name, was in before.items()
+        if now[name] != was
+    ]
 
 
 # ------------------------------------------------------------------ processes of engines

@@ -104,7 +104,7 @@ ANSWERS_DEADLINE_S = 300.0  # as long as a request may wait
 FIND_S = 0.005  # a process that is just being started is looked for this often,
 FIND_DEADLINE_S = 1.5  # and so long
 STATED_EVERY_S = 1.0  # how often the bounds are read: they change with costs and requests
-SWITCH_TIMES = ("wait_ms", "drain_ms", "release_ms", "raise_ms")
+SWITCH_TIMES = ("drain_ms", "release_ms", "raise_ms")
 
 
 # ------------------------------------------------------------------ which kill comes next
@@ -211,10 +211,8 @@ class PoolWatch:
             if message.record.get("type") == "pool.model":
                 self._note(at_ms, str(data["model"]), str(data["to"]), str(data["cause"]))
             elif message.record.get("type") == "pool.switch":
-                times = (float(data[name]) for name in SWITCH_TIMES)
-                victims = tuple(map(str, data["victims"]))
-                switch = Switch(at_ms, str(data["model"]), victims, *times)
-                self._records.switches.append(switch)
+                length_ms = sum(float(data[name]) for name in SWITCH_TIMES)
+                self._records.switches.append(Switch(at_ms, str(data["model"]), length_ms))
 
     def _lost(self) -> None:
         self.is_on = False

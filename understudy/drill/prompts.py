@@ -98,11 +98,7 @@ def all_prompts(model: str) -> list[Prompt]:
         )
         for number, text in enumerate(CHATS)
     ]
-    mixed: list[Prompt] = []
-    while completions or chats:
-        mixed += completions[:2] + chats[:1]
-        completions, chats = completions[2:], chats[1:]
-    return mixed
+    return _mixed(chats, completions, every=2)
 
 
 def long_prompts(model: str) -> list[Prompt]:
@@ -119,10 +115,7 @@ def long_prompts(model: str) -> list[Prompt]:
         )
         for number, text in enumerate([*shared, *about])
     ]
-    mixed: list[Prompt] = []
-    for number, prompt in enumerate(long):
-        mixed += [prompt, short[number // 4]] if number % 4 == 0 else [prompt]
-    return mixed
+    return _mixed(short, long, every=4)
 
 
 def varied_prompts(model: str) -> list[Prompt]:
@@ -153,17 +146,16 @@ def pool_prompts(backend: str | None, model: str) -> list[Prompt]:
     whole = Prompt("whole-stream", mixed[0].path, {**common, "stream": False})
     return [
         Prompt(f"{model}/{each.key}", each.path, each.body)
-        for each in _spread([*long, whole], mixed)
+        for each in _mixed([*long, whole], mixed, every=3)
     ]
 
 
-def _spread(few: Sequence[Prompt], many: Sequence[Prompt]) -> list[Prompt]:
-    """One of the few after every third of the many."""
+def _mixed(few: Sequence[Prompt], many: Sequence[Prompt], every: int) -> list[Prompt]:
+    """One of the few after so many of the others, as far as there are any."""
     rest, mixed = list(few), []
-    for number, each in enumerate(many):
-        if number % 3 == 0 and rest:
-            mixed.append(rest.pop(0))
-        mixed.append(each)
+    for start in range(0, len(many), every):
+        mixed += [*many[start : start + every], *rest[:1]]
+        rest = rest[1:]
     return [*mixed, *rest]
 
 

@@ -226,20 +226,12 @@ class Moment(Struct, frozen=True):
 
 
 class Switch(Struct, frozen=True):
-    """A model is awake for which a request has waited, as the pool reports it."""
+    """A model is awake for which a request has waited. `length_ms`: of draining, releasing and
+    raising, without the wait until the switch could begin."""
 
     at_ms: float
     model: str
-    victims: Sequence[str]
-    wait_ms: float
-    drain_ms: float
-    release_ms: float
-    raise_ms: float
-
-    @property
-    def length_ms(self) -> float:
-        """Without the wait until the switch could begin."""
-        return self.drain_ms + self.release_ms + self.raise_ms
+    length_ms: float
 
 
 class StatedBound(Struct, frozen=True):

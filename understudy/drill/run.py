@@ -22,13 +22,14 @@ from plumbing.service.clock import SystemClock
 from understudy.drill.clients import Target, inside_target, send, stream_without_pause
 from understudy.drill.killer import (
     WHOLE_DEADLINE_S,
-    Standing,
     Whole,
+    changes,
     committed_devices,
     find_part,
     kill_engine,
     kill_part,
     note_adoption,
+    standing,
     wait_back,
     wait_for,
     wait_whole,
@@ -277,7 +278,7 @@ class Drill:
         """Kill a part that is not an engine, and record what else its death has changed."""
         kill = Kill(what)
         made = sum(each.target == what for each in self.records.kills)
-        before = Standing.of(await gather(self.directory))
+        before = standing(await gather(self.directory))
         with ExitStack() as stack:
             victim = await find_part(self.directory, what, stack, number=made)
             assert victim is not None  # only a model's part may be missing
@@ -289,9 +290,9 @@ class Drill:
         if self.records.memory is not None:  # earlier kills may have replaced engines
             self._physical.watch(roots_of(await pids_of(self.directory)))
         await self._answers()
-        changes = before.changes(Standing.of(await gather(self.directory)))
+        after = standing(await gather(self.directory))
         about = f"after the death of {kill.victim}"
-        self.records.disturbed += [f"{about}, {changed}" for changed in changes]
+        self.records.disturbed += [f"{about}, {each}" for each in changes(before, after)]
         took = duration(kill.took_ms or 0.0)
         self._say(f"kill {number}/{self._plan.kills}  {kill.victim}  back after {took}")
 

@@ -29,12 +29,13 @@ from understudy.drill import killer
 from understudy.drill.killer import (
     FIRST,
     MemoryBefore,
-    Standing,
     Victim,
+    changes,
     committed_devices,
     find_part,
     hold,
     kill_part,
+    standing,
     wait_back,
 )
 from understudy.drill.observer import OldTree
@@ -211,7 +212,7 @@ def view(active: str = "engine-0", token: int = 7, incarnation: str = "engine-0-
     ],
 )
 def test_death_of_a_part_changes_neither_engines_nor_the_lock(after: dict, count: int):
-    assert len(Standing.of(view()).changes(Standing.of(after))) == count
+    assert len(changes(standing(view()), standing(after))) == count
 
 
 def device(pid: int = 2, state: str = "committed", epoch: str = "e", readers=READERS) -> dict:

@@ -123,7 +123,7 @@ FAULTS = [
     ("late", of_pool, add(of_model("a", 1200.0, 1210.0, 1220.0, 1230.0, 1240.0))),
     ("paused", of_pool, add(of_model("a", 10.0, 20.0, 1620.0, 1630.0, 1640.0))),
 ]
-SWITCH = Switch(300.0, "b", ("a",), 250.0, 20.0, 5.0, 15.0)
+SWITCH = Switch(300.0, "b", 40.0)
 
 
 @pytest.mark.parametrize(("name", "clean", "damage"), FAULTS)
