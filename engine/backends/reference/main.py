@@ -56,6 +56,18 @@ MODEL_MODULE = "engine.backends.reference.model_process"
 # Set here because numpy reads them when it is imported.
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
+_NAMES = "Name in /v1/models, then aliases (default: the directory's name)."
+_CONTEXT = "Most tokens per request, prompt and answer together (default: up to 4096)."
+_SLOTS = "Requests that run at the same time (default: %(default)s)."
+_CACHE = "Tokens that the prefix cache keeps (default: as many as the slots hold; 0: none)."
+_RANKS = "Model processes, each with its part of the weights on its own device (default: 1)."
+_INTERVAL = "Least time between two tokens of a request, as a large model needs (default: 0)."
+_KV_MEMORY = (
+    "Where the KV cache lives: `gms` (survives this process; the next engine reuses its blocks) or"
+    " `private` (default: gms)."
+)
+_AUDIT = "Publish a checksum with every KV block, and compare it before the block is adopted."
+
 ModelProcess = tuple[socket.socket, subprocess.Popen[bytes]]  # our end of its link, the process
 
 
@@ -67,62 +79,21 @@ class _Parser(argparse.ArgumentParser):
 def parse(argv: list[str]) -> tuple[ConfigureMsg, tuple[str, ...]]:
     """Settings and the served model's names. Raises UsageError `engine.backend_arguments`."""
     parser = _Parser(prog="engine run --backend reference --", allow_abbrev=False)
-    parser.add_argument("--model", required=True, help="directory of a Hugging Face checkpoint")
-    parser.add_argument(
-        "--max-context",
-        type=_whole(2, PROMPT_TOKENS_MAX),
-        help="most tokens per request, prompt and answer together (default: up to 4096)",
-    )
-    parser.add_argument(
-        "--slots",
-        type=_whole(1, 1024),
-        default=DEFAULT_SLOTS,
-        help="requests that run at the same time (default: %(default)s)",
-    )
-    parser.add_argument("--kv-bytes", type=size_bytes, help="most KV memory per rank, such as 2GiB")
-    parser.add_argument(
-        "--cache-tokens",
-        type=_whole(0, CACHE_TOKENS_MAX),
-        help="tokens of prompts and answers that are kept, so that they need not be computed again "
-        "(default: as many as the slots hold; 0: none)",
-    )
-    parser.add_argument(
-        "--kv-memory",
-        choices=("gms", "private"),
-        default="gms",
-        help="whose memory the KV cache is in: the memory service's, where it lends any, so that"
-        " the next engine goes on with this one's blocks, or its own (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--no-kv-adoption",
-        action="store_true",
-        help="begin with an empty cache, whatever an earlier engine has left in the KV memory",
-    )
-    parser.add_argument(
-        "--kv-audit",
-        action="store_true",
-        help="publish a checksum of every block, and compare it before the block is adopted",
-    )
-    parser.add_argument(
-        "--tensor-parallel",
-        type=_whole(1, RANKS_MAX),
-        default=1,
-        help="number of model processes, each with its part of the weights on its own device "
-        "(default: %(default)s)",
-    )
-    parser.add_argument(
-        "--token-interval-ms",
-        type=_whole(0, TOKEN_INTERVAL_MS_MAX),
-        default=0,
-        help="make a request's next token no sooner than this, as a large model would; prompts and"
-        " what is resumed are computed at full speed (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--served-model-name",
-        nargs="+",
-        metavar="NAME",
-        help="name in /v1/models, and others that requests may use (default: the directory's name)",
-    )
+    add = parser.add_argument
+    add("--model", required=True, help="Directory of a Hugging Face checkpoint.")
+    add("--served-model-name", nargs="+", metavar="NAME", help=_NAMES)
+    for name, least, most, default, text in (
+        ("--max-context", 2, PROMPT_TOKENS_MAX, None, _CONTEXT),
+        ("--slots", 1, 1024, DEFAULT_SLOTS, _SLOTS),
+        ("--cache-tokens", 0, CACHE_TOKENS_MAX, None, _CACHE),
+        ("--tensor-parallel", 1, RANKS_MAX, 1, _RANKS),
+        ("--token-interval-ms", 0, TOKEN_INTERVAL_MS_MAX, 0, _INTERVAL),
+    ):
+        add(name, type=_whole(least, most), default=default, help=text)
+    add("--kv-bytes", type=size_bytes, help="Most KV memory per rank, e.g. 2GiB.")
+    add("--kv-memory", choices=("gms", "private"), default="gms", help=_KV_MEMORY)
+    add("--no-kv-adoption", action="store_true", help="Ignore the KV blocks of earlier engines.")
+    add("--kv-audit", action="store_true", help=_AUDIT)
     found = parser.parse_args(argv)
     settings = ConfigureMsg(
         directory=found.model,

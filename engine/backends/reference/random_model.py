@@ -194,19 +194,12 @@ def main(arguments: list[str] | None = None) -> int:
     text = "succeed without a change if the directory has a model"
     parser.add_argument("--if-missing", action="store_true", help=text)
     parser.add_argument("--head-dim", type=int, help="size of a head (default: hidden / heads)")
-    options = parser.parse_args(arguments)
-    if options.if_missing and os.path.exists(os.path.join(options.directory, "config.json")):
+    options = vars(parser.parse_args(arguments))
+    directory, if_missing = options.pop("directory"), options.pop("if_missing")
+    if if_missing and os.path.exists(os.path.join(directory, "config.json")):
         return 0
     try:
-        write_random_model(
-            options.directory,
-            seed=options.seed,
-            hidden=options.hidden,
-            layers=options.layers,
-            heads=options.heads,
-            kv_heads=options.kv_heads,
-            head_dim=options.head_dim,
-        )
+        write_random_model(directory, **options)
     except UnderstudyError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
