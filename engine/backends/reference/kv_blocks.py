@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import hashlib
-import json
 import logging
 import math
 import mmap
@@ -41,7 +39,7 @@ from engine.backends.reference.decoder import (
     KVCache,
     Leader,
 )
-from engine.backends.reference.link import ConfigureMsg, TakeMemoryMsg
+from engine.backends.reference.link import ConfigureMsg, TakeMemoryMsg, digest_of
 from engine.backends.session import SOCKET_DIR_ENV, host_device
 from engine.kv.adopter import Adoption, adoptable
 from engine.kv.audit import audited, joined
@@ -285,10 +283,6 @@ def _next_hash(chain: _Chain, tokens: Sequence[int]) -> bytes:
 
 
 # ---------------------------------------------------------------------- the index in the pools
-
-
-def digest_of(facts: Any) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def header_of(config: LlamaConfig, size: KvSize, slots: int, ranks: int) -> IndexHeader:

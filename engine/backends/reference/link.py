@@ -1,20 +1,38 @@
 """Messages between the HTTP process and the model processes, over a socket pair each.
 
-Owns the messages. All of them are notifications: one request of a kind is in flight at a time,
-except `submit`, whose answers carry its number. Must not know text: prompts and answers are token
-ids here. Every tensor-parallel rank has such a link, for its settings, its memory and its failure;
-requests go to rank 0 only, which leads the others.
+A question that the supervisor's channel has, too, is the same message here (`engine.messages`). All
+are notifications: one request of a kind is in flight at a time, except `submit`, whose answers
+carry its number. Must not know text: prompts and answers are token ids here. Every rank has such a
+link, for its settings, its memory and its failure; requests go to rank 0 only, which leads the
+others.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from array import array
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from engine.messages import RANKS_MAX, Count, Id, KvMemoryKind, Rank, Sentence
+from engine.messages import (
+    RANKS_MAX,
+    CanaryMsg,
+    Count,
+    FaultReportMsg,
+    Id,
+    KvMemoryKind,
+    PlaceWeightsMsg,
+    Rank,
+    RestedMsg,
+    RestMsg,
+    RunCanaryMsg,
+    Sentence,
+    WeightsPlacedMsg,
+    WokenMsg,
+)
 from plumbing.part.queue_page import ATTEMPT_BYTES
 from plumbing.wire.messages import Catalogue, Message
 
@@ -77,7 +95,7 @@ class ReadyMsg(Message, frozen=True, tag="ready"):
 
 
 class TakeMemoryMsg(Message, frozen=True, tag="take_memory"):
-    """Take memory for the KV cache, as the holder of `active` under `token`; answered by `taken`.
+    """Take memory for the KV cache, as the holder of `active` under `token`; answered by `woken`.
 
     Rank 0 is asked when all others have answered. `epochs` and `identities`, as digests, are those
     of every rank's weights.
@@ -89,64 +107,10 @@ class TakeMemoryMsg(Message, frozen=True, tag="take_memory"):
     identities: tuple[Id, ...]
 
 
-class TakenMsg(Message, frozen=True, tag="taken"):
-    """`adopted` blocks of an earlier engine, or in `note` why there are none. `torn`: those whose
-    bytes had changed."""
-
-    kv_bytes: Count
-    memory: KvMemoryKind = "private"
-    adopted: Count = 0
-    note: Sentence = ""
-    torn: Count = 0
-
-
-class GiveMemoryMsg(Message, frozen=True, tag="give_memory"):
-    """Give all KV memory back, when nothing runs; answered by `given`, then it can be taken again.
-
-    The other ranks are asked when rank 0 has answered, which keeps the index of their pools.
-    `is_kept`: what was published stays for the next engine. Otherwise the memory must be free
-    within `wait_ms`.
-    """
-
-    is_kept: bool
-    wait_ms: Count
-
-
-class GivenMsg(Message, frozen=True, tag="given"):
-    """`resident_bytes`: what this process still had of it in memory, as the kernel counts."""
-
-    resident_bytes: Count
-
-
-class PlaceMsg(Message, frozen=True, tag="place"):
-    """Without KV memory: release the weights, or map them again; answered by `placed`. Taking
-    memory maps them, too."""
-
-    is_away: bool
-    wait_ms: Count
-
-
-class PlacedMsg(Message, frozen=True, tag="placed"):
-    """`note`: what is in the way of a release."""
-
-    is_away: bool
-    freed_bytes: Count
-    note: Sentence = ""
-
-
-class CheckMsg(Message, frozen=True, tag="check"):
-    """Run the canary; answered by `checked`."""
-
-
-class CheckedMsg(Message, frozen=True, tag="checked"):
-    ok: bool
-    detail: Sentence
-
-
 class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True):
     """How to choose a token. `temperature` 0 is greedy; the same seed gives the same tokens.
 
-    All but the first three depend on what was generated so far: `generation.Constraints`.
+    All but the first three depend on what was generated so far: `generation.constrained`.
     """
 
     temperature: float = 1.0
@@ -204,33 +168,23 @@ class PublishedMsg(Message, frozen=True, tag="published"):
     kept: Count
 
 
-class FailedMsg(Message, frozen=True, tag="failed"):
-    """Why the model process exits now. The fields are those of `FaultReport`."""
-
-    code: Id
-    message: Sentence
-    permanent: bool
-    exit_code: Annotated[int, Meta(ge=1, le=5)]
-    is_machine: bool = False
-
-
 LINK = Catalogue(
     ConfigureMsg,
     ReadyMsg,
     TakeMemoryMsg,
-    TakenMsg,
-    GiveMemoryMsg,
-    GivenMsg,
-    PlaceMsg,
-    PlacedMsg,
-    CheckMsg,
-    CheckedMsg,
+    WokenMsg,
+    RestMsg,
+    RestedMsg,
+    PlaceWeightsMsg,
+    WeightsPlacedMsg,
+    RunCanaryMsg,
+    CanaryMsg,
     SubmitMsg,
     CancelMsg,
     TokenMsg,
     ProgressedMsg,
     PublishedMsg,
-    FailedMsg,
+    FaultReportMsg,
     frame_bytes_max=FRAME_BYTES_MAX,
 )
 
@@ -242,6 +196,11 @@ def pack(tokens: Sequence[int]) -> bytes:
 
 def unpack(packed: bytes) -> tuple[int, ...]:
     return tuple(array("I", packed))
+
+
+def digest_of(facts: Any) -> str:
+    """What two processes compare in place of `facts`, which are JSON."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def finish_reason(

@@ -10,9 +10,7 @@ link.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import itertools
-import json
 import socket
 import subprocess
 from collections.abc import Callable, Sequence
@@ -26,22 +24,25 @@ from engine.backends.reference.link import (
     RANK_LOST,
     TOKEN_BYTES,
     CancelMsg,
-    CheckedMsg,
-    CheckMsg,
-    FailedMsg,
-    GiveMemoryMsg,
-    GivenMsg,
-    PlacedMsg,
-    PlaceMsg,
     ProgressedMsg,
     PublishedMsg,
     ReadyMsg,
     SamplingParams,
     SubmitMsg,
     TakeMemoryMsg,
-    TakenMsg,
     TokenMsg,
+    digest_of,
     pack,
+)
+from engine.messages import (
+    CanaryMsg,
+    FaultReportMsg,
+    PlaceWeightsMsg,
+    RestedMsg,
+    RestMsg,
+    RunCanaryMsg,
+    WeightsPlacedMsg,
+    WokenMsg,
 )
 from engine.progress_page import ProgressPage
 from plumbing.errors import UnderstudyError
@@ -96,11 +97,11 @@ class RankLink(Handler):
         match message:
             case TokenMsg() | ProgressedMsg() | PublishedMsg():
                 self._model.received(message)
-            case ReadyMsg() | TakenMsg() | GivenMsg() | PlacedMsg() | CheckedMsg():
+            case ReadyMsg() | WokenMsg() | RestedMsg() | WeightsPlacedMsg() | CanaryMsg():
                 future = self._answers.get(type(message))
                 if future is not None and not future.done():
                     future.set_result(message)
-            case FailedMsg():
+            case FaultReportMsg():
                 self._fail(message)
             case _:
                 raise UnderstudyError("engine.link", f"{message.TYPE} is not for this side")
@@ -109,9 +110,9 @@ class RankLink(Handler):
         status = None if self._child is None else self._child.poll()
         how = "" if status is None else f", exit status {status}"
         what = f"{self._name} ended without giving a reason{how} ({reason}); it was probably killed"
-        self._fail(FailedMsg("engine.model_died", what, permanent=False, exit_code=1))
+        self._fail(FaultReportMsg("engine.model_died", what, permanent=False))
 
-    def _fail(self, failed: FailedMsg) -> None:
+    def _fail(self, failed: FaultReportMsg) -> None:
         if not self._has_failed:
             self._has_failed = True
             self._model.failed(failed)
@@ -124,7 +125,7 @@ class ModelLink:
         self,
         models: Sequence[tuple[socket.socket, subprocess.Popen[bytes] | None]],
         slots: int,
-        on_failed: Callable[[FailedMsg], None],
+        on_failed: Callable[[FaultReportMsg], None],
         page: ProgressPage | None = None,
     ) -> None:
         """Own the sockets of `models`, link and process of every rank in order. `on_failed` is
@@ -138,7 +139,7 @@ class ModelLink:
         self._numbers = itertools.count(1)
         self._unfinished: dict[int, Generation] = {}
         self._prompt_bytes = 0
-        self._checking: asyncio.Future[CheckedMsg] | None = None
+        self._checking: asyncio.Future[CanaryMsg] | None = None
         self.ranks = [RankLink(self, rank, *each) for rank, each in enumerate(models)]
 
     @property
@@ -164,7 +165,7 @@ class ModelLink:
     async def _all_ready(self) -> list[ReadyMsg]:
         return [await asyncio.shield(rank.ready) for rank in self.ranks]
 
-    async def take_memory(self, token: int, era: str) -> TakenMsg:
+    async def take_memory(self, token: int, era: str) -> WokenMsg:
         """On every rank, on rank 0 last: it may borrow the pools of the others. A rank that cannot
         ends the engine, and so frees what the others took.
 
@@ -175,10 +176,10 @@ class ModelLink:
         epochs = tuple(each.epoch for each in ready)
         identities = tuple(digest_of(each.identity) for each in ready)
         take = TakeMemoryMsg(token, era, epochs, identities)
-        others = await self._ask_all(self.ranks[1:], take, TakenMsg)
-        mine = await self.ranks[0].ask(take, TakenMsg)
-        self.kept = mine.adopted
-        if any(taken.memory != mine.memory for taken in others):
+        others = await self._ask_all(self.ranks[1:], take, WokenMsg)
+        mine = await self.ranks[0].ask(take, WokenMsg)
+        self.kept = mine.adopted_blocks
+        if any(taken.kv_memory != mine.kv_memory for taken in others):
             raise UnderstudyError(
                 "engine.kv_mixed",
                 "the memory service lends KV memory to some ranks of this engine and not to others,"
@@ -189,26 +190,26 @@ class ModelLink:
     async def give_memory(self, wait_s: float, *, is_kept: bool) -> int:
         """Have every rank give its KV memory back, rank 0 first: it uses the others' pools. How
         many bytes are still resident."""
-        give = GiveMemoryMsg(is_kept, round(wait_s * 1000))
-        mine = await self.ranks[0].ask(give, GivenMsg)
-        others = await self._ask_all(self.ranks[1:], give, GivenMsg)
+        give = RestMsg(is_kept, round(wait_s * 1000))
+        mine = await self.ranks[0].ask(give, RestedMsg)
+        others = await self._ask_all(self.ranks[1:], give, RestedMsg)
         self.published = self.kept = 0
-        return sum(given.resident_bytes for given in (mine, *others))
+        return sum(given.kv_bytes_resident for given in (mine, *others))
 
-    async def place(self, wait_s: float, *, is_away: bool) -> PlacedMsg:
+    async def place(self, wait_s: float, *, is_away: bool) -> WeightsPlacedMsg:
         """Have every rank release its weights, or map them again."""
-        message = PlaceMsg(is_away, round(wait_s * 1000))
-        placed = await self._ask_all(self.ranks, message, PlacedMsg)
-        return PlacedMsg(
+        message = PlaceWeightsMsg(is_away, round(wait_s * 1000))
+        placed = await self._ask_all(self.ranks, message, WeightsPlacedMsg)
+        return WeightsPlacedMsg(
             all(each.is_away for each in placed),
             sum(each.freed_bytes for each in placed),
             next((each.note for each in placed if each.note), ""),
         )
 
-    async def check(self) -> CheckedMsg:
+    async def check(self) -> CanaryMsg:
         """Run one canary; calls while one runs share its result."""
         if self._checking is None or self._checking.done():
-            self._checking = asyncio.ensure_future(self.ranks[0].ask(CheckMsg(), CheckedMsg))
+            self._checking = asyncio.ensure_future(self.ranks[0].ask(RunCanaryMsg(), CanaryMsg))
         return await asyncio.shield(self._checking)
 
     async def _ask_all(
@@ -288,14 +289,14 @@ class ModelLink:
             if generation is not None:  # else it was cancelled while this token was on its way
                 generation.tokens.put_nowait(message)
 
-    def failed(self, failed: FailedMsg) -> None:
+    def failed(self, failed: FaultReportMsg) -> None:
         """Report the first cause; the loss of a rank only if no cause follows."""
         if failed.code == RANK_LOST:
             asyncio.get_running_loop().call_later(CAUSE_WAIT_S, self._report, failed)
         else:
             self._report(failed)
 
-    def _report(self, failed: FailedMsg) -> None:
+    def _report(self, failed: FaultReportMsg) -> None:
         if not self._is_reported:
             self._is_reported = True
             self._on_failed(failed)
@@ -319,7 +320,3 @@ class Generation:
 
     def __exit__(self, *error: object) -> None:
         self._link.cancel(self.number)
-
-
-def digest_of(identity: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()

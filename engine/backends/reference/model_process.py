@@ -56,24 +56,26 @@ from engine.backends.reference.link import (
     LINK_ENV,
     PEERS_ENV,
     CancelMsg,
-    CheckedMsg,
-    CheckMsg,
     ConfigureMsg,
-    FailedMsg,
-    GiveMemoryMsg,
-    GivenMsg,
-    PlacedMsg,
-    PlaceMsg,
     ProgressedMsg,
     PublishedMsg,
     ReadyMsg,
     SubmitMsg,
     TakeMemoryMsg,
-    TakenMsg,
     TokenMsg,
     unpack,
 )
-from engine.messages import KvMemoryKind
+from engine.messages import (
+    CanaryMsg,
+    FaultReportMsg,
+    KvMemoryKind,
+    PlaceWeightsMsg,
+    RestedMsg,
+    RestMsg,
+    RunCanaryMsg,
+    WeightsPlacedMsg,
+    WokenMsg,
+)
 from plumbing.errors import InvariantError, UnderstudyError, UsageError, WaitTimeoutError
 from plumbing.service.log import configure
 from plumbing.shortage import is_disk_fault
@@ -158,19 +160,19 @@ class Rank:
     def has_memory(self) -> bool:
         return SERVING in self._caches
 
-    def answer(self, message: Message) -> TakenMsg | GivenMsg | PlacedMsg | None:
+    def answer(self, message: Message) -> WokenMsg | RestedMsg | WeightsPlacedMsg | None:
         """What every rank does for the HTTP process; None: something else."""
         match message:
             case TakeMemoryMsg():
                 return self.take_memory(message)
-            case GiveMemoryMsg():
+            case RestMsg():
                 return self.give_memory(message)
-            case PlaceMsg():
+            case PlaceWeightsMsg():
                 return self.place(message)
             case _:
                 return None
 
-    def take_memory(self, take: TakeMemoryMsg) -> TakenMsg:
+    def take_memory(self, take: TakeMemoryMsg) -> WokenMsg:
         """Take KV memory once it is really free; repeated calls do nothing more.
 
         On rank 0, which is asked when all others have theirs, the prefix cache begins, with what an
@@ -194,10 +196,10 @@ class Rank:
         kind: KvMemoryKind = "gms" if self._memory.lease is not None else "private"
         kept = self.kept
         if kept is None:
-            return TakenMsg(size.kv_bytes, kind, note=self._memory.note)
-        return TakenMsg(size.kv_bytes, kind, len(kept.adopted), kept.why_empty, kept.torn)
+            return WokenMsg(size.kv_bytes, kind, kv_note=self._memory.note)
+        return WokenMsg(size.kv_bytes, kind, len(kept.adopted), kept.why_empty, kept.torn)
 
-    def give_memory(self, give: GiveMemoryMsg) -> GivenMsg:
+    def give_memory(self, give: RestMsg) -> RestedMsg:
         """Undo `take_memory`, when nothing runs. On rank 0 the index is closed first, so that what
         is in it stays true.
 
@@ -211,25 +213,25 @@ class Rank:
             kept.close()
             del kept
         if memory is not None:
-            wait_s = give.wait_ms / 1000
-            resident_bytes = memory.give_back(wait_s, is_kept=give.is_kept)
+            wait_s = give.budget_ms / 1000
+            resident_bytes = memory.give_back(wait_s, is_kept=give.keep_kv)
         if self._seat is not None:
             self._seat.leave()
-        return GivenMsg(resident_bytes)
+        return RestedMsg(resident_bytes)
 
-    def place(self, place: PlaceMsg) -> PlacedMsg:
-        """Release the weights, or map them again; see `PlaceMsg`.
+    def place(self, place: PlaceWeightsMsg) -> WeightsPlacedMsg:
+        """Release the weights, or map them again; see `PlaceWeightsMsg`.
 
         Raises:
             UnderstudyError: they cannot be mapped again.
         """
         if not place.is_away:
-            self._weights.bring_back(place.wait_ms / 1000)
-            return PlacedMsg(False, 0)
+            self._weights.bring_back(place.budget_ms / 1000)
+            return WeightsPlacedMsg(False, 0)
         if self.has_memory:
             raise InvariantError("asked for its weights while it has KV memory")
         freed_bytes, note = self._weights.let_go()
-        return PlacedMsg(self._weights.is_away, freed_bytes, note[:4096])
+        return WeightsPlacedMsg(self._weights.is_away, freed_bytes, note[:4096])
 
     def _begin_cache(self, take: TakeMemoryMsg, memory: KvMemory) -> None:
         """An error here ends the engine: what the pools' index says must not stay as it is."""
@@ -319,7 +321,8 @@ def main() -> int:
             is_machine = is_disk_fault(error)
             is_usage = isinstance(error, UsageError) or error.code in PERMANENT
             text, permanent = error.message[:4096], is_usage and not is_machine
-            link.notify(FailedMsg(error.code, text, permanent, error.exit_code, is_machine))
+            exit_code = 2 if error.exit_code == 2 else 1
+            link.notify(FaultReportMsg(error.code, text, permanent, exit_code, is_machine))
         return 1
 
 
@@ -373,11 +376,11 @@ class ModelLoop:
         match message:
             case TakeMemoryMsg():
                 self._take_memory(message)
-            case GiveMemoryMsg():
+            case RestMsg():
                 self._give_memory(message)
-            case PlaceMsg():
+            case PlaceWeightsMsg():
                 self._link.notify(self._rank.place(message))
-            case CheckMsg():
+            case RunCanaryMsg():
                 self._check()
             case SubmitMsg() if self._generator is not None:
                 self._generator.submit(
@@ -405,7 +408,7 @@ class ModelLoop:
             self._generator.progress = self._progress
         self._link.notify(taken)
 
-    def _give_memory(self, give: GiveMemoryMsg) -> None:
+    def _give_memory(self, give: RestMsg) -> None:
         generator, self._generator = self._generator, None
         if generator is not None:
             if generator.has_work:
@@ -422,7 +425,7 @@ class ModelLoop:
         except UnderstudyError as error:
             if error.code != CANARY_FAILED:
                 raise
-            self._link.notify(CheckedMsg(False, error.message))
+            self._link.notify(CanaryMsg(False, error.message))
             return
         is_same = made == self._canary_tokens
         detail = "the same tokens as when it was prepared"
@@ -431,7 +434,7 @@ class ModelLoop:
         elif not is_same:
             self._rank.distrust()
             detail = f"the canary made {made}, and {self._canary_tokens} when it was prepared"
-        self._link.notify(CheckedMsg(is_same, detail))
+        self._link.notify(CanaryMsg(is_same, detail))
 
     def _canary(self, cache: int) -> tuple[int, ...]:
         """The canary's tokens; a failure is reported to the memory service before it is raised."""

@@ -25,14 +25,13 @@ from aiohttp import http_exceptions, web
 from engine.backends import process
 from engine.backends.channel import Channel, Phases
 from engine.backends.drain import POLL_S, until_done
-from engine.backends.reference.link import ConfigureMsg, FailedMsg, ReadyMsg
+from engine.backends.reference.link import ConfigureMsg, ReadyMsg
 from engine.backends.reference.model_link import ModelLink
 from engine.backends.reference.routes import ServedModel, continuation_id, make_app
 from engine.backends.reference.stream import Tokenizer
 from engine.messages import (
     NO_ERA,
     CanaryMsg,
-    FaultReportMsg,
     HealthyMsg,
     PreparedMsg,
     RestedMsg,
@@ -167,7 +166,7 @@ async def serve(
 ) -> None:
     """Serve for the supervisor at the other end of `sock`, which decides when this process ends."""
     channel = Channel(sock)
-    link = ModelLink(models, settings.slots, lambda failed: channel.end(_report_of(failed)), page)
+    link = ModelLink(models, settings.slots, channel.end, page)
     try:
         tokenizer = Tokenizer.load(settings.directory)
         served = ServedModel(names, tokenizer, link)
@@ -186,13 +185,6 @@ async def serve(
     )
     channel.prepared(backend, prepared)
     await asyncio.Event().wait()
-
-
-def _report_of(failed: FailedMsg) -> FaultReportMsg:
-    exit_code = 2 if failed.exit_code == 2 else 1
-    return FaultReportMsg(
-        failed.code, failed.message, failed.permanent, exit_code, failed.is_machine
-    )
 
 
 class ReferenceBackend:
@@ -256,13 +248,11 @@ class ReferenceBackend:
             )
             self._served.on_request = self._listener.request_received
         async with self._memory:
-            taken = await self._served.link.take_memory(token, era)
-        return WokenMsg(taken.kv_bytes, taken.memory, taken.adopted, taken.note, taken.torn)
+            return await self._served.link.take_memory(token, era)
 
     async def run_canary(self) -> CanaryMsg:
         self._phases.step("run_canary")
-        checked = await self._served.link.check()
-        return CanaryMsg(checked.ok, checked.detail)
+        return await self._served.link.check()
 
     async def serve(self) -> None:
         self._phases.step("serve")
@@ -336,8 +326,7 @@ class ReferenceBackend:
         async with self._memory:
             if not self._phases.is_parked:  # woken meanwhile, which has mapped them
                 return WeightsPlacedMsg(False)
-            placed = await self._served.link.place(budget_s, is_away=is_away)
-        return WeightsPlacedMsg(placed.is_away, placed.freed_bytes, placed.note)
+            return await self._served.link.place(budget_s, is_away=is_away)
 
     @property
     def _server(self) -> web.Server:

@@ -19,9 +19,6 @@ from engine.backends.reference.link import (
     LINK,
     PROMPT_TOKENS_MAX,
     CancelMsg,
-    CheckedMsg,
-    CheckMsg,
-    FailedMsg,
     ProgressedMsg,
     ReadyMsg,
     SamplingParams,
@@ -31,6 +28,7 @@ from engine.backends.reference.link import (
 from engine.backends.reference.model_link import QUEUE_MAX, ModelLink
 from engine.backends.reference.routes import ServedModel, make_app
 from engine.backends.reference.stream import Tokenizer
+from engine.messages import CanaryMsg, FaultReportMsg, RunCanaryMsg
 from engine.progress_page import ProgressPage
 from plumbing.errors import UnderstudyError
 from plumbing.wire.connection import Connection
@@ -66,7 +64,7 @@ class StubModel:
 
 
 @asynccontextmanager
-async def linked(failures: list[FailedMsg]) -> AsyncIterator[tuple[ModelLink, StubModel]]:
+async def linked(failures: list[FaultReportMsg]) -> AsyncIterator[tuple[ModelLink, StubModel]]:
     ours, theirs = socket.socketpair()
     link, model = ModelLink([(ours, None)], SLOTS, failures.append), StubModel(theirs)
     try:
@@ -76,9 +74,9 @@ async def linked(failures: list[FailedMsg]) -> AsyncIterator[tuple[ModelLink, St
         await auntil(lambda: link.ranks[0].conn.is_closed, "the end")
 
 
-def run(scenario: Callable[[ModelLink, StubModel, list[FailedMsg]], Any]) -> None:
+def run(scenario: Callable[[ModelLink, StubModel, list[FaultReportMsg]], Any]) -> None:
     async def main() -> None:
-        failures: list[FailedMsg] = []
+        failures: list[FaultReportMsg] = []
         async with linked(failures) as (link, model):
             await scenario(link, model, failures)
 
@@ -92,7 +90,7 @@ def generate(link: ModelLink, prompt: Any = (1, 2)) -> Any:
 def test_tokens_reach_their_own_request_and_count_as_progress():
     """Goal: answers are matched by number. Method: two requests, tokens out of order."""
 
-    async def scenario(link: ModelLink, model: StubModel, failures: list[FailedMsg]) -> None:
+    async def scenario(link: ModelLink, model: StubModel, failures: list[FaultReportMsg]) -> None:
         with generate(link) as first, generate(link) as second:
             await auntil(lambda: len(model.of(SubmitMsg)) == 2, "two submissions")
             model.conn.send(ProgressedMsg(3))
@@ -111,7 +109,7 @@ def test_tokens_reach_their_own_request_and_count_as_progress():
 def test_late_token_of_a_cancelled_request_is_dropped():
     """Goal: a token in flight reaches no other request. Method: a token after the cancellation."""
 
-    async def scenario(link: ModelLink, model: StubModel, failures: list[FailedMsg]) -> None:
+    async def scenario(link: ModelLink, model: StubModel, failures: list[FaultReportMsg]) -> None:
         with generate(link) as gone:
             pass
         model.conn.send(TokenMsg(gone.number, 7, 1))
@@ -127,7 +125,7 @@ def test_late_token_of_a_cancelled_request_is_dropped():
 def test_more_than_the_link_may_hold_is_refused():
     """Goal: no client can cut the link. Method: prompts up to each limit, unread by the model."""
 
-    async def scenario(link: ModelLink, model: StubModel, failures: list[FailedMsg]) -> None:
+    async def scenario(link: ModelLink, model: StubModel, failures: list[FaultReportMsg]) -> None:
         model.conn._loop.remove_reader(model.conn._sock.fileno())  # a model deep in one unit
         largest = [1] * PROMPT_TOKENS_MAX
         with generate(link, largest):
@@ -146,12 +144,12 @@ def test_more_than_the_link_may_hold_is_refused():
 def test_two_calls_for_a_canary_share_one():
     """Goal: one inference answers both. Method: ask twice before the answer."""
 
-    async def scenario(link: ModelLink, model: StubModel, failures: list[FailedMsg]) -> None:
+    async def scenario(link: ModelLink, model: StubModel, failures: list[FaultReportMsg]) -> None:
         both = asyncio.gather(link.check(), link.check())
-        await auntil(lambda: model.of(CheckMsg), "the question")
-        model.conn.send(CheckedMsg(True, "fine"))
+        await auntil(lambda: model.of(RunCanaryMsg), "the question")
+        model.conn.send(CanaryMsg(True, "fine"))
         assert [checked.ok for checked in await both] == [True, True]
-        assert len(model.of(CheckMsg)) == 1
+        assert len(model.of(RunCanaryMsg)) == 1
 
     run(scenario)
 
@@ -159,8 +157,8 @@ def test_two_calls_for_a_canary_share_one():
 def test_failure_that_the_model_reports_is_passed_on_once():
     """Goal: the reason is the model's own. Method: a failure, then the end of the stream."""
 
-    async def scenario(link: ModelLink, model: StubModel, failures: list[FailedMsg]) -> None:
-        model.conn.send(FailedMsg("model.missing", "there is nothing", True, 2))
+    async def scenario(link: ModelLink, model: StubModel, failures: list[FaultReportMsg]) -> None:
+        model.conn.send(FaultReportMsg("model.missing", "there is nothing", True, 2))
         model.conn.close("dead")
         await auntil(lambda: failures, "the failure")
         await auntil(lambda: link.ranks[0].conn.is_closed, "the end")
@@ -173,7 +171,7 @@ def test_failure_that_the_model_reports_is_passed_on_once():
 def test_model_that_vanishes_is_reported():
     """Goal: a silent death is reported too. Method: close without a message."""
 
-    async def scenario(link: ModelLink, model: StubModel, failures: list[FailedMsg]) -> None:
+    async def scenario(link: ModelLink, model: StubModel, failures: list[FaultReportMsg]) -> None:
         model.conn.close("dead")
         await auntil(lambda: failures, "the failure")
         assert failures[0].code == "engine.model_died"
@@ -182,7 +180,7 @@ def test_model_that_vanishes_is_reported():
     run(scenario)
 
 
-LOST = FailedMsg("engine.rank_lost", "rank 1 has ended during a step", False, 1)
+LOST = FaultReportMsg("engine.rank_lost", "rank 1 has ended during a step", False, 1)
 
 
 @pytest.mark.parametrize("lost_rank", [0, 1])
@@ -195,9 +193,9 @@ def test_failure_of_a_rank_is_reported_before_the_loss_that_it_is_to_others(
     monkeypatch.setattr(model_link, "CAUSE_WAIT_S", 3600.0)
 
     async def main() -> None:
-        failures: list[FailedMsg] = []
+        failures: list[FaultReportMsg] = []
         pairs = [socket.socketpair() for _ in range(2)]
-        cause = FailedMsg("gms.larger_than_device", "no room", True, 1)
+        cause = FaultReportMsg("gms.larger_than_device", "no room", True, 1)
         for rank, (_, theirs) in enumerate(pairs):
             said = LOST if rank != lost_rank else cause if reported else None
             if said is not None:
@@ -218,7 +216,7 @@ def test_loss_of_a_rank_without_a_cause_is_reported_all_the_same(monkeypatch: py
     monkeypatch.setattr(model_link, "CAUSE_WAIT_S", 0.01)
 
     async def main() -> None:
-        failures: list[FailedMsg] = []
+        failures: list[FaultReportMsg] = []
         pairs = [socket.socketpair() for _ in range(2)]
         pairs[0][1].sendall(encode_frame(LINK.encode(LOST), 0))
         models: list[Any] = [(ours, None) for ours, _ in pairs]
@@ -235,7 +233,7 @@ def test_loss_of_a_rank_without_a_cause_is_reported_all_the_same(monkeypatch: py
 def test_full_engine_refuses_a_stream_with_a_status(model: Path):
     """Goal: no 200 for what is not going to be answered. Method: a stream with the link full."""
 
-    async def scenario(link: ModelLink, stub: StubModel, failures: list[FailedMsg]) -> None:
+    async def scenario(link: ModelLink, stub: StubModel, failures: list[FaultReportMsg]) -> None:
         served = ServedModel(
             ("tiny",), Tokenizer.load(str(model)), link, "engine-0", 5, ready=READY
         )
