@@ -1,4 +1,4 @@
-"""Observes the effects of a kill: grants, states of engines, deaths of processes.
+"""Observes the effects of a kill: grants, states of engines and models, deaths of processes.
 
 Owns the pidfds of the engine that is about to be killed, opened *before* the kill, because pids are
 recycled. When the lock server announces the next grant, each of these processes must have exited,
@@ -16,7 +16,7 @@ import fcntl
 import os
 import select
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,13 +26,15 @@ from engine import messages as engine_messages
 from lockserver.client import messages as lock_messages
 from lockserver.client import witness
 from plumbing.errors import UnderstudyError
-from plumbing.part.paths import LOCKSERVER_SOCKET
+from plumbing.part.observe import EventMsg, StatusReplyMsg, WatchMsg
+from plumbing.part.paths import LOCKSERVER_SOCKET, pool_socket
 from plumbing.part.peers import PeerWatch
 from plumbing.service.clock import SystemClock
 from plumbing.service.procfs import holds_flock, is_spent
 from plumbing.service.procfs import name as process_name
 from plumbing.wire.messages import Message
-from understudy.drill.records import GONE, LOCK, EngineDeath, Kill, Moment, Records
+from pool.messages import CATALOGUE as POOL_CATALOGUE
+from understudy.drill.records import GONE, LOCK, POOL, EngineDeath, Kill, Moment, Records, Switch
 
 clock = SystemClock()
 
@@ -45,6 +47,9 @@ LOCK_STATES = {
     "lock.recovering": "recovering",
     "lock.free": "free",
 }
+
+
+SWITCH_TIMES = ("drain_ms", "release_ms", "raise_ms")  # without the wait until it could begin
 
 
 @dataclass(slots=True)
@@ -126,6 +131,7 @@ class Observer:
         self._tree = OldTree()
         self._states: dict[str, tuple[str, str]] = {}  # last state and note of each part
         self._running: dict[str, str] = {}  # the living incarnation of each engine
+        self._waiting: list[tuple[str, Collection[str], asyncio.Future[str]]] = []
         self._watches = [
             PeerWatch(
                 str(directory / LOCKSERVER_SOCKET),
@@ -145,11 +151,30 @@ class Observer:
             )
             for engine, path in engines.items()
         ]
+        if records.models:
+            path, lost = pool_socket(str(directory)), partial(self._note, POOL, GONE)
+            watch = PeerWatch(path, POOL_CATALOGUE, WatchMsg(), self._on_pool, lost)
+            self._watches.append(watch)
 
-    @property
-    def is_watching_lock(self) -> bool:
-        """Whether the lock server is connected, so that a grant will be seen."""
-        return self._states.get(LOCK, (GONE, ""))[0] != GONE
+    def unwatched(self) -> list[str]:
+        """The lock server or the pool, if it is not connected, so that its events are not seen."""
+        parts = {LOCK: "the lock server", **({POOL: "the pool"} if self._records.models else {})}
+        return [
+            name for part, name in parts.items() if self._states.get(part, (GONE, ""))[0] == GONE
+        ]
+
+    async def entered(self, state: str, models: Collection[str], timeout_s: float) -> str | None:
+        """The next of `models` that enters `state`; None: none did in time."""
+        future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        waiting = (state, models, future)
+        self._waiting.append(waiting)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await future
+        except TimeoutError:
+            return None
+        finally:
+            self._waiting.remove(waiting)
 
     def incarnation_of(self, engine: str) -> str | None:
         """The one that lives, as far as is known."""
@@ -276,6 +301,31 @@ class Observer:
             )
         if isinstance(named, str) and not is_dead:
             self._running[engine] = named
+
+    def _on_pool(self, message: Message) -> None:
+        """A pool that was killed is dialled again; what happened meanwhile shows in the states that
+        its successor names first."""
+        self._note(POOL, "connected")
+        if isinstance(message, StatusReplyMsg):
+            for each in message.document.get("models") or ():
+                at_ms = clock.now_ms() - float(each.get("for_ms") or 0.0)
+                self._note_model(each["model"], each["state"], str(each.get("reason") or ""), at_ms)
+        elif isinstance(message, EventMsg):
+            kind, data = message.record.get("type"), message.record.get("data") or {}
+            at_ms = float(message.record.get("mono_ms") or clock.now_ms())
+            if kind == "pool.model":
+                self._note_model(str(data["model"]), str(data["to"]), str(data["cause"]), at_ms)
+            elif kind == "pool.switch":
+                length_ms = sum(float(data[name]) for name in SWITCH_TIMES)
+                self._records.switches.append(Switch(at_ms, str(data["model"]), length_ms))
+
+    def _note_model(self, model: str, state: str, reason: str, at_ms: float) -> None:
+        if self._states.get(model, ("", ""))[0] == state:
+            return
+        self._note(model, state, reason, at_ms)
+        for wanted, models, future in self._waiting:
+            if wanted == state and model in models and not future.done():
+                future.set_result(model)
 
 
 def _is_held(file: int) -> bool:

@@ -253,11 +253,11 @@ def failover_pauses(records: Records) -> list[Pause]:
     return [pause for pause in found if pause is not None]
 
 
-def times_away(turns: Iterable[Moment], model: str) -> list[tuple[float, float]]:
+def times_away(moments: Iterable[Moment], model: str) -> list[tuple[float, float]]:
     """From when to when the model was not awake, each time."""
     found: list[tuple[float, float]] = []
     since_ms: float | None = None
-    for moment in sorted(turns, key=lambda each: each.at_ms):
+    for moment in sorted(moments, key=lambda each: each.at_ms):
         if moment.part != model:
             continue
         if moment.state == AWAKE and since_ms is not None:

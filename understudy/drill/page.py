@@ -204,13 +204,13 @@ class _Drawn:
     def model(self, name: str) -> dict[str, Any]:
         """A model's states and requests."""
         records, share = self.records, len(self.records.models)
-        away = times_away(records.turns, name)
+        turns = self._lanes.get(name, [])
+        away = times_away(turns, name)
         mine = [each for each in self.exchanges if each.model == name]
         pauses = {id(each): pauses_in(each, away) for each in mine}
         kept = sampled(
             mine, lambda each: bool(pauses[id(each)]) or self.is_bad(each), LINES_MAX // share
         )
-        turns = lanes_of(records.turns).get(name, [])
         lane = spans(turns, self.began_ms, 0.0, 1000 * records.lasted_s)
         shown = lane[-SPANS_MAX // share :]
         return {

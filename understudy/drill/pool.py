@@ -1,8 +1,8 @@
 """The drill of a pool: the drill of a pod with more victims, several models, and their states.
 
-Every part is to die in every state of a model. A kill waits until a model enters a state, so the
-pool is watched: its models' states, its switches, the bounds that it states. Clients send requests
-in bursts, those of the first model in longer ones, so that all models also come to rest.
+Every part is to die in every state of a model, so a kill waits until a model enters a state.
+Clients send requests in bursts, those of the first model in longer ones, so that all models also
+become idle.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,8 @@ from plumbing.errors import (
 )
 from plumbing.part.format import duration
 from plumbing.part.models import ACTIVE, lock_of
-from plumbing.part.observe import EventMsg, StatusMsg, StatusReplyMsg, WatchMsg
 from plumbing.part.paths import engine_socket, pool_socket
-from plumbing.part.peers import PeerWatch, ask
-from plumbing.wire.messages import Message
+from plumbing.part.peers import ask
 from pool.core.events import Order
 from pool.core.states import ModelState
 from pool.messages import CATALOGUE, OrderMsg
@@ -62,11 +60,8 @@ from understudy.drill.records import (
     SUPERVISOR,
     End,
     Kill,
-    Moment,
     Prompt,
-    Records,
     StatedBound,
-    Switch,
     base_targets,
     process_of,
 )
@@ -104,7 +99,6 @@ ANSWERS_DEADLINE_S = 300.0  # as long as a request may wait
 FIND_S = 0.005  # a process that is just being started is looked for this often,
 FIND_DEADLINE_S = 1.5  # and so long
 STATED_EVERY_S = 1.0  # how often the bounds are read: they change with costs and requests
-SWITCH_TIMES = ("drain_ms", "release_ms", "raise_ms")
 
 
 # ------------------------------------------------------------------ which kill comes next
@@ -142,16 +136,6 @@ def kill_order(
 # ------------------------------------------------------------------ what the pool says
 
 
-async def pool_status(directory: Path) -> dict[str, Any]:
-    """The pool's status document.
-
-    Raises:
-        UnderstudyError: it does not answer.
-    """
-    answer = (await ask(pool_socket(str(directory)), CATALOGUE, StatusMsg())).message
-    return answer.document if isinstance(answer, StatusReplyMsg) else {}
-
-
 def model_in(document: Mapping[str, Any], model: str) -> Mapping[str, Any]:
     """What the pool's document says of a model."""
     models = document.get("models") or ()
@@ -162,82 +146,6 @@ def holder_of(model: Mapping[str, Any]) -> tuple[str | None, int]:
     """The engine that holds a model's lock and its token, as the pool says."""
     holder = model.get("holder")
     return (holder["engine"], int(holder["token"])) if holder else (None, 0)
-
-
-class PoolWatch:
-    """Writes into `records` from its making until `close`. A pool that is killed is dialled again;
-    what happened meanwhile shows in the states that its successor names first."""
-
-    def __init__(self, directory: Path, records: Records) -> None:
-        self.states: dict[str, str] = {}
-        self.is_on = False  # whether the pool is connected, so that states are seen
-        self._directory, self._records = directory, records
-        self._waiting: list[tuple[str, Collection[str], asyncio.Future[str]]] = []
-        path = pool_socket(str(directory))
-        self._watch = PeerWatch(path, CATALOGUE, WatchMsg(), self._received, self._lost)
-        self._stating = asyncio.create_task(self._note_bounds())
-
-    async def close(self) -> None:
-        self._stating.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._stating
-        await self._watch.close()
-        for *_, future in self._waiting:
-            future.cancel()
-
-    async def entered(self, state: str, models: Collection[str], timeout_s: float) -> str | None:
-        """The next of `models` that enters `state`; None: none did in time."""
-        future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        waiting = (state, models, future)
-        self._waiting.append(waiting)
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await future
-        except TimeoutError:
-            return None
-        finally:
-            self._waiting.remove(waiting)
-
-    def _received(self, message: Message) -> None:
-        if isinstance(message, StatusReplyMsg):
-            self.is_on, now_ms = True, clock.now_ms()
-            self._note_document(message.document)
-            for each in message.document.get("models") or ():
-                at_ms = now_ms - float(each.get("for_ms") or 0.0)
-                self._note(at_ms, each["model"], each["state"], str(each.get("reason") or ""))
-        elif isinstance(message, EventMsg):
-            data = message.record.get("data") or {}
-            at_ms = float(message.record.get("mono_ms") or clock.now_ms())
-            if message.record.get("type") == "pool.model":
-                self._note(at_ms, str(data["model"]), str(data["to"]), str(data["cause"]))
-            elif message.record.get("type") == "pool.switch":
-                length_ms = sum(float(data[name]) for name in SWITCH_TIMES)
-                self._records.switches.append(Switch(at_ms, str(data["model"]), length_ms))
-
-    def _lost(self) -> None:
-        self.is_on = False
-
-    def _note(self, at_ms: float, model: str, state: str, reason: str) -> None:
-        if self.states.get(model) == state:
-            return
-        self.states[model] = state
-        self._records.turns.append(Moment(at_ms, model, state, reason))
-        for wanted, models, future in self._waiting:
-            if wanted == state and model in models and not future.done():
-                future.set_result(model)
-
-    def _note_document(self, document: Mapping[str, Any]) -> None:
-        now_ms = clock.now_ms()
-        self._records.bounds += [
-            StatedBound(now_ms, each["model"], each.get("bound_ms"))
-            for each in document.get("models") or ()
-        ]
-
-    async def _note_bounds(self) -> None:
-        while True:
-            with contextlib.suppress(UnderstudyError):  # it was killed; the next one answers
-                self._note_document(await pool_status(self._directory))
-            await asyncio.sleep(STATED_EVERY_S)
 
 
 # ------------------------------------------------------------------ the drill
@@ -260,7 +168,6 @@ class PoolDrill(Drill):
         self.backend = next(iter(file.models.values())).backend
         self._by_model: dict[str, list[Prompt]] = {}
         self._missed: set[tuple[ModelState, tuple[str, ...]]] = set()  # waited for in vain
-        self._watch: PoolWatch | None = None
         has_shadow = any(len(each) > 1 for each in models.values())
         self._targets = self._targets or default_targets(
             self.backend, has_shadow=has_shadow, has_copies=bool(file.host_memory)
@@ -320,6 +227,19 @@ class PoolDrill(Drill):
                 turned = prompts[start:] + prompts[:start]
                 yield self._client(target, turned, burst, together, stopping)
             yield _release(together, stopping)
+        yield self._note_bounds(stopping)
+
+    async def _note_bounds(self, stopping: asyncio.Event) -> None:
+        """Note the bounds that the pool states, while it answers."""
+        while not stopping.is_set():
+            document = await status_of(pool_part(self.directory))
+            now_ms = clock.now_ms()
+            self.records.bounds += [
+                StatedBound(now_ms, each["model"], each.get("bound_ms"))
+                for each in document.get("models") or ()
+            ]
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stopping.wait(), STATED_EVERY_S)
 
     async def _client(
         self,
@@ -351,28 +271,19 @@ class PoolDrill(Drill):
         Raises:
             WaitTimeoutError: something did not come back, or no model enters any state.
         """
-        self._watch = PoolWatch(self.directory, self.records)
-        try:
-            for what, state in kill_order(self._targets):
-                made = len(self.records.kills)
-                if made >= self._plan.kills:
-                    break
-                await self._until_due(made)
-                await self._all_up(observer)
-                if not await self._kill_in_state(what, state, observer):
-                    self.records.not_reached.append(f"{what} at {state}")
-                if len(self.records.not_reached) > MISSED_MAX:
-                    raise WaitTimeoutError(
-                        "drill.no_phase",
-                        f"{MISSED_MAX} times no model entered the state for a kill",
-                    )
-            await self._until_switched()
-        finally:
-            await self._watch.close()
-
-    def _not_up(self, observer: Observer) -> list[str]:
-        is_on = self._watch is not None and self._watch.is_on
-        return super()._not_up(observer) + ([] if is_on else ["the pool"])
+        for what, state in kill_order(self._targets):
+            made = len(self.records.kills)
+            if made >= self._plan.kills:
+                break
+            await self._until_due(made)
+            await self._all_up(observer)
+            if not await self._kill_in_state(what, state, observer):
+                self.records.not_reached.append(f"{what} at {state}")
+            if len(self.records.not_reached) > MISSED_MAX:
+                raise WaitTimeoutError(
+                    "drill.no_phase", f"{MISSED_MAX} times no model entered the state for a kill"
+                )
+        await self._until_switched()
 
     async def _until_switched(self) -> None:
         """Wait for as many switches as are wanted.
@@ -392,14 +303,15 @@ class PoolDrill(Drill):
 
     # ------------------------------------------------------------------ one kill
 
-    async def _entered(self, state: ModelState, models: Sequence[str]) -> str | None:
+    async def _entered(
+        self, observer: Observer, state: ModelState, models: Sequence[str]
+    ) -> str | None:
         """The model that enters the state; None: none does, or none did the last time."""
         wanted = state, tuple(models)
-        assert self._watch is not None
         if not models or wanted in self._missed:
             return None
         deadline_s = STATE_DEADLINE_S * self._plan.stretch
-        found = await self._watch.entered(state, models, deadline_s)
+        found = await observer.entered(state, models, deadline_s)
         if found is None:
             self._missed.add(wanted)
         return found
@@ -408,7 +320,7 @@ class PoolDrill(Drill):
         """Kill `what` as a model enters `state`, and wait until all works again. False: no model
         entered the state, or there was no such process any more."""
         if what in ALL_PARTS:
-            kill = await self._kill_pools_part(what, state)
+            kill = await self._kill_pools_part(what, state, observer)
         else:
             kill = await self._kill_models_engine(what, state, observer)
         if kill is None:
@@ -422,7 +334,9 @@ class PoolDrill(Drill):
         )
         return True
 
-    async def _kill_pools_part(self, what: str, state: ModelState) -> Kill | None:
+    async def _kill_pools_part(
+        self, what: str, state: ModelState, observer: Observer
+    ) -> Kill | None:
         models = list(self.records.models)
         whose = models if what in OF_MODEL else models[:1]
         with ExitStack() as stack:
@@ -431,7 +345,7 @@ class PoolDrill(Drill):
                 found = await find_part(self.directory, what, stack, model=name, models=models)
                 if found is not None:
                     held[name] = found
-            model = await self._entered(state, list(held) if what in OF_MODEL else models)
+            model = await self._entered(observer, state, list(held) if what in OF_MODEL else models)
             if model is None or not held:
                 return None
             victim = held.get(model) or held[models[0]]
@@ -449,8 +363,8 @@ class PoolDrill(Drill):
         # Without a shadow a hang would last for half a minute: no engine could take over.
         needs_shadow = what.startswith((SHADOW, STOP))
         wanted = [name for name, each in models.items() if len(each) > 1 or not needs_shadow]
-        document = await pool_status(self.directory)
-        model = await self._entered(state, wanted)
+        document = await status_of(pool_part(self.directory))
+        model = await self._entered(observer, state, wanted)
         if model is None:
             return None
         holder, token = holder_of(model_in(document, model))

@@ -292,8 +292,8 @@ class Records(Struct):
     `url`: the address outside the pod that clients used, if they did.
     `is_direct`: engines answered the clients themselves. Behind a gateway, a token says where an
     answer began, and text that follows it may be of any newer engine.
-    In a pool: `models` with their engines, their states (`turns`), and `not_reached`: the kills for
-    which no model entered the phase in time.
+    In a pool: `models` with their engines, and `not_reached`: the kills for which no model entered
+    the phase in time.
     """
 
     exchanges: list[Exchange] = []
@@ -313,7 +313,6 @@ class Records(Struct):
     is_direct: bool = True
     url: str = ""
     models: dict[str, tuple[str, ...]] = {}
-    turns: list[Moment] = []
     switches: list[Switch] = []
     bounds: list[StatedBound] = []
     not_reached: list[str] = []

@@ -265,14 +265,11 @@ class Drill:
         """
 
         async def look() -> str | None:
-            return ", ".join(self._not_up(observer)) or None
+            missing = list(self._runner.not_up()) if self._runner is not None else []
+            return ", ".join([*missing, *observer.unwatched()]) or None
 
         deadline_s = UP_DEADLINE_S * self._plan.stretch
         await wait_for(look, deadline_s, "drill.not_up", "the pod was not up again")
-
-    def _not_up(self, observer: Observer) -> list[str]:
-        missing = list(self._runner.not_up()) if self._runner is not None else []
-        return missing + ([] if observer.is_watching_lock else ["the lock server"])
 
     async def _kill_part(self, number: int, what: str) -> None:
         """Kill a part that is not an engine, and record what else its death has changed."""

@@ -87,7 +87,7 @@ class Evidence:
     @cached_property
     def parked(self) -> list[float]:
         """How long each stream paused that continued in its model's next turn."""
-        away = {name: times_away(self.records.turns, name) for name in self.records.models}
+        away = {name: times_away(self.records.moments, name) for name in self.records.models}
         return [
             pause.length_ms
             for each in self.records.exchanges

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import deque
 from pathlib import Path
 
 import pytest
@@ -265,7 +266,7 @@ def test_page_has_a_lane_for_each_model_with_reasons_and_pauses():
         Moment(100.0, "a", "draining", "b waits for room"),
         Moment(400.0, "a", "awake", "a-0 serves"),
     ]
-    records = of_pool(of_model("a", 50.0, 110.0, 120.0, 420.0, 430.0), turns=moments)
+    records = of_pool(of_model("a", 50.0, 110.0, 120.0, 420.0, 430.0), moments=deque(moments))
     report = judge(records, 0)
     data = page.page_data(records, report, "reference", MACHINE, {}, "now")
     lane, other = data["pool"]["models"]

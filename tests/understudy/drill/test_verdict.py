@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+from collections import deque
 from collections.abc import Callable
 
 import pytest
@@ -417,7 +418,7 @@ def test_parked_stream_is_one_that_continues_in_the_next_turn():
     turns = [Moment(at_ms, "a", state) for at_ms, state in states]
     through = of_model("a", 50.0, 110.0, 120.0, 420.0, 430.0)
     before = of_model("a", 50.0, 60.0, 70.0, 105.0, 110.0)
-    report = judge(of_pool(through, before, turns=turns), 0)
+    report = judge(of_pool(through, before, moments=deque(turns)), 0)
     assert report.figures["parked"] == 1
     assert report.times["pause_ms"].max == 300.0
 
