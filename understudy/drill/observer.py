@@ -34,7 +34,17 @@ from plumbing.service.procfs import holds_flock, is_spent
 from plumbing.service.procfs import name as process_name
 from plumbing.wire.messages import Message
 from pool.messages import CATALOGUE as POOL_CATALOGUE
-from understudy.drill.records import GONE, LOCK, POOL, EngineDeath, Kill, Moment, Records, Switch
+from understudy.drill.records import (
+    GONE,
+    LOCK,
+    MODEL,
+    POOL,
+    EngineDeath,
+    Kill,
+    Moment,
+    Records,
+    Switch,
+)
 
 clock = SystemClock()
 
@@ -320,9 +330,10 @@ class Observer:
                 self._records.switches.append(Switch(at_ms, str(data["model"]), length_ms))
 
     def _note_model(self, model: str, state: str, reason: str, at_ms: float) -> None:
-        if self._states.get(model, ("", ""))[0] == state:
+        part = MODEL + model
+        if self._states.get(part, ("", ""))[0] == state:
             return
-        self._note(model, state, reason, at_ms)
+        self._note(part, state, reason, at_ms)
         for wanted, models, future in self._waiting:
             if wanted == state and model in models and not future.done():
                 future.set_result(model)

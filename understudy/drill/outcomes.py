@@ -15,6 +15,7 @@ from itertools import pairwise
 
 from understudy.drill.records import (
     GATEWAYS,
+    MODEL,
     PHASES,
     End,
     Exchange,
@@ -258,7 +259,7 @@ def times_away(moments: Iterable[Moment], model: str) -> list[tuple[float, float
     found: list[tuple[float, float]] = []
     since_ms: float | None = None
     for moment in sorted(moments, key=lambda each: each.at_ms):
-        if moment.part != model:
+        if moment.part != MODEL + model:
             continue
         if moment.state == AWAKE and since_ms is not None:
             found.append((since_ms, moment.at_ms))

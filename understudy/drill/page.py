@@ -31,7 +31,7 @@ from understudy.drill.outcomes import (
     spread,
     times_away,
 )
-from understudy.drill.records import LOCK, PHASES, Exchange, Kill, Moment, Outcome, Records
+from understudy.drill.records import LOCK, MODEL, PHASES, Exchange, Kill, Moment, Outcome, Records
 from understudy.drill.verdict import DrillReport, pool_kills
 from understudy.host import ResourceUsage
 
@@ -204,7 +204,7 @@ class _Drawn:
     def model(self, name: str) -> dict[str, Any]:
         """A model's states and requests."""
         records, share = self.records, len(self.records.models)
-        turns = self._lanes.get(name, [])
+        turns = self._lanes.get(MODEL + name, [])
         away = times_away(turns, name)
         mine = [each for each in self.exchanges if each.model == name]
         pauses = {id(each): pauses_in(each, away) for each in mine}

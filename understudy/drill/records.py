@@ -38,6 +38,7 @@ ALL_PARTS = (*PARTS, *POOL_ONLY)
 PHASES = ("detect", "fence", "grant", "wake", "serve")  # of a failover, in order
 
 LOCK = "lock active"  # the part whose states are those of the lock
+MODEL = "model "  # prefix of a model as a part: an engine may have the same name
 GONE = "gone"  # the state of an unreachable part
 MOMENTS_MAX = 100_000  # some ten per kill; the oldest are dropped
 
@@ -217,7 +218,7 @@ class Kill(Struct):
 
 
 class Moment(Struct, frozen=True):
-    """`part`, an engine, a model or `LOCK`, was in `state` from `at_ms` on."""
+    """`part`, an engine, a model (`MODEL` and its name) or `LOCK`, was in `state` from `at_ms` on."""
 
     at_ms: float
     part: str

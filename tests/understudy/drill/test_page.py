@@ -262,9 +262,9 @@ def test_a_drill_keeps_what_the_page_shows(tmp_path: Path):
 
 def test_page_has_a_lane_for_each_model_with_reasons_and_pauses():
     moments = [
-        Moment(0.0, "a", "awake", "a-0 serves"),
-        Moment(100.0, "a", "draining", "b waits for room"),
-        Moment(400.0, "a", "awake", "a-0 serves"),
+        Moment(0.0, "model a", "awake", "a-0 serves"),
+        Moment(100.0, "model a", "draining", "b waits for room"),
+        Moment(400.0, "model a", "awake", "a-0 serves"),
     ]
     records = of_pool(of_model("a", 50.0, 110.0, 120.0, 420.0, 430.0), moments=deque(moments))
     report = judge(records, 0)
