@@ -218,7 +218,7 @@ class Kill(Struct):
 
 
 class Moment(Struct, frozen=True):
-    """`part`, an engine, a model (`MODEL` and its name) or `LOCK`, was in `state` from `at_ms` on."""
+    """`part` was in `state` from `at_ms` on: an engine, a model (`MODEL` and its name) or `LOCK`."""
 
     at_ms: float
     part: str
