@@ -218,7 +218,7 @@ class Kill(Struct):
 
 
 class Moment(Struct, frozen=True):
-    """`part` was in `state` from `at_ms` on: an engine, a model (`MODEL` and its name) or `LOCK`."""
+    """From `at_ms` on, `part` was in `state`: an engine, `LOCK`, or `MODEL` and a model's name."""
 
     at_ms: float
     part: str

@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from engine.messages import EventMsg, StatusReplyMsg
-from plumbing.errors import UnderstudyError, UnreachableError, UsageError
+from plumbing.errors import UnderstudyError, UsageError
 from tests.helpers import auntil, open_fds
 from tests.understudy.drill.fake_pod import FakePod
 from understudy.cli.main import main
@@ -26,7 +26,6 @@ from understudy.drill.observer import Observer, OldTree
 from understudy.drill.records import GATEWAYS, Records
 from understudy.drill.run import Drill, DrillPlan
 from understudy.drill.verdict import DrillReport, judge
-from understudy.status.events import follow_events
 from understudy.status.gather import gather
 from understudy.up import sessions
 
@@ -267,18 +266,6 @@ def test_engine_that_hands_over_in_place_must_let_go_of_its_serving_file(tmp_pat
         child.communicate(b"\n")
 
 
-def test_gather_of_a_pod_is_healthy_and_of_nothing_is_down(directory):
-    """Goal: sockets in, view out. Method: a whole fake pod, then the empty directory."""
-
-    async def main():
-        async with FakePod(directory):
-            view = await gather(directory)
-            assert (view["state"], view["active"], view["standbys"]) == ("healthy", "engine-0", 1)
-        assert (await gather(directory))["state"] == "down"
-
-    asyncio.run(main())
-
-
 def test_gather_waits_for_all_that_hang_together_and_names_their_devices(directory):
     """Goal: a server that hangs costs one short wait. Method: two sockets that nobody reads."""
 
@@ -297,39 +284,8 @@ def test_gather_waits_for_all_that_hang_together_and_names_their_devices(directo
     asyncio.run(main())
 
 
-def test_follow_events_passes_on_what_every_part_says(directory):
-    """Goal: one stream of the whole pod. Method: a kill, then look for three sources."""
-
-    async def main():
-        async with FakePod(directory) as pod:
-            heard: list[dict] = []
-            follower = asyncio.create_task(follow_events(directory, heard.append))
-            await auntil(lambda: all(pod._watchers.values()), "three watches")
-            pod.kill("backend-http")
-            await auntil(
-                lambda: {r["source"] for r in heard} == {"lockserver", "engine-0", "engine-1"},
-                "events of three sources",
-            )
-            follower.cancel()
-            await asyncio.gather(follower, return_exceptions=True)
-        empty = directory / "empty"
-        empty.mkdir()
-        with pytest.raises(UnreachableError, match="no pod in"):
-            await follow_events(empty, heard.append)
-
-    asyncio.run(main())
-
-
 def invoke(*arguments: str):
     return CliRunner().invoke(main, arguments)
-
-
-def test_status_of_no_pod_is_unreachable(directory):
-    """Goal: exit code 3 and a sentence. Method: an empty directory."""
-    result = invoke("status", "--dir", str(directory))
-    assert result.exit_code == 3
-    assert "no part of a pod answers" in result.output
-    assert json.loads(invoke("version", "--json").output)["version"]
 
 
 @pytest.mark.parametrize(
