@@ -15,6 +15,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from engine import messages as engine_messages
 from plumbing.errors import (
     RemoteError,
@@ -371,11 +373,11 @@ class PoolDrill(Drill):
         first = holder if holder in models[model] else models[model][0]
         is_shadow = what.startswith(SHADOW)
         engine = next(each for each in models[model] if (each == first) is not is_shadow)
-        kill = Kill(what, engine, token, lock=lock_of(ACTIVE, model), peers=models[model])
-        kill.model, kill.phase, kill.result = model, state, "did not come back"
+        planned = Kill(what, engine, token, lock=lock_of(ACTIVE, model), peers=models[model])
+        planned.model, planned.phase, planned.result = model, state, "did not come back"
         supervisor, _ = await self._engine(engine)
         end_ms = clock.now_ms() + FIND_DEADLINE_S * 1000
-        while not await self._struck(kill, observer):
+        while not await self._struck(kill := replace(planned), observer):
             if clock.now_ms() > end_ms:
                 return None
             await asyncio.sleep(FIND_S)  # its supervisor may be about to start it
