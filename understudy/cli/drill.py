@@ -35,7 +35,6 @@ from understudy.drill.run import LENT_KV, NO_ADOPTION, DrillPlan
 from understudy.host import machine
 from understudy.status.gather import require_pod
 from understudy.up import sessions
-from understudy.up.pool_drill import drill_new_pool
 from understudy.up.sessions import DrillResult
 
 say = partial(click.echo, err=True)
@@ -150,7 +149,7 @@ def _drill_pool(config: Resolved, file: str, *, as_json: bool) -> DrillResult | 
     )
     pod = local_pod(config, DRILL_OPTIONS, ())
     path = Path(os.path.abspath(file)) if file else None
-    return run_async(lambda: drill_new_pool(pod, path, plan, say), as_json=as_json)
+    return run_async(lambda: sessions.drill_new_pool(pod, path, plan, say), as_json=as_json)
 
 
 def _finish(

@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,15 +19,19 @@ from plumbing.errors import UnderstudyError, UsageError
 from plumbing.part.paths import pool_socket
 from plumbing.service.clock import rfc3339
 from plumbing.service.signals import SignalInbox
+from pool.pool_file import read_pool_file
 from understudy.drill.clients import Target
 from understudy.drill.page import page_data, write_page
+from understudy.drill.pool import PoolDrill
 from understudy.drill.records import Records
 from understudy.drill.report import print_report
 from understudy.drill.run import Drill, DrillPlan, unless_gone
 from understudy.drill.verdict import DrillReport, judge
 from understudy.host import ResourceUsage, machine
 from understudy.pod.runner import PodRunner, run_pod
-from understudy.up.pods import Prepare, Say
+from understudy.pod.table import LocalPod
+from understudy.up.models import DEVICE_BYTES, ONE_THREAD, make_random_pool
+from understudy.up.pods import Prepare, Say, prepare_pool
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -66,23 +70,57 @@ class DrillResult:
         write_page(path, data)
 
 
-async def drill_new_pod(prepare: Prepare, plan: DrillPlan, say: Say) -> DrillResult | None:
-    """Start a pod in a new directory and on free ports, drill it, stop it. None: interrupted.
+# Prepares a drill and the runner of its pod in a directory, and names the pod.
+Start = Callable[[Path], Awaitable[tuple[Drill, PodRunner, str]]]
 
-    The directory, with the containers' logs, is kept if the drill was started and fails.
-    """
-    directory = Path(tempfile.mkdtemp(prefix="understudy-"))
-    is_worth_keeping = False
-    try:
+
+async def drill_new_pod(prepare: Prepare, plan: DrillPlan, say: Say) -> DrillResult | None:
+    """Start a pod in a new directory and on free ports, drill it, stop it. None: interrupted."""
+
+    async def start(directory: Path) -> tuple[Drill, PodRunner, str]:
         pod = await prepare(directory, say, True)
         runner = PodRunner(pod.containers, directory / "log")
-        is_worth_keeping = True
-        say(f"starting {pod.title} in {directory}")
-        result = await run_drill(Drill(directory, plan, say, runner), runner, plan, say)
-        is_worth_keeping = result is not None and not result.report.passed
+        return Drill(directory, plan, say, runner), runner, pod.title
+
+    return await _drill_new(start, plan, say)
+
+
+async def drill_new_pool(
+    pod: LocalPod, path: Path | None, plan: DrillPlan, say: Say
+) -> DrillResult | None:
+    """As `drill_new_pod`, of the pool file at `path`, or of three random models."""
+
+    async def start(directory: Path) -> tuple[Drill, PodRunner, str]:
+        started, file = pod, path
+        if file is None:
+            env = {name: os.environ.get(name, value) for name, value in ONE_THREAD.items()}
+            device_bytes = pod.device_bytes or DEVICE_BYTES
+            started = replace(pod, env={**env, **pod.env}, device_bytes=device_bytes)
+            file = await make_random_pool(directory)
+        models = read_pool_file(str(file))
+        prepared = await prepare_pool(started, file, 0, directory, say, is_drilled=True)
+        runner = PodRunner(prepared.containers, directory / "log")
+        return PoolDrill(directory, models, plan, say, runner), runner, prepared.title
+
+    return await _drill_new(start, plan, say)
+
+
+async def _drill_new(start: Start, plan: DrillPlan, say: Say) -> DrillResult | None:
+    """The directory, with the containers' logs, is kept if the drill was started and fails."""
+    directory = Path(tempfile.mkdtemp(prefix="understudy-"))
+    is_kept = False
+    try:
+        drill, runner, title = await start(directory)
+        is_kept = True
+        say(f"starting {title} in {directory}")
+        result = await run_drill(drill, runner, plan, say)
+        is_kept = result is not None and not result.report.passed
         return result
     finally:
-        leave_directory(directory, say, is_kept=is_worth_keeping)
+        if is_kept:
+            say(f"the logs are kept in {directory / 'log'}")
+        else:
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def _of_a_pool(what: str) -> UsageError:
@@ -92,14 +130,6 @@ def _of_a_pool(what: str) -> UsageError:
         " is awake and its standby; use `understudy drill --pool FILE` with its pool file, which"
         " starts a pod of its own",
     )
-
-
-def leave_directory(directory: Path, say: Say, *, is_kept: bool) -> None:
-    """Remove a drill's directory, or say where its logs are."""
-    if is_kept:
-        say(f"the logs are kept in {directory / 'log'}")
-    else:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 async def compare_adoption(
