@@ -55,12 +55,12 @@ async def measure(rounds: int, kills: int, base: Path) -> rig.Figures:
         rig.say(f"round {number + 1} of {rounds}")
         result = await drilled(base / f"pod-{number}", model, DrillPlan(kills, clients=0))
         report = result.report
-        took_ms += report.failovers
+        took_ms += report.failovers_ms
         problems += [f"round {number + 1}: {each}" for each in report.problems]
-        for name, found in report.phases.items():
-            phases[name] += [] if found.p50 is None else [found.p50]
-        if report.failovers:
-            medians_ms.append(round(statistics.median(report.failovers), 2))
+        for name, found in report["phases_ms"].items():
+            phases[name] += [] if found["p50"] is None else [found["p50"]]
+        if report.failovers_ms:
+            medians_ms.append(round(statistics.median(report.failovers_ms), 2))
     figures = {
         "kills": len(took_ms),
         "failover_ms": rig.spread(took_ms) if took_ms else None,

@@ -259,7 +259,7 @@ class Run:
         problems = [*result.report.problems, *self.problems]
         return {
             "drill": result.report.to_dict("vllm", machine()),
-            "failovers_ms": result.report.failovers,
+            "failovers_ms": result.report.failovers_ms,
             **self.found,
             "passed": result.report.passed and not problems,
             "problems": problems,

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from plumbing.part.format import duration, size
-from understudy.drill.outcomes import Spread
-from understudy.drill.records import GATEWAYS, PHASES
+from understudy.drill.records import GATEWAYS
 from understudy.drill.verdict import IN_POOL, DrillReport
 from understudy.host import ResourceUsage, machine
 
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PERCENTILES = ("p50", "p99", "max")
+Times = Mapping[str, float | None]  # a spread, by percentile
 TIMES = {
     "failover_ms": "failover",
     "pause_ms": "pause of a stream",
@@ -32,7 +32,7 @@ def print_report(
     usages: Mapping[str, tuple[ResourceUsage, ResourceUsage]],
 ) -> None:
     """Print the report."""
-    about, figures = machine(), report.figures
+    about, figures = machine(), report.values
 
     def row(name: str, text: object, style: str | None = None) -> None:
         console.print(f"{name:<16} {text}", style=style, markup=False)
@@ -78,9 +78,9 @@ def print_report(
 
 def _interrupted(report: DrillReport) -> str:
     """What became of the requests that ran when something was killed."""
-    figures = report.figures
+    figures = report.values
     if report.mode == "direct":
-        return f"lost in flight {report.counts['lost_in_flight']}"
+        return f"lost in flight {report['lost_in_flight']}"
     lost = f", lost with the gateway {figures['lost_in_gateway']}"
     lost = lost if any(figures["killed"].get(target) for target in GATEWAYS) else ""
     parked = f"streams parked {figures['parked']}, " if report.mode == IN_POOL else ""
@@ -117,20 +117,20 @@ def _print_times(report: DrillReport, console: Console) -> None:
     for column in PERCENTILES if other is not None else ():
         table.add_column(f"no adoption: {column}", justify="right")
 
-    def row(name: str, mine: Spread, others: Spread | None, style: str | None = "bold") -> None:
+    def row(name: str, mine: Times, others: Times | None, style: str | None = "bold") -> None:
         beside = spread_cells(others) if others is not None else []
         table.add_row(name, *spread_cells(mine), *beside, style=style)
 
-    has_failovers = bool(report.failovers) or "gms" not in report.figures
-    for phase in PHASES if has_failovers and report.phases else ():
-        row(f"  {phase}", report.phases[phase], other.phases[phase] if other else None, None)
+    has_failovers = bool(report.failovers_ms) or "gms" not in report.values
+    for phase, found in report.values.get("phases_ms", {}).items() if has_failovers else ():
+        row(f"  {phase}", found, other["phases_ms"][phase] if other else None, None)
     table.add_section()
     for key, name in TIMES.items():
         is_pause = key == "pause_ms" and report.mode == "direct"
-        if key in report.times and has_failovers and not is_pause:
-            row(name, report.times[key], other.times[key] if other else None)
-    if "gms" in report.figures:
-        row("memory recovery", Spread(**report.figures["gms"]["recovery_ms"]), None)
+        if key in report.values and has_failovers and not is_pause:
+            row(name, report[key], other[key] if other else None)
+    if "gms" in report.values:
+        row("memory recovery", report["gms"]["recovery_ms"], None)
     console.print(table)
 
 
@@ -151,19 +151,19 @@ def _print_models(models: Mapping[str, Mapping[str, Any]], console: Console) -> 
 def _measured(report: DrillReport, backend: str) -> str:
     """The title: what the times measure."""
     if report.mode == IN_POOL:
-        return f"a pool of {len(report.figures['models'])} models, {backend} backend,"
-    if "upgrade" in report.figures:
+        return f"a pool of {len(report.values['models'])} models, {backend} backend,"
+    if "upgrade" in report.values:
         return f"upgrade of two engines with the {backend} backend under load"
-    if "gms" not in report.figures:
+    if "gms" not in report.values:
         return f"failover of the {backend} backend"
-    if report.failovers:
+    if report.failovers_ms:
         return f"failover of the {backend} backend and recovery of its memory service"
     return f"recovery of the memory service under the {backend} backend"
 
 
-def spread_cells(spread: Spread) -> list[str]:
+def spread_cells(times: Times) -> list[str]:
     """p50, p99 and max, as in a table of milliseconds."""
-    return ["-" if value is None else f"{value:.1f}" for value in spread.to_dict().values()]
+    return ["-" if times[each] is None else f"{times[each]:.1f}" for each in PERCENTILES]
 
 
 def _share(value: float | None) -> str:

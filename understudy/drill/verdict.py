@@ -353,29 +353,29 @@ RULES = (*COUNTS, *CHECKS)
 
 @dataclass(slots=True)
 class DrillReport:
-    """What a drill found. `problems`: why it did not pass, as sentences. `counts`: the numbers of
-    `RULES`; `figures`: the other values of the JSON document, `times` those in milliseconds.
+    """What a drill found: the values of its JSON document, by key, and the failover times.
 
-    `lost_in_flight` includes `broken_streams`, and `wrong_tokens` the answers with doubled ones.
+    `problems`: why it did not pass, as sentences. `lost_in_flight` includes `broken_streams`, and
+    `wrong_tokens` the answers with doubled ones.
     """
 
-    mode: str
-    counts: dict[str, int]
-    figures: dict[str, Any]
-    times: dict[str, Spread]
-    phases: dict[str, Spread]
-    failovers: list[float] = field(default_factory=list)
+    values: dict[str, Any]
+    failovers_ms: list[float] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     without_adoption: DrillReport | None = None  # the same drill of a pod that adopts no KV block
+
+    def __getitem__(self, key: str) -> Any:
+        return self.values[key]
+
+    @property
+    def mode(self) -> str:
+        return str(self.values["mode"])
 
     @property
     def faults(self) -> dict[str, int]:
         """The counts that must be zero."""
-        return {
-            rule.name: self.counts[rule.name]
-            for rule in COUNTS
-            if self.mode in rule.modes and rule.name in self.counts
-        }
+        rules = [each for each in COUNTS if self.mode in each.modes and self.mode in each.shown]
+        return {rule.name: self.values[rule.name] for rule in rules}
 
     @property
     def passed(self) -> bool:
@@ -383,18 +383,8 @@ class DrillReport:
 
     def to_dict(self, backend: str, machine: dict[str, Any]) -> dict[str, Any]:
         """The JSON document of `understudy drill --json`."""
-        document = {
-            "passed": self.passed,
-            "problems": self.problems,
-            "mode": self.mode,
-            **self.figures,
-            **self.counts,
-            **{name: each.to_dict() for name, each in self.times.items()},
-            "backend": backend,
-            "machine": machine,
-        }
-        if self.phases:
-            document["phases_ms"] = {name: each.to_dict() for name, each in self.phases.items()}
+        document = {"passed": self.passed, "problems": self.problems, **self.values}
+        document |= {"backend": backend, "machine": machine}
         if self.without_adoption is not None:
             other = self.without_adoption.to_dict(backend, machine)
             document["without_adoption"] = {name: other[name] for name in COMPARED}
@@ -404,35 +394,26 @@ class DrillReport:
 def judge(records: Records, kills_wanted: int, switches_wanted: int = 0) -> DrillReport:
     """The report of a whole drill."""
     evidence = Evidence(records, kills_wanted, switches_wanted)
-    is_pool = evidence.mode == IN_POOL
-    counts = {
-        count.name: len(count.found(evidence)) for count in COUNTS if evidence.mode in count.shown
-    }
-    pauses = failover_pauses(records)
-    figures: dict[str, Any] = {
+    mode, pauses = evidence.mode, failover_pauses(records)
+    pause_ms = spread(pause.length_ms for pause in pauses)
+    values: dict[str, Any] = {
+        "mode": mode,
         "requests": len(records.exchanges),
         "kills": len(records.kills),
         "killed": _killed(records),
+        **{each.name: len(each.found(evidence)) for each in COUNTS if mode in each.shown},
         "lost_in_gateway": len(evidence.of(Outcome.LOST_IN_GATEWAY)),
         "resumed": len(pauses),
         "lasted_s": round(records.lasted_s, 3),
     }
-    pause_ms = spread(pause.length_ms for pause in pauses)
-    times, phases = {"pause_ms": pause_ms}, {}
     if records.burn is not None:
-        figures["burn"] = msgspec.structs.asdict(records.burn)
-    if is_pool:
-        figures |= _pool_figures(evidence)
-        times = _pool_times(evidence) | {"failover_pause_ms": pause_ms}
-    else:
-        figures |= _pod_figures(evidence)
-        times["failover_ms"] = spread(evidence.failovers_ms)
-        seen = [phases_of(kill, first) for kill, first in evidence.failovers]
-        phases = {name: spread(each[name] for each in seen if name in each) for name in PHASES}
-    problems = [problem for rule in RULES for problem in rule.problems(evidence)]
-    return DrillReport(
-        evidence.mode, counts, figures, times, phases, evidence.failovers_ms, problems
+        values["burn"] = msgspec.structs.asdict(records.burn)
+    values |= (
+        _pool_values(evidence, pause_ms) if records.models else _pod_values(evidence, pause_ms)
     )
+    spreads = {key: each.to_dict() for key, each in values.items() if isinstance(each, Spread)}
+    problems = [problem for rule in RULES for problem in rule.problems(evidence)]
+    return DrillReport(values | spreads, evidence.failovers_ms, problems)
 
 
 def _killed(records: Records) -> dict[str, int]:
@@ -445,8 +426,16 @@ def _killed(records: Records) -> dict[str, int]:
     return {name: made[name] for name in names if made[name] or name in always}
 
 
-def _pod_figures(evidence: Evidence) -> dict[str, Any]:
-    records, found = evidence.records, kv_share(evidence.records.kills)
+def _pod_values(evidence: Evidence, pause_ms: Spread) -> dict[str, Any]:
+    records, phases = evidence.records, [phases_of(*each) for each in evidence.failovers]
+    found = {
+        "failover_ms": spread(evidence.failovers_ms),
+        "pause_ms": pause_ms,
+        "phases_ms": {
+            name: spread(each[name] for each in phases if name in each).to_dict() for name in PHASES
+        },
+        **kv_share(records.kills),
+    }
     if records.url:
         found["url"] = records.url
     if records.memory is not None:
@@ -479,30 +468,26 @@ def kv_share(kills: Iterable[Kill]) -> dict[str, Any]:
     return {"adopted_blocks": adopted, "published_blocks": published, "adopted_share": share}
 
 
-def _pool_figures(evidence: Evidence) -> dict[str, Any]:
+def _pool_values(evidence: Evidence, pause_ms: Spread) -> dict[str, Any]:
     records = evidence.records
+    back = [kill.took_ms for kill in records.kills if kill.target == POOL]
     return {
         "switches": len(records.switches),
         "parked": len(evidence.parked),
         "longest_wait_of_bound": evidence.longest_wait(),
         "longest_pause_of_bound": evidence.longest_pause(),
-        "models": {name: _model_figures(name, evidence) for name in records.models},
+        "models": {name: _model_values(name, evidence) for name in records.models},
         "outcomes": pool_kills(records),
         "not_reached": list(records.not_reached),
-    }
-
-
-def _pool_times(evidence: Evidence) -> dict[str, Spread]:
-    back = [kill.took_ms for kill in evidence.records.kills if kill.target == POOL]
-    return {
-        "switch_ms": spread(each.length_ms for each in evidence.records.switches),
+        "switch_ms": spread(each.length_ms for each in records.switches),
         "wait_ms": spread(until_ms - each.sent_ms for each, until_ms in evidence.waits),
         "pause_ms": spread(evidence.parked),
+        "failover_pause_ms": pause_ms,
         "pool_back_ms": spread(took_ms for took_ms in back if took_ms),
     }
 
 
-def _model_figures(name: str, evidence: Evidence) -> dict[str, Any]:
+def _model_values(name: str, evidence: Evidence) -> dict[str, Any]:
     waits = [until_ms - e.sent_ms for e, until_ms in evidence.waits if e.model == name]
     return {
         "answered": sum(each.model == name for each in evidence.of(Outcome.OK)),

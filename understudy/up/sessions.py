@@ -150,7 +150,7 @@ async def compare_adoption(
     if not other.report.passed:
         why = "; ".join(other.report.problems) or "see its figures"
         report.problems.append(f"without adoption the drill did not pass: {why}")
-    if report.figures["adopted_share"] is None:
+    if report["adopted_share"] is None:
         report.problems.append("no engine published a KV block, so nothing could be adopted")
     return result
 

@@ -53,13 +53,13 @@ def test_drill_compares_with_the_file_and_not_with_the_pod(directory: Path, tmp_
     """Goal: the file says what is right. Method: a file with this pod's answers."""
     report = drill_by_the_file(directory, tmp_path / "answers.json", is_changed=False)
     assert report.passed, report.problems
-    assert report.counts["wrong_tokens"] == 0
+    assert report["wrong_tokens"] == 0
 
 
 def test_drill_counts_what_differs_from_the_file(directory: Path, tmp_path: Path):
     """Goal: an error that both engines make is found. Method: one other letter in each answer."""
     report = drill_by_the_file(directory, tmp_path / "answers.json", is_changed=True)
-    assert report.counts["wrong_tokens"] > 0
+    assert report["wrong_tokens"] > 0
     assert not report.passed
 
 

@@ -257,7 +257,7 @@ def test_a_drill_keeps_what_the_page_shows(tmp_path: Path):
         assert states[kill["new_engine"]][-2:] == ["waking", "active"]
         assert kill["lanes"][LOCK][-1][2:] == ["held", kill["new_engine"]]
         assert kill["requests"]
-    assert found["requests"]["total"] == result.report.figures["requests"]
+    assert found["requests"]["total"] == result.report["requests"]
 
 
 def test_page_has_a_lane_for_each_model_with_reasons_and_pauses():
