@@ -247,18 +247,8 @@ def test_learn_answers_from_a_server_that_gives_none_says_why(mood, code):
             with pytest.raises(UnderstudyError) as caught:
                 await learn_answers(target, all_prompts("m"))
             assert caught.value.code == f"drill.{code}"
-
-    asyncio.run(main())
-
-
-def test_learn_answers_from_an_address_that_refuses_connections_says_so():
-    """Goal: no counts of answers where there was no connection. Method: a free port."""
-
-    async def main():
-        target = Target("127.0.0.1", free_port())
-        with pytest.raises(UnderstudyError, match="refuses connections") as caught:
-            await learn_answers(target, all_prompts("m"))
-        assert caught.value.code == "drill.no_answers"
+        with pytest.raises(UnderstudyError, match="refuses connections"):
+            await learn_answers(target, all_prompts("m"))  # the server is gone
 
     asyncio.run(main())
 

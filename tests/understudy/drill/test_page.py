@@ -16,7 +16,6 @@ import pytest
 from plumbing.errors import UnderstudyError, UsageError
 from tests.browser import needs_chromium, tab
 from tests.e2e.pods import AS_USERS_RUN_IT
-from tests.understudy.drill.fake_pod import FakePod
 from tests.understudy.drill.seen_drills import of_model, of_pool
 from understudy.drill import page
 from understudy.drill.page import check_destination, render, write_page
@@ -31,10 +30,8 @@ from understudy.drill.records import (
     Outcome,
     Records,
 )
-from understudy.drill.run import DrillPlan
 from understudy.drill.verdict import judge
 from understudy.host import ResourceUsage
-from understudy.up import sessions
 
 UNDERSTUDY = str(Path(sys.executable).parent / "understudy")
 KILLED_MS = 1000.0
@@ -230,34 +227,6 @@ def test_the_page_is_written_whole_or_the_reason_is_said(tmp_path: Path):
     with pytest.raises(UnderstudyError, match="cannot write the report page") as failed:
         write_page(tmp_path / "none" / "report.html", found)
     assert failed.value.code == "drill.report_not_written"
-
-
-def test_a_drill_keeps_what_the_page_shows(tmp_path: Path):
-    """Goal: moments are kept as they are heard. Method: two kills of a pod in one process, whose
-    children really die."""
-    directory = tmp_path / "pod"
-    directory.mkdir(mode=0o700)
-
-    async def main() -> sessions.DrillResult | None:
-        async with FakePod(directory):
-            plan = DrillPlan(kills=2, targets=("backend-http",), clients=3)
-            return await sessions.drill_running_pod(directory, plan, lambda line: None)
-
-    result = asyncio.run(main())
-    assert result is not None
-    found = page.page_data(result.records, result.report, "reference", MACHINE, {}, "now")
-    assert [(kill["engine"], kill["new_engine"]) for kill in found["kills"]] == [
-        ("engine-0", "engine-1"),
-        ("engine-1", "engine-0"),
-    ]
-    for kill in found["kills"]:
-        assert kill["deaths_ms"]
-        assert all(at_ms is not None and at_ms >= 0 for at_ms in kill["deaths_ms"].values())
-        states = {part: [each[2] for each in lane] for part, lane in kill["lanes"].items()}
-        assert states[kill["new_engine"]][-2:] == ["waking", "active"]
-        assert kill["lanes"][LOCK][-1][2:] == ["held", kill["new_engine"]]
-        assert kill["requests"]
-    assert found["requests"]["total"] == result.report["requests"]
 
 
 def test_page_has_a_lane_for_each_model_with_reasons_and_pauses():

@@ -39,10 +39,10 @@ def directory(tmp_path):
     return made
 
 
-def drill(directory, mood: str = "", kills: int = 4) -> DrillReport:
+def drill(directory, mood: str = "", kills: int = 4, **more: float) -> DrillReport:
     async def main():
         async with FakePod(directory, mood):
-            plan = DrillPlan(kills=kills, targets=BACKENDS, clients=3)
+            plan = DrillPlan(kills=kills, targets=BACKENDS, clients=3, **more)
             result = await sessions.drill_running_pod(directory, plan, lambda line: None)
             assert result is not None
             return result.report
@@ -61,24 +61,15 @@ def test_drill_of_an_honest_pod_passes_with_every_phase_measured(directory):
     assert len(report.failovers_ms) == 4
 
 
-def test_drill_of_a_lying_engine_counts_wrong_tokens(directory):
-    """Goal: same prompt, same tokens, whoever serves. Method: the second engine says another."""
-    report = drill(directory, "lie", kills=1)
-    assert report["wrong_tokens"] > 0
-    assert not report.passed
-
-
-def test_drill_of_a_hasty_grant_counts_double_active(directory):
-    """Goal: a living old process is seen. Method: grant before the old child is killed."""
-    report = drill(directory, "overlap", kills=2)
-    assert report["double_active"] == 2
-    assert any("was alive" in problem for problem in report.problems)
-
-
-def test_drill_of_a_refusing_pod_counts_refused(directory):
-    """Goal: 503 during a failover is a refusal. Method: a service that does not hold requests."""
-    report = drill(directory, "refuse", kills=1)
-    assert report["refused"] > 0
+@pytest.mark.parametrize(
+    ("mood", "fault"),
+    [("lie", "wrong_tokens"), ("overlap", "double_active"), ("refuse", "refused")],
+)
+def test_drill_of_a_pod_that_breaks_a_promise_fails(directory, mood, fault):
+    """Method: the second engine answers something else; a grant before the old child is killed; a
+    service that answers 503 during a failover."""
+    report = drill(directory, mood, kills=1)
+    assert report[fault] > 0
     assert not report.passed
 
 
@@ -124,15 +115,7 @@ def test_drill_leaks_no_descriptor(directory):
 
 def test_drill_lasts_as_long_as_it_is_asked_to(directory):
     """Goal: "10 minutes, 10 kills". Method: 0.6 s, which two kills do not take by themselves."""
-
-    async def main():
-        async with FakePod(directory):
-            plan = DrillPlan(2, BACKENDS, 2, duration_s=0.6)
-            result = await sessions.drill_running_pod(directory, plan, lambda line: None)
-            assert result is not None
-            return result.report
-
-    report = asyncio.run(main())
+    report = drill(directory, kills=2, duration_s=0.6)
     assert report.passed, report.problems
     assert report["kills"] == 2
     assert report["lasted_s"] >= 0.6
@@ -189,6 +172,38 @@ def test_observer_records_each_death_of_an_engine_once(directory, messages, deat
         return [(each.incarnation, each.cause, each.message) for each in records.deaths]
 
     assert asyncio.run(main()) == deaths
+
+
+def pool_tells(kind: str, **data) -> EventMsg:
+    return EventMsg({"type": kind, "mono_ms": 7.0, "data": data})
+
+
+def test_observer_sees_a_model_enter_a_state_and_switches(directory):
+    """Goal: when a pool's parts are killed. Method: what a pool says; a model that is in the state
+    already, one that nothing waits for, and the one that enters it."""
+    times = {"wait_ms": 100, "drain_ms": 3, "release_ms": 4, "raise_ms": 5}
+
+    async def main():
+        records = Records(models={"a": ("a-0",), "b": ("b-0",)})
+        observer = Observer(directory, {}, records)
+        models = [{"model": name, "state": "awake", "for_ms": 5} for name in records.models]
+        observer._on_pool(StatusReplyMsg({"models": models}))
+        waiting = asyncio.create_task(observer.entered("awake", ["a"], 60))
+        await asyncio.sleep(0)
+        for model, state in (("a", "awake"), ("b", "cold"), ("b", "awake"), ("a", "cold")):
+            observer._on_pool(pool_tells("pool.model", model=model, to=state, cause="why"))
+        assert not waiting.done()
+        observer._on_pool(pool_tells("pool.model", model="a", to="awake", cause="why"))
+        assert await waiting == "a"
+        assert await observer.entered("awake", ["a"], 0.01) is None
+        observer._on_pool(pool_tells("pool.switch", model="a", victims=["b"], **times))
+        await observer.close()
+        return records
+
+    records = asyncio.run(main())
+    assert [each.length_ms for each in records.switches] == [12]
+    states = [each.state for each in records.moments if each.part == "model a"]
+    assert states == ["awake", "cold", "awake"]
 
 
 def test_wait_whole_names_what_is_missing(directory):
