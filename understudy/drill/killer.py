@@ -203,7 +203,8 @@ async def kill_engine(directory: Path, kill: Kill, observer: Observer) -> None:
     about = document.get("engine") or {}
     running = observer.incarnation_of(str(kill.engine))
     kill.killed_ms = clock.now_ms()
-    kill.incarnation = running or (about.get("incarnation") if not kill.model else None)
+    # In a pool the last incarnation may have ended long ago, as the pool wanted.
+    kill.incarnation = running if kill.model else about.get("incarnation")
     kill.kept_blocks = int(kv_of(document).get("kept_blocks") or 0)
     observer.expect(kill, _old_tree(directory, kill, status))
     await strike(path, status.pid, kill)
@@ -284,16 +285,19 @@ def kv_of(status: Mapping[str, Any]) -> Mapping[str, Any]:
     return (status.get("backend") or {}).get("kv") or {}
 
 
-async def note_adoption(directory: Path, kill: Kill) -> None:
-    """Note with what the cache of the engine that took over began."""
+async def note_adoption(directory: Path, kill: Kill) -> str:
+    """Note with what the cache of the engine that took over began. Returns why with less than was
+    there, if so."""
     path = engine_sockets(directory).get(str(kill.new_engine))
     if path is None:
-        return
+        return ""
     status = await status_of(PodPart(str(kill.new_engine), path, engine_messages.CONTROL))
     kv = kv_of(status)
     if kv and (status.get("lock") or {}).get("token") == kill.new_token:
         kill.adopted_blocks = int(kv.get("adopted_blocks") or 0)
-        kill.kv_note = str(kv.get("note") or "")
+        if kill.adopted_blocks < kill.kept_blocks:
+            return str(kv.get("note") or "")
+    return ""
 
 
 # ------------------------------------------------------------------ parts

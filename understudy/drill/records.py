@@ -178,8 +178,8 @@ class Kill(Struct):
     is a memory server. `gone_ms`: when all processes of a part had exited; `back_ms`: when the
     victim worked again. `deaths_ms`: when each process of the old engine was seen to have exited.
     `kept_blocks` of KV memory were there for the next engine, as the old one had said last, and
-    `adopted_blocks` are those that its cache began with; `kv_note`: why there are none. `lock`: the
-    one that the engine may have held; `peers`: the engines that may be granted it next, () for all.
+    `adopted_blocks` are those that its cache began with. `lock`: the one that the engine may have
+    held; `peers`: the engines that may be granted it next, () for all.
     In a pool: the kill was made as `model` entered `phase`, and `result` says how it ended.
     """
 
@@ -197,7 +197,6 @@ class Kill(Struct):
     incarnation: str | None = None
     kept_blocks: int = 0
     adopted_blocks: int | None = None
-    kv_note: str = ""
     lock: str = "active"
     peers: tuple[str, ...] = ()
     device: str = ""

@@ -53,7 +53,7 @@ def print_report(
     if report.mode == IN_POOL:
         row("switches", f"{figures['switches']} in {figures['lasted_s']:.0f} s")
     for name, count in report.faults.items():
-        row(name.replace("_", " "), count, "red" if count else "green")
+        row(name.removesuffix("_in_flight").replace("_", " "), count, "red" if count else "green")
     if report.mode == IN_POOL:
         row("longest wait", f"{_share(figures['longest_wait_of_bound'])} of its bound")
         row("longest pause", f"{_share(figures['longest_pause_of_bound'])} of its bound")

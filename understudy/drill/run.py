@@ -300,10 +300,11 @@ class Drill:
         await kill_engine(self.directory, kill, observer)
         self.records.kills.append(kill)
         took_ms = await self._probe(kill, target)
-        await note_adoption(self.directory, kill)
+        why = await note_adoption(self.directory, kill)
         self._say(
             f"kill {number}/{self._plan.kills}  {what} of {kill.engine}  "
             f"{kill.new_engine or 'its successor'} answered after {duration(took_ms)}"
+            f"{f', KV blocks were not adopted: {why}' if why else ''}"
         )
 
     async def _answers(self) -> None:

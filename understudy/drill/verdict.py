@@ -317,14 +317,14 @@ HUNG = "{count} requests got neither an answer nor an error"
 UNCHECKED = "{each} grants could be checked against the old processes"
 COUNTS = (
     Count("lost", _with(Outcome.LOST), LOST, POOLS, shown=POOLS),
+    Count("lost_in_flight", _with(Outcome.LOST, Outcome.BROKEN), LOST, (BEHIND,), shown=PODS),
+    Count("broken_streams", _with(Outcome.BROKEN), BROKEN, (BEHIND, IN_POOL)),
     Count("refused", _with(Outcome.REFUSED), ""),
     Count("cut", _cut, "", POOLS, shown=POOLS),
     Count("wrong_tokens", _with(Outcome.WRONG), ""),
-    Count("broken_streams", _with(Outcome.BROKEN), BROKEN, (BEHIND, IN_POOL)),
     Count("doubled_tokens", _doubled, ""),
     Count("double_active", _double_active),
     Count("false_deaths", _false_deaths),
-    Count("lost_in_flight", _with(Outcome.LOST, Outcome.BROKEN), LOST, (BEHIND,), shown=PODS),
 )
 CHECKS = (
     Rule("unprovoked", _unprovoked, UNPROVOKED, PODS),
