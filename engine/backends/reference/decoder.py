@@ -124,7 +124,7 @@ class Decoder:
         if start + len(tokens) > cache.max_context:
             raise ValueError(f"{start} + {len(tokens)} tokens exceed {cache.max_context}")
         peers = self._peers
-        peers.begin(cache.number, slot, tokens, start)
+        peers.begin(Step("forward", cache.number, slot, start, tokens=tokens))
         with np.errstate(over="ignore", under="ignore"):  # exp(-gate) may reach inf: SiLU is 0
             hidden = self._embedding[np.asarray(tokens)]
             cosine, sine = self._rotation(start, len(tokens))
@@ -215,34 +215,23 @@ def rope_frequencies(rope: Rope, head_dim: int) -> Array:
 
 # ---------------------------------------------------------------------- ranks
 
-HEADER = struct.Struct("<IIII")  # cache, slot, start, number of tokens
-DISTRUST = 0xFFFF_FFFF  # in place of a cache: the canary failed
-# In place of a cache: a step over a block, whose number is in place of that of the tokens.
-BlockKind = Literal["save", "load", "checksum"]
-BLOCK_KINDS: dict[BlockKind, int] = {
-    "save": 0xFFFF_FFFE,
-    "load": 0xFFFF_FFFD,
-    "checksum": 0xFFFF_FFFC,
-}
+StepKind = Literal["forward", "save", "load", "checksum", "distrust"]
+KINDS: tuple[StepKind, ...] = ("forward", "save", "load", "checksum", "distrust")
+HEADER = struct.Struct("<6I")  # place in `KINDS`, cache, slot, start, block, number of tokens
 DONE = struct.Struct("<I")  # with a checksum, or 0
 
 
-class ForwardStep(NamedTuple):
-    """One call of `Decoder.forward`, by the number of the cache."""
+class Step(NamedTuple):
+    """What every rank does at the same time: `forward` of tokens through a slot of a cache, a copy
+    between the chunk at `start` of a slot and a block, a block's checksum, or the report that the
+    weights are distrusted."""
 
-    cache: int
-    slot: int
-    tokens: tuple[int, ...]
-    start: int
-
-
-class BlockStep(NamedTuple):
-    """A copy between the chunk at `start` of a slot and a block, or the block's checksum."""
-
-    kind: BlockKind
-    slot: int
-    start: int
-    block: int
+    kind: StepKind
+    cache: int = 0
+    slot: int = 0
+    start: int = 0
+    block: int = 0
+    tokens: Sequence[int] = ()
 
 
 class Leader:
@@ -252,9 +241,12 @@ class Leader:
         self._peers = peers
         self._vocab_size = vocab_size
 
-    def begin(self, cache: int, slot: int, tokens: Sequence[int], start: int) -> None:
-        packed = np.asarray(tokens, "<u4").tobytes()
-        self._send(HEADER.pack(cache, slot, start, len(tokens)) + packed)
+    def begin(self, step: Step) -> None:
+        """Have the other ranks do `step`, too. All but `forward` are then `confirmed`."""
+        if self._peers:
+            kind, *numbers, tokens = step
+            header = HEADER.pack(KINDS.index(kind), *numbers, len(tokens))
+            self._send(header + np.asarray(tokens, "<u4").tobytes())
 
     def sum(self, partial: Array) -> Array:
         total = partial
@@ -272,15 +264,6 @@ class Leader:
             first, end = head_span(self._vocab_size, number, len(self._peers) + 1)
             receive(peer, logits[first:end].data, number)
         return logits
-
-    def distrust(self) -> None:
-        """Have every rank report that a canary failed; returns when they have."""
-        self._send(HEADER.pack(DISTRUST, 0, 0, 0))
-        self.confirmed()
-
-    def begin_block(self, step: BlockStep) -> None:
-        """The step that every rank runs now; then wait until all have `confirmed` it."""
-        self._send(HEADER.pack(BLOCK_KINDS[step.kind], step.slot, step.start, step.block))
 
     def confirmed(self) -> list[int]:
         """Every other rank's answer, in order."""
@@ -306,25 +289,20 @@ class Follower:
         """Lend the socket's descriptor: readable means a step, or the end of rank 0."""
         return self._leader.fileno()
 
-    def next_step(self) -> ForwardStep | BlockStep | None:
-        """The step that rank 0 begins; None: it distrusts the weights. `confirm` that, and a step
-        over a block."""
+    def next_step(self) -> Step:
+        """The step that rank 0 begins; `confirm` it unless it is `forward`."""
         header = bytearray(HEADER.size)
         receive(self._leader, memoryview(header), 0)
-        cache, slot, start, count = HEADER.unpack(header)
-        if cache == DISTRUST:
-            return None
-        for kind, number in BLOCK_KINDS.items():
-            if cache == number:
-                return BlockStep(kind, slot, start, count)
-        tokens = np.empty(count, "<u4")
-        receive(self._leader, tokens.data, 0)
-        return ForwardStep(cache, slot, tuple(tokens.tolist()), start)
+        kind, cache, slot, start, block, count = HEADER.unpack(header)
+        tokens = bytearray(4 * count)
+        receive(self._leader, memoryview(tokens), 0)
+        found = np.frombuffer(tokens, "<u4").tolist()
+        return Step(KINDS[kind], cache, slot, start, block, found)
 
     def confirm(self, answer: int = 0) -> None:
         send(self._leader, DONE.pack(answer), 0)
 
-    def begin(self, cache: int, slot: int, tokens: Sequence[int], start: int) -> None:
+    def begin(self, step: Step) -> None:
         """Rank 0 began it."""
 
     def sum(self, partial: Array) -> Array:

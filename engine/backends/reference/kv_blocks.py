@@ -34,10 +34,10 @@ from engine.backends.reference.config import LlamaConfig
 from engine.backends.reference.decoder import (
     PREFILL_CHUNK,
     Array,
-    BlockStep,
     Follower,
     KVCache,
     Leader,
+    Step,
 )
 from engine.backends.reference.link import ConfigureMsg, TakeMemoryMsg, digest_of
 from engine.backends.session import SOCKET_DIR_ENV, host_device
@@ -140,7 +140,7 @@ class BlockStore:
         self._cache = cache
         self._peers = peers
 
-    def run(self, step: BlockStep) -> int:
+    def run(self, step: Step) -> int:
         """Do one step on this rank; the block's checksum if the step asks for it, else 0."""
         block = self._blocks[step.block]
         if step.kind == "checksum":
@@ -156,19 +156,19 @@ class BlockStore:
 
     def save(self, slot: int, start: int, block: int) -> None:
         """Copy the chunk at `start` of `slot` into `block`."""
-        self._run_all(BlockStep("save", slot, start, block))
+        self._run_all(Step("save", 0, slot, start, block))
 
     def load(self, slot: int, start: int, block: int) -> None:
         """The other direction."""
-        self._run_all(BlockStep("load", slot, start, block))
+        self._run_all(Step("load", 0, slot, start, block))
 
     def checksum(self, block: int) -> int:
         """Of the block's bytes on all ranks."""
-        return joined(self._run_all(BlockStep("checksum", 0, 0, block)))
+        return joined(self._run_all(Step("checksum", block=block)))
 
-    def _run_all(self, step: BlockStep) -> list[int]:
+    def _run_all(self, step: Step) -> list[int]:
         assert isinstance(self._peers, Leader)
-        self._peers.begin_block(step)
+        self._peers.begin(step)
         mine = self.run(step)
         return [mine, *self._peers.confirmed()]
 

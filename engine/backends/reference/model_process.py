@@ -26,11 +26,11 @@ from engine.backends import process
 from engine.backends.kept_weights import KeptWeights
 from engine.backends.reference.checkpoint import map_weights, open_checkpoint
 from engine.backends.reference.decoder import (
-    BlockStep,
     Decoder,
     Follower,
     KVCache,
     Leader,
+    Step,
     weights_from,
 )
 from engine.backends.reference.generation import (
@@ -150,7 +150,8 @@ class Rank:
         keeper.report_canary_failure(f"rank {self._settings.rank}: a canary failed")
         try:
             if isinstance(self.peers, Leader):
-                self.peers.distrust()
+                self.peers.begin(Step("distrust"))
+                self.peers.confirmed()
         except UnderstudyError as error:
             logger.warning("a failed canary was not reported on every rank: %s", error.message)
         if not keeper.wait_until_reported(max(0.0, end - time.monotonic())):
@@ -256,7 +257,7 @@ class Rank:
         writer, adopted = self.kept.writer, self.kept.adopted
         self.prefixes = PrefixCache(store, blocks, writer, adopted, has_audit=settings.has_audit)
 
-    def run_block(self, step: BlockStep) -> int:
+    def run_block(self, step: Step) -> int:
         """On a rank above 0: what rank 0 does with a block; the answer to it."""
         if self._blocks is None:
             raise InvariantError(f"rank {self._settings.rank} has no blocks")
@@ -284,15 +285,21 @@ def follow(link: BlockingClient, rank: Rank) -> NoReturn:
                 if answer is None:
                     raise UnderstudyError("engine.link", f"{message.TYPE} is not for this rank")
                 link.notify(answer)
-                continue
-            step = leader.next_step()
-            if step is None:
-                rank.distrust()
-                leader.confirm()
-            elif isinstance(step, BlockStep):
-                leader.confirm(rank.run_block(step))
             else:
-                rank.decoder.forward(rank.cache(step.cache), step.slot, step.tokens, step.start)
+                _run_step(leader, rank)
+
+
+def _run_step(leader: Follower, rank: Rank) -> None:
+    """A function of its own: a cache that the loop still names could not give its memory back."""
+    step = leader.next_step()
+    match step.kind:
+        case "forward":
+            rank.decoder.forward(rank.cache(step.cache), step.slot, step.tokens, step.start)
+        case "distrust":
+            rank.distrust()
+            leader.confirm()
+        case _:
+            leader.confirm(rank.run_block(step))
 
 
 # ---------------------------------------------------------------------- rank 0

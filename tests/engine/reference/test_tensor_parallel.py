@@ -21,7 +21,6 @@ from engine.backends.reference.config import head_span, read_config
 from engine.backends.reference.decoder import (
     PREFILL_CHUNK,
     Array,
-    BlockStep,
     Decoder,
     Follower,
     KVCache,
@@ -61,11 +60,10 @@ def follow(decoder: Decoder, peers: Follower, cache: KVCache) -> None:
             step = peers.next_step()
         except UnderstudyError:
             return
-        assert step is not None
-        if isinstance(step, BlockStep):
-            peers.confirm(blocks.run(step))
-        else:
+        if step.kind == "forward":
             decoder.forward(cache, step.slot, step.tokens, step.start)
+        else:
+            peers.confirm(blocks.run(step))
 
 
 def blocks_for(decoder: Decoder, cache: KVCache) -> BlockStore:
