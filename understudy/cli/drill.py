@@ -39,6 +39,20 @@ from understudy.up.sessions import DrillResult
 
 say = partial(click.echo, err=True)
 
+# Drills of a pod that they start in their own way: the options that they do not take, and why.
+ALONE = {
+    "--pool": (
+        {*(each.name for each in NOT_WITH_POOL), "expected", "url", "url_host"},
+        "which starts its own pod, whose models are in the pool file",
+    ),
+    "--upgrade": (
+        {"kills", "target", "duration_s"},
+        "which starts its own pod and has no kills; to upgrade a running pod, follow"
+        " docs/operations.md",
+    ),
+    "--kv-compare": (set[str](), "which starts two pods and kills in both; remove one of the two"),
+}
+
 
 @click.command(cls=BackendCommand)
 @options(DRILL_OPTIONS)
@@ -77,15 +91,12 @@ def drill(
     page = Path(config["report"]) if config["report"] else None
     if page is not None:
         check_destination(page)
+    kinds = {"--pool": pool_file is not None, "--upgrade": upgrade, "--kv-compare": kv_compare}
+    kinds["--attach"] = attach
+    _refuse_together(config, [name for name, is_set in kinds.items() if is_set], arguments)
     if pool_file is not None:
-        others = {"--attach": attach, "--upgrade": upgrade, "--kv-compare": kv_compare}
-        _refuse_with_pool(config, [name for name, is_set in others.items() if is_set], arguments)
         _finish(_drill_pool(config, pool_file, as_json=as_json), config, page, as_json=as_json)
     _refuse_without_pool(config)
-    if kv_compare:
-        _refuse_with_compare(config, attach=attach, upgrade=upgrade)
-    if upgrade:
-        _refuse_with_upgrade(config, attach=attach)
     plan = DrillPlan(
         config["kills"],
         config["target"],
@@ -178,6 +189,18 @@ def _finish(
     sys.exit(0 if result.report.passed else 1)
 
 
+def _refuse_together(config: Resolved, kinds: Sequence[str], arguments: tuple[str, ...]) -> None:
+    """Refuse flags that the first of these kinds of a drill does not take."""
+    kind, *others = kinds or [""]
+    if kind not in ALONE:
+        return
+    names, why = ALONE[kind]
+    declared = [each for each in DRILL_OPTIONS if each.name in names]
+    given = [*others, *given_flags(declared, config)]
+    given += arguments[:1] if kind == "--pool" else ()
+    refuse_flags("drill.needless_flag", given, f"{kind}, {why}")
+
+
 def _refuse_directory(config: Resolved) -> None:
     if config.origin("dir") == "flag":
         raise UsageError(
@@ -185,17 +208,6 @@ def _refuse_directory(config: Resolved) -> None:
             "--dir requires --attach: without it, a drill starts its own pod in a new directory; "
             "remove --dir, or add --attach",
         )
-
-
-def _refuse_with_pool(config: Resolved, others: Sequence[str], arguments: tuple[str, ...]) -> None:
-    """It starts its own pod, of which the pool file says the models."""
-    by_model = {*(each.name for each in NOT_WITH_POOL), "expected", "url", "url_host"}
-    declared = [each for each in DRILL_OPTIONS if each.name in by_model]
-    refuse_flags(
-        "drill.needless_flag",
-        [*others, *given_flags(declared, config), *arguments[:1]],
-        "--pool, which starts its own pod, whose models are in the pool file",
-    )
 
 
 def _refuse_without_pool(config: Resolved) -> None:
@@ -216,30 +228,6 @@ def _outside(config: Resolved, *, attach: bool) -> Target | None:
             "--url works only with --attach: a pod that the drill starts has no external address",
         )
     return outside_target(config["url"], config["url_host"])
-
-
-def _refuse_with_upgrade(config: Resolved, *, attach: bool) -> None:
-    """An upgrade has no kills, and can relaunch only containers that the drill started."""
-    needless = [f"--{name}" for name in ("kills", "target") if config.origin(name) == "flag"]
-    needless += ["--duration-s"] if config.origin("duration_s") == "flag" else []
-    needless += ["--attach"] if attach else []
-    refuse_flags(
-        "drill.needless_flag",
-        needless,
-        "--upgrade, which starts its own pod and has no kills; to upgrade a running pod, follow "
-        "docs/operations.md",
-    )
-
-
-def _refuse_with_compare(config: Resolved, *, attach: bool, upgrade: bool) -> None:
-    """It starts two pods of its own, and kills in both."""
-    needless = ["--attach"] if attach else []
-    needless += ["--upgrade"] if upgrade else []
-    refuse_flags(
-        "drill.needless_flag",
-        needless,
-        "--kv-compare, which starts two pods and kills in both; remove one of the two",
-    )
 
 
 def _ask_first(directory: Path, plan: DrillPlan, *, yes: bool) -> None:
