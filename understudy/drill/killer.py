@@ -524,6 +524,8 @@ async def _no_memory(directory: Path, victim: Victim) -> str | None:
         if (missing := before.missing(document)) is not None:
             return missing
     pids = await pids_of(directory)
+    if not pids.gms:
+        return "no memory server answers"
     for model in victim.models:
         target = GMS if victim.target == GMS_SUPERVISOR else victim.target
         pid = FINDERS[target](Scene(pids, {}, model))

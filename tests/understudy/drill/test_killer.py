@@ -28,6 +28,7 @@ from tests.plumbing.service.test_init import INIT, NAMESPACE, ROOT, can_unshare
 from understudy.drill import killer
 from understudy.drill.killer import (
     FIRST,
+    MISSING,
     MemoryBefore,
     Victim,
     changes,
@@ -44,6 +45,7 @@ from understudy.drill.prompts import pool_prompts
 from understudy.drill.records import (
     ALL_PARTS,
     GMS,
+    GMS_SUPERVISOR,
     LOCKSERVER,
     SUPERVISOR,
     TARGETS,
@@ -276,6 +278,22 @@ def test_memory_that_does_not_recover_ends_the_drill(
     with pytest.raises(WaitTimeoutError) as caught:
         asyncio.run(recover(tmp_path, answer))
     assert caught.value.code == "drill.no_recovery"
+
+
+def test_memory_supervisor_without_weights_is_back_once_a_server_answers(tmp_path: Path):
+    victim = Victim(GMS_SUPERVISOR, ())
+    assert asyncio.run(MISSING[GMS_SUPERVISOR](tmp_path, victim)) is not None
+
+    async def answered() -> str | None:
+        path = str(tmp_path / "gms_HOST-0_weights.sock")
+        server = Server(path, gms_messages.CATALOGUE, Answers([device()]), service="gms")
+        await server.start()
+        try:
+            return await MISSING[GMS_SUPERVISOR](tmp_path, victim)
+        finally:
+            await server.close()
+
+    assert asyncio.run(answered()) is None
 
 
 def test_without_committed_weights_there_is_no_server_to_kill(tmp_path: Path):
