@@ -71,7 +71,7 @@ class Target:
 
 
 def inside_target(address: str) -> Target:
-    """The pod's own `address`, as the lock server says it, reached on this machine."""
+    """The pod's own `address`, which the lock server reports, reached on this machine."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     return Target("127.0.0.1" if host in ("", "0.0.0.0", "::") else host, int(port))
@@ -183,7 +183,7 @@ async def send(target: Target, prompt: Prompt, silence_max_s: float = SILENCE_MA
             stream = _Stream(exchange, request, target.turns)
             transport = await _connect_outside(target, stream, silence_max_s)
         else:
-            sock, rest = await _ask(target, request)
+            sock, rest = await _send_at_once(target, request)
             stream = _Stream(exchange, rest, target.turns)
             transport, _ = await loop.create_connection(lambda: stream, sock=sock)
         while not stream.finished.done():
@@ -217,7 +217,7 @@ async def _connect_outside(target: Target, stream: _Stream, deadline_s: float) -
     return transport
 
 
-async def _ask(target: Target, request: bytes) -> tuple[socket.socket, bytes]:
+async def _send_at_once(target: Target, request: bytes) -> tuple[socket.socket, bytes]:
     """Connect and send `request`; returns the socket and the part of `request` not sent yet.
 
     Both in one step where the kernel connects at once, as on one host: a drain closes connections
@@ -406,9 +406,9 @@ def _delta(payload: bytes) -> Delta:
             raise ProtocolError("drill.error_event", f"error event {payload[:200]!r}")
         choices = event.get("choices") or [{}]
         choice = choices[0]
-        said = choice.get("delta") or choice.get("message") or {}
+        content = choice.get("delta") or choice.get("message") or {}
         tokens = (event.get("usage") or {}).get("completion_tokens")
-        text = choice.get("text") or said.get("content") or ""
+        text = choice.get("text") or content.get("content") or ""
         return Delta(text, choice.get("finish_reason"), tokens)
     except (ValueError, AttributeError, TypeError, KeyError, IndexError) as error:
         raise ProtocolError("drill.bad_event", f"invalid event: {payload[:80]!r}") from error

@@ -1,4 +1,4 @@
-"""Waits until a pod is ready for a failover, kills, and says when the victim works again.
+"""Waits until a pod is ready for a failover, kills, and waits until the victim works again.
 
 A target is a name and its processes: `FINDERS` says how a part's main process is found, `MISSING`
 what it lacks until it works again. Parts are held by pidfd before the kill and die with all their
@@ -151,7 +151,7 @@ async def wait_whole(
 
 def whole_of(view: dict[str, Any]) -> Whole | None:
     """The pod of this view, if one engine is active, a standby is queued and requests can come in.
-    None also if a document lacks what says so."""
+    None also if a document lacks these facts."""
     lock = (view["lockserver"].get("locks") or {}).get("active") or {}
     queued = {waiter.get("engine") for waiter in lock.get("waiters") or []}
     engines = [engine.get("engine") or {} for engine in view["engines"]]
@@ -165,7 +165,7 @@ def whole_of(view: dict[str, Any]) -> Whole | None:
 
 
 def service_of(view: dict[str, Any]) -> str:
-    """The address that requests of the pod go to, as the lock server says; empty if it does not."""
+    """The address for the pod's requests, from the lock server's status; empty if unknown."""
     service = (view["lockserver"].get("service") or {}).get("active") or {}
     return str(service.get("address") or "")
 
@@ -281,7 +281,7 @@ def _words(pid: int) -> list[str]:
 
 
 def kv_of(status: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What an engine's status document says of its KV cache."""
+    """The KV cache in an engine's status document."""
     return (status.get("backend") or {}).get("kv") or {}
 
 

@@ -4,8 +4,8 @@ Owns the pidfds of the engine that is about to be killed, opened *before* the ki
 recycled. When the lock server announces the next grant, each of these processes must have exited,
 or have neither memory nor descriptors left; otherwise it could still touch memory that now belongs
 to the new engine. One that hands over in place must have let go of its serving file instead
-(docs/lock.md, promise 7). The kernel is asked, not the pod. The other moments are for the timeline
-of the report page only: they pass through an event loop that is busy with the load.
+(docs/lock.md, promise 7). The evidence is the kernel's, not the pod's. The other moments are for
+the report page only: they pass through an event loop that is busy with the load.
 """
 
 from __future__ import annotations

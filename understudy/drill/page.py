@@ -245,7 +245,7 @@ def spans(
 
 
 def sampled(items: Sequence[T], is_special: Callable[[T], bool], most: int) -> list[T]:
-    """At most so many of `items`, in order: the special ones as far as there is room, and an even
+    """At most `most` of `items`, in order: the special ones as far as there is room, and an even
     sample of the others."""
     special = [number for number, each in enumerate(items) if is_special(each)][:most]
     plain = [number for number, each in enumerate(items) if not is_special(each)]

@@ -98,8 +98,8 @@ MISSED_MAX = 300  # kills for which there was no moment: more than all pairs of 
 STATE_DEADLINE_S = 20.0  # several turns of all models; else no model enters this state
 BACK_DEADLINE_S = 120.0
 ANSWERS_DEADLINE_S = 300.0  # as long as a request may wait
-FIND_S = 0.005  # a process that is just being started is looked for this often,
-FIND_DEADLINE_S = 1.5  # and so long
+FIND_S = 0.005  # between two looks for a process that is just being started
+FIND_DEADLINE_S = 1.5  # after that, the engine has no such process
 STATED_EVERY_S = 1.0  # how often the bounds are read: they change with costs and requests
 
 
@@ -135,17 +135,17 @@ def kill_order(
                 yield target, state
 
 
-# ------------------------------------------------------------------ what the pool says
+# ------------------------------------------------------------------ the pool's documents
 
 
 def model_in(document: Mapping[str, Any], model: str) -> Mapping[str, Any]:
-    """What the pool's document says of a model."""
+    """A model in the pool's document."""
     models = document.get("models") or ()
     return next((each for each in models if each["model"] == model), {})
 
 
 def holder_of(model: Mapping[str, Any]) -> tuple[str | None, int]:
-    """The engine that holds a model's lock and its token, as the pool says."""
+    """The engine that holds a model's lock and its token, from the pool's document."""
     holder = model.get("holder")
     return (holder["engine"], int(holder["token"])) if holder else (None, 0)
 
@@ -408,7 +408,7 @@ class PoolDrill(Drill):
         return True
 
     async def _engine(self, engine: str) -> tuple[int, dict[str, Any]]:
-        """The pid of its supervisor and what it says of itself; 0 if it does not answer."""
+        """The pid of its supervisor and its status; 0 if it does not answer."""
         path = engine_socket(str(self.directory), engine)
         with contextlib.suppress(UnderstudyError):
             found = await ask(path, engine_messages.CONTROL, engine_messages.StatusMsg())

@@ -102,7 +102,7 @@ def all_prompts(model: str) -> list[Prompt]:
 
 
 def long_prompts(model: str) -> list[Prompt]:
-    """Many that share a system prompt, two long documents asked about twice, and short ones."""
+    """Many that share a system prompt, two about each of two long documents, and short ones."""
     short = all_prompts(model)[:2]
     common = short[0].body
     shared = [SYSTEM + question for question in QUESTIONS]
@@ -130,7 +130,7 @@ def varied_prompts(model: str) -> list[Prompt]:
 
 
 def bank_of(backend: str | None, model: str, *, is_long: bool) -> list[Prompt]:
-    """The prompts that a drill asks of `backend`; `is_long`: most share a long beginning."""
+    """The prompts that a drill sends to `backend`; `is_long`: most share a long beginning."""
     if is_long:
         return long_prompts(model)
     return all_prompts(model) if backend == "vllm" else varied_prompts(model)
@@ -151,7 +151,7 @@ def pool_prompts(backend: str | None, model: str) -> list[Prompt]:
 
 
 def _mixed(few: Sequence[Prompt], many: Sequence[Prompt], every: int) -> list[Prompt]:
-    """One of the few after so many of the others, as far as there are any."""
+    """One of the few after every `every` of the others, as long as there are any."""
     rest, mixed = list(few), []
     for start in range(0, len(many), every):
         mixed += [*many[start : start + every], *rest[:1]]
@@ -236,7 +236,7 @@ def write_expected(
     path: Path, prompts: Sequence[Prompt], answers: Mapping[str, Exchange], source: str
 ) -> None:
     """Write the answers of `source` to `prompts`, by key."""
-    asked = [
+    entries = [
         {
             "key": prompt.key,
             "path": prompt.path,
@@ -246,7 +246,7 @@ def write_expected(
         }
         for prompt in prompts
     ]
-    path.write_text(json.dumps({"source": source, "prompts": asked}, indent=2) + "\n")
+    path.write_text(json.dumps({"source": source, "prompts": entries}, indent=2) + "\n")
 
 
 def read_expected(path: Path, model: str) -> tuple[list[Prompt], dict[str, Exchange]]:
@@ -256,9 +256,9 @@ def read_expected(path: Path, model: str) -> tuple[list[Prompt], dict[str, Excha
         UsageError: `drill.bad_expected`, the file is not valid.
     """
     try:
-        asked = json.loads(path.read_text())["prompts"]
+        entries = json.loads(path.read_text())["prompts"]
         prompts = [
-            Prompt(each["key"], each["path"], {"model": model, **each["body"]}) for each in asked
+            Prompt(each["key"], each["path"], {"model": model, **each["body"]}) for each in entries
         ]
         answers = {
             each["key"]: Exchange(
@@ -269,7 +269,7 @@ def read_expected(path: Path, model: str) -> tuple[list[Prompt], dict[str, Excha
                 text=each["text"],
                 finish_reason=each["finish_reason"],
             )
-            for each in asked
+            for each in entries
         }
     except OSError as error:
         raise UsageError("drill.bad_expected", f"cannot read {path}: {error.strerror}") from error

@@ -177,10 +177,10 @@ class Kill(Struct):
     `engine`: whose process was killed; None: a part that is not an engine, then of `device` if it
     is a memory server. `gone_ms`: when all processes of a part had exited; `back_ms`: when the
     victim worked again. `deaths_ms`: when each process of the old engine was seen to have exited.
-    `kept_blocks` of KV memory were there for the next engine, as the old one had said last, and
+    `kept_blocks` of KV memory were there for the next engine by the old one's last status, and
     `adopted_blocks` are those that its cache began with. `lock`: the one that the engine may have
     held; `peers`: the engines that may be granted it next, () for all.
-    In a pool: the kill was made as `model` entered `phase`, and `result` says how it ended.
+    In a pool: the kill was made as `model` entered `phase`, and `result` is how it ended.
     """
 
     target: str

@@ -242,7 +242,7 @@ class Drill:
         await upgrader.run(self.records.upgrade)
 
     async def _until_due(self, kills: int) -> None:
-        """Wait until the time for so many kills has passed."""
+        """Wait until the time for this number of kills has passed."""
         share = kills / max(1, self._plan.kills_wanted)
         due_ms = self.records.began_ms + 1000 * self._plan.duration_s * share
         await asyncio.sleep(max(0.0, due_ms - clock.now_ms()) / 1000)
@@ -375,7 +375,7 @@ async def unless_gone(directory: Path, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def _until_gone(directory: Path) -> None:
-    """Return once no part has listened for so long."""
+    """Return once no part has listened for `GONE_AFTER_S`."""
     seen_ms = clock.now_ms()
     while clock.now_ms() - seen_ms < GONE_AFTER_S * 1000:
         await asyncio.sleep(LOOK_S)

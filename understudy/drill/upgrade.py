@@ -1,8 +1,8 @@
 """Upgrades a pod under load, as in docs/operations.md: the standby is relaunched with a new
 configuration, the active engine hands over to it, and is then relaunched likewise.
 
-The runner replaces the containers, as an operator or a kubelet would. Engines are not asked for
-their configuration: every process is checked in /proc, so a leftover of the old backend is noticed.
+The runner replaces the containers, as an operator or a kubelet would. The configuration of every
+process is read from /proc, so a leftover of the old backend is noticed.
 """
 
 from __future__ import annotations

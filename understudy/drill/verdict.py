@@ -176,7 +176,7 @@ def _details(exchanges: Iterable[Exchange]) -> list[str]:
 
 
 def _with(*outcomes: Outcome) -> Callable[[Evidence], list[str]]:
-    """What clients were told in the requests with these outcomes. A pool's cut is counted apart,
+    """The last words of the requests with these outcomes. A pool's cut is counted apart,
     whether a client saw it as a status or in its stream."""
 
     def find(evidence: Evidence) -> list[str]:
@@ -458,9 +458,9 @@ def _pod_values(evidence: Evidence, pause_ms: Spread) -> dict[str, Any]:
 
 
 def kv_share(kills: Iterable[Kill]) -> dict[str, Any]:
-    """The blocks of the KV cache that survived their engines, over the kills whose successor said
-    what it adopted. What an engine published after its last answer counts if it was adopted.
-    `adopted_share` is None if nothing was published."""
+    """The blocks of the KV cache that survived their engines, over the kills whose successor
+    reported what it adopted. What an engine published after its last status counts if it was
+    adopted. `adopted_share` is None if nothing was published."""
     known = [kill for kill in kills if kill.adopted_blocks is not None]
     adopted = sum(kill.adopted_blocks or 0 for kill in known)
     published = sum(max(kill.kept_blocks, kill.adopted_blocks or 0) for kill in known)
