@@ -97,7 +97,7 @@ class ReadyMsg(Message, frozen=True, tag="ready"):
 class TakeMemoryMsg(Message, frozen=True, tag="take_memory"):
     """Take memory for the KV cache, as the holder of `active` under `token`; answered by `woken`.
 
-    Rank 0 is asked when all others have answered. `epochs` and `identities`, as digests, are those
+    Rank 0 gets it when all others have answered. `epochs` and `identities`, as digests, are those
     of every rank's weights.
     """
 
@@ -206,7 +206,7 @@ def digest_of(facts: Any) -> str:
 def finish_reason(
     token: int, made: int, max_tokens: int, stop_token_ids: Sequence[int]
 ) -> FinishReason | None:
-    """Why an answer ends with `token`, its `made`-th one; None: it goes on."""
+    """Why an answer ends with `token`, its `made`-th one; None: it continues."""
     if token in stop_token_ids:
         return "stop"
     return "length" if made >= max_tokens else None

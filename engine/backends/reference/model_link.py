@@ -1,7 +1,7 @@
 """The HTTP process's end of the links to the model processes, which generate its tokens.
 
 Owns request numbers and unfinished requests. Knows no HTTP and no text. Every rank must be ready
-and take memory before the engine counts as ready or awake; only rank 0 is asked for tokens. The
+and take memory before the engine counts as ready or awake; only rank 0 gets requests. The
 surprising thing: nothing here waits for room in a connection. The requests in flight and the bytes
 of their prompts are limited to less than it may hold, so a client can be refused but never cut the
 link.

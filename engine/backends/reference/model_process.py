@@ -176,7 +176,7 @@ class Rank:
     def take_memory(self, take: TakeMemoryMsg) -> WokenMsg:
         """Take KV memory once it is really free; repeated calls do nothing more.
 
-        On rank 0, which is asked when all others have theirs, the prefix cache begins, with what an
+        On rank 0, the last one to take its memory, the prefix cache begins, with what an
         earlier engine has left in the pools.
         """
         settings, size = self._settings, self._size
@@ -347,7 +347,7 @@ class ModelLoop:
         self._canary_tokens: tuple[int, ...] = ()
         self._next_progress_s = 0.0
         self._published = 0
-        self._progress = 0  # of the time before the last rest: it only ever grows
+        self._progress = 0  # before the last sleep: it only ever grows
         self._pace = pace
         self._queue = process.queue_page()
 

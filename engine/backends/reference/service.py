@@ -193,7 +193,7 @@ class ReferenceBackend:
     def __init__(
         self, served: ServedModel, directory: str, seat: serving.ServingSeat | None
     ) -> None:
-        """`seat`: this process's; without one it cannot rest."""
+        """`seat`: this process's; without one it cannot sleep."""
         self._seat = seat
         self._phases = Phases()
         # While a request about memory is under way. The phase alone does not order two of them: a
