@@ -124,7 +124,7 @@ class Decoder:
         if start + len(tokens) > cache.max_context:
             raise ValueError(f"{start} + {len(tokens)} tokens exceed {cache.max_context}")
         peers = self._peers
-        peers.begin(Step("forward", cache.number, slot, start, tokens=tokens))
+        peers.begin(RankStep("forward", cache.number, slot, start, tokens=tokens))
         with np.errstate(over="ignore", under="ignore"):  # exp(-gate) may reach inf: SiLU is 0
             hidden = self._embedding[np.asarray(tokens)]
             cosine, sine = self._rotation(start, len(tokens))
@@ -221,7 +221,7 @@ HEADER = struct.Struct("<6I")  # place in `KINDS`, cache, slot, start, block, nu
 DONE = struct.Struct("<I")  # with a checksum, or 0
 
 
-class Step(NamedTuple):
+class RankStep(NamedTuple):
     """What every rank does at the same time: `forward` of tokens through a slot of a cache, a copy
     between the chunk at `start` of a slot and a block, a block's checksum, or the report that the
     weights are distrusted."""
@@ -241,7 +241,7 @@ class Leader:
         self._peers = peers
         self._vocab_size = vocab_size
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: RankStep) -> None:
         """Have the other ranks do `step`, too. All but `forward` are then `confirmed`."""
         if self._peers:
             kind, *numbers, tokens = step
@@ -289,7 +289,7 @@ class Follower:
         """Lend the socket's descriptor: readable means a step, or the end of rank 0."""
         return self._leader.fileno()
 
-    def next_step(self) -> Step:
+    def next_step(self) -> RankStep:
         """The step that rank 0 begins; `confirm` it unless it is `forward`."""
         header = bytearray(HEADER.size)
         receive(self._leader, memoryview(header), 0)
@@ -297,12 +297,12 @@ class Follower:
         tokens = bytearray(4 * count)
         receive(self._leader, memoryview(tokens), 0)
         found = np.frombuffer(tokens, "<u4").tolist()
-        return Step(KINDS[kind], cache, slot, start, block, found)
+        return RankStep(KINDS[kind], cache, slot, start, block, found)
 
     def confirm(self, answer: int = 0) -> None:
         send(self._leader, DONE.pack(answer), 0)
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: RankStep) -> None:
         """Rank 0 began it."""
 
     def sum(self, partial: Array) -> Array:

@@ -37,7 +37,7 @@ from engine.backends.reference.decoder import (
     Follower,
     KVCache,
     Leader,
-    Step,
+    RankStep,
 )
 from engine.backends.reference.link import ConfigureMsg, TakeMemoryMsg, digest_of
 from engine.backends.session import SOCKET_DIR_ENV, host_device
@@ -140,7 +140,7 @@ class BlockStore:
         self._cache = cache
         self._peers = peers
 
-    def run(self, step: Step) -> int:
+    def run(self, step: RankStep) -> int:
         """Do one step on this rank; the block's checksum if the step asks for it, else 0."""
         block = self._blocks[step.block]
         if step.kind == "checksum":
@@ -156,17 +156,17 @@ class BlockStore:
 
     def save(self, slot: int, start: int, block: int) -> None:
         """Copy the chunk at `start` of `slot` into `block`."""
-        self._run_all(Step("save", 0, slot, start, block))
+        self._run_all(RankStep("save", 0, slot, start, block))
 
     def load(self, slot: int, start: int, block: int) -> None:
         """The other direction."""
-        self._run_all(Step("load", 0, slot, start, block))
+        self._run_all(RankStep("load", 0, slot, start, block))
 
     def checksum(self, block: int) -> int:
         """Of the block's bytes on all ranks."""
-        return joined(self._run_all(Step("checksum", block=block)))
+        return joined(self._run_all(RankStep("checksum", block=block)))
 
-    def _run_all(self, step: Step) -> list[int]:
+    def _run_all(self, step: RankStep) -> list[int]:
         assert isinstance(self._peers, Leader)
         self._peers.begin(step)
         mine = self.run(step)

@@ -30,7 +30,7 @@ from engine.backends.reference.decoder import (
     Follower,
     KVCache,
     Leader,
-    Step,
+    RankStep,
     weights_from,
 )
 from engine.backends.reference.generation import (
@@ -150,7 +150,7 @@ class Rank:
         keeper.report_canary_failure(f"rank {self._settings.rank}: a canary failed")
         try:
             if isinstance(self.peers, Leader):
-                self.peers.begin(Step("distrust"))
+                self.peers.begin(RankStep("distrust"))
                 self.peers.confirmed()
         except UnderstudyError as error:
             logger.warning("a failed canary was not reported on every rank: %s", error.message)
@@ -257,7 +257,7 @@ class Rank:
         writer, adopted = self.kept.writer, self.kept.adopted
         self.prefixes = PrefixCache(store, blocks, writer, adopted, has_audit=settings.has_audit)
 
-    def run_block(self, step: Step) -> int:
+    def run_block(self, step: RankStep) -> int:
         """On a rank above 0: what rank 0 does with a block; the answer to it."""
         if self._blocks is None:
             raise InvariantError(f"rank {self._settings.rank} has no blocks")
