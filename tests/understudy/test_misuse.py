@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from engine import cli as engine
 from plumbing.errors import UsageError
 from tests.helpers import until
-from tests.understudy.test_top import WAIT_S, terminal
+from tests.understudy.test_watch import WAIT_S, terminal
 from understudy.bundle.bundle import collect
 from understudy.cli.main import main
 from understudy.drill.run import DrillPlan
@@ -36,7 +36,7 @@ def test_bundle_without_its_logs_says_how_to_name_them(tmp_path: Path, name: str
     assert line.endswith("with --log-dir")
 
 
-@pytest.mark.parametrize("command", ["status", "top", "events", "doctor", "support-bundle"])
+@pytest.mark.parametrize("command", ["status", "events", "doctor", "support-bundle"])
 def test_directory_that_cannot_be_looked_into_is_a_sentence(tmp_path: Path, command: str):
     """Goal: somebody else's directory is no crash. Method: a path that the kernel refuses whoever
     asks, since root is let in everywhere."""

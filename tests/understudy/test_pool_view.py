@@ -13,7 +13,7 @@ import pytest
 from tests.understudy.pools import GIB, device, model, pool, waits
 from understudy.status.pool_view import has_pool
 from understudy.status.view import is_reachable, lines, pod_view
-from understudy.top.view import Shown, TopPage, page
+from understudy.status.watch import watch_lines
 
 NOW = datetime(2030, 1, 1, 12, tzinfo=UTC)
 LOCKS = {"locks": {"active:chat": {"problem": None}, "active:coder": {"problem": None}}}
@@ -153,24 +153,12 @@ def test_engines_are_shown_while_their_pool_is_away():
     assert "chat-0" in text
 
 
-def event(kind: str, ago_s: float, **data: Any) -> dict[str, Any]:
-    return {"type": kind, "ts": (NOW - timedelta(seconds=ago_s)).isoformat(), "data": data}
-
-
-def test_top_shows_switches_times_and_bars_of_a_pool():
-    """Goal: the terminal has what the page has. Method: two changes of state and a switch."""
-    events = [
-        event("pool.model", 100, model="chat", to="warm", **{"from": "cold"}),
-        event("pool.model", 70, model="chat", to="waking", **{"from": "warm"}),
-        event("pool.model", 60, model="chat", to="awake", **{"from": "waking"}),
-        event("pool.switch", 60, model="chat", victims=["coder"], wait_ms=9_000, drain_ms=50),
-    ]
-    found = pool(devices=[device(outside_bytes=GIB)])
-    shown = Shown(view(found), events, [], NOW, 60)
-    text = "\n".join(line for line, _ in page(TopPage.POD, shown))
+def test_watch_shows_switches_and_bars_of_a_pool():
+    """Goal: a watch says why and for how long models switched. Method: one switch."""
+    data = {"model": "chat", "victims": ["coder"], "wait_ms": 9_000, "drain_ms": 50}
+    ago = (NOW - timedelta(seconds=60)).isoformat()
+    found = view(pool(devices=[device(outside_bytes=GIB)]))
+    text = "\n".join(watch_lines(found, [{"type": "pool.switch", "ts": ago, "data": data}], NOW))
     assert "1m00s ago  chat  coder        9s" in text
-    # cold, offloaded, warm, awake, pending, failed, and what is on the way between them
-    (times,) = [line.split()[1:] for line in text.splitlines() if line.startswith("chat   -")]
-    assert times == ["-", "-", "30s", "1m00s", "-", "-", "10s"]
     assert "[####====oo----................]  10.0 GiB free  # chat 2.0 GiB, = coder 2.0" in text
     assert "o others 1.0 GiB, - margin 2.0 GiB" in text

@@ -24,7 +24,8 @@ from plumbing.text import to_json
 from understudy.cli.settings import DIR, STATUS_OPTIONS, UP_OPTIONS, ports_of
 from understudy.status.events import Record, follow_events, past_events
 from understudy.status.gather import gather, states_on_file, unreachable
-from understudy.status.view import is_reachable, lines, offline_lines
+from understudy.status.view import is_reachable, lines, offline_lines, parts_of
+from understudy.status.watch import watch_lines
 
 STATUS_TIMEOUT_S = 2.0  # a part answers in milliseconds; one that hangs should be seen soon
 
@@ -43,7 +44,7 @@ DOCTOR_OPTIONS = (
 
 def attach(group: click.Group) -> None:
     """Add these commands to `group`."""
-    for command in (status, events, doctor, top, support_bundle):
+    for command in (status, events, doctor, support_bundle):
         group.add_command(command)
 
 
@@ -55,7 +56,9 @@ def attach(group: click.Group) -> None:
 def status(config: Resolved, as_json: bool, check: bool, watch: bool) -> None:
     """Show who is active and whether failover is ready."""
     directory = _directory(config)
-    seen = show_status(lambda: _look(directory), as_json=as_json, watch=watch)
+    kept: dict[str, list[Record]] | None = {} if watch and not as_json else None
+    look = partial(_look, directory, kept)
+    seen = show_status(look, as_json=as_json, watch=watch)
     state, problems = seen.document["state"], seen.document["problems"]
     if check and state != "healthy":
         reason = "; ".join(problems) or "no engine holds the lock"
@@ -63,15 +66,24 @@ def status(config: Resolved, as_json: bool, check: bool, watch: bool) -> None:
         fail(DegradedError("pod.degraded", f"the pod is {state}: {reason}"))
 
 
-def _look(directory: Path) -> Look:
-    """The pod's view, or what its engines last wrote.
+def _look(directory: Path, kept: dict[str, list[Record]] | None) -> Look:
+    """The pod's view, or what its engines last wrote. `kept`: the events of a watch, by the parts'
+    last ones, because a part sends a thousand of them.
 
     Raises:
         UnreachableError: there is neither.
     """
     view, now = run_async(lambda: gather(directory, STATUS_TIMEOUT_S)), datetime.now(UTC)
     if is_reachable(view):
-        return Look(view, "\n".join(lines(view, now)))
+        shown = lines(view, now)
+        if kept is not None:
+            last = str([part.get("last_event") for part in parts_of(view)])
+            if last not in kept:
+                found = run_async(lambda: past_events(directory))
+                kept.clear()
+                kept[last] = found
+            shown += watch_lines(view, kept[last], now)
+        return Look(view, "\n".join(shown))
     has_socket = os.path.exists(lockserver_socket(str(directory)))
     error = unreachable(directory, view["lockserver"]["error"] if has_socket else "")
     on_file = offline_lines(states_on_file(directory), now)
@@ -133,20 +145,6 @@ def doctor(config: Resolved, as_json: bool, strict: bool) -> None:
     else:
         click.echo("\n".join(checks.lines(results)))
     sys.exit(0 if checks.is_well(results, is_strict=strict) else 1)
-
-
-@click.command()
-@options(LOG_OPTIONS)
-def top(config: Resolved) -> None:
-    """Show the pod live in the terminal.
-
-    Press `q` to quit, `?` for the list of keys. If stdout is not a terminal, a few lines are
-    printed every second.
-    """
-    from understudy.top.top import run
-
-    directory, log_dir = _directory(config), _log_dir(config)
-    run_async(lambda: run(directory, log_dir, click.echo))
 
 
 @click.command("support-bundle")

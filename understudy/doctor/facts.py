@@ -87,7 +87,7 @@ class Port(Struct, frozen=True):
     owner: Process | None = None
 
 
-class Machine(Struct, frozen=True):
+class MachineFacts(Struct, frozen=True):
     """The kernel and the memory. `memory_bytes`: what the memory service may use, or this process
     if there is none; `memory_limit`: what sets that limit."""
 
@@ -157,7 +157,7 @@ class PodFacts(Struct, frozen=True):
     listeners: Sequence[SocketListener] = ()
     limits: Sequence[FdUse] = ()
     ports: Sequence[Port] = ()
-    machine: Machine = field(default_factory=Machine)
+    machine: MachineFacts = field(default_factory=MachineFacts)
     gpus: Gpus = field(default_factory=lambda: Gpus(problem="not probed"))
     pids: frozenset[int] = frozenset()
     served: Sequence[str] = ()

@@ -42,7 +42,7 @@ from understudy.doctor.facts import (
     GpuFacts,
     Gpus,
     HeldMemory,
-    Machine,
+    MachineFacts,
     PodFacts,
     PoolFileFacts,
     Port,
@@ -250,7 +250,7 @@ def _is_keeper(pid: int) -> bool:
 # --- the machine
 
 
-def look_at_machine(environ: Mapping[str, str], sockets: Sequence[SocketFile]) -> Machine:
+def look_at_machine(environ: Mapping[str, str], sockets: Sequence[SocketFile]) -> MachineFacts:
     """The kernel's features that a pod needs, and memory as the memory service has it, where that
     is visible."""
     room = read_room(
@@ -268,7 +268,7 @@ def look_at_machine(environ: Mapping[str, str], sockets: Sequence[SocketFile]) -
         shm_bytes = None
     log = environ.get("UNDERSTUDY_TERMINATION_LOG") or TERMINATION_LOG
     setting = _text_of(SHARED_HUGE_PAGES)
-    return Machine(
+    return MachineFacts(
         release=platform.release(),
         has_peer_pidfd=_has_peer_pidfd(),
         has_pidfd_open=has_pidfd_open,

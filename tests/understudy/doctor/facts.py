@@ -16,7 +16,7 @@ from understudy.doctor.facts import (
     Finding,
     GpuFacts,
     Gpus,
-    Machine,
+    MachineFacts,
     PodFacts,
     PoolFileFacts,
     Port,
@@ -116,7 +116,7 @@ WELL = PodFacts(
     ),
     limits=(FdUse(LOCKSERVER, 20_000, 20_000, 30),),
     ports=(Port(9400, "probes", "--lockserver-port", "lockserver", True, LOCKSERVER),),
-    machine=Machine(
+    machine=MachineFacts(
         "6.18",
         clock_source="tsc",
         memory_bytes=16 << 30,
