@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import random
 import socket
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from plumbing.errors import UnderstudyError
@@ -52,15 +51,6 @@ class Ports:
             *([("--pool-port", self.pool)] if self.pool else []),
             *(("--engine-port", port) for port in self.engines),
         ]
-
-    def by_name(self, engines: Iterable[str] | None = None) -> dict[str, int]:
-        """Every port by its name in the pod's manifest; `engines`: in the order of their ports,
-        `engine-0` and so on unless given."""
-        engines = engines or (f"engine-{number}" for number in range(len(self.engines)))
-        servers = {"lockserver": self.lockserver, "gms": self.gms, "gateway": self.gateway}
-        pool = {"pool": self.pool} if self.pool else {}
-        engine_ports = dict(zip(engines, self.engines, strict=True))
-        return {"http": self.service, **servers, **pool, **engine_ports}
 
     def all(self) -> tuple[int, ...]:
         return tuple(port for _, port in self.by_flag())

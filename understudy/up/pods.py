@@ -15,7 +15,7 @@ from plumbing.errors import UsageError
 from plumbing.service.signals import SignalInbox
 from pool.pool_file import read_pool_file
 from pool.server.state_file import begin_new_pod
-from pool.settings import PoolFile, engines_of
+from pool.settings import PoolFile
 from understudy.pod.ports import check_ports, free_pod_ports
 from understudy.pod.runner import PodRunner, run_pod
 from understudy.pod.table import HOST_PREFIX, Container, LocalPod, PoolModels
@@ -98,7 +98,8 @@ async def prepare_pool(
         UsageError: a fault in the file, or a device that `up` cannot give to an engine.
     """
     file = read_pool_file(str(path))
-    engines = sum(len(engines_of(name, each)) for name, each in file.models.items())
+    models = PoolModels(path, file)
+    engines = len(models.engines)
     if is_drilled:
         pod = replace(pod, ports=free_pod_ports(engines, has_pool=True))
     else:
@@ -113,8 +114,8 @@ async def prepare_pool(
         check_ports(pod.ports, pod.host, pod.http_host)
         begin_new_pod(str(directory))
     await _fill_cache(file, say)
-    memory, models = _memory(file, pod.memory), PoolModels(path, file)
-    containers = replace(pod, directory=directory, memory=memory, pool=models).containers()
+    pod = replace(pod, directory=directory, memory=_memory(file, pod.memory), pool=models)
+    containers = pod.containers()
     forget_engines(directory, containers)
     return PreparedPod(containers, f"the pool of {path}")
 
