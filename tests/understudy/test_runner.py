@@ -217,6 +217,20 @@ def test_killed_container_is_started_again_at_once(tmp_path):
     assert "died of signal 9; restarting now" in (tmp_path / "log/worker.log").read_text()
 
 
+def test_container_that_is_not_to_be_restarted_stays_ended(tmp_path):
+    """Goal: a server for comparison that dies is a result. Method: one that exits with 1."""
+
+    async def main():
+        runner = PodRunner([python("once", "raise SystemExit(1)", is_restarted=False)], tmp_path)
+        await runner.start()
+        log = tmp_path / "once.log"
+        await auntil(lambda: log.exists() and "not restarted" in log.read_text(), "the note")
+        assert (runner.restarts(), runner.not_up()) == ({"once": 0}, [])
+        await runner.stop()
+
+    run(main())
+
+
 def test_replaced_container_ends_in_good_order_before_the_next_one_begins(tmp_path):
     """Goal: another configuration without another pod. Method: a container that notes its end, and
     one of the same name; then the pod is stopped, and the new one is what ends."""
@@ -496,6 +510,30 @@ def test_backoff_first_restart_is_immediate_then_doubles_to_its_limit():
     assert [backoff_s(n, 30) for n in range(9)] == [0, 0.5, 1, 2, 4, 8, 16, 30, 30]
     assert [backoff_s(n, 1) for n in range(4)] == [0, 0.5, 1, 1]
     assert backoff_s(100_000, 30) == 30  # a week of crashes overflows no float
+
+
+@pytest.mark.parametrize(
+    ("good_life_s", "waits"), [(60.0, [False, True, True]), (0.0, [False] * 3)]
+)
+def test_backoff_is_for_containers_that_did_not_live_long(
+    tmp_path, monkeypatch, good_life_s: float, waits: list[bool]
+):
+    """Goal: yesterday's crashes do not delay today's restart. Method: a container that exits at
+    once; how long a life must be for a good one."""
+    monkeypatch.setattr(runner_module, "GOOD_LIFE_S", good_life_s)
+
+    async def main():
+        runner = PodRunner(
+            [python("short", "raise SystemExit(1)", backoff_max_s=0.02)], tmp_path / "log"
+        )
+        await runner.start()
+        await auntil(lambda: runner.restarts()["short"] >= len(waits), "its restarts")
+        await runner.stop()
+
+    run(main())
+    log = (tmp_path / "log/short.log").read_text().splitlines()
+    said = [line for line in log if "restarting" in line][: len(waits)]
+    assert ["restarting in" in line for line in said] == waits
 
 
 def test_program_is_restarted_by_its_init_and_the_init_by_the_runner(tmp_path):
