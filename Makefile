@@ -121,8 +121,9 @@ kv-kills: setup ## kill engines at each point of a step, 200 times (ARGS="--back
 device-check: setup ## check on a GPU what the design relies on (ARGS=--stand-in: without a GPU)
 	@$(PY) -m hack.device_check $(ARGS)
 
-docs: setup ## regenerate docs/states.md
+docs: setup ## regenerate docs/states.md and docs/cli_json.md
 	$(PY) -m hack.gen_states
+	$(PY) -m hack.gen_cli_json
 
 manifests: ## render deploy/overlays with kubectl, into deploy/rendered
 	@for each in deploy/overlays/*/; do kubectl kustomize $$each > deploy/rendered/$$(basename $$each).yaml; done

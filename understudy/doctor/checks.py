@@ -58,7 +58,7 @@ CHECKS: tuple[tuple[str, Callable[[PodFacts], Finding]], ...] = (
 COUNTED = {"fail": "failed", "warn": "warnings", "pass": "passed", "skip": "skipped"}
 
 
-class CheckResult(Struct, frozen=True):
+class CheckResult(Struct, frozen=True, forbid_unknown_fields=True):
     """The result of one check."""
 
     id: Annotated[str, Meta(description="stable; [the list](reference.md#doctor)")]
@@ -72,8 +72,10 @@ class CheckResult(Struct, frozen=True):
     )
 
 
-class DoctorDocument(Struct, frozen=True):
-    """What is wrong with this machine? Exit code 1 when `status` is `fail`; with `--strict` also
+class DoctorDocument(Struct, frozen=True, forbid_unknown_fields=True):
+    """What is wrong with this machine?
+
+    Exit code 1 when `status` is `fail`; with `--strict` also
     when it is `warn`."""
 
     schema: Annotated[int, Meta(description="1")]

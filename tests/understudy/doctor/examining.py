@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from tests.helpers import free_ports
-from understudy.doctor.checks import CHECKS
+from understudy.doctor.checks import CHECKS, DoctorDocument
 from understudy.doctor.facts import Finding, FindingStatus, PodFacts
 from understudy.doctor.probe import look
 from understudy.pod.ports import Ports
@@ -55,5 +57,5 @@ def doctor(
     )
     assert done.stdout, done.stderr
     document = json.loads(done.stdout)
-    assert document["schema"] == 1
+    msgspec.convert(document, DoctorDocument, strict=True)  # a key that it lacks is refused
     return done.returncode, {each["id"]: each for each in document["checks"]}
