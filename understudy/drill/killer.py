@@ -408,7 +408,7 @@ def readers_of(device: Document) -> frozenset[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Victim:
+class HeldPart:
     """A part that can be killed: the pidfds of its processes, its own first. `child`: of a gateway;
     `memory`: what must be there again, `models`: whose servers must answer again."""
 
@@ -428,7 +428,7 @@ async def find_part(
     number: int = 0,
     model: str = "",
     models: Sequence[str] = (),
-) -> Victim | None:
+) -> HeldPart | None:
     """Find and hold a part until `stack` is closed. In a pool of `models`: the memory server of
     `model`; None: it does not run now. Without models: that of the device `number`, modulo their
     count.
@@ -444,18 +444,18 @@ async def find_part(
         whose = tuple(models) if target == GMS_SUPERVISOR else (model,)
         if pid is None:
             return None
-        return Victim(target, _hold_all(pid, target, stack), scene.child, device, models=whose)
+        return HeldPart(target, _hold_all(pid, target, stack), scene.child, device, models=whose)
     found = committed_devices(view)
     if target != GMS:
         memory = [MemoryBefore.of(each) for each in found.values() if target == GMS_SUPERVISOR]
         pidfds = _hold_all(FINDERS[target](scene), target, stack)
-        return Victim(target, pidfds, scene.child, memory=tuple(memory))
+        return HeldPart(target, pidfds, scene.child, memory=tuple(memory))
     if not found:
         raise UnderstudyError("drill.no_memory", "no memory service has committed weights")
     device = list(found)[number % len(found)]
     before = MemoryBefore.of(found[device], pid=int(found[device].get("pid") or 0))
     pidfds = _hold_all(pids.gms.get(device), f"the server of {device}", stack)
-    return Victim(target, pidfds, device=device, memory=(before,))
+    return HeldPart(target, pidfds, device=device, memory=(before,))
 
 
 def _hold_all(pid: int | None, what: str, stack: ExitStack) -> tuple[int, ...]:
@@ -463,7 +463,7 @@ def _hold_all(pid: int | None, what: str, stack: ExitStack) -> tuple[int, ...]:
     return first, *(stack.enter_context(hold(each, what)) for each in descendants(pid or 0))
 
 
-async def kill_part(victim: Victim, kill: Kill) -> None:
+async def kill_part(victim: HeldPart, kill: Kill) -> None:
     """SIGKILL, and wait until all its processes are gone.
 
     Raises:
@@ -482,7 +482,7 @@ async def kill_part(victim: Victim, kill: Kill) -> None:
 
 
 async def wait_back(
-    directory: Path, victim: Victim, kill: Kill, say: Say = say_nothing, stretch: float = 1.0
+    directory: Path, victim: HeldPart, kill: Kill, say: Say = say_nothing, stretch: float = 1.0
 ) -> None:
     """Wait until the part works again with all that it had; records when.
 
@@ -499,7 +499,7 @@ async def wait_back(
     kill.back_ms = clock.now_ms()
 
 
-async def _no_gateway(directory: Path, victim: Victim) -> str | None:
+async def _no_gateway(directory: Path, victim: HeldPart) -> str | None:
     gateway = await status_of(gateway_part(directory))
     scene = Scene(Pids(None, {}, {}), gateway)
     if victim.target == GATEWAY_CHILD and scene.child == victim.child:
@@ -507,18 +507,18 @@ async def _no_gateway(directory: Path, victim: Victim) -> str | None:
     return None if gateway.get("accepting") else str(gateway.get("error") or "it does not accept")
 
 
-async def _no_lockserver(directory: Path, victim: Victim) -> str | None:
+async def _no_lockserver(directory: Path, victim: HeldPart) -> str | None:
     return (await status_of(lockserver_part(directory))).get("error")
 
 
-async def _no_pool(directory: Path, victim: Victim) -> str | None:
+async def _no_pool(directory: Path, victim: HeldPart) -> str | None:
     pool = await status_of(pool_part(directory))
     if pool.get("gateways") and not pool.get("recovering"):
         return None
     return str(pool.get("error") or "it is recovering")
 
 
-async def _no_memory(directory: Path, victim: Victim) -> str | None:
+async def _no_memory(directory: Path, victim: HeldPart) -> str | None:
     for before in victim.memory:
         document = await _memory_status(directory, before.device, before.tag)
         if (missing := before.missing(document)) is not None:
@@ -546,7 +546,7 @@ async def _memory_status(directory: Path, place: str, tag: str) -> Document:
 
 
 # What a part still lacks, if anything.
-MISSING: Mapping[str, Callable[[Path, Victim], Awaitable[str | None]]] = {
+MISSING: Mapping[str, Callable[[Path, HeldPart], Awaitable[str | None]]] = {
     LOCKSERVER: _no_lockserver,
     POOL: _no_pool,
     GATEWAY: _no_gateway,

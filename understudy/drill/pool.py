@@ -35,7 +35,7 @@ from pool.messages import CATALOGUE, OrderMsg
 from pool.settings import PoolFile, engines_of
 from understudy.drill.clients import REFUSED_PAUSE_S, Target, inside_target, send
 from understudy.drill.killer import (
-    Victim,
+    HeldPart,
     find_part,
     kill_engine,
     kill_part,
@@ -342,7 +342,7 @@ class PoolDrill(Drill):
         models = list(self.records.models)
         whose = models if what in OF_MODEL else models[:1]
         with ExitStack() as stack:
-            held: dict[str, Victim] = {}
+            held: dict[str, HeldPart] = {}
             for name in whose:
                 found = await find_part(self.directory, what, stack, model=name, models=models)
                 if found is not None:

@@ -145,7 +145,7 @@ def _longest(shares: Iterable[float | None]) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class Check:
     """What must not be found in drills of `modes`. `sentence`: the problem, with {count} and {all}
     or {first} of what was found, or one problem for {each}; empty: the count says it."""
 
@@ -165,7 +165,7 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class Count(Rule):
+class Count(Check):
     """A rule whose count is a key of the JSON document, in drills of the modes `shown`."""
 
     shown: tuple[str, ...] = EVERY
@@ -327,23 +327,27 @@ COUNTS = (
     Count("false_deaths", _false_deaths),
 )
 CHECKS = (
-    Rule("unprovoked", _unprovoked, UNPROVOKED, PODS),
-    Rule("hung", lambda e: e.of(Outcome.HUNG), HUNG),
-    Rule("starved", _starved, "{all} answered no request in full"),
-    Rule("outside", _refused_outside),
-    Rule("kills", lambda e: _fewer(len(e.records.kills), e.kills_wanted), "{each} kills were made"),
-    Rule("switches", _few_switches, "{each} switches were seen", POOLS),
-    Rule("takeovers", _few_takeovers, "{each} kills were followed by an answer", PODS),
-    Rule("unchecked", _unchecked, UNCHECKED, PODS),
-    Rule("disturbed", lambda e: e.records.disturbed),
-    Rule("not back", _away, "{all} did not come back"),
-    Rule("memory", _unseen_memory, "the physical memory of {all} is not visible here"),
-    Rule("copy", _second_copy, "the weights used {all}: something was loaded a second time"),
-    Rule("upgrade", _upgrade),
-    Rule("burn", _ended_loops, "{all} busy loops ended before the drill stopped them"),
-    Rule("no bound", _no_bound, "{all} stated no bound, so no wait could be compared", POOLS),
-    Rule("late", lambda e: _late(e.longest_wait()), "the longest wait took {all} of its bound"),
-    Rule("paused", lambda e: _late(e.longest_pause()), "the longest pause took {all} of its bound"),
+    Check("unprovoked", _unprovoked, UNPROVOKED, PODS),
+    Check("hung", lambda e: e.of(Outcome.HUNG), HUNG),
+    Check("starved", _starved, "{all} answered no request in full"),
+    Check("outside", _refused_outside),
+    Check(
+        "kills", lambda e: _fewer(len(e.records.kills), e.kills_wanted), "{each} kills were made"
+    ),
+    Check("switches", _few_switches, "{each} switches were seen", POOLS),
+    Check("takeovers", _few_takeovers, "{each} kills were followed by an answer", PODS),
+    Check("unchecked", _unchecked, UNCHECKED, PODS),
+    Check("disturbed", lambda e: e.records.disturbed),
+    Check("not back", _away, "{all} did not come back"),
+    Check("memory", _unseen_memory, "the physical memory of {all} is not visible here"),
+    Check("copy", _second_copy, "the weights used {all}: something was loaded a second time"),
+    Check("upgrade", _upgrade),
+    Check("burn", _ended_loops, "{all} busy loops ended before the drill stopped them"),
+    Check("no bound", _no_bound, "{all} stated no bound, so no wait could be compared", POOLS),
+    Check("late", lambda e: _late(e.longest_wait()), "the longest wait took {all} of its bound"),
+    Check(
+        "paused", lambda e: _late(e.longest_pause()), "the longest pause took {all} of its bound"
+    ),
 )
 RULES = (*COUNTS, *CHECKS)
 
