@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from gms.options import DIRECTORY
 from gms.server.server import STALL_MS
 from plumbing.errors import UsageError
-from plumbing.service.browsers import ALLOWED_HOST
 from plumbing.service.config import Option, size_bytes, size_list
+from plumbing.service.hosts import ALLOWED_HOST
 
 MEMORY = Option("memory", str, "host", "The kind of memory.", choices=("host", "cuda"))
 DEVICE_BYTES = Option(

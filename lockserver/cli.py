@@ -28,9 +28,9 @@ from plumbing.part.cli import (
 from plumbing.part.format import duration
 from plumbing.part.models import model_names
 from plumbing.part.paths import DIRECTORY, lockserver_socket, runtime_dir
-from plumbing.service.browsers import ALLOWED_HOST
 from plumbing.service.cli import INTERRUPTED, options, run_async
 from plumbing.service.config import Option, Resolved
+from plumbing.service.hosts import ALLOWED_HOST
 
 if TYPE_CHECKING:
     from plumbing.wire.tcp.address import TcpAddress

@@ -12,8 +12,8 @@ from plumbing.part.grace import DRAIN_MS as DRAIN_MS
 from plumbing.part.models import model_name
 from plumbing.part.paths import DIRECTORY
 from plumbing.part.tier import Tier
-from plumbing.service.browsers import ALLOWED_HOST
 from plumbing.service.config import Option
+from plumbing.service.hosts import ALLOWED_HOST
 
 MEMBERS_MAX = lock.MEMBERS_MAX
 PORT_FIRST = 9410  # engine n serves its probes on 9410 + n

@@ -14,8 +14,8 @@ from gateway.supervisor.lane_settings import LaneSettings, read_lanes
 from plumbing.errors import UsageError
 from plumbing.part.grace import DRAIN_MS
 from plumbing.part.paths import DIRECTORY, runtime_dir
-from plumbing.service.browsers import ALLOWED_HOST
 from plumbing.service.config import Option, Resolved, duration_s, size_bytes
+from plumbing.service.hosts import ALLOWED_HOST
 
 DAY_S = 24 * 3600
 # One answer without a stream is held whole, up to 64 MiB; with less nothing could be asked again.

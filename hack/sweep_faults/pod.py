@@ -39,7 +39,7 @@ POLL_S = 0.1
 WHOLE_S = 60.0  # a start on a busy machine
 SILENCE_S = 10.0  # of a request; a whole pod answers in milliseconds
 VISIT_S = 1.0  # to listen for events
-PAGES = ("live", "ready", "startup", "status", "metrics", "ui")
+PAGES = ("live", "ready", "startup", "status", "metrics", "events")
 # A sweep kills more often than anything else does; what it looks for is not back-off.
 BACKOFF_MAX_S = 0.5
 NO_CRASH_LOOP = {"UNDERSTUDY_DEATHS_MAX": "1000"}  # one case after the other in the same engine
@@ -230,10 +230,8 @@ class SweptPod:
         """Ask for everything that can be asked for, once."""
         ports = (self.ports.lockserver, self.ports.gms, *self.ports.engines)
         pages = [f"http://127.0.0.1:{port}/{page}" for port in ports for page in PAGES]
-        events = [f"http://127.0.0.1:{port}/events" for port in ports]  # which do not end
         await asyncio.gather(
             *map(get, pages),
-            *(get(each, timeout_s=VISIT_S) for each in events),
             self._watch(),
             self._command("lockserver", "status"),
         )

@@ -5,21 +5,17 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Sequence
-from pathlib import Path
 
 from lockserver.core.lock import LockState
 from lockserver.server.server import LockServer
 from lockserver.server.settings import LockSettings
 from plumbing.part.models import ACTIVE, model_of
-from plumbing.service.browsers import Page
 from plumbing.service.http import HttpServer, Probe
 from plumbing.service.signals import until_ended
 
 SETTLE_S = 0.3  # within which engines say that they were told to end, too
 OUTLAST_S = 120.0  # for streams; whoever has told this process to end has less patience
 POLL_S = 0.05
-
-UI = Path(__file__).parent.parent / "ui" / "ui.html"
 
 
 async def run(
@@ -38,7 +34,6 @@ async def run(
         status=server.document,
         metrics=server.metrics.metrics,
         events=server.events,
-        pages={"ui": Page.load(UI)},
         allowed_hosts=allowed_hosts,
     )
     server.http_problem = lambda: http.problem

@@ -1,29 +1,51 @@
-"""The read-only HTTP server of a process: probes, status, metrics, events and pages.
+"""The read-only HTTP server of a process: probes, status, metrics and events, one GET a connection.
 
 Probe and status functions are called on the event loop at every request, so an answer proves that
-the loop is alive; they must not block.
+the loop is alive; they must not block. It is built for strangers: requests, connections and time
+are limited, and a connection above the limit takes the place of the oldest that has sent no request
+yet. A probe sends its request with its first packets, so it is answered while strangers hold all.
+
+It accepts by itself: asyncio's server accepts a whole backlog before anything else runs, and out of
+descriptors uvloop's closes every connection that waits, probes included. Requests are parsed by
+llhttp: a whole HTTP library would cost each process 0.1 s of its start and 12 MiB.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import errno
+import logging
 import os
 import socket
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from http import HTTPStatus
+from typing import Any, cast
+from urllib.parse import parse_qs
 
-from plumbing.errors import UnderstudyError, UsageError
-from plumbing.service import notify, procfs, sse
-from plumbing.service.browsers import KnownHosts, Page, allow_own_pages
+import httptools
+
+from plumbing.errors import UnderstudyError
+from plumbing.service import notify
 from plumbing.service.events import EventLog
-from plumbing.service.http_connection import GetAnswer, GetProtocol, GetRequest, text_answer
-from plumbing.service.http_listener import HttpListener, bind
+from plumbing.service.hosts import KnownHosts, bind
 from plumbing.service.metrics import CONTENT_TYPE, Metrics
+from plumbing.service.process import strangers_max
 from plumbing.text import to_json
 
-PORT_MAX = 65535
+logger = logging.getLogger(__name__)
+
+CONNECTIONS_MAX = 64  # a kubelet, Prometheus, and a few programs
+HEAD_BYTES_MAX = 16 * 1024  # clients send some hundred bytes
+REQUEST_BYTES_MAX = 32 * 1024  # with a body, which nobody needs; times CONNECTIONS_MAX is 2 MiB
+DEADLINE_S = 10.0  # from accept to the end of the answer; probes wait a second or two for theirs
+RETRY_S = 0.05  # out of descriptors: until some are closed
+PROBLEM_S = 10.0  # how long a problem is shown after it was last met
 STOP_GRACE_S = 0.5  # for answers in progress, which take milliseconds
+DIGITS_MAX = 19  # of an event's id; int() refuses more than some thousand digits
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +60,9 @@ class Probe:
         return {"ok": self.ok, "reason": self.reason, **self.details}
 
 
+Answer = tuple[int, bytes, str]  # status, body, content type
+
+
 class HttpServer:
     """Serves on `host:port`. Port 0 takes a free one; `port` is the actual one after `start`."""
 
@@ -50,26 +75,24 @@ class HttpServer:
         status: Callable[[], dict[str, Any]],
         metrics: Metrics,
         events: EventLog | None = None,
-        pages: Mapping[str, Page] | None = None,
         allowed_hosts: Iterable[str] = (),
     ) -> None:
-        self.host = host
-        self.port = port
-        self._probes = dict(probes)
-        self._status = status
-        self._metrics = metrics
-        for limit in ("event_readers", "http_connections"):
-            metrics.limit_hits.labels(limit=limit)  # a zero from the first scrape
-        self._events = events
-        self._pages = dict(pages or {})
-        self._hosts = KnownHosts(allowed_hosts)
-        self._streams: set[GetProtocol] = set()
-        self._listener: HttpListener | None = None
+        self.host, self.port = host, port
+        self.connections_max = strangers_max(CONNECTIONS_MAX)
+        self._probes, self._status, self._metrics = dict(probes), status, metrics
+        self._events, self._hosts = events, KnownHosts(allowed_hosts)
+        self._limit_hits = metrics.limit_hits.labels(limit="http_connections")
+        self._socks: list[socket.socket] = []
+        self._open: dict[_Connection, None] = {}  # oldest first
+        self._arrivals: set[asyncio.Task[object]] = set()
+        self._has_closed = asyncio.Event()
+        self._problem = (0.0, "")  # when it was last met
 
     @property
     def problem(self) -> str | None:
         """Why connections are closed or not accepted, while that lasts."""
-        return None if self._listener is None else self._listener.problem
+        at_s, problem = self._problem
+        return problem if problem and self._loop.time() - at_s <= PROBLEM_S else None
 
     async def start(self) -> None:
         """Bind and serve.
@@ -78,134 +101,202 @@ class HttpServer:
             UnderstudyError: `service.port_in_use`, with the port and the process that has it.
             UsageError: `service.cannot_bind`, not an address of this machine, or no permission.
         """
-        if not self.host or not 0 <= self.port <= PORT_MAX:  # "" would bind every interface
-            raise self._cannot_bind("this is not an address and port")
-        try:
-            socks = bind(self.host, self.port)
-        except OSError as error:
-            raise self._refused(error) from error
-        limit_hit = self._metrics.limit_hits.labels(limit="http_connections").inc
-        self._listener = HttpListener(socks, lambda: GetProtocol(self._answer), limit_hit)
-        self.port = self._listener.port
+        self._socks, self._loop = bind(self.host, self.port), asyncio.get_running_loop()
+        self.port = self._socks[0].getsockname()[1]
+        for sock in self._socks:
+            self._loop.add_reader(sock.fileno(), self._accept, sock)
         notify.ready()  # each of our programs has one server, the last that it starts
 
     async def stop(self) -> None:
         """Stop listening and close all connections; idempotent."""
-        listener = self._listener
-        if listener is None:
-            return
-        self._listener = None
-        await listener.stop()
-        for stream in tuple(self._streams):  # they never end by themselves
-            stream.end_stream()
-        await listener.flush(STOP_GRACE_S)
-        listener.abort()
+        for sock in self._socks:
+            self._loop.remove_reader(sock.fileno())
+            sock.close()
+        self._socks = []
+        await asyncio.gather(*self._arrivals, return_exceptions=True)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_GRACE_S):
+                while any(each.is_answered for each in self._open):
+                    self._has_closed.clear()
+                    await self._has_closed.wait()
+        for each in tuple(self._open):
+            each.transport.abort()
 
-    def _answer(self, connection: GetProtocol) -> GetAnswer | None:
-        """Answer, unless the client uses a name that may be an attacker's."""
-        request = connection.request
-        name = request.path.strip("/")
-        if self._listener is None:  # it has arrived while the server stops
-            return text_answer(503)
-        self._listener.requested(connection.transport)
-        readable = allow_own_pages(request.headers)
-        # Probes are answered in any case: they say little, and a refusal would restart a container.
-        host = request.headers.get("host")
-        if name not in self._probes and not self._hosts.has(host):
-            message = (
-                f"{host!r} is not known to be a name of this server; use its address, or start it"
-                " with --http-allowed-host NAME"
+    def _accept(self, sock: socket.socket) -> None:
+        # One for each turn of the loop, so that requests that have arrived are answered in between.
+        try:
+            connection, _ = sock.accept()
+        except OSError as error:
+            if error.errno in EXHAUSTED:
+                self._exhausted(sock, os.strerror(error.errno))
+            return  # otherwise the peer has left
+        if len(self._open) + len(self._arrivals) >= self.connections_max:
+            self._limit_hits.inc()
+            self._note(
+                f"{self.connections_max} HTTP connections are open, the limit, and the oldest are"
+                f" closed for new ones; `ss -tn 'sport = :{self.port}'` lists the peers: restrict"
+                " who can reach this port"
             )
-            return _error(UnderstudyError("service.unknown_host", message), 421, readable)
-        if request.path != f"/{name}" or name not in self._routes:
-            return text_answer(404, readable)
-        if name == "events" and request.method == "GET":
-            return self._follow(connection, readable)
-        if name == "events" or request.method not in ("GET", "HEAD"):
-            allow = "GET" if name == "events" else "GET, HEAD"
-            return text_answer(405, {"Allow": allow, **readable})
-        answer = self._page(name, request)
-        answer.headers |= readable
-        return answer
+            self._close_oldest()
+        connection.setblocking(False)
+        arrival = self._loop.create_task(self._adopt(connection))
+        self._arrivals.add(arrival)
+        arrival.add_done_callback(self._arrivals.discard)
 
-    @property
-    def _routes(self) -> tuple[str, ...]:
-        """The names of all that is served; the index itself is "" and first."""
-        events = ("events",) if self._events is not None else ()
-        return ("", *self._probes, "status", "metrics", *events, *self._pages)
+    async def _adopt(self, connection: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(partial(_Connection, self), connection)
+        except OSError:  # the peer has left
+            connection.close()
 
-    def _page(self, name: str, request: GetRequest) -> GetAnswer:
-        if name in self._probes:
-            return self._probe_answer(name, request)
-        if name in self._pages:
-            page = self._pages[name]
-            return GetAnswer(200, page.body, page.headers(request.headers.get("host", "")))
-        if name == "status":
-            return _json(self._status())
-        if name == "metrics":
-            return GetAnswer(200, self._metrics.render(), {"Content-Type": CONTENT_TYPE})
-        return _json({"paths": [f"/{route}" for route in self._routes[1:]]})
+    def _close_oldest(self) -> bool:
+        """Close the connection that is missed least; False if all are closing already."""
+        closable = (each for each in self._open if not each.is_closing)
+        oldest = min(closable, key=lambda each: each.is_answered, default=None)  # keeps the order
+        if oldest is not None:
+            oldest.abort()
+        return oldest is not None
 
-    def _probe_answer(self, name: str, request: GetRequest) -> GetAnswer:
+    def _exhausted(self, sock: socket.socket, why: str) -> None:
+        """Connections wait in the backlog meanwhile."""
+        self._note(f"cannot accept HTTP connections: {why}; raise the nofile limit")
+        if self._close_oldest():
+            return
+
+        def resume() -> None:
+            if sock in self._socks:
+                self._loop.add_reader(sock.fileno(), self._accept, sock)
+
+        self._loop.remove_reader(sock.fileno())
+        self._loop.call_later(RETRY_S, resume)
+
+    def _note(self, problem: str) -> None:
+        self._problem = (self._loop.time(), problem)
+
+    def answer(self, method: str, path: str, query: str, host: str | None) -> Answer:
+        """Answer, unless the client uses a name that may be an attacker's."""
+        name = path.strip("/")
+        # Probes are answered in any case: they say little, and a refusal would restart a container.
+        if name not in self._probes and (error := self._hosts.refusal(host)):
+            return _error(421, error)
+        events = {} if self._events is None else {"events": partial(self._since, query)}
+        pages: dict[str, Callable[[], Answer]] = {
+            **{each: partial(self._probe, each, query) for each in self._probes},
+            "status": lambda: _json(self._status()),
+            "metrics": lambda: (200, self._metrics.render(), CONTENT_TYPE),
+            **events,
+        }
+        pages[""] = lambda: _json({"paths": [f"/{each}" for each in pages if each]})
+        if path != f"/{name}" or name not in pages:
+            return _text(404)
+        return pages[name]() if method in ("GET", "HEAD") else _text(405)
+
+    def _probe(self, name: str, query: str) -> Answer:
         probe = self._probes[name]()
         body = probe.to_dict()
-        if "verbose" in request.query:
+        if "verbose" in parse_qs(query, keep_blank_values=True):
             body["checks"] = {each: ask().to_dict() for each, ask in self._probes.items()}
         return _json(body, 200 if probe.ok else 503)
 
-    def _follow(self, connection: GetProtocol, headers: dict[str, str]) -> GetAnswer | None:
-        assert self._events is not None  # the route exists only then
-        assert self._listener is not None  # it has accepted this
-        # Half of the connections at most: these stay open, and others must get their turn.
-        readers_max = min(sse.READERS_MAX, self._listener.connections_max // 2)
-        if len(self._streams) >= readers_max:
-            self._metrics.limit_hits.labels(limit="event_readers").inc()
-            message = f"{readers_max} readers already follow the events, which is the maximum"
-            return _error(UnderstudyError("service.too_many_readers", message), 503, headers)
+    def _since(self, query: str) -> Answer:
+        """The events that are kept, or those of them after the id `since`."""
+        assert self._events is not None  # the page exists only then
+        since = parse_qs(query).get("since", ["0"])[0]
+        if not since.isascii() or not since.isdigit() or len(since) > DIGITS_MAX:
+            message = f"since is {since!r}; it must be the id of an event"
+            return _error(400, UnderstudyError("service.bad_since", message))
+        found = [event.to_dict() for event in self._events.kept_since(int(since))]
+        return _json({"as_of_event_id": self._events.last_id, "events": found})
+
+
+class _Connection(asyncio.Protocol):
+    """One request, of bounded size, and its answer, until a deadline."""
+
+    transport: asyncio.Transport  # from `connection_made` on
+
+    def __init__(self, server: HttpServer) -> None:
+        self.is_answered = self.is_closing = False
+        self._server, self._method, self._url = server, "", b""
+        self._host: str | None = None
+        self._received_bytes = 0
+        self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)
+
+    def abort(self) -> None:
+        self.is_closing = True
+        self.transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast("asyncio.Transport", transport)
+        self._deadline = asyncio.get_running_loop().call_later(DEADLINE_S, self.abort)
+        self._server._open[self] = None
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._deadline.cancel()
+        self._parser = None  # it and this object would keep each other alive
+        self._server._open.pop(self, None)
+        self._server._has_closed.set()
+
+    def data_received(self, data: bytes) -> None:
+        self._received_bytes += len(data)
+        if self._received_bytes > REQUEST_BYTES_MAX:
+            self.abort()
+        elif not self.is_answered and self._parser is not None:
+            try:
+                self._parser.feed_data(data)
+            except httptools.HttpParserUpgrade:
+                pass  # to a protocol that is not spoken here; the request has been answered
+            except httptools.HttpParserError as error:
+                self._send(_text(400, f"This is not a valid HTTP request: {error}."))
+            if not self._method and self._received_bytes > HEAD_BYTES_MAX:
+                self._send(_text(400, f"The head of this request exceeds {HEAD_BYTES_MAX} bytes."))
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name.lower() == b"host" and self._host is None and not self._method:
+            self._host = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        assert self._parser is not None  # it is calling
+        self._method = self._parser.get_method().decode("latin-1")
+
+    def on_message_complete(self) -> None:
+        if self.is_answered:  # a second request on one connection
+            return
         try:
-            wanted = sse.StreamRequest.of(connection.request)
-        except UsageError as error:
-            return _error(error, 400, headers)
-        self._listener.keep(connection.transport)
-        self._streams.add(connection)
-        task = connection.start_stream(
-            sse.stream(connection, wanted, headers, self._events, self._status)
+            url = httptools.parse_url(self._url)
+            path, query = ((each or b"").decode("latin-1") for each in (url.path, url.query))
+            answer = self._server.answer(self._method, path or "/", query, self._host)
+        except httptools.HttpParserInvalidURLError:  # CONNECT's
+            answer = _text(400, "This is not a path.")
+        except Exception:  # a bug costs this answer; probes go on being answered
+            logger.exception("cannot answer %r", self._url)
+            answer = _text(500)
+        self._send(answer)
+
+    def _send(self, answer: Answer) -> None:
+        if self.is_answered:
+            return  # this is what follows the request
+        self.is_answered = True
+        status, body, kind = answer
+        allow = "Allow: GET, HEAD\r\n" if status == HTTPStatus.METHOD_NOT_ALLOWED else ""
+        head = (
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n{allow}Content-Type: {kind}\r\n"
+            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
         )
-        task.add_done_callback(lambda _: self._streams.discard(connection))
-        return None
-
-    def _refused(self, error: OSError) -> UnderstudyError:
-        if isinstance(error, socket.gaierror):  # its numbers are not those of errno
-            return self._cannot_bind(str(error.strerror))
-        if error.errno != errno.EADDRINUSE:
-            return self._cannot_bind(os.strerror(error.errno or 0))
-        pid = procfs.listener_pid(self.port)
-        holder = f"pid {pid} ({procfs.name(pid)})" if pid else "a process not visible here"
-        return UnderstudyError(
-            "service.port_in_use",
-            f"port {self.port} on {self.host} is in use by {holder}; "
-            "stop it, or choose another port with --http-port",
-            host=self.host,
-            port=self.port,
-            pid=pid,
-        )
-
-    def _cannot_bind(self, reason: str) -> UsageError:
-        return UsageError(
-            "service.cannot_bind",
-            f"cannot listen on {self.host}:{self.port}: {reason}; "
-            "use another --http-host or --http-port",
-            host=self.host,
-            port=self.port,
-        )
+        self.transport.write(head.encode() + (b"" if self._method == "HEAD" else body))
+        self.transport.close()
 
 
-def _json(document: dict[str, Any], status: int = 200) -> GetAnswer:
-    body = f"{to_json(document)}\n".encode()
-    return GetAnswer(status, body, {"Content-Type": "application/json; charset=utf-8"})
+def _json(document: dict[str, Any], status: int = 200) -> Answer:
+    return status, f"{to_json(document)}\n".encode(), "application/json; charset=utf-8"
 
 
-def _error(error: UnderstudyError, status: int, headers: dict[str, str]) -> GetAnswer:
-    answer = _json({"error": error.to_dict()}, status)
-    answer.headers |= headers
-    return answer
+def _error(status: int, error: UnderstudyError) -> Answer:
+    return _json({"error": error.to_dict()}, status)
+
+
+def _text(status: int, why: str = "") -> Answer:
+    body = why or f"{status}: {HTTPStatus(status).phrase}"
+    return status, f"{body}\n".encode(), "text/plain; charset=utf-8"

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from plumbing.errors import UsageError
 from plumbing.part.paths import DIRECTORY, runtime_dir
-from plumbing.service.browsers import ALLOWED_HOST
 from plumbing.service.config import Option, Resolved
+from plumbing.service.hosts import ALLOWED_HOST
 from pool.core.situation import ModelSetup, PoolSetup
 from pool.core.states import HOST
 from pool.pool_file import named, read_pool_file, with_served_names

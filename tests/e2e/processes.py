@@ -68,7 +68,7 @@ def port_flags(**taken: int) -> list[str]:
     """The flags of `understudy up` that move every port to a free one, except those in `taken`."""
     ports = pod_ports()
     chosen = {"service": ports.service, "lockserver": ports.lockserver, "gms": ports.gms}
-    chosen |= {"gateway": ports.gateway, "engine": ports.engines[0], **taken}
+    chosen |= {"gateway": ports.gateway, "engine": ports.engines[0], "ui": free_port(), **taken}
     return [f"--{name}-port={port}" for name, port in chosen.items()]
 
 

@@ -183,17 +183,7 @@ async def ports(found: Printed, pod: Pod) -> None:
         assert [path for path in paths if f"`{path}`" not in json_page.PAGE] == []
         for path in {"/startup", "/live", "/ready", "/serving"} & set(paths):
             await found.fetch(port, f"{path}?verbose", "Probes")
-    url = f"http://127.0.0.1:{numbers.lockserver}/events?since=0"
-    snapshot, record = await asyncio.to_thread(stream, url, 2)
-    found.add("/status of the lock server", snapshot)
-    found.add("/events", record)
-
-
-def stream(url: str, count: int) -> list[Any]:
-    """The first `count` documents of a stream of events."""
-    with urllib.request.urlopen(url, timeout=WAIT_S) as answer:
-        data = (line for line in answer if line.startswith(b"data: "))
-        return [json.loads(next(data).removeprefix(b"data: ")) for _ in range(count)]
+    await found.fetch(numbers.lockserver, "/events", "Ports")
 
 
 async def remains(found: Printed, directory: Path, copy: Path) -> None:

@@ -51,9 +51,9 @@ REPORT_KEYS = {
     "machine",
 }
 SPREAD_KEYS = {"p50", "p99", "max"}
-# Below `up`: an init for each of five containers; a lock server; a memory service and a device's
-# two servers; a gateway, its child and the spare; two engines of three processes.
-PROCESSES = 5 + 1 + 3 + 3 + 2 * 3
+# Below `up`: an init for each of six containers; the page; a lock server; a memory service and a
+# device's two servers; a gateway, its child and the spare; two engines of three processes.
+PROCESSES = 6 + 1 + 1 + 3 + 3 + 2 * 3
 
 
 def check_report(report: dict, kills: int) -> None:
@@ -212,7 +212,7 @@ def test_up_killed_leaves_no_process_and_the_next_one_stops_in_reverse_order(
     directory, output, flags = base / "pod", base / "up.txt", port_flags()
     with running_pod(directory, output, flags) as up:
         token = check_status(directory)
-        (page,) = re.findall(r"http://\S+/ui", output.read_text())
+        (page,) = re.findall(r"http://\S+:\d+/(?=\n)", output.read_text())
         with urlopen(page) as shown:
             assert b"<title>" in shown.read()
         until(lambda: len(descendants(up.pid)) == PROCESSES, "the gateway's spare process")
@@ -225,7 +225,14 @@ def test_up_killed_leaves_no_process_and_the_next_one_stops_in_reverse_order(
         by_name = {
             name_of(program): init for init in children(up.pid) for program in children(init)
         }
-        assert set(by_name) == {"lockserver", "gms", "gateway", "engine-0", "engine-1"}
+        assert set(by_name) == {
+            "lockserver",
+            "gms",
+            "gateway",
+            "engine-0",
+            "engine-1",
+            "ui",
+        }
         engines = [by_name["engine-0"], by_name["engine-1"]]
         with Processes([up.pid, *descendants(up.pid)]) as processes:
             up.send_signal(signal.SIGTERM)
@@ -252,10 +259,10 @@ def check_status(directory: Path) -> int:
 
 
 def name_of(pid: int) -> str:
-    """`engine-0` or the program's name, for one of the pod's containers."""
+    """`engine-0` or the program's name, for one of the pod's containers; `ui` is the page."""
     words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    program = os.path.basename(words[1]).decode()
+    program = os.path.basename(words[1]).decode().replace("understudy", "ui")
     ids = [each.partition(b"=")[2].decode() for each in environment if each[:10] == b"ENGINE_ID="]
     return ids[0] if program == "engine" else program
 
@@ -275,5 +282,5 @@ def check_leavings(directory: Path) -> None:
         )
         assert re.fullmatch(known, path.name), path.name
     logs = {path.name for path in (directory / "log").iterdir()}
-    parts = {"lockserver", "gms", "gateway", "engine-0", "engine-1"}
+    parts = {"lockserver", "gms", "gateway", "engine-0", "engine-1"}  # the page says nothing
     assert logs == {f"{part}.log" for part in parts}

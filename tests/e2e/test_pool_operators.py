@@ -28,6 +28,7 @@ from tests.e2e import json_page
 from tests.e2e.pools import RunningPool, running_pool
 from tests.e2e.test_pool import DEVICE_BYTES, TWO
 from tests.helpers import until
+from tests.understudy.test_ui import page_of
 from understudy.doctor.checks import document, examine
 from understudy.doctor.probe import look
 from understudy.pod.ports import Ports
@@ -52,7 +53,8 @@ def test_every_surface_shows_who_is_awake_who_waits_and_who_holds_what(
 ):
     async def main() -> None:
         made = running_pool(tmp_path / "pod", monkeypatch, TWO, DEVICE_BYTES)
-        async with made as pod, tab(tmp_path) as page:
+        async with made as pod, page_of(pod.directory) as address, tab(tmp_path) as page:
+            await page.go(address)
             await scenario(pod, page)
 
     (tmp_path / "pod").mkdir(mode=0o700)
@@ -60,9 +62,8 @@ def test_every_surface_shows_who_is_awake_who_waits_and_who_holds_what(
 
 
 async def scenario(pod: RunningPool, page: Tab) -> None:
-    lockserver = pod.port + 1  # free ports are consecutive, in the order of `Ports`
-    gms, gateway, pool = lockserver + 1, lockserver + 2, lockserver + 3
-    await page.go(f"http://127.0.0.1:{lockserver}/ui?gms={gms}&gateway={gateway}&pool={pool}")
+    gateway = pod.port + 3  # free ports are consecutive, in the order of `Ports`
+    pool = gateway + 1
     await page.wait(f"{SOUNDNESS} === 'healthy'")
     await page.wait("document.querySelectorAll('#cards .card').length === 4")
     assert set(await cards(page)) == {"a", "b", "gateway", "pool"}

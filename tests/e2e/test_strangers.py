@@ -10,7 +10,7 @@ import urllib.request
 
 import pytest
 
-from plumbing.service.http_listener import CONNECTIONS_MAX
+from plumbing.service.http import CONNECTIONS_MAX
 from tests.e2e.pods import Pod, PodHome
 from tests.helpers import until
 

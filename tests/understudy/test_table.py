@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from plumbing.errors import UnderstudyError, UsageError
-from plumbing.service.browsers import ALLOWED_HOST
 from plumbing.service.config import resolve
+from plumbing.service.hosts import ALLOWED_HOST
 from understudy.cli.pods import local_pod
 from understudy.cli.settings import UP_OPTIONS
 from understudy.pod.ports import Ports, check_port, check_ports, free_pod_ports, free_ports

@@ -20,8 +20,9 @@ from plumbing.part.cli import Look, json_flag, show_event, show_status, watch_fl
 from plumbing.part.paths import lockserver_socket
 from plumbing.service.cli import fail, options, run_async
 from plumbing.service.config import Option, Resolved
+from plumbing.service.process import arm_from_environment
 from plumbing.text import to_json
-from understudy.cli.settings import DIR, STATUS_OPTIONS, UP_OPTIONS, ports_of
+from understudy.cli.settings import DIR, STATUS_OPTIONS, UI_OPTIONS, UP_OPTIONS, ports_of
 from understudy.status.events import Record, follow_events, past_events
 from understudy.status.gather import gather, states_on_file, unreachable
 from understudy.status.view import is_reachable, lines, offline_lines, parts_of
@@ -44,7 +45,7 @@ DOCTOR_OPTIONS = (
 
 def attach(group: click.Group) -> None:
     """Add these commands to `group`."""
-    for command in (status, events, doctor, support_bundle):
+    for command in (status, events, doctor, ui, support_bundle):
         group.add_command(command)
 
 
@@ -128,7 +129,7 @@ async def _follow(directory: Path, show: Callable[[Record], None]) -> None:
 @json_flag
 @click.option("--strict", is_flag=True, help="Exit with 1 for warnings, too.")
 def doctor(config: Resolved, as_json: bool, strict: bool) -> None:
-    """Check this machine and its pod, and print the command or the change that fixes each problem.
+    """Check machine and pod, and print the fix of each problem.
 
     Run it in every container: each sees only its own processes and devices.
 
@@ -145,6 +146,23 @@ def doctor(config: Resolved, as_json: bool, strict: bool) -> None:
     else:
         click.echo("\n".join(checks.lines(results)))
     sys.exit(0 if checks.is_well(results, is_strict=strict) else 1)
+
+
+@click.command()
+@options(UI_OPTIONS)
+def ui(config: Resolved) -> None:
+    """Show the pod live in a browser.
+
+    It asks every part over its socket, reads only, and needs no part to be up. `understudy up`
+    starts one.
+    """
+    from understudy.ui.server import run
+
+    arm_from_environment()  # of an init above it
+
+    address = (config["http_host"], config["http_port"], config["http_allowed_host"])
+    directory = _directory(config)
+    run_async(lambda: run(directory, *address))
 
 
 @click.command("support-bundle")

@@ -12,8 +12,8 @@ from pathlib import Path
 import click
 
 from plumbing.errors import UsageError
-from plumbing.service.browsers import ALLOWED_HOST
 from plumbing.service.config import Option, Resolved
+from plumbing.service.hosts import ALLOWED_HOST
 from understudy.cli.settings import UP_OPTIONS, given_address, port_of, ports_of
 from understudy.pod.table import LocalPod
 from understudy.up.models import HUB_BACKEND, is_hub_id
@@ -66,7 +66,7 @@ def local_pod(config: Resolved, declared: Sequence[Option], arguments: tuple[str
         return pod
     return replace(
         pod,
-        ports=ports_of(config),
+        ports=replace(ports_of(config), ui=port_of(config, "ui")),
         host=config["host"],
         memory=config["memory"],
         env={**_log_env(), ALLOWED_HOST.env_name: ",".join(config["http_allowed_host"])},

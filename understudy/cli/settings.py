@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from engine.backends.registry import REGISTRY
 from engine.messages import RANKS_MAX
-from plumbing.service.browsers import ALLOWED_HOST
 from plumbing.service.config import Option, Resolved, size_list
+from plumbing.service.hosts import ALLOWED_HOST, PORT_MAX
 from understudy.drill.records import check_target
 from understudy.pod.ports import (
     ENGINE_PORT,
@@ -14,6 +14,7 @@ from understudy.pod.ports import (
     LOCKSERVER_PORT,
     POOL_PORT,
     SERVICE_PORT,
+    UI_PORT,
     Ports,
 )
 from understudy.pod.table import RESTART_BACKOFF_MAX_S
@@ -96,6 +97,7 @@ UP_OPTIONS = (
     _port("gms_port", GMS_PORT, "Port of the memory service's probes and metrics."),
     _port("gateway_port", GATEWAY_PORT, "Port of the gateway's probes and metrics."),
     _port("pool_port", POOL_PORT, "With --pool: port of the pool's probes and metrics."),
+    _port("ui_port", UI_PORT, "Port of the page that shows the pod."),
     _port(
         "engine_port",
         ENGINE_PORT,
@@ -167,6 +169,12 @@ _BY_MODEL = {"model", "backend", "tensor_parallel", "direct"}
 NOT_WITH_POOL = tuple(each for each in UP_OPTIONS if each.name in _BY_MODEL)
 
 STATUS_OPTIONS = (DIR,)
+UI_OPTIONS = (
+    DIR,
+    Option("http_host", str, "127.0.0.1", "Address of the page."),
+    Option("http_port", int, UI_PORT, "Port of the page.", minimum=0, maximum=PORT_MAX),
+    ALLOWED_HOST,
+)
 
 
 def ports_of(config: Resolved) -> Ports:

@@ -21,6 +21,7 @@ LOCKSERVER_PORT = 9400
 GMS_PORT = 9401
 GATEWAY_PORT = 9403  # 9402 is the lock's own, over TCP
 POOL_PORT = 9404
+UI_PORT = 9405
 ENGINE_PORT = 9410  # engine n: this plus n
 
 OURS = range(15_000, 32_000)  # below the kernel's ephemeral range
@@ -32,7 +33,8 @@ ANYWHERE = "0.0.0.0"  # a port in use at any address counts as taken
 @dataclass(frozen=True, slots=True)
 class Ports:
     """The TCP ports of a pod. `engines[n]`: engine n's probe port. `gateway`: its probe port, which
-    a pod in direct mode does not use. `pool`: the pool's, 0 in a pod without one."""
+    a pod in direct mode does not use. `pool`: the pool's, 0 in a pod without one. `ui`: the page's,
+    0 without one."""
 
     service: int = SERVICE_PORT
     lockserver: int = LOCKSERVER_PORT
@@ -40,6 +42,7 @@ class Ports:
     gateway: int = GATEWAY_PORT
     engines: tuple[int, ...] = (ENGINE_PORT, ENGINE_PORT + 1)
     pool: int = 0
+    ui: int = 0
 
     def by_flag(self) -> list[tuple[str, int]]:
         """Every port with the flag of `understudy up` that changes it."""
@@ -49,6 +52,7 @@ class Ports:
             ("--gms-port", self.gms),
             ("--gateway-port", self.gateway),
             *([("--pool-port", self.pool)] if self.pool else []),
+            *([("--ui-port", self.ui)] if self.ui else []),
             *(("--engine-port", port) for port in self.engines),
         ]
 

@@ -22,7 +22,7 @@ from plumbing.service import init
 from pool.settings import PoolFile, engines_of
 from understudy.pod.ports import Ports
 
-GATEWAY, POOL = "gateway", "pool"
+GATEWAY, POOL, UI = "gateway", "pool", "ui"
 HOST_PREFIX = "HOST-"  # of a device in host memory
 GATEWAY_MEMORY = "512MiB"  # what it may hold of requests, so that a failover does not lose them
 RESTART_BACKOFF_MAX_S = 30.0
@@ -128,6 +128,7 @@ class LocalPod:
             self._server(GATEWAY, ports.gateway, [buffers], env=file),
             self._server(POOL, ports.pool, env=file),
             *self._engines(file),
+            *([self._page()] if ports.ui else []),
         ]
         absent = {GATEWAY} if self.is_direct else set()
         absent |= set() if pool else {POOL}
@@ -151,6 +152,18 @@ class LocalPod:
             self._environment(port, env),
             startup=HttpProbe(self._url(port, startup), 1, startup_s),
             liveness=HttpProbe(self._url(port, "live"), 10, 3, timeout_s=5, grace_s=2),
+            init=INIT,
+            backoff_max_s=self.backoff_max_s,
+        )
+
+    def _page(self) -> Container:
+        """The row of the page that shows the others, which none of them needs."""
+        return Container(
+            UI,
+            (*program("understudy"), "ui"),
+            self._environment(self.ports.ui),
+            startup=HttpProbe(self._url(self.ports.ui, "live"), 1, 60),
+            liveness=HttpProbe(self._url(self.ports.ui, "live"), 10, 3, timeout_s=5, grace_s=2),
             init=INIT,
             backoff_max_s=self.backoff_max_s,
         )

@@ -103,7 +103,7 @@ class _KeptEvents:
             self.is_complete.set()
 
 
-def _parts(directory: Path) -> list[PodPart]:
+def watched_parts(directory: Path) -> list[PodPart]:
     """Every part that has a socket in `directory`."""
     single = (lockserver_part(directory), gateway_part(directory), pool_part(directory))
     found = [part for part in single if Path(part.path).exists()]
@@ -122,7 +122,7 @@ async def past_events(directory: Path) -> list[Record]:
     Raises:
         UnreachableError: `pod.no_sockets`, there is no pod in `directory`.
     """
-    parts = _parts(directory)
+    parts = watched_parts(directory)
     if not parts:
         raise _no_pod(directory)
     kept = [_KeptEvents() for _ in parts]
@@ -154,7 +154,7 @@ async def follow_events(directory: Path, on_record: OnRecord, clock: Clock | Non
     is_new = False
     try:
         while True:
-            for part in _parts(directory):
+            for part in watched_parts(directory):
                 if part.path not in watches:
                     name = f"gms-{part.name}" if part.is_memory else part.name
                     followed = FollowedPart(name, on_record, clock, is_new=is_new)

@@ -20,9 +20,8 @@ from plumbing.part.peers import ask
 from plumbing.service.clock import SystemClock
 from pool.messages import CATALOGUE, StatusMsg
 from understudy.drill.killer import service_of, whole_of
-from understudy.drill.records import LOCKSERVER
 from understudy.http_get import get
-from understudy.pod.table import Container, program, reachable
+from understudy.pod.table import UI, Container, program, reachable
 from understudy.status.gateway_view import is_open
 from understudy.status.gather import gather
 from understudy.status.view import awaited
@@ -46,7 +45,7 @@ async def say_welcome(
     while True:
         view = await gather(directory)
         lines, missing = (
-            await _pool_lines(directory, view)
+            await _pool_lines(directory, view, containers)
             if has_pool(containers)
             else await _pod_lines(directory, view, containers, clock.now_ms() - began_ms)
         )
@@ -79,17 +78,15 @@ async def _pod_lines(
         f"Send requests to {url}; Ctrl-C stops the pod. Try:",
         _request(url, models[0].get("id", "?")),
         f"  {command} status --dir {directory}",
-        *(
-            f"  http://{urlsplit(each.startup.url).netloc}/ui"  # the lock server's live page
-            for each in containers
-            if each.name == LOCKSERVER and each.startup is not None
-        ),
+        *_page(containers),
         f"  {command} drill --attach --dir {directory}",
     ]
     return lines, ""
 
 
-async def _pool_lines(directory: Path, view: dict[str, Any]) -> tuple[list[str], str]:
+async def _pool_lines(
+    directory: Path, view: dict[str, Any], containers: Sequence[Container]
+) -> tuple[list[str], str]:
     """As `_pod_lines`. No engine needs to be active: a request raises its model."""
     try:
         answered = await ask(pool_socket(str(directory)), CATALOGUE, StatusMsg())
@@ -109,8 +106,15 @@ async def _pool_lines(directory: Path, view: dict[str, Any]) -> tuple[list[str],
         _request(url, models[-1]),
         f"  {command} pool status --dir {directory}",
         f"  {command} pool explain --dir {directory}",
+        *_page(containers),
     ]
     return lines, ""
+
+
+def _page(containers: Sequence[Container]) -> list[str]:
+    """The address of the page, where there is one."""
+    probes = [each.startup for each in containers if each.name == UI]
+    return [f"  http://{urlsplit(each.url).netloc}/" for each in probes if each is not None]
 
 
 def _url(view: dict[str, Any]) -> str:

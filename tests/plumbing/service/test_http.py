@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from contextlib import asynccontextmanager
+from urllib.parse import quote
 
 import pytest
 
@@ -109,10 +110,36 @@ def test_status_metrics_and_index():
             assert json.loads(body) == {"schema": 1, "as_of_event_id": 0}
             _, headers, body = await fetch(http.port, "/metrics")
             assert headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
-            assert 'understudy_limit_hits_total{limit="event_readers"} 0.0' in body
+            assert 'understudy_limit_hits_total{limit="http_connections"} 0.0' in body
             _, _, body = await fetch(http.port, "/")
             paths = ["/live", "/ready", "/status", "/metrics", "/events"]
             assert json.loads(body) == {"paths": paths}
+
+    asyncio.run(main())
+
+
+def test_events_are_the_last_ones_or_those_after_an_id():
+    """Goal: what has happened, without a stream. Method: three events; all, the rest, a bad id."""
+
+    async def main():
+        log = EventLog("x", FakeClock())
+        for number in range(3):
+            log.record("x.y", f"number {number}")
+        async with serving(events=log) as http:
+            for query, ids in (
+                ("", [1, 2, 3]),
+                ("?since=2", [3]),
+                ("?since=3", []),
+                ("?since=9", []),
+            ):
+                status, _, body = await fetch(http.port, f"/events{query}")
+                found = json.loads(body)
+                assert (status, found["as_of_event_id"]) == (200, 3)
+                assert [each["id"] for each in found["events"]] == ids
+            for bad in ("x", "-1", "²", "9" * 20):
+                status, _, body = await fetch(http.port, f"/events?since={quote(bad)}")
+                assert status == 400
+                assert json.loads(body)["error"]["code"] == "service.bad_since"
 
     asyncio.run(main())
 

@@ -5,20 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import resource
 import socket
 
 import pytest
 import uvloop
 
-from plumbing.service import http_listener, process
-from plumbing.service.events import EventLog
+from plumbing.service import http as http_server
+from plumbing.service import process
 from plumbing.service.metrics import Metrics
-from tests.fake_clock import FakeClock
 from tests.helpers import auntil, open_fds
 from tests.plumbing.service.test_http import fetch, serving
-from tests.plumbing.service.test_sse import follow
 
 HALF = b"GET /live HTTP/1.1\r\nHost: x\r\n"
 WHOLE = HALF + b"\r\n"
@@ -73,7 +70,7 @@ def test_probe_is_answered_while_strangers_hold_every_connection(loop):
     async def main():
         metrics = Metrics()
         async with serving(metrics=metrics) as http:
-            limit = http._listener.connections_max
+            limit = http.connections_max
             assert http.problem is None
             with contextlib.ExitStack() as stack:
                 before = http_sockets()
@@ -83,7 +80,7 @@ def test_probe_is_answered_while_strangers_hold_every_connection(loop):
                 await auntil(
                     lambda: http_sockets() - before <= 4 * limit, "the oldest to be closed"
                 )
-                assert len(http._listener._open) <= limit
+                assert len(http._open) <= limit
                 _, _, page = await fetch(http.port, "/metrics")
                 (line,) = [each for each in page.splitlines() if "http_connections" in each]
                 assert float(line.split()[-1]) >= 2 * limit
@@ -98,9 +95,9 @@ def test_problem_is_named_only_while_it_lasts(monkeypatch):
 
     async def main():
         async with serving() as http:
-            with strangers(http.port, http._listener.connections_max + 1):
+            with strangers(http.port, http.connections_max + 1):
                 await auntil(lambda: http.problem, "the limit")
-            monkeypatch.setattr(http_listener, "PROBLEM_S", 0.0)
+            monkeypatch.setattr(http_server, "PROBLEM_S", 0.0)
             await auntil(lambda: http.problem is None, "the problem to be over")
 
     asyncio.run(main())
@@ -111,7 +108,7 @@ def test_problem_is_named_only_while_it_lasts(monkeypatch):
 def test_connection_without_a_whole_request_is_closed_at_the_deadline(loop, sent, monkeypatch):
     """Goal: silence and half a head cost seconds. Method: a short deadline, and one who sends a
     byte now and then."""
-    monkeypatch.setattr(http_listener, "DEADLINE_S", 0.2)
+    monkeypatch.setattr(http_server, "DEADLINE_S", 0.2)
 
     async def main():
         async with serving() as http:
@@ -130,14 +127,14 @@ def test_connection_without_a_whole_request_is_closed_at_the_deadline(loop, sent
 @LOOPS
 def test_reader_that_never_reads_its_answer_is_closed_at_the_deadline(loop, monkeypatch):
     """Goal: an answer holds no connection for ever. Method: one larger than all buffers."""
-    monkeypatch.setattr(http_listener, "DEADLINE_S", 0.2)
+    monkeypatch.setattr(http_server, "DEADLINE_S", 0.2)
 
     async def main():
         async with serving(status=lambda: {"x": "x" * 50_000_000}) as http:
             request = b"GET /status HTTP/1.1\r\nHost: x\r\n\r\n"
             with strangers(http.port, 1, request):
-                await auntil(lambda: http._listener._open, "the connection")
-                await auntil(lambda: not http._listener._open, "the connection to be closed")
+                await auntil(lambda: http._open, "the connection")
+                await auntil(lambda: not http._open, "the connection to be closed")
 
     run_on(loop, main())
 
@@ -175,45 +172,13 @@ def test_request_larger_than_the_limit_ends_its_connection(loop, data):
             with contextlib.suppress(ConnectionError):
                 async with asyncio.timeout(30):
                     await writer.drain()
-            await auntil(lambda: not http._listener._open, "the connection to be closed")
+            await auntil(lambda: not http._open, "the connection to be closed")
             writer.close()
             with contextlib.suppress(ConnectionError):
                 await writer.wait_closed()
             assert (await fetch(http.port, "/live"))[0] == 200
 
     run_on(loop, main())
-
-
-@LOOPS
-def test_event_stream_outlives_the_deadline_and_strangers(loop, monkeypatch):
-    """Goal: a follower of events is not cut off. Method: a crowd, the deadline, an event."""
-    monkeypatch.setattr(http_listener, "DEADLINE_S", 1.0)
-
-    async def main():
-        log = EventLog("x", FakeClock())
-        async with serving(events=log) as http, follow(http.port) as stream:
-            await stream.next()
-            with contextlib.ExitStack() as stack:
-                await flood(http.port, 2 * http._listener.connections_max, stack)
-                await auntil(lambda: len(http._listener._open) == 1, "the deadline of the others")
-                log.record("x.y", "still here")
-                assert (await stream.next())[0] == "x.y"
-
-    run_on(loop, main())
-
-
-def test_streams_leave_half_of_the_connections_to_others(monkeypatch):
-    """Goal: streams, which stay, cannot take the port either. Method: a low limit, all streams."""
-    monkeypatch.setattr(http_listener, "CONNECTIONS_MAX", 4)
-
-    async def main():
-        async with serving() as http, follow(http.port), follow(http.port):
-            status, _, body = await fetch(http.port, "/events")
-            assert status == 503
-            assert json.loads(body)["error"]["code"] == "service.too_many_readers"
-            assert (await fetch(http.port, "/live"))[0] == 200
-
-    asyncio.run(main())
 
 
 def test_share_of_descriptors_that_strangers_may_take():
@@ -236,7 +201,7 @@ def test_out_of_descriptors_the_oldest_makes_room(loop):
         async with serving() as http:
             soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
             with strangers(http.port, 3), socket.socket() as pending:
-                await auntil(lambda: len(http._listener._open) == 3, "the connections")
+                await auntil(lambda: len(http._open) == 3, "the connections")
                 taken: list[socket.socket] = []
                 try:
                     resource.setrlimit(resource.RLIMIT_NOFILE, (max(open_fds()) + 1, hard))

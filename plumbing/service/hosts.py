@@ -1,0 +1,148 @@
+"""The addresses at which an HTTP port listens, and the names by which clients may ask it.
+
+A web page of attacker.example whose DNS name is changed to a pod's address has the same host as its
+requests (DNS rebinding), and plain HTTP shows no other sign of it. So names are known or refused;
+what an attacker cannot register is known.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import socket
+from collections.abc import Iterable
+
+from plumbing.errors import UnderstudyError, UsageError
+from plumbing.service import procfs
+from plumbing.service.config import Option
+
+PORT_MAX = 65535
+BACKLOG = 1024  # a burst of strangers; above it SYNs are dropped, and repeated after a second
+_AUTHORITY = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?")
+
+# Top-level names that no registry sells: this machine's, and those of a cluster's Services.
+PRIVATE_DOMAINS = (".localhost", ".svc", ".cluster.local")
+
+ALLOWED_HOST = Option(
+    "http_allowed_host",
+    str,
+    (),
+    "A DNS name by which clients reach the HTTP port, such as an Ingress's. Repeatable.",
+    many=True,
+)
+
+
+class KnownHosts:
+    """The names by which clients may ask for more than probes."""
+
+    def __init__(self, allowed: Iterable[str] = ()) -> None:
+        """`allowed` are names beside those that nobody else can have."""
+        self._allowed = {_plain(each) for each in (*allowed, socket.gethostname())}
+
+    def has(self, authority: str | None) -> bool:
+        """Whether the `Host` of a request is an address, a private name or an allowed one.
+
+        Without a `Host` (HTTP/1.0) it is no browser's.
+        """
+        if authority is None:
+            return True
+        if not (found := _AUTHORITY.fullmatch(authority)):
+            return False
+        name = _plain(found[1])
+        # The last label of a public name is never a number (127.0.0.1, and 127.1 of curl), and a
+        # single label is resolved on this machine or in its own domain.
+        is_address = name.startswith("[") or name.rpartition(".")[2].isdigit()
+        is_private = "." not in name or name.endswith(PRIVATE_DOMAINS)
+        return is_address or is_private or name in self._allowed
+
+    def refusal(self, authority: str | None) -> UnderstudyError | None:
+        """The error for a request to `authority`, if that is not known: `service.unknown_host`."""
+        if self.has(authority):
+            return None
+        message = (
+            f"{authority!r} is not known to be a name of this server; use its address, or start it"
+            " with --http-allowed-host NAME"
+        )
+        return UnderstudyError("service.unknown_host", message)
+
+
+def _plain(name: str) -> str:
+    return name.lower().removesuffix(".")
+
+
+def bind(host: str, port: int) -> list[socket.socket]:
+    """Sockets that listen on every address of `host`; port 0 is one free port for all of them.
+
+    Raises:
+        UnderstudyError: `service.port_in_use`, with the port and the process that has it.
+        UsageError: `service.cannot_bind`, not an address of this machine, or no permission.
+    """
+    if not host or not 0 <= port <= PORT_MAX:  # "" would bind every interface
+        raise _cannot_bind(host, port, "this is not an address and port")
+    try:
+        return _bind_all(host, port)
+    except socket.gaierror as error:  # its numbers are not those of errno
+        raise _cannot_bind(host, port, str(error.strerror)) from error
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise _cannot_bind(host, port, os.strerror(error.errno or 0)) from error
+        pid = procfs.listener_pid(port)
+        holder = f"pid {pid} ({procfs.name(pid)})" if pid else "a process not visible here"
+        raise UnderstudyError(
+            "service.port_in_use",
+            f"port {port} on {host} is in use by {holder}; "
+            "stop it, or choose another port with --http-port",
+            host=host,
+            port=port,
+            pid=pid,
+        ) from error
+
+
+def _cannot_bind(host: str, port: int, reason: str) -> UsageError:
+    return UsageError(
+        "service.cannot_bind",
+        f"cannot listen on {host}:{port}: {reason}; use another --http-host or --http-port",
+        host=host,
+        port=port,
+    )
+
+
+def _bind_all(host: str, port: int) -> list[socket.socket]:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    socks: list[socket.socket] = []
+    missing: OSError | None = None
+    try:
+        for family, kind, protocol, _, name in dict.fromkeys(found):
+            if socks:
+                port = socks[0].getsockname()[1]
+            try:
+                socks.append(_bind(family, kind, protocol, (name[0], port, *name[2:])))
+            except OSError as error:
+                if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
+                    raise
+                missing = error  # of one address family; the other may be there
+        if missing is not None and not socks:
+            raise missing
+    except BaseException:
+        for sock in socks:
+            sock.close()
+        raise
+    return socks
+
+
+def _bind(
+    family: socket.AddressFamily, kind: int, protocol: int, name: tuple[object, ...]
+) -> socket.socket:
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        sock.bind(name)
+        sock.listen(BACKLOG)
+        sock.setblocking(False)
+    except BaseException:
+        sock.close()
+        raise
+    return sock

@@ -1,0 +1,239 @@
+"""The page of `understudy ui`: what is served to whom, and how a real browser shows real deaths."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import json
+import re
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from plumbing.service.hosts import bind
+from tests.browser import Tab, needs_chromium, tab
+from tests.e2e.pods import Pod, PodHome, make_model
+from tests.e2e.processes import kill
+from tests.lockserver.processes import ServerProcess
+from understudy.ui.server import PAGE, Hub, application
+
+SIZE_MAX_BYTES = 40_000  # read as often as changed, and sent with every request; with pools
+
+CARDS = """JSON.stringify([...document.querySelectorAll('#cards .card')].map((card) => [
+    card.querySelector('.name').textContent, card.dataset.state,
+    Object.fromEntries([...card.querySelectorAll('dt')].map((term) =>
+        [term.textContent, term.nextSibling.textContent]))]))"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PodHome]:
+    model = make_model(tmp_path_factory.mktemp("ui") / "model")
+    found = PodHome(tmp_path_factory.mktemp("pod"), model)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+@asynccontextmanager
+async def page_of(directory: Path) -> AsyncIterator[str]:
+    """The address of a page for `directory`, as `understudy ui` serves it."""
+    hub = Hub(directory)
+    following = asyncio.create_task(hub.run())
+    runner = web.AppRunner(application(hub), shutdown_timeout=0)
+    await runner.setup()
+    (sock,) = bind("127.0.0.1", 0)
+    await web.SockSite(runner, sock).start()
+    try:
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}/"
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+        await runner.cleanup()
+
+
+async def cards(page: Tab) -> dict[str, tuple[str, dict[str, str]]]:
+    """State and lines of each card, by its name."""
+    found = json.loads(await page.evaluate(CARDS))
+    return {name: (state, lines) for name, state, lines in found}
+
+
+def test_page_is_one_small_file_that_runs_and_reaches_nothing_else(tmp_path: Path):
+    """Goal: no external resource, and a policy for exactly what is in the page. Method: the page as
+    it is served, and hashes made here."""
+
+    async def main() -> None:
+        async with page_of(tmp_path) as address, aiohttp.ClientSession() as session:
+            async with session.get(address) as answer:
+                text, headers = await answer.text(), answer.headers
+            assert text == PAGE.read_text()
+            assert len(text) < SIZE_MAX_BYTES
+            policy = dict(
+                each.split(" ", 1) for each in headers["Content-Security-Policy"].split("; ")
+            )
+            assert (policy["default-src"], policy["connect-src"]) == ("'none'", "'self'")
+            for kind in ("script", "style"):
+                (content,) = re.findall(f"<{kind}>(.*?)</{kind}>", text, re.DOTALL)
+                digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+                assert policy[f"{kind}-src"] == f"'sha256-{digest}'"
+            assert "Access-Control-Allow-Origin" not in headers
+            assert re.findall(r"https?://[^\s\"'`$]+", text) == ["http://www.w3.org/2000/svg"]
+            assert not re.search(r"@import|\bsrc=|<link rel=\"(?!icon)|\bstyle=|\bon\w+=\"", text)
+
+    asyncio.run(main())
+
+
+def test_name_that_an_attacker_may_own_reads_nothing_but_the_probe(tmp_path: Path):
+    """Goal: DNS rebinding shows nothing of a pod. Method: every path with a foreign Host."""
+
+    async def main() -> None:
+        async with page_of(tmp_path) as address, aiohttp.ClientSession() as session:
+            for path, status in (("", 421), ("ui", 421), ("stream", 421), ("live", 200)):
+                headers = {"Host": "attacker.example"}
+                async with session.get(f"{address}{path}", headers=headers) as answer:
+                    assert answer.status == status
+                    if status != 200:
+                        assert (await answer.json())["error"]["code"] == "service.unknown_host"
+
+    asyncio.run(main())
+
+
+def test_stream_says_what_is_known_what_happened_and_which_part_is_gone(tmp_path: Path):
+    """Goal: one stream has all parts; a missing one is named. Method: a lock server alone, killed
+    while the stream is read, and started again."""
+    tmp_path.chmod(0o700)
+    server = ServerProcess(str(tmp_path))
+    server.start()
+
+    async def main() -> None:
+        async with (
+            page_of(tmp_path) as address,
+            aiohttp.ClientSession() as session,
+            session.get(f"{address}stream") as answer,
+            asyncio.timeout(60),
+        ):
+            assert "Access-Control-Allow-Origin" not in answer.headers
+
+            async def until_said(wanted: Callable[[dict[str, Any]], Any]) -> None:
+                async for line in answer.content:
+                    if line.startswith(b"data: ") and wanted(json.loads(line[6:])):
+                        return
+                raise AssertionError("the stream has ended")
+
+            await until_said(lambda said: said.get("event", {}).get("type") == "lockserver.started")
+            await until_said(lambda said: said["part"] == "lockserver" and said.get("status"))
+            server.kill()
+            await until_said(lambda said: said.get("error"))
+            server.start()
+            await until_said(lambda said: said.get("status"))
+
+    with contextlib.closing(server):
+        asyncio.run(main())
+
+
+@pytest.mark.slow
+@needs_chromium
+def test_page_follows_deaths_without_a_reload(home: PodHome, tmp_path: Path):
+    """Goal: the page follows deaths live. Method: a real pod and a real browser; kill the active
+    engine's supervisor and the memory server; the other engine's card turns active, then the pod is
+    complete again."""
+
+    async def scenario(pod: Pod) -> None:
+        whole = await pod.whole()
+        (other,) = whole.standbys
+        async with page_of(pod.directory) as address, tab(tmp_path) as page:
+            await page.go(address)
+            await page.evaluate("window.wasHere = true")
+            await page.wait("document.getElementById('soundness').textContent === 'healthy'")
+            await page.wait(
+                "document.getElementById('cards').textContent.includes('streams: exact')"
+            )
+            # Each line of a card is of a part that answers by itself.
+            await page.wait(
+                "[...document.querySelectorAll('#cards .card')].filter((card) => "
+                "[...card.querySelectorAll('dt')].some((term) => term.textContent === 'memory'))"
+                ".length === 2"
+            )
+            await page.wait(
+                "[...document.querySelectorAll('#cards .card')].some((card) => "
+                "card.textContent.includes('in flight0waiting'))"
+            )
+            found = await cards(page)
+            assert found[whole.engine][0] == "active"
+            assert found[other][0] == "standby"
+            state, lock = found["lock active"]
+            assert (state, lock["holder"], lock["token"]) == (
+                "held",
+                whole.engine,
+                str(whole.token),
+            )
+            assert lock["waiters"] == other
+            assert found[whole.engine][1]["device"] == "HOST-0"
+            state, gateway = found["gateway"]
+            assert (state, gateway["in flight"], gateway["parked"]) == ("accepting", "0", "0")
+            assert gateway["engine"] == f"{whole.engine}, streams: exact"
+            memory = found[whole.engine][1]["memory"]
+            assert re.fullmatch(r"weights [\d.]+ [KM]iB, KV [\d.]+ [KM]iB", memory)
+            assert found[other][1]["memory"] == f"{memory} once it serves"
+            bar = await page.evaluate(
+                "document.querySelector('#devices .memory').getAttribute('aria-label')"
+            )
+            assert bar.startswith("weights ")
+            assert f"KV cache {memory.partition('KV ')[2]}, free" in bar  # one cache, not two
+
+            old = await pod.memory()
+            kill(pod.pid(whole.engine), pod.gms_server())  # a supervisor and a memory server
+            states = f"transitions.filter((each) => each.lane === '{whole.engine}')"
+            await page.wait(f"{states}.some((each) => each.state === 'gone')")
+            await page.wait(_serves(other))
+            await page.wait(
+                "[...document.querySelectorAll('#rows tr')].some((row) => "
+                f"row.textContent.includes('active lock granted to {other}'))"
+            )
+            await page.wait("document.getElementById('soundness').textContent === 'healthy'")
+            found = await cards(
+                page
+            )  # each card needs its own part's answer, so not all are there earlier
+            assert found["lock active"][1]["holder"] == other
+            assert int(found["lock active"][1]["token"]) > whole.token
+            assert found[whole.engine][0] == "standby"
+            assert f"{other} active" in await page.evaluate(
+                "document.querySelector('#timeline svg').getAttribute('aria-label')"
+            )
+
+            for said in ("dead → init: launched as", f"epoch {old['epoch']} is back from"):
+                await page.wait(f"document.getElementById('rows').textContent.includes('{said}')")
+            for wide in (1400, 600):  # nothing is wider than the window, no card fills a row alone
+                await page.tell(
+                    "Emulation.setDeviceMetricsOverride",
+                    width=wide,
+                    height=900,
+                    deviceScaleFactor=1,
+                    mobile=False,
+                )
+                assert await page.evaluate(
+                    "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
+                )
+                widths = await page.evaluate(
+                    "[...document.querySelectorAll('#cards .card')].map((each) => each.clientWidth)"
+                )
+                assert max(widths) - min(widths) <= 1
+            assert await page.evaluate("window.wasHere")
+            assert page.errors == []
+            assert page.hosts() == {"127.0.0.1"}
+
+    home.run(scenario)
+
+
+def _serves(engine: str) -> str:
+    return (
+        "[...document.querySelectorAll('#cards .card')].some((card) => card.dataset.state === "
+        f"'active' && card.querySelector('.name').textContent === '{engine}')"
+    )

@@ -1,0 +1,238 @@
+"""`understudy ui`: one page for all parts of a pod, and the one stream of events that it reads.
+
+Each part is watched over its Unix socket. The stream has what was learned last of each part, the
+kept events, and then everything new; a page that reconnects is told all of it again. The page only
+reads, runs only the script that it contains, and connects only to where it came from. Requests must
+name a host that no attacker can own (`plumbing.service.hosts`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import re
+from collections.abc import AsyncGenerator, Iterable
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from engine import messages as engine_messages
+from gateway import messages as gateway_messages
+from gms.client import messages as gms_messages
+from lockserver.client import messages as lock_messages
+from plumbing.part.observe import EventMsg, WatchMsg
+from plumbing.part.peers import PeerWatch
+from plumbing.service import notify
+from plumbing.service.hosts import KnownHosts, bind
+from plumbing.service.signals import until_ended
+from plumbing.text import to_json
+from plumbing.wire.messages import Message
+from understudy.status.events import watched_parts
+from understudy.status.gather import PodPart, status_of
+
+PAGE = Path(__file__).parent / "page.html"
+KINDS = {
+    lock_messages.CATALOGUE: "lockserver",
+    gms_messages.CATALOGUE: "gms",
+    engine_messages.CONTROL: "engine",
+    gateway_messages.CONTROL: "gateway",
+}
+PARTS_MAX = 64
+EVENTS_MAX = 2000  # of all parts, some 300 bytes each, and told to each new page
+QUEUE_MAX = 4000  # lines that wait for one page; one that reads more slowly begins anew
+READERS_MAX = 32
+RESCAN_S = 1.0
+POLL_S = 2.0
+SETTLE_S = 0.03  # after an event, so that a burst of them costs one question
+ANSWER_S = 3.0
+HEARTBEAT_S = 15.0  # below the 30 to 60 s after which proxies cut a silent connection
+_INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
+
+
+def policy_of(page: str) -> dict[str, str]:
+    """The headers of `page`: only what is in it runs, and it connects only to its own origin."""
+    found: dict[str, list[str]] = {"script": [], "style": []}
+    for kind, content in _INLINE.findall(page):
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        found[kind].append(f"'sha256-{digest}'")
+    policy = (
+        "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+        f"script-src {' '.join(found['script'])}",
+        f"style-src {' '.join(found['style'])}",
+        "connect-src 'self'",
+        "img-src data:",  # an empty icon, or the browser requests one
+    )
+    return {
+        "Content-Security-Policy": "; ".join(policy),
+        "Cache-Control": "no-cache",  # after an upgrade the new page is shown
+        "Referrer-Policy": "no-referrer",
+        "X-Content-Type-Options": "nosniff",
+    }
+
+
+class Followed:
+    """One part: its status, asked again and again, and its events."""
+
+    def __init__(self, part: PodPart, kind: str, hub: Hub) -> None:
+        self._part, self._hub = part, hub
+        self.said: dict[str, Any] = {"part": part.name, "kind": kind, "status": None, "error": None}
+        self._is_due = asyncio.Event()
+        self._watch = PeerWatch(
+            part.path, part.catalogue, WatchMsg(0), self._received, self._is_due.set
+        )
+        self._asking = asyncio.create_task(self._ask())
+
+    async def close(self) -> None:
+        self._asking.cancel()
+        await asyncio.gather(self._asking, return_exceptions=True)
+        await self._watch.close()
+
+    def _received(self, message: Message) -> None:
+        if isinstance(message, EventMsg):
+            self._hub.happened(self._part.name, message.record)
+        self._is_due.set()
+
+    async def _ask(self) -> None:
+        while True:
+            self._is_due.clear()
+            status = await status_of(self._part, ANSWER_S)
+            error = status.get("error")
+            self.said |= {"status": None if error else status, "error": error}
+            self._hub.tell(self.said)
+            await asyncio.sleep(SETTLE_S if error is None else POLL_S / 4)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(POLL_S):
+                    await self._is_due.wait()
+
+
+class Hub:
+    """What is known of the pod in `directory`, and the pages that are told."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._parts: dict[str, Followed] = {}
+        self._events: dict[tuple[str, int, str], dict[str, Any]] = {}  # oldest first
+        self._readers: set[asyncio.Queue[str]] = set()
+
+    async def run(self) -> None:
+        """Follow every part that has or had a socket, until cancelled."""
+        try:
+            while True:
+                for part in watched_parts(self._directory):
+                    if part.path not in self._parts and len(self._parts) < PARTS_MAX:
+                        kind = KINDS.get(part.catalogue, "pool")
+                        self._parts[part.path] = Followed(part, kind, self)
+                await asyncio.sleep(RESCAN_S)
+        finally:
+            for each in self._parts.values():
+                await each.close()
+
+    def happened(self, part: str, record: dict[str, Any]) -> None:
+        """Keep and tell an event, unless it is known: a part says all of them to each watch."""
+        key = (part, record["id"], record["ts"])
+        if key in self._events:
+            return
+        self._events[key] = said = {"part": part, "event": record}
+        if len(self._events) > EVENTS_MAX:
+            del self._events[next(iter(self._events))]
+        self.tell(said)
+
+    def tell(self, said: dict[str, Any]) -> None:
+        line = to_json(said)
+        for queue in tuple(self._readers):
+            try:
+                queue.put_nowait(line)
+            except asyncio.QueueFull:
+                self._readers.discard(queue)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._readers) >= READERS_MAX
+
+    async def lines(self) -> AsyncGenerator[str]:
+        """What is known, what happens, and an empty line when nothing does; ends for a reader that
+        is too slow."""
+        queue: asyncio.Queue[str] = asyncio.Queue(QUEUE_MAX)
+        self._readers.add(queue)
+        try:
+            for said in ([each.said for each in self._parts.values()], [*self._events.values()]):
+                for each in said:
+                    yield to_json(each)
+            while queue in self._readers:
+                try:
+                    async with asyncio.timeout(HEARTBEAT_S):
+                        yield await queue.get()
+                except TimeoutError:
+                    yield ""
+        finally:
+            self._readers.discard(queue)
+
+
+def application(hub: Hub, allowed_hosts: Iterable[str] = ()) -> web.Application:
+    """`/` is the page, `/stream` what it reads, `/live` the probe."""
+    page, known = PAGE.read_text(), KnownHosts(allowed_hosts)
+    headers = policy_of(page)
+
+    @web.middleware
+    async def only_known(request: web.Request, handler: Any) -> web.StreamResponse:
+        error = known.refusal(request.headers.get("Host"))
+        if error is not None and request.path != "/live":
+            return web.json_response({"error": error.to_dict()}, status=421)
+        answer: web.StreamResponse = await handler(request)
+        return answer
+
+    async def show(request: web.Request) -> web.StreamResponse:
+        return web.Response(text=page, content_type="text/html", headers=headers)
+
+    async def live(request: web.Request) -> web.StreamResponse:
+        return web.json_response({"ok": True, "reason": "running"})
+
+    async def stream(request: web.Request) -> web.StreamResponse:
+        if hub.is_full:
+            return web.Response(status=503, text=f"{READERS_MAX} pages are open, the limit\n")
+        answer = web.StreamResponse(
+            headers={
+                "Content-Type": "text/event-stream; charset=utf-8",
+                "Cache-Control": "no-cache",
+                "X-Accel-Buffering": "no",  # nginx would keep the events until its buffer is full
+            }
+        )
+        await answer.prepare(request)
+        with contextlib.suppress(ConnectionError):
+            async with contextlib.aclosing(hub.lines()) as lines:
+                async for line in lines:
+                    await answer.write(f"data: {line}\n\n".encode() if line else b": idle\n\n")
+        return answer
+
+    app = web.Application(middlewares=[only_known])
+    app.router.add_get("/", show)
+    app.router.add_get("/ui", show)
+    app.router.add_get("/live", live)
+    app.router.add_get("/stream", stream)
+    return app
+
+
+async def run(directory: Path, host: str, port: int, allowed_hosts: Iterable[str] = ()) -> None:
+    """Serve the page until SIGTERM or SIGINT.
+
+    Raises:
+        UnderstudyError: `service.port_in_use`.
+        UsageError: `service.cannot_bind`.
+    """
+    socks = bind(host, port)
+    hub = Hub(directory)
+    following = asyncio.create_task(hub.run())
+    runner = web.AppRunner(application(hub, allowed_hosts), access_log=None, shutdown_timeout=0)
+    try:
+        await runner.setup()
+        for sock in socks:
+            await web.SockSite(runner, sock).start()
+        notify.ready()
+        await until_ended(following)
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+        await runner.cleanup()
