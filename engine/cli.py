@@ -17,14 +17,22 @@ from engine.messages import CONTROL, LeaveMsg, OkMsg
 from engine.supervisor.pool_place import place_in_pool, placed
 from engine.supervisor.settings import OPTIONS, PORT_FIRST, EngineSettings, settle
 from plumbing.errors import UnreachableError, WaitTimeoutError
-from plumbing.part.cli import ANSWER_TIMEOUT_S, Look, ask_status, json_flag, show_status, watch_flag
-from plumbing.part.format import duration
-from plumbing.part.paths import engine_socket, engine_state, runtime_dir, socket_path
+from plumbing.pod.cli import (
+    ANSWER_TIMEOUT_S,
+    Look,
+    ask_status,
+    json_flag,
+    options,
+    run_async,
+    show_status,
+    watch_flag,
+)
+from plumbing.pod.paths import engine_socket, engine_state, runtime_dir, socket_path
 from plumbing.service import log
-from plumbing.service.cli import options, run_async
 from plumbing.service.config import Option, Resolved
 from plumbing.service.files import read_json
 from plumbing.service.process import arm_from_environment
+from plumbing.text import duration
 from plumbing.wire.blocking import BlockingClient
 
 DRAIN_TIMEOUT_S = 60.0  # more than the drain and reap budgets together

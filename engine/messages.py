@@ -12,12 +12,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
-from plumbing.part.observe import EventMsg as EventMsg
-from plumbing.part.observe import StatusMsg as StatusMsg
-from plumbing.part.observe import StatusReplyMsg as StatusReplyMsg
-from plumbing.part.observe import WatchMsg as WatchMsg
-from plumbing.part.tier import AmMsg as AmMsg
-from plumbing.part.tier import ShallMsg as ShallMsg
+from plumbing.pod.messages import EngineReportMsg as EngineReportMsg
+from plumbing.pod.messages import EventMsg as EventMsg
+from plumbing.pod.messages import SetGoalMsg as SetGoalMsg
+from plumbing.pod.messages import StatusMsg as StatusMsg
+from plumbing.pod.messages import StatusReplyMsg as StatusReplyMsg
+from plumbing.pod.messages import WatchMsg as WatchMsg
 from plumbing.wire.messages import Catalogue, Message
 
 INT64_MAX = 2**63 - 1
@@ -43,7 +43,8 @@ class WakeMsg(Message, frozen=True, tag="wake"):
     must not accept before `serve`.
 
     `is_behind_gateway`: it is the engine's private socket, and the backend obeys the headers and
-    paths of `plumbing.hop`, which are the gateway's. Otherwise clients connect to it themselves.
+    paths of `plumbing.gateway_protocol`, which are the gateway's. Otherwise clients connect to it
+    themselves.
     """
 
     FDS = (1, 1)
@@ -158,9 +159,10 @@ class PreparedMsg(Message, frozen=True, tag="prepared"):
     """Weights in place and everything ready but the KV cache, whose size is `kv_bytes`.
 
     `warnings` are for users: settings that work, at a cost they may not expect. `continuation` is
-    `continuation_id` of `plumbing.hop.Hello`: streams continue only at an engine with an equal one.
-    It is empty where none can be continued. `can_rest`: it can be asked to `rest`; `can_offload`:
-    also to `place_weights`; if not, `cannot_offload` may have the reason, as part of a sentence.
+    `continuation_id` of `plumbing.gateway_protocol.Hello`: streams continue only at an engine with
+    an equal one. It is empty where none can be continued. `can_rest`: it can be asked to `rest`;
+    `can_offload`: also to `place_weights`; if not, `cannot_offload` may have the reason, as part
+    of a sentence.
     """
 
     weights_bytes: Count
@@ -286,5 +288,5 @@ class KillingMsg(Message, frozen=True, tag="killing"):
 CONTROL = Catalogue(
     *(RegisterMsg, RegisteredMsg, MayLoadMsg, LoadMsg, AttachedMsg, BrokenMsg, LeftoverMsg, OkMsg),
     *(StatusMsg, StatusReplyMsg, WatchMsg, EventMsg, LeaveMsg, KillMsg, KillingMsg),
-    *(ShallMsg, AmMsg),
+    *(SetGoalMsg, EngineReportMsg),
 )

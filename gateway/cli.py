@@ -10,17 +10,18 @@ import click
 from gateway.messages import CONTROL, ChildRestartedMsg, RestartChildMsg
 from gateway.supervisor.settings import DIR, OPTIONS, GatewaySettings, settle
 from plumbing.errors import UnderstudyError, UnreachableError, WaitTimeoutError
-from plumbing.part.cli import (
+from plumbing.pod.cli import (
     Look,
     ask_status,
     json_flag,
+    options,
     print_events,
+    run_async,
     show_status,
     watch_flag,
 )
-from plumbing.part.paths import gateway_socket
+from plumbing.pod.paths import gateway_socket
 from plumbing.service import log
-from plumbing.service.cli import options, run_async
 from plumbing.service.config import Resolved
 from plumbing.service.process import arm_from_environment
 from plumbing.text import to_json

@@ -17,11 +17,11 @@ from msgspec import Meta, Struct, field
 
 from gateway.core.lane_events import QUEUE_MAX, LaneRules
 from gateway.core.rest_events import GatewayDoor
-from plumbing.hop import Continuation
-from plumbing.part.observe import EventMsg as EventMsg
-from plumbing.part.observe import StatusMsg as StatusMsg
-from plumbing.part.observe import StatusReplyMsg as StatusReplyMsg
-from plumbing.part.observe import WatchMsg as WatchMsg
+from plumbing.gateway_protocol import Continuation
+from plumbing.pod.messages import EventMsg as EventMsg
+from plumbing.pod.messages import StatusMsg as StatusMsg
+from plumbing.pod.messages import StatusReplyMsg as StatusReplyMsg
+from plumbing.pod.messages import WatchMsg as WatchMsg
 from plumbing.wire.messages import Catalogue, Message
 from pool.core.events import ModelDemand
 from pool.messages import PooledModel

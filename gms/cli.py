@@ -24,11 +24,10 @@ from gms.shortage import check_room, reported_at_start
 from gms.vmm.host import HostMemory
 from gms.vmm.interface import DeviceMemory
 from plumbing.errors import UnreachableError, UsageError
-from plumbing.part import paths
-from plumbing.part.cli import Look, json_flag, show_status, watch_flag
-from plumbing.part.device_names import write_device_names
-from plumbing.part.models import device_of, model_names, place_of
-from plumbing.service.cli import options, run_async
+from plumbing.pod import paths
+from plumbing.pod.cli import Look, json_flag, options, run_async, show_status, watch_flag
+from plumbing.pod.gms_files import write_device_names
+from plumbing.pod.models import device_of, model_names, place_of
 from plumbing.service.config import Resolved
 from plumbing.service.log import configure
 from plumbing.service.process import arm_from_environment

@@ -16,10 +16,10 @@ from gms.messages import BYTES_MAX, DETAIL_LENGTH_MAX, WAIT_MS_MAX
 from gms.messages import InspectMsg as InspectMsg
 from gms.messages import InspectReplyMsg as InspectReplyMsg
 from gms.messages import WaitingMsg as WaitingMsg
-from plumbing.part.observe import EventMsg as EventMsg
-from plumbing.part.observe import StatusMsg as StatusMsg
-from plumbing.part.observe import StatusReplyMsg as StatusReplyMsg
-from plumbing.part.observe import WatchMsg as WatchMsg
+from plumbing.pod.messages import EventMsg as EventMsg
+from plumbing.pod.messages import StatusMsg as StatusMsg
+from plumbing.pod.messages import StatusReplyMsg as StatusReplyMsg
+from plumbing.pod.messages import WatchMsg as WatchMsg
 from plumbing.wire.limits import FDS_PER_FRAME_MAX
 from plumbing.wire.messages import Catalogue, Message, messages_in
 

@@ -13,10 +13,10 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from gms.manifest import SLABS_MAX
-from plumbing.part.observe import EventMsg as EventMsg
-from plumbing.part.observe import StatusMsg as StatusMsg
-from plumbing.part.observe import StatusReplyMsg as StatusReplyMsg
-from plumbing.part.observe import WatchMsg as WatchMsg
+from plumbing.pod.messages import EventMsg as EventMsg
+from plumbing.pod.messages import StatusMsg as StatusMsg
+from plumbing.pod.messages import StatusReplyMsg as StatusReplyMsg
+from plumbing.pod.messages import WatchMsg as WatchMsg
 from plumbing.wire.limits import FDS_PER_FRAME_MAX, MANIFEST_FRAME_BYTES_MAX
 from plumbing.wire.messages import Catalogue, Message, messages_in
 

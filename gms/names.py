@@ -10,10 +10,10 @@ import os
 import re
 
 from plumbing.errors import UsageError
-from plumbing.part import paths
-from plumbing.part.models import NAME_PATTERN, device_of
-from plumbing.part.paths import KV as KV
-from plumbing.part.paths import WEIGHTS as WEIGHTS
+from plumbing.pod import paths
+from plumbing.pod.models import NAME_PATTERN, device_of
+from plumbing.pod.paths import KV as KV
+from plumbing.pod.paths import WEIGHTS as WEIGHTS
 
 OFFLOAD = "OFFLOAD-"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from plumbing.part import paths
+from plumbing.pod import paths
 from plumbing.service.config import Option
 
 DIRECTORY = Option("dir", str, paths.DIRECTORY, "The directory that the pod's processes share.")

@@ -9,9 +9,8 @@ import os
 import resource
 from collections.abc import Iterator
 
-from plumbing.errors import UnderstudyError
-from plumbing.part.restarts import SHORTAGE_EXIT_CODE, SHORTAGES
-from plumbing.shortage import explain, is_disk_fault
+from plumbing.errors import UnderstudyError, explain_shortage, is_disk_fault
+from plumbing.pod.supervision import SHORTAGE_EXIT_CODE, SHORTAGES
 
 # What a server opens until it serves (14), and a first writer. With less, libuv aborts the process
 # and uvloop raises what nobody can read, so the room is checked before.
@@ -48,7 +47,7 @@ def exhausted(error: UnderstudyError) -> UnderstudyError:
     number = shortage_in(error.__cause__)
     if number is None or error.code == "gms.device_full":
         return error
-    why = explain(number, "the memory service")
+    why = explain_shortage(number, "the memory service")
     return UnderstudyError("gms.server_exhausted", f"{why}. It failed at: {error.message}")
 
 
@@ -81,7 +80,7 @@ def reported_at_start() -> Iterator[None]:
         number = shortage_in(error)
         if number is None and not is_disk_fault(error):
             raise
-        why = getattr(error, "message", str(error)) if number is None else explain(number)
+        why = getattr(error, "message", str(error)) if number is None else explain_shortage(number)
         raise StartShortageError(
             "gms.server_exhausted", f"this server cannot start: {why}"
         ) from error

@@ -26,7 +26,7 @@ from hack import gateway_load as ends
 from hack import rig
 from hack.gateway_load import Seen, one_by_one, request, stream
 from hack.processes import ServerProcess, Usage
-from plumbing.part.paths import engine_http_socket
+from plumbing.pod.paths import engine_http_socket
 from plumbing.service import procfs
 from plumbing.service.clock import SystemClock
 from plumbing.service.process import raise_fd_limit

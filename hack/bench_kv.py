@@ -25,8 +25,8 @@ from typing import Any
 from engine.messages import CONTROL
 from hack import rig
 from plumbing.errors import UnderstudyError
-from plumbing.part.paths import engine_sockets
-from plumbing.part.peers import ask
+from plumbing.pod.observers import ask
+from plumbing.pod.paths import engine_sockets
 from understudy.drill.clients import Target, send
 from understudy.drill.killer import Whole
 from understudy.drill.records import End, Exchange, Prompt, kill_request

@@ -30,7 +30,7 @@ from hack.lock_holder import HOLDERS, LARGE_MIB
 from hack.processes import LockServer, ProcessError, ReportingProcess, until
 from lockserver import witness
 from lockserver.client import LockCallbacks, LockClient
-from plumbing.part.paths import lockserver_socket
+from plumbing.pod.paths import lockserver_socket
 from plumbing.service.files import SlotFile, SlotFormat
 
 MEMORY = "/dev/shm"

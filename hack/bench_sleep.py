@@ -24,7 +24,7 @@ from hack import rig
 from hack.standing_pod import StandingPod
 from hack.vllm.pod import make_pod, model_of
 from plumbing.errors import RemoteError
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 from understudy.drill.clients import clock, send, stream_without_pause
 from understudy.drill.outcomes import classify
 from understudy.drill.records import Exchange, Outcome

@@ -44,7 +44,7 @@ from hack.rig import ROOT, commit, machine
 from hack.standing_pod import StandingPod
 from hack.vllm.stock import Question, Stock, measure
 from plumbing.errors import UnderstudyError
-from plumbing.service.cli import INTERRUPTED, run_async
+from plumbing.pod.cli import INTERRUPTED, run_async
 from plumbing.service.signals import SignalInbox
 from understudy.drill.clients import Target
 from understudy.drill.prompts import write_expected

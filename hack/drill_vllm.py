@@ -39,10 +39,10 @@ from hack.vllm.figures import Figures, look_at, private_bytes, workers_below
 from hack.vllm.pod import environment, make_pod, model_of, temporary
 from hack.vllm.stock import Question, Speed, Stock, measure
 from plumbing.errors import UnderstudyError, UsageError
-from plumbing.part.format import size
-from plumbing.service.cli import INTERRUPTED, fail, run_async
+from plumbing.pod.cli import INTERRUPTED, fail, run_async
 from plumbing.service.config import Option, Resolved, resolve
 from plumbing.service.signals import SignalInbox
+from plumbing.text import size
 from understudy.cli.settings import DRILL_OPTIONS
 from understudy.drill.clients import Target
 from understudy.drill.page import check_destination

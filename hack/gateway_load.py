@@ -25,7 +25,7 @@ from typing import Any, cast
 
 import uvloop
 
-from plumbing import hop
+from plumbing import gateway_protocol as hop
 from plumbing.service.process import arm_from_environment, raise_fd_limit
 
 ENGINE, TOKEN = "engine-0", 7  # what the upstream calls itself, and the grant that it answers under

@@ -25,7 +25,7 @@ import uvloop
 
 from lockserver import witness
 from lockserver.client import LockCallbacks, LockClient
-from plumbing.part.paths import lockserver_socket
+from plumbing.pod.paths import lockserver_socket
 from plumbing.service.process import arm_from_environment, die_with_parent
 
 LARGE_MIB = 256  # enough that a process visibly takes longer to die than the grant takes

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 from hack import rig
 from plumbing.errors import UnderstudyError, WaitTimeoutError
-from plumbing.part.paths import pool_socket
-from plumbing.part.peers import PeerWatch, ask
+from plumbing.pod.observers import PeerWatch, ask
+from plumbing.pod.paths import pool_socket
 from plumbing.wire.messages import Message
 from pool import messages as msg
 from pool.core.events import Order

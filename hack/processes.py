@@ -23,7 +23,7 @@ from gms.client import Reader, Writer, open_session
 from hack.rig import ROOT
 from lockserver import messages as lock_messages
 from plumbing.errors import UnderstudyError
-from plumbing.part.paths import lockserver_socket
+from plumbing.pod.paths import lockserver_socket
 from plumbing.service import procfs
 from plumbing.service.process import parent_environment
 from plumbing.wire.blocking import BlockingClient

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from plumbing.errors import UnderstudyError, WaitTimeoutError
-from plumbing.service.cli import INTERRUPTED, fail, run_async
+from plumbing.pod.cli import INTERRUPTED, fail, run_async
 from plumbing.service.signals import SignalInbox
 from understudy import host
 from understudy.drill.clients import clock

@@ -14,12 +14,11 @@ from pathlib import Path
 from engine.core.events import State
 from engine.messages import CONTROL
 from plumbing.errors import RemoteError, UnreachableError, WaitTimeoutError
-from plumbing.part.paths import engine_socket
-from plumbing.part.tier import AmMsg, ShallMsg, Tier
-from plumbing.wire.connection import Connection, Handler
+from plumbing.pod.messages import EngineReportMsg, SetGoalMsg, Tier
+from plumbing.pod.paths import engine_socket
+from plumbing.wire.connection import Connection, Handler, connect
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import FaultMsg, Message
-from plumbing.wire.unix_connection import connect
 from understudy.drill.clients import Target, clock
 from understudy.drill.run import Drill
 from understudy.status.gather import engine_parts
@@ -33,9 +32,9 @@ class EngineTiers(Handler):
 
     def __init__(self, engine: str) -> None:
         self.engine = engine
-        self.reports: list[tuple[float, AmMsg]] = []
+        self.reports: list[tuple[float, EngineReportMsg]] = []
         self._changed = asyncio.Event()
-        self._answers: dict[int, asyncio.Future[AmMsg]] = {}
+        self._answers: dict[int, asyncio.Future[EngineReportMsg]] = {}
         self._end = ""
         self._conn: Connection
 
@@ -62,7 +61,7 @@ class EngineTiers(Handler):
         """
         number = len(self._answers) + 1
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
-        self._conn.send(ShallMsg(goal, BY), number)
+        self._conn.send(SetGoalMsg(goal, BY), number)
         try:
             async with asyncio.timeout(CHANGE_S):
                 await answer
@@ -91,7 +90,9 @@ class EngineTiers(Handler):
             "be offloaded",
         )
 
-    async def _until(self, is_so: Callable[[AmMsg], bool], since_ms: float, what: str) -> float:
+    async def _until(
+        self, is_so: Callable[[EngineReportMsg], bool], since_ms: float, what: str
+    ) -> float:
         try:
             async with asyncio.timeout(CHANGE_S):
                 while True:
@@ -118,7 +119,7 @@ class EngineTiers(Handler):
         close_all(fds)
         answer = self._answers.get(request_id)
         match message:
-            case AmMsg():
+            case EngineReportMsg():
                 self.reports.append((clock.now_ms(), message))
                 if answer is not None and not answer.done():
                     answer.set_result(message)

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Sequence
 
 from plumbing.errors import UnderstudyError, UsageError
-from plumbing.wire.tcp.address import SCHEME, TcpAddress
+from plumbing.wire.tcp_address import SCHEME, TcpAddress
 
 DAYS = 3650  # replacing the CA restarts everything; who wants short lives has a certificate manager
 DEADLINE_S = 60.0  # openssl waits for entropy on a machine that has just started

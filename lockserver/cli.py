@@ -16,25 +16,27 @@ from plumbing.errors import (
     UsageError,
     WaitTimeoutError,
 )
-from plumbing.part.cli import (
+from plumbing.pod.cli import (
     ANSWER_TIMEOUT_S,
+    INTERRUPTED,
     Look,
     ask_status,
     json_flag,
+    options,
     print_events,
+    run_async,
     show_status,
     watch_flag,
 )
-from plumbing.part.format import duration
-from plumbing.part.models import model_names
-from plumbing.part.paths import DIRECTORY, lockserver_socket, runtime_dir
-from plumbing.service.cli import INTERRUPTED, options, run_async
+from plumbing.pod.models import model_names
+from plumbing.pod.paths import DIRECTORY, lockserver_socket, runtime_dir
 from plumbing.service.config import Option, Resolved
 from plumbing.service.hosts import ALLOWED_HOST
+from plumbing.text import duration
 
 if TYPE_CHECKING:
-    from plumbing.wire.tcp.address import TcpAddress
-    from plumbing.wire.tcp.security import Security
+    from plumbing.wire.tcp import Security
+    from plumbing.wire.tcp_address import TcpAddress
 
 SWITCHED, ALREADY_ACTIVE = "switched", "already_active"
 
@@ -45,7 +47,7 @@ DIR = Option("dir", str, DIRECTORY, "The directory that the pod's processes shar
 
 
 def _tcp(text: str) -> TcpAddress:
-    from plumbing.wire.tcp.address import TcpAddress
+    from plumbing.wire.tcp_address import TcpAddress
 
     return TcpAddress.parse(text)
 
@@ -173,7 +175,7 @@ def serve(config: Resolved) -> None:
 
 def _security(config: Resolved) -> Security:
     """How members authenticate; an impossible combination is a `UsageError`."""
-    from plumbing.wire.tcp.security import settle
+    from plumbing.wire.tcp import settle
 
     if config["service"]:
         raise UsageError(

@@ -13,7 +13,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from plumbing.shortage import is_shortage
+from plumbing.errors import is_shortage
 
 
 def stat_file(path: str) -> os.stat_result | None:

@@ -15,10 +15,10 @@ from typing import Annotated
 
 from msgspec import Meta, field
 
-from plumbing.part.observe import EventMsg as EventMsg
-from plumbing.part.observe import StatusMsg as StatusMsg
-from plumbing.part.observe import StatusReplyMsg as StatusReplyMsg
-from plumbing.part.observe import WatchMsg as WatchMsg
+from plumbing.pod.messages import EventMsg as EventMsg
+from plumbing.pod.messages import StatusMsg as StatusMsg
+from plumbing.pod.messages import StatusReplyMsg as StatusReplyMsg
+from plumbing.pod.messages import WatchMsg as WatchMsg
 from plumbing.wire.messages import Catalogue, Message, messages_in
 
 TOKEN_CLAIMED_MAX = 2**62  # leaves room above any claim, so that a bogus one cannot exhaust tokens
@@ -43,10 +43,10 @@ class WantMsg(Message, frozen=True, tag="want"):
     `incarnation` and `witness` are None between two launches; what was named before has then been
     reaped. `tokens`: what it believes it holds. `services` names the locks whose listening
     sockets are handed back with this message, one fd each, in that order. `continuation`: the id of
-    what this incarnation would continue streams with (`plumbing.hop.Hello`); "" if it cannot.
-    `over`: by fenced lock, the token under which this incarnation has handed it over in place: no
-    process of it accepts or maps KV memory under that token, ever again. Said for the rest of its
-    life, also while it waits for the lock anew.
+    what this incarnation would continue streams with (`plumbing.gateway_protocol.Hello`); "" if it
+    cannot. `over`: by fenced lock, the token under which this incarnation has handed it over in
+    place: no process of it accepts or maps KV memory under that token, ever again. Said for the
+    rest of its life, also while it waits for the lock anew.
     `is_leaving`: this supervisor was told to end. It keeps what it holds and is granted nothing.
     `succeeds`: the token of a holder that was told to end, as this supervisor has heard, while
     itself it was not; 0 if there is none.

@@ -37,9 +37,8 @@ from dataclasses import dataclass, replace
 from lockserver import witness
 from lockserver.core.events import Holder, LockRecord
 from lockserver.messages import NO_ERA
-from plumbing.errors import UnderstudyError
+from plumbing.errors import UnderstudyError, is_shortage
 from plumbing.service.files import FILE_BYTES, SLOT_BYTES, SlotFile, SlotFormat, put_aside
-from plumbing.shortage import is_shortage
 
 __all__ = ["FILE_BYTES", "NAME", "SLOT_BYTES", "LoadedRecord", "LockStateFile", "read"]
 

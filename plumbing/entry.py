@@ -27,7 +27,7 @@ def _run(module: str) -> None:
         if is_ours:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         # The command has imported it already.
-        import_module("plumbing.service.cli").run_command(main)
+        import_module("plumbing.pod.cli").run_command(main)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     finally:

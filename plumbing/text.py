@@ -1,15 +1,64 @@
-"""Names that are not UTF-8, made printable: what every way out of a process has in common.
+"""Values as text: durations, sizes and tables in one style, and names that are not UTF-8.
 
-A name of a file is any bytes. Python keeps those that are not UTF-8 as lone surrogates, with which
-a path still works, and which no frame, JSON document or terminal accepts. Shown to others they
-become `\\xff`; a path that others must open has to be sent as bytes.
+A file name is any bytes. Python keeps the bytes that are not UTF-8 as lone surrogates: a path with
+them still works, but no frame, JSON document or terminal accepts them. Text for others shows them
+as `\\xff`; a path that another process must open is sent as bytes.
 """
 
 from __future__ import annotations
 
 import codecs
 import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import Any
+
+
+def duration(ms: float) -> str:
+    """`350 ms`, `2.5s`, `12s`, `4m05s`, `3h12m`, `2d5h`."""
+    if ms < 1000:
+        return f"{max(0, ms):.0f} ms"
+    if ms < 10_000:
+        return f"{int(ms / 100) / 10:g}s"
+    seconds = int(ms / 1000)
+    days, rest = divmod(seconds, 86400)
+    hours, rest = divmod(rest, 3600)
+    minutes, seconds = divmod(rest, 60)
+    if days:
+        return f"{days}d{hours}h"
+    if hours:
+        return f"{hours}h{minutes:02d}m"
+    return f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
+
+
+def since(value: str | None, now: datetime) -> str:
+    """`3h12m`, in whole seconds, from an RFC 3339 time; `-` if there is none."""
+    try:
+        moment = datetime.fromisoformat(value or "")
+    except ValueError:
+        return "-"
+    seconds = max(0, int((now - moment.astimezone(UTC)).total_seconds()))
+    return duration(seconds * 1000) if seconds else "0s"
+
+
+def size(value: Any) -> str:
+    """`1.2 GiB`; `-` if it is not a number of bytes."""
+    if not isinstance(value, int):
+        return "-"
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if value >= scale:
+            return f"{value / scale:.1f} {unit}"
+    return f"{value} B"
+
+
+def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """One line per row, with aligned columns."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
 
 ERRORS = "understudy.printable"  # the name of our error handler, for streams and `str.encode`
 

@@ -12,18 +12,19 @@ from typing import Any
 import click
 
 from plumbing.errors import UnreachableError, UsageError
-from plumbing.part.cli import (
+from plumbing.pod.cli import (
     Look,
     ask_status,
     json_flag,
+    options,
     print_events,
+    run_async,
     show_status,
     until_interrupted,
     watch_flag,
 )
-from plumbing.part.paths import lockserver_socket, pool_socket
+from plumbing.pod.paths import lockserver_socket, pool_socket
 from plumbing.service import log
-from plumbing.service.cli import options, run_async
 from plumbing.service.config import Option, Resolved, duration_s, size_bytes
 from plumbing.service.process import arm_from_environment
 from plumbing.text import to_json

@@ -11,11 +11,11 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct, field
 
-from plumbing.part.observe import EventMsg as EventMsg
-from plumbing.part.observe import StatusMsg as StatusMsg
-from plumbing.part.observe import StatusReplyMsg as StatusReplyMsg
-from plumbing.part.observe import WatchMsg as WatchMsg
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import EventMsg as EventMsg
+from plumbing.pod.messages import StatusMsg as StatusMsg
+from plumbing.pod.messages import StatusReplyMsg as StatusReplyMsg
+from plumbing.pod.messages import Tier
+from plumbing.pod.messages import WatchMsg as WatchMsg
 from plumbing.wire.messages import Catalogue, Message, messages_in
 from pool.core.events import Door, ModelDemand, Order
 from pool.core.states import (

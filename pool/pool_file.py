@@ -16,8 +16,8 @@ from msgspec import Struct, ValidationError, convert
 from msgspec.structs import fields, replace
 
 from plumbing.errors import UsageError
-from plumbing.part.device_names import read_device_names
-from plumbing.part.models import MODELS_MAX, NAME_PATTERN
+from plumbing.pod.gms_files import read_device_names
+from plumbing.pod.models import MODELS_MAX, NAME_PATTERN
 from plumbing.service.config import duration_s, size_bytes
 from pool.settings import (
     DeviceName,

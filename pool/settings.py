@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
-from plumbing.part.models import NAME_PATTERN
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
+from plumbing.pod.models import NAME_PATTERN
 from pool.core.states import PRIORITY_MAX, TICKETS_MAX
 from pool.core.view import ModelRules, PoolRules
 

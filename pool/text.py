@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from plumbing.part.format import duration, size, table
+from plumbing.text import duration, size, table
 
 Document = dict[str, Any]
 PROBLEMS_MAX = 5

@@ -33,14 +33,13 @@ POOL_WORDS = (
 )  # doors and demand, as both sides see them
 LAYERS = {
     "plumbing": ("plumbing.errors",),
-    "plumbing.entry": ("plumbing.service.cli",),
+    "plumbing.entry": ("plumbing.pod.cli",),
     "plumbing.errors": (),
-    "plumbing.hop": (),
-    "plumbing.shortage": (),
+    "plumbing.gateway_protocol": (),
     "plumbing.text": (),
     "plumbing.wire": ("plumbing.wire", *BASICS),
     "plumbing.service": ("plumbing.service", *BASICS),
-    "plumbing.part": PLUMBING,
+    "plumbing.pod": PLUMBING,
     "lockserver": ("lockserver", *PLUMBING),
     "gms": ("gms", *PLUMBING),
     "pool": ("pool", *CLIENTS, *PLUMBING),
@@ -97,8 +96,8 @@ PURE = (
         "gms.names",
         "engine.messages",
     ),
-    *("plumbing.errors", "plumbing.hop", "plumbing.part.format", "plumbing.part.models"),
-    *("plumbing.part.restarts", "plumbing.part.silence", "plumbing.part.tier"),
+    *("plumbing.errors", "plumbing.gateway_protocol", "plumbing.text", "plumbing.pod.models"),
+    *("plumbing.pod.supervision", "plumbing.pod.supervision", "plumbing.pod.messages"),
     *("plumbing.wire.messages", "plumbing.wire.limits"),
 )
 NOT_IN_A_CORE = (
@@ -327,7 +326,7 @@ def test_each_rule_catches_what_it_forbids(rule, path, source):
         ("gms/__init__.py", "from . import client"),
         ("plumbing/service/metrics.py", "from plumbing import __version__"),
         ("understudy/cli/main.py", "import understudy"),
-        ("plumbing/service/cli.py", "import click"),
+        ("plumbing/pod/cli.py", "import click"),
         ("understudy/cli/look.py", "import click"),
         ("gms/core/grants.py", "from gms import messages"),
         ("gms/vmm/cuda_driver.py", "from cuda.bindings import driver"),

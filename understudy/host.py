@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from plumbing.part.paths import KV_SLAB_PREFIX, SLAB_PREFIX
+from plumbing.pod.paths import KV_SLAB_PREFIX, SLAB_PREFIX
 from plumbing.service.procfs import descendants, rss_bytes
 
 MEMFD = f"/memfd:{SLAB_PREFIX}"  # how /proc names the slabs of weights,

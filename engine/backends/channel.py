@@ -15,12 +15,10 @@ from enum import StrEnum
 from typing import NoReturn, Protocol, runtime_checkable
 
 from engine import messages as msg
-from plumbing.errors import ProtocolError, UnderstudyError
-from plumbing.shortage import explain
-from plumbing.wire.connection import Connection, Handler
+from plumbing.errors import ProtocolError, UnderstudyError, explain_shortage
+from plumbing.wire.connection import Connection, Handler, UnixConnection
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import Message
-from plumbing.wire.unix_connection import UnixConnection
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +169,7 @@ class Channel(Handler):
             conn.fault(error, request_id, close=False)
         except Exception as error:  # a shortage, or a bug: the supervisor would wait for its budget
             logger.exception("%s failed", message.TYPE)
-            why = explain(error.errno) if isinstance(error, OSError) else repr(error)
+            why = explain_shortage(error.errno) if isinstance(error, OSError) else repr(error)
             fault = UnderstudyError("engine.backend_failed", why)
             fault.__cause__ = error  # a full disk is not this engine's fault
             conn.fault(fault, request_id, close=False)

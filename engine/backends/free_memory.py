@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from plumbing.errors import UsageError, WaitTimeoutError
-from plumbing.part.format import size
+from plumbing.text import size
 
 logger = logging.getLogger(__name__)
 

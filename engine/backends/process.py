@@ -20,11 +20,10 @@ from msgspec import structs
 from engine import lifeline
 from engine import messages as msg
 from lockserver.client import serving, witness
-from plumbing.errors import UnderstudyError, UsageError
-from plumbing.part.paths import engine_queue
-from plumbing.part.queue_page import QueuePage
+from plumbing.errors import UnderstudyError, UsageError, is_disk_fault
+from plumbing.pod.paths import engine_queue
+from plumbing.pod.queue_page import QueuePage
 from plumbing.service.process import arm_from_environment, parent_environment
-from plumbing.shortage import is_disk_fault
 from plumbing.wire.blocking import BlockingClient
 
 CHANNEL_ENV = "UNDERSTUDY_CHANNEL"

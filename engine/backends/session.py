@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from engine.backends.process import MODEL_ENV, BackendProcess
 from plumbing.errors import UnderstudyError, UnreachableError
-from plumbing.part.device_names import HOST_DEVICES_ENV
-from plumbing.part.format import size
-from plumbing.part.models import place_of
+from plumbing.pod.gms_files import HOST_DEVICES_ENV
+from plumbing.pod.models import place_of
+from plumbing.text import size
 
 if TYPE_CHECKING:
     from gms.client import Reader, Writer

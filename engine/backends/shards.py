@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, BinaryIO, NoReturn
 
-from plumbing.errors import UnderstudyError, UsageError
-from plumbing.shortage import is_disk_fault, is_shortage
+from plumbing.errors import UnderstudyError, UsageError, is_disk_fault, is_shortage
 
 JSON_MAX_BYTES = 64 << 20  # the largest tokenizer.json seen is 33 MB; config files are a few KB
 HEADER_MAX_BYTES = 100_000_000  # the limit of the safetensors library itself

@@ -10,7 +10,7 @@ from enum import StrEnum
 
 import msgspec
 
-from plumbing.part.tier import GoalGeneration, Tier
+from plumbing.pod.messages import GoalGeneration, Tier
 
 
 class State(StrEnum):

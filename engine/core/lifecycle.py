@@ -56,7 +56,7 @@ from engine.core.table import TRANSITIONS as TRANSITIONS
 from engine.core.table import Situation as Situation
 from engine.core.table import must_be_away, must_be_cold, must_rest
 from engine.core.table import tier_of as tier_of
-from plumbing.part.tier import GoalGeneration, Tier
+from plumbing.pod.messages import GoalGeneration, Tier
 
 
 class IllegalEvent(Exception):

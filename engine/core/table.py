@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from engine.core import events as ev
 from engine.core.events import EngineEffect, EngineEvent, State, WakingStep
-from plumbing.part.tier import GoalGeneration, Tier
+from plumbing.pod.messages import GoalGeneration, Tier
 
 HOLDING = (State.WAKING, State.ACTIVE, State.DRAINING, State.RELEASING, State.RESTING)
 PARKED = frozenset({State.STANDBY, State.RESTING})

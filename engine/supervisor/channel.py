@@ -14,12 +14,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from engine.messages import CHANNEL
-from plumbing.errors import ProtocolError
-from plumbing.shortage import DISK
-from plumbing.wire.connection import Connection, Handler
+from plumbing.errors import DISK, ProtocolError
+from plumbing.wire.connection import Connection, Handler, UnixConnection
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import FaultMsg, Message
-from plumbing.wire.unix_connection import UnixConnection
 
 Reply = TypeVar("Reply", bound=Message)
 

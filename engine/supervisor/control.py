@@ -20,7 +20,7 @@ from engine.supervisor.goals import Goals
 from engine.supervisor.incarnation import Incarnation
 from engine.supervisor.tree import MAIN
 from plumbing.errors import ProtocolError, UnderstudyError
-from plumbing.part.observers import Observers
+from plumbing.pod.observers import Observers
 from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import Message
@@ -97,7 +97,7 @@ class Control(Handler):
                 conn.send(msg.StatusReplyMsg(self._status()), request_id)
             case msg.WatchMsg():
                 self._observers.join(conn, message.since, request_id)
-            case msg.ShallMsg():
+            case msg.SetGoalMsg():
                 self._goals.shall(conn, message, request_id)
             case msg.LeaveMsg():
                 before = self._engine.lifecycle.state

@@ -37,11 +37,11 @@ from engine.supervisor.settings import EngineSettings
 from engine.supervisor.timers import Timers
 from lockserver.client import witness
 from plumbing.errors import InvariantError
-from plumbing.part.paths import engine_state
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
+from plumbing.pod.paths import engine_state
 from plumbing.service.clock import Clock
 from plumbing.service.events import EventLog
-from plumbing.service.pressure import CpuPressure
+from plumbing.service.procfs import CpuPressure
 
 # How often new processes are looked for, and orphans reaped.
 TICK_MS = 1_000.0

@@ -12,7 +12,7 @@ from engine.messages import PreparedMsg
 from engine.supervisor.engine import Engine
 from engine.supervisor.pool_word import PoolWords
 from plumbing.errors import UnderstudyError
-from plumbing.part.tier import AmMsg, ShallMsg, Tier
+from plumbing.pod.messages import EngineReportMsg, SetGoalMsg, Tier
 from plumbing.wire.connection import Connection
 
 WHAT_COUNTS = ("state", "tier", "goal", "can_rest", "fault", "incarnation", "pool")  # of an `am`
@@ -32,7 +32,7 @@ class Goals:
         engine.changes.listeners.insert(0, self._changed)
         engine.history.on_idle = self._idle  # a pool that heard of requests waits for their end
 
-    def shall(self, conn: Connection, message: ShallMsg, request_id: int) -> None:
+    def shall(self, conn: Connection, message: SetGoalMsg, request_id: int) -> None:
         """Take a goal, if there is one, and tell `conn` of every change from now on.
 
         Raises:
@@ -60,12 +60,12 @@ class Goals:
     def leave(self, conn: Connection) -> None:
         self._watchers.discard(conn)
 
-    def am(self) -> AmMsg:
+    def am(self) -> EngineReportMsg:
         """What the engine is now."""
         engine, now = self._engine, self._engine.lifecycle.now
         incarnation = engine.incarnation
         woken = incarnation.residency.woken if incarnation is not None else None
-        return AmMsg(
+        return EngineReportMsg(
             engine=engine.settings.engine,
             incarnation=now.incarnation or "",
             token=now.token,
@@ -93,7 +93,7 @@ class Goals:
     def _idle(self) -> None:
         self._tell(self.am())
 
-    def _tell(self, am: AmMsg) -> None:
+    def _tell(self, am: EngineReportMsg) -> None:
         for conn in tuple(self._watchers):
             conn.send(am)
 

@@ -14,7 +14,7 @@ from engine.core.events import RecordTransition, State, WakingStep
 from engine.core.lifecycle import Situation
 from engine.messages import HealthyMsg
 from engine.supervisor.state_file import SavedState, to_text
-from plumbing.part.tier import GoalGeneration, Tier
+from plumbing.pod.messages import GoalGeneration, Tier
 from plumbing.service.clock import Clock, rfc3339
 from plumbing.service.events import EventLog
 

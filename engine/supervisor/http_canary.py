@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from plumbing import hop
-from plumbing.shortage import is_shortage
+from plumbing import gateway_protocol as hop
+from plumbing.errors import is_shortage
 
 ANSWER_BYTES_MAX = 65_536  # a verdict has a sentence
 RETRY_S = 0.1

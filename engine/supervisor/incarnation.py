@@ -35,10 +35,9 @@ from engine.supervisor.residency import Residency
 from engine.supervisor.settings import EngineSettings
 from engine.supervisor.tree import Tree
 from lockserver.client import witness
-from plumbing.errors import UnderstudyError
+from plumbing.errors import UnderstudyError, is_disk_fault
 from plumbing.service.events import EventLog
 from plumbing.service.process import parent_environment
-from plumbing.shortage import is_disk_fault
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.messages import Message
 from plumbing.wire.sockets import no_descriptors

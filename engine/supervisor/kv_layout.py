@@ -17,8 +17,7 @@ import os
 from dataclasses import asdict, dataclass
 
 from engine.supervisor.settings import EngineSettings
-from plumbing.errors import UsageError
-from plumbing.shortage import is_shortage
+from plumbing.errors import UsageError, is_shortage
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.sockets import no_descriptors
 

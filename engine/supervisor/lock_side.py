@@ -21,9 +21,9 @@ from engine.supervisor.succession import SuccessionSide
 from lockserver.client import LockCallbacks, LockClient
 from lockserver.client import messages as lock_messages
 from plumbing.errors import UnderstudyError
-from plumbing.part.format import duration
-from plumbing.part.models import ACTIVE
+from plumbing.pod.models import ACTIVE
 from plumbing.service.events import EventLog
+from plumbing.text import duration
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.sockets import no_descriptors
 

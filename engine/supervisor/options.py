@@ -8,10 +8,10 @@ from __future__ import annotations
 from engine.core import health, patience, relaunch
 from engine.core.loading import Role
 from lockserver.client import messages as lock
-from plumbing.part.grace import DRAIN_MS as DRAIN_MS
-from plumbing.part.models import model_name
-from plumbing.part.paths import DIRECTORY
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
+from plumbing.pod.models import model_name
+from plumbing.pod.paths import DIRECTORY
+from plumbing.pod.supervision import DRAIN_MS as DRAIN_MS
 from plumbing.service.config import Option
 from plumbing.service.hosts import ALLOWED_HOST
 

@@ -13,11 +13,11 @@ import re
 import socket
 
 from lockserver.client import witness
+from plumbing.errors import is_shortage
 from plumbing.service import procfs
-from plumbing.shortage import is_shortage
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.sockets import no_descriptors
-from plumbing.wire.tcp.address import TcpAddress
+from plumbing.wire.tcp_address import TcpAddress
 
 BACKLOG = 4096  # as the lock server's: net.core.somaxconn's default
 AUTOBIND = ""  # Linux makes up an abstract name (man 7 unix, "autobind")

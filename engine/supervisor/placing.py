@@ -14,8 +14,8 @@ from engine import messages
 from engine.core import events as ev
 from engine.core.events import EngineEvent, Failed
 from engine.supervisor.channel import BackendChannel
-from plumbing.part.format import size
 from plumbing.service.events import EventLog
+from plumbing.text import size
 
 # A copy of the weights is made within seconds of the first load. Later, what is in the way may stay
 # for hours, and vLLM's workers spin for a second after every question.

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from engine.backends.registry import model_arguments
 from plumbing.errors import UsageError
-from plumbing.part.device_names import HOST_DEVICES_ENV
-from plumbing.part.tier import Tier
+from plumbing.pod.gms_files import HOST_DEVICES_ENV
+from plumbing.pod.messages import Tier
 from plumbing.service.config import Resolved
 
 HOST_PREFIX = "HOST-"

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 
 from engine.supervisor.engine import Engine
 from engine.supervisor.incarnation import Incarnation
-from plumbing.part.models import device_of
-from plumbing.part.tier import PoolWord, WitnessRef
+from plumbing.pod.messages import PoolWord, WitnessRef
+from plumbing.pod.models import device_of
 from plumbing.service import procfs
 
 

@@ -12,7 +12,7 @@ import os
 import socket
 
 from engine.supervisor.over_tcp import BACKLOG
-from plumbing.shortage import is_shortage
+from plumbing.errors import is_shortage
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.sockets import no_descriptors
 

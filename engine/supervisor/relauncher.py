@@ -10,9 +10,9 @@ from engine.supervisor import state_file
 from engine.supervisor.lock_side import LockSide
 from engine.supervisor.settings import EngineSettings
 from engine.supervisor.timers import Timers
-from plumbing.part.format import duration
 from plumbing.service.clock import Clock
 from plumbing.service.events import EventLog
+from plumbing.text import duration
 
 TIMER = "relaunch"
 

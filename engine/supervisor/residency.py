@@ -22,10 +22,10 @@ from engine.supervisor.canaries import Canaries
 from engine.supervisor.channel import BackendChannel
 from engine.supervisor.tree import Tree
 from lockserver.client import serving
-from plumbing.part.format import size
 from plumbing.service import procfs
 from plumbing.service.clock import SystemClock
 from plumbing.service.events import EventLog
+from plumbing.text import size
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.sockets import no_descriptors
 

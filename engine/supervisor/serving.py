@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 
 from engine.supervisor import state_file
-from plumbing.part.paths import engine_socket, engine_states
+from plumbing.pod.paths import engine_socket, engine_states
 
 
 def serving_engine(directory: str, engine: str) -> str | None:

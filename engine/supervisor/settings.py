@@ -21,13 +21,13 @@ from engine.supervisor.options import RELEASE_MS as RELEASE_MS
 from engine.supervisor.options import TERMINATION_LOG as TERMINATION_LOG
 from engine.supervisor.options import WAKING_MS as WAKING_MS
 from plumbing.errors import UsageError
-from plumbing.part.models import ACTIVE, LOADER, lock_of
-from plumbing.part.paths import engine_http_socket, engine_socket, lockserver_socket
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
+from plumbing.pod.models import ACTIVE, LOADER, lock_of
+from plumbing.pod.paths import engine_http_socket, engine_socket, lockserver_socket
 from plumbing.service.config import Resolved
-from plumbing.wire.tcp.address import SCHEME, TcpAddress
-from plumbing.wire.tcp.security import Security
-from plumbing.wire.tcp.security import settle as settle_security
+from plumbing.wire.tcp import Security
+from plumbing.wire.tcp import settle as settle_security
+from plumbing.wire.tcp_address import SCHEME, TcpAddress
 
 TERMINATION_LOG_BYTES_MAX = 4096  # what the kubelet keeps of it
 SECURITY = ("lockserver_tls_cert", "lockserver_tls_key", "lockserver_tls_ca")

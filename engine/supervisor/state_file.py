@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.core.lifecycle import HOLDING
-from plumbing.errors import UnderstudyError
-from plumbing.part.paths import engine_state
-from plumbing.part.tier import GoalGeneration, Tier
+from plumbing.errors import UnderstudyError, is_shortage
+from plumbing.pod.messages import GoalGeneration, Tier
+from plumbing.pod.paths import engine_state
 from plumbing.service.events import EventLog
 from plumbing.service.files import read_json, write_atomic
-from plumbing.shortage import is_shortage
 from plumbing.text import to_json
 from plumbing.wire.sockets import no_descriptors
 

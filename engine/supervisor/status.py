@@ -20,10 +20,10 @@ from engine.supervisor.cpu_share import cpu_list
 from engine.supervisor.engine import Engine
 from engine.supervisor.health_watch import patience_of
 from engine.supervisor.state_file import EngineStateFile, to_text
-from plumbing.part.format import duration
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 from plumbing.service.http import Probe
 from plumbing.service.notify import restarts
+from plumbing.text import duration
 from plumbing.wire.server import Server
 
 SCHEMA = 1

@@ -23,7 +23,7 @@ from engine.supervisor.settings import TERMINATION_LOG, TERMINATION_LOG_BYTES_MA
 from engine.supervisor.state_file import EngineStateFile
 from engine.supervisor.status import EngineStatus
 from plumbing.errors import GivenUpError, UsageError
-from plumbing.part.paths import engine_state
+from plumbing.pod.paths import engine_state
 from plumbing.service.clock import Clock, SystemClock
 from plumbing.service.http import HttpServer
 from plumbing.service.process import become_subreaper

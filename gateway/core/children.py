@@ -22,14 +22,14 @@ from msgspec import Struct
 
 from gateway.core import child_events as ev
 from plumbing.errors import InvariantError
-from plumbing.part.format import duration
-from plumbing.part.restarts import (
+from plumbing.pod.supervision import (
     BACKOFF_MS_MAX,
     SHORTAGE_EXIT_CODE,
     GiveUp,
     Restarts,
     StartAgain,
 )
+from plumbing.text import duration
 
 SILENT_MS = 3_000.0  # of six beats not one came, in time in which the child could run
 START_MS = 60_000.0  # to import, about 300 ms of a CPU, and to read the files of its settings

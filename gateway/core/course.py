@@ -16,7 +16,7 @@ from gateway.core.events import BreakCause
 from gateway.core.replay import Replay
 from gateway.core.request import PROGRESS_TOKENS, ClientRequest
 from gateway.core.states import RequestState, Turn
-from plumbing.hop import Continuation, Hello, Journal
+from plumbing.gateway_protocol import Continuation, Hello, Journal
 
 NEWER_GRANT_MS = 200.0  # a death is followed by a grant in less; a broken connection by none
 BREAKS_HERE_MAX = 3  # the first, and two more at the same engine

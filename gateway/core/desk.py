@@ -19,7 +19,7 @@ from gateway.core.events import Ending, GatewayRules
 from gateway.core.order import WaitingLine
 from gateway.core.request import REQUEST_BYTES, ClientRequest
 from gateway.core.states import RequestState, Turn
-from plumbing.hop import JOURNAL_TOKENS_MAX
+from plumbing.gateway_protocol import JOURNAL_TOKENS_MAX
 
 REPLAYS = (RequestState.RESUMING, RequestState.REPLAYING)
 UNSENT = (RequestState.WAITING, RequestState.ASKED, RequestState.ANSWERING)

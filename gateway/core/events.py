@@ -23,7 +23,7 @@ from http import HTTPStatus
 
 import msgspec
 
-from plumbing.hop import Continuation, Hello, Journal
+from plumbing.gateway_protocol import Continuation, Hello, Journal
 
 
 class BreakCause(StrEnum):

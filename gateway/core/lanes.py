@@ -17,7 +17,7 @@ from gateway.core.commons import Commons
 from gateway.core.events import GatewayEffect, GatewayEvent, GatewayRules
 from gateway.core.lane import Lane
 from gateway.core.lane_events import QUEUE_MAX, LaneDoorSet, LaneRules
-from plumbing.hop import Hello
+from plumbing.gateway_protocol import Hello
 from pool.core.events import ModelDemand
 
 

@@ -29,7 +29,7 @@ from gateway.core.events import BreakCause, GatewayEffect, GatewayEvent, Gateway
 from gateway.core.order import EXPECTED_MS
 from gateway.core.request import ClientRequest
 from gateway.core.states import RequestState
-from plumbing.hop import HOP_PATHS, Hello
+from plumbing.gateway_protocol import HOP_PATHS, Hello
 
 TICK_MS = 20.0  # a tenth of the shortest wait here, 200 ms
 GREET_AGAIN_MS = 50.0  # an engine that is granted answers within milliseconds of serving

@@ -14,7 +14,7 @@ from gateway.core.replay import Replay
 from gateway.core.rewriting import Rewriter
 from gateway.core.states import TRANSITIONS, IllegalTurn, RequestState, Turn
 from gateway.core.transcript import BLOCK_BYTES, Transcript
-from plumbing.hop import ITEM_BYTES, Continuation
+from plumbing.gateway_protocol import ITEM_BYTES, Continuation
 
 REQUEST_BYTES = 4096  # what a request takes beside its body, in objects here and in the shell
 PROGRESS_TOKENS = 32  # so many new tokens say that a request does not kill engines

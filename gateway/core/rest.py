@@ -25,8 +25,8 @@ from msgspec import Struct
 from gateway.core import rest_events as ev
 from gateway.core.rest_events import GatewayDoor, RestRules
 from plumbing.errors import InvariantError
-from plumbing.part.format import duration
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
+from plumbing.text import duration
 
 # For all children to obey, which takes a millisecond; one that is stopped is killed after 3 s.
 CLOSING_MS = 1_000.0

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from msgspec import Struct
 
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 
 
 class GatewayDoor(StrEnum):
@@ -40,8 +40,8 @@ class HolderIs(RestEvent, frozen=True):
 
 
 class HolderSaid(RestEvent, frozen=True):
-    """What the holder says of itself (`plumbing.part.tier.AmMsg`). `is_answer`: to the last goal
-    that it was sent."""
+    """What the holder says of itself (`plumbing.pod.messages.EngineReportMsg`). `is_answer`: to
+    the last goal that it was sent."""
 
     token: int
     state: str

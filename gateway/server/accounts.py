@@ -34,7 +34,7 @@ from gateway.messages import (
 )
 from gateway.server.open_request import OpenRequest
 from gateway.server.tracing import RequestSpans
-from plumbing.hop import Continuation
+from plumbing.gateway_protocol import Continuation
 
 access_logger = logging.getLogger("gateway.access")
 

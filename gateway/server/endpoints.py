@@ -25,8 +25,8 @@ from gateway.server.greeting import fetch
 from gateway.server.models import ModelService, OwnAnswer
 from gateway.server.requests import HttpRequest, is_endpoint
 from plumbing import __version__
-from plumbing.hop import Hello
-from plumbing.part.paths import engine_http_socket
+from plumbing.gateway_protocol import Hello
+from plumbing.pod.paths import engine_http_socket
 from plumbing.text import to_json
 from pool.core.events import RefusedDoor
 

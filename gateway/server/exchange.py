@@ -33,8 +33,8 @@ from gateway.server.requests import HttpRequest
 from gateway.server.takeover import take_over
 from gateway.server.upstream import Upstream
 from gateway.server.upstream_owner import ReplayTurns
-from plumbing.hop import Hello
-from plumbing.part.paths import engine_http_socket
+from plumbing.gateway_protocol import Hello
+from plumbing.pod.paths import engine_http_socket
 
 HEAD_MS = 10_000.0  # from the first byte of a response's head to its end
 QUOTED_CHARS_MAX = 300  # of what is wrong with a hello, which may quote it

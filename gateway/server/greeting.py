@@ -7,8 +7,8 @@ import asyncio
 import msgspec
 
 from gateway.server.responses import ResponseReader
-from plumbing import hop
-from plumbing.hop import Hello
+from plumbing import gateway_protocol as hop
+from plumbing.gateway_protocol import Hello
 
 REQUEST = (
     f"GET %b HTTP/1.1\r\nhost: gateway\r\n{hop.GATEWAY}: {hop.VERSION}\r\nconnection: close\r\n\r\n"

@@ -10,7 +10,7 @@ import re
 from typing import TypeAlias
 
 from gateway.core.events import BreakCause
-from plumbing.hop import END, GROUP_MARK, HANDED_OVER, read_group_end
+from plumbing.gateway_protocol import END, GROUP_MARK, HANDED_OVER, read_group_end
 
 # The events of one output of an engine, at most: those of a long prompt's logprobs are some MiB.
 GROUP_BYTES_MAX = 16 << 20

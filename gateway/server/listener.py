@@ -20,7 +20,7 @@ from typing import Protocol
 
 from gateway.server.client import ClientConnection
 from gateway.server.takeover import take_over
-from plumbing.shortage import explain, is_shortage
+from plumbing.errors import explain_shortage, is_shortage
 from plumbing.wire.fds import OwnedFd
 
 logger = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ class ServiceListener:
                 if is_shortage(error):
                     self._places.limit_hit("descriptors")
                     self._places.close_an_idle_one()
-                    self._wait(f"cannot accept clients: {explain(error.errno)}")
+                    self._wait(f"cannot accept clients: {explain_shortage(error.errno)}")
                     return
                 continue  # the client left while it waited (man 2 accept)
             self._adopt(connection)

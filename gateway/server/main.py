@@ -22,13 +22,12 @@ from typing import Protocol
 
 from gateway import messages as msg
 from plumbing.errors import ProtocolError, UnderstudyError
+from plumbing.pod.cli import run_async
 from plumbing.service import log
-from plumbing.service.cli import run_async
 from plumbing.service.process import arm_from_environment
-from plumbing.wire.connection import Connection, Handler
+from plumbing.wire.connection import Connection, Handler, UnixConnection
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import Message
-from plumbing.wire.unix_connection import UnixConnection
 from pool.client.pace import DemandPace
 
 ORPHANED = 1  # the exit code when the parent is gone

@@ -5,8 +5,8 @@ from __future__ import annotations
 from gateway.server.client import ClientConnection
 from gateway.server.requests import HttpRequest
 from gateway.server.upstream import Upstream
-from plumbing import hop
-from plumbing.hop import Continuation, Journal
+from plumbing import gateway_protocol as hop
+from plumbing.gateway_protocol import Continuation, Journal
 
 # Paths that may be asked twice: nothing but the answer changes. GET and HEAD are such anywhere.
 INFERENCE_PATHS = frozenset(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 
-from plumbing.part.paths import engine_queue
-from plumbing.part.queue_page import QueueReader, attempt_name
+from plumbing.pod.paths import engine_queue
+from plumbing.pod.queue_page import QueueReader, attempt_name
 
 
 class EngineQueues:

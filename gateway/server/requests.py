@@ -17,7 +17,7 @@ from gateway.server.outline import (
     Outline,
     read_members,
 )
-from plumbing.hop import HEADER_PREFIX, HOP_PATHS
+from plumbing.gateway_protocol import HEADER_PREFIX, HOP_PATHS
 
 BODY_BYTES_MAX = 64 << 20  # until an engine has said how much it reads
 ID_CHARS_MAX = 128  # of X-Request-Id; it travels to the engine and into logs

@@ -6,8 +6,8 @@ import httptools
 
 from gateway.server.refusals import status_line
 from gateway.server.requests import Headers
-from plumbing import hop
-from plumbing.hop import Continuation
+from plumbing import gateway_protocol as hop
+from plumbing.gateway_protocol import Continuation
 
 HEAD_BYTES_MAX = 256 * 1024  # engines send less than one KiB
 

@@ -23,7 +23,7 @@ from gateway.server.idle_connections import IdleConnection
 from gateway.server.responses import ResponseReader
 from gateway.server.takeover import Buffer, connect_to, send_now
 from gateway.server.upstream_owner import BodySink, Upstreams
-from plumbing.hop import Continuation
+from plumbing.gateway_protocol import Continuation
 
 _GROUP_AND_CHUNK_END = b"\n\n\r\n"
 SLICE_BYTES = 16 * 1024  # of a replay: some 60 events, a millisecond at most

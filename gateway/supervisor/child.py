@@ -15,15 +15,14 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from gateway import messages as msg
-from plumbing.part.child_process import ChildProcess
-from plumbing.part.silence import CpuTimes, Silence
+from plumbing.pod.child_process import ChildProcess
+from plumbing.pod.supervision import CpuTimes, Silence
 from plumbing.service import procfs
 from plumbing.service.clock import Clock
 from plumbing.service.process import parent_environment
-from plumbing.wire.connection import Connection, Handler
+from plumbing.wire.connection import Connection, Handler, UnixConnection
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import FaultMsg, Message
-from plumbing.wire.unix_connection import UnixConnection
 
 COMMAND = (sys.executable, "-m", "gateway.server")
 FINAL_READ_S = 1.0  # to read what a dead child has sent: it has all arrived already

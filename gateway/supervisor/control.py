@@ -7,7 +7,7 @@ from gateway import messages as msg
 from gateway.supervisor import report
 from gateway.supervisor.parts import GatewayParts
 from plumbing.errors import ProtocolError, UnderstudyError
-from plumbing.part.observers import Observers
+from plumbing.pod.observers import Observers
 from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import Message

@@ -16,15 +16,14 @@ from gateway.core.rest_events import GatewayDoor, RestRules
 from gateway.supervisor.child import ChildLink
 from gateway.supervisor.nursery import Nursery
 from plumbing.errors import UnderstudyError
-from plumbing.part.format import duration
-from plumbing.part.paths import engine_socket
-from plumbing.part.tier import CATALOGUE, AmMsg, ShallMsg, Tier
+from plumbing.pod.messages import GOAL_CATALOGUE, EngineReportMsg, SetGoalMsg, Tier
+from plumbing.pod.paths import engine_socket
 from plumbing.service.clock import Clock
 from plumbing.service.events import EventLog
-from plumbing.wire.connection import Connection, Handler
+from plumbing.text import duration
+from plumbing.wire.connection import Connection, Handler, connect
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import FaultMsg, Message
-from plumbing.wire.unix_connection import connect
 
 BY = "gateway"  # who wants it, in the engine's status and events
 # A supervisor answers within a millisecond, and is never blocked by its backend. While the engine
@@ -45,7 +44,9 @@ class GatewayEngineSide(Handler):
         self, rules: RestRules, directory: str, nursery: Nursery, clock: Clock, log: EventLog
     ) -> None:
         self.core = RestPolicy(rules)
-        self.said: AmMsg | None = None  # the last word of this engine, while it is connected
+        self.said: EngineReportMsg | None = (
+            None  # the last word of this engine, while it is connected
+        )
         self.said_ms = 0.0
         self.problem: str | None = None  # why it cannot be heard, or does not do what it should
         self.unheard_ms: float | None = None  # since when
@@ -90,7 +91,7 @@ class GatewayEngineSide(Handler):
             self._close(f"its supervisor has not answered for {silent}")
         is_due = self._asked_ms is None and now_ms - self.said_ms > LOOK_MS
         if is_due and self.core.door.door is GatewayDoor.SHUT:
-            self._ask(ShallMsg())
+            self._ask(SetGoalMsg())
         self._feed(ev.RestTick())
 
     async def run(self) -> None:
@@ -100,7 +101,7 @@ class GatewayEngineSide(Handler):
             engine = self.core.engine
             if engine and self._conn is None:
                 try:
-                    await connect(engine_socket(self._directory, engine), CATALOGUE, self)
+                    await connect(engine_socket(self._directory, engine), GOAL_CATALOGUE, self)
                 except UnderstudyError as error:
                     self._fail(error.message)
             if engine != self.core.engine:
@@ -118,7 +119,7 @@ class GatewayEngineSide(Handler):
 
     def opened(self, conn: Connection) -> None:
         self._conn = conn
-        self._ask(ShallMsg())
+        self._ask(SetGoalMsg())
 
     def received(
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
@@ -130,7 +131,7 @@ class GatewayEngineSide(Handler):
         if is_answer:
             self._asked_ms = None
         match message:
-            case AmMsg():
+            case EngineReportMsg():
                 self._heard(message, is_answer=is_answer)
             case FaultMsg():
                 self.problem = message.message
@@ -143,7 +144,7 @@ class GatewayEngineSide(Handler):
 
     # ------------------------------------------------------------------ inside
 
-    def _heard(self, said: AmMsg, *, is_answer: bool) -> None:
+    def _heard(self, said: EngineReportMsg, *, is_answer: bool) -> None:
         self.said, self.said_ms = said, self._clock.now_ms()
         self.unheard_ms, self._retry_s = None, RETRY_S
         self.problem = said.fault or None
@@ -163,7 +164,7 @@ class GatewayEngineSide(Handler):
         self._fail(reason)
         self._feed(ev.HolderLost())
 
-    def _ask(self, question: ShallMsg) -> None:
+    def _ask(self, question: SetGoalMsg) -> None:
         if self._conn is not None:
             self._last_request += 1
             if self._asked_ms is None:
@@ -181,7 +182,7 @@ class GatewayEngineSide(Handler):
                 self._nursery.set_door(msg.DoorMsg(*fields))
             case ev.SendGoal():
                 self.goals[effect.goal] += 1
-                self._ask(ShallMsg(effect.goal, BY))
+                self._ask(SetGoalMsg(effect.goal, BY))
             case ev.HolderWoke():
                 self.wakes.observe(effect.ms / 1000)
                 message = f"{self.core.engine} is awake after {duration(effect.ms)}"

@@ -26,8 +26,8 @@ from gateway.messages import (
 from gateway.supervisor import report
 from gateway.supervisor.engine_side import WAKE_BUCKETS_S
 from gateway.supervisor.parts import GatewayParts
-from plumbing.hop import Continuation
-from plumbing.part.tier import Tier
+from plumbing.gateway_protocol import Continuation
+from plumbing.pod.messages import Tier
 from plumbing.service.metrics import PREFIX, Metrics
 
 COUNTERS = {

@@ -13,11 +13,10 @@ from gateway.core import child_events as ev
 from gateway.core.children import Children, Place
 from gateway.supervisor.child import COMMAND, ChildLink
 from gateway.supervisor.totals import add
-from plumbing.errors import UnderstudyError
+from plumbing.errors import UnderstudyError, explain_shortage, is_shortage
 from plumbing.service import procfs
 from plumbing.service.clock import Clock
 from plumbing.service.events import EventLog
-from plumbing.shortage import explain, is_shortage
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.messages import Message
 
@@ -174,7 +173,7 @@ class Nursery:
         try:
             link.start(self._command, self._settings)
         except OSError as error:
-            self.feed(ev.CannotStart(number, error.errno, explain(error.errno)))
+            self.feed(ev.CannotStart(number, error.errno, explain_shortage(error.errno)))
             return
         self.links[number] = link
         for message in (*self._grants.values(), *self._nobody.values(), self._door):
@@ -203,7 +202,7 @@ class Nursery:
             if not is_shortage(error):
                 raise
             why = "the socket cannot be copied for the next process that accepts"
-            self.socket_problem = f"{why}: {explain(error.errno)}"
+            self.socket_problem = f"{why}: {explain_shortage(error.errno)}"
 
     def _restarted(self, done: ev.RestartDone) -> None:
         old = None if done.old is None else self.links.get(done.old)

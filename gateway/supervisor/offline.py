@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from plumbing.errors import UnderstudyError, UnreachableError
-from plumbing.part.paths import gateway_socket
+from plumbing.pod.paths import gateway_socket
 from plumbing.service import procfs
 
 MEANWHILE = (

@@ -14,11 +14,11 @@ from gateway.messages import GatewayLoad
 from gateway.supervisor.child import ChildLink
 from gateway.supervisor.parts import GatewayParts
 from gateway.supervisor.settings import MANUAL, ON_REQUEST
-from plumbing.part.format import duration
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 from plumbing.service.clock import moment
 from plumbing.service.http import Probe
 from plumbing.service.notify import restarts
+from plumbing.text import duration
 from pool.client import ModelDemand, ShutDoor, TicketKind
 
 SCHEMA = 1

@@ -12,8 +12,8 @@ from gateway.messages import ConfigureGatewayMsg
 from gateway.server.tracing import MODES, OFF, check_tracing
 from gateway.supervisor.lane_settings import LaneSettings, read_lanes
 from plumbing.errors import UsageError
-from plumbing.part.grace import DRAIN_MS
-from plumbing.part.paths import DIRECTORY, runtime_dir
+from plumbing.pod.paths import DIRECTORY, runtime_dir
+from plumbing.pod.supervision import DRAIN_MS
 from plumbing.service.config import Option, Resolved, duration_s, size_bytes
 from plumbing.service.hosts import ALLOWED_HOST
 

@@ -25,7 +25,7 @@ from gateway.supervisor.nursery import Nursery
 from gateway.supervisor.parts import GatewayParts
 from gateway.supervisor.pool_side import GatewayPoolSide
 from gateway.supervisor.settings import GatewaySettings
-from plumbing.part.paths import gateway_socket, lockserver_socket
+from plumbing.pod.paths import gateway_socket, lockserver_socket
 from plumbing.service.clock import Clock, SystemClock
 from plumbing.service.events import EventLog
 from plumbing.service.http import HttpServer

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
-from plumbing.part.format import duration, since, size
+from plumbing.text import duration, since, size
 
 Document = dict[str, Any]
 PROBLEMS_MAX = 5  # of fifteen lines

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from gateway.messages import Distribution, GatewayTotals, ModelTotal, PoolOutcome, RequestTotal
-from plumbing.hop import Continuation
+from plumbing.gateway_protocol import Continuation
 
 
 def add(parts: Iterable[GatewayTotals]) -> GatewayTotals:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gms.vmm.host import HostMemory
 from gms.vmm.interface import DeviceMemory
-from plumbing.part.models import device_of
+from plumbing.pod.models import device_of
 
 
 def memory_for(device: str) -> DeviceMemory:

@@ -19,9 +19,8 @@ from collections.abc import Callable
 from gms import messages as msg
 from gms.client.reader import Reader
 from gms.client.rejoining import TEMPORARY, rejoin
-from plumbing.errors import UnderstudyError, UnreachableError
-from plumbing.part.format import duration
-from plumbing.shortage import explain
+from plumbing.errors import UnderstudyError, UnreachableError, explain_shortage
+from plumbing.text import duration
 from plumbing.wire import sockets
 
 REJOIN_TIMEOUT_S = 90.0  # longer than a server keeps a survivor waiting (gms.core.recovery)
@@ -79,7 +78,8 @@ class Keeper:
             self._thread.start()
         except RuntimeError as error:
             raise UnderstudyError(
-                "gms.no_thread", f"cannot watch the memory service: {explain(errno.EAGAIN)}"
+                "gms.no_thread",
+                f"cannot watch the memory service: {explain_shortage(errno.EAGAIN)}",
             ) from error
         if self._reader.is_author:
             self._start_digest(0)

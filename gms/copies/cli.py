@@ -8,8 +8,7 @@ import os
 import click
 
 from gms.options import DIRECTORY, FREE_TIMEOUT, ONE_DEVICE
-from plumbing.part.cli import json_flag
-from plumbing.service.cli import options
+from plumbing.pod.cli import json_flag, options
 from plumbing.service.config import Resolved
 from plumbing.service.log import configure
 from plumbing.service.process import arm_from_environment

@@ -13,7 +13,7 @@ from typing import Any
 from gms.core.events import EpochPhase
 from gms.core.state import Epoch, Session
 from plumbing.errors import UnderstudyError
-from plumbing.part.format import size
+from plumbing.text import size
 
 EPOCHS_MAX = 8  # one is committed, one superseded; each keeps a manifest of up to 15 MiB here
 EPOCH_BYTES_MAX = 1 << 50  # no device has a pebibyte; sums over all sessions stay below 64 bits

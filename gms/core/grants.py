@@ -24,7 +24,7 @@ from gms.core.events import EpochPhase, Mode
 from gms.core.identity import first_mismatch, identity_hash
 from gms.core.state import Epoch, Session
 from plumbing.errors import InvariantError, UnderstudyError
-from plumbing.part.format import size as size_of
+from plumbing.text import size as size_of
 
 
 class GrantRead(Struct, frozen=True):

@@ -16,7 +16,7 @@ from gms import names
 from gms.server import journal
 from gms.server.neighbours import bytes_elsewhere
 from plumbing.errors import UnderstudyError
-from plumbing.part.format import size
+from plumbing.text import size
 from plumbing.wire.blocking import BlockingClient
 
 RESERVE_BYTES = 64 << 20  # of host memory, left for the rest of the machine

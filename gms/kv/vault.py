@@ -16,8 +16,8 @@ from gms.kv_messages import SLABS_MAX
 from gms.vmm.host import HostMemory
 from gms.vmm.interface import Allocation, DeviceMemory, export_all, release_all
 from plumbing.errors import UnderstudyError
-from plumbing.part.format import size
-from plumbing.part.paths import KV_SLAB_PREFIX
+from plumbing.pod.paths import KV_SLAB_PREFIX
+from plumbing.text import size
 from plumbing.wire.fds import OwnedFd, close_all
 
 # Handles above about 4 GiB have tripped the driver's memory scrubber on some machines, and pages of

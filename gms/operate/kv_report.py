@@ -8,7 +8,7 @@ from typing import Any
 from gms import kv_messages as msg
 from gms import names
 from plumbing.errors import UnderstudyError
-from plumbing.part.format import size
+from plumbing.text import size
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.messages import Message
 

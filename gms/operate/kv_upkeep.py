@@ -13,7 +13,7 @@ from gms import kv_messages as msg
 from gms import names
 from gms.operate.upkeep import ANSWER_TIMEOUT_S, the_device
 from plumbing.errors import DegradedError, UnderstudyError, WaitTimeoutError
-from plumbing.part.format import size
+from plumbing.text import size
 from plumbing.wire.blocking import BlockingClient
 
 POLL_S = 0.02

@@ -8,7 +8,7 @@ from gms import messages as msg
 from gms import names
 from gms.operate.upkeep import ANSWER_TIMEOUT_S, the_device
 from plumbing.errors import UnderstudyError
-from plumbing.part.format import size
+from plumbing.text import size
 from plumbing.wire.blocking import BlockingClient
 
 

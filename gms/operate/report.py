@@ -19,9 +19,9 @@ from gms.manifest import WeightsManifest
 from gms.operate.kv_report import ask_kv, render_kv
 from gms.server import journal
 from plumbing.errors import UnderstudyError, UnreachableError
-from plumbing.part.absence import absences
-from plumbing.part.format import size
+from plumbing.pod.gms_files import absences
 from plumbing.service.files import read_json
+from plumbing.text import size
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.messages import Message
 

@@ -2,7 +2,7 @@
 
 A server that hangs is killed: its memory lives on in its readers, and a restarted server is better
 than one that never answers newcomers. But only for its own silence: not while it waits for a CPU
-(`plumbing.part.silence`), nor while this process has no descriptor left to ask with.
+(`plumbing.pod.supervision`), nor while this process has no descriptor left to ask with.
 """
 
 from __future__ import annotations
@@ -17,17 +17,15 @@ from gms import messages as msg
 from gms import names
 from gms.server.metrics import ChildMetrics
 from plumbing.errors import UnderstudyError
-from plumbing.part.child_process import ChildProcess
-from plumbing.part.restarts import Restarts
-from plumbing.part.silence import CpuTimes, Silence
+from plumbing.pod.child_process import ChildProcess
+from plumbing.pod.supervision import CpuTimes, Restarts, Silence
 from plumbing.service import procfs
 from plumbing.service.clock import Clock
 from plumbing.service.events import EventLog
 from plumbing.wire import sockets
-from plumbing.wire.connection import Connection
+from plumbing.wire.connection import Connection, connect
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import HelloMsg, Message, WelcomeMsg
-from plumbing.wire.unix_connection import connect
 
 PING_S = 1.0
 SILENT_MS = 5000.0  # several pings: a server that is silent for longer is not ready

@@ -11,10 +11,10 @@ import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
 
-from plumbing.part.child_process import ChildProcess
+from plumbing.errors import explain_shortage
+from plumbing.pod.child_process import ChildProcess
 from plumbing.service.events import EventLog
 from plumbing.service.process import parent_environment
-from plumbing.shortage import explain
 
 RETRY_S = 2.0  # its start costs a third of a second of one core, and nobody waits for it
 
@@ -41,7 +41,7 @@ class CopierProcess:
             try:
                 self.process = ChildProcess(self._command(self.device), environ)
             except OSError as error:
-                self._note(f"cannot be started: {explain(error.errno)}")
+                self._note(f"cannot be started: {explain_shortage(error.errno)}")
             else:
                 self._note(f"ended with {await self.process.wait()}")
             await asyncio.sleep(RETRY_S)

@@ -22,8 +22,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from plumbing.errors import UnderstudyError, UsageError
-from plumbing.shortage import explain
+from plumbing.errors import UnderstudyError, UsageError, explain_shortage
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -97,7 +96,8 @@ def visible_to(environ: Mapping[str, str]) -> list[str]:
         ) from error
     except OSError as error:
         raise UnderstudyError(
-            "gms.driver_failed", f"cannot start a process to ask CUDA: {explain(error.errno)}"
+            "gms.driver_failed",
+            f"cannot start a process to ask CUDA: {explain_shortage(error.errno)}",
         ) from error
     try:
         answer: dict[str, Any] = json.loads(done.stdout)

@@ -24,12 +24,11 @@ from gms.server.memory_performer import MemoryPerformer
 from gms.server.watch import MemoryWatch
 from gms.shortage import open_fds
 from gms.vmm.interface import DeviceMemory
-from plumbing.errors import ProtocolError, UnderstudyError
-from plumbing.part.models import device_of, model_at
-from plumbing.part.observers import Observers
+from plumbing.errors import ProtocolError, UnderstudyError, explain_shortage
+from plumbing.pod.models import device_of, model_at
+from plumbing.pod.observers import Observers
 from plumbing.service.clock import SystemClock, rfc3339
 from plumbing.service.events import EventLog
-from plumbing.shortage import explain
 from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import Catalogue, Message
@@ -208,7 +207,7 @@ def is_held(path: str) -> bool:
     try:
         return epoch_file.is_held(path)
     except OSError as error:
-        why = explain(error.errno, "the memory service")
+        why = explain_shortage(error.errno, "the memory service")
         raise UnderstudyError(
             "gms.server_exhausted", f"the memory service cannot open {path}: {why}"
         ) from error

@@ -22,7 +22,7 @@ from gms.server.vault import Vault
 from gms.server.watch import MemoryWatch
 from gms.vmm.interface import DeviceMemory
 from plumbing.errors import ProtocolError
-from plumbing.part.models import device_of
+from plumbing.pod.models import device_of
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.messages import Message

@@ -19,17 +19,17 @@ from gms.server.child import Child
 from gms.server.copier import CopierProcess
 from gms.server.kv_metrics import KvMetrics
 from gms.server.metrics import GmsMetrics
-from plumbing.part.absence import AbsenceFile
-from plumbing.part.child_process import ChildProcess
-from plumbing.part.format import duration
-from plumbing.part.restarts import GiveUp, StartAgain
+from plumbing.errors import explain_shortage
+from plumbing.pod.child_process import ChildProcess
+from plumbing.pod.gms_files import AbsenceFile
+from plumbing.pod.supervision import GiveUp, StartAgain
 from plumbing.service.clock import Clock, SystemClock
 from plumbing.service.events import EventLog
 from plumbing.service.http import HttpServer, Probe
 from plumbing.service.notify import restarts
 from plumbing.service.process import parent_environment
 from plumbing.service.signals import SignalInbox
-from plumbing.shortage import explain
+from plumbing.text import duration
 from plumbing.wire.server import PathGuard
 
 # Of a KV server that keeps dying: a start costs a second of one core, and without the server an
@@ -192,7 +192,7 @@ class GmsSupervisor:
             child.begin(ChildProcess(words, {**os.environ, **more}))
         except OSError as error:
             verdict = child.restarts.not_started(error.errno)
-            what = f"{child.what} cannot be started: {explain(error.errno)}"
+            what = f"{child.what} cannot be started: {explain_shortage(error.errno)}"
             self._note(child, "gms.cannot_start", what, verdict, {"errno": error.errno})
             return verdict
         return None

@@ -15,7 +15,7 @@ from gms import epoch_file
 from gms.manifest import check_manifest
 from gms.vmm.interface import Allocation, DeviceMemory, export_all, release_all
 from plumbing.errors import UnderstudyError
-from plumbing.part.paths import SLAB_PREFIX
+from plumbing.pod.paths import SLAB_PREFIX
 from plumbing.wire.fds import OwnedFd, close_all
 
 

@@ -13,10 +13,9 @@ from collections.abc import Callable
 
 from gms import epoch_file
 from gms.server.driver_thread import DriverThread
-from plumbing.errors import UnderstudyError
+from plumbing.errors import UnderstudyError, explain_shortage
 from plumbing.service.clock import Clock
 from plumbing.service.procfs import holders_of
-from plumbing.shortage import explain
 
 FAST_MS, FAST_FOR_MS = 1.0, 1000.0
 SLOW_MS = 10.0
@@ -110,7 +109,7 @@ class MemoryWatch:
         except OSError as error:  # out of descriptors, for one: not known is not free
             self._problems[name] = (
                 f"cannot check whether {self._what} {name} is still mapped, so no engine may "
-                f"{self._blocked} until {path} can be checked: {explain(error.errno)}"
+                f"{self._blocked} until {path} can be checked: {explain_shortage(error.errno)}"
             )
             return False
         self._problems.pop(name, None)

@@ -32,7 +32,7 @@ from hack.sweep_faults.phases import PHASES
 from hack.sweep_faults.pod import ROLES
 from hack.sweep_faults.shim import KINDS, build
 from hack.sweep_faults.sweep import Case, Outcome, Sweep, Verdict, chosen
-from plumbing.service.cli import INTERRUPTED
+from plumbing.pod.cli import INTERRUPTED
 from understudy.up.models import make_random_model
 
 DEADLINE_S = 30.0

@@ -18,8 +18,8 @@ from engine import messages as engine_messages
 from hack.processes import ProcessError
 from hack.sweep_faults.shim import Control
 from lockserver import messages as lock_messages
-from plumbing.part.paths import engine_sockets, lockserver_socket
-from plumbing.part.peers import PeerWatch, ask
+from plumbing.pod.observers import PeerWatch, ask
+from plumbing.pod.paths import engine_sockets, lockserver_socket
 from plumbing.service.procfs import children
 from understudy.drill.clients import Target, send
 from understudy.drill.outcomes import classify

@@ -19,13 +19,12 @@ from dataclasses import dataclass
 from lockserver.client.reconnect import HEARTBEAT_MS, NewestGrants, keep_connected
 from lockserver.messages import CATALOGUE, BeatMsg, BorrowMsg, GrantedMsg, IdleMsg, ServiceMsg
 from plumbing.errors import RemoteError, UnderstudyError
-from plumbing.part.models import kind_of, model_of
-from plumbing.wire.connection import Connection
+from plumbing.pod.models import kind_of, model_of
+from plumbing.wire.connection import Connection, connect
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.limits import CONNECT_DEADLINE_S
 from plumbing.wire.messages import FaultMsg, Message
 from plumbing.wire.sockets import no_descriptors
-from plumbing.wire.unix_connection import connect
 
 
 def _ignore(*_: object) -> None:

@@ -35,15 +35,14 @@ from lockserver.messages import (
     WantMsg,
 )
 from plumbing.errors import RemoteError, UnderstudyError
-from plumbing.part.models import ACTIVE, kind_of
-from plumbing.wire.connection import Connection
+from plumbing.pod.models import ACTIVE, kind_of
+from plumbing.wire.connection import Connection, connect
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import FaultMsg, Message
-from plumbing.wire.tcp.address import SCHEME, TcpAddress
-from plumbing.wire.unix_connection import connect
+from plumbing.wire.tcp_address import SCHEME, TcpAddress
 
 if TYPE_CHECKING:
-    from plumbing.wire.tcp.security import Security
+    from plumbing.wire.tcp import Security
 
 CONNECT_DEADLINE_S = 5.0
 # Over TCP a lost packet may make one attempt hang: there must be time for another within a lease.
@@ -234,7 +233,7 @@ class LockClient:
         if not self.address.startswith(SCHEME):
             await connect(self.address, CATALOGUE, self, CONNECT_DEADLINE_S)
             return
-        from plumbing.wire.tcp.connection import connect_tcp  # the Unix socket needs no TLS
+        from plumbing.wire.tcp import connect_tcp  # the Unix socket needs no TLS
 
         where = TcpAddress.parse(self.address)
         assert self._security is not None, "over TCP the caller has certificates"

@@ -29,7 +29,7 @@ from typing import Any
 
 from lockserver.client import dead_man
 from lockserver.messages import RenewedMsg
-from plumbing.part.format import duration
+from plumbing.text import duration
 
 STOP_FRACTION = 0.6  # from here to 80 % the engine kills and reaps its tree by itself
 KILL_FRACTION = 0.8  # the last fifth is for the processes that die with the supervisor

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from lockserver.core.events import LockRecord
-from plumbing.part.models import ACTIVE, LOADER, kind_of, lock_of
+from plumbing.pod.models import ACTIVE, LOADER, kind_of, lock_of
 
 KINDS: Mapping[str, bool] = {ACTIVE: True, LOADER: False}  # name → is it fenced
 

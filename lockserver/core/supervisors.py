@@ -20,7 +20,7 @@ from lockserver.core.names import (
 from lockserver.core.sizes import check_size
 from lockserver.core.terms import LeaseTerms
 from lockserver.messages import TOKEN_CLAIMED_MAX, WantMsg
-from plumbing.part.models import model_of
+from plumbing.pod.models import model_of
 
 # A pod has a handful; a thousand may wait, at a few KiB each, because a heartbeat scans no others.
 # Each may be remembered until its process ends.

@@ -11,7 +11,7 @@ from lockserver.members.events import MemberWanted
 from lockserver.members.group import Group, NodeMember
 from lockserver.members.leases import Leases
 from lockserver.messages import WantMsg
-from plumbing.part.format import duration
+from plumbing.text import duration
 
 SUPERVISOR = re.compile(r"[0-9a-f]{16}")  # filed, and a slot has room for this length
 MEMBERS_KNOWN_MAX = 256  # of all engines together; each may be remembered while its lease lives

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from lockserver.core.lock import LockState
 from lockserver.server.server import LockServer
 from lockserver.server.settings import LockSettings
-from plumbing.part.models import ACTIVE, model_of
+from plumbing.pod.models import ACTIVE, model_of
 from plumbing.service.http import HttpServer, Probe
 from plumbing.service.signals import until_ended
 

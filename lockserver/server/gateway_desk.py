@@ -30,7 +30,7 @@ from lockserver.server.service_desk import ServiceDesk
 from lockserver.server.settings import LockSettings
 from lockserver.status.gateway_waits import MissingGateway, SilentGateway, no_gateway_wait
 from plumbing.errors import ProtocolError
-from plumbing.part.models import kind_of
+from plumbing.pod.models import kind_of
 from plumbing.service.clock import Clock, moment
 from plumbing.wire.connection import Connection
 

@@ -12,7 +12,7 @@ from lockserver.members.members import Members
 from lockserver.server.gateway_desk import ConnectedGateway
 from lockserver.server.service_socket import STATES
 from lockserver.status.document import longest_left_ms, missing_of
-from plumbing.part.models import ACTIVE, kind_of
+from plumbing.pod.models import ACTIVE, kind_of
 from plumbing.service.events import Event
 from plumbing.service.metrics import Metrics
 

@@ -28,7 +28,7 @@ from plumbing.service.clock import Clock
 from plumbing.service.events import EventLog
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import Reserve
-from plumbing.wire.process_watch import ProcessWatch
+from plumbing.wire.peer import ProcessWatch
 from plumbing.wire.server import Server
 
 SPARE_FDS = 4  # for a look at a witness, a copy to lend, a new state file: closed again at once

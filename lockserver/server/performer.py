@@ -18,7 +18,7 @@ from lockserver.messages import GrantedMsg, HandOverMsg, StandbyMsg
 from lockserver.server.parts import Parts
 from lockserver.server.remote import end_connection
 from plumbing.errors import InvariantError
-from plumbing.part.observers import Observers
+from plumbing.pod.observers import Observers
 from plumbing.wire.messages import Message
 
 

@@ -25,7 +25,7 @@ from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.limits import HANDSHAKES_MAX
 from plumbing.wire.messages import Message
-from plumbing.wire.tcp.server import TcpServer
+from plumbing.wire.tcp import TcpServer
 
 
 class Remote:

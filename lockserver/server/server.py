@@ -30,9 +30,9 @@ from lockserver.server.performer import LockPerformer
 from lockserver.server.report import LockReport
 from lockserver.server.settings import LockSettings
 from plumbing.errors import ProtocolError, UnderstudyError, UsageError
-from plumbing.part.models import ACTIVE
-from plumbing.part.observers import Observers
-from plumbing.part.paths import lockserver_guard, lockserver_socket
+from plumbing.pod.models import ACTIVE
+from plumbing.pod.observers import Observers
+from plumbing.pod.paths import lockserver_guard, lockserver_socket
 from plumbing.service.clock import Clock, SystemClock
 from plumbing.service.events import EventLog
 from plumbing.wire.connection import Connection

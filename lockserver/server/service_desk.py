@@ -16,9 +16,8 @@ from typing import Any
 
 from lockserver.messages import ServiceMsg
 from lockserver.server.service_socket import NO_ENGINE, NO_GATEWAY, ServiceSocket
-from plumbing.errors import ProtocolError
-from plumbing.part.models import kind_of
-from plumbing.shortage import is_shortage
+from plumbing.errors import ProtocolError, is_shortage
+from plumbing.pod.models import kind_of
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd, Reserve, close_all
 

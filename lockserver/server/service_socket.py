@@ -20,10 +20,9 @@ import select
 import socket
 from collections.abc import Callable
 
-from plumbing.errors import ProtocolError, UnderstudyError, UsageError
+from plumbing.errors import ProtocolError, UnderstudyError, UsageError, is_shortage
 from plumbing.service import procfs
 from plumbing.service.process import strangers_max
-from plumbing.shortage import is_shortage
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.sockets import no_descriptors
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from lockserver.core.kinds import kinds_of
 from lockserver.core.machine import SILENT_MS, WINDOW_MS
 from lockserver.members.leases import LEASE_MS, MARGIN_MS
-from plumbing.wire.tcp.address import TcpAddress
-from plumbing.wire.tcp.security import Security
+from plumbing.wire.tcp import Security
+from plumbing.wire.tcp_address import TcpAddress
 
 HOLD_MS = 10_000.0
 

@@ -29,7 +29,7 @@ from lockserver.status.waits import (
     unreachable_wait,
     waits_of,
 )
-from plumbing.part.models import kind_of
+from plumbing.pod.models import kind_of
 from plumbing.service import procfs
 from plumbing.service.clock import Clock, moment
 

@@ -17,8 +17,8 @@ from lockserver.core.names import WitnessState
 from lockserver.status.document import SCHEMA, processes_of, wait_document
 from lockserver.status.silent import SilentServer
 from lockserver.status.wait import LockWait, named
-from plumbing.part.format import duration
 from plumbing.service.clock import Clock, SystemClock, moment
+from plumbing.text import duration
 
 UNANSWERED = "no lock server answers; this is its state file"
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from plumbing.errors import UnderstudyError
-from plumbing.part.paths import engine_state
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
+from plumbing.pod.paths import engine_state
 from plumbing.service.files import read_json
 
 Document = dict[str, Any]

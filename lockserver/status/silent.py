@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass
 
 from plumbing.errors import UnderstudyError, UnreachableError, WaitTimeoutError
-from plumbing.part.paths import lockserver_guard
+from plumbing.pod.paths import lockserver_guard
 from plumbing.service import procfs
 
 MEANWHILE = "engines serve meanwhile, and no other engine is granted the lock"

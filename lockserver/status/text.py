@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from plumbing.part.format import duration
+from plumbing.text import duration
 
 Document = dict[str, Any]
 

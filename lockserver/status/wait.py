@@ -17,7 +17,7 @@ from lockserver.core.machine import LockMachine
 from lockserver.core.names import WitnessState
 from lockserver.core.supervisors import SupervisorRecord
 from lockserver.core.switchover import Switchover
-from plumbing.part.format import duration
+from plumbing.text import duration
 
 FROZEN = "frozen"  # of `procfs.halted`
 NAMED_MAX = 8  # engines or witnesses named in one message

@@ -30,8 +30,8 @@ from lockserver.status.wait import (
     switchover_wait,
     unknown_wait,
 )
-from plumbing.part.format import duration
-from plumbing.part.models import kind_of, model_of
+from plumbing.pod.models import kind_of, model_of
+from plumbing.text import duration
 
 SILENT_NAMED_MAX = 16  # silent waiters listed one by one; `waiters` has all of them
 

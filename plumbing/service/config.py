@@ -1,6 +1,6 @@
 """Settings: flag > environment > default, each value with where it came from.
 
-A command declares its settings once, as data; `plumbing.service.cli` turns them into click's flags.
+A command declares its settings once, as data; `plumbing.pod.cli` turns them into click's flags.
 Not by click's `envvar`, which cuts lists at spaces and does not name the variable of a bad value.
 """
 

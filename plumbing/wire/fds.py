@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from plumbing.shortage import is_shortage
+from plumbing.errors import is_shortage
 
 T = TypeVar("T")
 

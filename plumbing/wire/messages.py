@@ -13,8 +13,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from plumbing.errors import ProtocolError, UnderstudyError
-from plumbing.shortage import DISK, is_disk_fault
+from plumbing.errors import DISK, ProtocolError, UnderstudyError, is_disk_fault
 from plumbing.text import printable
 from plumbing.wire.limits import FAULT_DETAILS_BYTES_MAX, FAULT_MESSAGE_CHARS_MAX, FRAME_BYTES_MAX
 

@@ -12,8 +12,7 @@ import os
 import socket
 from collections.abc import Sequence
 
-from plumbing.errors import ProtocolError, UnreachableError, UsageError
-from plumbing.shortage import explain
+from plumbing.errors import ProtocolError, UnreachableError, UsageError, explain_shortage
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.limits import FDS_PER_FRAME_MAX, RECEIVE_BYTES, SOCKET_PATH_BYTES_MAX
 
@@ -50,7 +49,7 @@ def receive(sock: socket.socket) -> tuple[bytes, list[OwnedFd]]:
         close_all(fds)
         raise ProtocolError(
             "wire.truncated_fds",
-            f"received descriptors were lost: {explain(errno.EMFILE)}",
+            f"received descriptors were lost: {explain_shortage(errno.EMFILE)}",
         )
     return data, fds
 
@@ -93,7 +92,7 @@ def check_path(path: str) -> None:
 def no_descriptors(what: str, error: OSError) -> UnreachableError:
     """The error for `what`, which could not be done for lack of a descriptor, a process or a
     thread. It can be retried."""
-    why = explain(error.errno) if error.errno else str(error)
+    why = explain_shortage(error.errno) if error.errno else str(error)
     return UnreachableError("wire.no_descriptors", f"cannot {what}: {why}")
 
 

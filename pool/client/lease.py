@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from plumbing.errors import UnderstudyError, UnreachableError, WaitTimeoutError
-from plumbing.part.paths import pool_socket
+from plumbing.pod.paths import pool_socket
 from plumbing.service.clock import SystemClock
 from plumbing.text import one_line
 from plumbing.wire.blocking import BlockingClient

@@ -15,11 +15,10 @@ from dataclasses import dataclass
 
 from lockserver.client.reconnect import keep_connected
 from plumbing.errors import RemoteError, UnderstudyError
-from plumbing.part.paths import pool_socket
-from plumbing.wire.connection import Connection, Handler
+from plumbing.pod.paths import pool_socket
+from plumbing.wire.connection import Connection, Handler, connect
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import FaultMsg, Message
-from plumbing.wire.unix_connection import connect
 from pool.client.pace import DemandPace
 from pool.core.events import ModelDemand
 from pool.messages import CATALOGUE, DemandMsg, DoorsMsg

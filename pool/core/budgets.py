@@ -6,7 +6,7 @@ ends first, and better, is the policy's.
 
 from __future__ import annotations
 
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 from pool.core.events import Running
 from pool.core.known import KnownModel
 from pool.core.states import ModelState

@@ -17,7 +17,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 from pool.core.states import TICKETS_MAX, Count, GoalGeneration, Millis, ModelState, Priority
 from pool.core.view import ModelRules, PoolRules
 
@@ -90,8 +90,9 @@ class GatewayGone(PoolEvent, frozen=True):
 
 
 class EngineSaid(PoolEvent, frozen=True):
-    """An engine's word (`plumbing.part.tier.AmMsg`). `goal_seen`: the newest goal of ours that it
-    has obeyed or is obeying; what an older one says about the tier counts for nothing."""
+    """An engine's word (`plumbing.pod.messages.EngineReportMsg`). `goal_seen`: the newest goal of
+    ours that it has obeyed or is obeying; what an older one says about the tier counts for
+    nothing."""
 
     engine: str
     model: str
@@ -255,7 +256,7 @@ class SetModelDoor(PoolEffect, frozen=True):
 
 
 class TellEngine(PoolEffect, frozen=True):
-    """`plumbing.part.tier.ShallMsg`."""
+    """`plumbing.pod.messages.SetGoalMsg`."""
 
     engine: str
     goal: Tier

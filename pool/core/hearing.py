@@ -6,7 +6,7 @@ A wrong message raises `WrongMessage` and changes nothing. What follows from the
 
 from __future__ import annotations
 
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 from pool.core import events as ev
 from pool.core.known import WITHOUT_KV, KnownEngine, KnownModel, Stander
 from pool.core.model_table import REST, ModelSignal

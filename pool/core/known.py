@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 from pool.core.events import Door, EngineSaid
 from pool.core.model import Model, lower
 from pool.core.states import HOST, EngineSizes, EntryKey, EntryKind, GoalGeneration

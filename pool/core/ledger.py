@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from plumbing.errors import InvariantError
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 from pool.core.states import HOST, EngineSizes, EntryKey, EntryKind
 from pool.core.view import DeviceView
 

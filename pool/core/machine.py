@@ -24,7 +24,7 @@ Must not know of clocks, sockets or files. `snapshot.py` and `recovery.py` have 
 from __future__ import annotations
 
 from plumbing.errors import InvariantError
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 from pool.core import events as ev
 from pool.core import policy, recovery
 from pool.core.books import Entries

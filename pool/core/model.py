@@ -26,7 +26,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from plumbing.errors import InvariantError
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 from pool.core.events import Running
 from pool.core.model_table import (
     FAULT_WINDOW_MS,

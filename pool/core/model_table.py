@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 from pool.core.events import Running
 from pool.core.states import ModelState
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 from pool.core import reasons, victims
 from pool.core.rests import rests_of
 from pool.core.states import HOST, ModelState

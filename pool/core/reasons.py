@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from plumbing.part.format import duration, size
+from plumbing.text import duration, size
 from pool.core.states import HOST, ModelState
 from pool.core.tickets import LEASE_PREFIX
 from pool.core.victims import (

@@ -12,7 +12,7 @@ raised on its devices.
 
 from __future__ import annotations
 
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 from pool.core import events as ev
 from pool.core.books import Books
 from pool.core.doors import door_key

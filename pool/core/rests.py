@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 from pool.core.states import ModelState
 from pool.core.victims import quiet_since_ms
 from pool.core.view import ModelView, Victim

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 from pool.core.books import Books
 from pool.core.budgets import HEADLESS_MS, deadline_ms
 from pool.core.demand import Demand

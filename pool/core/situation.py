@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from msgspec import Struct
 
 from plumbing.errors import UnderstudyError
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 from pool.core import budgets
 from pool.core import events as ev
 from pool.core.books import Books

@@ -15,7 +15,7 @@ from zlib import crc32
 from msgspec import Struct
 from msgspec.structs import replace
 
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 from pool.core.events import LeaseAsked, OpenDoor, Running
 from pool.core.known import KnownEngine, KnownModel
 from pool.core.situation import PoolSituation

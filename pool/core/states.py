@@ -8,7 +8,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from plumbing.part.tier import GoalGeneration as GoalGeneration
+from plumbing.pod.messages import GoalGeneration as GoalGeneration
 
 HOST = "HOST"  # the host's memory, beside the devices: copies of weights are booked on it
 

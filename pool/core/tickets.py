@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 from pool.core.events import Ticket, TicketKind
 from pool.core.states import ModelState
 from pool.core.view import ModelRules, ModelView, PoolRules, TicketView

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 from pool.core.states import ModelState
 from pool.core.victims import IDLE_MS_MAX, Candidate, Head, candidates, choose, has_work
 from pool.core.view import ModelView, PoolRules, Victim

@@ -28,7 +28,7 @@ from operator import gt, itemgetter
 
 from msgspec import Struct
 
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 from pool.core.states import ModelState
 from pool.core.tickets import order_of
 from pool.core.view import ModelView, PoolRules, TicketView, Victim

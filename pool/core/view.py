@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from msgspec import Struct
 
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 from pool.core.states import ModelState
 
 

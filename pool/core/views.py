@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 from pool.core.books import Books
 from pool.core.budgets import raise_budget_ms
 from pool.core.demand import Demand

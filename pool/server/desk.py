@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from plumbing.errors import ProtocolError, UnderstudyError, UsageError
-from plumbing.part.observers import Observers
-from plumbing.part.paths import pool_socket
+from plumbing.pod.observers import Observers
+from plumbing.pod.paths import pool_socket
 from plumbing.service.events import EventLog
 from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.fds import OwnedFd, close_all

@@ -11,14 +11,21 @@ from collections.abc import Callable
 
 from lockserver.client.reconnect import keep_connected
 from plumbing.errors import ProtocolError
-from plumbing.part.format import duration
-from plumbing.part.paths import engine_socket
-from plumbing.part.tier import CATALOGUE, AmMsg, GoalGeneration, PoolGoal, PoolWord, ShallMsg, Tier
+from plumbing.pod.messages import (
+    GOAL_CATALOGUE,
+    EngineReportMsg,
+    GoalGeneration,
+    PoolGoal,
+    PoolWord,
+    SetGoalMsg,
+    Tier,
+)
+from plumbing.pod.paths import engine_socket
 from plumbing.service.clock import Clock
-from plumbing.wire.connection import Connection, Handler
+from plumbing.text import duration
+from plumbing.wire.connection import Connection, Handler, connect
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import FaultMsg, Message
-from plumbing.wire.unix_connection import connect
 
 BY = "pool"  # who wants it, in the engine's status and events
 ANSWER_MS = 3_000.0  # a supervisor answers within a millisecond, and is never blocked
@@ -34,15 +41,15 @@ class EngineLink(Handler):
         engine: str,
         model: str,
         clock: Clock,
-        on_said: Callable[[EngineLink, AmMsg, PoolWord], None],
+        on_said: Callable[[EngineLink, EngineReportMsg, PoolWord], None],
         on_lost: Callable[[EngineLink], None],
     ) -> None:
         self.engine, self.model = engine, model
-        self.said: AmMsg | None = None  # its last word, while it is connected
+        self.said: EngineReportMsg | None = None  # its last word, while it is connected
         self.problem: str | None = "not connected yet"
         self._path, self._clock = engine_socket(directory, engine), clock
         self._on_said, self._on_lost = on_said, on_lost
-        self._goal = ShallMsg()
+        self._goal = SetGoalMsg()
         self._conn: Connection | None = None
         self._ended = asyncio.Event()
         self._asked_ms: float | None = None  # since when an answer is due
@@ -56,7 +63,7 @@ class EngineLink(Handler):
     def tell(self, goal: Tier, generation: GoalGeneration, *, is_kill: bool = False) -> None:
         """Say this now, and on every connection from now on. `is_kill`: wait for nothing that still
         runs."""
-        self._goal = ShallMsg(goal, BY, PoolGoal(self.model, generation, is_kill))
+        self._goal = SetGoalMsg(goal, BY, PoolGoal(self.model, generation, is_kill))
         self._ask(self._goal)
 
     def look(self) -> None:
@@ -68,7 +75,7 @@ class EngineLink(Handler):
         elif self._asked_ms is None:
             every_ms = IDLE_LOOK_MS if self._is_obeyed else LOOK_MS
             if now_ms - self._heard_ms > every_ms:
-                self._ask(ShallMsg())
+                self._ask(SetGoalMsg())
 
     async def run(self) -> None:
         """Stay connected until cancelled."""
@@ -87,12 +94,12 @@ class EngineLink(Handler):
         return said is not None and said.pool is not None and said.tier == self._goal.goal
 
     async def _connect(self) -> None:
-        await connect(self._path, CATALOGUE, self)
+        await connect(self._path, GOAL_CATALOGUE, self)
 
     def _failed(self, why: str) -> None:
         self.problem = why
 
-    def _ask(self, question: ShallMsg) -> None:
+    def _ask(self, question: SetGoalMsg) -> None:
         if self._conn is not None:
             self._request += 1
             if self._asked_ms is None:
@@ -117,10 +124,10 @@ class EngineLink(Handler):
         match message:
             case FaultMsg():
                 self.problem = message.message
-            case AmMsg(pool=PoolWord() as word) if word.model == self.model:
+            case EngineReportMsg(pool=PoolWord() as word) if word.model == self.model:
                 self.said, self.problem = message, message.fault or None
                 self._on_said(self, message, word)
-            case AmMsg():
+            case EngineReportMsg():
                 found = f"model {message.pool.model}" if message.pool else "no model's name"
                 self.problem = f"it runs with {found}; start it with --model-name {self.model}"
             case _:

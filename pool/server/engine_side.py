@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from plumbing.part.tier import AmMsg, GoalGeneration, PoolWord, Tier
+from plumbing.pod.messages import EngineReportMsg, GoalGeneration, PoolWord, Tier
 from plumbing.service.clock import Clock
 from pool.core.events import EngineDead, EngineLost, EngineSaid, PoolEvent
 from pool.server.engine_link import EngineLink
@@ -80,7 +80,7 @@ class EngineSide:
         engine = incarnation.rpartition("-")[0]
         return engine if engine in self.links else None
 
-    def _said(self, link: EngineLink, am: AmMsg, word: PoolWord) -> None:
+    def _said(self, link: EngineLink, am: EngineReportMsg, word: PoolWord) -> None:
         engine = link.engine
         if am.incarnation and word.witness is not None:
             self.witnesses.keep(engine, am.incarnation, word.witness)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from plumbing.part.format import duration, size
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
+from plumbing.text import duration, size
 from pool.core.bound import TurnBound, WaitBound, bound, measured_bound, unmeasured
 from pool.core.doors import expected_ms
 from pool.core.events import OpenDoor, Order, RefusedDoor

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from plumbing.errors import ProtocolError, UnderstudyError
 from plumbing.wire.connection import Connection
-from plumbing.wire.process_watch import ProcessWatch
+from plumbing.wire.peer import ProcessWatch
 from pool.core.events import DemandCame, GatewayGone, ModelDemand, PoolEvent
 from pool.messages import DemandMsg, DoorsMsg, PooledModel
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from lockserver.client import witness
 from plumbing.errors import ProtocolError, UnderstudyError
-from plumbing.part.device_names import read_device_names
+from plumbing.pod.gms_files import read_device_names
 from plumbing.wire.connection import Connection
 from pool.core.events import LeaseAsked, LeaseOver, PoolEvent
 from pool.messages import SENTENCE_CHARS_MAX, LeaseGrantedMsg, LeaseMsg, LeaseWaitingMsg

@@ -12,12 +12,11 @@ from typing import Any
 
 from lockserver.client import messages as lock
 from lockserver.client.reconnect import NewestGrants, keep_connected
-from plumbing.part.models import ACTIVE, kind_of, lock_of, model_of
-from plumbing.part.paths import lockserver_socket
-from plumbing.wire.connection import Connection, Handler
+from plumbing.pod.models import ACTIVE, kind_of, lock_of, model_of
+from plumbing.pod.paths import lockserver_socket
+from plumbing.wire.connection import Connection, Handler, connect
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import FaultMsg, Message
-from plumbing.wire.unix_connection import connect
 
 LOOK_S = 0.05  # between two looks at the status: it costs the lock server a walk through /proc
 

@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from gms.client import offload_device
-from plumbing.part.models import model_at, place_of
-from plumbing.part.paths import KV, WEIGHTS
+from plumbing.pod.models import model_at, place_of
+from plumbing.pod.paths import KV, WEIGHTS
 from pool.core.events import DeviceIs, MemoryIs, PoolEvent
 from pool.core.states import HOST
 from pool.server.place_link import PlaceLink

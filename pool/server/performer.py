@@ -6,8 +6,8 @@ import asyncio
 import functools
 from collections.abc import Callable
 
-from plumbing.part.format import duration
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
+from plumbing.text import duration
 from pool.core import events as ev
 from pool.server.parts import PoolParts
 

@@ -16,13 +16,12 @@ from gms.client import kv_messages as kv
 from gms.client import messages as weights
 from lockserver.client.reconnect import keep_connected
 from plumbing.errors import UnderstudyError
-from plumbing.part.observe import EventMsg, StatusMsg, StatusReplyMsg, WatchMsg
-from plumbing.part.paths import KV, WEIGHTS, gms_socket
-from plumbing.part.peers import ask
-from plumbing.wire.connection import Connection, Handler
+from plumbing.pod.messages import EventMsg, StatusMsg, StatusReplyMsg, WatchMsg
+from plumbing.pod.observers import ask
+from plumbing.pod.paths import KV, WEIGHTS, gms_socket
+from plumbing.wire.connection import Connection, Handler, connect
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import FaultMsg, Message
-from plumbing.wire.unix_connection import connect
 
 LOOK_S = 0.002  # after an event; those of one change come together
 RESTLESS_S, RESTLESS_S_MAX = 0.01, 0.5  # while memory is on its way out, or is to be freed

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 
 from plumbing.errors import UsageError
-from plumbing.part.paths import DIRECTORY, runtime_dir
+from plumbing.pod.paths import DIRECTORY, runtime_dir
 from plumbing.service.config import Option, Resolved
 from plumbing.service.hosts import ALLOWED_HOST
 from pool.core.situation import ModelSetup, PoolSetup

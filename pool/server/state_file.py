@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from plumbing.errors import UnderstudyError
-from plumbing.part.paths import pool_state
+from plumbing.pod.paths import pool_state
 from plumbing.service.files import SlotFile, SlotFormat, put_aside
 from pool.core.snapshot import PoolSnapshot, anew
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 from pool.core import reasons
 from pool.core.doors import reason_of
 from pool.core.known import KnownEngine, KnownModel

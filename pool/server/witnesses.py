@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from lockserver.client import witness
 from plumbing.errors import UnderstudyError
-from plumbing.part.tier import WitnessRef
+from plumbing.pod.messages import WitnessRef
 
 LINK_PREFIX = "pool_"  # before the name of a witness, `witness_<engine>_<16 hex>`
 # Small processes die within milliseconds, and some need half a minute; who is hung may be so for

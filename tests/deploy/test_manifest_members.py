@@ -24,8 +24,8 @@ from lockserver import certificates
 from plumbing.errors import UsageError
 from plumbing.service import init
 from plumbing.service.config import resolve
-from plumbing.wire.tcp.address import TcpAddress
-from plumbing.wire.tcp.security import Security
+from plumbing.wire.tcp import Security
+from plumbing.wire.tcp_address import TcpAddress
 from tests.deploy.manifests import (
     DEPLOY,
     LOCK_POD,

@@ -17,7 +17,7 @@ from engine.core import probes
 from engine.core.events import State
 from engine.supervisor import settings as engine_settings
 from gateway.supervisor.settings import OPTIONS as GATEWAY_OPTIONS
-from plumbing.part.grace import GRACE_MS
+from plumbing.pod.supervision import GRACE_MS
 from plumbing.service import init
 from plumbing.service.config import resolve, size_bytes
 from tests.deploy.manifests import (

@@ -26,7 +26,7 @@ from engine.supervisor import settings as engine_settings
 from engine.supervisor.pool_place import place_in_pool, placed
 from engine.supervisor.settings import OPTIONS, settle
 from plumbing.errors import UsageError
-from plumbing.part.device_names import write_device_names
+from plumbing.pod.gms_files import write_device_names
 from plumbing.service.config import resolve, size_bytes
 from tests.deploy.manifests import (
     DEPLOY,

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from plumbing.part.paths import pool_socket
-from plumbing.part.peers import ask
+from plumbing.pod.observers import ask
+from plumbing.pod.paths import pool_socket
 from pool.messages import CATALOGUE, StatusMsg
 from tests.deploy.image import why_not
 from tests.deploy.podman_pod import PodmanPod

@@ -21,7 +21,7 @@ import lockserver.cli
 import pool.cli
 from engine.backends.registry import REGISTRY
 from engine.core.relaunch import BACKOFF_FIRST_MS, BACKOFF_MAX_MS
-from plumbing.part.grace import GRACE_MS
+from plumbing.pod.supervision import GRACE_MS
 from plumbing.service import notify
 from plumbing.service.process import FDS_ADVISED
 from tests.deploy.manifests import DEPLOY

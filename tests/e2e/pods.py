@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from lockserver.client import messages as lock_messages
-from plumbing.part.paths import LOCKSERVER_SOCKET
-from plumbing.part.peers import PeerWatch
+from plumbing.pod.observers import PeerWatch
+from plumbing.pod.paths import LOCKSERVER_SOCKET
 from plumbing.service.procfs import children, descendants, is_spent
 from plumbing.wire.messages import Message
 from tests.e2e.processes import Processes, continue_all, pod_ports

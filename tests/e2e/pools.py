@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from plumbing.part.paths import pool_socket
+from plumbing.pod.paths import pool_socket
 from plumbing.service.procfs import children
 from plumbing.wire.blocking import BlockingClient
 from pool.core.events import Order

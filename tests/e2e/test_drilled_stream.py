@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from plumbing.part.paths import engine_sockets
+from plumbing.pod.paths import engine_sockets
 from tests.e2e.test_commands import running_pod
 from tests.e2e.test_up import free_offset
 from understudy.drill.killer import strike, wait_whole

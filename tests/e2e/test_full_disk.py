@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from engine.messages import CONTROL
-from plumbing.part.cli import ask_status
-from plumbing.part.paths import engine_socket
+from plumbing.pod.cli import ask_status
+from plumbing.pod.paths import engine_socket
 from plumbing.service.procfs import descendants
 from tests.e2e.pools import WAIT_S, RunningPool, running_pool
 from tests.e2e.test_pool import DEVICE_BYTES, TWO

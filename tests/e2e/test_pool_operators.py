@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from plumbing.part.paths import pool_socket
+from plumbing.pod.paths import pool_socket
 from plumbing.wire.blocking import BlockingClient
 from pool.messages import CATALOGUE, SetMsg
 from tests.browser import Tab, needs_chromium, tab

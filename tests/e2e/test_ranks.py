@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from gms.client import messages as gms_messages
-from plumbing.part.paths import gms_socket
+from plumbing.pod.paths import gms_socket
 from tests.e2e.pods import AS_USERS_RUN_IT, GRACE_S, WHOLE_DEADLINE_S
 from tests.e2e.processes import Processes, kill, pod_ports
 from tests.e2e.test_commands import ENVIRONMENT, UNDERSTUDY

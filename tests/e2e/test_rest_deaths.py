@@ -12,10 +12,9 @@ from contextlib import asynccontextmanager
 import pytest
 
 from engine import messages as m
-from plumbing.part.observe import EventMsg
-from plumbing.part.paths import engine_socket
-from plumbing.part.peers import PeerWatch
-from plumbing.part.tier import ShallMsg, Tier
+from plumbing.pod.messages import EventMsg, SetGoalMsg, Tier
+from plumbing.pod.observers import PeerWatch
+from plumbing.pod.paths import engine_socket
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.messages import Message
 from tests.e2e.pods import Pod, PodHome
@@ -65,7 +64,7 @@ async def killed_when(pod: Pod, engine: str, state: str, pid: int) -> AsyncItera
 
 def put_to_rest(pod: Pod, engine: str) -> None:
     with BlockingClient(engine_socket(str(pod.directory), engine), m.CONTROL) as client:
-        client.request(ShallMsg(Tier.WARM, "a test"), timeout_s=30)
+        client.request(SetGoalMsg(Tier.WARM, "a test"), timeout_s=30)
 
 
 @pytest.mark.slow

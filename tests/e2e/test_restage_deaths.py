@@ -16,8 +16,8 @@ from engine import messages as m
 from gms import names
 from gms.client import Reader, open_session
 from plumbing.errors import UnderstudyError
-from plumbing.part.paths import engine_socket
-from plumbing.part.tier import AmMsg, ShallMsg, Tier
+from plumbing.pod.messages import EngineReportMsg, SetGoalMsg, Tier
+from plumbing.pod.paths import engine_socket
 from plumbing.wire.blocking import BlockingClient
 from tests.copy_stop import CopyStop
 from tests.e2e.pods import Pod, PodHome
@@ -53,15 +53,15 @@ def home(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Home
 def told(pod: Pod, engine: str, goal: Tier) -> None:
     """Tell an engine, and wait until it is there and says that nothing is in the way."""
     with BlockingClient(engine_socket(str(pod.directory), engine), m.CONTROL) as client:
-        am = client.request(ShallMsg(goal, "a test"), timeout_s=OFFLOADED_S).message
-        while not (isinstance(am, AmMsg) and am.tier is goal and not am.fault):
+        am = client.request(SetGoalMsg(goal, "a test"), timeout_s=OFFLOADED_S).message
+        while not (isinstance(am, EngineReportMsg) and am.tier is goal and not am.fault):
             am = client.receive(OFFLOADED_S).message
 
 
 async def offload(pod: Pod, active: str, standby: str) -> None:
     """Let both engines release their weights, until the device has none."""
     with BlockingClient(engine_socket(str(pod.directory), standby), m.CONTROL) as client:
-        await asyncio.to_thread(client.request, ShallMsg(Tier.OFFLOADED, "a test"), timeout_s=30)
+        await asyncio.to_thread(client.request, SetGoalMsg(Tier.OFFLOADED, "a test"), timeout_s=30)
     await asyncio.to_thread(told, pod, active, Tier.OFFLOADED)
     assert (await pod.memory())["state"] == "offloaded"
 
@@ -153,7 +153,7 @@ def test_death_of_the_devices_server_while_weights_leave_costs_no_engine(home: H
         before = await pod.whole()
         (standby,) = before.standbys
         with BlockingClient(engine_socket(str(pod.directory), standby), m.CONTROL) as client:
-            goal = ShallMsg(Tier.OFFLOADED, "a test")
+            goal = SetGoalMsg(Tier.OFFLOADED, "a test")
             await asyncio.to_thread(client.request, goal, timeout_s=30)
         victims, (epoch,) = await victims_of(pod, before.engine), {(await pod.memory())["epoch"]}
         await auntil(lambda: len(holders(pod, epoch)) == 2, "the standby to unmap the weights")
@@ -188,7 +188,7 @@ def is_told(pod: Pod, engine: str) -> bool:
     """Told to be awake, once it answers: it may be starting."""
     try:
         with BlockingClient(engine_socket(str(pod.directory), engine), m.CONTROL) as client:
-            client.request(ShallMsg(Tier.AWAKE, "a test"), timeout_s=30)
+            client.request(SetGoalMsg(Tier.AWAKE, "a test"), timeout_s=30)
     except UnderstudyError:
         return False
     return True

@@ -13,9 +13,9 @@ import pytest
 from engine.messages import CONTROL
 from lockserver.messages import CATALOGUE, SwitchOverMsg
 from plumbing.errors import RemoteError
-from plumbing.part.paths import LOCKSERVER_SOCKET, engine_socket
-from plumbing.part.peers import ask
-from plumbing.part.tier import AmMsg, ShallMsg, Tier
+from plumbing.pod.messages import EngineReportMsg, SetGoalMsg, Tier
+from plumbing.pod.observers import ask
+from plumbing.pod.paths import LOCKSERVER_SOCKET, engine_socket
 from tests.e2e.kept_connections import kept_connections
 from tests.e2e.pods import Pod, PodHome
 from tests.e2e.processes import Processes
@@ -79,10 +79,10 @@ def test_rests_under_streams_lose_and_refuse_no_request(home: PodHome):
         active = (await pod.whole()).engine
         processes = await pod.engine_tree(active)
 
-        async def told(goal: Tier | None) -> AmMsg:
+        async def told(goal: Tier | None) -> EngineReportMsg:
             path = engine_socket(str(pod.directory), active)
-            answer = (await ask(path, CONTROL, ShallMsg(goal, "test"))).message
-            assert isinstance(answer, AmMsg)
+            answer = (await ask(path, CONTROL, SetGoalMsg(goal, "test"))).message
+            assert isinstance(answer, EngineReportMsg)
             return answer
 
         async def until(state: str, goals: int) -> None:

@@ -23,7 +23,7 @@ from lockserver.messages import CATALOGUE as LOCK_CATALOGUE
 from lockserver.messages import StatusMsg as LockStatus
 from lockserver.messages import StatusReplyMsg as LockStatusReply
 from plumbing.errors import UnderstudyError
-from plumbing.part.paths import engine_socket
+from plumbing.pod.paths import engine_socket
 from plumbing.service import procfs
 from plumbing.wire.blocking import BlockingClient
 from tests.engine.stub_lock import StubLock

@@ -15,7 +15,7 @@ import pytest
 from engine.backends.registry import objection_behind_gateway
 from engine.messages import LeaveMsg
 from lockserver.messages import HandOverMsg
-from plumbing.part.paths import engine_http_socket
+from plumbing.pod.paths import engine_http_socket
 from plumbing.wire.limits import SOCKET_PATH_BYTES_MAX
 from tests.engine.pod import ROOT, LoopThread, Pod, environment, program, stub_lock
 from tests.engine.stub_lock import StubLock

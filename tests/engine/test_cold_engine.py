@@ -10,7 +10,7 @@ import pytest
 
 from engine import messages as m
 from plumbing.errors import RemoteError
-from plumbing.part.tier import AmMsg, GoalGeneration, PoolGoal, ShallMsg, Tier
+from plumbing.pod.messages import EngineReportMsg, GoalGeneration, PoolGoal, SetGoalMsg, Tier
 from plumbing.wire.blocking import BlockingClient
 from tests.engine.pod import Engine, stub_lock
 from tests.engine.stub_lock import StubLock
@@ -30,11 +30,11 @@ def lock(directory: Path) -> Iterator[StubLock]:
 
 def told(
     client: BlockingClient, goal: Tier, number: int, *, era: str = "e", is_kill: bool = False
-) -> AmMsg:
+) -> EngineReportMsg:
     """A pool's goal, and the answer."""
     pool = PoolGoal("chat", GoalGeneration(era, 1, number), is_kill)
-    reply = client.request(ShallMsg(goal, "the pool", pool), timeout_s=30).message
-    assert isinstance(reply, AmMsg)
+    reply = client.request(SetGoalMsg(goal, "the pool", pool), timeout_s=30).message
+    assert isinstance(reply, EngineReportMsg)
     return reply
 
 
@@ -64,7 +64,7 @@ def test_engine_of_a_model_uses_the_models_locks_and_tells_a_pool_what_it_must_k
         assert told(client, Tier.WARM, 3).pool.generation == GoalGeneration("e", 1, 3)
         assert told(client, Tier.AWAKE, 2).goal is Tier.WARM  # older
         with pytest.raises(RemoteError) as caught:
-            client.request(ShallMsg(Tier.COLD, "x", PoolGoal("coder", GoalGeneration("e", 1, 9))))
+            client.request(SetGoalMsg(Tier.COLD, "x", PoolGoal("coder", GoalGeneration("e", 1, 9))))
         assert caught.value.code == "engine.other_model"
 
 
@@ -78,7 +78,7 @@ def test_engine_that_is_told_to_stop_says_so_before_its_end(pod, lock):
         assert not before.pool.is_leaving
         engine.process.send_signal(signal.SIGTERM)
         said = client.receive(timeout_s=30).message
-        assert isinstance(said, AmMsg)
+        assert isinstance(said, EngineReportMsg)
         assert said.pool is not None
         assert (said.incarnation, said.pool.is_leaving) == (before.incarnation, True)
 
@@ -145,5 +145,5 @@ def test_pod_without_models_sends_what_it_sent_before(pod, directory):
             am = shall(client, None)
     assert am.pool is None
     assert b"pool" not in m.CONTROL.encode(am)
-    assert b"pool" not in m.CONTROL.encode(ShallMsg(Tier.WARM, "x"))
+    assert b"pool" not in m.CONTROL.encode(SetGoalMsg(Tier.WARM, "x"))
     assert b"place" not in m.CONTROL.encode(m.AttachedMsg("e-0-0123456789abcdef", 0, "e", {}))

@@ -15,7 +15,7 @@ import pytest
 
 from engine import messages as m
 from plumbing.errors import GivenUpError, RemoteError
-from plumbing.part.paths import engine_socket
+from plumbing.pod.paths import engine_socket
 from plumbing.service import procfs
 from plumbing.wire.blocking import BlockingClient
 from tests.engine.pod import Engine, environment, program, stub_lock

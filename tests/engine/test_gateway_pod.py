@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from engine.backends.reference.random_model import write_random_model
-from plumbing import hop
-from plumbing.part.paths import engine_http_socket
+from plumbing import gateway_protocol as hop
+from plumbing.pod.paths import engine_http_socket
 from tests.engine.pod import Engine, Pod, environment, program
 from tests.engine.reference_process.active import LONG
 from tests.helpers import free_port, until

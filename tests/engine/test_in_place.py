@@ -17,8 +17,8 @@ from engine.supervisor import state_file
 from engine.supervisor.goals import WHAT_COUNTS
 from lockserver.messages import CATALOGUE, SwitchedOverMsg, SwitchOverMsg
 from plumbing.errors import UnderstudyError, UnreachableError
-from plumbing.part.paths import engine_state
-from plumbing.part.tier import AmMsg, ShallMsg, Tier
+from plumbing.pod.messages import EngineReportMsg, SetGoalMsg, Tier
+from plumbing.pod.paths import engine_state
 from plumbing.wire.blocking import BlockingClient
 from tests.engine.pod import Engine, Pod, stub_lock
 from tests.engine.stub_lock import StubLock
@@ -226,23 +226,23 @@ def test_supervisor_killed_while_releasing_frees_the_lock_with_its_tree(pod):
 # ---------------------------------------------------------------- at rest
 
 
-def shall(client: BlockingClient, goal: Tier | None) -> AmMsg:
-    reply = client.request(ShallMsg(goal, "a test"), timeout_s=30).message
-    assert isinstance(reply, AmMsg)
+def shall(client: BlockingClient, goal: Tier | None) -> EngineReportMsg:
+    reply = client.request(SetGoalMsg(goal, "a test"), timeout_s=30).message
+    assert isinstance(reply, EngineReportMsg)
     return reply
 
 
-def heard_until(client: BlockingClient, state: str) -> list[AmMsg]:
+def heard_until(client: BlockingClient, state: str) -> list[EngineReportMsg]:
     """What is said until the engine is in `state`."""
-    said: list[AmMsg] = []
+    said: list[EngineReportMsg] = []
     while not said or said[-1].state != state:
         message = client.receive(timeout_s=30).message
-        assert isinstance(message, AmMsg)
+        assert isinstance(message, EngineReportMsg)
         said.append(message)
     return said
 
 
-def assert_no_repeats(words: list[AmMsg]) -> None:
+def assert_no_repeats(words: list[EngineReportMsg]) -> None:
     """A pool judges each word."""
     counting = [tuple(getattr(word, name) for name in WHAT_COUNTS) for word in words]
     for earlier, later in itertools.pairwise(counting):
@@ -303,7 +303,7 @@ def test_engine_says_so_when_its_last_request_has_ended(pod, lock):
         assert shall(client, None).in_flight == 1
         busy.unlink()
         said = client.receive(timeout_s=30).message
-        assert isinstance(said, AmMsg)
+        assert isinstance(said, EngineReportMsg)
         assert (said.state, said.in_flight) == ("active", 0)
 
 
@@ -352,7 +352,7 @@ def test_goal_that_cannot_be_is_refused(pod, directory, switches, has_gateway, g
         engine.until("active")
         with engine.client() as client:
             with pytest.raises(UnderstudyError, match=why) as refused:
-                client.request(m.ShallMsg(goal, "a test"))
+                client.request(m.SetGoalMsg(goal, "a test"))
             assert refused.value.code == code
         with engine.client() as client:
             assert shall(client, None).goal is Tier.AWAKE

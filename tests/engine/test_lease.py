@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from engine import cli
 from lockserver import witness
 from plumbing.service import procfs
-from plumbing.wire.tcp.security import Security
+from plumbing.wire.tcp import Security
 from tests.engine.pod import Engine, LoopThread, Pod
 from tests.engine.test_shortages import NONE, observer
 from tests.helpers import descriptors_below, free_witness, is_over, until

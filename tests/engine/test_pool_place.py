@@ -9,7 +9,7 @@ import pytest
 from engine.supervisor.pool_place import PoolPlace, place_in_pool, placed
 from engine.supervisor.settings import OPTIONS, settle
 from plumbing.errors import UsageError
-from plumbing.part.device_names import read_device_names, write_device_names
+from plumbing.pod.gms_files import read_device_names, write_device_names
 from plumbing.service.config import resolve
 from pool.server import settings as pool_settings
 
@@ -101,7 +101,7 @@ def test_list_that_cannot_be_written_is_removed(tmp_path: Path, monkeypatch: pyt
     def full(*args: object, **more: object) -> None:
         raise OSError(28, "no space")
 
-    monkeypatch.setattr("plumbing.part.device_names.write_atomic", full)
+    monkeypatch.setattr("plumbing.pod.gms_files.write_atomic", full)
     write_device_names(str(tmp_path), GPUS[::-1])
     assert read_device_names(str(tmp_path)) == ()
 

@@ -7,7 +7,7 @@ import pytest
 from engine.supervisor.settings import OPTIONS, settle
 from plumbing.errors import UsageError
 from plumbing.service.config import resolve
-from plumbing.wire.tcp.address import TcpAddress
+from plumbing.wire.tcp_address import TcpAddress
 from tests.plumbing.wire.certificates import shared
 
 CERTIFICATES = {

@@ -18,7 +18,7 @@ from engine import messages as engine_messages
 from gms.client import messages as gms_messages
 from lockserver.client import messages as lock_messages
 from plumbing.errors import RemoteError
-from plumbing.part.peers import ask
+from plumbing.pod.observers import ask
 from plumbing.wire.frames import HEADER, MAGIC, VERSION, FrameDecoder, encode_frame
 from plumbing.wire.limits import FDS_PER_FRAME_MAX, MANIFEST_FRAME_BYTES_MAX
 from plumbing.wire.messages import Catalogue, FaultMsg, Message

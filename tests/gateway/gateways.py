@@ -16,8 +16,8 @@ from typing import Any
 
 from gateway.messages import CONTROL
 from plumbing.errors import UnderstudyError
-from plumbing.part.cli import ask_status
-from plumbing.part.paths import gateway_socket
+from plumbing.pod.cli import ask_status
+from plumbing.pod.paths import gateway_socket
 from plumbing.service import procfs
 from tests.helpers import free_port, until
 from tests.lockserver.processes import ServerProcess

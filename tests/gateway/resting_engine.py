@@ -16,8 +16,8 @@ import sys
 import time
 from pathlib import Path
 
-from plumbing.part.paths import engine_http_socket, engine_socket
-from plumbing.part.tier import CATALOGUE, AmMsg, ShallMsg, Tier
+from plumbing.pod.messages import GOAL_CATALOGUE, EngineReportMsg, SetGoalMsg, Tier
+from plumbing.pod.paths import engine_http_socket, engine_socket
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.fds import OwnedFd, close_all
@@ -42,7 +42,9 @@ class RestingEngine(Handler):
         self.http: StubEngine | None = None
         self._listeners: set[Connection] = set()
         self._changed = asyncio.Event()
-        self._server = Server(engine_socket(directory, name), CATALOGUE, self, service="engine")
+        self._server = Server(
+            engine_socket(directory, name), GOAL_CATALOGUE, self, service="engine"
+        )
 
     async def run(self) -> None:
         await self._server.start()
@@ -93,8 +95,8 @@ class RestingEngine(Handler):
         for conn in tuple(self._listeners):
             conn.send(self._am())
 
-    def _am(self) -> AmMsg:
-        return AmMsg(
+    def _am(self) -> EngineReportMsg:
+        return EngineReportMsg(
             engine=self.name,
             incarnation=self.engine.incarnation or "",
             token=self.token,
@@ -115,7 +117,7 @@ class RestingEngine(Handler):
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
     ) -> None:
         close_all(fds)
-        assert isinstance(message, ShallMsg)
+        assert isinstance(message, SetGoalMsg)
         self._listeners.add(conn)
         if message.goal is not None:
             self.goal, self.by, self.seen = message.goal, message.by, self.seen + 1
@@ -133,10 +135,10 @@ class RestingEngineProcess:
         self.directory, self.name = directory, name
         self.process = subprocess.Popen([sys.executable, "-m", __name__, directory, name])
 
-    def shall(self, goal: Tier | None = None) -> AmMsg:
-        with BlockingClient(engine_socket(self.directory, self.name), CATALOGUE) as client:
-            reply = client.request(ShallMsg(goal, "test")).message
-        assert isinstance(reply, AmMsg)
+    def shall(self, goal: Tier | None = None) -> EngineReportMsg:
+        with BlockingClient(engine_socket(self.directory, self.name), GOAL_CATALOGUE) as client:
+            reply = client.request(SetGoalMsg(goal, "test")).message
+        assert isinstance(reply, EngineReportMsg)
         return reply
 
     def reaches(self, state: str) -> None:

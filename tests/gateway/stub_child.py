@@ -16,7 +16,7 @@ from gateway import messages as msg
 from gateway.core.events import Ending
 from gateway.server.main import Parent, run
 from plumbing.errors import UsageError
-from plumbing.hop import Continuation
+from plumbing.gateway_protocol import Continuation
 from plumbing.wire.fds import OwnedFd
 from tests.helpers import auntil
 

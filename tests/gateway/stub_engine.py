@@ -18,8 +18,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from plumbing import hop
-from plumbing.hop import Continuation, Hello, Journal
+from plumbing import gateway_protocol as hop
+from plumbing.gateway_protocol import Continuation, Hello, Journal
 
 CREATED = 1_700_000_000
 BODY_BYTES_MAX = 32 << 20

@@ -17,8 +17,8 @@ from gateway import messages as msg
 from gateway.server.main import ORPHANED, Parent, ParentLink
 from plumbing.errors import RemoteError, UnreachableError, UsageError
 from plumbing.wire.blocking import BlockingClient
+from plumbing.wire.connection import UnixConnection
 from plumbing.wire.fds import OwnedFd
-from plumbing.wire.unix_connection import UnixConnection
 from tests.helpers import auntil
 
 SETTINGS = msg.ConfigureGatewayMsg(

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import pytest
 
 from gateway.messages import CONTROL, StatusMsg, StatusReplyMsg
-from plumbing.part.paths import gateway_socket
+from plumbing.pod.paths import gateway_socket
 from plumbing.wire.blocking import BlockingClient
 from tests.gateway.gateways import READ_S, GatewayProcess, LockServer, Stream, ended, who
 from tests.helpers import descriptors_below, until

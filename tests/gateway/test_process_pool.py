@@ -19,7 +19,7 @@ import pytest
 
 from gateway.supervisor.text import render
 from plumbing.errors import UnderstudyError, UsageError
-from plumbing.part.paths import engine_http_socket, pool_socket
+from plumbing.pod.paths import engine_http_socket, pool_socket
 from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.server import Server
 from pool.client import Door, ModelDemand, ModelState, OpenDoor, PooledModel, Running, ShutDoor

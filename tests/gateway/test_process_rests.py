@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 from tests.gateway.gateways import GatewayProcess, LockServer
 from tests.gateway.resting_engine import RestingEngineProcess
 from tests.helpers import until

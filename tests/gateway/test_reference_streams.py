@@ -16,7 +16,7 @@ from engine.backends.reference.random_model import write_random_model
 from gateway.core import events as ev
 from gateway.core.machine import Gateway
 from gateway.server.groups import GroupCutter
-from plumbing.hop import Continuation, Hello
+from plumbing.gateway_protocol import Continuation, Hello
 from tests.engine.reference.resume_cases import CASES
 from tests.engine.reference.resuming import Pod, pod, text_of
 

@@ -16,7 +16,7 @@ from gms import messages as msg
 from gms.server.child import Child
 from gms.server.metrics import GmsMetrics
 from plumbing.errors import UnderstudyError
-from plumbing.part.observers import KEPT_BYTES_MAX, Observers
+from plumbing.pod.observers import KEPT_BYTES_MAX, Observers
 from plumbing.service.events import EventLog
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.connection import Connection

@@ -16,8 +16,8 @@ from gms.serve_options import sizes_of
 from gms.server.journal import CommitJournal
 from gms.server.neighbours import bytes_elsewhere
 from plumbing.errors import UnderstudyError, UsageError
-from plumbing.part.models import device_of, lock_of, model_at, model_of, place_of
-from plumbing.part.paths import gms_sockets
+from plumbing.pod.models import device_of, lock_of, model_at, model_of, place_of
+from plumbing.pod.paths import gms_sockets
 from plumbing.service.config import size_list
 
 PLACES = ("HOST-0.chat", "HOST-0.chat-2", "HOST-0.4.5-kv", "HOST-1.chat", "HOST-0")

@@ -26,10 +26,10 @@ from gms.server.child import HANG_MS, Child
 from gms.server.metrics import GmsMetrics
 from gms.server.supervisor import GmsSupervisor
 from plumbing.errors import GivenUpError
-from plumbing.part import restarts
-from plumbing.part.absence import absences
-from plumbing.part.child_process import ChildProcess
-from plumbing.part.restarts import DEATHS_MAX, SHORTAGE_EXIT_CODE
+from plumbing.pod import supervision
+from plumbing.pod.child_process import ChildProcess
+from plumbing.pod.gms_files import absences
+from plumbing.pod.supervision import DEATHS_MAX, SHORTAGE_EXIT_CODE
 from plumbing.service import procfs
 from plumbing.service.events import EventLog
 from plumbing.wire.server import PathGuard
@@ -94,7 +94,7 @@ def test_program_that_cannot_run_ends_the_supervisor(
     directory: str, monkeypatch: pytest.MonkeyPatch
 ):
     """There is no such interpreter: tried as often as a server may die, then the exit code."""
-    monkeypatch.setattr(restarts, "BACKOFF_MS", 1.0)
+    monkeypatch.setattr(supervision, "BACKOFF_MS", 1.0)
     supervisor = one_device(directory, f"{directory}/python")
     assert asyncio.run(supervisor.run()) == GivenUpError.exit_code
     told = [event for event in supervisor.log.kept_since(0) if event.type == "gms.cannot_start"]
@@ -108,7 +108,7 @@ def test_shortage_of_processes_is_waited_out_and_told_once(
 ):
     """fork fails with EAGAIN, more often than a server may die; then it does not: the device is
     served, and of all the attempts there is one event."""
-    monkeypatch.setattr(restarts, "BACKOFF_MS", 1.0)
+    monkeypatch.setattr(supervision, "BACKOFF_MS", 1.0)
     popen, attempts, is_over = subprocess.Popen, 0, False
 
     def fails(*args: Any, **more: Any) -> Any:

@@ -9,9 +9,8 @@ from lockserver.messages import CATALOGUE, BeatMsg, GrantedMsg, MemberLostMsg, R
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.messages import Message
-from plumbing.wire.tcp.address import TcpAddress
-from plumbing.wire.tcp.security import Security
-from plumbing.wire.tcp.server import TcpServer
+from plumbing.wire.tcp import Security, TcpServer
+from plumbing.wire.tcp_address import TcpAddress
 from tests.plumbing.wire.certificates import shared
 
 

@@ -24,9 +24,8 @@ from plumbing.errors import UnderstudyError
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.messages import FaultMsg, Message
-from plumbing.wire.tcp.address import TcpAddress
-from plumbing.wire.tcp.connection import connect_tcp
-from plumbing.wire.tcp.security import Security
+from plumbing.wire.tcp import Security, connect_tcp
+from plumbing.wire.tcp_address import TcpAddress
 from tests.helpers import auntil
 
 BEAT_S = 0.05

@@ -12,9 +12,8 @@ from click.testing import CliRunner, Result
 
 from lockserver.cli import main
 from plumbing.errors import UnreachableError
-from plumbing.wire.tcp.address import TcpAddress
-from plumbing.wire.tcp.connection import connect_tcp
-from plumbing.wire.tcp.security import Security
+from plumbing.wire.tcp import Security, connect_tcp
+from plumbing.wire.tcp_address import TcpAddress
 from tests.plumbing.wire.echo import CATALOGUE
 from tests.plumbing.wire.tcp_rig import Client, answers, serving
 

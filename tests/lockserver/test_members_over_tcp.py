@@ -14,7 +14,7 @@ import pytest
 
 from lockserver.messages import GrantedMsg, StatusMsg
 from plumbing.errors import UnreachableError
-from plumbing.wire.tcp.security import Security
+from plumbing.wire.tcp import Security
 from tests.helpers import auntil, free_port, until
 from tests.lockserver.engines import Engine
 from tests.lockserver.members import Member, MemberProcess

@@ -13,7 +13,7 @@ from lockserver.messages import IdleMsg
 from lockserver.status.resting import cold
 from lockserver.status.text import text_of
 from plumbing.errors import RemoteError, UsageError
-from plumbing.part.models import model_name, model_names
+from plumbing.pod.models import model_name, model_names
 from tests.helpers import auntil, free_port, until
 from tests.lockserver.by_hand import Hand
 from tests.lockserver.gateways import Gateway

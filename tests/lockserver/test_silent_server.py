@@ -12,7 +12,7 @@ import pytest
 
 from lockserver.status.silent import silent_server
 from plumbing.errors import UnreachableError, WaitTimeoutError
-from plumbing.part.paths import lockserver_guard
+from plumbing.pod.paths import lockserver_guard
 from tests.helpers import until
 
 REFUSED = UnreachableError("wire.unreachable", "refused")

@@ -22,7 +22,7 @@ import pytest
 
 from lockserver.messages import StatusMsg
 from lockserver.status.text import text_of
-from plumbing.part.format import duration
+from plumbing.text import duration
 from tests.helpers import auntil, free_port
 from tests.lockserver.engines import EngineProcess
 from tests.lockserver.processes import ServerProcess

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lockserver.messages import CATALOGUE, SwitchedOverMsg, SwitchOverMsg
-from plumbing.wire.unix_connection import connect
+from plumbing.wire.connection import connect
 from tests.helpers import auntil
 from tests.lockserver.engines import Engine
 from tests.lockserver.processes import ServerProcess

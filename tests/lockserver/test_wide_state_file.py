@@ -13,7 +13,7 @@ from lockserver.core.events import LockRecord
 from lockserver.core.kinds import kinds_of, with_filed
 from lockserver.state_file import FILE_BYTES, NAME, WIDE, WIDE_SLOT_BYTES, LockStateFile, read
 from plumbing.errors import UnderstudyError
-from plumbing.part.models import MODELS_MAX
+from plumbing.pod.models import MODELS_MAX
 from tests.lockserver.test_state_file import HOLDER, LOCKS, record, write
 
 MODELS = ("chat", "coder")

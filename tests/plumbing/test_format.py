@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from plumbing.part.format import duration, since, size
+from plumbing.text import duration, since, size
 
 NOW = datetime(2030, 1, 1, 12, tzinfo=UTC)
 

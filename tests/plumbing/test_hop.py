@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plumbing.hop import Journal, group_end, read_group_end, with_journal, without_journal
+from plumbing.gateway_protocol import (
+    Journal,
+    group_end,
+    read_group_end,
+    with_journal,
+    without_journal,
+)
 
 TOKENS = st.integers(0, 2**32 - 1)
 CHUNKED = st.lists(st.lists(TOKENS, min_size=1, max_size=5), max_size=8)

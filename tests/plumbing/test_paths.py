@@ -7,7 +7,7 @@ import stat
 import pytest
 
 from plumbing.errors import UsageError
-from plumbing.part import paths
+from plumbing.pod import paths
 
 
 def refused(path, code):

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from plumbing.part.queue_page import PAGE_BYTES, SLOTS, QueuePage, QueueReader, attempt_name
+from plumbing.pod.queue_page import PAGE_BYTES, SLOTS, QueuePage, QueueReader, attempt_name
 
 OURS, OTHERS = 0x1234_5678_9ABC_DEF0, 7
 
 # Two attempts are queued, and one of them is scheduled; SIGKILL within a change, or after it.
 PROGRAM = """
 import os, signal, sys
-from plumbing.part.queue_page import QueuePage, attempt_name
+from plumbing.pod.queue_page import QueuePage, attempt_name
 page, process = QueuePage(sys.argv[1]), int(sys.argv[2])
 page.add(attempt_name(process, 1))
 page.add(attempt_name(process, 2))

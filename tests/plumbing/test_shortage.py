@@ -7,8 +7,7 @@ import errno
 import pytest
 
 from engine.backends.process import fault_report
-from plumbing.errors import RemoteError, UnderstudyError, UsageError
-from plumbing.shortage import is_disk_fault
+from plumbing.errors import RemoteError, UnderstudyError, UsageError, is_disk_fault
 from plumbing.wire.messages import fault_of
 
 

@@ -18,21 +18,23 @@ from gms.client import kv_messages
 from gms.client import messages as weights_messages
 from lockserver import witness
 from lockserver.client import messages as lock
-from plumbing.part.observe import StatusMsg, StatusReplyMsg, WatchMsg
-from plumbing.part.paths import (
+from plumbing.pod.messages import (
+    GOAL_CATALOGUE,
+    EngineReportMsg,
+    PoolWord,
+    SetGoalMsg,
+    StatusMsg,
+    StatusReplyMsg,
+    Tier,
+    WatchMsg,
+    WitnessRef,
+)
+from plumbing.pod.paths import (
     KV,
     WEIGHTS,
     engine_socket,
     gms_socket,
     lockserver_socket,
-)
-from plumbing.part.tier import (
-    CATALOGUE,
-    AmMsg,
-    PoolWord,
-    ShallMsg,
-    Tier,
-    WitnessRef,
 )
 from plumbing.wire.connection import Handler
 from plumbing.wire.server import Server
@@ -130,7 +132,7 @@ class StandInEngine(Handler):
         self.incarnation, self.token, self.state, self.tier = "", 0, "dead", Tier.COLD
         self.witness_fd, self.ref = None, None
         path = engine_socket(world.directory, name)
-        self.server = Server(path, CATALOGUE, self, service="engine")
+        self.server = Server(path, GOAL_CATALOGUE, self, service="engine")
 
     def am(self):
         sizes = {DEVICE: MIB} if self.incarnation else {}
@@ -144,7 +146,7 @@ class StandInEngine(Handler):
             can_resume=True,
             is_permanent=False,
         )
-        return AmMsg(
+        return EngineReportMsg(
             engine=self.name,
             incarnation=self.incarnation,
             token=self.token,
@@ -161,7 +163,7 @@ class StandInEngine(Handler):
         )
 
     def received(self, conn, message, request_id, fds):
-        assert isinstance(message, ShallMsg)
+        assert isinstance(message, SetGoalMsg)
         wanted = message.pool
         if message.goal is not None and (
             self.generation is None or self.generation.is_older(wanted.generation)

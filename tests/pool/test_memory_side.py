@@ -9,7 +9,7 @@ import asyncio
 
 from gms.client import messages as weights_messages
 from gms.client import offload_device
-from plumbing.part.paths import KV, WEIGHTS
+from plumbing.pod.paths import KV, WEIGHTS
 from pool.core.events import DeviceIs, MemoryIs
 from pool.server.memory_side import GRAIN_BYTES, MemorySide
 from tests.helpers import auntil

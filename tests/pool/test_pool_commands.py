@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from plumbing.part.cli import ask_status
-from plumbing.part.device_names import write_device_names
-from plumbing.part.paths import pool_socket
+from plumbing.pod.cli import ask_status
+from plumbing.pod.gms_files import write_device_names
+from plumbing.pod.paths import pool_socket
 from plumbing.service.clock import SystemClock
 from pool.messages import CATALOGUE
 from tests.e2e import json_page

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from plumbing.errors import UsageError
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 from pool.pool_file import named, settle
 from pool.settings import engines_of
 from pool.yaml_file import parse

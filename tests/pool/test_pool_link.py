@@ -7,7 +7,7 @@ import asyncio
 
 import pytest
 
-from plumbing.part.paths import pool_socket
+from plumbing.pod.paths import pool_socket
 from plumbing.wire.connection import Handler
 from plumbing.wire.server import Server
 from pool.client import ModelDemand, OpenDoor, PoolCallbacks, PooledModel, PoolLink

@@ -12,8 +12,8 @@ import sys
 
 import pytest
 
-from plumbing.part.cli import ask_status
-from plumbing.part.paths import pool_socket
+from plumbing.pod.cli import ask_status
+from plumbing.pod.paths import pool_socket
 from plumbing.service.clock import SystemClock
 from pool.client import OpenDoor, ShutDoor
 from pool.messages import CATALOGUE

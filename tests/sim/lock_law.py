@@ -14,7 +14,7 @@ from lockserver.core import evidence
 from lockserver.core.lock import LockState
 from lockserver.core.machine import SILENT_MS
 from lockserver.core.names import WitnessFile, WitnessState
-from plumbing.part.models import kind_of
+from plumbing.pod.models import kind_of
 from tests.sim.lock_parts import ACTIVE, Conn, Said, Sup, Tree
 
 if TYPE_CHECKING:

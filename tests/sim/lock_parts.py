@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockserver.core.names import ServingFile, WitnessFile
-from plumbing.part.models import ACTIVE as ACTIVE
-from plumbing.part.models import LOADER as LOADER
-from plumbing.part.models import lock_of
+from plumbing.pod.models import ACTIVE as ACTIVE
+from plumbing.pod.models import LOADER as LOADER
+from plumbing.pod.models import lock_of
 
 
 @dataclass(slots=True, eq=False)

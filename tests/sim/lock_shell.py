@@ -17,7 +17,7 @@ from lockserver.core.kinds import KINDS
 from lockserver.core.machine import LockMachine
 from lockserver.core.names import WitnessState
 from lockserver.messages import WantMsg
-from plumbing.part.models import kind_of
+from plumbing.pod.models import kind_of
 from tests.sim.lock_departures import CONTINUATION
 from tests.sim.lock_parts import ACTIVE, Conn, Said, Sup, Tree
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from plumbing.part.models import lock_of
+from plumbing.pod.models import lock_of
 from tests.sim.lock_departures import Departures
 from tests.sim.lock_faults import Faults
 from tests.sim.lock_law import Law

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from plumbing.part.models import kind_of
+from plumbing.pod.models import kind_of
 from tests.sim import lock_runs
 from tests.sim.lock_parts import ACTIVE
 from tests.sim.seeds import seeds

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from plumbing.errors import UnreachableError
-from plumbing.part.observe import EventMsg, StatusReplyMsg
+from plumbing.pod.messages import EventMsg, StatusReplyMsg
 from tests.fake_clock import FakeClock
 from tests.gms.bench import ClientProcess, GmsProcess
 from tests.helpers import auntil

@@ -8,7 +8,7 @@ import pytest
 
 from lockserver.client import messages as wire
 from plumbing.errors import RemoteError, UnderstudyError, UnreachableError, WaitTimeoutError
-from plumbing.part.peers import PeerWatch, ask
+from plumbing.pod.observers import PeerWatch, ask
 from plumbing.wire.server import Server
 from tests.helpers import auntil, free_port, open_fds
 from understudy.http_get import BODY_MAX_BYTES, get

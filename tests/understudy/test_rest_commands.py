@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 from tests.e2e import json_page
 from tests.gateway.gateways import LockServer
 from tests.gateway.resting_engine import RestingEngineProcess

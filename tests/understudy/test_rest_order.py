@@ -7,14 +7,14 @@ import pytest
 from engine.core.events import State
 from engine.core.table import HOLDING
 from plumbing.errors import RemoteError, UnreachableError, WaitTimeoutError
-from plumbing.part.tier import AmMsg, Tier
+from plumbing.pod.messages import EngineReportMsg, Tier
 from understudy.rest.order import GoalOrder, OrderedEngine
 
 
-def am(engine: str, state: str, goal: Tier = Tier.WARM, **more: object) -> AmMsg:
+def am(engine: str, state: str, goal: Tier = Tier.WARM, **more: object) -> EngineReportMsg:
     tier = Tier.WARM if state in ("resting", "standby") else Tier.AWAKE
     fields = {"token": 7 if State(state) in HOLDING else 0, "tier": tier, "goal_by": "", **more}
-    return AmMsg(
+    return EngineReportMsg(
         engine, "i", state=state, goal=goal, goal_seen=1, since_ms=0, kv_bytes=0, in_flight=0,
         can_rest=True, **fields,
     )  # fmt: skip

@@ -28,7 +28,7 @@ async def prove(model: str, faults: list[str]) -> dict[str, Any]:
     from engine.backends.vllm.api.continuation import Hooks
     from engine.backends.vllm.api.self_test import SelfTest
     from engine.backends.vllm.resume.llm import Abilities
-    from plumbing.hop import Continuation
+    from plumbing.gateway_protocol import Continuation
 
     usage = UsageContext.OPENAI_API_SERVER
     config = AsyncEngineArgs(

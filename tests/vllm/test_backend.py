@@ -16,7 +16,7 @@ from engine.backends.vllm.api.gate import Traffic
 from engine.messages import WokenMsg
 from gms.names import kv_socket_path
 from plumbing.errors import UnderstudyError
-from plumbing.hop import Continuation
+from plumbing.gateway_protocol import Continuation
 from plumbing.wire.fds import OwnedFd
 
 with warnings.catch_warnings():

@@ -16,7 +16,7 @@ import pytest
 
 from engine.backends.vllm import contracts
 from engine.backends.vllm.resume import INSTALL_ENV
-from plumbing.hop import Continuation
+from plumbing.gateway_protocol import Continuation
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what torch and vLLM say of themselves as they are imported

@@ -19,10 +19,10 @@ from typing import Any
 from engine.core.events import State
 from engine.kv.layout import IndexPage
 from engine.messages import CONTROL
-from plumbing import hop
-from plumbing.hop import Journal
-from plumbing.part.paths import engine_http_socket, engine_socket
-from plumbing.part.tier import ShallMsg, Tier
+from plumbing import gateway_protocol as hop
+from plumbing.gateway_protocol import Journal
+from plumbing.pod.messages import SetGoalMsg, Tier
+from plumbing.pod.paths import engine_http_socket, engine_socket
 from plumbing.service.procfs import is_spent
 from plumbing.wire.blocking import BlockingClient
 from tests.e2e.processes import pod_ports
@@ -197,7 +197,7 @@ async def rest_and_wake(directory: Path, name: str, engine: Engine, expected: li
     with contextlib.closing(BlockingClient(engine_socket(str(directory), name), CONTROL)) as client:
 
         def reach(goal: Tier, state: State) -> None:
-            am = client.request(ShallMsg(goal, "a test"), timeout_s=ANSWER_S).message
+            am = client.request(SetGoalMsg(goal, "a test"), timeout_s=ANSWER_S).message
             while (am.state, am.tier) != (state, goal):
                 am = client.receive(ANSWER_S).message
 

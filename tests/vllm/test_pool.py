@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from plumbing.part.paths import pool_socket
+from plumbing.pod.paths import pool_socket
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.messages import Message
 from pool.core.events import Order

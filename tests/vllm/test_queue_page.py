@@ -27,8 +27,8 @@ with warnings.catch_warnings():
     from tests.vllm.kept_world import BLOCK_TOKENS, BLOCKS, HASHER, config_of
 
 from engine.backends.process import ENGINE_ID_ENV
-from plumbing.part.paths import engine_queue
-from plumbing.part.queue_page import QueueReader, attempt_name
+from plumbing.pod.paths import engine_queue
+from plumbing.pod.queue_page import QueueReader, attempt_name
 
 US = 17  # a gateway's process
 

@@ -24,8 +24,8 @@ from typing import Any
 import pytest
 
 from hack import v2_on_cpu
-from plumbing import hop
-from plumbing.hop import Journal
+from plumbing import gateway_protocol as hop
+from plumbing.gateway_protocol import Journal
 
 ROOT = str(Path(__file__).parents[2])
 ROWS = (

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from plumbing.errors import UnderstudyError, UsageError
-from plumbing.part.format import size, table
-from plumbing.part.paths import pool_socket
+from plumbing.pod.paths import pool_socket
+from plumbing.text import size, table
 from understudy.bundle import redact
 from understudy.bundle.facts import machine_facts, process_facts
 from understudy.doctor.checks import document, examine

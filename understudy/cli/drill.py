@@ -15,7 +15,7 @@ from typing import NoReturn
 import click
 
 from plumbing.errors import UsageError
-from plumbing.service.cli import INTERRUPTED, options, run_async
+from plumbing.pod.cli import INTERRUPTED, options, run_async
 from plumbing.service.config import Resolved
 from plumbing.text import to_json
 from understudy.cli.pods import (

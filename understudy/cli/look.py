@@ -16,9 +16,17 @@ from pathlib import Path
 import click
 
 from plumbing.errors import DegradedError, UsageError
-from plumbing.part.cli import Look, json_flag, show_event, show_status, watch_flag
-from plumbing.part.paths import lockserver_socket
-from plumbing.service.cli import fail, options, run_async
+from plumbing.pod.cli import (
+    Look,
+    fail,
+    json_flag,
+    options,
+    run_async,
+    show_event,
+    show_status,
+    watch_flag,
+)
+from plumbing.pod.paths import lockserver_socket
 from plumbing.service.config import Option, Resolved
 from plumbing.service.process import arm_from_environment
 from plumbing.text import to_json

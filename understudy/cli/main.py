@@ -15,8 +15,8 @@ import click
 
 import pool.cli
 import understudy
-from plumbing.part.paths import runtime_dir
-from plumbing.service.cli import options, plain_errors, run_async
+from plumbing.pod.cli import options, plain_errors, run_async
+from plumbing.pod.paths import runtime_dir
 from plumbing.service.config import Resolved, resolve
 from plumbing.service.process import arm_from_environment
 from plumbing.text import to_json

@@ -8,10 +8,9 @@ from pathlib import Path
 import click
 
 from plumbing.errors import UsageError
-from plumbing.part.cli import json_flag
-from plumbing.part.paths import engine_sockets
-from plumbing.part.tier import Tier
-from plumbing.service.cli import options, run_async
+from plumbing.pod.cli import json_flag, options, run_async
+from plumbing.pod.messages import Tier
+from plumbing.pod.paths import engine_sockets
 from plumbing.service.config import Resolved
 from plumbing.text import to_json
 from understudy.cli.settings import DIR

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 
 from engine.backends.vllm.versions import OVERRIDE_FLAG, check_version, supported_range
 from plumbing.errors import UsageError
-from plumbing.part.format import size
-from plumbing.part.models import device_of
+from plumbing.pod.models import device_of
 from plumbing.service.process import FDS_ADVISED
+from plumbing.text import size
 from understudy.doctor.facts import (
     ENGINE,
     GMS,

@@ -12,14 +12,14 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from plumbing.part.format import duration, size
-from plumbing.part.paths import (
+from plumbing.pod.paths import (
     GATEWAY_SOCKET,
     HTTP_SUFFIX,
     LOCKSERVER_SOCKET,
     LONGEST_COMMON_NAME,
     gms_socket,
 )
+from plumbing.text import duration, size
 from plumbing.wire.limits import SOCKET_PATH_BYTES_MAX
 from pool.core.states import HOST
 from pool.core.victims import IDLE_MS_MAX

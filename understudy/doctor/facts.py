@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from plumbing.part.models import device_of
+from plumbing.pod.models import device_of
 from pool.settings import PoolFile
 
 FileId = tuple[int, int]  # device and inode: two paths with the same are one directory

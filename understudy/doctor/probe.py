@@ -28,7 +28,7 @@ from engine.backends.free_memory import read_room
 from engine.supervisor.settings import TERMINATION_LOG
 from gms.client import look_for_mps, memory_for
 from plumbing.errors import UnderstudyError
-from plumbing.part.paths import gms_sockets
+from plumbing.pod.paths import gms_sockets
 from plumbing.service import procfs
 from plumbing.wire.peer import SO_PEERPIDFD
 from pool.core.states import HOST

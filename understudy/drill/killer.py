@@ -24,13 +24,13 @@ from gateway.messages import CONTROL as GATEWAY_CONTROL
 from gateway.messages import ExpectDeathMsg
 from gms.client import messages as gms_messages
 from plumbing.errors import UnderstudyError, UnreachableError, WaitTimeoutError
-from plumbing.part.format import duration
-from plumbing.part.models import model_at, model_of
-from plumbing.part.paths import KV, WEIGHTS, engine_sockets, gateway_socket, gms_socket
-from plumbing.part.peers import Answered, ask
+from plumbing.pod.models import model_at, model_of
+from plumbing.pod.observers import Answered, ask
+from plumbing.pod.paths import KV, WEIGHTS, engine_sockets, gateway_socket, gms_socket
 from plumbing.service import init
 from plumbing.service.clock import SystemClock
 from plumbing.service.procfs import children, descendants, inner_pid, parent
+from plumbing.text import duration
 from plumbing.wire.peer import is_gone
 from understudy.drill.observer import Observer, OldTree
 from understudy.drill.records import (

@@ -26,9 +26,9 @@ from engine import messages as engine_messages
 from lockserver.client import messages as lock_messages
 from lockserver.client import witness
 from plumbing.errors import UnderstudyError
-from plumbing.part.observe import EventMsg, StatusReplyMsg, WatchMsg
-from plumbing.part.paths import LOCKSERVER_SOCKET, pool_socket
-from plumbing.part.peers import PeerWatch
+from plumbing.pod.messages import EventMsg, StatusReplyMsg, WatchMsg
+from plumbing.pod.observers import PeerWatch
+from plumbing.pod.paths import LOCKSERVER_SOCKET, pool_socket
 from plumbing.service.clock import SystemClock
 from plumbing.service.procfs import holds_flock, is_spent
 from plumbing.service.procfs import name as process_name

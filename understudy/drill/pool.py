@@ -25,10 +25,10 @@ from plumbing.errors import (
     UsageError,
     WaitTimeoutError,
 )
-from plumbing.part.format import duration
-from plumbing.part.models import ACTIVE, lock_of
-from plumbing.part.paths import engine_socket, pool_socket
-from plumbing.part.peers import ask
+from plumbing.pod.models import ACTIVE, lock_of
+from plumbing.pod.observers import ask
+from plumbing.pod.paths import engine_socket, pool_socket
+from plumbing.text import duration
 from pool.core.events import Order
 from pool.core.states import ModelState
 from pool.messages import CATALOGUE, OrderMsg

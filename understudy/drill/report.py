@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from plumbing.part.format import duration, size
+from plumbing.text import duration, size
 from understudy.drill.records import GATEWAYS
 from understudy.drill.verdict import IN_POOL, DrillReport
 from understudy.host import ResourceUsage, machine

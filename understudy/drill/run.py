@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from plumbing.errors import UnderstudyError, UnreachableError, UsageError
-from plumbing.part.format import duration
-from plumbing.part.paths import engine_sockets, lockserver_socket
+from plumbing.pod.paths import engine_sockets, lockserver_socket
 from plumbing.service.clock import SystemClock
+from plumbing.text import duration
 from understudy.drill.clients import Target, inside_target, send, stream_without_pause
 from understudy.drill.killer import (
     WHOLE_DEADLINE_S,

@@ -15,10 +15,10 @@ from pathlib import Path
 from lockserver.client import messages as lock_messages
 from lockserver.client import serving
 from plumbing.errors import UnderstudyError
-from plumbing.part.format import duration
-from plumbing.part.paths import LOCKSERVER_SOCKET
-from plumbing.part.peers import ask
+from plumbing.pod.observers import ask
+from plumbing.pod.paths import LOCKSERVER_SOCKET
 from plumbing.service.clock import SystemClock
+from plumbing.text import duration
 from understudy.drill.killer import Whole, backend_processes, wait_whole
 from understudy.drill.observer import Observer, OldTree
 from understudy.drill.records import Kill, Upgrade

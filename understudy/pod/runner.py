@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from plumbing.errors import UnderstudyError, UsageError, WaitTimeoutError
-from plumbing.part.format import duration
 from plumbing.service.init import FIRST_START_ENV, RESTARTS_ENV
 from plumbing.service.process import parent_environment
 from plumbing.service.procfs import children, environment_of, is_alive
+from plumbing.text import duration
 from understudy.http_get import HttpReply, get
 from understudy.pod.output import ContainerLog
 from understudy.pod.table import Container, HttpProbe, starts, stops

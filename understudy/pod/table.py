@@ -16,8 +16,8 @@ from pathlib import Path
 
 from engine.backends.registry import model_arguments
 from plumbing.errors import UsageError
-from plumbing.part.grace import GRACE_MS
-from plumbing.part.paths import lockserver_socket
+from plumbing.pod.paths import lockserver_socket
+from plumbing.pod.supervision import GRACE_MS
 from plumbing.service import init
 from pool.settings import PoolFile, engines_of
 from understudy.pod.ports import Ports

@@ -13,8 +13,8 @@ from typing import Any
 from engine.core.events import State
 from engine.core.table import HOLDING
 from plumbing.errors import UnderstudyError, UnreachableError, WaitTimeoutError
-from plumbing.part.format import duration
-from plumbing.part.tier import AmMsg, Tier
+from plumbing.pod.messages import EngineReportMsg, Tier
+from plumbing.text import duration
 
 SCHEMA = 1
 DONE = {True: ("woken", "already_awake"), False: ("rested", "already_resting")}
@@ -32,8 +32,8 @@ class OrderedEngine:
     """One engine and its words."""
 
     name: str
-    before: AmMsg | None = None  # it was told
-    now: AmMsg | None = None
+    before: EngineReportMsg | None = None  # it was told
+    now: EngineReportMsg | None = None
     answered: int | None = None  # its count of goals, with this one
     refusal: UnderstudyError | None = None
     absence: str = ""  # why it cannot be heard
@@ -62,7 +62,7 @@ class GoalOrder:
 
     # ------------------------------------------------------------------ what engines say
 
-    def heard(self, name: str, am: AmMsg, *, is_answer: bool = False) -> None:
+    def heard(self, name: str, am: EngineReportMsg, *, is_answer: bool = False) -> None:
         """`is_answer`: to the goal; what comes before that is from before it."""
         engine = self._names[name]
         engine.absence = ""
@@ -118,7 +118,7 @@ class GoalOrder:
         was_there = holder.before is not None and self._is_there(holder.before)
         return DONE[self.goal is Tier.AWAKE][was_there]
 
-    def _is_there(self, am: AmMsg) -> bool:
+    def _is_there(self, am: EngineReportMsg) -> bool:
         if self.goal is Tier.AWAKE:
             return am.state == State.ACTIVE
         return am.state == State.RESTING and am.tier is self.goal
@@ -131,7 +131,7 @@ class GoalOrder:
             why = "; ".join(f"{each.name}: {each.absence}" for each in self.engines)
             raise UnreachableError("pod.no_engine", f"no engine can be told: {why}")
 
-    def _overridden(self, now: AmMsg) -> str:
+    def _overridden(self, now: EngineReportMsg) -> str:
         if now.goal is Tier.AWAKE and now.goal_by == GATEWAY:
             return (
                 f"a request woke {now.engine} before it slept. To prevent this, start the gateway"

@@ -13,11 +13,10 @@ from collections.abc import Mapping
 from functools import partial
 
 from plumbing.errors import RemoteError, UnderstudyError
-from plumbing.part.tier import CATALOGUE, AmMsg, ShallMsg
-from plumbing.wire.connection import Connection, Handler
+from plumbing.pod.messages import GOAL_CATALOGUE, EngineReportMsg, SetGoalMsg
+from plumbing.wire.connection import Connection, Handler, connect
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import FaultMsg, Message
-from plumbing.wire.unix_connection import connect
 from understudy.rest.order import GoalOrder
 
 BY = "understudy"
@@ -35,15 +34,15 @@ class _Line(Handler):
         self._name, self._order, self._changed = name, order, changed
 
     def opened(self, conn: Connection) -> None:
-        conn.send(ShallMsg(), LOOK)
-        conn.send(ShallMsg(self._order.goal, BY), TELL)
+        conn.send(SetGoalMsg(), LOOK)
+        conn.send(SetGoalMsg(self._order.goal, BY), TELL)
 
     def received(
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
     ) -> None:
         close_all(fds)
         match message:
-            case AmMsg():
+            case EngineReportMsg():
                 self._order.heard(self._name, message, is_answer=request_id == TELL)
             case FaultMsg():
                 self._order.refused(self._name, RemoteError(message.code, message.message))
@@ -97,7 +96,7 @@ async def _keep_telling(order: GoalOrder, changed: asyncio.Event, name: str, pat
     while True:
         line = _Line(name, order, changed)
         try:
-            conn = await connect(path, CATALOGUE, line)
+            conn = await connect(path, GOAL_CATALOGUE, line)
         except UnderstudyError as error:
             order.lost(name, error.message)
             changed.set()

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from plumbing.errors import UnreachableError
-from plumbing.part.observe import EventMsg, StatusReplyMsg, WatchMsg
-from plumbing.part.peers import ASK_TIMEOUT_S, PeerWatch
+from plumbing.pod.messages import EventMsg, StatusReplyMsg, WatchMsg
+from plumbing.pod.observers import ASK_TIMEOUT_S, PeerWatch
 from plumbing.service.clock import Clock, SystemClock, rfc3339
 from plumbing.wire.messages import Message
 from understudy.status.gather import (

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from plumbing.part.format import duration
+from plumbing.text import duration
 from understudy.status.memory_view import Document
 
 PARKED_LONG_MS = 10_000  # the time for which new requests wait; a failover takes far less

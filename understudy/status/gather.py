@@ -19,9 +19,10 @@ from gateway import messages as gateway_messages
 from gms.client import messages as gms_messages
 from lockserver.client import messages as lock_messages
 from plumbing.errors import UnderstudyError, UnreachableError
-from plumbing.part.absence import absences
-from plumbing.part.observe import StatusMsg, StatusReplyMsg
-from plumbing.part.paths import (
+from plumbing.pod.gms_files import absences
+from plumbing.pod.messages import StatusMsg, StatusReplyMsg
+from plumbing.pod.observers import ASK_TIMEOUT_S, ask
+from plumbing.pod.paths import (
     KV,
     engine_sockets,
     engine_states,
@@ -32,7 +33,6 @@ from plumbing.part.paths import (
     pool_socket,
     up_guard,
 )
-from plumbing.part.peers import ASK_TIMEOUT_S, ask
 from plumbing.service.files import read_json
 from plumbing.wire.messages import Catalogue
 from plumbing.wire.server import guard_holder

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from plumbing.part.format import since, size
+from plumbing.text import since, size
 
 Document = Mapping[str, Any]
 Engines = Mapping[int, str]  # which engine each pid belongs to

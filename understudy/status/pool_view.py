@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from plumbing.part.format import duration, size, table
+from plumbing.text import duration, size, table
 from understudy.status.memory_view import Document
 
 AWAKE, FAILED, COLD = "awake", "failed", "cold"

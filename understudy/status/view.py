@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from plumbing.part.format import duration, since, table
-from plumbing.part.models import ACTIVE, kind_of
+from plumbing.pod.models import ACTIVE, kind_of
+from plumbing.text import duration, since, table
 from understudy.status.gateway_view import (
     gateway_faults,
     gateway_lines,

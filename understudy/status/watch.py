@@ -10,8 +10,8 @@ from datetime import datetime
 from itertools import pairwise
 from typing import Any
 
-from plumbing.part.format import duration, since, size, table
-from plumbing.part.models import ACTIVE, kind_of
+from plumbing.pod.models import ACTIVE, kind_of
+from plumbing.text import duration, since, size, table
 from understudy.status.gateway_view import load_of
 from understudy.status.memory_view import Document, devices
 

@@ -23,8 +23,8 @@ from engine import messages as engine_messages
 from gateway import messages as gateway_messages
 from gms.client import messages as gms_messages
 from lockserver.client import messages as lock_messages
-from plumbing.part.observe import EventMsg, WatchMsg
-from plumbing.part.peers import PeerWatch
+from plumbing.pod.messages import EventMsg, WatchMsg
+from plumbing.pod.observers import PeerWatch
 from plumbing.service import notify
 from plumbing.service.hosts import KnownHosts, bind
 from plumbing.service.signals import until_ended

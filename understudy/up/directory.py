@@ -15,8 +15,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from plumbing.errors import UnderstudyError
-from plumbing.part.format import duration
-from plumbing.part.paths import engine_state, up_guard
+from plumbing.pod.paths import engine_state, up_guard
+from plumbing.text import duration
 from plumbing.wire.server import PathGuard, guard_holder
 from understudy.pod.table import Container
 from understudy.status.gather import gather, pids_of
@@ -31,7 +31,7 @@ POLL_S = 0.05
 POOL = "pool"  # the program that only the pod of a pool file runs
 SERVE = "serve"  # what every program but an engine is started with
 
-# Files that are named after an engine or a model; `plumbing.part.paths` names most of them.
+# Files that are named after an engine or a model; `plumbing.pod.paths` names most of them.
 ENGINE_FILE = re.compile(
     r"(?:engine|leftovers)_(.+?)(?:\.http)?\.(?:json|sock|lock|queue)(?:\..+)?"
 )

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from plumbing.errors import UnderstudyError, UsageError
-from plumbing.part.paths import pool_socket
+from plumbing.pod.paths import pool_socket
 from plumbing.service.clock import rfc3339
 from plumbing.service.signals import SignalInbox
 from pool.pool_file import read_pool_file

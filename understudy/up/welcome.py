@@ -14,10 +14,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from plumbing.errors import UnderstudyError
-from plumbing.part.format import duration
-from plumbing.part.paths import pool_socket
-from plumbing.part.peers import ask
+from plumbing.pod.observers import ask
+from plumbing.pod.paths import pool_socket
 from plumbing.service.clock import SystemClock
+from plumbing.text import duration
 from pool.messages import CATALOGUE, StatusMsg
 from understudy.drill.killer import service_of, whole_of
 from understudy.http_get import get

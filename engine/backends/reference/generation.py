@@ -27,7 +27,7 @@ from engine.backends.reference.decoder import PREFILL_CHUNK, Array, Decoder, KVC
 from engine.backends.reference.kv_blocks import PrefixCache
 from engine.backends.reference.link import FinishReason, SamplingParams, finish_reason
 from plumbing.errors import InvariantError, UnderstudyError
-from plumbing.part.queue_page import QueuePage
+from plumbing.pod.queue_page import QueuePage
 
 CANARY_FAILED = "engine.canary_failed"
 CANARY_PROMPT_TOKENS = 8  # enough that attention has something to look back at

@@ -33,7 +33,7 @@ from engine.messages import (
     WeightsPlacedMsg,
     WokenMsg,
 )
-from plumbing.part.queue_page import ATTEMPT_BYTES
+from plumbing.pod.queue_page import ATTEMPT_BYTES
 from plumbing.wire.messages import Catalogue, Message
 
 LINK_ENV = "UNDERSTUDY_LINK"  # the number of the model process's end, in its environment

@@ -46,10 +46,9 @@ from engine.messages import (
 )
 from engine.progress_page import ProgressPage
 from plumbing.errors import UnderstudyError
-from plumbing.wire.connection import Connection, Handler
+from plumbing.wire.connection import Connection, Handler, UnixConnection
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import Message
-from plumbing.wire.unix_connection import UnixConnection
 
 T = TypeVar("T", bound=Message)
 

@@ -76,9 +76,14 @@ from engine.messages import (
     WeightsPlacedMsg,
     WokenMsg,
 )
-from plumbing.errors import InvariantError, UnderstudyError, UsageError, WaitTimeoutError
+from plumbing.errors import (
+    InvariantError,
+    UnderstudyError,
+    UsageError,
+    WaitTimeoutError,
+    is_disk_fault,
+)
 from plumbing.service.log import configure
-from plumbing.shortage import is_disk_fault
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.messages import Message
 

@@ -50,7 +50,8 @@ from engine.backends.reference.stream import (
     send_stream,
 )
 from engine.backends.shards import read_file
-from plumbing import __version__, hop
+from plumbing import __version__
+from plumbing import gateway_protocol as hop
 from plumbing.errors import UnderstudyError
 
 logger = logging.getLogger(__name__)

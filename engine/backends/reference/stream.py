@@ -3,8 +3,8 @@
 Owns everything about characters, and what is one write. Imports no numpy: it runs in the HTTP
 process. Two things surprise. One token is not one piece of text: a character may be spread over
 several tokens, so text is held back until no later token can change it. And behind a gateway every
-group of tokens ends with the comment of the private hop (`plumbing/hop.py`), in the same write as
-its events, also where it has none because its tokens made half a character.
+group of tokens ends with the comment of the private hop (`plumbing/gateway_protocol.py`), in the
+same write as its events, also where it has none because its tokens made half a character.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from engine.backends.reference.config import ASSISTANT_TURN, BOS, CHAT_SPECIALS,
 from engine.backends.reference.link import SamplingParams, TokenMsg, finish_reason
 from engine.backends.reference.model_link import Generation
 from engine.backends.shards import read_file, read_json
-from plumbing import hop
+from plumbing import gateway_protocol as hop
 from plumbing.errors import UsageError
 
 UNFINISHED = "\ufffd"  # how a decoder shows bytes that are not (yet) a character

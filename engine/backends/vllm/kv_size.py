@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from engine.backends.vllm import runners, versions
 from plumbing.errors import UsageError
-from plumbing.part.format import size
+from plumbing.text import size
 
 # More than any device has. If even this is not enough, the size is not the problem.
 SIZE_BYTES_MAX = 1 << 48

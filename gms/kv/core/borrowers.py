@@ -15,7 +15,7 @@ from gms.kv.core import events as ev
 from gms.kv.core.events import BorrowerState, Claimant
 from gms.kv.core.state import HOLDERS, KvBorrower, Pool
 from plumbing.errors import InvariantError, ProtocolError, UnderstudyError
-from plumbing.part.format import duration
+from plumbing.text import duration
 
 ERAS_MAX = 8  # an era ends when a lock server has lost its state; older ones are forgotten
 BORROWERS_WAITING_MAX = 64  # eight engines of eight processes; more is a client in a loop

@@ -29,7 +29,7 @@ from gms.kv.core.events import Claimant, PoolPhase
 from gms.kv.core.pools import Pools
 from gms.kv.core.state import ClaimMsg, KvBorrower, Pool
 from plumbing.errors import InvariantError, ProtocolError, UnderstudyError
-from plumbing.part.format import size
+from plumbing.text import size
 
 FULL_RETRY_MS = 100.0  # nothing announces that another process has released memory
 FAILED_ADOPTIONS_MAX = 2  # two engines died of the same content: a third one need not

@@ -18,7 +18,7 @@ from gms.kv.core.events import BorrowerState as S
 from gms.kv.core.events import Claimant
 from gms.kv.core.events import PoolPhase as P
 from plumbing.errors import InvariantError
-from plumbing.part.format import size
+from plumbing.text import size
 from plumbing.wire.messages import Message
 
 BorrowerInput = type[SessionEvent] | type[Message]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.core import events as ev
 from engine.core.events import EngineEvent, State
 from engine.core.lifecycle import Lifecycle
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 
 INC = "e-0123456789abcdef"
 SAMPLES: dict[type[EngineEvent], EngineEvent] = {

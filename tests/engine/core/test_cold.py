@@ -11,7 +11,7 @@ from engine.core.events import State
 from engine.core.lifecycle import IllegalEvent, Lifecycle
 from engine.core.probes import View, answer
 from engine.supervisor.state_file import from_text, to_text
-from plumbing.part.tier import GoalGeneration, Tier
+from plumbing.pod.messages import GoalGeneration, Tier
 from tests.engine.core.lifecycles import INC, MAIN_LINE, engine_in, kinds
 from tests.engine.core.test_resting import SERVED, WAKE, path_of, played
 

@@ -10,7 +10,7 @@ from msgspec import structs
 from engine.core import events as ev
 from engine.core.events import EngineEvent, State, WakingStep
 from engine.core.lifecycle import HOLDING, IGNORED, TRANSITIONS, IllegalEvent, Lifecycle
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 from tests.engine.core.lifecycles import INC, MAIN_LINE, SAMPLES, engine_in, kinds
 
 

@@ -7,7 +7,7 @@ import pytest
 from engine.core import events as ev
 from engine.core.events import State, WakingStep
 from engine.core.lifecycle import HOLDING, IllegalEvent, Lifecycle, tier_of
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 from tests.engine.core.lifecycles import INC, MAIN_LINE, engine_in, kinds
 
 SLEEP = ev.Shall(Tier.WARM, "a test")

@@ -17,7 +17,7 @@ from engine.backends.reference.generation import Generator, Request
 from engine.backends.reference.link import ReadyMsg, SamplingParams, TokenMsg
 from engine.backends.reference.routes import ServedModel, make_app
 from engine.backends.reference.stream import Tokenizer
-from plumbing import hop
+from plumbing import gateway_protocol as hop
 from tests.engine.reference.support import cache_for, decoder_of
 
 MAX_CONTEXT = 160

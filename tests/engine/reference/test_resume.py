@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from engine.backends.reference.random_model import write_random_model
-from plumbing import hop
+from plumbing import gateway_protocol as hop
 from tests.engine.reference.resume_cases import CASES, CHAT, COMPLETIONS, GREEDY, TALK, TOKENS
 from tests.engine.reference.resuming import Pod, Stream, pod, read_stream
 

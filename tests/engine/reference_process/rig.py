@@ -33,11 +33,10 @@ from gms.server.server import DeviceServer
 from gms.vmm.host import HostMemory
 from lockserver.client import serving, witness
 from plumbing.service.process import parent_environment
-from plumbing.wire.connection import Connection
+from plumbing.wire.connection import Connection, UnixConnection
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import FaultMsg, Message
 from plumbing.wire.server import Server
-from plumbing.wire.unix_connection import UnixConnection
 from tests.helpers import auntil, free_witness
 
 COMMAND = [sys.executable, "-m", "engine.backends.reference.main"]

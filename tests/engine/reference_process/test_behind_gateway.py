@@ -17,7 +17,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.messages import DrainedMsg, DrainMsg, PreparedMsg
-from plumbing import __version__, hop
+from plumbing import __version__
+from plumbing import gateway_protocol as hop
 from tests.engine.reference.resuming import Stream, read_stream
 from tests.engine.reference_process.active import GREEDY, LONG, activate, health
 from tests.engine.reference_process.rig import Supervisor, memory_service, supervisor

@@ -19,7 +19,7 @@ from engine.messages import WokenMsg
 from gms import names
 from gms.client import KvClaim, borrow_pool
 from gms.kv_messages import CATALOGUE, NO_ERA, StatusMsg
-from plumbing import hop
+from plumbing import gateway_protocol as hop
 from plumbing.wire.blocking import BlockingClient
 from tests.engine.reference.resuming import Stream, read_stream
 from tests.engine.reference_process.active import activate, health

@@ -31,11 +31,10 @@ from engine.backends.reference.stream import Tokenizer
 from engine.messages import CanaryMsg, FaultReportMsg, RunCanaryMsg
 from engine.progress_page import ProgressPage
 from plumbing.errors import UnderstudyError
-from plumbing.wire.connection import Connection
+from plumbing.wire.connection import Connection, UnixConnection
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.frames import encode_frame
 from plumbing.wire.messages import Message
-from plumbing.wire.unix_connection import UnixConnection
 from tests.helpers import auntil
 
 READY = ReadyMsg(1, 1, 64, 512, (0,), "epoch", {})

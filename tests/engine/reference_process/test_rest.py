@@ -16,7 +16,7 @@ import pytest
 from engine.messages import DrainedMsg, DrainMsg, RestedMsg, RestMsg, WakeMsg
 from lockserver.client import serving
 from lockserver.core.names import WitnessState
-from plumbing import hop
+from plumbing import gateway_protocol as hop
 from tests.engine.reference.resuming import Stream, read_stream
 from tests.engine.reference_process.active import activate, complete
 from tests.engine.reference_process.rig import (

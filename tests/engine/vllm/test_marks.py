@@ -18,8 +18,8 @@ from engine.backends.vllm.api.gate import CONNECTION, Gate, Traffic
 from engine.backends.vllm.api.marks import Marks
 from engine.backends.vllm.resume.answer import CURRENT
 from engine.messages import CanaryMsg
-from plumbing import hop
-from plumbing.hop import Continuation, Hello, Journal
+from plumbing import gateway_protocol as hop
+from plumbing.gateway_protocol import Continuation, Hello, Journal
 from tests.helpers import auntil
 
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8")]

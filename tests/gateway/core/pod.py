@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from gateway.core import events as ev
 from gateway.core.attempt import Attempt
 from gateway.core.machine import TICK_MS, Gateway
-from plumbing.hop import Continuation, Hello
+from plumbing.gateway_protocol import Continuation, Hello
 from tests.gateway.core.model import PATHS, Play, read_answer, whole_output
 
 ERA = "00112233aabbccdd"

@@ -14,7 +14,7 @@ from gateway.core.desk import REPLAYS
 from gateway.core.machine import Gateway
 from gateway.core.request import ClientRequest
 from gateway.core.states import TRANSITIONS, RequestState
-from plumbing.hop import Continuation, Hello
+from plumbing.gateway_protocol import Continuation, Hello
 
 EVENT = b'data: {"choices":[{"index":0,"delta":{"content":"x"}}]}\n\n'
 FINAL = (ev.EndAnswer, ev.SendAnswer, ev.AbortAnswer, ev.AnswerError)

@@ -25,7 +25,7 @@ from gateway.core.children import (
     Place,
 )
 from plumbing.errors import GivenUpError, InvariantError
-from plumbing.part.restarts import BACKOFF_MS_MAX, DEATHS_MAX
+from plumbing.pod.supervision import BACKOFF_MS_MAX, DEATHS_MAX
 
 EAGAIN, ENOENT = 11, 2
 KILL = -9

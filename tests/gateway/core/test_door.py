@@ -9,7 +9,7 @@ import pytest
 
 from gateway.core import events as ev
 from gateway.core.machine import Gateway
-from plumbing.hop import Continuation, Hello
+from plumbing.gateway_protocol import Continuation, Hello
 from tests.gateway.core.test_grants import EVENT, ask, gateway_with, hello, names, stream
 
 SHUT = ev.DoorSet(5, is_open=False, is_shut=True, reason="e1 is resting; a request wakes it")

@@ -10,7 +10,7 @@ import pytest
 from gateway.core import events as ev
 from gateway.core.lane_events import LaneDoorSet, LaneRules
 from gateway.core.lanes import Lanes
-from plumbing.hop import Continuation
+from plumbing.gateway_protocol import Continuation
 from pool.core.events import Running, ShutDoor
 from pool.core.states import PooledRules
 from tests.gateway.core.lanes_pod import FINISH, PARK, LanesPod, error, refused, switching

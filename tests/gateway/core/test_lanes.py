@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gateway.core import events as ev
-from plumbing.hop import Continuation
+from plumbing.gateway_protocol import Continuation
 from pool.core.events import OpenDoor, TicketKind
 from tests.gateway.core.lanes_pod import CUT, FINISH, PARK, LanesPod, error, refused, switching
 

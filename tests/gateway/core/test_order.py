@@ -12,7 +12,7 @@ import random
 import pytest
 
 from gateway.core import events as ev
-from plumbing.hop import Continuation
+from plumbing.gateway_protocol import Continuation
 from tests.gateway.core.model import KINDS
 from tests.gateway.core.pod import Pod, Upstream
 

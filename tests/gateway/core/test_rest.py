@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from gateway.core import rest_events as ev
 from gateway.core.rest import CLOSING_MS, RestPolicy
 from gateway.core.rest_events import GatewayDoor, RestRules
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 
 AFTER_MS = 5_000.0
 STATES = ("init", "standby", "waking", "active", "draining", "releasing", "resting", "dead")

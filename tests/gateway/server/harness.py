@@ -15,7 +15,7 @@ import uvloop
 
 from gateway.messages import ConfigureGatewayMsg, GatewayEventMsg
 from gateway.server.doors import HttpDoors
-from plumbing.part.paths import engine_http_socket
+from plumbing.pod.paths import engine_http_socket
 from plumbing.wire.fds import OwnedFd
 from tests.gateway.stub_engine import StubEngine
 from tests.helpers import auntil, open_fds

@@ -9,8 +9,8 @@ import json
 import pytest
 
 from gateway.server.requests import BODY_BYTES_MAX
-from plumbing import hop
-from plumbing.hop import Continuation
+from plumbing import gateway_protocol as hop
+from plumbing.gateway_protocol import Continuation
 from tests.gateway.server.harness import CHAT, with_bench
 from tests.gateway.server.test_answers import ASKED, STREAM, content, wanted
 from tests.gateway.stub_engine import chunk_of, text_of

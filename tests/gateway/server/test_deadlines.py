@@ -8,8 +8,8 @@ import asyncio
 import time
 
 from gateway.server import client as client_module
-from plumbing import hop
-from plumbing.hop import Continuation
+from plumbing import gateway_protocol as hop
+from plumbing.gateway_protocol import Continuation
 from tests.gateway.server.harness import CHAT, Answer, with_bench
 from tests.gateway.server.test_answers import ASKED, STREAM, wanted
 from tests.gateway.stub_engine import group_of

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.server.request_reader import HEAD_BYTES_MAX, BodyMemory, RequestReader
-from plumbing import hop
-from plumbing.hop import Continuation
+from plumbing import gateway_protocol as hop
+from plumbing.gateway_protocol import Continuation
 from tests.gateway.server.harness import CHAT, with_bench
 from tests.gateway.server.test_limits import make_certificate
 from tests.gateway.server.test_requests import CHUNKED, GET, H2C, POST, read

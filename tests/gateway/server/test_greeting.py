@@ -13,7 +13,7 @@ import gateway.server.exchange
 from gateway.server import greeting
 from gateway.server.doors import HttpDoors
 from gateway.server.greeting import greet
-from plumbing.hop import Hello
+from plumbing.gateway_protocol import Hello
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.limits import FRAME_BYTES_MAX
 from tests.gateway import stub_engine

@@ -9,8 +9,8 @@ from gateway.core.transcript import TOKEN_MAX
 from gateway.server import groups
 from gateway.server.groups import GroupCutter
 from gateway.server.upstream import Upstream
-from plumbing import hop
-from plumbing.hop import END, HANDED_OVER, group_end
+from plumbing import gateway_protocol as hop
+from plumbing.gateway_protocol import END, HANDED_OVER, group_end
 
 EVENTS = st.sampled_from(
     [

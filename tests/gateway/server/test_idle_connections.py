@@ -14,7 +14,7 @@ import pytest
 from gateway.core import course
 from gateway.messages import DoorMsg, GatewayDoor
 from gateway.server import idle_connections
-from plumbing import hop
+from plumbing import gateway_protocol as hop
 from tests.gateway.server.harness import CHAT, with_bench
 from tests.gateway.server.test_streams import ASKED, BODY, assert_whole
 from tests.gateway.stub_engine import group_of, last_events

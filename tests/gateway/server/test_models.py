@@ -15,8 +15,8 @@ import pytest
 
 from gateway.core.lane_events import LaneRules
 from gateway.messages import ModelDoorsMsg
-from plumbing.hop import Continuation
-from plumbing.part.tier import Tier
+from plumbing.gateway_protocol import Continuation
+from plumbing.pod.messages import Tier
 from pool.client import (
     Door,
     ModelDemand,

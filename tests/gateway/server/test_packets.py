@@ -4,7 +4,7 @@ all that the gateway does with an event. Method: real doors that keep count of t
 import pytest
 
 from gateway.server.client import ClientConnection
-from plumbing import hop
+from plumbing import gateway_protocol as hop
 from tests.gateway.server.harness import CHAT, with_bench
 from tests.gateway.server.test_streams import ASKED, assert_whole
 from tests.gateway.stub_engine import group_of, last_events

@@ -10,8 +10,8 @@ import pytest
 
 from gateway.server import groups
 from gateway.server.upstream import Upstream
-from plumbing import hop
-from plumbing.hop import Continuation
+from plumbing import gateway_protocol as hop
+from plumbing.gateway_protocol import Continuation
 from tests.gateway.server.harness import CHAT, ERA, with_bench
 from tests.gateway.stub_engine import chunk_of, group_of, last_events, text_of
 from tests.helpers import auntil

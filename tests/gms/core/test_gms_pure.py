@@ -15,15 +15,17 @@ from gms.core.identity import DEPTH_MAX, check_identity, first_mismatch
 from gms.core.suballocator import ALIGNMENT_BYTES, SLAB_BYTES_MIN, NeedSlab, Suballocator
 from gms.manifest import TensorRecord, WeightsManifest, check_manifest, encode, layout_hash
 from plumbing.errors import GivenUpError, ProtocolError
-from plumbing.part.restarts import (
+from plumbing.pod.supervision import (
     DEATHS_MAX,
+    LOOK_MS_MAX,
     SHORTAGE_EXIT_CODE,
     SHORTAGES,
+    CpuTimes,
     GiveUp,
     Restarts,
+    Silence,
     StartAgain,
 )
-from plumbing.part.silence import LOOK_MS_MAX, CpuTimes, Silence
 
 GIB = 1 << 30
 GIVEN_UP = GiveUp(GivenUpError.exit_code)

@@ -10,9 +10,8 @@ import pytest
 
 from gms import pool_file
 from gms.client import KvClaim, borrow_pool
-from plumbing.errors import RemoteError
-from plumbing.part.restarts import SHORTAGE_EXIT_CODE
-from plumbing.shortage import is_disk_fault
+from plumbing.errors import RemoteError, is_disk_fault
+from plumbing.pod.supervision import SHORTAGE_EXIT_CODE
 from tests.gms.bench import DEVICE
 from tests.gms.kv.kv_bench import ERA, INDEX_BYTES, SIZE_BYTES, KvProcess
 from tests.small_disk import SmallDisk, needs_root, small_disk

@@ -16,7 +16,7 @@ from gms.client import KvClaim, borrow_pool
 from gms.messages import DropMsg
 from gms.server.supervisor import GmsSupervisor
 from plumbing.errors import RemoteError, UnreachableError
-from plumbing.part import restarts
+from plumbing.pod import supervision
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.messages import Message
 from tests.gms.bench import GmsProcess
@@ -275,7 +275,7 @@ def test_kv_server_that_keeps_dying_does_not_take_the_weights_down(
 ):
     """Goal: KV memory is an addition. Method: a supervisor whose KV server cannot run; the probes
     say that, and that weights are served."""
-    monkeypatch.setattr(restarts, "BACKOFF_MS", 1.0)
+    monkeypatch.setattr(supervision, "BACKOFF_MS", 1.0)
     flags = ["--dir", directory, "--device", "HOST-0", "--memory", "host"]
     weights = (sys.executable, "-m", "gms.cli", "serve-device", *flags)
     broken = (sys.executable, "-c", "raise SystemExit(3)")
@@ -287,7 +287,7 @@ def test_kv_server_that_keeps_dying_does_not_take_the_weights_down(
     async def scenario() -> int:
         running = asyncio.create_task(supervisor.run())
         kv = supervisor.kv_children[0]
-        await auntil(lambda: kv.restarts.deaths >= restarts.DEATHS_MAX, "it to be given up")
+        await auntil(lambda: kv.restarts.deaths >= supervision.DEATHS_MAX, "it to be given up")
         await auntil(lambda: supervisor.children[0].is_answering, "the weights' server")
         probe = supervisor._startup()
         assert (probe.ok, probe.details) == (True, {"kv_silent": ["HOST-0"]})

@@ -215,7 +215,7 @@ def test_port_in_use_ends_a_program_with_one_sentence_and_exit_code_1():
     program = textwrap.dedent(
         """
         import sys
-        from plumbing.service.cli import run_async
+        from plumbing.pod.cli import run_async
         from plumbing.service.http import HttpServer
         from plumbing.service.metrics import Metrics
         async def main():
@@ -282,7 +282,7 @@ def test_minimal_server_loads_no_heavy_library():
         """
         import sys
         from plumbing.service import clock, events, http, log, metrics
-        from plumbing.service.cli import run_async
+        from plumbing.pod.cli import run_async
         async def main():
             server = http.HttpServer("127.0.0.1", 0, probes={}, status=dict,
                 metrics=metrics.Metrics(), events=events.EventLog("x", clock.SystemClock()))

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from plumbing.service.pressure import WINDOWS_MS, CpuPressure, candidates
+from plumbing.service.procfs import WINDOWS_MS, CpuPressure, candidates
 
 
 def write(path, total_us):

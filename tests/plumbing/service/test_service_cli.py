@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from plumbing.errors import UnderstudyError, UnreachableError
-from plumbing.service.cli import fail, options, plain_errors
+from plumbing.pod.cli import fail, options, plain_errors
 from plumbing.service.config import Option
 
 OPTIONS = (
@@ -129,7 +129,7 @@ def test_plain_errors_and_fail_end_with_the_exit_code():
 
 
 def run_program(body, **environ):
-    program = "from plumbing.service.cli import run_async\n" + textwrap.dedent(body)
+    program = "from plumbing.pod.cli import run_async\n" + textwrap.dedent(body)
     return subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, "PYTHONDEVMODE": "", "PYTHONASYNCIODEBUG": "", **environ},
@@ -198,7 +198,7 @@ def test_our_own_fault_in_a_callback_ends_the_process():
     trace, and nothing of it runs afterwards. Method: a real process."""
     code = (
         "import asyncio\n"
-        "from plumbing.service.cli import run_async\n"
+        "from plumbing.pod.cli import run_async\n"
         "def bug(): raise ZeroDivisionError('a bug')\n"
         "async def main():\n"
         "    asyncio.get_running_loop().call_soon(bug)\n"

@@ -55,7 +55,7 @@ def test_a_process_that_waited_once_is_killed_by_the_second_signal():
     program = textwrap.dedent(
         """
         import asyncio
-        from plumbing.service.cli import run_async
+        from plumbing.pod.cli import run_async
         from plumbing.service.signals import wait_signals
 
         async def main():

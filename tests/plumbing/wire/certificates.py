@@ -15,7 +15,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from plumbing.wire.tcp.security import Security
+from plumbing.wire.tcp import Security
 
 _DAY = datetime.timedelta(days=1)
 _PEM = serialization.Encoding.PEM

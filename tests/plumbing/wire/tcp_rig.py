@@ -15,10 +15,8 @@ from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.frames import FrameDecoder, encode_frame
 from plumbing.wire.messages import FaultMsg, HelloMsg, Message
-from plumbing.wire.tcp.address import TcpAddress
-from plumbing.wire.tcp.connection import connect_tcp
-from plumbing.wire.tcp.security import Security
-from plumbing.wire.tcp.server import TcpServer
+from plumbing.wire.tcp import Security, TcpServer, connect_tcp
+from plumbing.wire.tcp_address import TcpAddress
 from tests.plumbing.wire.certificates import Authority
 from tests.plumbing.wire.echo import CATALOGUE, Echo, EchoHandler
 

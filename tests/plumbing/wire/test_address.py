@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plumbing.errors import UsageError
-from plumbing.wire.tcp.address import TcpAddress
+from plumbing.wire.tcp_address import TcpAddress
 
 
 @pytest.mark.parametrize(

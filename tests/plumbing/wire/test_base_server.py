@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from plumbing.wire import base_server
-from plumbing.wire.connection import Connection
+from plumbing.wire import server as base_server
+from plumbing.wire.connection import Connection, connect
 from plumbing.wire.server import Server
-from plumbing.wire.tcp.address import TcpAddress
-from plumbing.wire.tcp.server import TcpServer
-from plumbing.wire.unix_connection import connect
+from plumbing.wire.tcp import TcpServer
+from plumbing.wire.tcp_address import TcpAddress
 from tests.helpers import auntil, room_for
 from tests.plumbing.wire.certificates import shared
 from tests.plumbing.wire.echo import CATALOGUE, LOOPS, Echo, EchoHandler, run_on

@@ -10,12 +10,11 @@ import pytest
 from plumbing.errors import RemoteError, UnderstudyError
 from plumbing.wire import connection
 from plumbing.wire.blocking import BlockingClient
-from plumbing.wire.connection import Connection, Handler
+from plumbing.wire.connection import Connection, Handler, UnixConnection
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.frames import encode_frame
 from plumbing.wire.messages import Message
-from plumbing.wire.tcp.connection import connect_tcp
-from plumbing.wire.unix_connection import UnixConnection
+from plumbing.wire.tcp import connect_tcp
 from tests.helpers import auntil
 from tests.plumbing.wire.certificates import shared
 from tests.plumbing.wire.echo import CATALOGUE, LOOPS, Echo, EchoHandler, run_on

@@ -12,11 +12,10 @@ import pytest
 
 from plumbing.errors import RemoteError, UnreachableError
 from plumbing.wire.blocking import BlockingClient
-from plumbing.wire.connection import Connection
+from plumbing.wire.connection import Connection, UnixConnection, connect
 from plumbing.wire.fds import OwnedFd, Reserve, close_all
-from plumbing.wire.tcp.address import TcpAddress
-from plumbing.wire.tcp.connection import connect_tcp
-from plumbing.wire.unix_connection import UnixConnection, connect
+from plumbing.wire.tcp import connect_tcp
+from plumbing.wire.tcp_address import TcpAddress
 from tests.helpers import open_fds, room_for, until
 from tests.plumbing.wire.certificates import shared
 from tests.plumbing.wire.echo import CATALOGUE, LOOPS, Echo, EchoHandler, ServerThread, run_on

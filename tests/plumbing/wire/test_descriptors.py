@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 
 from plumbing.errors import ProtocolError, UnderstudyError
-from plumbing.wire import sockets, unix_connection
+from plumbing.wire import connection as unix_connection
+from plumbing.wire import sockets
 from plumbing.wire.blocking import BlockingClient
+from plumbing.wire.connection import UnixConnection, connect
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.frames import encode_frame
-from plumbing.wire.unix_connection import UnixConnection, connect
 from tests.helpers import auntil, open_fds, until
 from tests.plumbing.wire.echo import CATALOGUE, LOOPS, Echo, EchoHandler, ServerThread, run_on
 
@@ -175,9 +176,9 @@ _IN_FLIGHT = """
 import os, resource, socket, sys, asyncio
 sys.path.insert(0, sys.argv[1])
 from tests.plumbing.wire.echo import CATALOGUE, Echo, EchoHandler
-from plumbing.wire.tcp.address import TcpAddress
-from plumbing.wire.tcp.connection import connect_tcp
-from plumbing.wire.unix_connection import UnixConnection
+from plumbing.wire.tcp_address import TcpAddress
+from plumbing.wire.tcp import connect_tcp
+from plumbing.wire.connection import UnixConnection
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd, close_all

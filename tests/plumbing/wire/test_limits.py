@@ -13,7 +13,7 @@ import pytest
 
 from plumbing.errors import RemoteError, UnderstudyError
 from plumbing.wire.blocking import BlockingClient
-from plumbing.wire.connection import Connection
+from plumbing.wire.connection import Connection, UnixConnection
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.frames import encode_frame
 from plumbing.wire.limits import (
@@ -23,7 +23,6 @@ from plumbing.wire.limits import (
     FRAMES_PER_TURN,
 )
 from plumbing.wire.messages import Catalogue, FaultMsg, Message, fault_of, shown
-from plumbing.wire.unix_connection import UnixConnection
 from tests.helpers import auntil, open_fds, until
 from tests.plumbing.wire.echo import (
     CATALOGUE,

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plumbing.errors import ProtocolError, UnderstudyError
-from plumbing.part import observe
+from plumbing.pod import messages as observe
 from plumbing.wire.messages import Catalogue, FaultMsg, Message, fault_of, messages_in
 from tests.plumbing.wire import echo
 from tests.plumbing.wire.echo import CATALOGUE, Echo, Part, Refuse

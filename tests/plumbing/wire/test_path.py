@@ -12,8 +12,8 @@ import pytest
 
 from plumbing.errors import UnderstudyError, UnreachableError
 from plumbing.wire import server as module
+from plumbing.wire.connection import connect
 from plumbing.wire.server import PathGuard, Server, guard_holder
-from plumbing.wire.unix_connection import connect
 from tests.helpers import auntil, open_fds
 from tests.plumbing.wire.echo import CATALOGUE, LOOPS, Echo, EchoHandler, run_on
 from tests.plumbing.wire.tcp_rig import Client

@@ -7,8 +7,7 @@ import os
 import subprocess
 
 from plumbing.wire.fds import OwnedFd
-from plumbing.wire.peer import Peer
-from plumbing.wire.process_watch import ProcessWatch
+from plumbing.wire.peer import Peer, ProcessWatch
 from tests.helpers import auntil
 
 SUPERVISOR = "0123456789abcdef"

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from plumbing.errors import UsageError
-from plumbing.wire.tcp.address import TcpAddress
-from plumbing.wire.tcp.security import FILE_BYTES_MAX, Security, _check_secret, read_file, settle
+from plumbing.wire.tcp import FILE_BYTES_MAX, Security, _check_secret, read_file, settle
+from plumbing.wire.tcp_address import TcpAddress
 from tests.helpers import open_fds, room_for
 from tests.plumbing.wire.certificates import Authority, write_secret
 

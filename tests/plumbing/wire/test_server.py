@@ -20,11 +20,12 @@ from plumbing.errors import (
     UsageError,
     WaitTimeoutError,
 )
-from plumbing.wire import base_server, connection
+from plumbing.wire import connection
+from plumbing.wire import server as base_server
 from plumbing.wire.blocking import BlockingClient
+from plumbing.wire.connection import UnixConnection, connect
 from plumbing.wire.frames import HEADER, MAGIC, VERSION, encode_frame
 from plumbing.wire.messages import HelloMsg, WelcomeMsg
-from plumbing.wire.unix_connection import UnixConnection, connect
 from tests.helpers import auntil, open_fds, until
 from tests.plumbing.wire.echo import (
     CATALOGUE,

@@ -19,10 +19,8 @@ from plumbing.wire.fds import OwnedFd
 from plumbing.wire.frames import encode_frame
 from plumbing.wire.limits import UNACKNOWLEDGED_MS_MAX
 from plumbing.wire.messages import FaultMsg, HelloMsg, WelcomeMsg
-from plumbing.wire.tcp.address import TcpAddress
-from plumbing.wire.tcp.connection import TcpConnection, connect_tcp
-from plumbing.wire.tcp.security import Security
-from plumbing.wire.tcp.server import TcpServer
+from plumbing.wire.tcp import Security, TcpConnection, TcpServer, connect_tcp
+from plumbing.wire.tcp_address import TcpAddress
 from tests.helpers import auntil, open_fds
 from tests.plumbing.wire.certificates import shared
 from tests.plumbing.wire.echo import CATALOGUE, LOOPS, Echo, EchoHandler, Refuse, run_on
@@ -215,8 +213,8 @@ from tests.helpers import auntil
 from tests.plumbing.wire.certificates import shared
 from tests.plumbing.wire.echo import CATALOGUE, LOOPS, Echo, EchoHandler
 from tests.plumbing.wire.tcp_rig import Client, serving
-from plumbing.wire.tcp import connection as tcp_connection
-from plumbing.wire.tcp.connection import connect_tcp
+from plumbing.wire import tcp as tcp_connection
+from plumbing.wire.tcp import connect_tcp
 
 tcp_connection.UNACKNOWLEDGED_MS_MAX = 300
 tcp_connection.KEEPALIVE_IDLE_S = 1

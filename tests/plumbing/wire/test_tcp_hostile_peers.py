@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from plumbing.errors import UnreachableError
-from plumbing.wire import base_server, connection
+from plumbing.wire import connection
+from plumbing.wire import server as base_server
 from plumbing.wire.frames import HEADER, MAGIC, VERSION, encode_frame
 from plumbing.wire.messages import FaultMsg
-from plumbing.wire.tcp.connection import connect_tcp
+from plumbing.wire.tcp import connect_tcp
 from tests.helpers import auntil, open_fds
 from tests.plumbing.wire.echo import CATALOGUE, LOOPS, Echo, EchoHandler, run_on
 from tests.plumbing.wire.tcp_rig import (

@@ -14,8 +14,8 @@ from plumbing.errors import UnreachableError
 from plumbing.wire import connection
 from plumbing.wire.frames import encode_frame
 from plumbing.wire.messages import FaultMsg, HelloMsg
-from plumbing.wire.tcp.address import TcpAddress
-from plumbing.wire.tcp.connection import connect_tcp
+from plumbing.wire.tcp import connect_tcp
+from plumbing.wire.tcp_address import TcpAddress
 from tests.helpers import auntil, open_fds
 from tests.plumbing.wire.certificates import Authority, shared
 from tests.plumbing.wire.echo import CATALOGUE, LOOPS, Echo, run_on

@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 
 from plumbing.errors import UnderstudyError, UnreachableError, UsageError
-from plumbing.wire.tcp import server as tcp
-from plumbing.wire.tcp.address import TcpAddress
-from plumbing.wire.tcp.connection import connect_tcp
-from plumbing.wire.tcp.security import Security
-from plumbing.wire.tcp.server import TcpServer
+from plumbing.wire import tcp
+from plumbing.wire.tcp import Security, TcpServer, connect_tcp
+from plumbing.wire.tcp_address import TcpAddress
 from tests.helpers import auntil, open_fds
 from tests.plumbing.wire.certificates import Authority, shared, write_secret
 from tests.plumbing.wire.echo import CATALOGUE, LOOPS, Echo, EchoHandler, run_on

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from plumbing.errors import UnreachableError
-from plumbing.wire.tcp import server as tcp
-from plumbing.wire.tcp.connection import connect_tcp
-from plumbing.wire.tcp.security import Security
+from plumbing.wire import tcp
+from plumbing.wire.tcp import Security, connect_tcp
 from tests.helpers import auntil
 from tests.plumbing.wire.certificates import Authority
 from tests.plumbing.wire.echo import CATALOGUE, LOOPS, EchoHandler, run_on

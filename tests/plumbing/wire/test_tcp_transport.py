@@ -7,7 +7,7 @@ from typing import cast
 
 from plumbing.wire.frames import encode_frame
 from plumbing.wire.peer import NO_UID, Peer
-from plumbing.wire.tcp.connection import TcpConnection
+from plumbing.wire.tcp import TcpConnection
 from tests.helpers import auntil
 from tests.plumbing.wire.echo import CATALOGUE, Echo, EchoHandler
 from tests.plumbing.wire.tcp_rig import Client

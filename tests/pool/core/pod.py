@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 from pool.core import events as ev
 from pool.core.machine import ModelPool
 from pool.core.situation import ModelSetup, PoolSetup

@@ -5,7 +5,7 @@ is how long a ticket waits."""
 import math
 import random
 
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 from pool.core.bound import bound
 from pool.core.policy import plan
 from pool.core.states import ModelState

@@ -3,7 +3,7 @@
 Method: models whose costs are known, in each way of waiting; the door says what is expected.
 """
 
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 from pool.core import events as ev
 from pool.core.known import Costs
 from pool.core.states import ModelState

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plumbing.errors import InvariantError
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 from pool.core.ledger import PoolLedger, needs_of
 from pool.core.states import HOST, EngineSizes, EntryKey, EntryKind
 

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 from pool.core import events as ev
 from pool.core.states import ModelState
 from tests.pool.core.pod import MIB, Pod, rules

@@ -1,6 +1,6 @@
 """Goal: deaths. Failover asks nobody; what fails again and again is given up, and says so."""
 
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 from pool.core import events as ev
 from pool.core.model_table import FAULTS_MAX
 from pool.core.states import ModelState

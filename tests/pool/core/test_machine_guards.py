@@ -5,7 +5,7 @@ Method: a policy that raises everything; and deaths in which several things are 
 
 import pytest
 
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 from pool.core import events as ev
 from pool.core.machine import ModelPool
 from pool.core.states import EngineSizes, ModelState

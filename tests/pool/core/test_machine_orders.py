@@ -2,7 +2,7 @@
 
 import pytest
 
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 from pool.core import events as ev
 from pool.core.situation import OrderRefused
 from pool.core.states import ModelState

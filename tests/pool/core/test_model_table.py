@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 from pool.core.events import Running
 from pool.core.model import IllegalModelSignal, Model
 from pool.core.model_table import TRANSITIONS, ModelSignal

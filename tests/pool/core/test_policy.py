@@ -3,7 +3,7 @@ of whole GiB, and what `plan` answers."""
 
 import pytest
 
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 from pool.core.policy import plan
 from pool.core.states import ModelState
 from pool.core.view import Leaving, Never, Raise, Victim, Wait, Yield

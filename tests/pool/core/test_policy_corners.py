@@ -3,7 +3,7 @@ whom. Method: one small pool for each, on devices of whole GiB."""
 
 import pytest
 
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 from pool.core.policy import plan
 from pool.core.states import HOST, ModelState
 from pool.core.tickets import lease_view

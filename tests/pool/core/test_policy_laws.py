@@ -5,7 +5,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 from pool.core.policy import plan
 from pool.core.states import ModelState
 from pool.core.tickets import level_of

@@ -2,7 +2,7 @@
 
 import pytest
 
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 from pool.core.rests import rests_of
 from pool.core.states import ModelState
 from pool.core.view import Victim

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 from pool.core.bound import bound
 from pool.core.policy import plan
 from pool.core.states import ModelState

@@ -1,6 +1,6 @@
 """Models and devices for the policy's tests, in whole GiB: what matters stands in the test."""
 
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 from pool.core.states import ModelState
 from pool.core.view import DeviceView, ModelRules, ModelView, PoolRules, TicketView
 

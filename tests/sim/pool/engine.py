@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from engine.core.events import State
 from engine.core.lifecycle import tier_of
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 from pool.core.events import EngineSaid
 from pool.core.states import GoalGeneration
 from tests.sim.pool.timeline import Line

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 from pool.core.events import (
     DemandCame,
     DeviceIs,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from engine.core.events import State
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 from pool.core.events import (
     GrantLease,
     KillEngine,

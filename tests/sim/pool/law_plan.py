@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 from pool.core import policy
 from pool.core.states import ModelState
 from pool.core.view import DeviceView, ModelView, Plan, PoolRules, Raise, Wait, Yield

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 from pool.core.events import DeviceIs, FreeKv, FreeWeights, MemoryIs
 from pool.core.states import HOST
 

@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from engine.core.events import State
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 from pool.core import hearing, machine, planning, policy, recovery, tickets, victims, views
 from pool.core.books import Books
 from pool.core.demand import Demand

@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable
 
 from engine.core.events import State
-from plumbing.part.tier import Tier
+from plumbing.pod.messages import Tier
 from pool.core.states import HOST, EngineSizes
 from pool.core.view import ModelRules, PoolRules
 from tests.sim.pool.engine import Engine

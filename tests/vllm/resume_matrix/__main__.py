@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from hack import v2_on_cpu
-from plumbing.hop import Journal
+from plumbing.gateway_protocol import Journal
 from tests.vllm.about import ROOT, commit, machine
 from tests.vllm.resume_matrix.compare import difference
 from tests.vllm.resume_matrix.engine import ASYNC_FLAG, BLOCK_TOKENS, LORA_FLAG

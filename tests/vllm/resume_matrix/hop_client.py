@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from http.client import HTTPConnection
 from typing import Any
 
-from plumbing import hop
-from plumbing.hop import Journal
+from plumbing import gateway_protocol as hop
+from plumbing.gateway_protocol import Journal
 
 ANSWER_S = 600.0  # V2's kernels are interpreted on the CPU, a step of 40 requests for 0.2 s
 DONE = b"[DONE]"

@@ -41,9 +41,9 @@ from engine.messages import (
     WokenMsg,
 )
 from lockserver.client import serving
-from plumbing import hop
+from plumbing import gateway_protocol as hop
 from plumbing.errors import UnderstudyError
-from plumbing.hop import Continuation, Hello
+from plumbing.gateway_protocol import Continuation, Hello
 from plumbing.wire.fds import OwnedFd
 
 logger = logging.getLogger(__name__)

@@ -27,8 +27,8 @@ from engine.backends.vllm import contracts, runners, versions
 from engine.backends.vllm.contracts import Sources
 from engine.backends.vllm.resume import INSTALL_ENV
 from engine.backends.vllm.worker.identity import files_of
-from plumbing import hop
-from plumbing.hop import Continuation
+from plumbing import gateway_protocol as hop
+from plumbing.gateway_protocol import Continuation
 
 logger = logging.getLogger(__name__)
 

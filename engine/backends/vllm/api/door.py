@@ -14,8 +14,8 @@ import msgspec
 from engine.backends.vllm.api.asgi import Headers, Message, Receive, Scope, Send, send_json
 from engine.backends.vllm.resume.answer import Answer
 from engine.messages import CanaryMsg
-from plumbing import hop
-from plumbing.hop import Continuation, Hello, Journal
+from plumbing import gateway_protocol as hop
+from plumbing.gateway_protocol import Continuation, Hello, Journal
 
 PREFIX = hop.HEADER_PREFIX.encode()
 GATEWAY = hop.GATEWAY.lower().encode()

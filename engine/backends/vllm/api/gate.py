@@ -28,7 +28,7 @@ from engine.backends.vllm.api.asgi import (
 from engine.backends.vllm.api.door import ATTEMPT, GATEWAY, Door, take_journal
 from engine.backends.vllm.api.marks import Stream
 from engine.backends.vllm.resume.answer import CURRENT
-from plumbing import hop
+from plumbing import gateway_protocol as hop
 
 TRY_AGAIN_LATER = 1013  # RFC 6455's registry of WebSocket close codes
 

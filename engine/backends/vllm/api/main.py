@@ -29,11 +29,10 @@ from engine.backends.vllm import collector
 from engine.backends.vllm.cpu_count import count_all
 from engine.messages import FaultReportMsg
 from engine.progress_page import ProgressPage
-from plumbing.errors import UnderstudyError, UsageError
+from plumbing.errors import UnderstudyError, UsageError, is_disk_fault
 from plumbing.service.log import configure
 from plumbing.service.process import raise_fd_limit
 from plumbing.service.signals import blocked_in_children
-from plumbing.shortage import is_disk_fault
 
 if TYPE_CHECKING:
     from engine.backends.vllm.api.arguments import ServeArguments

@@ -1,5 +1,5 @@
 """Marks a stream of events for the gateway: behind the events of one output of the engine comes one
-comment with the tokens of that output, and both are one write (`plumbing/hop.py`).
+comment with the tokens of that output, and both are one write (`plumbing/gateway_protocol.py`).
 
 The innermost ASGI application, around vLLM's routes. It must lie inside of every middleware: some
 of them, also those that users add, pass a body on from another task, and then events would still
@@ -20,8 +20,8 @@ from engine.backends.vllm.api.asgi import (
     send_json,
 )
 from engine.backends.vllm.resume.answer import CURRENT, Answer
-from plumbing import hop
-from plumbing.hop import Continuation
+from plumbing import gateway_protocol as hop
+from plumbing.gateway_protocol import Continuation
 
 EVENTS = b"text/event-stream"
 CONFLICT = 409

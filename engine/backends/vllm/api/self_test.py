@@ -28,7 +28,7 @@ from engine.backends.vllm import NO_SELF_TEST
 from engine.backends.vllm.resume.answer import CURRENT, Answer
 from engine.backends.vllm.worker.scratch import BLOCKS
 from plumbing.errors import UnderstudyError
-from plumbing.hop import Continuation, Journal
+from plumbing.gateway_protocol import Continuation, Journal
 
 MADE = 24  # tokens of an answer
 # Behind so many tokens a prompt of `prompt_tokens` ends one token into a block: the blocks before

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextvars import ContextVar
 from typing import Any
 
-from plumbing.hop import Continuation, Journal
+from plumbing.gateway_protocol import Continuation, Journal
 
 CURRENT: ContextVar[Answer | None] = ContextVar("understudy_answer", default=None)
 

@@ -20,7 +20,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from engine.backends.vllm.resume.answer import CURRENT
 from engine.backends.vllm.resume.made import made_by, with_made
 from engine.backends.vllm.resume.replay import EngineReplay, ReplayCollector
-from plumbing.hop import Continuation
+from plumbing.gateway_protocol import Continuation
 
 # For a place in vLLM's queue (`--max-num-queued-reqs`, `--max-num-queued-tokens`): other resumed
 # streams end their prefill in this time.

@@ -1,10 +1,10 @@
 """Which requests an engine has queued and not scheduled yet, on a page that survives a SIGKILL.
 
-The gateway names each of its attempts at a request. The process of an engine that schedules adds an
-attempt when it queues it, and removes it before its first step. After a death the gateway reads the
-page: an attempt on it had no part in the death, so its request is no suspect. Whatever goes wrong
-(no file, another layout, a death in the middle of a change, more than `SLOTS` queued) leaves
-attempts out, and their requests stay suspects.
+The gateway names each of its attempts at a request. The engine's scheduling process adds an attempt
+when it queues it, and removes it before its first step. After a death the gateway reads the page:
+an attempt on it had no part in the death, so its request is no suspect. Whatever goes wrong (no
+file, another layout, a death in the middle of a change, more than `SLOTS` queued) leaves attempts
+out, and their requests stay suspects.
 
 The surprising thing: the gateway opens the file when the engine greets it. Each incarnation makes a
 file of its own at the same path, so what the gateway has open is the page of the one that died.

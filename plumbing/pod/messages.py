@@ -1,20 +1,24 @@
-"""How much of an engine is resident, and the two messages about it on its control socket.
+"""Messages that several parts of a pod send: an engine's goal and report, and those of observers.
 
-`shall` and `am` are spoken on `engine_<id>.sock` by whoever decides when an engine rests: the
-pool, or without one the gateway's parent and the command line. Both are level-triggered: each says
-all that its sender has to say, and may be repeated. What only a pool says and hears is one field of
-each, which is left out of the message where there is no pool. Must not know what follows from a
-goal: that is `engine/core`.
+`SetGoalMsg` and `EngineReportMsg` (`shall` and `am` on the wire) travel on `engine_<id>.sock`. The
+pool sends goals; without a pool the gateway's parent and the command line do. Both messages are
+level-triggered: each carries all that its sender has to say, and may be repeated. One field of each
+is only a pool's, and is left out of the message where there is no pool. `engine/core` decides what
+follows from a goal.
+
+Every part answers observers alike, in every state. An observer asks once (`status`) or stays
+(`watch`: a `status_reply`, with `since` the kept events after that id, then one unsolicited `event`
+for each new record). It never queues and never holds anything.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta, Struct
 
-from plumbing.part.models import NAME_CHARS_MAX
+from plumbing.pod.models import NAME_CHARS_MAX
 from plumbing.wire.messages import Catalogue, Message
 
 INT64_MAX = 2**63 - 1
@@ -61,7 +65,7 @@ class PoolGoal(Struct, frozen=True, forbid_unknown_fields=True):
     is_kill: bool = False
 
 
-class ShallMsg(Message, frozen=True, tag="shall"):
+class SetGoalMsg(Message, frozen=True, tag="shall"):
     """Be at this tier, whenever the lock lets you; the last one counts, whoever sent it.
 
     Answered by `am` at once, and by another `am` on the same connection at every change. Without a
@@ -107,7 +111,7 @@ class PoolWord(Struct, frozen=True, forbid_unknown_fields=True):
     is_machine: bool = False
 
 
-class AmMsg(Message, frozen=True, tag="am"):
+class EngineReportMsg(Message, frozen=True, tag="am"):
     """What an engine is now. Sent when `state`, `tier`, `goal`, `can_rest` or `fault` changes, and
     in a pool when what `pool` says does.
 
@@ -135,4 +139,24 @@ class AmMsg(Message, frozen=True, tag="am"):
     pool: PoolWord | None = None
 
 
-CATALOGUE = Catalogue(ShallMsg, AmMsg)  # for those who ask nothing else of an engine
+GOAL_CATALOGUE = Catalogue(
+    SetGoalMsg, EngineReportMsg
+)  # for those who ask nothing else of an engine
+
+EVENT_ID_MAX = 2**63 - 1
+
+
+class StatusMsg(Message, frozen=True, tag="status"):
+    """Ask for the status document, once."""
+
+
+class StatusReplyMsg(Message, frozen=True, tag="status_reply"):
+    document: dict[str, Any]
+
+
+class WatchMsg(Message, frozen=True, tag="watch"):
+    since: Annotated[int, Meta(ge=0, le=EVENT_ID_MAX)] | None = None
+
+
+class EventMsg(Message, frozen=True, tag="event"):
+    record: dict[str, Any]

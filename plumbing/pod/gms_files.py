@@ -1,6 +1,11 @@
-"""Why a device has no memory server: from its supervisor to whoever asks the server in vain.
+"""Two small files of the memory service (gms) for the other processes of its pod.
 
-A file that its writer opens at the start and rewrites in place, because the usual reason is that no
+The device list names the pod's devices, in order. A pool file may number its devices; NVML, CUDA
+and each container can count differently, so a number counts what gms serves, and all processes read
+its list once, when they start.
+
+The absence file says why a device has no memory server, for those who ask that server in vain. The
+supervisor opens it at the start and rewrites it in place, because the usual reason is that no
 descriptor is left. It is a hint: a moment old, and a killed writer leaves it behind.
 """
 
@@ -9,10 +14,36 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from plumbing.part.paths import gms_absence
+from plumbing.pod.paths import device_list, gms_absence
+from plumbing.service.files import write_atomic
 from plumbing.wire.fds import OwnedFd
+
+# How a backend learns its devices in host memory, by rank, with commas; HOST-0 … unless set.
+HOST_DEVICES_ENV = "UNDERSTUDY_HOST_DEVICES"
+
+
+def write_device_names(directory: str, names: Sequence[str]) -> None:
+    """Put the list there. Without room for it there is none, rather than an old one: only a pool
+    file with numbers needs it, and its readers say that it is missing."""
+    path = device_list(directory)
+    try:
+        content = {"schema": 1, "pid": os.getpid(), "devices": list(names)}
+        write_atomic(path, content, survives_power_cut=False)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+def read_device_names(directory: str) -> tuple[str, ...]:
+    """The list; empty if no memory service has written one."""
+    try:
+        with open(device_list(directory), encoding="utf-8") as stream:
+            names = json.load(stream)["devices"]
+        return tuple(map(str, names))
+    except (OSError, ValueError, KeyError, TypeError):
+        return ()
 
 
 class AbsenceFile:

@@ -1,14 +1,13 @@
-"""The private hop between the gateway and an engine: what only these two say to each other.
+"""The private protocol between the gateway and an engine: HTTP/1.1 on the engine's Unix socket.
 
-HTTP/1.1 on the engine's private Unix socket. The gateway sends a client's request as it is and adds
-`GATEWAY`. The engine's gate marks a stream of events: behind the events of one output of the engine
-there is one comment with the token ids that these events were made of, all in one write, and behind
-the last event `END`. A request that is resumed carries its journal, the token ids of the answer so
-far, as binary behind the client's body. Journals are only numbers here: what is replayed, and what
-of a replay a client has seen, is known to `gateway/core`.
+The gateway forwards a client's request unchanged and adds the header `GATEWAY`. The engine marks
+its event stream: after the events of one output it writes one comment with the token ids of these
+events, in the same write, and after the last event `END`. A resumed request carries its journal,
+the token ids of the answer so far, as binary data after the client's body. A journal is only
+numbers here; `gateway/core` knows what is replayed and what the client has seen.
 
-The surprising thing: the comment comes *behind* its events. vLLM makes two events of the first
-output of a chat, so a comment in front of an event could not tell which events belong to it.
+The surprising thing: the comment comes *after* its events. vLLM makes two events of the first
+output of a chat, so a comment before an event could not tell which events belong to it.
 """
 
 from __future__ import annotations

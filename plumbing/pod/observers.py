@@ -1,7 +1,12 @@
-"""Asking the parts of a pod over their Unix sockets: one question, or a watch that reconnects.
+"""Both ends of observing a part: its observers' connections, and programs that ask or watch parts.
 
-Callers bring the catalogue and the messages. A watch survives the death of the process it watches,
-because that is what drills cause; events missed in between are not replayed.
+A part sends each observer its status once and then every event. Nothing waits for an observer: one
+that reads more slowly than events are recorded is dropped when its queue is full. It can connect
+again and ask from the last id it saw.
+
+`ask` sends one request; `PeerWatch` watches and reconnects. Callers bring the catalogue and the
+messages. A watch survives the death of the process it watches, because that is what drills cause;
+events missed in between are not replayed.
 """
 
 from __future__ import annotations
@@ -10,12 +15,52 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from plumbing.errors import RemoteError, UnderstudyError, UnreachableError, WaitTimeoutError
-from plumbing.wire.connection import Connection, Handler
+from plumbing.pod.messages import EventMsg, StatusReplyMsg
+from plumbing.service.events import Event, EventLog
+from plumbing.wire.connection import Connection, Handler, connect
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import Catalogue, FaultMsg, Message
-from plumbing.wire.unix_connection import connect
+
+# All events that a process keeps, each with the longest message there is: they are sent at once,
+# and wait in the connection's queue until the observer reads them.
+KEPT_BYTES_MAX = 4 * 1024 * 1024
+
+
+class Observers:
+    """The connections that watch one process; subscribes itself to `events`."""
+
+    def __init__(self, events: EventLog, status: Callable[[], dict[str, Any]]) -> None:
+        self._events, self._status = events, status
+        self._conns: dict[int, Connection] = {}
+        events.subscribe(self._publish)
+
+    def __len__(self) -> int:
+        return len(self._conns)
+
+    def join(self, conn: Connection, since: int | None, request_id: int) -> None:
+        """Send `conn` the status, the kept events after `since` (None: none), then each new one."""
+        conn.limit_queue(KEPT_BYTES_MAX)
+        conn.send(StatusReplyMsg(self._status()), request_id)
+        for event in [] if since is None else self._events.kept_since(since):
+            conn.send(EventMsg(event.to_dict()))
+        self._conns[conn.id] = conn
+
+    def leave(self, conn: Connection) -> None:
+        """`conn` has closed; harmless where it did not watch."""
+        self._conns.pop(conn.id, None)
+
+    def send(self, message: Message) -> None:
+        """Send `message` to all of them."""
+        for conn in tuple(self._conns.values()):
+            conn.send(message)
+
+    def _publish(self, event: Event) -> None:
+        if self._conns:
+            self.send(EventMsg(event.to_dict()))
+
 
 ASK_TIMEOUT_S = 5.0
 RECONNECT_S = 0.05  # a restarted supervisor takes some 200 ms to listen again

@@ -54,7 +54,7 @@ def engine_http_socket(directory: str, engine: str) -> str:
 
 
 def engine_queue(directory: str, engine: str) -> str:
-    """The page with what `engine` has queued and not scheduled (`plumbing.part.queue_page`)."""
+    """The page with what `engine` has queued and not scheduled (`plumbing.pod.queue_page`)."""
     return os.path.join(directory, f"engine_{engine}.queue")
 
 
@@ -89,12 +89,13 @@ def gms_journal(directory: str, device: str, tag: str = WEIGHTS) -> str:
 
 
 def gms_absence(directory: str) -> str:
-    """Why devices have no memory server, as their supervisor knows it (`plumbing.part.absence`)."""
+    """Why devices have no memory server, as their supervisor knows it
+    (`plumbing.pod.gms_files`)."""
     return os.path.join(directory, "gms.json")
 
 
 def device_list(directory: str) -> str:
-    """What the devices are called, in the memory service's order (`plumbing.part.device_names`)."""
+    """What the devices are called, in the memory service's order (`plumbing.pod.gms_files`)."""
     return os.path.join(directory, "devices.json")
 
 

@@ -1,14 +1,21 @@
-"""When a supervisor restarts a dead server of its own, and when the whole container gives up.
+"""When a supervisor restarts its server, calls it hung, or gives up; how long an end may take.
 
-Pure. A server is restarted in place, because others still serve (of `gms`, those of other devices);
-the first time at once, since newcomers wait for it. After several short runs in a row the program
-gives up: its init then ends the container, so that the loop shows where containers are listed.
+Pure. A supervisor restarts a server in place, because others still serve (of `gms`, those of other
+devices); the first time at once, since newcomers wait for it. After several short runs in a row the
+program gives up: its init then ends the container, so that the loop shows where containers are
+listed.
 
 Two kinds of ends never count towards giving up. A server that had answered and was then killed by
 SIGKILL was killed from outside, by a drill or for lack of memory: it lost nothing, so it is
 restarted at once however often that happens, and only the counter shows it. And a shortage of
 descriptors, processes or memory is not the server's fault: a new container would find the same
 machine, so the start is retried for ever, and status names what is short.
+
+Silence is how long a server has owed an answer, not counting the time in which it, or the process
+that listens for the answer, waited for a CPU: killing a server would not help a busy machine. A
+server that is stopped, blocked or in an endless loop could run and does not answer: that is a hang.
+
+Kubernetes, systemd and `understudy up` are told the same `GRACE_MS`: change all of them together.
 """
 
 from __future__ import annotations
@@ -87,3 +94,41 @@ class Restarts:
         # At most 2 ** 9: it may last for days.
         delay_ms = BACKOFF_MS * 2 ** min(self.shortages - 1, 9)
         return StartAgain(min(delay_ms, SHORTAGE_BACKOFF_MS_MAX))
+
+
+# Between two looks: if more has passed, we were the ones who could not run or listen.
+LOOK_MS_MAX = 2_000.0
+
+
+class CpuTimes(Struct, frozen=True):
+    """What the kernel has counted for a thread so far."""
+
+    is_runnable: bool  # runs, or waits for a CPU
+    ran_ms: float
+    waited_ms: float  # for a CPU
+
+
+class Silence:
+    """Counts `ms`; `answered` starts anew."""
+
+    def __init__(self) -> None:
+        self.ms = 0.0
+        self._last: CpuTimes | None = None
+
+    def answered(self) -> None:
+        self.ms = 0.0
+
+    def look(self, elapsed_ms: float, cpu: CpuTimes | None) -> None:
+        """`elapsed_ms` have passed since the last look; `cpu` is the server's, None if unknown."""
+        last, self._last = self._last, cpu
+        could_not_run_ms = 0.0
+        if last is not None and cpu is not None:
+            could_not_run_ms = cpu.waited_ms - last.waited_ms
+            if cpu.is_runnable and cpu.ran_ms == last.ran_ms:
+                could_not_run_ms = elapsed_ms  # a wait is only counted when it ends
+        self.ms += max(0.0, min(elapsed_ms, LOOK_MS_MAX) - could_not_run_ms)
+
+
+GRACE_MS = 45_000
+ENDING_MS = 2_000  # of it: for the errors of streams that are left, for dying trees, for exits
+DRAIN_MS = GRACE_MS - ENDING_MS

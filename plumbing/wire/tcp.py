@@ -1,0 +1,610 @@
+"""The wire over TCP with mutual TLS: who may connect, one connection, the server.
+
+Frames, limits and errors are those of Unix sockets, but no descriptors travel and the kernel knows
+no process at the other end. Both sides have certificates, also on loopback: other users of the host
+could take the lock there. TLS 1.3 only, because both ends are ours. Missing acknowledgements reveal
+a peer whose host is gone.
+
+`TcpServer` accepts by itself and not through the loop's server: it also limits unfinished TLS
+handshakes, and each connection must use the certificates that are on disk now. The service sees a
+peer as a connection once its handshake is done.
+
+Importing this loads `ssl`; whoever needs only an address imports `wire/tcp_address`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import os
+import socket
+import ssl
+import stat
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from plumbing.errors import (
+    ProtocolError,
+    UnderstudyError,
+    UnreachableError,
+    UsageError,
+    is_shortage,
+)
+from plumbing.wire.connection import Connection, Handler
+from plumbing.wire.fds import OwnedFd
+from plumbing.wire.limits import (
+    CONNECT_DEADLINE_S,
+    CONNECTIONS_MAX,
+    CONNECTIONS_PER_ADDRESS_MAX,
+    FLUSH_DEADLINE_S,
+    HANDSHAKE_DEADLINE_S,
+    HANDSHAKES_MAX,
+    HANDSHAKES_PER_ADDRESS_MAX,
+    KEEPALIVE_IDLE_S,
+    UNACKNOWLEDGED_MS_MAX,
+)
+from plumbing.wire.messages import Catalogue, FaultMsg, HelloMsg, Message, WelcomeMsg
+from plumbing.wire.peer import NO_UID, Peer
+from plumbing.wire.server import BaseServer
+from plumbing.wire.sockets import no_descriptors
+from plumbing.wire.tcp_address import TcpAddress
+
+# A key is a few hundred bytes, a bundle of certificates a few hundred kilobytes.
+FILE_BYTES_MAX = 1024 * 1024
+
+_Stamp = tuple[tuple[int, ...] | None, ...]
+
+
+@dataclass
+class _Kept:
+    """Contexts by side, each with the state of the files it was made from."""
+
+    contexts: dict[ssl._SSLMethod, tuple[_Stamp, ssl.SSLContext]] = field(default_factory=dict)
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class Security:
+    """Paths of a certificate, its private key and the peers' CA.
+
+    The files are checked at each new connection, so renewed ones are used at once. If they cannot
+    be used, `problem` gives the reason and the last good ones stay in use.
+    """
+
+    cert: str
+    key: str
+    ca: str
+    _kept: _Kept = field(default_factory=_Kept, init=False, repr=False, compare=False)
+
+    @property
+    def problem(self) -> str | None:
+        """What was wrong with the files when they were last checked."""
+        return self._kept.problem
+
+    def server_context(self) -> ssl.SSLContext:
+        """For the accepting side. Sessions are not resumed: each connection authenticates.
+
+        Raises:
+            UsageError: the files have never been usable; the code, under `wire.`, is the reason.
+        """
+        return self._context(ssl.PROTOCOL_TLS_SERVER)
+
+    def client_context(self) -> ssl.SSLContext:
+        """For the connecting side, which checks the server's name.
+
+        Raises:
+            UsageError: as for `server_context`.
+        """
+        return self._context(ssl.PROTOCOL_TLS_CLIENT)
+
+    def _context(self, side: ssl._SSLMethod) -> ssl.SSLContext:
+        stamp = tuple(_stamp(path) for path in (self.cert, self.key, self.ca))
+        kept = self._kept.contexts.get(side)
+        if kept is not None and kept[0] == stamp:
+            self._kept.problem = None
+            return kept[1]
+        try:
+            context = self._make(side)
+        except UsageError as error:
+            if kept is None:
+                raise
+            self._kept.problem = f"{error}; the previous files stay in use"
+            return kept[1]
+        self._kept.contexts[side] = (stamp, context)
+        self._kept.problem = None
+        return context
+
+    def _make(self, side: ssl._SSLMethod) -> ssl.SSLContext:
+        context = ssl.SSLContext(side)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = side is ssl.PROTOCOL_TLS_CLIENT
+        context.verify_mode = ssl.CERT_REQUIRED
+        if side is ssl.PROTOCOL_TLS_SERVER:
+            context.num_tickets = 0
+        cert = read_file(self.cert, "the certificate", is_secret=False)
+        key = read_file(self.key, "the private key", is_secret=True)
+        ca = read_file(self.ca, "the CA's certificate", is_secret=False)
+        self._load(context, cert, key, ca)
+        return context
+
+    def _load(self, context: ssl.SSLContext, cert: bytes, key: bytes, ca: bytes) -> None:
+        try:
+            context.load_verify_locations(cadata=ca.decode("ascii"))
+        except (ssl.SSLError, ValueError) as error:
+            raise UsageError(
+                "wire.bad_certificate", f"{self.ca} contains no CA certificate in PEM: {error}"
+            ) from error
+        try:
+            # OpenSSL reads files only; this one is in memory, and both parts of it were read at the
+            # same time.
+            with OwnedFd(os.memfd_create("understudy-key", os.MFD_CLOEXEC)) as memory:
+                _write(memory.fileno(), cert + b"\n" + key)
+                place = f"/proc/self/fd/{memory.fileno()}"
+                context.load_cert_chain(place, password=_no_password)
+        except (ssl.SSLError, ValueError) as error:
+            raise UsageError(
+                "wire.bad_certificate",
+                f"{self.cert} and {self.key} are not a certificate and its private key, in PEM and"
+                f" without a passphrase: {error}",
+            ) from error
+        except OSError as error:  # no descriptor or memory for the copy
+            raise UsageError(
+                "wire.file", f"cannot load the private key {self.key}: {error.strerror}"
+            ) from error
+
+
+def settle(address: TcpAddress, cert: str | None, key: str | None, ca: str | None) -> Security:
+    """How connections to `address` are secured.
+
+    Raises:
+        UsageError: `wire.incomplete_security`.
+    """
+    if cert and key and ca:
+        return Security(cert, key, ca)
+    files = {"certificate": cert, "private key": key, "CA's certificate": ca}
+    missing = ", ".join(what for what, path in files.items() if not path)
+    raise UsageError(
+        "wire.incomplete_security",
+        f"TLS on {address} needs a certificate, its private key and the certificate of the CA that"
+        f" signed the other side's; missing: {missing} (`lockserver certificates DIR` writes them)",
+    )
+
+
+def read_file(path: str, what: str, *, is_secret: bool) -> bytes:
+    """The contents of `path`, which errors call `what`.
+
+    A secret must be readable by this user only; if it belongs to root, its group may read it too.
+    That is the only way in which Kubernetes can pass a Secret to a process that is not root: with
+    `fsGroup`, the files belong to root and have mode 0440. PostgreSQL has the same rule for its
+    keys. Links are followed, as Kubernetes uses them; the open file is what is checked.
+
+    Raises:
+        UsageError: `wire.file`: it cannot be read; `wire.secret_readable`.
+    """
+    try:
+        # Non-blocking: opening a pipe must not hang.
+        with OwnedFd(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)) as fd:
+            found = os.fstat(fd.fileno())
+            if is_secret:
+                _check_secret(path, what, found)
+            if not stat.S_ISREG(found.st_mode) or found.st_size > FILE_BYTES_MAX:
+                raise UsageError(
+                    "wire.file",
+                    f"{what}, {path}, is not a file of at most {FILE_BYTES_MAX} bytes",
+                    path=path,
+                )
+            return os.read(fd.fileno(), FILE_BYTES_MAX)
+    except OSError as error:
+        raise UsageError(
+            "wire.file", f"cannot read {what}, {path}: {error.strerror}", path=path
+        ) from error
+
+
+def _check_secret(path: str, what: str, found: os.stat_result) -> None:
+    if found.st_uid not in (0, os.geteuid()):
+        why, fix = f"it belongs to uid {found.st_uid}", f"chown it to uid {os.geteuid()}"
+    elif found.st_mode & (0o037 if found.st_uid == 0 else 0o077):
+        why = f"its mode is {stat.S_IMODE(found.st_mode):04o}"
+        fix = "chmod 600 it (a Kubernetes Secret: defaultMode: 0400 on its volume)"
+    else:
+        return
+    raise UsageError(
+        "wire.secret_readable",
+        f"{what}, {path}, may be known to other users ({why}); create a new one and {fix}",
+        path=path,
+    )
+
+
+def _stamp(path: str) -> tuple[int, ...] | None:
+    """Changes when the file changes, or a link in the path to it."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def _write(fd: int, data: bytes) -> None:
+    written = os.write(fd, data)
+    assert written == len(data)
+
+
+def _no_password() -> str:
+    raise ValueError("the key has a passphrase")
+
+
+# The event loops do not let TLS send the reason for a refusal: the peer only sees the end.
+_FIX = "both sides need a certificate, and each must trust the CA of the other's"
+
+
+class TcpConnection(Connection):
+    """A stream of messages over a transport that is connected and trusted."""
+
+    def __init__(
+        self, transport: asyncio.Transport, peer: Peer, catalogue: Catalogue, handler: Handler
+    ) -> None:
+        """Own `transport`; the handler's `opened` is called at once."""
+        super().__init__(peer, catalogue, handler, fds_max=0)
+        self._transport = transport
+        handler.opened(self)
+
+    # ------------------------------------------------------------------ called by the protocol
+
+    def data_received(self, data: bytes) -> None:
+        """While closing, bytes are read and dropped: closing a socket with unread bytes resets it,
+        and the reset can overtake our last frame."""
+        if not self.is_closed and self._closing_reason is None:
+            self._received(data, [])
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """The transport was closed, by us or by the peer."""
+        self.close(self._closing_reason or reason_of(error))
+
+    # ------------------------------------------------------------------ the transport
+
+    @property
+    def _can_write(self) -> bool:
+        return not self._transport.is_closing()
+
+    def _write(self, data: bytes, fds: Sequence[OwnedFd]) -> None:
+        self._transport.write(data)
+        queued = self._transport.get_write_buffer_size()
+        if queued > self._queued_bytes_max:
+            self.close(f"the peer does not read: {queued} bytes are queued for it")
+
+    def _pause_reading(self) -> None:
+        if not self._transport.is_closing():
+            self._transport.pause_reading()
+
+    def _resume_reading(self) -> None:
+        if not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def _finish(self) -> bool:
+        """Keep reading, and dropping, until the peer closes its side or the flush deadline passes.
+
+        TLS cannot close one direction only, and closing the transport would drop our queued frames
+        as soon as the peer sends anything. So the peer closes because of the error frame.
+        """
+        if self._transport.is_closing():
+            return False
+        if self._is_paused:
+            self._resume_reading()
+        return True
+
+    def _discard(self) -> None:
+        self._transport.abort()
+
+
+class TcpProtocol(asyncio.Protocol):
+    """The loop's callbacks: makes a connection once the transport's TLS handshake is done."""
+
+    def __init__(self, connect: Callable[[asyncio.Transport], TcpConnection]) -> None:
+        self._connect = connect
+        self._connection: TcpConnection
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        tune(transport.get_extra_info("socket"))
+        # A cast, not isinstance: uvloop's transports are not subclasses.
+        self._connection = self._connect(cast("asyncio.Transport", transport))
+
+    def data_received(self, data: bytes) -> None:
+        self._connection.data_received(data)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._connection.connection_lost(error)
+
+
+def tune(sock: socket.socket) -> None:
+    """Send at once, and give up on a host that is gone (man 7 tcp)."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MS_MAX)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_IDLE_S)
+
+
+def peer_of(transport: asyncio.Transport, host: str, who: str) -> Peer:
+    """The peer, named by its certificate's common name, or `who` if that has none."""
+    name = _common_name(transport.get_extra_info("ssl_object"))
+    return Peer(NO_UID, 0, None, "none", name or who, host)
+
+
+def _common_name(tls: ssl.SSLObject) -> str | None:
+    certificate: Any = tls.getpeercert()
+    parts = dict(pair for part in certificate["subject"] for pair in part)
+    return parts.get("commonName")
+
+
+def host_of(name: tuple[str, int]) -> str:
+    """The host of a socket's address; an IPv4-mapped IPv6 address as IPv4."""
+    address = ipaddress.ip_address(name[0])
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(address)
+
+
+def shown(name: tuple[str, int]) -> str:
+    """A socket's address as `host:port`."""
+    host = host_of(name)
+    return f"[{host}]:{name[1]}" if ":" in host else f"{host}:{name[1]}"
+
+
+def reason_of(error: BaseException | None) -> str:
+    """Why a transport was closed, for use in a sentence."""
+    if error is None:
+        return "the peer closed the connection"
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not trusted: {error.verify_message}"
+    if isinstance(error, ssl.SSLError):
+        return f"TLS failed: {(error.reason or str(error)).lower().replace('_', ' ')}"
+    return f"the peer is gone: {getattr(error, 'strerror', None) or error}"
+
+
+async def connect_tcp(
+    address: TcpAddress,
+    catalogue: Catalogue,
+    handler: Handler,
+    security: Security,
+    deadline_s: float = CONNECT_DEADLINE_S,
+) -> TcpConnection:
+    """A connection to the server at `address`, once the server has answered `hello`: in TLS 1.3 a
+    client learns only from the first answer that its certificate was accepted. The handler's
+    `opened` is called then; it is not called if this raises.
+
+    Raises:
+        UnreachableError: `wire.unreachable`, with the reason, or the code of the server's refusal.
+        UsageError: the security's files cannot be used.
+    """
+    options = tls_options(security.client_context(), deadline_s)
+    options["server_hostname"] = address.host
+    greeter = _Greeter(handler, address)
+    made: list[TcpConnection] = []
+
+    def connect(transport: asyncio.Transport) -> TcpConnection:
+        peer = peer_of(transport, address.host, str(address))
+        made.append(TcpConnection(transport, peer, catalogue, greeter))
+        return made[0]
+
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(deadline_s):
+            await loop.create_connection(
+                lambda: TcpProtocol(connect), address.host, address.port, **options
+            )
+            refusal = await greeter.answered
+            if refusal is not None:
+                raise refusal
+            return made[0]
+    except TimeoutError as error:
+        _give_up(made)
+        raise _unreachable(address, f"it did not answer within {deadline_s:g} s") from error
+    except OSError as error:
+        if is_shortage(error):
+            raise no_descriptors(f"open a socket to {address}", error) from error
+        raise _unreachable(address, refusal_reason(error)) from error
+    except BaseException:
+        _give_up(made)
+        raise
+
+
+class _Greeter:
+    """Sends `hello`; passes the connection on to the handler once it was answered."""
+
+    def __init__(self, handler: Handler, address: TcpAddress) -> None:
+        self._address = address
+        self.answered: asyncio.Future[UnreachableError | None]
+        self.answered = asyncio.get_running_loop().create_future()
+        self._handler = handler
+        self._is_welcome = False
+
+    def opened(self, conn: Connection) -> None:
+        conn.send(HelloMsg())
+
+    def received(
+        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
+    ) -> None:
+        if self._is_welcome:
+            self._handler.received(conn, message, request_id, fds)
+        elif isinstance(message, WelcomeMsg):
+            self._is_welcome = True
+            self._handler.opened(conn)
+            self._answer(None)
+        elif isinstance(message, FaultMsg):
+            self._answer(UnreachableError(message.code, message.message, **message.details))
+            conn.close("the server refused us")
+        else:
+            raise ProtocolError("wire.no_welcome", f"received {message.TYPE} instead of welcome")
+
+    def closed(self, conn: Connection, reason: str) -> None:
+        if self._is_welcome:
+            self._handler.closed(conn, reason)
+        else:
+            why = f"{reason} before it sent welcome; {_FIX}"
+            self._answer(_unreachable(self._address, why))
+
+    def _answer(self, refusal: UnreachableError | None) -> None:
+        if not self.answered.done():
+            self.answered.set_result(refusal)
+
+
+def _give_up(made: list[TcpConnection]) -> None:
+    for conn in made:
+        conn.close("connecting failed or was cancelled")
+
+
+def tls_options(context: ssl.SSLContext, handshake_deadline_s: float) -> dict[str, Any]:
+    """Keyword arguments with which the loop makes a transport use TLS."""
+    return {
+        "ssl": context,
+        "ssl_handshake_timeout": handshake_deadline_s,
+        "ssl_shutdown_timeout": FLUSH_DEADLINE_S,
+    }
+
+
+def refusal_reason(error: OSError) -> str:
+    """Why a connection was not made: the error, explained."""
+    if isinstance(error, ssl.SSLError) or error.errno or str(error):
+        return reason_of(error)
+    return f"the peer closed the connection during the handshake; {_FIX}"
+
+
+def _unreachable(address: TcpAddress, why: str) -> UnreachableError:
+    return UnreachableError(
+        "wire.unreachable", f"cannot reach {address}: {why}", address=str(address)
+    )
+
+
+class TcpServer(BaseServer):
+    """Listens on `address`, answers `hello`, and passes every other message to `handler`."""
+
+    def __init__(
+        self,
+        address: TcpAddress,
+        catalogue: Catalogue,
+        handler: Handler,
+        *,
+        service: str,
+        security: Security,
+        connections_max: int = CONNECTIONS_MAX,
+        per_address_max: int = CONNECTIONS_PER_ADDRESS_MAX,
+        handshakes_max: int = HANDSHAKES_MAX,
+    ) -> None:
+        super().__init__(catalogue, handler, service, connections_max)
+        self.address = address
+        self.port = address.port
+        self.refused_count = 0
+        self.last_refusal: str | None = None
+        self._security = security
+        self._per_address_max = per_address_max
+        self._handshakes_max = handshakes_max
+        self._handshakes: dict[asyncio.Task[None], str] = {}
+
+    async def start(self) -> None:
+        """Bind and listen; of a host name, at its first address.
+
+        Raises:
+            UsageError: the security files cannot be used.
+            UnderstudyError: `wire.address_in_use`, `wire.cannot_listen`.
+        """
+        self._security.server_context()
+        sock = await _bind(self.address, self._service, self._connections_max)
+        self.port = sock.getsockname()[1]
+        self._listen(sock)
+
+    async def close(self) -> None:
+        """Stop listening and close every connection."""
+        if self._sock is None:
+            return
+        self._stop_listening()
+        await asyncio.sleep(0)  # a handshake closes its socket only if it has begun
+        for task in self._handshakes:
+            task.cancel()
+        await asyncio.gather(*self._handshakes, return_exceptions=True)
+        await self._close_connections()
+
+    @property
+    def security_problem(self) -> str | None:
+        """What is wrong with the security files on disk, while the older ones stay in use."""
+        self._security.server_context()
+        return self._security.problem
+
+    def _accepted(self, sock: socket.socket, name: tuple[str, int]) -> None:
+        host, who = host_of(name), shown(name)
+        if self._has_too_many_handshakes(host):
+            sock.close()
+            self._refuse(who, "too many unfinished handshakes")
+            return
+        task = asyncio.get_running_loop().create_task(self._handshake(sock, host, who))
+        self._handshakes[task] = host
+        task.add_done_callback(self._handshakes.pop)
+
+    def _has_too_many_handshakes(self, host: str) -> bool:
+        of_host = sum(other == host for other in self._handshakes.values())
+        at_most = min(HANDSHAKES_MAX, self._handshakes_max)
+        return len(self._handshakes) >= at_most or of_host >= HANDSHAKES_PER_ADDRESS_MAX
+
+    async def _handshake(self, sock: socket.socket, host: str, who: str) -> None:
+        options = tls_options(self._security.server_context(), HANDSHAKE_DEADLINE_S)
+
+        def connect(transport: asyncio.Transport) -> TcpConnection:
+            peer = peer_of(transport, host, who)
+            conn = TcpConnection(transport, peer, self._catalogue, self)
+            if not conn.is_closed:
+                self._admit(conn)
+            return conn
+
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.connect_accepted_socket(lambda: TcpProtocol(connect), sock, **options)
+        except OSError as error:  # includes TLS errors and the handshake's deadline
+            self._refuse(who, refusal_reason(error))
+
+    def _refuse(self, who: str, why: str) -> None:
+        self.refused_count += 1
+        self.last_refusal = f"{who}: {why}"
+
+    def _over_quota(self, conn: Connection) -> str | None:
+        host = conn.peer.host
+        if sum(c.peer.host == host for c in self.connections) <= self._per_address_max:
+            return None
+        return (
+            f"{host} has {self._per_address_max} connections to {self._service}, the limit for one"
+            " address; close some"
+        )
+
+
+async def _bind(address: TcpAddress, service: str, backlog: int) -> socket.socket:
+    """A socket that listens at the first address of `address`."""
+    loop = asyncio.get_running_loop()
+    try:
+        found = await loop.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        family, kind, protocol, _, name = found[0]
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(name)
+            sock.listen(backlog)
+            sock.setblocking(False)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise UnderstudyError(
+                "wire.address_in_use",
+                f"{service} cannot listen on {address}: another process does (`ss -ltnp` shows it);"
+                " stop it, or choose another port",
+                address=str(address),
+            ) from error
+        raise UnderstudyError(
+            "wire.cannot_listen",
+            f"{service} cannot listen on {address}: {error.strerror or error}; give an address of"
+            " this host, or tcp://0.0.0.0:PORT for all of them",
+            address=str(address),
+        ) from error
