@@ -148,7 +148,7 @@ def main() -> None:
 @options(SERVE)
 def serve(config: Resolved) -> None:
     """Run the lock server until SIGTERM."""
-    from lockserver.server.daemon import run
+    from lockserver.server.server import run
     from lockserver.server.settings import LockSettings
     from plumbing.service.log import configure
     from plumbing.service.process import arm_from_environment
@@ -224,7 +224,7 @@ def _look(directory: str) -> Look:
         UnreachableError: there is neither.
     """
     from lockserver.messages import CATALOGUE
-    from lockserver.status.resting import cold, resting
+    from lockserver.status.offline import cold, resting
     from lockserver.status.text import text_of
 
     try:

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from lockserver.client.dead_man import DeadMan
-from lockserver.client.lease import LeaseWatch
+from lockserver.client.lease import DeadMan, LeaseWatch
 from lockserver.client.reconnect import HEARTBEAT_MS, NewestGrants, keep_connected
 from lockserver.messages import (
     CATALOGUE,

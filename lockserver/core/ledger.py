@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from lockserver.core import events as ev
 from lockserver.core import sentences
 from lockserver.core.events import Holder, LockEffect
-from lockserver.core.lock import Lock, LockState, Signal
+from lockserver.core.lock import Lock, LockState, Signal, Waiter, next_waiter
 from lockserver.core.names import WitnessFile
-from lockserver.core.queue import Waiter, next_waiter
 from lockserver.core.supervisors import Locks, SilentOnes, Supervisors
 
 RETRY_MS = 1000.0  # a grant that cannot be written is tried again this often

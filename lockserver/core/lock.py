@@ -1,4 +1,7 @@
-"""One lock: the four states that operators see, and the table of what may change them.
+"""Which locks there are, one lock with its four states, and which waiter is next.
+
+A pod, or each of its models, has two locks: the holder of `active` serves the model, the holder of
+`loader` may write its weights. This is the table of what may change a lock:
 
     free ──granted──▶ held ──not wanted, process gone, connection closed──▶ releasing
      ▲                 ▲ │ ◀──────── confirmed (its own want) ───────────────┘ ▲ │
@@ -14,17 +17,64 @@ holder whose witness is free is dead, even if another process keeps its connecti
 A holder that hands over in place says so and lives on. From then on, and only then, its serving
 file is evidence too. If its supervisor says later that it has been reaped, the witness alone counts
 again.
+
+The queue is one pure function, so that fairness can change without touching safety.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from lockserver.core.events import Holder
-from lockserver.core.queue import Waiter
+from lockserver.core.events import Holder, LockRecord
 from plumbing.errors import InvariantError
+from plumbing.pod.models import ACTIVE, LOADER, kind_of, lock_of
+
+KINDS: Mapping[str, bool] = {ACTIVE: True, LOADER: False}  # name → is it fenced
+
+
+def kinds_of(models: Sequence[str]) -> dict[str, bool]:
+    """The locks of these models; of a pod without models, if there are none."""
+    return {
+        lock_of(kind, model): is_fenced
+        for model in models or ("",)
+        for kind, is_fenced in KINDS.items()
+    }
+
+
+def with_filed(kinds: Mapping[str, bool], record: LockRecord) -> dict[str, bool]:
+    """`kinds`, and the locks that somebody holds on file although the settings no longer have them:
+    while it lives, its lock is not forgotten."""
+    filed = {name: KINDS.get(kind_of(name), True) for name in record.holders}
+    return filed | dict(kinds)
+
+
+@dataclass(frozen=True, slots=True)
+class Waiter:
+    """One incarnation's place in a lock's queue."""
+
+    supervisor: str
+    engine: str
+    incarnation: str
+    since_ms: float
+
+
+def next_waiter(
+    waiters: Sequence[Waiter], silent: Container[str], preferred: str | None = None
+) -> Waiter | None:
+    """The first waiter whose supervisor is not silent; a silent one is skipped, not dropped.
+
+    Args:
+        waiters: in order of arrival.
+        silent: supervisors without a recent heartbeat.
+        preferred: the engine that a switchover puts before all others if it is waiting.
+    """
+    heard = (waiter for waiter in waiters if waiter.supervisor not in silent)
+    first = next(heard, None)  # without a preference nothing else is looked at
+    if first is None or preferred in (None, first.engine):
+        return first
+    return next((waiter for waiter in heard if waiter.engine == preferred), first)
 
 
 class LockState(StrEnum):

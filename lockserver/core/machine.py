@@ -20,12 +20,9 @@ from collections.abc import Iterable, Mapping
 from lockserver.core import events as ev
 from lockserver.core import evidence, sentences
 from lockserver.core.events import LockEffect, Wanted
-from lockserver.core.kinds import KINDS
 from lockserver.core.ledger import Ledger
-from lockserver.core.lock import Lock, LockState, Signal
+from lockserver.core.lock import KINDS, Lock, LockState, Signal, Waiter
 from lockserver.core.names import WitnessFile, WitnessState
-from lockserver.core.queue import Waiter
-from lockserver.core.standbys import tell_holders, tell_standbys
 from lockserver.core.supervisors import (
     SupervisorRecord,
     claimant,
@@ -36,7 +33,7 @@ from lockserver.core.supervisors import (
     refuse,
     twins_of,
 )
-from lockserver.core.switchover import Switchovers
+from lockserver.core.switchover import Switchovers, tell_holders, tell_standbys
 from plumbing.errors import InvariantError
 
 SILENT_MS = 3000.0

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lockserver.core.events import Happened, Holder, RefuseConnection, SwitchOverAsked, Wanted
-from lockserver.core.lock import Lock, LockState, Signal
-from lockserver.core.queue import Waiter
+from lockserver.core.lock import Lock, LockState, Signal, Waiter
 from lockserver.core.supervisors import SupervisorRecord
 
 

@@ -1,13 +1,18 @@
-"""What the server knows of each supervisor process, and which `want` it accepts."""
+"""What the server knows of each supervisor process, and which `want` it accepts.
+
+Each lock has its share of one slot of the state file. A want that would not fit is refused, so no
+engine's grant ever depends on how much another's takes.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
-from lockserver.core.events import Holder, RefuseConnection, Wanted
+from lockserver.core.events import Holder, LeaseTerms, RefuseConnection, Wanted
 from lockserver.core.lock import Lock, Signal
 from lockserver.core.names import (
     ENGINE_ID,
@@ -17,8 +22,6 @@ from lockserver.core.names import (
     WitnessState,
     name_of,
 )
-from lockserver.core.sizes import check_size
-from lockserver.core.terms import LeaseTerms
 from lockserver.messages import TOKEN_CLAIMED_MAX, WantMsg
 from plumbing.pod.models import model_of
 
@@ -285,3 +288,27 @@ def engine_id_taken(conn: int, engine: str, pid: int) -> RefuseConnection:
         " ENGINE_ID",
         {"engine": engine, "pid": pid},
     )
+
+
+def bytes_on_file(name: str, holder: Holder) -> int:
+    """What this lock's holder takes in the file, with the comma behind it."""
+    return len(json.dumps({name: holder.to_dict()}, separators=(",", ":")).encode())
+
+
+def check_size(
+    want: Wanted, holder: Holder, locks: Mapping[str, Lock], share_bytes: int
+) -> RefuseConnection | None:
+    """Why what is wanted anew could not be granted; None if it could. `holder`: what `want` would
+    be on file, with the longest numbers."""
+    for name in want.msg.locks:
+        needed = bytes_on_file(name, holder)
+        if needed > share_bytes and not locks[name].is_held_by(want.msg.incarnation):
+            return RefuseConnection(
+                want.conn,
+                "lock.does_not_fit",
+                f"{want.msg.engine} cannot be granted the {name} lock: its record takes {needed}"
+                f" bytes, and each of the {len(locks)} locks has {share_bytes} bytes of the state"
+                " file; use a shorter engine id, or fewer models",
+                {"lock": name, "needed_bytes": needed, "share_bytes": share_bytes},
+            )
+    return None

@@ -1,16 +1,23 @@
-"""One switchover: the holder is asked to hand a lock over to an engine that waits for it.
+"""Handing a lock over: one switchover on request, and whether each holder has a standby.
 
-Changes nothing about safety: the holder drains, reaps and releases the lock by its own `want`. A
-switchover only adds a message to the holder and a preference in the queue (`Lock.preferred`). A
-holder that dies meanwhile is an ordinary failover, and a restarted server has forgotten all of it.
-
-There is one at a time for each lock. It ends with the lock's next grant, to any engine. Its
-deadline only ends the requester's wait, and the handover continues. From then on another one may be
-requested, which replaces it; after another hour without a release it is cancelled.
+**Switchover.** It changes nothing about safety: the holder drains, reaps and releases the lock by
+its own `want`. A switchover only adds a message to the holder and a preference in the queue
+(`Lock.preferred`). A holder that dies meanwhile is an ordinary failover, and a restarted server has
+forgotten all of it. There is one at a time for each lock. It ends with the lock's next grant, to
+any engine. Its deadline only ends the requester's wait, and the handover continues. From then on
+another one may be requested, which replaces it; after another hour without a release it is
+cancelled.
 
 The surprising thing: a released lock proves that the holder's tree was reaped, not that all its
 requests were finished first. A backend that dies while it drains looks the same from here; the
 engine's own events tell them apart.
+
+**Standbys.** The server tells each holder whether another engine could take over at once, and
+continue its streams: once per connection and grant, and again at every change. Only then is a slow
+holder worth killing, and only then may one that leaves close its streams; its supervisor decides
+both. A holder that was told to end has a standby only in an engine that *vouches* for it: its want
+says that it knows of the order (`succeeds`) and does not say that it leaves, too. Where a whole pod
+is told to end, each engine learns that at another moment, so an older want proves nothing.
 """
 
 from __future__ import annotations
@@ -20,10 +27,22 @@ from dataclasses import dataclass
 
 from lockserver.core import events as ev
 from lockserver.core import sentences
-from lockserver.core.events import Holder, LockEffect, SwitchOverAsked
-from lockserver.core.lock import Lock, LockState
-from lockserver.core.queue import Waiter
-from lockserver.core.supervisors import Locks, SupervisorRecord, Supervisors, can_continue
+from lockserver.core.events import (
+    Announce,
+    Holder,
+    LockEffect,
+    SendGrant,
+    SwitchOverAsked,
+    TellStandby,
+)
+from lockserver.core.lock import Lock, LockState, Waiter, next_waiter
+from lockserver.core.supervisors import (
+    Locks,
+    SilentOnes,
+    SupervisorRecord,
+    Supervisors,
+    can_continue,
+)
 
 FORGET_MS = 3_600_000.0  # past its deadline; drains take seconds, and minutes at most
 
@@ -230,3 +249,60 @@ def _ended(lock: Lock, holder: Holder, found: Switchover, now_ms: float) -> Iter
             found.ask, "lock.switchover_failed", f"{failure}, token {holder.token}", details
         )
     yield sentences.switchover_ended(lock, found.source, holder, took_ms, failure)
+
+
+def tell_standbys(
+    locks: Locks, supervisors: Supervisors, era: str, *, resumes: bool
+) -> list[LockEffect]:
+    """News for the holders of fenced locks, and of those that were told to end, where there is
+    any."""
+    effects: list[LockEffect] = []
+    for lock in locks.values():
+        holder = lock.holder if lock.state is LockState.HELD and lock.is_fenced else None
+        supervisor = supervisors.get(holder.supervisor) if holder is not None else None
+        if holder is None or supervisor is None or supervisor.conn is None:
+            continue
+        if supervisor.is_leaving and not supervisor.is_announced:
+            supervisor.is_announced = True
+            effects.append(Announce(lock.name, holder, era, is_leaving=True))
+            effects.append(sentences.told_to_end(lock, holder))
+        standby, is_settled = _standby(lock, supervisors), False
+        if supervisor.is_leaving:
+            is_settled = standby is None or standby.succeeds == holder.token
+            standby = standby if is_settled else None
+        is_ready = standby is not None
+        continues = resumes and standby is not None and can_continue(supervisor, standby)
+        news = (supervisor.conn, holder.token, is_ready, continues, is_settled)
+        if news != lock.told:
+            lock.told = news
+            effects.append(
+                TellStandby(supervisor.conn, lock.name, holder, is_ready, continues, is_settled)
+            )
+    return effects
+
+
+def tell_holders(
+    supervisor: SupervisorRecord, locks: Locks, supervisors: Supervisors, era: str
+) -> list[LockEffect]:
+    """Who holds which lock, for a supervisor that has just connected."""
+    assert supervisor.conn is not None
+    return [
+        SendGrant(
+            supervisor.conn, lock.name, lock.holder, era, _is_leaving(lock.holder, supervisors)
+        )
+        for lock in locks.values()
+        if lock.state is LockState.HELD
+        and lock.holder is not None
+        and lock.holder.supervisor != supervisor.id
+    ]
+
+
+def _is_leaving(holder: Holder, supervisors: Supervisors) -> bool:
+    supervisor = supervisors.get(holder.supervisor)
+    return supervisor is not None and supervisor.is_leaving
+
+
+def _standby(lock: Lock, supervisors: Supervisors) -> SupervisorRecord | None:
+    """Who would be granted the lock next; a silent waiter would not be."""
+    waiter = next_waiter(lock.waiters, SilentOnes(supervisors), lock.preferred)
+    return supervisors[waiter.supervisor] if waiter is not None else None

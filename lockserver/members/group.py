@@ -1,8 +1,8 @@
-"""An engine's members, the group they form, and the events about both.
+"""An engine's members, the group they form, and the events and messages about both.
 
 To the lock machine, a group is one virtual supervisor. Here are records and what follows from them
-alone, such as what each member is sent when the machine answers the group; who may join and when a
-group is over is in `members.py`.
+alone, such as what each member is sent when the machine answers the group; `members.py` decides who
+may join and when a group is over.
 """
 
 from __future__ import annotations
@@ -13,12 +13,45 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from lockserver.core import events as ev
-from lockserver.core.events import Happened, LockEffect, SendGrant
+from lockserver.core.events import (
+    Happened,
+    Input,
+    LeaseTerms,
+    LockEffect,
+    MemberId,
+    SendGrant,
+    unlockable_witness,
+)
 from lockserver.core.names import WitnessState
-from lockserver.core.terms import LeaseTerms, MemberId, unlockable_witness
-from lockserver.members.events import MemberWanted, SendMsg
 from lockserver.members.leases import Lease
 from lockserver.messages import GrantedMsg, StandbyMsg, WantMsg
+from plumbing.wire.messages import Message
+
+
+class MemberOpened(Input, frozen=True):
+    """A new connection, whose member is not known yet."""
+
+    conn: int
+
+
+class MemberWanted(Input, frozen=True):
+    """One member's complete want. `name`: its identity by the transport, for status."""
+
+    conn: int
+    msg: WantMsg
+    name: str = ""
+
+
+class Feed(LockEffect, frozen=True):
+    """An event for the lock machine."""
+
+    event: Input
+
+
+class SendMsg(LockEffect, frozen=True):
+    conn: int
+    message: Message
+
 
 LEASE = "lease"  # `Wanted.process` of a virtual supervisor
 

@@ -22,9 +22,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from lockserver.core.events import LeaseTerms, MemberId
 from lockserver.core.evidence import STALL_MS
 from lockserver.core.supervisors import Locks
-from lockserver.core.terms import LeaseTerms, MemberId
 
 LEASE_MS = 5000.0
 MARGIN_MS = 1000.0

@@ -13,7 +13,7 @@ from datetime import datetime
 
 from lockserver.core import events as ev
 from lockserver.status import document as status
-from lockserver.status.wait import named
+from lockserver.status.reasons import named
 from plumbing.service.clock import Clock
 from plumbing.service.events import EventLog
 

@@ -9,7 +9,7 @@ from prometheus_client import Counter
 from lockserver.core.lock import LockState
 from lockserver.core.machine import LockMachine
 from lockserver.members.members import Members
-from lockserver.server.gateway_desk import ConnectedGateway
+from lockserver.server.gateways import ConnectedGateway
 from lockserver.server.service_socket import STATES
 from lockserver.status.document import longest_left_ms, missing_of
 from plumbing.pod.models import ACTIVE, kind_of

@@ -12,7 +12,7 @@ from typing import Any
 
 from lockserver.core import events as ev
 from lockserver.core.machine import LockMachine
-from lockserver.members import events as me
+from lockserver.members import group as me
 from lockserver.members.leases import Leases
 from lockserver.members.members import Members
 from lockserver.messages import CATALOGUE, BeatMsg, GrantedMsg, HandOverMsg, WantMsg

@@ -1,23 +1,41 @@
-"""The shell around the lock machine: messages and the time go in, effects go to `performer`.
+"""The lock server as a process: the shell around the machine, its effects, its report, its HTTP.
 
-Owns the connections and the order of things. Must not decide who holds what: every question goes to
-`core`. Everything runs as callbacks on one loop, so the machine is never entered twice.
+`LockServer` takes messages and the time in and owns the connections and the order of things. It
+must not decide who holds what: every question goes to `core`. Everything runs as callbacks on one
+loop, so the machine is never entered twice.
+
+`LockPerformer` carries out the machine's effects. No effect may fail and take those after it with
+it: what a shortage can prevent is repeated by its owner (lending a socket, looking at a witness) or
+answered (a write); anything else is our own fault. A `Persist` is done in place (0.2–0.3 ms) on
+purpose, because nothing may happen between choosing a holder and having it on disk; its outcome
+goes back into the machine before it returns.
+
+`LockReport` reads everything and changes nothing: the status document, and the problems found at
+the start. `run` starts the server and its HTTP endpoints, and waits for the signal that ends both.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from lockserver import witness
 from lockserver.core import events as ev
-from lockserver.core.kinds import KINDS
+from lockserver.core.lock import KINDS, LockState
 from lockserver.core.supervisors import SUPERVISORS_MAX
+from lockserver.members.members import is_virtual
 from lockserver.messages import (
     CATALOGUE,
     BeatMsg,
     BorrowMsg,
+    GrantedMsg,
+    HandOverMsg,
+    StandbyMsg,
     StatusMsg,
     StatusReplyMsg,
     SwitchOverMsg,
@@ -26,15 +44,18 @@ from lockserver.messages import (
 )
 from lockserver.server.metrics import LockMetrics
 from lockserver.server.parts import Parts
-from lockserver.server.performer import LockPerformer
-from lockserver.server.report import LockReport
+from lockserver.server.remote import end_connection
 from lockserver.server.settings import LockSettings
-from plumbing.errors import ProtocolError, UnderstudyError, UsageError
-from plumbing.pod.models import ACTIVE
+from lockserver.status import document
+from plumbing.errors import InvariantError, ProtocolError, UnderstudyError, UsageError
+from plumbing.pod.models import ACTIVE, model_of
 from plumbing.pod.observers import Observers
 from plumbing.pod.paths import lockserver_guard, lockserver_socket
-from plumbing.service.clock import Clock, SystemClock
-from plumbing.service.events import EventLog
+from plumbing.service.clock import Clock, SystemClock, rfc3339
+from plumbing.service.events import Event, EventLog
+from plumbing.service.http import HttpServer, Probe
+from plumbing.service.notify import restarts
+from plumbing.service.signals import until_ended
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.limits import CONNECTIONS_MAX
@@ -226,3 +247,233 @@ class LockServer:
         parts.outbox.flush()
         gateways = tuple(parts.gateways.gateways.values())
         self.metrics.update(parts.machine, parts.remote.members, gateways, self.clock.now_ms())
+
+
+class LockPerformer:
+    """The effects of one machine, on `parts` and `observers`; outcomes go to `feed`."""
+
+    def __init__(
+        self, parts: Parts, observers: Observers, feed: Callable[[ev.Input], None]
+    ) -> None:
+        self._parts, self._observers, self._feed = parts, observers, feed
+
+    def perform(self, effects: list[ev.LockEffect]) -> None:
+        for effect in effects:
+            try:
+                if is_virtual(getattr(effect, "conn", 0)):
+                    self._parts.remote.perform(effect)
+                else:
+                    self._do(effect)
+            except OSError as error:  # the loop would log it and go on without the others
+                raise InvariantError(f"{type(effect).__name__} failed: {error}") from error
+
+    def _do(self, effect: ev.LockEffect) -> None:
+        parts = self._parts
+        match effect:
+            case ev.SendGrant():
+                self._send(effect.conn, granted(effect))
+            case ev.TellStandby():
+                news = effect.is_ready, effect.continues, effect.is_settled
+                self._send(effect.conn, StandbyMsg(effect.lock, effect.holder.incarnation, *news))
+            case ev.SendHandOver(conn, lock, incarnation, to, resume):
+                self._send(conn, HandOverMsg(lock, incarnation, to, resume))
+            case ev.RefuseConnection() | ev.Close():
+                parts.witnesses.forget(effect.conn)
+                end_connection(parts.conns.get(effect.conn), effect)
+            case ev.Lend():
+                parts.services.lend_missing(parts.conns[effect.conn])
+            case ev.LookAgain():
+                parts.witnesses.look_again(effect.want)
+            case ev.Announce():
+                self._announce(effect)
+            case ev.PrepareService():
+                parts.services.prepare(effect.lock)
+            case ev.Persist():
+                self._persist(effect.record)
+            case ev.Discard():
+                parts.witnesses.discard(effect.witnesses)
+            case ev.Forget():
+                parts.processes.forget(effect.supervisor)
+            case ev.ReportSwitchOver():
+                parts.switchovers.report(effect)
+            case ev.RefuseSwitchOver():
+                parts.switchovers.refuse(effect)
+            case ev.Happened():
+                parts.outbox.add(effect)
+
+    def _send(self, conn_id: int, message: Message) -> None:
+        """Send to one connection, if it is still open."""
+        conn = self._parts.conns.get(conn_id)
+        if conn is not None:
+            conn.send(message)
+
+    def _announce(self, effect: ev.Announce) -> None:
+        message = granted(effect)
+        self._parts.gateways.announce(message)  # first: clients wait for what it resumes
+        for supervisor in self._parts.machine.supervisors.values():
+            conn = self._parts.conn_of(supervisor)
+            if conn is not None and supervisor.id != effect.holder.supervisor:
+                conn.send(message)
+        self._parts.remote.announce(message)
+        self._observers.send(message)
+
+    def _persist(self, record: ev.LockRecord) -> None:
+        began = time.perf_counter()
+        try:
+            self._parts.reserve.help(lambda: self._parts.state.write(record))
+        except OSError as error:
+            self._feed(ev.PersistFailed(f"{self._parts.state.path}: {error.strerror}"))
+            return
+        took_s = time.perf_counter() - began
+        self._feed(ev.Persisted())
+        self._parts.metrics.synced(took_s)
+
+
+def granted(effect: ev.SendGrant | ev.Announce) -> GrantedMsg:
+    holder = effect.holder
+    return GrantedMsg(
+        effect.lock,
+        holder.engine,
+        holder.incarnation,
+        holder.token,
+        effect.era,
+        effect.is_leaving,
+    )
+
+
+LAST_GRANTS = 20
+DIRECT, GATEWAY = "direct", "gateway"  # who accepts connections: the engines, or a gateway
+
+
+class LockReport:
+    """Reports on `parts`; keeps the last grants."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._last_grants: deque[dict[str, Any]] = deque(maxlen=LAST_GRANTS)
+        parts.events.subscribe(self._keep_grant)
+
+    def document(self, http_problem: str | None = None) -> dict[str, Any]:
+        """The status document, the same for the CLI, `/status` and observers."""
+        with self._parts.reserve:  # it looks at witnesses and at /proc
+            return self._document(http_problem)
+
+    def _document(self, http_problem: str | None) -> dict[str, Any]:
+        parts = self._parts
+        parts.outbox.flush()
+        machine, members = parts.machine, parts.remote.members
+        directory, clock = parts.directory, parts.clock
+        here = document.Here(
+            machine,
+            members,
+            clock,
+            parts.settings.directory,
+            away=parts.services.away(),
+            unreachable=directory.unreachable,
+            undone=parts.shortage.undone(),
+            no_gateway=parts.gateways.missing,
+            silent_gateways=parts.gateways.silent(),
+        )
+        sources = (machine.ledger, directory, parts.remote, parts.shortage, parts.gateways)
+        problems = (*(each.problem for each in sources), http_problem)
+        return {
+            "schema": document.SCHEMA,
+            **parts.events.newest(),
+            "server": {
+                "pid": os.getpid(),
+                "since": rfc3339(parts.started),
+                "dir": parts.settings.directory,
+                "online": True,
+                "restarts": restarts(),
+            },
+            "models": list(parts.settings.models),
+            "mode": GATEWAY if parts.settings.has_gateway else DIRECT,
+            "era": machine.ledger.era,
+            "token": machine.ledger.token,
+            "problem": next(filter(None, problems), None),
+            "locks": document.lock_documents(here),
+            "tcp": parts.remote.document(),
+            "members": document.member_documents(members, clock.now_ms()),
+            "supervisors": document.supervisor_documents(machine, clock),
+            "supervisors_total": len(machine.supervisors),
+            "service": parts.services.documents(),
+            "gateways": parts.gateways.documents(),
+            "last_grants": list(self._last_grants),
+        }
+
+    def record_start(self) -> None:
+        """Record what was wrong on disk, and which service addresses are in use."""
+        events, state = self._parts.events, self._parts.state
+        if state.loaded.problem is not None:
+            kept = f"; moved to {state.loaded.aside}" if state.loaded.aside else ""
+            message = f"{state.path}: {state.loaded.problem}{kept}"
+            events.record("lock.state_lost", message, "error", {"aside": state.loaded.aside})
+        for lock, (address, problem) in self._parts.services.away().items():
+            message = f"waiting for an engine to hand {address} back: {problem}"
+            events.record("lock.service_away", message, "warning", {"lock": lock})
+
+    def _keep_grant(self, event: Event) -> None:
+        if event.type == "lock.granted":
+            self._last_grants.append({**event.data, "ts": rfc3339(event.ts)})
+
+
+SETTLE_S = 0.3  # within which engines say that they were told to end, too
+OUTLAST_S = 120.0  # for streams; whoever has told this process to end has less patience
+POLL_S = 0.05
+
+
+async def run(
+    settings: LockSettings, http_host: str, http_port: int, allowed_hosts: Sequence[str] = ()
+) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    Raises:
+        UnderstudyError: it could not start, or a foreign process has its service address.
+    """
+    server = LockServer(settings)
+    http = HttpServer(
+        http_host,
+        http_port,
+        probes={"live": lambda: Probe(True, "running"), "ready": lambda: ready(server)},
+        status=server.document,
+        metrics=server.metrics.metrics,
+        events=server.events,
+        allowed_hosts=allowed_hosts,
+    )
+    server.http_problem = lambda: http.problem
+    await server.start()
+    try:
+        await http.start()
+        message = f"started on {settings.directory}, probes on {http.host}:{http.port}"
+        server.events.record("lockserver.started", message, data={"http_port": http.port})
+        gc.freeze()  # these objects stay: no later collection scans them while a grant waits
+        await until_ended(server.failed)
+        await _outlast(server)
+    finally:
+        await http.stop()
+        await server.close()
+
+
+async def _outlast(server: LockServer) -> None:
+    """Serve engines that were told to end in the same moment until they have ended: a host may tell
+    all processes of a pod at once. A second signal ends this."""
+    loop = asyncio.get_running_loop()
+    told_s, supervisors = loop.time(), server.parts.machine.supervisors
+    while supervisors and loop.time() - told_s < OUTLAST_S:
+        is_leaving = any(each.is_leaving for each in supervisors.values())
+        if not is_leaving and loop.time() - told_s > SETTLE_S:
+            return
+        await asyncio.sleep(POLL_S)
+
+
+def ready(server: LockServer) -> Probe:
+    """The pod's readiness: an engine is active; with models, of any of them."""
+    locks = server.parts.machine.locks
+    lock = locks.get(ACTIVE)
+    if lock is None or server.settings.models:
+        held = [k for k in locks.values() if k.is_fenced and k.state is LockState.HELD]
+        engines = {model_of(k.name): k.holder.engine for k in held if k.holder is not None}
+        return Probe(bool(held), f"active_{len(held)}_models", {"engines": engines})
+    holder = lock.holder
+    details = {"engine": holder.engine, "token": holder.token} if holder else {}
+    return Probe(lock.state is LockState.HELD, f"active_{lock.state}", details)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lockserver.core.kinds import kinds_of
+from lockserver.core.lock import kinds_of
 from lockserver.core.machine import SILENT_MS, WINDOW_MS
 from lockserver.members.leases import LEASE_MS, MARGIN_MS
 from plumbing.wire.tcp import Security

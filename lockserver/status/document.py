@@ -19,16 +19,19 @@ from lockserver.core.machine import LockMachine
 from lockserver.core.names import ServingFile, WitnessFile, WitnessState
 from lockserver.members.group import Group
 from lockserver.members.members import Members
-from lockserver.status.gateway_waits import MissingGateway, SilentGateway, no_gateway_wait
-from lockserver.status.wait import NAMED_MAX, LockWait, Seen, since_ms
-from lockserver.status.waits import (
+from lockserver.status.reasons import (
+    NAMED_MAX,
+    LockWait,
+    Seen,
     Undone,
     address_away_wait,
     see_members,
+    since_ms,
     undone_waits,
     unreachable_wait,
     waits_of,
 )
+from lockserver.status.silent import MissingGateway, SilentGateway, no_gateway_wait
 from plumbing.pod.models import kind_of
 from plumbing.service import procfs
 from plumbing.service.clock import Clock, moment

@@ -1,7 +1,10 @@
-"""The status document while no server answers: the state file's contents, and what can be seen.
+"""The status from files: while no server answers, and what supervisors wrote of their engines.
 
-Read-only. Must not guess: only the witness proves whether a holder is alive, and the waiters are
-unknown until a server is back.
+Read-only. Without a server: the state file's contents, and what can be seen. It must not guess:
+only the witness proves whether a holder is alive, and the waiters are unknown until a server is
+back. In either case: which holders sleep and which engines are cold, as their supervisors wrote it
+last. The lock server knows who holds a lock and not what for; what an engine writes into the shared
+directory is enough for a sentence, and nothing is decided by it.
 """
 
 from __future__ import annotations
@@ -12,12 +15,16 @@ from typing import Any
 
 from lockserver import state_file, witness
 from lockserver.core.events import Holder, LockRecord
-from lockserver.core.kinds import KINDS, kinds_of, with_filed
+from lockserver.core.lock import KINDS, kinds_of, with_filed
 from lockserver.core.names import WitnessState
 from lockserver.status.document import SCHEMA, processes_of, wait_document
+from lockserver.status.reasons import LockWait, named
 from lockserver.status.silent import SilentServer
-from lockserver.status.wait import LockWait, named
+from plumbing.errors import UnderstudyError
+from plumbing.pod.messages import Tier
+from plumbing.pod.paths import engine_state
 from plumbing.service.clock import Clock, SystemClock, moment
+from plumbing.service.files import read_json
 from plumbing.text import duration
 
 UNANSWERED = "no lock server answers; this is its state file"
@@ -129,3 +136,44 @@ def _witness_state(directory: str, holder: Holder) -> str:
     file, probe = witness.identify(os.path.join(directory, holder.witness.name))
     is_same = file == holder.witness or probe is WitnessState.UNSEEN
     return str(probe if is_same else WitnessState.UNPROVEN)
+
+
+Document = dict[str, Any]
+
+
+def resting(directory: str, document: Document) -> dict[str, str]:
+    """Since when and why each holder in the server's `document` rests, by engine."""
+    holders = [lock["holder"] for lock in document["locks"].values() if lock["holder"]]
+    found = {each["engine"]: _sentence(directory, each) for each in holders}
+    return {engine: sentence for engine, sentence in found.items() if sentence}
+
+
+def cold(directory: str, document: Document) -> dict[str, str]:
+    """Since when and why each supervisor in the server's `document` runs no backend, by engine;
+    of those that are not to run one."""
+    idle = [each["engine"] for each in document["supervisors"] if each["incarnation"] is None]
+    found = {engine: _cold_sentence(directory, engine) for engine in idle}
+    return {engine: sentence for engine, sentence in found.items() if sentence}
+
+
+def _cold_sentence(directory: str, name: str) -> str | None:
+    on_file = _on_file(directory, name)
+    engine, goal = on_file.get("engine") or {}, (on_file.get("goal") or {}).get("goal")
+    if engine.get("state") != "dead" or goal != Tier.COLD:
+        return None
+    return f"since {engine.get('since')}: {engine.get('reason')}"
+
+
+def _on_file(directory: str, engine: str) -> Document:
+    try:
+        return read_json(engine_state(directory, engine)) or {}
+    except (UnderstudyError, OSError):  # `engine status` says what is wrong with it
+        return {}
+
+
+def _sentence(directory: str, holder: Document) -> str | None:
+    on_file = _on_file(directory, holder["engine"])
+    engine, token = on_file.get("engine") or {}, (on_file.get("lock") or {}).get("token")
+    if engine.get("state") != "resting" or token != holder["token"]:
+        return None
+    return f"since {engine.get('since')}: {engine.get('reason')}"

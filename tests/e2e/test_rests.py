@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lockserver.status.resting import resting
+from lockserver.status.offline import resting
 from lockserver.status.text import text_of
 from tests.e2e.pods import Pod, PodHome
 from tests.helpers import POLL_S

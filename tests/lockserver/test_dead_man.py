@@ -22,7 +22,7 @@ may_unshare = pytest.mark.skipif(
 
 PROGRAM = """
 import os, signal, subprocess, sys, threading, time
-from lockserver.client.dead_man import DeadMan, now_ms
+from lockserver.client.lease import DeadMan, now_ms
 {body}
 """
 

@@ -10,7 +10,7 @@ import pytest
 
 from lockserver.core import events as ev
 from lockserver.messages import BorrowMsg, GrantedMsg
-from lockserver.server.gateway_desk import START_MS, TELL_MS, GatewayDesk
+from lockserver.server.gateways import START_MS, TELL_MS, GatewayDesk
 from lockserver.server.settings import LockSettings
 from tests.lockserver.core.shell import A, B, Shell, restarted, want
 

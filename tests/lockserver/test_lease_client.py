@@ -12,7 +12,7 @@ import pytest
 
 from lockserver import witness
 from lockserver.client import LockCallbacks, LockClient, reconnect
-from lockserver.client.dead_man import now_ms
+from lockserver.client.lease import now_ms
 from plumbing.errors import UnderstudyError
 from tests.helpers import auntil
 from tests.lockserver.lease_server import LeaseServer
@@ -310,6 +310,6 @@ def test_client_over_tcp_requires_a_timer(monkeypatch):
     def refuse() -> None:
         raise UnderstudyError("lock.no_dead_man", "no timer")
 
-    monkeypatch.setattr("lockserver.client.lease.dead_man.DeadMan", refuse)
+    monkeypatch.setattr("lockserver.client.lease.DeadMan", refuse)
     with pytest.raises(UnderstudyError, match="no_dead_man"):
         LockClient("tcp://127.0.0.1:1", engine="engine-0")

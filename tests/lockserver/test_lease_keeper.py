@@ -6,7 +6,7 @@ import pytest
 
 from lockserver.client.client import FENCED
 from lockserver.client.lease import SENT_MAX, LeaseKeeper, RenewedLease
-from lockserver.core.kinds import KINDS
+from lockserver.core.lock import KINDS
 from tests.lockserver.lease_world import World
 
 SEEDS = range(1500)

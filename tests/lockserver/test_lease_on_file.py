@@ -10,17 +10,18 @@ import pytest
 from lockserver import witness
 from lockserver.core import events as ev
 from lockserver.core import evidence
-from lockserver.core.events import Holder, LockRecord
-from lockserver.core.lock import LockState
-from lockserver.core.machine import LockMachine
-from lockserver.core.names import WitnessFile, WitnessState
-from lockserver.core.terms import (
+from lockserver.core.events import (
     LEASE_MS_MAX,
     MEMBERS_MAX,
+    Holder,
     LeaseTerms,
+    LockRecord,
     MemberId,
     unlockable_witness,
 )
+from lockserver.core.lock import LockState
+from lockserver.core.machine import LockMachine
+from lockserver.core.names import WitnessFile, WitnessState
 from lockserver.messages import MEMBERS_MAX as MEMBERS_SPOKEN_MAX
 from lockserver.messages import TOKEN_CLAIMED_MAX, WantMsg
 from lockserver.state_file import FORMAT, LockStateFile

@@ -10,7 +10,7 @@ import pytest
 
 from lockserver.client import Borrower, BorrowerCallbacks
 from lockserver.messages import IdleMsg
-from lockserver.status.resting import cold
+from lockserver.status.offline import cold
 from lockserver.status.text import text_of
 from plumbing.errors import RemoteError, UsageError
 from plumbing.pod.models import model_name, model_names

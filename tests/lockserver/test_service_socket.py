@@ -13,8 +13,7 @@ import sys
 import pytest
 
 from lockserver.server import service_socket
-from lockserver.server.service_desk import ServiceDesk
-from lockserver.server.service_socket import ServiceSocket, parse_service
+from lockserver.server.service_socket import ServiceDesk, ServiceSocket, parse_service
 from plumbing.errors import ProtocolError
 from plumbing.wire.fds import OwnedFd, Reserve
 from tests.helpers import auntil, free_port, open_fds

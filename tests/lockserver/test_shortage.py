@@ -17,9 +17,9 @@ from lockserver import witness
 from lockserver.core import events as ev
 from lockserver.core.names import WitnessFile, WitnessState
 from lockserver.messages import GrantedMsg, ServiceMsg, StatusMsg, SwitchOverMsg
-from lockserver.server.performer import LockPerformer
+from lockserver.server.prober import WitnessDesk
+from lockserver.server.server import LockPerformer
 from lockserver.server.service_socket import ServiceSocket
-from lockserver.server.witness_desk import WitnessDesk
 from plumbing.errors import InvariantError, RemoteError
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.fds import Reserve, close_all

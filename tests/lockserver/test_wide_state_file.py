@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockserver.core.events import LockRecord
-from lockserver.core.kinds import kinds_of, with_filed
+from lockserver.core.lock import kinds_of, with_filed
 from lockserver.state_file import FILE_BYTES, NAME, WIDE, WIDE_SLOT_BYTES, LockStateFile, read
 from plumbing.errors import UnderstudyError
 from plumbing.pod.models import MODELS_MAX

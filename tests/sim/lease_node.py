@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lockserver.core import events as ev
-from lockserver.members import events as me
+from lockserver.members import group as me
 from lockserver.messages import GrantedMsg, MemberLostMsg, RenewedMsg, WantMsg
 from lockserver.witness import name_of
 from tests.sim.lease_parts import DRIFT, LEASE_MS, NEVER, Line, Tree

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from lockserver.core import events as ev
 from lockserver.core import evidence
 from lockserver.core.machine import LockMachine
-from lockserver.members import events as me
+from lockserver.members import group as me
 from lockserver.members.members import Members, is_virtual
 from lockserver.messages import GrantedMsg
 from tests.sim.lease_parts import DRIFT, LASTS_MS, LEASE_MS, Line

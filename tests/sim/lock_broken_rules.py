@@ -14,10 +14,9 @@ import msgspec
 from lockserver.core import events as ev
 from lockserver.core import evidence, ledger, machine, supervisors
 from lockserver.core.ledger import Ledger
-from lockserver.core.lock import Lock, LockState, Signal
+from lockserver.core.lock import Lock, LockState, Signal, Waiter
 from lockserver.core.machine import LockMachine
 from lockserver.core.names import WitnessState
-from lockserver.core.queue import Waiter
 from lockserver.core.supervisors import SupervisorRecord
 from tests.sim.lock_faults import Faults
 from tests.sim.lock_parts import Tree

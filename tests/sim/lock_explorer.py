@@ -32,8 +32,8 @@ from typing import Any
 import numpy as np
 
 from lockserver.core.events import Holder, LockRecord
+from lockserver.core.lock import Waiter
 from lockserver.core.names import ServingFile, WitnessFile
-from lockserver.core.queue import Waiter
 from tests.sim.lock_parts import ACTIVE
 from tests.sim.lock_snapshot import WAIT_MS, Names, snapshot
 from tests.sim.lock_world import Move, World

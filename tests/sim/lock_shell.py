@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from lockserver.core import events as ev
 from lockserver.core import evidence
-from lockserver.core.kinds import KINDS
+from lockserver.core.lock import KINDS
 from lockserver.core.machine import LockMachine
 from lockserver.core.names import WitnessState
 from lockserver.messages import WantMsg

@@ -9,7 +9,7 @@ from lockserver.core import events as ev
 from lockserver.core import evidence
 from lockserver.core.machine import LockMachine
 from lockserver.core.names import name_of
-from lockserver.members import events as me
+from lockserver.members import group as me
 from lockserver.members.leases import Leases
 from lockserver.members.members import Members, is_virtual
 from lockserver.messages import GrantedMsg, MemberLostMsg, WantMsg

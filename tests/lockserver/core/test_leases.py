@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockserver.core.events import Holder
+from lockserver.core.events import Holder, LeaseTerms, MemberId
 from lockserver.core.evidence import STALL_MS
 from lockserver.core.lock import Lock, LockState
 from lockserver.core.names import WitnessFile
-from lockserver.core.terms import LeaseTerms, MemberId
 from lockserver.members.leases import SPENT_MAX, Leases
 
 A = MemberId("a" * 16, "engine-0-000000000000000a")

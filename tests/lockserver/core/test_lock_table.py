@@ -7,9 +7,16 @@ import itertools
 import pytest
 
 from lockserver.core.events import Holder
-from lockserver.core.lock import TRANSITIONS, IllegalLockTransition, Lock, LockState, Signal
+from lockserver.core.lock import (
+    TRANSITIONS,
+    IllegalLockTransition,
+    Lock,
+    LockState,
+    Signal,
+    Waiter,
+    next_waiter,
+)
 from lockserver.core.names import WitnessFile
-from lockserver.core.queue import Waiter, next_waiter
 
 HOLDER = Holder("e", "e-0011223344556677", "s" * 16, WitnessFile("w", 1, 2), 1, 0.0)
 NAMING = (Signal.GRANTED, Signal.CLAIMED)

@@ -8,8 +8,8 @@ import pytest
 from lockserver.core import events as ev
 from lockserver.core.lock import LockState
 from lockserver.core.names import name_of
-from lockserver.members import events as me
-from lockserver.members.roll import MEMBERS_KNOWN_MAX
+from lockserver.members import group as me
+from lockserver.members.members import MEMBERS_KNOWN_MAX
 from tests.lockserver.core.member_shell import A0, A1, S0, S1, S1_OTHER, SILENT_MS, Shell, cut, held
 
 

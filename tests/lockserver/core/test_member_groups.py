@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 
 from lockserver.core import events as ev
+from lockserver.core.events import LeaseTerms, MemberId
 from lockserver.core.lock import LockState
 from lockserver.core.names import WitnessFile, name_of
-from lockserver.core.terms import LeaseTerms, MemberId
 from lockserver.messages import RenewedMsg
 from plumbing.errors import InvariantError
 from tests.lockserver.core.member_shell import (

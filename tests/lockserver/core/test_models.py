@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 
 from lockserver.core import events as ev
-from lockserver.core.kinds import kinds_of, with_filed
-from lockserver.core.sizes import bytes_on_file
+from lockserver.core.lock import kinds_of, with_filed
+from lockserver.core.supervisors import bytes_on_file
 from tests.lockserver.core.shell import A, B, Shell, held_by_a, refused, restarted, want
 from tests.lockserver.test_state_file import HOLDER
 

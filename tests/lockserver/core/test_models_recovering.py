@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lockserver.core import evidence
-from lockserver.core.kinds import kinds_of
-from lockserver.core.lock import Lock, LockState, Signal
+from lockserver.core.lock import Lock, LockState, Signal, kinds_of
 from lockserver.core.names import ServingFile, serving_name_of
 from tests.lockserver.test_state_file import HOLDER
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from lockserver.core import events as ev
-from lockserver.core.queue import Waiter, next_waiter
+from lockserver.core.lock import Waiter, next_waiter
 from tests.lockserver.core.shell import want
 from tests.lockserver.core.switchovers import ASKED, B, C, answers, pod
 

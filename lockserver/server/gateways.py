@@ -1,9 +1,10 @@
 """The gateways of one server: who has borrowed a service socket, who accepts, what each was told.
 
-A gateway holds nothing, waits for nothing and proves nothing: it is an observer that is lent the
+A gateway holds nothing, waits for nothing and proves nothing: it is an observer that borrows the
 listening socket and tells whether it accepts from it. While none does, the server itself answers
-what waits in the backlog with 503. It borrows once for all models: who borrows the socket of
-`active` is told of each `active:<model>`. Owns the borrowers; must not know why a lock is granted.
+what waits in the backlog with 503. A gateway borrows once for all models: whoever borrows the
+socket of `active` is told of each `active:<model>`. Owns the borrowers; must not know why a lock is
+granted.
 
 A gateway that sends no heartbeats is *silent*: its parent process is stopped or hangs. Its child
 may serve all the same, and answering in its place would turn served requests into refused ones. So
@@ -26,9 +27,9 @@ from lockserver.core.evidence import STALL_MS
 from lockserver.core.lock import Lock, LockState
 from lockserver.core.machine import LockMachine
 from lockserver.messages import REASON_CHARS_MAX, BorrowMsg, GrantedMsg, IdleMsg
-from lockserver.server.service_desk import ServiceDesk
+from lockserver.server.service_socket import ServiceDesk
 from lockserver.server.settings import LockSettings
-from lockserver.status.gateway_waits import MissingGateway, SilentGateway, no_gateway_wait
+from lockserver.status.silent import MissingGateway, SilentGateway, no_gateway_wait
 from plumbing.errors import ProtocolError
 from plumbing.pod.models import kind_of
 from plumbing.service.clock import Clock, moment
