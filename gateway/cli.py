@@ -74,7 +74,8 @@ def _look(directory: str) -> Look:
     Raises:
         UnreachableError: no gateway was ever there.
     """
-    from gateway.supervisor import offline, text
+    from gateway.supervisor import text
+    from gateway.supervisor import text as offline
 
     away: UnderstudyError | None = None
     try:

@@ -15,8 +15,8 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct, field
 
-from gateway.core.lane_events import QUEUE_MAX, LaneRules
-from gateway.core.rest_events import GatewayDoor
+from gateway.core.events import QUEUE_MAX, LaneRules
+from gateway.core.sleep import GatewayDoor
 from plumbing.gateway_protocol import Continuation
 from plumbing.pod.messages import EventMsg as EventMsg
 from plumbing.pod.messages import StatusMsg as StatusMsg

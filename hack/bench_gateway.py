@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from gateway import messages as msg
-from gateway.supervisor.child import COMMAND, ChildLink
+from gateway.supervisor.child_processes import COMMAND, ChildLink
 from hack import gateway_load as ends
 from hack import rig
 from hack.gateway_load import Seen, one_by_one, request, stream

@@ -46,7 +46,7 @@ LAYERS = {
     "engine": ("engine", "pool.client", *CLIENTS, *PLUMBING),
     "engine.supervisor.pool_place": ("engine", "pool.pool_file", "pool.settings", *PLUMBING),
     "gateway": ("gateway", "pool.client", *POOL_WORDS, "lockserver.client", *PLUMBING),
-    "gateway.supervisor.lane_settings": ("gateway.core", "pool.pool_file"),
+    "gateway.supervisor.pool_config": ("gateway.core", "pool.pool_file"),
     "understudy": ("understudy", "engine", "gateway", "pool", *CLIENTS, *PLUMBING),
 }
 

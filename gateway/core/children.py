@@ -10,6 +10,8 @@ is.
 
 The gateway gives up only where nobody serves: a child that cannot start, while another one serves,
 is a spare that is missing.
+
+Its events, and the effects that the parent performs, are plain values.
 """
 
 from __future__ import annotations
@@ -18,9 +20,8 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, field
 
-from gateway.core import child_events as ev
 from plumbing.errors import InvariantError
 from plumbing.pod.supervision import (
     BACKOFF_MS_MAX,
@@ -30,6 +31,115 @@ from plumbing.pod.supervision import (
     StartAgain,
 )
 from plumbing.text import duration
+
+# -------------------------------------------------------------------------------------- events
+
+
+class ParentEvent(Struct, frozen=True):
+    """What has happened, for `Children.handle`."""
+
+
+class SocketLent(ParentEvent, frozen=True):
+    """The listening socket has come, or another one in its place."""
+
+
+class ChildStarted(ParentEvent, frozen=True):
+    child: int
+    pid: int
+
+
+class CannotStart(ParentEvent, frozen=True):
+    """There is no process for `StartChild`: the kernel's errno, and what it means."""
+
+    child: int
+    errno: int | None
+    why: str
+
+
+class ChildReady(ParentEvent, frozen=True):
+    """Its first beat: it could accept now."""
+
+    child: int
+
+
+class ChildSilent(ParentEvent, frozen=True):
+    """Nothing came from it for `ms`, in which it could run."""
+
+    child: int
+    ms: float
+    why: str = ""  # such as "stopped"
+
+
+class ChildEnded(ParentEvent, frozen=True):
+    """It is reaped. `said`: its own words on why, if it had any."""
+
+    child: int
+    returncode: int
+    said: str = ""
+
+
+class RestartAsked(ParentEvent, frozen=True):
+    pass
+
+
+class StopAsked(ParentEvent, frozen=True):
+    """Finish all streams within `budget_ms` and end. Asked again: end at once."""
+
+    budget_ms: float
+
+
+class ParentTick(ParentEvent, frozen=True):
+    pass
+
+
+# ------------------------------------------------------------------------------------- effects
+
+
+class ParentEffect(Struct, frozen=True):
+    """What the shell does, in the order given."""
+
+
+class StartChild(ParentEffect, frozen=True):
+    """Answered by `ChildStarted` or `CannotStart`."""
+
+    child: int
+
+
+class LetAccept(ParentEffect, frozen=True):
+    child: int
+
+
+class LetFinish(ParentEffect, frozen=True):
+    child: int
+    budget_ms: float
+
+
+class KillChild(ParentEffect, frozen=True):
+    child: int
+
+
+class RestartDone(ParentEffect, frozen=True):
+    old: int | None
+    new: int
+
+
+class RestartRefused(ParentEffect, frozen=True):
+    code: str
+    reason: str
+
+
+class EndGateway(ParentEffect, frozen=True):
+    exit_code: int
+
+
+class Told(ParentEffect, frozen=True):
+    """For the event log."""
+
+    kind: str
+    message: str
+    severity: str = "info"
+    data: Mapping[str, Any] = field(default_factory=dict)
+
 
 SILENT_MS = 3_000.0  # of six beats not one came, in time in which the child could run
 START_MS = 60_000.0  # to import, about 300 ms of a CPU, and to read the files of its settings
@@ -86,7 +196,7 @@ class Children:
         self._start_at_ms = 0.0
         self._stop_by_ms = 0.0
         self._exit_code = 0
-        self._out: list[ev.ParentEffect] = []
+        self._out: list[ParentEffect] = []
 
     # ------------------------------------------------------------------ looking
 
@@ -103,7 +213,7 @@ class Children:
 
     # ------------------------------------------------------------------ what happens
 
-    def handle(self, event: ev.ParentEvent, now_ms: float) -> list[ev.ParentEffect]:
+    def handle(self, event: ParentEvent, now_ms: float) -> list[ParentEffect]:
         """What follows from `event`. One about a child that has ended is ignored."""
         child = getattr(event, "child", None)
         if child is None or child in self.all:
@@ -116,27 +226,27 @@ class Children:
         out, self._out = self._out, []
         return out
 
-    def _take(self, event: ev.ParentEvent, now_ms: float) -> None:
+    def _take(self, event: ParentEvent, now_ms: float) -> None:
         match event:
-            case ev.SocketLent():
+            case SocketLent():
                 self.has_socket = True
                 if self.serving is not None:
-                    self._out.append(ev.LetAccept(self.serving.id))
-            case ev.ChildStarted():
+                    self._out.append(LetAccept(self.serving.id))
+            case ChildStarted():
                 self.all[event.child].pid = event.pid
-            case ev.CannotStart():
+            case CannotStart():
                 self._cannot_start(event, now_ms)
-            case ev.ChildReady():
+            case ChildReady():
                 self._ready(self.all[event.child], now_ms)
-            case ev.ChildSilent():
+            case ChildSilent():
                 self._silent(self.all[event.child], event, now_ms)
-            case ev.ChildEnded():
+            case ChildEnded():
                 self._ended(self.all.pop(event.child), event, now_ms)
-            case ev.RestartAsked():
+            case RestartAsked():
                 self._restart(now_ms)
-            case ev.StopAsked():
+            case StopAsked():
                 self._begin_stop(event, now_ms)
-            case ev.ParentTick():
+            case ParentTick():
                 for each in self.at(Place.RETIRING):
                     if now_ms > each.deadline_ms:
                         self._kill(each, "it did not finish in time", now_ms)
@@ -161,9 +271,9 @@ class Children:
         self._promote(now_ms)
         if old is not None:
             self._retire(old, RETIRE_MS, now_ms)
-        self._out.append(ev.RestartDone(old.id if old else None, child.id))
+        self._out.append(RestartDone(old.id if old else None, child.id))
 
-    def _silent(self, child: GatewayChild, event: ev.ChildSilent, now_ms: float) -> None:
+    def _silent(self, child: GatewayChild, event: ChildSilent, now_ms: float) -> None:
         limit_ms = SILENT_MS if child.is_ready else START_MS
         if child.place is Place.KILLED or event.ms <= limit_ms:
             return
@@ -172,14 +282,14 @@ class Children:
         self._tell("child_silent", f"{silence}; it is killed", "warning", child)
         self._kill(child, f"it had not answered for {duration(event.ms)}{why}", now_ms)
 
-    def _cannot_start(self, event: ev.CannotStart, now_ms: float) -> None:
+    def _cannot_start(self, event: CannotStart, now_ms: float) -> None:
         child = self.all.pop(event.child)
         what = f"no process of the gateway can be started: {event.why}"
         self._refuse_restart(child, what)
         verdict = self.restarts.not_started(event.errno)
         self._follow(verdict, "cannot_start", what, {"errno": event.errno}, now_ms)
 
-    def _ended(self, child: GatewayChild, event: ev.ChildEnded, now_ms: float) -> None:
+    def _ended(self, child: GatewayChild, event: ChildEnded, now_ms: float) -> None:
         how = f"pid {child.pid}, {_role(child)}, ended {_how(event.returncode)}"
         if child.lost_why:
             how += f", killed because {child.lost_why}"
@@ -190,7 +300,7 @@ class Children:
             return  # it was not needed any more
         if self.is_stopping or child.deadline_ms:  # a retired one has its successor
             severity = "warning" if event.returncode else "info"
-            self._out.append(ev.Told("gateway.child_exit", how, severity, data))
+            self._out.append(Told("gateway.child_exit", how, severity, data))
             return
         self._refuse_restart(child, how)
         lived_ms = now_ms - child.since_ms if child.is_ready else 0.0  # a slow start is no life
@@ -211,14 +321,14 @@ class Children:
         if isinstance(verdict, GiveUp) and not self.at(Place.SERVING) and self.spare is None:
             count = self.restarts.deaths
             then = f"giving up after {count} attempts in a row" if count > 1 else "giving up"
-            self._out.append(ev.Told(f"gateway.{kind}", f"{what}; {then}", "error", data))
+            self._out.append(Told(f"gateway.{kind}", f"{what}; {then}", "error", data))
             self.is_stopping, self._stop_by_ms, self._exit_code = True, now_ms, verdict.exit_code
             return
         delay_ms = BACKOFF_MS_MAX if isinstance(verdict, GiveUp) else verdict.delay_ms
         self._start_at_ms = now_ms + delay_ms
         then = f"starting another in {duration(delay_ms)}" if delay_ms else "starting another"
         if not is_known:
-            self._out.append(ev.Told(f"gateway.{kind}", f"{what}; {then}", "warning", data))
+            self._out.append(Told(f"gateway.{kind}", f"{what}; {then}", "warning", data))
 
     # ------------------------------------------------------------------ what is wanted
 
@@ -228,7 +338,7 @@ class Children:
         if spare is None or self.serving is not None or not self.has_socket:
             return
         self._turn(spare, "accept", now_ms)
-        self._out.append(ev.LetAccept(spare.id))
+        self._out.append(LetAccept(spare.id))
 
     def _fill(self, now_ms: float) -> None:
         """Start what is missing: one at a time, so that they do not slow each other."""
@@ -242,13 +352,13 @@ class Children:
         child = GatewayChild(self._next_id, Place.STARTING, now_ms, is_restart=is_restart)
         self._next_id += 1
         self.all[child.id] = child
-        self._out.append(ev.StartChild(child.id))
+        self._out.append(StartChild(child.id))
 
     # ------------------------------------------------------------------ restart, stop
 
     def _restart(self, now_ms: float) -> None:
         if self.is_stopping:
-            self._out.append(ev.RestartRefused("gateway.stopping", "the gateway is stopping"))
+            self._out.append(RestartRefused("gateway.stopping", "the gateway is stopping"))
             return
         if any(each.is_restart for each in self.all.values()):
             return  # whoever asked later hears the same answer
@@ -256,7 +366,7 @@ class Children:
         if len(retiring) >= RETIRING_MAX and self.serving is not None:
             pids = ", ".join(f"pid {each.pid}" for each in retiring)
             why = f"{pids} still finish streams after earlier restarts; wait for them, or kill one"
-            self._out.append(ev.RestartRefused("gateway.restart_busy", why))
+            self._out.append(RestartRefused("gateway.restart_busy", why))
             return
         self._tell("restarting", "a fresh process is started to take over, as requested")
         for each in self.at(Place.STARTING):
@@ -267,9 +377,9 @@ class Children:
         if child.is_restart:
             serving = self.serving
             goes_on = f"; pid {serving.pid} serves on" if serving else ""
-            self._out.append(ev.RestartRefused("gateway.restart_failed", f"{why}{goes_on}"))
+            self._out.append(RestartRefused("gateway.restart_failed", f"{why}{goes_on}"))
 
-    def _begin_stop(self, event: ev.StopAsked, now_ms: float) -> None:
+    def _begin_stop(self, event: StopAsked, now_ms: float) -> None:
         if self.is_stopping:
             self._stop_by_ms = now_ms
             return
@@ -277,7 +387,7 @@ class Children:
         self._stop_by_ms = now_ms + event.budget_ms + STOP_MARGIN_MS
         for each in list(self.all.values()):
             if each.is_restart:
-                self._out.append(ev.RestartRefused("gateway.stopping", "the gateway is stopping"))
+                self._out.append(RestartRefused("gateway.stopping", "the gateway is stopping"))
             if each.place in (Place.STARTING, Place.SPARE):
                 self._kill(each, "", now_ms)
             elif each.place in (Place.SERVING, Place.RETIRING):
@@ -286,7 +396,7 @@ class Children:
     def _stop(self, now_ms: float) -> None:
         """End when all children have, and in any case."""
         if not self.all or now_ms > self._stop_by_ms + REAP_MS:
-            self._out.append(ev.EndGateway(self._exit_code))
+            self._out.append(EndGateway(self._exit_code))
         elif now_ms >= self._stop_by_ms:
             for each in list(self.all.values()):
                 if each.place is not Place.KILLED:
@@ -298,14 +408,14 @@ class Children:
         if child.place is not Place.RETIRING:
             self._turn(child, "finish", now_ms)
         child.deadline_ms = now_ms + budget_ms + STOP_MARGIN_MS
-        self._out.append(ev.LetFinish(child.id, budget_ms))
+        self._out.append(LetFinish(child.id, budget_ms))
 
     def _kill(self, child: GatewayChild, why: str, now_ms: float) -> None:
         child.lost_why = why
         since_ms = child.since_ms
         self._turn(child, "kill", now_ms)
         child.since_ms = since_ms  # how long it lived in its last place
-        self._out.append(ev.KillChild(child.id))
+        self._out.append(KillChild(child.id))
 
     def _turn(self, child: GatewayChild, turn: str, now_ms: float) -> None:
         target = TURNS.get((child.place, turn))
@@ -317,7 +427,7 @@ class Children:
         self, kind: str, message: str, severity: str = "info", child: GatewayChild | None = None
     ) -> None:
         data = {"child_pid": child.pid} if child else {}
-        self._out.append(ev.Told(f"gateway.{kind}", message, severity, data))
+        self._out.append(Told(f"gateway.{kind}", message, severity, data))
 
 
 def _role(child: GatewayChild) -> str:

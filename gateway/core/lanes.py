@@ -1,24 +1,326 @@
-"""All lanes of one child in a pool; to the shell it is what a single `Gateway` is without one.
+"""One model's requests in a pool, behind a door that the pool sets; and all lanes of one gateway.
 
-A request's lane is found once, by its model. From then on the lane follows from the numbers of the
-request's attempts, and bytes go to the attempt itself, so an event costs what it costs without a
-pool.
+    open      requests go to the engine that serves the model, `max_in_flight` at once
+    shut      they wait as tickets; running ones may finish, or are parked, or are cut
+    refused   they are answered with the pool's error
+    unheard   no pool has spoken yet: an engine that answers a greeting accepts: send
+
+A model whose turn is over *yields*. Its streams are cut behind a token and kept with their journal.
+A request of which nothing was sent waits again, once; the second time the lane waits for its
+answer, so that each gets one. None of this counts against the engine: it is no death and no break.
+The lock server says which engine serves the model, so a failover needs no pool. The engine is
+greeted when the door opens and before the first request, so a door that opens early harms no
+request.
+
+To the shell `Lanes` is what a single `Gateway` is without a pool. A request's lane is found once,
+by its model. From then on it follows from the numbers of the request's attempts, and bytes go to
+the attempt itself, so an event costs the same with and without a pool.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from msgspec.structs import replace
+
+from gateway.core import answers
 from gateway.core import events as ev
-from gateway.core.attempt import Attempt
-from gateway.core.census import Census, Totals
-from gateway.core.commons import Commons
-from gateway.core.events import GatewayEffect, GatewayEvent, GatewayRules
-from gateway.core.lane import Lane
-from gateway.core.lane_events import QUEUE_MAX, LaneDoorSet, LaneRules
+from gateway.core.answers import Failure
+from gateway.core.client_request import ClientRequest, RequestState, Turn
+from gateway.core.events import (
+    MAX_IN_FLIGHT,
+    QUEUE_MAX,
+    BreakCause,
+    GatewayEffect,
+    GatewayEvent,
+    GatewayRules,
+    LaneDoorSet,
+    LaneRules,
+)
+from gateway.core.hot_path import Attempt
+from gateway.core.machine import Gateway
+from gateway.core.shared import Census, Commons, Totals
 from plumbing.gateway_protocol import Hello
-from pool.core.events import ModelDemand
+from pool.core.events import (
+    Door,
+    ModelDemand,
+    OpenDoor,
+    RefusedDoor,
+    Running,
+    ShutDoor,
+    Ticket,
+    TicketKind,
+)
+from pool.core.states import PooledRules
+
+# Without a pool an engine that rests may be woken by hand. Each greeting tries for 0.2 s.
+GREET_UNHEARD_MS = 1_000.0
+NO_ROOM = "pool.no_room"  # as refused in `pool.core.doors`
+BEGUN = (RequestState.STREAMING, RequestState.RESUMING, RequestState.REPLAYING)
+UNANSWERED = (RequestState.ASKED, RequestState.ANSWERING)
+
+
+class Lane(Gateway):
+    """The requests for one model."""
+
+    def __init__(
+        self,
+        model: str,
+        rules: GatewayRules,
+        lane_rules: LaneRules,
+        *,
+        commons: Commons,
+        place: int,
+        step: int,
+        is_full: Callable[[], bool],
+    ) -> None:
+        """`is_full`: whether too many requests wait in all lanes together."""
+        super().__init__(rules, commons, place, step)
+        self.model = model
+        self.lane_rules = lane_rules
+        self.door: Door | None = None  # None: unheard
+        self.door_number = 0
+        self._expected_ms: float | None = None  # when it is awake, as far as is known
+        self._is_full = is_full
+        self._keep_alive_ms: float | None = None
+        self._last_ms: float | None = None  # when a request came last, or the last one ended
+        self._was_busy = False
+        self._told: tuple[object, ...] = ()
+
+    # ------------------------------------------------------------------ looking
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is no request."""
+        return not self._desk.requests
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that an engine has."""
+        return len(self._desk.attempts)
+
+    @property
+    def queued(self) -> int:
+        """New requests that wait: those that count against the limits."""
+        waiting = self._desk.line.waiting.values()
+        return sum(each.state is RequestState.WAITING and not each.has_broken for each in waiting)
+
+    @property
+    def parked(self) -> int:
+        waiting = self._desk.line.waiting.values()
+        return sum(each.state is RequestState.PARKED for each in waiting)
+
+    def expected_wait_ms(self, now_ms: float) -> float | None:
+        """Until the model is awake, as far as is known."""
+        if not isinstance(self.door, ShutDoor):
+            return 0.0 if isinstance(self.door, OpenDoor) else None
+        return None if self._expected_ms is None else max(0.0, self._expected_ms - now_ms)
+
+    def demand(self, now_ms: float) -> ModelDemand:
+        """All that the pool needs to know."""
+        is_busy = not self.is_idle
+        if self._was_busy and not is_busy:
+            self._last_ms = now_ms
+        self._was_busy = is_busy
+        waiting = sorted(self._desk.line.waiting.values(), key=lambda each: each.number)
+        owners = [each.owner for each in self._desk.attempts.values()]
+        return ModelDemand(
+            tickets=tuple(self._ticket(each) for each in waiting),
+            in_flight=len(owners),
+            cannot_park=sum(not self._may_yield(each) for each in owners),
+            resuming=self._desk.resuming,
+            last_request_ms=self._last_ms,
+            keep_alive_ms=self._keep_alive_ms,
+            door=self.door_number,
+        )
+
+    def _ticket(self, request: ClientRequest) -> Ticket:
+        if request.state is RequestState.PARKED:
+            since_ms, wait_ms = request.paused_since_ms or 0.0, self.rules.park_timeout_ms
+            kind = TicketKind.PARKED
+        else:
+            since_ms, wait_ms = request.waits_since_ms, request.wait_ms
+            kind = TicketKind.AGAIN if request.has_broken else TicketKind.NEW
+        return Ticket(request.number, since_ms, request.priority, since_ms + wait_ms, kind)
+
+    # ------------------------------------------------------------------ what happens
+
+    def _happened(self, event: GatewayEvent, now_ms: float) -> None:
+        if isinstance(event, LaneDoorSet):
+            self._set_lane_door(event, now_ms)
+            return
+        super()._happened(event, now_ms)
+        if isinstance(self.door, ShutDoor) and self.door.running is not Running.FINISH:
+            self._yield(now_ms)  # a stream has begun only now
+
+    def _look(self) -> None:
+        super()._look()
+        if self._is_busy:
+            return
+        in_flight, waiting = self.in_flight, len(self._desk.line.waiting)
+        # Behind an open door the pool has nothing to decide, but when all is quiet.
+        is_open = isinstance(self.door, OpenDoor)
+        counts = (in_flight > 0, waiting > 0) if is_open else (in_flight, waiting)
+        told = (self.door_number, self._keep_alive_ms, self._desk.resuming > 0, *counts)
+        if told != self._told:
+            self._told = told
+            self._desk.outbox.append(ev.DemandChanged())
+
+    # ------------------------------------------------------------------ requests
+
+    def _came(self, came: ev.RequestCame, now_ms: float) -> None:
+        self._note_keep_alive(came.keep_alive_ms)
+        self._last_ms = now_ms
+        super()._came(came, now_ms)
+        request = self._desk.requests.get(came.request)
+        if request is None:
+            return
+        request.priority = priority = self.lane_rules.priority_for(came.priority)
+        request.wait_ms = min(came.wait_ms, self.lane_rules.wait_ms)
+        request.order_key = (now_ms + priority * self.lane_rules.starve_after_ms, came.request)
+        failure = self._refusal(request)
+        if failure is not None:
+            self._desk.fail(request, failure)
+
+    def _note_keep_alive(self, wanted_ms: float | None) -> None:
+        """The longest of those requests that are here together."""
+        if not self.is_idle:
+            default_ms = self.lane_rules.keep_alive_ms
+            ways = (wanted_ms, self._keep_alive_ms)
+            wanted_ms = max(ways, key=lambda each: default_ms if each is None else each)
+        self._keep_alive_ms = wanted_ms
+
+    def _refusal(self, request: ClientRequest) -> Failure | None:
+        """Why this new request does not even wait."""
+        if isinstance(self.door, RefusedDoor):
+            return answers.refused_door(self.door)
+        is_first = len(self._desk.line.waiting) == 1
+        if is_first and self.hello is not None and self._may_ask() and self._has_room:
+            return None
+        if self.queued > self.lane_rules.queue_max:
+            return answers.queue_full(f"{self.queued - 1} requests wait for {self.model}")
+        if self._is_full():
+            return answers.queue_full("as many requests wait for models as may")
+        return self._no_engine if self._is_hopeless(request) else None
+
+    def _is_hopeless(self, request: ClientRequest) -> bool:
+        """Whether its model will not be awake by its deadline, as far as is known."""
+        is_shut = isinstance(self.door, ShutDoor) and self._expected_ms is not None
+        return is_shut and (self._expected_ms or 0.0) > request.waits_since_ms + request.wait_ms
+
+    @property
+    def _has_room(self) -> bool:
+        return self.in_flight < self.lane_rules.max_in_flight
+
+    def _may_ask(self) -> bool:
+        return self.door is None or isinstance(self.door, OpenDoor)
+
+    def _is_overdue(self, request: ClientRequest, now_ms: float) -> bool:
+        return now_ms - request.waits_since_ms >= request.wait_ms
+
+    @property
+    def _waits_for(self) -> str:
+        if isinstance(self.door, ShutDoor):
+            return self.door.reason or f"{self.model} is not awake"
+        return super()._waits_for
+
+    @property
+    def _no_engine(self) -> Failure:
+        if not self._waits_for:
+            return answers.busy(self.model, self.in_flight)
+        wait_ms = self.expected_wait_ms(self._now_ms) or 0.0
+        return answers.not_awake(self.model, self._waits_for, math.ceil(wait_ms / 1000))
+
+    # ------------------------------------------------------------------ the door
+
+    def _set_lane_door(self, event: LaneDoorSet, now_ms: float) -> None:
+        if event.rules is not None:
+            self._set_rules(event.rules)
+        old, door = self.door, event.door
+        self.door, self.door_number = door, event.number
+        if door == old:
+            return
+        self._expected_ms = None
+        match door:
+            case OpenDoor():
+                self._open(door, old, now_ms)
+            case ShutDoor():
+                if door.expected_ms is not None:
+                    self._expected_ms = now_ms + door.expected_ms
+                if not isinstance(old, ShutDoor):
+                    self._part()
+                self._shut(door, now_ms)
+            case RefusedDoor():
+                self._part()
+                for request in list(self._desk.line.waiting.values()):
+                    # A lease or an order takes room for a while, and no stream is cut for that.
+                    is_kept = request.state is RequestState.PARKED and door.code == NO_ROOM
+                    if not is_kept:
+                        self._desk.fail(request, answers.refused_door(door))
+
+    def _set_rules(self, rules: PooledRules) -> None:
+        self.lane_rules = replace(
+            self.lane_rules,
+            priority=rules.priority,
+            client_priority=rules.client_priority,
+            keep_alive_ms=rules.keep_alive_ms,
+            starve_after_ms=rules.starve_after_ms,
+            max_in_flight=rules.max_in_flight or MAX_IN_FLIGHT,
+        )
+
+    def _open(self, door: OpenDoor, old: Door | None, now_ms: float) -> None:
+        if self._grant is None:  # the lock server has not been heard yet, and the pool has heard it
+            self._grant = ev.EngineGranted(door.engine, door.token, "", self.model)
+            self._is_granted = True
+        if not isinstance(old, OpenDoor) and self.hello is None:
+            self._begin_anew(is_death=False, now_ms=now_ms)  # while it rests nothing is in it
+            self._greet(now_ms)
+
+    def _shut(self, door: ShutDoor, now_ms: float) -> None:
+        if door.running is not Running.FINISH:
+            self._yield(now_ms)
+        if door.running is Running.CUT:
+            self._cut(door)
+        for request in list(self._desk.line.waiting.values()):
+            if request.state is RequestState.WAITING and self._is_hopeless(request):
+                self._desk.fail(request, self._no_engine)
+
+    def _may_yield(self, request: ClientRequest) -> bool:
+        """Whether its engine may be left now without harm to it."""
+        is_once = request.is_lean or not request.is_inference or request.was_requeued
+        return request.state in BEGUN or (request.state in UNANSWERED and not is_once)
+
+    def _yield(self, now_ms: float) -> None:
+        """Park streams behind a token, and let unanswered requests wait again."""
+        for attempt in list(self._desk.attempts.values()):
+            request = attempt.owner
+            if self._may_yield(request):
+                if request.state in UNANSWERED:
+                    request.was_requeued = True
+                    self._desk.outbox.append(ev.RequestRequeued(request.number))
+                self._course.broke(attempt, BreakCause.YIELDED, now_ms)
+
+    def _cut(self, door: ShutDoor) -> None:
+        """The last resort: end what could not yield."""
+        for attempt in list(self._desk.attempts.values()):
+            request = attempt.owner
+            if request.state in UNANSWERED:
+                self._desk.drop(request)
+                self._desk.fire(request, Turn.BREAK)
+            self._desk.fail(request, answers.cut(self.model, door.reason))
+
+    # ------------------------------------------------------------------ who stands for the model
+
+    def _meet(self, grant: ev.EngineGranted, now_ms: float) -> None:
+        self._part()
+        if self._may_ask():
+            self._greet(now_ms)
+
+    @property
+    def _greet_again_ms(self) -> float:
+        return GREET_UNHEARD_MS if self.door is None else super()._greet_again_ms
 
 
 class Lanes:

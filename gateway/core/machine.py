@@ -20,15 +20,13 @@ from collections.abc import Sequence, Set
 
 from gateway.core import answers
 from gateway.core import events as ev
-from gateway.core.attempt import Attempt
-from gateway.core.census import Census, Totals
-from gateway.core.commons import Commons, Numbers
-from gateway.core.course import Course, objection
-from gateway.core.desk import Desk
+from gateway.core.attempts import Course, objection
+from gateway.core.client_request import ClientRequest, RequestState
 from gateway.core.events import BreakCause, GatewayEffect, GatewayEvent, GatewayRules
-from gateway.core.order import EXPECTED_MS
-from gateway.core.request import ClientRequest
-from gateway.core.states import RequestState
+from gateway.core.hot_path import Attempt
+from gateway.core.queue import EXPECTED_MS
+from gateway.core.requests import Desk
+from gateway.core.shared import Census, Commons, Numbers, Totals
 from plumbing.gateway_protocol import HOP_PATHS, Hello
 
 TICK_MS = 20.0  # a tenth of the shortest wait here, 200 ms

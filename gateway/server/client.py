@@ -11,9 +11,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol, cast
 
-from gateway.server.refusals import Refused, error_response
 from gateway.server.request_reader import BodyMemory, RequestReader
 from gateway.server.requests import Headers, HttpRequest, fresh_id
+from gateway.server.responses import Refused, error_response
 
 IDLE_S = 75.0  # between two requests, as nginx
 HEAD_S = 10.0  # from a connection or the first byte of a request to the end of its head

@@ -1,16 +1,17 @@
-"""Performs what the core decides: asks engines, sends clients what they get.
+"""Performs what the core decides: sends requests to engines, and answers to clients.
 
-Owns the open requests and the upstream connections. Decides nothing about them.
-
-The surprising thing: performing an effect may bring the next event at once (an answer is out, so
-the client's next request is served), and the journal in an effect holds until the next event. So
-events wait in `_inbox` while effects are performed.
+Owns the open requests and the upstream connections. Decides nothing about them. Performing an
+effect may bring the next event at once (an answer is out, so the client's next request is served),
+and the journal in an effect holds until the next event. So events wait in `_inbox` while effects
+are performed. `EngineQueues` reads what an engine had queued when it died, from the page of each
+engine that has greeted this process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
@@ -24,17 +25,14 @@ from gateway.core.machine import TICK_MS, Gateway
 from gateway.core.router import Wishes
 from gateway.server.accounts import Accounts
 from gateway.server.client import ClientConnection
-from gateway.server.greeting import greet
-from gateway.server.idle_connections import IdleConnections
+from gateway.server.connections import IdleConnections, take_over
 from gateway.server.open_request import OpenRequest
-from gateway.server.queues import EngineQueues
-from gateway.server.refusals import error_response
 from gateway.server.requests import HttpRequest
-from gateway.server.takeover import take_over
-from gateway.server.upstream import Upstream
-from gateway.server.upstream_owner import ReplayTurns
+from gateway.server.responses import error_response, greet
+from gateway.server.upstream import ReplayTurns, Upstream
 from plumbing.gateway_protocol import Hello
-from plumbing.pod.paths import engine_http_socket
+from plumbing.pod.paths import engine_http_socket, engine_queue
+from plumbing.pod.queue_page import QueueReader, attempt_name
 
 HEAD_MS = 10_000.0  # from the first byte of a response's head to its end
 QUOTED_CHARS_MAX = 300  # of what is wrong with a hello, which may quote it
@@ -344,3 +342,29 @@ class HttpExchange:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+class EngineQueues:
+    """One open page for each engine; the next incarnation's takes its place."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self._process = int.from_bytes(os.urandom(8))  # attempts of other processes are not ours
+        self._pages: dict[str, QueueReader] = {}
+
+    def name(self, attempt: int) -> bytes:
+        """What an engine is told that this attempt is called."""
+        return attempt_name(self._process, attempt)
+
+    def greeted(self, engine: str) -> None:
+        """Open its page, if it has one."""
+        old = self._pages.pop(engine, None)
+        if old is not None:
+            old.close()
+        with contextlib.suppress(OSError):  # then each of its requests is charged with its death
+            self._pages[engine] = QueueReader(engine_queue(self._directory, engine))
+
+    def queued(self) -> frozenset[int]:
+        """Attempts that no engine has scheduled."""
+        found = (page.queued(self._process) for page in self._pages.values())
+        return frozenset().union(*found)

@@ -13,8 +13,8 @@ import os
 import ssl
 from collections.abc import Callable
 
-from gateway.server.refusals import Refused
 from gateway.server.requests import Headers
+from gateway.server.responses import Refused
 from plumbing.errors import UsageError
 
 logger = logging.getLogger(__name__)

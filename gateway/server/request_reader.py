@@ -17,18 +17,19 @@ from dataclasses import dataclass, field
 
 import httptools
 
-from gateway.server.outline import LARGE_BYTES, Outline
-from gateway.server.refusals import Refused
 from gateway.server.requests import (
+    LARGE_BYTES,
     NOT_PASSED_ON,
     Headers,
     HttpRequest,
+    Outline,
     is_hop_path,
     make_request,
     needs_no_key,
     path_of,
     sane_id,
 )
+from gateway.server.responses import Refused
 
 HEAD_BYTES_MAX = 64 * 1024  # as many proxies; a browser's cookies are some KiB
 # What a body may have beside its bytes, for each of them: a chunk of one byte has five.

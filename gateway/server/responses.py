@@ -1,13 +1,22 @@
-"""Reads one response of an engine out of the bytes of its connection. Waits for nothing."""
+"""Responses: the gateway's own errors, in OpenAI's form, and those that it reads from engines.
+
+`ResponseReader` reads one response out of the bytes of a connection and waits for nothing. `greet`
+and `fetch` send one GET to an engine, on a connection of their own: for what it is, or its metrics.
+"""
 
 from __future__ import annotations
 
-import httptools
+import asyncio
+from dataclasses import dataclass
+from http import HTTPStatus
 
-from gateway.server.refusals import status_line
+import httptools
+import msgspec
+
 from gateway.server.requests import Headers
 from plumbing import gateway_protocol as hop
-from plumbing.gateway_protocol import Continuation
+from plumbing.gateway_protocol import Continuation, Hello
+from plumbing.text import to_json
 
 HEAD_BYTES_MAX = 256 * 1024  # engines send less than one KiB
 
@@ -173,3 +182,126 @@ class ResponseReader:
     def on_message_complete(self) -> None:
         if not self._is_interim and self.status != 101:
             self.is_whole = True
+
+
+STATUS_LINES = {int(code): b"HTTP/1.1 %d %b" % (code, code.phrase.encode()) for code in HTTPStatus}
+KINDS = {401: "authentication_error", 503: "service_unavailable"}
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Why a request reaches no engine."""
+
+    status: int
+    code: str
+    message: str
+
+    def body(self) -> bytes:
+        kind = KINDS.get(self.status, "invalid_request_error")
+        error = {"message": self.message, "type": kind, "param": None, "code": self.code}
+        return to_json({"error": error}).encode() + b"\n"
+
+
+def error_response(
+    status: int,
+    body: bytes,
+    request_id: bytes,
+    *,
+    keeps_alive: bool,
+    retry_after_s: int | None = None,
+    is_to_head: bool = False,
+    content_type: bytes = b"application/json",
+) -> bytes:
+    """A whole response."""
+    lines = [
+        status_line(status),
+        b"content-type: " + content_type,
+        b"content-length: %d" % len(body),
+        b"x-request-id: " + request_id,
+    ]
+    if status == HTTPStatus.UNAUTHORIZED:
+        lines.append(b'www-authenticate: Bearer realm="gateway"')
+    if retry_after_s is not None:
+        lines.append(b"retry-after: %d" % retry_after_s)
+    if not keeps_alive:
+        lines.append(b"connection: close")
+    return b"\r\n".join(lines) + b"\r\n\r\n" + (b"" if is_to_head else body)
+
+
+def status_line(status: int) -> bytes:
+    return STATUS_LINES.get(status) or b"HTTP/1.1 %d " % status
+
+
+REQUEST = (
+    f"GET %b HTTP/1.1\r\nhost: gateway\r\n{hop.GATEWAY}: {hop.VERSION}\r\nconnection: close\r\n\r\n"
+).encode()
+ANSWER_BYTES_MAX = 1 << 20
+# An engine says hello before it serves. One that does not is asked again: the core says when.
+DEADLINE_S = 2.0
+# It makes its socket some milliseconds after its grant, which is when it is first greeted; on a
+# busy machine it takes longer. Every stream waits for that, so each millisecond counts, and a try
+# costs 12 us. Between two greetings lie 50 ms and a tick.
+SOCKET_EVERY_S = 0.001
+SOCKET_TRIES = 200
+
+
+async def greet(path: str) -> Hello:
+    """What the engine that listens at `path` says of itself.
+
+    Raises:
+        OSError: it cannot be reached, or was silent for `DEADLINE_S` (TimeoutError).
+        ValueError: it said something else.
+    """
+    async with asyncio.timeout(DEADLINE_S):
+        reader, writer = await _connect(path)
+        try:
+            writer.write(REQUEST % hop.HELLO_PATH.encode())
+            body = await _read(reader, ANSWER_BYTES_MAX)
+        finally:
+            writer.transport.abort()
+    try:
+        return msgspec.json.decode(body, type=Hello)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"its hello is not valid: {error}") from error
+
+
+async def fetch(path: str, target: str, bytes_max: int) -> bytes:
+    """What the engine that listens at `path` has at `target`.
+
+    Raises:
+        OSError, ValueError: as `greet`.
+    """
+    reader, writer = await asyncio.open_unix_connection(path)
+    try:
+        writer.write(REQUEST % target.encode())
+        return await _read(reader, bytes_max)
+    finally:
+        writer.transport.abort()
+
+
+async def _connect(path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    for _ in range(SOCKET_TRIES):
+        try:
+            return await asyncio.open_unix_connection(path)
+        except (FileNotFoundError, ConnectionRefusedError):
+            await asyncio.sleep(SOCKET_EVERY_S)
+    return await asyncio.open_unix_connection(path)
+
+
+async def _read(reader: asyncio.StreamReader, bytes_max: int) -> bytes:
+    response = ResponseReader(is_to_head=False)
+    size_bytes = 0
+    try:
+        while not response.is_whole:
+            data = await reader.read(65536)
+            if not data:
+                raise ConnectionResetError("it closed the connection")
+            response.feed(data)
+            size_bytes += len(data)
+            if size_bytes > bytes_max:
+                raise ValueError(f"its answer exceeds {bytes_max} bytes")
+    finally:
+        response.close()
+    if response.status != 200:
+        raise ValueError(f"it answered with {response.status}")
+    return b"".join(response.pieces)

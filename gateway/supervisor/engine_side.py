@@ -1,7 +1,7 @@
 """Speaks with the engine that holds the lock, on its control socket: whether it rests, and shall.
 
-Carries out what `gateway.core.rest` decides, and feeds it. An engine that cannot be heard opens the
-door: its requests are asked as if it were awake, and what fails is asked again.
+Carries out what `gateway.core.sleep` decides, and feeds it. An engine that cannot be heard opens
+the door: its requests are asked as if it were awake, and what fails is asked again.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ import asyncio
 from collections import Counter
 
 from gateway import messages as msg
-from gateway.core import rest_events as ev
-from gateway.core.rest import RestPolicy
-from gateway.core.rest_events import GatewayDoor, RestRules
-from gateway.supervisor.child import ChildLink
-from gateway.supervisor.nursery import Nursery
+from gateway.core import sleep as ev
+from gateway.core.sleep import GatewayDoor, RestPolicy, RestRules
+from gateway.supervisor.child_processes import ChildLink, Nursery
 from plumbing.errors import UnderstudyError
 from plumbing.pod.messages import GOAL_CATALOGUE, EngineReportMsg, SetGoalMsg, Tier
 from plumbing.pod.paths import engine_socket

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gateway.supervisor.nursery import Nursery
+from gateway.supervisor.child_processes import Nursery
 from lockserver.client import Borrower, BorrowerCallbacks
 from plumbing.errors import UnderstudyError
 from plumbing.service.clock import Clock

@@ -1,7 +1,7 @@
 """Speaks with the pool for a gateway: its models' doors come in, what its children have goes out.
 
 While the pool is away the last doors hold, and failovers go on, since grants come from the lock
-server. Owns no decision: doors are obeyed by children (`gateway.core.lane`).
+server. Owns no decision: doors are obeyed by children (`gateway.core.lanes`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import msgspec
 
 from gateway import messages as msg
 from gateway.core.demand import ChildDemands
-from gateway.supervisor.child import ChildLink
-from gateway.supervisor.nursery import Nursery
+from gateway.supervisor.child_processes import ChildLink, Nursery
 from plumbing.errors import UnderstudyError
 from plumbing.service.clock import Clock
 from plumbing.service.events import EventLog

@@ -6,11 +6,11 @@ import os
 import ssl
 from dataclasses import dataclass
 
-from gateway.core.lane_events import QUEUE_MAX
-from gateway.core.rest_events import RestRules
+from gateway.core.events import QUEUE_MAX
+from gateway.core.sleep import RestRules
 from gateway.messages import ConfigureGatewayMsg
 from gateway.server.tracing import MODES, OFF, check_tracing
-from gateway.supervisor.lane_settings import LaneSettings, read_lanes
+from gateway.supervisor.pool_config import LaneSettings, read_lanes
 from plumbing.errors import UsageError
 from plumbing.pod.paths import DIRECTORY, runtime_dir
 from plumbing.pod.supervision import DRAIN_MS

@@ -1,11 +1,14 @@
-"""`gateway serve`: the parent of the processes that serve.
+"""`gateway serve`: the parent of the processes that serve, and its control socket.
 
 Small, and never busy with requests: it borrows the service socket and passes it on, relays grants,
-keeps one child that serves and a spare, lets an idle engine rest, and answers probes; with a pool
-file, the pool decides about rests, and doors and demand go through here. It decides nothing about
-children (`gateway.core.children`), rests (`gateway.core.rest`) or requests. Its
-children die with it (PDEATHSIG); connections then wait in the backlog of the socket, which the lock
-server holds, and so do supervisors of engines.
+keeps one child that serves and a spare, lets an idle engine sleep, and answers probes. With a pool
+file, the pool decides about sleep, and doors and demand pass through here. The parent decides
+nothing about children (`gateway.core.children`), sleep (`gateway.core.sleep`) or requests. Its
+children die with it (PDEATHSIG). Connections then wait in the backlog of the socket, of which the
+lock server and supervisors of engines hold copies.
+
+Users ask the control socket for status, events and a fresh child; a drill announces there whom it
+kills.
 """
 
 from __future__ import annotations
@@ -14,22 +17,26 @@ import asyncio
 import signal
 from collections.abc import Sequence
 
-from gateway.core.child_events import StopAsked
+from gateway import messages as msg
+from gateway.core.children import StopAsked
 from gateway.supervisor import report
-from gateway.supervisor.child import COMMAND, ChildLink
-from gateway.supervisor.control import GatewayControl
+from gateway.supervisor.child_processes import COMMAND, ChildLink, Nursery
 from gateway.supervisor.engine_side import GatewayEngineSide
 from gateway.supervisor.lock_side import GatewayLockSide
-from gateway.supervisor.metrics import GatewayMetrics
-from gateway.supervisor.nursery import Nursery
-from gateway.supervisor.parts import GatewayParts
 from gateway.supervisor.pool_side import GatewayPoolSide
+from gateway.supervisor.report import GatewayMetrics, GatewayParts
 from gateway.supervisor.settings import GatewaySettings
+from plumbing.errors import ProtocolError, UnderstudyError
+from plumbing.pod.observers import Observers
 from plumbing.pod.paths import gateway_socket, lockserver_socket
 from plumbing.service.clock import Clock, SystemClock
 from plumbing.service.events import EventLog
 from plumbing.service.http import HttpServer
 from plumbing.service.signals import SignalInbox
+from plumbing.wire.connection import Connection, Handler
+from plumbing.wire.fds import OwnedFd, close_all
+from plumbing.wire.messages import Message
+from plumbing.wire.server import Server
 
 TICK_S = 0.1  # silence is measured in seconds
 CLOSED_MS = 500.0  # a spare accepts within milliseconds; what lasts longer is told
@@ -198,3 +205,46 @@ class GatewaySupervisor:
 
 def _ignore(answer: object) -> None:
     assert answer is not None
+
+
+SPARE_FDS = 4  # so that at the limit two more may connect, and ask what is wrong
+
+
+class GatewayControl(Handler):
+    """Serves the control socket at `path`."""
+
+    def __init__(self, path: str, gateway: GatewayParts) -> None:
+        self._gateway = gateway
+        self._observers = Observers(gateway.log, lambda: report.document(gateway))
+        self.server = Server(path, msg.CONTROL, self, service="gateway", spare_fds=SPARE_FDS)
+
+    def closed(self, conn: Connection, reason: str) -> None:
+        self._observers.leave(conn)
+
+    def received(
+        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
+    ) -> None:
+        close_all(fds)
+        match message:
+            case msg.StatusMsg():
+                conn.send(msg.StatusReplyMsg(report.document(self._gateway)), request_id)
+            case msg.WatchMsg():
+                self._observers.join(conn, message.since, request_id)
+            case msg.RestartChildMsg():
+                self._restart(conn, request_id)
+            case msg.ExpectDeathMsg():
+                self._gateway.nursery.expect_death(message)
+                conn.send(message, request_id)
+            case _:
+                raise ProtocolError(
+                    "gateway.not_a_request", f"{message.TYPE} is not a request to a gateway"
+                )
+
+    def _restart(self, conn: Connection, request_id: int) -> None:
+        def answer(done: msg.ChildRestartedMsg | UnderstudyError) -> None:
+            if isinstance(done, UnderstudyError):
+                conn.fault(done, request_id, close=False)
+            else:
+                conn.send(done, request_id)
+
+        self._gateway.nursery.restart(answer)

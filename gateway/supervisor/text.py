@@ -1,11 +1,21 @@
-"""The status document as text, at most 15 lines. Owns words and lines, no facts."""
+"""The status of a gateway as text, at most 15 lines; and what is known of one that does not answer.
+
+The text owns words and lines, no facts. A gateway has nothing on disk but its lock file, since its
+state is its connections: of one that does not answer, the process and what follows for clients are
+known.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from plumbing.errors import UnderstudyError, UnreachableError
+from plumbing.pod.paths import gateway_socket
+from plumbing.service import procfs
 from plumbing.text import duration, since, size
 
 Document = dict[str, Any]
@@ -150,3 +160,51 @@ def _problems(document: Document) -> Iterator[tuple[str, str]]:
         yield "problem", problem
     if len(problems) > PROBLEMS_MAX:
         yield "problem", f"and {len(problems) - PROBLEMS_MAX} more"
+
+
+MEANWHILE = (
+    "no connection is refused: new ones wait, and the lock server answers 503 after its hold_ms"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class OfflineView:
+    """The document in place of the gateway's own, and why there is none."""
+
+    document: dict[str, Any]
+    error: UnderstudyError
+
+
+def look(directory: str, error: UnderstudyError) -> OfflineView | None:
+    """The view of the gateway that did not answer with `error`; None if none was ever here."""
+    guard = f"{gateway_socket(directory).removesuffix('.sock')}.lock"
+    try:
+        found = os.stat(guard)
+    except OSError:
+        return None
+    pids = [each for each in procfs.holders_of(found.st_dev, found.st_ino) if each != os.getpid()]
+    pid = pids[0] if pids else None
+    if pid is None:
+        why = f"no gateway answers in {directory}; {MEANWHILE}"
+        fix = f"start it: gateway serve --dir {directory}"
+        code = "gateway.offline"
+    else:
+        halted = procfs.halted(pid)
+        state = f", {halted}" if halted else ""
+        why = (
+            f"the gateway, pid {pid} ({procfs.name(pid)}{state}), runs and does not answer; what it"
+            " accepts, its child serves meanwhile"
+        )
+        fix = {"stopped": f"resume it: kill -CONT {pid}"}.get(
+            halted or "", f"if it stays so, kill it: kill -9 {pid}; then start another"
+        )
+        code = "gateway.not_answering"
+    document = {
+        "schema": 1,
+        "online": False,
+        "pid": pid,
+        "dir": directory,
+        "accepting": None,
+        "problems": [f"{why}; {fix}"],
+    }
+    return OfflineView(document, UnreachableError(code, f"{why}; {fix}", cause=error.code))

@@ -15,7 +15,7 @@ import pytest
 from engine.backends.reference.random_model import write_random_model
 from gateway.core import events as ev
 from gateway.core.machine import Gateway
-from gateway.server.groups import GroupCutter
+from gateway.server.upstream import GroupCutter
 from plumbing.gateway_protocol import Continuation, Hello
 from tests.engine.reference.resume_cases import CASES
 from tests.engine.reference.resuming import Pod, pod, text_of

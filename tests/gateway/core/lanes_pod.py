@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gateway.core import events as ev
-from gateway.core.lane_events import LaneDoorSet, LaneRules
+from gateway.core.events import LaneDoorSet, LaneRules
 from gateway.core.lanes import Lanes
 from pool.core.events import Door, OpenDoor, RefusedDoor, Running, ShutDoor
 from tests.gateway.core.pod import ERA, Client, Pod

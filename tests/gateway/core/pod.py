@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gateway.core import events as ev
-from gateway.core.attempt import Attempt
+from gateway.core.hot_path import Attempt
 from gateway.core.machine import TICK_MS, Gateway
 from plumbing.gateway_protocol import Continuation, Hello
 from tests.gateway.core.model import PATHS, Play, read_answer, whole_output

@@ -10,10 +10,9 @@ from __future__ import annotations
 import random
 
 from gateway.core import events as ev
-from gateway.core.desk import REPLAYS
+from gateway.core.client_request import TRANSITIONS, ClientRequest, RequestState
 from gateway.core.machine import Gateway
-from gateway.core.request import ClientRequest
-from gateway.core.states import TRANSITIONS, RequestState
+from gateway.core.requests import REPLAYS
 from plumbing.gateway_protocol import Continuation, Hello
 
 EVENT = b'data: {"choices":[{"index":0,"delta":{"content":"x"}}]}\n\n'

@@ -10,7 +10,7 @@ import random
 
 import pytest
 
-from gateway.core import child_events as ev
+from gateway.core import children as ev
 from gateway.core.children import (
     AVAILABLE,
     CHILDREN_WANTED,

@@ -7,9 +7,8 @@ import json
 import pytest
 
 from gateway.core import events as ev
+from gateway.core.client_request import BLOCK_BYTES, REQUEST_BYTES
 from gateway.core.machine import Gateway
-from gateway.core.request import REQUEST_BYTES
-from gateway.core.transcript import BLOCK_BYTES
 from plumbing.gateway_protocol import VERSION, Continuation, Hello
 from tests.gateway.core.model import KINDS, PATHS
 from tests.gateway.core.pod import Pod

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.core import joined as joined_module
-from gateway.core.joined import Joined, events_in
-from gateway.core.replay import Replay, ReplayMismatch
-from gateway.core.rewriting import Rewriter
-from gateway.core.transcript import TOKEN_MAX, Transcript
+from gateway.core import replay_join as joined_module
+from gateway.core.client_request import TOKEN_MAX, Transcript
+from gateway.core.replay import Replay, ReplayMismatch, Rewriter
+from gateway.core.replay_join import Joined, events_in
 from tests.gateway.core.model import KINDS, Play
 
 OLD = {"id": "m-old", "created": 11, "tool": "call-old"}

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from gateway.core import events as ev
-from gateway.core.lane_events import LaneDoorSet, LaneRules
+from gateway.core.events import LaneDoorSet, LaneRules
 from gateway.core.lanes import Lanes
 from plumbing.gateway_protocol import Continuation
 from pool.core.events import Running, ShutDoor

@@ -13,13 +13,11 @@ import random
 import msgspec
 import pytest
 
-from gateway.core import lane as lane_module
-from gateway.core.course import Course
-from gateway.core.desk import Desk
-from gateway.core.events import BreakCause
-from gateway.core.lane import Lane
-from gateway.core.lane_events import LaneRules
-from gateway.core.lanes import Lanes
+from gateway.core import lanes as lane_module
+from gateway.core.attempts import Course
+from gateway.core.events import BreakCause, LaneRules
+from gateway.core.lanes import Lane, Lanes
+from gateway.core.requests import Desk
 from pool.core.events import OpenDoor
 from tests.gateway.core.lanes_pod import LanesPod
 from tests.gateway.core.model import KINDS

@@ -7,13 +7,13 @@ import pytest
 
 from gateway.core import events as ev
 from gateway.core import machine
-from gateway.core.attempt import Attempt
-from gateway.core.course import Course
-from gateway.core.desk import Desk
-from gateway.core.joined import Joined
+from gateway.core.attempts import Course
+from gateway.core.client_request import ClientRequest
+from gateway.core.hot_path import Attempt
 from gateway.core.machine import Gateway
-from gateway.core.order import WaitingLine
-from gateway.core.request import ClientRequest
+from gateway.core.queue import WaitingLine
+from gateway.core.replay_join import Joined
+from gateway.core.requests import Desk
 from tests.gateway.core.model import KINDS
 from tests.gateway.core.pod import Pod
 
@@ -227,7 +227,7 @@ def test_mutation_is_caught(name, monkeypatch):
     if attribute == "group":
         monkeypatch.setattr(ClientRequest, "__slots__", ())
         holder = type("Holder", (ClientRequest,), {})
-        monkeypatch.setattr("gateway.core.desk.ClientRequest", holder)  # with room for `kept`
+        monkeypatch.setattr("gateway.core.requests.ClientRequest", holder)  # with room for `kept`
     monkeypatch.setattr(owner, attribute, mutation)
     with pytest.raises(AssertionError):
         scenario()

@@ -14,9 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.core import rest_events as ev
-from gateway.core.rest import CLOSING_MS, RestPolicy
-from gateway.core.rest_events import GatewayDoor, RestRules
+from gateway.core import sleep as ev
+from gateway.core.sleep import CLOSING_MS, GatewayDoor, RestPolicy, RestRules
 from plumbing.pod.messages import Tier
 
 AFTER_MS = 5_000.0

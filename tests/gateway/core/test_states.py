@@ -6,9 +6,8 @@ import itertools
 
 import pytest
 
-from gateway.core.desk import UNSENT
-from gateway.core.request import ClientRequest
-from gateway.core.states import TRANSITIONS, IllegalTurn, RequestState, Turn
+from gateway.core.client_request import TRANSITIONS, ClientRequest, IllegalTurn, RequestState, Turn
+from gateway.core.requests import UNSENT
 
 
 @pytest.mark.parametrize(("state", "turn"), list(itertools.product(RequestState, Turn)))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from gateway.core import events as ev
-from gateway.core.order import COMPANY_MAX, EXPECTED_MS, TRIAL_MS
+from gateway.core.queue import COMPANY_MAX, EXPECTED_MS, TRIAL_MS
 from tests.gateway.core.pod import Pod, Upstream
 
 BEGIN_MS = 123.5  # the third engine is granted, and has not said hello

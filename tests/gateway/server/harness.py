@@ -14,7 +14,7 @@ from typing import Any
 import uvloop
 
 from gateway.messages import ConfigureGatewayMsg, GatewayEventMsg
-from gateway.server.doors import HttpDoors
+from gateway.server.client_listener import HttpDoors
 from plumbing.pod.paths import engine_http_socket
 from plumbing.wire.fds import OwnedFd
 from tests.gateway.stub_engine import StubEngine

@@ -134,7 +134,7 @@ def test_errors_of_a_living_engine_pass(tmp_path):
 )
 def test_an_engines_garbage_costs_one_connection(tmp_path, monkeypatch, written):
     """Goal: the request is asked again, others are not disturbed."""
-    monkeypatch.setattr("gateway.server.doors.SWEEP_S", 0.01)
+    monkeypatch.setattr("gateway.server.client_listener.SWEEP_S", 0.01)
     monkeypatch.setattr("gateway.server.exchange.HEAD_MS", 0)
 
     async def scenario(bench):
@@ -160,7 +160,7 @@ def test_an_engines_garbage_costs_one_connection(tmp_path, monkeypatch, written)
 
 
 def test_an_answer_over_the_limit_passes_as_it_comes(tmp_path, monkeypatch):
-    monkeypatch.setattr("gateway.core.course.ANSWER_BYTES_MAX", 100_000)
+    monkeypatch.setattr("gateway.core.attempts.ANSWER_BYTES_MAX", 100_000)
 
     async def scenario(bench):
         engine = await bench.active()

@@ -40,7 +40,7 @@ def test_stopping_finishes_what_is_in_flight(tmp_path):
 def test_deadlines(tmp_path, monkeypatch):
     """Goal: half a head, half a body, an idle connection and a client that reads nothing do not
     last. Method: all times are zero, and the sweep comes at once."""
-    monkeypatch.setattr("gateway.server.doors.SWEEP_S", 0.01)
+    monkeypatch.setattr("gateway.server.client_listener.SWEEP_S", 0.01)
 
     async def scenario(bench):
         await bench.active()
@@ -67,7 +67,7 @@ def test_deadlines(tmp_path, monkeypatch):
 def test_a_large_answer_outlives_deadlines_while_it_is_taken(tmp_path, monkeypatch):
     """Goal: a slow reader gets all of an answer that is complete here, and one that takes nothing
     does not stay. Method: all other times are zero, and the sweep comes at once."""
-    monkeypatch.setattr("gateway.server.doors.SWEEP_S", 0.001)
+    monkeypatch.setattr("gateway.server.client_listener.SWEEP_S", 0.001)
     monkeypatch.setattr(client_module, "IDLE_S", 0.0)
     monkeypatch.setattr(client_module, "LINGER_S", 0.0)
     size = 8 << 20
@@ -104,7 +104,7 @@ def test_no_deadline_ends_a_stream_that_goes_on_slowly_even_across_a_switchover(
     """Goal: an answer of ten minutes ends by itself alone. Method: every limit of time in the doors
     is zero, except the one of parked streams, and many sweeps pass between two tokens, in the pause
     of a handover, which is filled with comments, and after it."""
-    monkeypatch.setattr("gateway.server.doors.SWEEP_S", 0.001)
+    monkeypatch.setattr("gateway.server.client_listener.SWEEP_S", 0.001)
     monkeypatch.setattr("gateway.server.exchange.HEAD_MS", 0.0)
     for name in ("IDLE_S", "HEAD_S", "BODY_GRACE_S", "LINGER_S", "STALLED_S"):
         monkeypatch.setattr(client_module, name, 0.0)
@@ -169,7 +169,7 @@ def test_answers_that_wait_for_slow_readers_count_as_memory_and_the_largest_is_c
 ):
     """Goal: no number of slow readers takes more than `--memory-bytes`. Method: two whole answers
     that are together above the limit; of the larger one nothing is read."""
-    monkeypatch.setattr("gateway.server.doors.SWEEP_S", 0.01)
+    monkeypatch.setattr("gateway.server.client_listener.SWEEP_S", 0.01)
     larger, smaller = 56 << 20, 40 << 20
 
     async def scenario(bench):
@@ -197,7 +197,7 @@ def test_answers_that_wait_for_slow_readers_count_as_memory_and_the_largest_is_c
 def test_large_bodies_that_never_end_keep_no_memory_from_small_ones(tmp_path, monkeypatch):
     """Goal: who sends slowly cannot have everybody else refused. Method: bodies of most of the
     memory whose last bytes do not come; the largest is refused, and a small one is answered."""
-    monkeypatch.setattr("gateway.server.doors.SWEEP_S", 0.01)
+    monkeypatch.setattr("gateway.server.client_listener.SWEEP_S", 0.01)
 
     async def scenario(bench):
         await bench.active()

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.messages import DoorMsg, GatewayDoor
 from gateway.server import endpoints
-from gateway.server.engine_page import RequestLoad, page_of
+from gateway.server.endpoints import RequestLoad, page_of
 from pool.client import RefusedDoor
 from tests.gateway.server.harness import CHAT, Answer, Bench, with_bench
 from tests.gateway.server.test_models import LANES, TwoModels, with_models

@@ -32,7 +32,7 @@ class Refusing(Gateway):
 
 
 def test_the_next_request_waits_until_all_effects_are_performed(tmp_path, monkeypatch):
-    monkeypatch.setattr("gateway.server.doors.Gateway", Refusing)
+    monkeypatch.setattr("gateway.server.client_listener.Gateway", Refusing)
 
     async def scenario(bench):
         client = await bench.client()

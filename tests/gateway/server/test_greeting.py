@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 import gateway.server.exchange
-from gateway.server import greeting
-from gateway.server.doors import HttpDoors
-from gateway.server.greeting import greet
+from gateway.server import responses
+from gateway.server.client_listener import HttpDoors
+from gateway.server.responses import greet
 from plumbing.gateway_protocol import Hello
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.limits import FRAME_BYTES_MAX
@@ -30,10 +30,10 @@ def test_engine_that_makes_its_socket_after_its_grant_is_greeted_at_once(
     path = str(tmp_path / "engine.sock")
 
     async def main() -> None:
-        monkeypatch.setattr(greeting, "SOCKET_TRIES", 0)
+        monkeypatch.setattr(responses, "SOCKET_TRIES", 0)
         with pytest.raises(FileNotFoundError):
             await greet(path)
-        monkeypatch.setattr(greeting, "SOCKET_TRIES", 10_000)
+        monkeypatch.setattr(responses, "SOCKET_TRIES", 10_000)
         greeted = asyncio.create_task(greet(path))
         await asyncio.sleep(0)  # it has found no socket
         engine = StubEngine(path, "engine-7", token=3)

@@ -4,11 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.core.client_request import TOKEN_MAX
 from gateway.core.events import BreakCause, HeadCame
-from gateway.core.transcript import TOKEN_MAX
-from gateway.server import groups
-from gateway.server.groups import GroupCutter
-from gateway.server.upstream import Upstream
+from gateway.server import upstream as groups
+from gateway.server.upstream import GroupCutter, Upstream
 from plumbing import gateway_protocol as hop
 from plumbing.gateway_protocol import END, HANDED_OVER, group_end
 

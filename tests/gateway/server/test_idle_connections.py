@@ -11,9 +11,9 @@ import termios
 
 import pytest
 
-from gateway.core import course
+from gateway.core import attempts
 from gateway.messages import DoorMsg, GatewayDoor
-from gateway.server import idle_connections
+from gateway.server import connections as idle_connections
 from plumbing import gateway_protocol as hop
 from tests.gateway.server.harness import CHAT, with_bench
 from tests.gateway.server.test_streams import ASKED, BODY, assert_whole
@@ -58,7 +58,7 @@ def no_age(monkeypatch):
 @pytest.fixture
 def no_break(monkeypatch):
     """What breaks is not asked again."""
-    monkeypatch.setattr(course, "NEWER_GRANT_MS", float("inf"))
+    monkeypatch.setattr(attempts, "NEWER_GRANT_MS", float("inf"))
 
 
 def test_requests_in_turn_take_one_connection(tmp_path):

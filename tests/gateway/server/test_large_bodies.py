@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.core.answers import QUOTED_CHARS_MAX
-from gateway.server.outline import (
+from gateway.server.requests import (
     BLOCK_BYTES,
     LARGE_BYTES,
     LOOKED_BYTES_MAX,

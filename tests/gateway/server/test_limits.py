@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from gateway.server import listener
+from gateway.server import client_listener as listener
 from plumbing.errors import UsageError
 from tests.gateway.server.harness import CHAT, bench, run, with_bench
 from tests.helpers import auntil, descriptors_below, open_fds
@@ -155,7 +155,7 @@ def test_api_keys(tmp_path, monkeypatch):
     changed while it runs, and a bad file changes nothing."""
     import openai  # two seconds, which every collection of tests would take
 
-    monkeypatch.setattr("gateway.server.doors.SWEEP_S", 0.01)
+    monkeypatch.setattr("gateway.server.client_listener.SWEEP_S", 0.01)
     keys = tmp_path / "keys"
     keys.write_text("first\n\n  second  \n")
 
@@ -223,7 +223,7 @@ def make_certificate(folder, name):
 
 def test_tls(tmp_path, monkeypatch):
     """Goal: a stream over TLS, plain HTTP gets nothing, and a renewed certificate is used."""
-    monkeypatch.setattr("gateway.server.doors.SWEEP_S", 0.01)
+    monkeypatch.setattr("gateway.server.client_listener.SWEEP_S", 0.01)
     cert, key = make_certificate(tmp_path, "first")
 
     async def scenario(bench):

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from gateway.core.lane_events import LaneRules
+from gateway.core.events import LaneRules
 from gateway.messages import ModelDoorsMsg
 from plumbing.gateway_protocol import Continuation
 from plumbing.pod.messages import Tier

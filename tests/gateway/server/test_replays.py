@@ -6,11 +6,12 @@ import json
 
 import pytest
 
-from gateway.core import joined
-from gateway.core.attempt import Attempt
-from gateway.core.joined import Joined
-from gateway.core.transcript import BLOCK_BYTES
-from gateway.server import upstream, upstream_owner
+from gateway.core import replay_join
+from gateway.core.client_request import BLOCK_BYTES
+from gateway.core.hot_path import Attempt
+from gateway.core.replay_join import Joined
+from gateway.server import upstream
+from gateway.server import upstream as upstream_owner
 from tests.gateway.server.harness import CHAT, with_bench
 from tests.gateway.stub_engine import text_of
 from tests.helpers import auntil
@@ -106,7 +107,7 @@ def test_a_resume_reads_what_the_engine_plays_and_nothing_that_was_sent(
     that are joined from the death on, and those that are parsed,
     beside what was sent, all of which the stub plays."""
     joined_bytes, parsed = [0], [0]
-    add, parts_of = Joined.add, joined.parts_of
+    add, parts_of = Joined.add, replay_join.parts_of
 
     def counted(self, raw):
         joined_bytes[0] += len(raw)
@@ -117,7 +118,7 @@ def test_a_resume_reads_what_the_engine_plays_and_nothing_that_was_sent(
         return parts_of(data)
 
     monkeypatch.setattr(Joined, "add", counted)
-    monkeypatch.setattr(joined, "parts_of", counted_parts_of)
+    monkeypatch.setattr(replay_join, "parts_of", counted_parts_of)
 
     async def scenario(bench):
         await bench.active(cut_after_groups=TOKENS - 100)

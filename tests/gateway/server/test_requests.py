@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.server import requests
-from gateway.server.refusals import Refused
 from gateway.server.request_reader import HEAD_BYTES_MAX, PIPELINED_MAX, BodyMemory, RequestReader
 from gateway.server.requests import is_hop_path
+from gateway.server.responses import Refused
 
 
 def reader(body_bytes_max=1000, refused=None, memory=None):

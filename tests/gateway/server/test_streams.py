@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from gateway.server import groups
+from gateway.server import upstream as groups
 from gateway.server.upstream import Upstream
 from plumbing import gateway_protocol as hop
 from plumbing.gateway_protocol import Continuation
@@ -357,7 +357,7 @@ def test_an_event_of_ten_megabytes_passes(tmp_path):
 
 def test_comments_keep_a_paused_stream_alive(tmp_path, monkeypatch):
     """Goal: with the option, and only while paused. Method: a pause until three comments came."""
-    monkeypatch.setattr("gateway.server.doors.SWEEP_S", 0.01)
+    monkeypatch.setattr("gateway.server.client_listener.SWEEP_S", 0.01)
 
     async def scenario(bench):
         dying = await bench.active(cut_after_groups=2)

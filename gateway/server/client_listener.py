@@ -1,20 +1,32 @@
-"""The serving child's doors: from the service socket to the engine's, around the core.
+"""The serving child's listener for clients: it accepts them, and runs the gateway around the core.
 
-Owns the clients' connections and the time at which things are looked at once a second. What happens
-to a request is decided in `gateway.core` and performed by `HttpExchange`.
+`HttpDoors` owns the clients' connections and the sweep once a second. `gateway.core` decides what
+happens to a request, and `HttpExchange` performs it.
+
+`ServiceListener` accepts from the service socket, of which other processes hold copies too. It does
+not use `create_server`, which calls `listen` again and accepts a whole backlog before anything else
+runs. At the limit of connections the longest idle one makes room for a new one; if none is idle,
+and when descriptors run out, new ones wait in the backlog. `shutdown` would end listening for every
+copy; `close` ends only ours.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import resource
+import select
+import socket
+import ssl
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from gateway.core import events as ev
 from gateway.core.lanes import Lanes
 from gateway.core.machine import Gateway
-from gateway.core.rest_events import GatewayDoor
+from gateway.core.sleep import GatewayDoor
 from gateway.messages import (
     ConfigureGatewayMsg,
     DoorMsg,
@@ -27,16 +39,16 @@ from gateway.messages import (
 )
 from gateway.server.accounts import Accounts
 from gateway.server.client import WRITE_BUFFER_BYTES, ClientConnection
-from gateway.server.endpoints import Endpoints
+from gateway.server.connections import take_over
+from gateway.server.endpoints import Endpoints, ModelService, OwnAnswer
 from gateway.server.exchange import HttpExchange
 from gateway.server.files import open_api_keys, open_certificate
-from gateway.server.listener import ServiceListener
 from gateway.server.main import Parent
-from gateway.server.models import ModelService, OwnAnswer
-from gateway.server.refusals import Refused
 from gateway.server.request_reader import BodyMemory
 from gateway.server.requests import BODY_BYTES_MAX, NOT_PASSED_ON, Headers, HttpRequest
+from gateway.server.responses import Refused
 from gateway.server.tracing import open_spans
+from plumbing.errors import explain_shortage, is_shortage
 from plumbing.wire.fds import OwnedFd
 
 PROBLEM_CHARS_MAX = 4096  # a beat is one frame, and an engine says what it likes
@@ -342,3 +354,138 @@ class HttpDoors:
         return UpstreamState(
             engine, token, True, hello.continuation_id, hello.continuation, problem
         )
+
+
+logger = logging.getLogger(__name__)
+
+CONNECTIONS_MAX = 16_384  # 40 KiB each are 640 MiB; beyond that there should be several pods
+RESERVED_FDS = 64  # for everything that is neither a client nor an engine's connection
+FDS_PER_CLIENT = 2  # a connection to the engine for each
+ACCEPTS_PER_TURN = 32  # then the requests in flight get the loop
+RETRY_S = 0.1  # at a limit, until connections close
+HANDSHAKE_S = 10.0  # of TLS
+PROBLEM_S = 10.0  # how long a problem is shown after it was last met
+# A client that is gone without a word is noticed after two minutes, also while nothing is sent.
+KEEPALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 15),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 120_000),
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+)
+
+
+class Places(Protocol):
+    """Who counts the connections that are open."""
+
+    def count(self) -> int: ...
+    def close_an_idle_one(self) -> bool: ...
+    def closed(self, client: ClientConnection) -> None: ...
+    def limit_hit(self, name: str) -> None: ...
+
+
+def connections_max() -> int:
+    """How many clients may be connected, by this process's limit of open files."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return CONNECTIONS_MAX
+    return max(2, min(CONNECTIONS_MAX, (soft - RESERVED_FDS) // FDS_PER_CLIENT))
+
+
+class ServiceListener:
+    """Accepts from its making until `stop`."""
+
+    def __init__(
+        self,
+        fd: OwnedFd,
+        factory: Callable[[], ClientConnection],
+        places: Places,
+        tls: ssl.SSLContext | None,
+    ) -> None:
+        """Take `fd`, a bound and listening stream socket."""
+        self._sock = socket.socket(fileno=fd.detach())
+        self._sock.setblocking(False)  # a flag of the open file, the same for all its holders
+        if self._sock.family in (socket.AF_INET, socket.AF_INET6):
+            for level, option, value in KEEPALIVE:  # what is accepted from it has them too
+                self._sock.setsockopt(level, option, value)
+        self._factory = factory
+        self._places = places
+        self._tls = tls
+        self._loop = asyncio.get_running_loop()
+        self._retry: asyncio.TimerHandle | None = None
+        self._problem: tuple[float, str] | None = None  # when it was last met
+        self.is_accepting = True
+        self._loop.add_reader(self._sock.fileno(), self._accept)
+
+    @property
+    def problem(self) -> str | None:
+        if self._problem is None or self._loop.time() - self._problem[0] > PROBLEM_S:
+            return None
+        return self._problem[1]
+
+    def pause(self) -> None:
+        """Accept no more until `resume`; repeated calls do nothing."""
+        if self._retry is not None:
+            self._retry.cancel()
+        if self.is_accepting:
+            self._loop.remove_reader(self._sock.fileno())
+        self.is_accepting = False
+
+    def resume(self) -> None:
+        """Accept again, unless stopped."""
+        if not self.is_accepting and self._sock.fileno() != -1:
+            self.is_accepting = True
+            self._add_reader()
+
+    def stop(self) -> None:
+        """Accept no more and close our copy; repeated calls do nothing."""
+        self.pause()
+        self._sock.close()
+
+    def _accept(self) -> None:
+        most = connections_max()
+        for _ in range(ACCEPTS_PER_TURN):
+            is_full = self._places.count() >= most
+            if is_full and not self._is_anybody_waiting():
+                return
+            if is_full and not self._places.close_an_idle_one():
+                self._places.limit_hit("connections")
+                self._wait(
+                    f"{most} clients are connected, the limit; raise the limit of open files"
+                    " (ulimit -n), or restrict who can reach this port"
+                )
+                return
+            try:
+                connection, _ = self._sock.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if is_shortage(error):
+                    self._places.limit_hit("descriptors")
+                    self._places.close_an_idle_one()
+                    self._wait(f"cannot accept clients: {explain_shortage(error.errno)}")
+                    return
+                continue  # the client left while it waited (man 2 accept)
+            self._adopt(connection)
+
+    def _is_anybody_waiting(self) -> bool:
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def _adopt(self, connection: socket.socket) -> None:
+        client = self._factory()
+        tls = {"ssl": self._tls, "ssl_handshake_timeout": HANDSHAKE_S} if self._tls else {}
+        # It fails if the client is gone, or does not speak TLS.
+        take_over(connection, client, lambda _: self._places.closed(client), **tls)
+
+    def _wait(self, why: str) -> None:
+        """New connections wait in the backlog meanwhile."""
+        if self.problem is None:
+            logger.warning("%s", why)
+        self._problem = (self._loop.time(), why)
+        self._loop.remove_reader(self._sock.fileno())
+        self._retry = self._loop.call_later(RETRY_S, self._add_reader)
+
+    def _add_reader(self) -> None:
+        self._loop.add_reader(self._sock.fileno(), self._accept)

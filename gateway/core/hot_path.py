@@ -21,11 +21,15 @@ from __future__ import annotations
 import re
 from typing import Protocol
 
+from gateway.core.client_request import (
+    GROUP_BYTES,
+    TOKEN_MAX,
+    ClientRequest,
+    RequestState,
+    Transcript,
+)
 from gateway.core.events import BreakCause
 from gateway.core.replay import ReplayMismatch, Rest
-from gateway.core.request import ClientRequest
-from gateway.core.states import RequestState
-from gateway.core.transcript import GROUP_BYTES, TOKEN_MAX, Transcript
 
 # An error event of chat and completions, of Responses, of Anthropic messages. No text of a model
 # can look like it: inside a JSON string the quotes would be escaped, and lines do not end there.

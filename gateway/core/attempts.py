@@ -1,21 +1,20 @@
-"""The course of an answer: its head, its replay, its breaks, and refusals.
+"""The attempts of a request: the head of an answer, its replay, its breaks, and refusals.
 
-A break is no failure. Whoever has been sent something is parked, whoever has not waits again, and
-both are asked again: at the next engine as soon as there is a newer grant, or at the same one if
-there is none within `NEWER_GRANT_MS`, under a new attempt, twice at most.
+A break is no failure. A client that has received bytes is parked, and any other waits again. The
+gateway sends both again: to the next engine as soon as there is a newer grant, or to the same one
+if there is none within `NEWER_GRANT_MS`, under a new attempt, twice at most.
 """
 
 from __future__ import annotations
 
 from gateway.core import answers
 from gateway.core import events as ev
-from gateway.core.attempt import Attempt
-from gateway.core.commons import Numbers
-from gateway.core.desk import Desk
+from gateway.core.client_request import PROGRESS_TOKENS, ClientRequest, RequestState, Turn
 from gateway.core.events import BreakCause
+from gateway.core.hot_path import Attempt
 from gateway.core.replay import Replay
-from gateway.core.request import PROGRESS_TOKENS, ClientRequest
-from gateway.core.states import RequestState, Turn
+from gateway.core.requests import Desk
+from gateway.core.shared import Numbers
 from plumbing.gateway_protocol import Continuation, Hello, Journal
 
 NEWER_GRANT_MS = 200.0  # a death is followed by a grant in less; a broken connection by none

@@ -1,32 +1,139 @@
-"""When the engine that holds the lock rests, and when it wakes: the gateway's parent decides.
+"""When the engine that holds the lock sleeps, and when it wakes; the gateway's parent decides.
 
-Pure. Two rules, and the door that both need:
+Two rules, and the door that both need:
 
     idle     nothing was in flight in any child for `sleep_after_ms` → goal `warm`
-    demand   a request waits while the goal is below `awake`          → goal `awake`
+    demand   a request waits while the goal is below `awake`         → goal `awake`
 
-                 quiet for so long            all children obey, still quiet: goal warm
+                  quiet for so long            all children obey, still quiet: goal warm
           open ─────────────────────▶ closing ─────────────────────────────────────▶ shut
            ▲ ◀────── a request, or late ──┘                                            │
            └──────────── it wakes; it is lost, or another engine holds the lock ───────┘
 
-The door is what makes resting safe for requests: children stop asking *before* the goal is sent, so
-no request is on its way to an engine that stops accepting. Whoever else sends it a goal (the
-command line) has no door; the engine drains then, and the door follows what it says of itself.
-
-The surprising thing: everything that is not known opens the door. Where the engine cannot be heard
-children ask it as they would without this file, and what fails is asked again.
+The door makes sleep safe for requests: children stop sending *before* the goal is sent, so no
+request is on its way to an engine that stops accepting. A goal from the command line has no door:
+the engine drains then, and the door follows what the engine reports. When in doubt, the door opens:
+if the engine cannot be heard, children send requests as usual and retry those that fail. Events and
+effects are plain values; the module is pure.
 """
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 from msgspec import Struct
 
-from gateway.core import rest_events as ev
-from gateway.core.rest_events import GatewayDoor, RestRules
 from plumbing.errors import InvariantError
 from plumbing.pod.messages import Tier
 from plumbing.text import duration
+
+
+class GatewayDoor(StrEnum):
+    """What children may do with requests."""
+
+    OPEN = "open"  # ask the engine
+    CLOSING = "closing"  # ask nothing for a moment: the parent looks whether all is quiet
+    SHUT = "shut"  # let them wait: the engine rests, or is on its way there
+
+
+class RestRules(Struct, frozen=True):
+    """The settings of `rest.RestPolicy`."""
+
+    sleep_after_ms: float = 0.0  # of quiet; 0: the gateway lets no engine rest
+    wakes_on_request: bool = True
+
+
+# -------------------------------------------------------------------------------------- events
+
+
+class RestEvent(Struct, frozen=True):
+    """What has happened, for `RestPolicy.handle`."""
+
+
+class HolderIs(RestEvent, frozen=True):
+    """The lock server names who holds the lock; "" and 0: nobody. Repeats change nothing."""
+
+    engine: str
+    token: int
+
+
+class HolderSaid(RestEvent, frozen=True):
+    """What the holder says of itself (`plumbing.pod.messages.EngineReportMsg`). `is_answer`: to
+    the last goal that it was sent."""
+
+    token: int
+    state: str
+    goal: Tier
+    can_rest: bool
+    for_ms: float = 0.0  # in this state
+    is_answer: bool = False
+
+
+class HolderLost(RestEvent, frozen=True):
+    """It cannot be heard now: what it said counts no longer."""
+
+
+class GoalRefused(RestEvent, frozen=True):
+    """It does not take the goal, and says why."""
+
+    reason: str
+
+
+class ChildSaid(RestEvent, frozen=True):
+    """A beat. `door`: the number of the last `SetDoor` that this child has obeyed."""
+
+    child: int
+    door: int
+    in_flight: int  # requests, with those that wait
+    wanting: int  # that wait for an engine, or to be resumed
+    quiet_ms: float  # since nothing was in flight
+
+
+class ChildGone(RestEvent, frozen=True):
+    child: int
+
+
+class RestTick(RestEvent, frozen=True):
+    pass
+
+
+# ------------------------------------------------------------------------------------- effects
+
+
+class RestEffect(Struct, frozen=True):
+    """What the shell does, in the order given."""
+
+
+class SetDoor(RestEffect, frozen=True):
+    """Tell all children, and each that starts later. `does_open`: it will open without an operator,
+    so requests wait as long as that takes. `reason`: why it is shut."""
+
+    number: int
+    token: int
+    door: GatewayDoor
+    does_open: bool = True
+    reason: str = ""
+
+
+class SendGoal(RestEffect, frozen=True):
+    """Answered by a `HolderSaid` that `is_answer`, by `GoalRefused`, or by `HolderLost`."""
+
+    goal: Tier
+
+
+class HolderWoke(RestEffect, frozen=True):
+    """The engine is awake, so long after the gateway has asked for it."""
+
+    ms: float
+
+
+class RestTold(RestEffect, frozen=True):
+    """For the event log."""
+
+    kind: str
+    message: str
+    severity: str = "info"
+
 
 # For all children to obey, which takes a millisecond; one that is stopped is killed after 3 s.
 CLOSING_MS = 1_000.0
@@ -51,14 +158,14 @@ class RestPolicy:
         self.rules = rules
         self.engine = ""
         self.token = 0
-        self.said: ev.HolderSaid | None = None  # the last word of this holder
-        self.door = ev.SetDoor(0, 0, GatewayDoor.OPEN)
+        self.said: HolderSaid | None = None  # the last word of this holder
+        self.door = SetDoor(0, 0, GatewayDoor.OPEN)
         self.asked: Tier | None = None  # a goal that it has not answered yet
         self._children: dict[int, _ChildView] = {}
         self._awake_since_ms = 0.0  # or since when it was last found not to be quiet
         self._closing_since_ms = 0.0
         self._woken_ms: float | None = None  # when it was told to wake, until it is awake
-        self._out: list[ev.RestEffect] = []
+        self._out: list[RestEffect] = []
 
     # ------------------------------------------------------------------ looking
 
@@ -90,28 +197,28 @@ class RestPolicy:
 
     # ------------------------------------------------------------------ what happens
 
-    def handle(self, event: ev.RestEvent, now_ms: float) -> list[ev.RestEffect]:
+    def handle(self, event: RestEvent, now_ms: float) -> list[RestEffect]:
         """What follows from `event`."""
         match event:
-            case ev.HolderIs():
+            case HolderIs():
                 if (event.engine, event.token) != (self.engine, self.token):
                     self.engine, self.token = event.engine, event.token
                     self._lose(now_ms)
-            case ev.HolderSaid():
+            case HolderSaid():
                 self._hear(event, now_ms)
-            case ev.HolderLost():
+            case HolderLost():
                 self._lose(now_ms)
-            case ev.GoalRefused():
+            case GoalRefused():
                 self.asked, self._awake_since_ms = None, now_ms
                 message = f"{self.engine} does not take its goal: {event.reason}"
-                self._out.append(ev.RestTold("goal_refused", message, "warning"))
-            case ev.ChildSaid():
+                self._out.append(RestTold("goal_refused", message, "warning"))
+            case ChildSaid():
                 self._children[event.child] = _ChildView(
                     event.door, event.in_flight, event.wanting, now_ms - event.quiet_ms
                 )
-            case ev.ChildGone():
+            case ChildGone():
                 self._children.pop(event.child, None)
-            case ev.RestTick():
+            case RestTick():
                 pass
             case _:
                 raise InvariantError(f"{event} is not known here")
@@ -119,7 +226,7 @@ class RestPolicy:
         out, self._out = self._out, []
         return out
 
-    def _hear(self, said: ev.HolderSaid, now_ms: float) -> None:
+    def _hear(self, said: HolderSaid, now_ms: float) -> None:
         was_active = self.said is not None and self.said.state == "active"
         self.said = said
         if said.is_answer:
@@ -129,7 +236,7 @@ class RestPolicy:
         if not was_active:
             self._awake_since_ms = now_ms
         if self._woken_ms is not None and self.goal is Tier.AWAKE:
-            self._out.append(ev.HolderWoke(now_ms - self._woken_ms))
+            self._out.append(HolderWoke(now_ms - self._woken_ms))
             self._woken_ms = None
 
     def _lose(self, now_ms: float) -> None:
@@ -178,7 +285,7 @@ class RestPolicy:
             self._set(GatewayDoor.OPEN)
         elif all(each.door == self.door.number for each in self._children.values()):
             quiet = duration(self.quiet_ms(now_ms))
-            self._out.append(ev.RestTold("sleep", f"no request for {quiet}: {self.engine} rests"))
+            self._out.append(RestTold("sleep", f"no request for {quiet}: {self.engine} rests"))
             self._send(Tier.WARM)
             self._set(GatewayDoor.SHUT)
 
@@ -186,14 +293,14 @@ class RestPolicy:
         if not self.rules.wakes_on_request or self.goal is Tier.AWAKE or not self.wanting:
             return
         waiting = f"{self.wanting} requests wait" if self.wanting > 1 else "a request waits"
-        self._out.append(ev.RestTold("wake", f"{waiting}: {self.engine} is woken"))
+        self._out.append(RestTold("wake", f"{waiting}: {self.engine} is woken"))
         self._woken_ms = now_ms
         self._send(Tier.AWAKE)
         self._set(GatewayDoor.SHUT)  # as before; but it will open
 
     def _send(self, goal: Tier) -> None:
         self.asked = goal
-        self._out.append(ev.SendGoal(goal))
+        self._out.append(SendGoal(goal))
 
     def _set(self, door: GatewayDoor) -> None:
         """Tell the children if anything about the door has changed."""
@@ -202,13 +309,13 @@ class RestPolicy:
             door is not GatewayDoor.SHUT or self.rules.wakes_on_request or self.goal is Tier.AWAKE
         )
         reason = self._reason(does_open=does_open) if door is GatewayDoor.SHUT else ""
-        new = ev.SetDoor(old.number, self.token, door, does_open, reason)
+        new = SetDoor(old.number, self.token, door, does_open, reason)
         if new == old:
             return
         # A number is what children confirm to have obeyed: only for what changes what they do.
         is_same = (new.door, new.token) == (old.door, old.token)
         number = old.number + (not is_same)
-        self.door = ev.SetDoor(number, self.token, door, does_open, reason)
+        self.door = SetDoor(number, self.token, door, does_open, reason)
         self._out.append(self.door)
 
     def _reason(self, *, does_open: bool) -> str:

@@ -1,4 +1,4 @@
-"""Whose turn it is: every request that waits for an engine, in the order in which it is asked.
+"""Every request that waits for an engine, in the order in which the gateway sends it.
 
     streams that were paused      oldest first, so many replays at once
     requests to ask again         nothing of them was sent; oldest first
@@ -7,7 +7,7 @@
                                   trial finds room in the engine
 
 In a pool, requests have priorities, and in each queue the one with the smallest `order_key` is
-first: the time when it came, as much later as its priority is worse (`lane.py`).
+first: the time when it came, as much later as its priority is worse (`lanes.py`).
 
 A *suspect* was in the engine at two deaths and has made fewer than 32 tokens between them, or was
 there for less than ten seconds where its tokens cannot be seen. One that kills engines is among
@@ -30,8 +30,7 @@ import heapq
 from collections.abc import Callable, Iterator
 from enum import IntEnum
 
-from gateway.core.request import ClientRequest
-from gateway.core.states import RequestState
+from gateway.core.client_request import ClientRequest, RequestState
 
 REFUSALS_THAT_HOLD = 4  # with their pauses, less than a second
 # New requests in the engine while there are suspects: one that waits for them shows nothing.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from gateway.core.lane_events import MAX_IN_FLIGHT, LaneRules
+from gateway.core.events import MAX_IN_FLIGHT, LaneRules
 
 
 class LaneSettings(NamedTuple):

@@ -1,8 +1,8 @@
-"""The requests that there are: how each begins and ends, and the memory of all.
+"""The requests that the gateway has: how each begins and ends, and the memory of all.
 
 The memory has one cap. A request that comes when it is reached is *lean*: its answer is neither
-held nor journalled, and its class is `none` from the start. Where streams grow to the cap, the
-largest one gives its journal up and goes on as class `none`: one stream does not survive the next
+held nor journalled, and its class is `none` from the start. If streams grow to the cap, the largest
+one gives up its journal and continues as class `none`: one stream does not survive the next
 failover, instead of many.
 """
 
@@ -13,12 +13,11 @@ from collections.abc import Callable
 from gateway.core import answers
 from gateway.core import events as ev
 from gateway.core.answers import Failure
-from gateway.core.attempt import Attempt
-from gateway.core.commons import Commons
+from gateway.core.client_request import REQUEST_BYTES, ClientRequest, RequestState, Turn
 from gateway.core.events import Ending, GatewayRules
-from gateway.core.order import WaitingLine
-from gateway.core.request import REQUEST_BYTES, ClientRequest
-from gateway.core.states import RequestState, Turn
+from gateway.core.hot_path import Attempt
+from gateway.core.queue import WaitingLine
+from gateway.core.shared import Commons
 from plumbing.gateway_protocol import JOURNAL_TOKENS_MAX
 
 REPLAYS = (RequestState.RESUMING, RequestState.REPLAYING)
