@@ -12,9 +12,9 @@ from typing import Any
 import click
 
 from engine.backends.registry import asks_for_help, command_line
-from engine.core.patience import percent
+from engine.core.health import percent
 from engine.messages import CONTROL, LeaveMsg, OkMsg
-from engine.supervisor.pool_place import place_in_pool, placed
+from engine.supervisor.pool_config import place_in_pool, placed
 from engine.supervisor.settings import OPTIONS, PORT_FIRST, EngineSettings, settle
 from plumbing.errors import UnreachableError, WaitTimeoutError
 from plumbing.pod.cli import (

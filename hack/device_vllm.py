@@ -352,7 +352,7 @@ class Run:
 
     def _note_self_test(self, directory: Path) -> None:
         """What the engines found of themselves while they were prepared."""
-        from engine.backends.vllm.api.proof import NAME
+        from engine.backends.vllm.api.self_test import NAME
 
         try:
             results = json.loads((directory / NAME).read_text()).values()

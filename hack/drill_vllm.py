@@ -32,7 +32,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine.supervisor import held_files
+from engine.supervisor import leftovers
 from hack import v2_on_cpu
 from hack.rig import machine
 from hack.vllm.figures import Figures, look_at, private_bytes, workers_below
@@ -194,7 +194,7 @@ class Run:
         more: tuple[str, ...] = (),
     ) -> DrillResult | None:
         """A pod in the directory `name`, with `more` of our own flags; `found`: measured in it."""
-        config, before, base = self.config, held_files.there_now(), self.base / name
+        config, before, base = self.config, leftovers.there_now(), self.base / name
         base.mkdir(exist_ok=True)
         plan = DrillPlan(
             config["kills"],
@@ -235,10 +235,10 @@ class Run:
         await measure(target, questions, clients, WARM_UP_S)
         return await measure(target, questions, clients, MEASURED_S)
 
-    def _leftovers(self, before: frozenset[held_files.Name], base: Path) -> list[str]:
+    def _leftovers(self, before: frozenset[leftovers.Name], base: Path) -> list[str]:
         """Files that the pod has left behind; those that other processes hold do not count."""
-        new = held_files.there_now() - before
-        left = [name.path for name in new - held_files.still_held(new)]
+        new = leftovers.there_now() - before
+        left = [name.path for name in new - leftovers.still_held(new)]
         left += [
             str(path)
             for path in temporary(base).rglob("*")

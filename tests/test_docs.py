@@ -69,7 +69,7 @@ def test_every_flag_that_vllm_users_meet_is_in_its_page():
 
 def test_every_quantisation_that_can_be_shared_is_in_the_page_and_no_other():
     """docs/vllm.md against the source of `sharing.py`, which needs torch to be imported."""
-    source = (ROOT / "engine/backends/vllm/worker/sharing.py").read_text()
+    source = (ROOT / "engine/backends/vllm/worker/model_load.py").read_text()
     known = set(re.findall(r'^    "(\w+)": "', source, re.MULTILINE))
     assert len(known) >= 5
     section = VLLM.partition("## Quantisation")[2].partition("\n## ")[0]

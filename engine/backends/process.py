@@ -1,17 +1,25 @@
-"""What every process of a backend does first, before it opens a device or maps a weight.
+"""What every process of a backend does first, before it opens a device or maps a weight; and the
+page on which a backend shows its progress.
 
-Owns the order: die with the parent, hold the witness on descriptor 0, reserve the seat on the
+The order is fixed: die with the parent, hold the witness on descriptor 0, reserve the seat on the
 serving file, then register. In any other order a process could outlive its supervisor unseen. Must
-not import asyncio or numpy. The surprising thing: descriptor 0 is the witness, so nothing here
-reads stdin; a child inherits it and counts for the lock server, as any process that may use the
-device should.
+not import asyncio or numpy. Descriptor 0 is the witness, so nothing here reads stdin; a child
+inherits it and counts for the lock server, as any process that may use the device should.
+
+The progress page is a counter that the backend shares with its supervisor, which must not take an
+engine for hung that makes tokens but answers late. The supervisor makes the page; only the process
+that hands tokens to clients advances the counter. Without a page, progress comes with the answers
+(`HealthyMsg.progress`). The memfd's size is sealed, since a read behind a shortened file would end
+the supervisor with SIGBUS.
 """
 
 from __future__ import annotations
 
+import fcntl
+import mmap
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +33,7 @@ from plumbing.pod.paths import engine_queue
 from plumbing.pod.queue_page import QueuePage
 from plumbing.service.process import arm_from_environment, parent_environment
 from plumbing.wire.blocking import BlockingClient
+from plumbing.wire.fds import OwnedFd
 
 CHANNEL_ENV = "UNDERSTUDY_CHANNEL"
 WITNESS_ENV = "UNDERSTUDY_WITNESS"
@@ -170,3 +179,55 @@ def _required(environ: Mapping[str, str], variable: str) -> str:
             variable=variable,
         )
     return value
+
+
+PROGRESS_ENV = "UNDERSTUDY_PROGRESS"  # the number of the inherited descriptor
+COUNTER_BYTES = 8
+SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class ProgressPage:
+    """The counter of one incarnation, at either end."""
+
+    def __init__(self, page: mmap.mmap | None = None) -> None:
+        """Without `page`: a counter that nobody else sees."""
+        self._page = page
+        memory = memoryview(page if page is not None else bytearray(COUNTER_BYTES))
+        self._counter = memory[:COUNTER_BYTES].cast("Q")  # aligned, so written in one piece
+
+    @classmethod
+    def create(cls) -> tuple[ProgressPage, OwnedFd | None]:
+        """The supervisor's page, and the descriptor for the backend, if there can be one."""
+        try:
+            with OwnedFd(os.memfd_create("progress", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)) as fd:
+                os.ftruncate(fd.fileno(), mmap.PAGESIZE)
+                fcntl.fcntl(fd.fileno(), fcntl.F_ADD_SEALS, SIZE_SEALS)
+                return cls(mmap.mmap(fd.fileno(), mmap.PAGESIZE)), fd.duplicate()
+        except OSError:
+            return cls(), None
+
+    @classmethod
+    def take(cls, environ: MutableMapping[str, str] = os.environ) -> ProgressPage:
+        """The backend's page; once, since neither variable nor descriptor is inherited further."""
+        number = environ.pop(PROGRESS_ENV, "")
+        if not number.isdecimal():
+            return cls()
+        try:
+            with OwnedFd(int(number)) as fd:
+                return cls(mmap.mmap(fd.fileno(), mmap.PAGESIZE))
+        except (OSError, ValueError):
+            return cls()
+
+    @property
+    def count(self) -> int:
+        return self._counter[0]
+
+    @count.setter
+    def count(self, value: int) -> None:
+        self._counter[0] = value
+
+    def close(self) -> None:
+        """Unmap it."""
+        self._counter.release()
+        if self._page is not None:
+            self._page.close()

@@ -1,16 +1,20 @@
-"""What an engine may take over from the index of its pools: the rules of the adopter.
+"""What an engine may adopt from the index of its pools, and whether a block's bytes are still those
+that were published.
 
-Owns the comparison of headers, the agreement of the ranks, and the verdict on content that engines
-died with. Reads only; `IndexWriter` then goes on with the result or clears. Any doubt means empty,
-with a reason for `status`: correctness never depends on an adoption.
+The adopter compares headers, makes the ranks agree, and judges content that engines died with. It
+only reads; `IndexWriter` continues with the result or clears the index. Any doubt means empty, with
+a reason for `status`: correctness never depends on an adoption. The caller proves the fence first:
+no process of an earlier engine can still write to the pool.
 
-Its caller proves the fence before it calls: no process of an earlier engine can still write to the
-pool, so what is read here stays as it is.
+The audit (`--kv-audit`) compares checksums for tests and drills. No rule relies on it, and whoever
+holds the memory computes the checksums.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import zlib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -78,3 +82,27 @@ def _shown(value: str | int) -> str:
 
 def _empty(why: str, rank: int, ranks: int) -> Adoption:
     return Adoption(why_empty=f"rank {rank}: {why}" if ranks > 1 else why)
+
+
+Checksums = Callable[[Sequence[int]], Sequence[int]]
+"""Computes one checksum for each of some blocks, over its bytes on all ranks."""
+
+PART_BYTES = 4  # a CRC-32 of one rank's part
+
+
+def joined(parts: Iterable[int]) -> int:
+    """The checksum of a block, from those of every rank's part of it."""
+    return zlib.crc32(b"".join(part.to_bytes(PART_BYTES, "little") for part in parts))
+
+
+def audited(adoption: Adoption, checksums: Checksums) -> Adoption:
+    """`adoption` without its torn blocks. Blocks that were published without a checksum pass."""
+    checked = [record for record in adoption.records if record.audit is not None]
+    found = checksums([record.block for record in checked]) if checked else ()
+    pairs = zip(checked, found, strict=True)
+    torn = frozenset(record.block for record, checksum in pairs if checksum != record.audit)
+    if not torn:
+        return adoption
+    whole = tuple(record for record in adoption.records if record.block not in torn)
+    why = adoption.why_empty if whole else "no block is what was published"
+    return dataclasses.replace(adoption, records=whole, why_empty=why, torn=torn)

@@ -1,30 +1,32 @@
-"""The index as the engine that holds the pool keeps it: the rules of the writer.
+"""The index as the engine that holds the pool keeps it: when a record may exist, and which step
+proves it.
 
-Owns when a record may exist. Knows no scheduler: `publisher` decides when a block is proven. One
-writer per pool at a time, in the process of the scheduler, which is what the lease of the pool
-means.
+One writer per pool at a time, in the scheduler's process.
 
 1. *Invalidate first*: before a block is handed out, re-hashed or reset, and before the step that
    may write into it is sent.
-2. *Publish late*: only when the output of the step that filled the block has been processed.
-3. *Uses*: `invalidate` begins a new use of a block; a publication names the use that it was
-   prepared for, and is void in any other.
+2. *Publish late*: only when the output of the step that filled the block has been processed. The
+   scheduler knows a block's hash when it schedules that step, and with asynchronous scheduling the
+   next step is scheduled before the device has written it. So `LatePublisher` keeps publications
+   until the output of their step arrives. Steps are processed in the order they were sent.
+3. *Uses*: `invalidate` begins a new use of a block. A publication names the use that it was
+   prepared for, and is void in any other, even if that one prepared the same hash.
 
 An engine answers for adopted blocks from the first step that reads one of them: a pod whose primary
-is killed again and again, with nobody asking for those blocks, keeps them.
+is killed again and again, without a request that uses those blocks, keeps them.
 
-The surprising thing: `close` and then `clear` keeps the content. At a hand-over the index is closed
-first and the engine's own cache reset after it, and the successor must find it whole. A closed
-index is no longer kept, so handing out a block then is a bug, and raises before the block is
-written to.
+`close` and then `clear` keeps the content. At a hand-over the index is closed before the engine
+resets its own cache, and the successor must find it whole. Handing out a block after that is a bug,
+and raises before the block is written to.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import repeat
 
-from engine.kv.adopter import Adoption
+from engine.kv.adopter import Adoption, Checksums
 from engine.kv.layout import HASH_BYTES, IndexHeader, IndexPage, RecordFields, incarnation_word
 from plumbing.errors import InvariantError
 
@@ -172,3 +174,47 @@ def _begin_empty(pages: Sequence[IndexPage], headers: Sequence[IndexHeader], coh
     pages[0].raise_generation()
     for page, header in list(zip(pages, headers, strict=True))[::-1]:
         page.write_header(header, cohort)
+
+
+class LatePublisher:
+    """Publishes through `writer` what was prepared for the steps that have been processed, with
+    `checksums` where there are any."""
+
+    def __init__(self, writer: IndexWriter, checksums: Checksums | None = None) -> None:
+        self._writer = writer
+        self._checksums = checksums
+        self._scheduling: list[Publication] = []
+        self._in_flight: deque[list[Publication]] = deque()
+
+    def prepare(self, block: int, block_hash: bytes, group: int, tokens: int) -> None:
+        """The step that is being scheduled completes the present use of `block`."""
+        self.prepare_all([(block, self._writer.use(block), block_hash, group, tokens)])
+
+    def prepare_all(self, completed: Iterable[Publication]) -> None:
+        """The same for many blocks, in uses that began before."""
+        self._scheduling += completed
+
+    def step_sent(self) -> None:
+        """The step is complete, and goes to the device."""
+        self._in_flight.append(self._scheduling)
+        self._scheduling = []
+
+    def amend(self) -> None:
+        """What was prepared since the newest step was sent belongs to that step: the device writes
+        the blocks with it or wrote them before, but their tokens were not known then."""
+        if not self._in_flight:
+            raise InvariantError("there is no step in flight to amend")
+        self._in_flight[-1] += self._scheduling
+        self._scheduling = []
+
+    def step_processed(self) -> int:
+        """The output of the oldest step in flight was processed; how many blocks it published."""
+        if not self._in_flight:
+            raise InvariantError("a step was processed that was never sent")
+        due = self._in_flight.popleft()
+        if self._checksums is None:
+            return self._writer.publish_all(due)
+        # Only a block whose use has ended is written to, even by steps in flight.
+        due = [each for each in due if each[1] == self._writer.use(each[0])]
+        audits = self._checksums([each[0] for each in due]) if due else ()
+        return self._writer.publish_all(due, audits)

@@ -6,6 +6,9 @@ effects that cause further events post them too.
 
 The surprising thing: `dead` has two halves. Until the tree is reaped nothing is sent to the lock
 server, whatever happens; only then is the incarnation no longer named, and the lock free.
+
+`Changes` reports the engine's state once for all that changes together, and after its effects,
+because writing a status takes longer than they do.
 """
 
 from __future__ import annotations
@@ -16,25 +19,22 @@ from collections.abc import Callable
 
 from engine.core import events as ev
 from engine.core.events import EngineEvent, Failed, State, WakingStep
+from engine.core.health import Signs
 from engine.core.lifecycle import PARKED, IllegalEvent, Lifecycle
-from engine.core.patience import Signs
 from engine.core.relaunch import Death
 from engine.messages import FaultReportMsg, HealthyMsg
-from engine.supervisor import over_tcp, state_file
-from engine.supervisor.changes import Changes
+from engine.supervisor import lock_side as over_tcp
+from engine.supervisor import state_file
 from engine.supervisor.cpu_share import CpuShare
-from engine.supervisor.health_watch import HealthWatch
-from engine.supervisor.history import History
+from engine.supervisor.history import EngineMetrics, History
 from engine.supervisor.incarnation import Incarnation
 from engine.supervisor.kv_layout import layout_of
 from engine.supervisor.leftovers import Leftovers
 from engine.supervisor.leftovers import path_of as leftovers_path
 from engine.supervisor.lock_side import LISTENER_RETRY_MS, LockSide
-from engine.supervisor.metrics import EngineMetrics
-from engine.supervisor.relauncher import Relauncher
-from engine.supervisor.serving import serving_engine
 from engine.supervisor.settings import EngineSettings
-from engine.supervisor.timers import Timers
+from engine.supervisor.state_file import serving_engine
+from engine.supervisor.timers import HealthWatch, Relauncher, Timers
 from lockserver.client import witness
 from plumbing.errors import InvariantError
 from plumbing.pod.messages import Tier
@@ -347,3 +347,27 @@ class Engine:
     def _answered(self, healthy: HealthyMsg) -> None:
         self.history.answered(healthy)
         self.metrics.healthy(healthy)
+
+
+class Changes:
+    """Tells `listeners`, in their order, in the next turn of the event loop."""
+
+    def __init__(self) -> None:
+        self.listeners: list[Callable[[], object]] = []
+        self._due: asyncio.Handle | None = None
+
+    def note(self) -> None:
+        """Something has changed."""
+        if self._due is None:
+            self._due = asyncio.get_running_loop().call_soon(self._tell)
+
+    def close(self) -> None:
+        """Tell now what is due."""
+        if self._due is not None:
+            self._due.cancel()
+            self._tell()
+
+    def _tell(self) -> None:
+        self._due = None
+        for listener in self.listeners:
+            listener()

@@ -17,23 +17,20 @@ from typing import Any
 
 from engine import messages
 from engine.backends import process
-from engine.backends.process import MODEL_ENV
+from engine.backends.process import MODEL_ENV, PROGRESS_ENV, ProgressPage
 from engine.backends.registry import objection_behind_gateway
 from engine.core import events as ev
 from engine.core.events import EngineEvent, Failed, State, WakingStep
 from engine.core.health import ParkedHealth
 from engine.core.loading import Loading, LoadPermit
-from engine.progress_page import PROGRESS_ENV, ProgressPage
-from engine.supervisor.canaries import Canaries
 from engine.supervisor.channel import BackendChannel
 from engine.supervisor.cpu_share import CpuShare
 from engine.supervisor.kv_layout import KvLayout
 from engine.supervisor.leftovers import Leftovers
-from engine.supervisor.placing import Placing
-from engine.supervisor.process_death import ProcessDeath
-from engine.supervisor.residency import Residency
+from engine.supervisor.serving_session import Canaries, Residency
 from engine.supervisor.settings import EngineSettings
-from engine.supervisor.tree import Tree
+from engine.supervisor.tree import ProcessDeath, Tree
+from engine.supervisor.weights_offload import Placing
 from lockserver.client import witness
 from plumbing.errors import UnderstudyError, is_disk_fault
 from plumbing.service.events import EventLog

@@ -1,31 +1,56 @@
-"""The supervisor's side of the lock: what is wanted, what was granted, the listening socket.
+"""The supervisor's side of the lock: what it wants, what was granted, and the socket that the
+backend accepts from.
 
-Owns the content of `want`, and which socket the backend accepts from: the lent one, behind a
-gateway a private one, and over TCP, where the lock server can lend nothing, one of our own. The
-lent socket is that of `active`, whatever the model. Must not know what a grant leads to. The
-surprising thing: nothing is sent between a failure and the reaping, so a call of `tell` in that
-time is a bug; a reconnect repeats the last want, which still protects the dying tree.
+Nothing is sent between a failure and the reaping, so a call of `tell` in that time is a bug. A
+reconnect repeats the last want, which still protects the dying tree. What a grant leads to is
+`engine/core`.
+
+*Succession.* An engine that is told to end says so in its want, and waits until the lock server
+knows of a successor that stays, or that there is none. The successor hears that the holder leaves,
+waits `SETTLE_MS`, and confirms in its own want, unless it was told to end meanwhile. If a whole pod
+is told to end, no engine confirms.
+
+*Sockets.* The lent socket is that of `active`, whatever the model. Behind a gateway the backend
+gets a private socket, bound anew for each wake. The backend's copy is the only one, so its death
+breaks every connection that it has not accepted, at once; `remove` then unlinks the file. With a
+TCP lock server, which can lend nothing, the supervisor binds the listening socket when the engine
+wakes and closes it once it is reaped, so clients of an inactive engine are refused, not kept
+waiting. A member that serves nothing has a socket too, because a backend is woken with one; the
+kernel chooses its name. Over TCP the supervisor also looks for what an earlier supervisor of the
+engine left behind.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.core.events import EngineEvent, Failed, Granted, HandOver, OtherGranted
+from engine.core.events import (
+    EngineEvent,
+    Failed,
+    Granted,
+    HandOver,
+    Leave,
+    Linger,
+    OtherGranted,
+    Succession,
+)
 from engine.supervisor.incarnation import Incarnation
-from engine.supervisor.over_tcp import OwnListener
-from engine.supervisor.private_socket import PrivateSocket
 from engine.supervisor.settings import EngineSettings
-from engine.supervisor.succession import SuccessionSide
-from lockserver.client import LockCallbacks, LockClient
+from lockserver.client import LockCallbacks, LockClient, witness
 from lockserver.client import messages as lock_messages
-from plumbing.errors import UnderstudyError
+from plumbing.errors import UnderstudyError, is_shortage
 from plumbing.pod.models import ACTIVE
+from plumbing.service import procfs
 from plumbing.service.events import EventLog
 from plumbing.text import duration
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.sockets import no_descriptors
+from plumbing.wire.tcp_address import TcpAddress
 
 # Refusals of a want that end this incarnation.
 FATAL_REFUSALS = {
@@ -259,3 +284,218 @@ class LockSide:
     def _end(self, cause: str, reason: str) -> None:
         if self._incarnation is not None:
             self._post(Failed(cause, reason))
+
+
+# A host tells all processes of a pod to end within milliseconds of each other; on a busy machine a
+# process needs more to notice. The streams run on meanwhile.
+SETTLE_MS = 200.0
+# For the answer: `SETTLE_MS` and the time of a busy machine. Without one streams are finished.
+ANSWER_MS = 1_000.0
+# A gateway asks an engine within some 100 ms of its grant for the streams that wait for it.
+LINGER_MS = 1_000.0
+
+
+class SuccessionSide:
+    """One supervisor's part in it; it posts `Succession`."""
+
+    def __init__(
+        self,
+        post: Callable[[EngineEvent], None],
+        after: Callable[[str, float, Callable[[], None]], None],
+        on_change: Callable[[], None],
+    ) -> None:
+        """`after(name, ms, callback)` starts a timer; `on_change`: the want has changed."""
+        self.is_leaving = False
+        self.succeeds = 0  # the token of the holder that it vouches for
+        self._post, self._after, self._on_change = post, after, on_change
+
+    def perform(self, effect: Leave | Linger) -> None:
+        """Say that this engine leaves, or wait for streams that wait for it."""
+        if isinstance(effect, Linger):
+            self._after("succession", LINGER_MS, lambda: self.settled(resume=False))
+            return
+        self.is_leaving, self.succeeds = True, 0
+        if effect.asks:
+            self._after("succession", ANSWER_MS, lambda: self.settled(resume=False))
+        self._on_change()
+
+    def settled(self, *, resume: bool) -> None:
+        """There is an answer: whether a successor stays. Ignored where none is waited for."""
+        self._post(Succession(resume))
+
+    def may_succeed(self, token: int) -> None:
+        """The holder under `token` was told to end: was this engine, too?"""
+        if not self.is_leaving and token != self.succeeds:
+            self._after("vouch", SETTLE_MS, lambda: self._vouch(token))
+
+    def _vouch(self, token: int) -> None:
+        if not self.is_leaving:
+            self.succeeds = token
+            self._on_change()
+
+
+class PrivateSocket:
+    """`problem` is why it could not be bound at the last attempt."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.problem: str | None = None
+        self._is_ours = False
+
+    def listen(self) -> OwnedFd | None:
+        """A fresh listening socket at `path`, in place of any other; None if there cannot be one
+        for now: ask again."""
+        self.remove_leftover()
+        try:
+            listening = _listen(self.path)
+        except OSError as error:
+            self.problem = self._why(error)
+            return None
+        self._is_ours = True
+        return listening
+
+    def remove(self) -> None:
+        """Let nobody connect any more. Harmless to repeat. What we have not bound stays: a second
+        supervisor of this engine, which is refused, must not take the first one's away."""
+        if self._is_ours:
+            self.remove_leftover()
+
+    def remove_leftover(self) -> None:
+        """Unlink what is at `path`, whoever bound it: only for the engine's one supervisor."""
+        self.problem, self._is_ours = None, False
+        with contextlib.suppress(OSError):  # then `listen` fails, with the reason
+            os.unlink(self.path)
+
+    def _why(self, error: OSError) -> str:
+        if is_shortage(error):
+            return no_descriptors("open the private socket", error).message
+        return (
+            f"cannot listen on {self.path}: {error.strerror}; retrying until the waking budget is"
+            " spent; make the directory writable, and remove whatever else has that name"
+        )
+
+
+def _listen(path: str) -> OwnedFd:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as sock:
+        umask = os.umask(0o177)  # 0600 from the moment it exists
+        try:
+            sock.bind(path)
+        finally:
+            os.umask(umask)
+        sock.listen(BACKLOG)
+        return OwnedFd(sock.detach())
+
+
+BACKLOG = 4096  # as the lock server's: net.core.somaxconn's default
+AUTOBIND = ""  # Linux makes up an abstract name (man 7 unix, "autobind")
+POLL_MS = 100.0  # between two looks at witnesses; holders usually end in milliseconds, or never
+
+
+class OwnListener:
+    """`problem` is why it could not be bound at the last attempt."""
+
+    def __init__(self, address: TcpAddress | None) -> None:
+        """`address` has a numeric host; None: a member that serves nothing."""
+        self.problem: str | None = None
+        self._address = address
+        self._sock: socket.socket | None = None
+
+    @property
+    def name(self) -> str | None:
+        """HOST:PORT, for display."""
+        return None if self._address is None else str(self._address).partition("://")[2]
+
+    def copy(self) -> OwnedFd | None:
+        """A copy of the listening socket, which is bound now if it is not yet; None if it cannot
+        be for now: ask again."""
+        try:
+            if self._sock is None:
+                self._sock = self._bind()
+            copy = OwnedFd(os.dup(self._sock.fileno()))
+        except OSError as error:
+            if self.problem is None:  # finding who holds the port takes a while
+                self.problem = self._why(error)
+            return None
+        self.problem = None
+        return copy
+
+    def close(self) -> None:
+        """Stop listening. Harmless to repeat."""
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+        self.problem = None
+
+    def _bind(self) -> socket.socket:
+        family: socket.AddressFamily
+        name: str | tuple[str, int]
+        if self._address is None:
+            family, name = socket.AF_UNIX, AUTOBIND
+        else:
+            name = (self._address.host, self._address.port)  # a numeric host: nothing is resolved
+            family = socket.AF_INET6 if ":" in self._address.host else socket.AF_INET
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            if self._address is not None:
+                # Connections of the last engine may still be in TIME_WAIT; a second listener is
+                # refused all the same.
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(name)
+            sock.listen(BACKLOG)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    def _why(self, error: OSError) -> str:
+        if self._address is None or is_shortage(error):
+            return no_descriptors("open the listening socket", error).message
+        pid = procfs.listener_pid(self._address.port)
+        who = f"; pid {pid} ({procfs.name(pid)}) listens on that port" if pid else ""
+        return (
+            f"cannot listen on {self.name}: {error.strerror}{who}; retrying until the waking budget"
+            " is spent; stop that process, or choose another --service-address"
+        )
+
+
+def each_loads_all(member: int, members: int) -> str:
+    """What users must know of the reference backend on several nodes."""
+    return (
+        f"this is member {member} of {members}; the reference backend does not divide a model among"
+        " them: each loads the whole model, and member 0 serves"
+    )
+
+
+def predecessor(directory: str, engine: str) -> str | None:
+    """Why `engine` cannot be launched yet: an earlier tree is alive, or cannot be looked for."""
+    try:
+        return clear_witnesses(directory, engine)
+    except OSError as error:
+        what = f"look for processes of an earlier launch in {directory}"
+        return f"not launched: {no_descriptors(what, error).message}"
+
+
+def clear_witnesses(directory: str, engine: str) -> str | None:
+    """Remove the witnesses of `engine` that no process holds; None, or who holds one.
+
+    On one host the lock server withholds the next grant until the last holder's witness is free.
+    Over TCP it cannot see witnesses: a restarted supervisor looks itself, before its first launch,
+    whether a process of the old tree is still alive and may use the device.
+    """
+    pattern = re.compile(rf"{witness.PREFIX}{re.escape(engine)}_[0-9a-f]{{16}}")
+    for name in sorted(os.listdir(directory)):
+        if not pattern.fullmatch(name):
+            continue
+        path = os.path.join(directory, name)
+        try:
+            found = os.stat(path, follow_symlinks=False)
+        except FileNotFoundError:
+            continue
+        if not witness.discard(path, found.st_dev, found.st_ino):
+            pids = ", ".join(str(pid) for pid in procfs.holders_of(found.st_dev, found.st_ino))
+            who = f"pid {pids} is" if pids else f"a process not visible here, with {name} open, is"
+            return (
+                f"not launched: {who} left from an earlier launch of {engine} and may use the"
+                " device; kill it if it does not exit"
+            )
+    return None

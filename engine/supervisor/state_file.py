@@ -4,6 +4,9 @@ Owns `engine_<id>.json`: the status document, whether any incarnation ever reach
 pod, and the counters that must survive a restart. It outlives processes, not the machine, so
 nothing is synced to disk. Written on a thread, because a disk may hang; only the newest content
 waits. A full disk is reported and retried: nothing here may stop an engine.
+
+`serving_engine` reads the files of the other engines on this machine: it finds the one that holds
+the lock, whether or not the lock server answers.
 """
 
 from __future__ import annotations
@@ -12,14 +15,16 @@ import asyncio
 import contextlib
 import errno
 import os
+import socket
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from engine.core.lifecycle import HOLDING
 from plumbing.errors import UnderstudyError, is_shortage
 from plumbing.pod.messages import GoalGeneration, Tier
-from plumbing.pod.paths import engine_state
+from plumbing.pod.paths import engine_socket, engine_state, engine_states
 from plumbing.service.events import EventLog
 from plumbing.service.files import read_json, write_atomic
 from plumbing.text import to_json
@@ -178,3 +183,30 @@ async def _write_on_thread(path: str, text: str) -> OSError | None:
     except RuntimeError:  # Python says no more
         return BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
     return await done
+
+
+def serving_engine(directory: str, engine: str) -> str | None:
+    """The other engine that holds the lock and needs this machine, by its state file.
+
+    A supervisor that has just started launches before it is connected to the lock server, so it
+    cannot ask there. A file that a dead supervisor has left does not count.
+    """
+    names: list[str] = []
+    with contextlib.suppress(OSError):  # no descriptor left to look
+        names = [path.stem.removeprefix("engine_") for path in engine_states(Path(directory))]
+    for name in names:
+        is_other = name != engine and is_holding(directory, name)
+        if is_other and _is_listening(engine_socket(directory, name)):
+            return name
+    return None
+
+
+def _is_listening(path: str) -> bool:
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as sock:
+            sock.connect(path)
+    except (ConnectionRefusedError, FileNotFoundError):
+        return False
+    except OSError:
+        pass  # too busy to accept, or we have no descriptor left: not a proof of its end
+    return True

@@ -14,12 +14,12 @@ from typing import Any
 
 from engine.core import probes
 from engine.core.events import Shall, State
+from engine.core.health import stretch
 from engine.core.lifecycle import tier_of
-from engine.core.patience import stretch
 from engine.supervisor.cpu_share import cpu_list
 from engine.supervisor.engine import Engine
-from engine.supervisor.health_watch import patience_of
 from engine.supervisor.state_file import EngineStateFile, to_text
+from engine.supervisor.timers import patience_of
 from plumbing.pod.messages import Tier
 from plumbing.service.http import Probe
 from plumbing.service.notify import restarts

@@ -4,7 +4,7 @@ A GPU's driver has the last word, and so has whoever touches host memory first. 
 on the path of a wake: what cannot fit is better said at once, with what takes the room. Only the
 machine is asked, never the limit of this process's own control group: memory counts against the
 group of the process that touches it first, which is the engine's. The engine looks at that before
-it fills the pool (`engine.backends.free_memory.has_room_for`).
+it fills the pool (`engine.backends.process_memory.has_room_for`).
 """
 
 from __future__ import annotations

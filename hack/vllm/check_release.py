@@ -21,7 +21,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.backends.vllm import contracts, runners
+from engine.backends.vllm import contracts
+from engine.backends.vllm import versions as runners
 from engine.backends.vllm.contract_list import CONTRACTS
 from engine.backends.vllm.contracts import Sources
 from hack.rig import ROOT

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.supervisor import held_files
+from engine.supervisor import leftovers
 from plumbing.errors import UnderstudyError
 from plumbing.service.procfs import descendants
 from understudy.drill.clients import Target, send, stream_without_pause
@@ -81,7 +81,7 @@ class Stock:
         self.runner = PodRunner([container], base / "log")
         self.target = Target("127.0.0.1", port)
         self.model = str(model)
-        self._left: set[held_files.Name] = set()
+        self._left: set[leftovers.Name] = set()
 
     def tree(self) -> list[int]:
         """The server's processes."""
@@ -137,12 +137,12 @@ class Stock:
 
     def note_leftovers(self) -> None:
         """Note what the server has in shared memory: it always leaves some of it behind."""
-        self._left = held_files.held_by(self.tree())
+        self._left = leftovers.held_by(self.tree())
 
     def remove_leftovers(self) -> None:
         """Remove that, once the server is stopped."""
-        for name in self._left - held_files.still_held(self._left):
-            held_files.remove(name)
+        for name in self._left - leftovers.still_held(self._left):
+            leftovers.remove(name)
 
     def _ask(self, prompt: Prompt) -> Question:
         """Ask once, not streamed, for the two best candidates of each step."""

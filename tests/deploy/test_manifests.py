@@ -23,7 +23,7 @@ import pool.cli
 import understudy.cli.main
 from engine.core import probes
 from engine.supervisor import settings as engine_settings
-from engine.supervisor.pool_place import place_in_pool, placed
+from engine.supervisor.pool_config import place_in_pool, placed
 from engine.supervisor.settings import OPTIONS, settle
 from plumbing.errors import UsageError
 from plumbing.pod.gms_files import write_device_names

@@ -8,7 +8,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from engine.backends.drain import QUIET_MS
+from engine.backends.channel import QUIET_MS
 from tests.e2e.pods import Pod
 
 DEADLINE_S = 60.0

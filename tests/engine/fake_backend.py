@@ -27,7 +27,7 @@ from collections.abc import Callable
 
 from engine import messages as m
 from engine.backends import process
-from engine.progress_page import ProgressPage
+from engine.backends.process import ProgressPage
 from plumbing import gateway_protocol as hop
 from plumbing.errors import UnreachableError
 from plumbing.wire.blocking import BlockingClient, Reply

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from engine.backends.drain import QUIET_MS, is_quiet, silent_ms, until_done
+from engine.backends.channel import QUIET_MS, is_quiet, silent_ms, until_done
 from tests.helpers import auntil
 
 BUDGET_S = 60.0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.backends.free_memory import (
+from engine.backends.process_memory import (
     RESERVE_BYTES,
     Room,
     allocate,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.supervisor.http_canary import ANSWER_BYTES_MAX, HttpCanary
+from engine.supervisor.serving_session import ANSWER_BYTES_MAX, HttpCanary
 from tests.helpers import auntil, room_for
 
 OK = b'HTTP/1.1 200 OK\r\nContent-Length: 11\r\n\r\n{"ok":true}'

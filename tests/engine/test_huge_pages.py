@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.backends.own_memory import into_huge_pages
+from engine.backends.process_memory import into_huge_pages
 from engine.supervisor.incarnation import TUNABLES_ENV, huge_pages
 from tests.helpers import until
 

@@ -14,7 +14,7 @@ import pytest
 
 from engine import messages as m
 from engine.supervisor import state_file
-from engine.supervisor.goals import WHAT_COUNTS
+from engine.supervisor.control import WHAT_COUNTS
 from lockserver.messages import CATALOGUE, SwitchedOverMsg, SwitchOverMsg
 from plumbing.errors import UnderstudyError, UnreachableError
 from plumbing.pod.messages import EngineReportMsg, SetGoalMsg, Tier

@@ -16,8 +16,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.backends.free_memory import Room
-from engine.backends.vllm.worker import kv_cuda, scratch
+from engine.backends.process_memory import Room
+from engine.backends.vllm.worker import kv_cuda
+from engine.backends.vllm.worker import kv_cuda as scratch
 from engine.backends.vllm.worker.kv_cuda import CudaRange
 from gms.vmm.cuda import CudaMemory
 from gms.vmm.interface import release_all
@@ -150,7 +151,7 @@ TOUCHES = {
 }
 CHILD = f"""
 import ctypes
-from engine.backends.free_memory import Room
+from engine.backends.process_memory import Room
 from engine.backends.vllm.worker.kv_cuda import CudaRange
 r = CudaRange({build.GPU_A!r}, {SIZE}, lambda: Room(0, 0, "a test"))
 write = lambda: ctypes.memset(r.address, 1, 1)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from engine.backends.free_memory import RESERVE_BYTES, Room
+from engine.backends.process_memory import RESERVE_BYTES, Room
 from engine.backends.vllm.worker.kv_host import HostRange
 from gms.vmm.host import HostMemory
 from gms.vmm.huge_pages import HUGE_BYTES
@@ -101,7 +101,7 @@ TOUCHES = {
 }
 CHILD = """
 import ctypes
-from engine.backends.free_memory import Room
+from engine.backends.process_memory import Room
 from engine.backends.vllm.worker.kv_host import HostRange
 r = HostRange(1 << 20, read=lambda: Room(1 << 40, 1 << 40, "a test"))
 read = lambda at=0: ctypes.string_at(r.address + at, 1)

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.supervisor import held_files, leftovers
+from engine.supervisor import leftovers
+from engine.supervisor import leftovers as held_files
 from plumbing.service.clock import SystemClock
 from plumbing.service.events import EventLog
 from plumbing.wire.fds import OwnedFd

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.supervisor.pool_place import PoolPlace, place_in_pool, placed
+from engine.supervisor.pool_config import PoolPlace, place_in_pool, placed
 from engine.supervisor.settings import OPTIONS, settle
 from plumbing.errors import UsageError
 from plumbing.pod.gms_files import read_device_names, write_device_names

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.supervisor.private_socket import PrivateSocket
+from engine.supervisor.lock_side import PrivateSocket
 from tests.helpers import open_fds, room_for
 
 

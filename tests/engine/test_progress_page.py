@@ -11,13 +11,13 @@ import sys
 
 import pytest
 
-from engine.progress_page import PROGRESS_ENV, ProgressPage
+from engine.backends.process import PROGRESS_ENV, ProgressPage
 from tests.engine.pod import environment
 from tests.helpers import open_fds
 
 BACKEND = """
 import os
-from engine.progress_page import PROGRESS_ENV, ProgressPage
+from engine.backends.process import PROGRESS_ENV, ProgressPage
 number = int(os.environ[PROGRESS_ENV])
 try:
     os.ftruncate(number, 0)

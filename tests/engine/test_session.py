@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.backends import session
+from engine.backends import memory_session as session
 from gms.client import Writer
 from plumbing.errors import UnderstudyError, UnreachableError
 from tests.gms.bench import GmsProcess

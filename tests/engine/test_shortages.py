@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from engine import messages as m
-from engine.supervisor import held_files
+from engine.supervisor import leftovers as held_files
 from plumbing.wire.blocking import BlockingClient
 from tests.engine.pod import Engine, stub_lock
 from tests.engine.test_leftovers import files_of, prefix

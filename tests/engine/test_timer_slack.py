@@ -6,12 +6,12 @@ import threading
 
 import pytest
 
-from engine.backends.vllm.worker import timer_slack
+from engine.backends.vllm import process_tuning
 
 
 def slack_of_a_new_thread() -> int:
     found: list[int] = []
-    thread = threading.Thread(target=lambda: found.append(timer_slack.current_ns()))
+    thread = threading.Thread(target=lambda: found.append(process_tuning.current_ns()))
     thread.start()
     thread.join()
     (slack_ns,) = found
@@ -20,17 +20,17 @@ def slack_of_a_new_thread() -> int:
 
 def test_only_threads_that_are_started_in_the_block_may_wake_late():
     """Goal: a library's polling threads, and no others. Method: threads before, in and after."""
-    before_ns = timer_slack.current_ns()
+    before_ns = process_tuning.current_ns()
     assert slack_of_a_new_thread() == before_ns
-    with timer_slack.new_threads_may_wake_late(123_000_000):
+    with process_tuning.new_threads_may_wake_late(123_000_000):
         assert slack_of_a_new_thread() == 123_000_000
-    assert timer_slack.current_ns() == before_ns
+    assert process_tuning.current_ns() == before_ns
     assert slack_of_a_new_thread() == before_ns
 
 
 def test_a_start_that_fails_leaves_no_slack_behind():
     """Goal: a failure is reported without delay. Method: an error in the block."""
-    before_ns = timer_slack.current_ns()
-    with pytest.raises(ValueError, match="boom"), timer_slack.new_threads_may_wake_late():
+    before_ns = process_tuning.current_ns()
+    with pytest.raises(ValueError, match="boom"), process_tuning.new_threads_may_wake_late():
         raise ValueError("boom")
-    assert timer_slack.current_ns() == before_ns
+    assert process_tuning.current_ns() == before_ns

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.core.events import State
-from engine.core.table import HOLDING
+from engine.core.lifecycle import HOLDING
 from plumbing.errors import RemoteError, UnreachableError, WaitTimeoutError
 from plumbing.pod.messages import EngineReportMsg, Tier
 from understudy.rest.order import GoalOrder, OrderedEngine

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 
-from engine.supervisor import held_files
+from engine.supervisor import leftovers
 from plumbing.service.procfs import descendants
 
 
@@ -33,7 +33,7 @@ def main(job_path: str, answer_path: str) -> None:
     sampling = SamplingParams(temperature=0, max_tokens=job["tokens"], ignore_eos=True)
     prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
     answers = engine.generate(prompts, sampling, use_tqdm=False)
-    held = held_files.held_by([os.getpid(), *descendants(os.getpid())])
+    held = leftovers.held_by([os.getpid(), *descendants(os.getpid())])
     found = {
         "tokens": [list(answer.outputs[0].token_ids) for answer in answers],
         "left": [[name.path, name.dev, name.ino] for name in held],

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.backends.vllm import collector
+from engine.backends.vllm import process_tuning
 from hack import v2_on_cpu
 from tests.e2e.pods import PodHome, make_model
 from understudy.up.models import VLLM_RANDOM_MODEL
@@ -25,7 +25,7 @@ if find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
     v2_on_cpu.use(RUNNER)
-    collector.pause()
+    process_tuning.pause_collector()
 
 # Two cores import vLLM four times for an engine of two ranks, beside one that serves.
 WHOLE_DEADLINE_S = 240.0
@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """All of vLLM is imported now; the weights' loader collects garbage with every model."""
-    collector.resume()
+    process_tuning.resume_collector()
 
 
 @pytest.fixture(scope="session")

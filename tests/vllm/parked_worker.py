@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from engine.backends.vllm.worker.worker_cpu import CPUWorker, StockCPUWorker  # isort: skip - comes first
-from engine.backends.free_memory import Room
+from engine.backends.process_memory import Room
 from engine.backends.vllm import membership
 from engine.backends.vllm.worker import weights
 from engine.backends.vllm.worker.kv_arena import AddressRange

@@ -49,7 +49,7 @@ class Site:
                 state.prefill_len.np[index] > state.prompt_len.np[index]
                 for index in state.index_to_req_id
             )
-        from engine.backends.vllm.resume.made import made_by
+        from engine.backends.vllm.resume.answer import made_by
 
         requests, batch = self.runner.requests, self.runner.input_batch
         return any(made_by(requests[each].sampling_params) for each in batch.req_id_to_index)
@@ -297,7 +297,7 @@ def the_block_table_is_off_by_one(site: Site) -> None:
 
     def made(old: Any) -> Any:
         def add_request(self: Any, request: Any) -> Any:
-            from engine.backends.vllm.resume.made import made_by
+            from engine.backends.vllm.resume.answer import made_by
 
             if made_by(request.sampling_params):
                 request.block_ids = turned(request.block_ids)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.backends.vllm.api.gate import Traffic
+from engine.backends.vllm.api.gateway_endpoints import Traffic
 from engine.messages import WokenMsg
 from gms.names import kv_socket_path
 from plumbing.errors import UnderstudyError
@@ -23,10 +23,9 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what torch and vLLM say of themselves as they are imported
     from engine.backends.vllm.api import backend as backend_module
     from engine.backends.vllm.api import kept_memory
-    from engine.backends.vllm.api.backend import VllmBackend
+    from engine.backends.vllm.api.backend import StepCounter, VllmBackend
     from engine.backends.vllm.api.continuation import Continuing
     from engine.backends.vllm.api.kept_memory import KeptMemory, KvChoice
-    from engine.backends.vllm.api.steps import StepCounter
 
 FINE = {"rank": 0, "ok": True, "code": "", "error": ""}
 STATUS = {**FINE, "weights_bytes": 10, "kv_bytes": 20, "epoch": "e", "identity": {"a": 1}}

@@ -21,11 +21,17 @@ import tests.vllm.ranks  # noqa: F401  # first: it imports vLLM quietly
 import torch
 from torch import nn
 
-from engine.backends.vllm.worker import sharing
-from engine.backends.vllm.worker.binding import Binding, forms_of
+from engine.backends.vllm.worker import model_load as sharing
+from engine.backends.vllm.worker.binding import (
+    ABOUT,
+    About,
+    Binding,
+    forms_of,
+    name_in_epoch,
+    rehome,
+)
 from engine.backends.vllm.worker.model_load import Registries
 from engine.backends.vllm.worker.pulse import Meter
-from engine.backends.vllm.worker.rehome import ABOUT, About, name_in_epoch, rehome
 from engine.backends.vllm.worker.tensors import Layout, bytes_of, tensor_at
 from gms.client import TensorRecord
 from plumbing.errors import UnderstudyError

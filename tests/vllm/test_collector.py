@@ -12,7 +12,7 @@ import tests.vllm.ranks  # noqa: F401  # first: it imports vLLM quietly
 
 # isort: split
 from engine.backends.process import INCARNATION_ENV
-from engine.backends.vllm import collector, membership
+from engine.backends.vllm import membership, process_tuning
 from engine.backends.vllm.worker import plugin
 
 COUNT = 10_000  # objects, which are frozen or not
@@ -34,7 +34,7 @@ def test_it_is_paused_only_where_the_plugin_resumes_it(
 ):
     """By the name that vLLM gives the process that it spawns."""
     monkeypatch.setattr(multiprocessing.current_process(), "name", name)
-    collector.pause_in_spawned()
+    process_tuning.pause_collector_in_spawned()
     assert gc.isenabled() is not is_paused
 
 
@@ -44,7 +44,7 @@ def test_plugin_resumes_it_in_spawned_processes(is_spawned: bool, monkeypatch: p
     monkeypatch.setenv(INCARNATION_ENV, "i")
     monkeypatch.setattr(membership, "join", lambda: None)
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: is_spawned or None)
-    collector.pause()
+    process_tuning.pause_collector()
     new, frozen = [[number] for number in range(COUNT)], gc.get_freeze_count()
     plugin.register()
     assert gc.isenabled() is is_spawned
@@ -54,6 +54,6 @@ def test_plugin_resumes_it_in_spawned_processes(is_spawned: bool, monkeypatch: p
 def test_who_has_not_paused_it_keeps_what_it_has():
     """An engine that is embedded in another program, such as a test, freezes nothing."""
     new, frozen = [[number] for number in range(COUNT)], gc.get_freeze_count()
-    collector.resume()
+    process_tuning.resume_collector()
     assert gc.isenabled()
     assert gc.get_freeze_count() < frozen + len(new)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from engine.backends.vllm import contracts, runners
+from engine.backends.vllm import contracts, versions
 from engine.backends.vllm.contract_forms import Contract, exists
 from engine.backends.vllm.contract_list import CONTRACTS, PLACES
 from engine.backends.vllm.contracts import Sources
@@ -38,7 +38,7 @@ class Without(Sources):
         self._parsed, self._gone = whole._parsed, gone
 
     def module(self, file: str) -> ast.Module | None:
-        if runners.runner_of(file) in getattr(self, "_gone", ()):
+        if versions.runner_of(file) in getattr(self, "_gone", ()):
             return None
         return super().module(file)
 
@@ -95,7 +95,7 @@ def test_contracts_of_a_runner_that_is_gone_hold(whole, gone: str, left: str):
 
 
 def test_a_vllm_without_any_runner_breaks_the_contracts_of_both(whole):
-    users = {each.user for each in contracts.broken(Without(whole, *runners.FILES))}
+    users = {each.user for each in contracts.broken(Without(whole, *versions.FILES))}
     assert {"resume/batch.py", "resume/runner_v2.py"} <= users
 
 
@@ -107,7 +107,7 @@ def test_a_changed_runner_is_nothing_to_an_engine_with_the_other_one(whole):
     ):
         changed = next(each for each in CONTRACTS[user] if each.file == file)
         gone = Altered(whole, file, changed.qualname, "pass")
-        told = {each: contracts.changed(gone, ("resume/",), each) for each in runners.FILES}
+        told = {each: contracts.changed(gone, ("resume/",), each) for each in versions.FILES}
         assert changed.name in told.pop(runner)
         assert list(told.values()) == [""]
 

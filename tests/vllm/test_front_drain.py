@@ -13,7 +13,7 @@ import pytest
 import uvicorn
 import uvloop
 
-from engine.backends.vllm.api.gate import Gate
+from engine.backends.vllm.api.gateway_endpoints import Gate
 from plumbing.wire.fds import OwnedFd
 from tests.helpers import auntil
 

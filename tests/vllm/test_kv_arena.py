@@ -21,7 +21,7 @@ with warnings.catch_warnings():
 
 import torch
 
-from engine.backends.free_memory import RESERVE_BYTES, Room
+from engine.backends.process_memory import RESERVE_BYTES, Room
 from engine.backends.vllm import membership
 from engine.backends.vllm.worker import worker
 from engine.backends.vllm.worker.kv_arena import Backing, KVArena

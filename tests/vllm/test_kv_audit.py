@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.backends.vllm.kv.audit import asking, checksums
-from engine.kv.audit import joined
+from engine.backends.vllm.kv.facts import asking, checksums
+from engine.kv.adopter import joined
 from plumbing.errors import UnderstudyError
 
 BLOCKS = 6

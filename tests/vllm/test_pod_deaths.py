@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from engine.supervisor import held_files
+from engine.supervisor import leftovers as held_files
 from engine.supervisor.tree import HELPERS
 from gms.operate.kv_upkeep import drop_kv
 from plumbing.errors import RemoteError

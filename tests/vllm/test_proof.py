@@ -17,8 +17,8 @@ import pytest
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what torch and vLLM say of themselves as they are imported
-    from engine.backends.vllm.api import proof
-    from engine.backends.vllm.api.proof import NAME, Proof
+    from engine.backends.vllm.api import self_test
+    from engine.backends.vllm.api.self_test import NAME, Proof
 
 ABOUT = {"driver": "1", "runner": "v2"}
 
@@ -70,11 +70,11 @@ def test_an_engine_that_ends_in_its_test_is_not_launched_into_it_for_ever(tmp_pa
             raise RuntimeError("the worker died")
 
     test = Ends()
-    for _ in range(proof.ATTEMPTS_MAX):
+    for _ in range(self_test.ATTEMPTS_MAX):
         with pytest.raises(RuntimeError):
             obtain(tmp_path, test)
-    assert f"{proof.ATTEMPTS_MAX} engines ended" in obtain(tmp_path, test)
-    assert test.times == proof.ATTEMPTS_MAX
+    assert f"{self_test.ATTEMPTS_MAX} engines ended" in obtain(tmp_path, test)
+    assert test.times == self_test.ATTEMPTS_MAX
 
 
 def test_the_second_engine_of_a_new_pod_waits_for_the_first_ones_result(tmp_path: Path):
@@ -100,7 +100,7 @@ def test_the_second_engine_of_a_new_pod_waits_for_the_first_ones_result(tmp_path
 
 
 def test_an_engine_whose_turn_does_not_come_does_without(tmp_path: Path, monkeypatch: Any):
-    monkeypatch.setattr(proof, "TURN_S", 0.0)
+    monkeypatch.setattr(self_test, "TURN_S", 0.0)
     test = Test()
     with open(tmp_path / f"{NAME}.lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -117,11 +117,11 @@ def test_a_file_that_cannot_be_read_counts_as_none(content: str, tmp_path: Path)
 
 
 def test_the_file_keeps_a_limited_number_of_results(tmp_path: Path):
-    for driver in range(proof.RESULTS_MAX + 2):
+    for driver in range(self_test.RESULTS_MAX + 2):
         assert obtain(tmp_path, Test(), {"driver": driver}) == ""
     found = json.loads((tmp_path / NAME).read_text())
-    assert len(found) == proof.RESULTS_MAX
-    assert [each["about"]["driver"] for each in found.values()][-1] == proof.RESULTS_MAX + 1
+    assert len(found) == self_test.RESULTS_MAX
+    assert [each["about"]["driver"] for each in found.values()][-1] == self_test.RESULTS_MAX + 1
 
 
 @pytest.mark.parametrize(
@@ -145,8 +145,8 @@ def test_the_result_is_of_one_device_runner_and_configuration(other: dict[str, A
             async_scheduling=True, max_num_seqs=8, max_num_batched_tokens=64
         ),
     }
-    same = proof.about(SimpleNamespace(**given))
-    assert proof.about(SimpleNamespace(**given)) == same
+    same = self_test.about(SimpleNamespace(**given))
+    assert self_test.about(SimpleNamespace(**given)) == same
     assert len(same["devices"]) == 2
     assert same["driver"]
-    assert proof.about(SimpleNamespace(**{**given, **other})) != same
+    assert self_test.about(SimpleNamespace(**{**given, **other})) != same

@@ -23,7 +23,7 @@ with warnings.catch_warnings():
         KeepingResumingAsyncScheduler,
         KeepingResumingScheduler,
     )
-    from engine.backends.vllm.resume.made import attempt_of, made_by, with_made
+    from engine.backends.vllm.resume.answer import attempt_of, made_by, with_made
     from tests.vllm.kept_world import BLOCK_TOKENS, BLOCKS, HASHER, config_of
 
 from engine.backends.process import ENGINE_ID_ENV

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from engine.backends.vllm.api.gate import Traffic
+from engine.backends.vllm.api.gateway_endpoints import Traffic
 from lockserver import serving
 from plumbing.errors import UnderstudyError
 from plumbing.wire.fds import OwnedFd
@@ -22,9 +22,8 @@ from plumbing.wire.fds import OwnedFd
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what torch and vLLM say of themselves as they are imported
     from engine.backends.vllm.api import resting
-    from engine.backends.vllm.api.backend import VllmBackend
+    from engine.backends.vllm.api.backend import StepCounter, VllmBackend
     from engine.backends.vllm.api.kept_memory import KeptMemory, KvChoice
-    from engine.backends.vllm.api.steps import StepCounter
 
 FINE = {"rank": 0, "ok": True, "code": "", "error": ""}
 STATUS = FINE | {"weights_bytes": 1, "kv_bytes": 2, "epoch": "e", "identity": {}}

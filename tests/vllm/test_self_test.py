@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from engine.backends.vllm.worker.scratch import BLOCKS
+from engine.backends.vllm.worker.kv_cuda import BLOCKS
 from hack import v2_on_cpu
 from tests.engine.pod import ROOT
 from tests.vllm.proven_faults import FAULTS

@@ -16,7 +16,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what torch and vLLM say of themselves as they are imported
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
-    from engine.backends.vllm.worker import spinning
+    from engine.backends.vllm.worker import worker as spinning
 
 HOUR_S = 3600.0
 
@@ -39,13 +39,13 @@ def test_a_rank_at_rest_waits_for_a_message(tmp_path: Path, monkeypatch: pytest.
 
         try:
             assert not waits_after_a_call()
-            spinning.stop()
+            spinning.stop_spinning()
             assert waits_after_a_call()
-            spinning.stop()
+            spinning.stop_spinning()
             assert waits_after_a_call()
-            spinning.resume()
+            spinning.resume_spinning()
             assert not waits_after_a_call()
         finally:
-            spinning.resume()
+            spinning.resume_spinning()
             for each in ("local_notify_socket", "read_cancel_socket", "write_cancel_socket"):
                 getattr(reader, each).close(linger=0)

@@ -23,8 +23,8 @@ import numpy as np
 import pytest
 
 from engine.backends.reference.random_model import PRINTABLE, write_random_model
-from engine.supervisor import held_files
-from engine.supervisor.held_files import Name
+from engine.supervisor import leftovers
+from engine.supervisor.leftovers import Name
 from tests.engine.reference.support import cache_for, decoder_of
 
 TOKENS = 24
@@ -101,7 +101,7 @@ def test_both_implementations_give_the_same_greedy_tokens(
     assert done.returncode == 0, done.stderr[-4000:]
     answer = json.loads(found.read_text())
     for name in answer["left"]:
-        held_files.remove(Name(*name))
+        leftovers.remove(Name(*name))
     assert answer["tokens"] == [each.tokens for each in answered]
 
 

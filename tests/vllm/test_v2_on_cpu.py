@@ -11,7 +11,7 @@ import pytest
 from vllm.config import VllmConfig
 from vllm.triton_utils import HAS_TRITON
 
-from engine.backends.vllm import runners
+from engine.backends.vllm import versions
 from hack import v2_on_cpu
 from tests.vllm.conftest import RUNNER
 
@@ -20,8 +20,8 @@ BACKENDS = "from triton.backends import backends; print(*sorted(backends))"
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch
 def test_the_tests_run_on_the_runner_that_they_are_for():
-    assert runners.in_use(VllmConfig()) == RUNNER
-    assert (RUNNER == runners.V2) == HAS_TRITON
+    assert versions.in_use(VllmConfig()) == RUNNER
+    assert (RUNNER == versions.V2) == HAS_TRITON
 
 
 @pytest.mark.parametrize("runner", v2_on_cpu.RUNNERS)

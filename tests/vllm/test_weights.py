@@ -21,9 +21,10 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from engine.backends import session
+from engine.backends import memory_session as session
 from engine.backends.reference.random_model import write_random_model
-from engine.backends.vllm.worker import identity, rehome, sharing
+from engine.backends.vllm.worker import binding as rehome
+from engine.backends.vllm.worker import identity, model_load
 from engine.backends.vllm.worker.binding import SHARED_BYTES_MIN
 from gms import names
 from plumbing.errors import RemoteError, UnderstudyError, UsageError
@@ -335,7 +336,7 @@ def test_device_that_is_too_small_is_named_with_both_sizes(
 
 
 def in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharing, "obstacle", lambda model, device: "layer x uses GPTQ")
+    monkeypatch.setattr(model_load, "obstacle", lambda model, device: "layer x uses GPTQ")
 
 
 def test_unshareable_model_is_refused_with_both_fixes(
@@ -383,10 +384,10 @@ def test_quantised_layers_have_an_obstacle_by_name():
         return model
 
     cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
-    assert "layer 0 uses Packed" in str(sharing.obstacle(model(Packed()), cuda))
-    assert sharing.obstacle(model(Ready()), cuda) is None
-    assert "layer 0 uses Ready" in str(sharing.obstacle(model(Ready()), cpu))
+    assert "layer 0 uses Packed" in str(model_load.obstacle(model(Packed()), cuda))
+    assert model_load.obstacle(model(Ready()), cuda) is None
+    assert "layer 0 uses Ready" in str(model_load.obstacle(model(Ready()), cpu))
     linear = model(UnquantizedLinearMethod())
-    assert "UnquantizedLinearMethod" in str(sharing.obstacle(linear, cpu))
-    sharing.keep_in_place(linear, cpu)
-    assert sharing.obstacle(linear, cpu) is None
+    assert "UnquantizedLinearMethod" in str(model_load.obstacle(linear, cpu))
+    model_load.keep_in_place(linear, cpu)
+    assert model_load.obstacle(linear, cpu) is None

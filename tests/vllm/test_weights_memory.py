@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from engine.backends.memory_session import SOCKET_DIR_ENV
 from engine.backends.reference.random_model import write_random_model
-from engine.backends.session import SOCKET_DIR_ENV
 from engine.backends.vllm.api.main import ENVIRONMENT
 from tests.gms.bench import MIB, GmsProcess
 from tests.helpers import until

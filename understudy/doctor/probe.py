@@ -24,7 +24,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.backends.free_memory import read_room
+from engine.backends.process_memory import read_room
 from engine.supervisor.settings import TERMINATION_LOG
 from gms.client import look_for_mps, memory_for
 from plumbing.errors import UnderstudyError

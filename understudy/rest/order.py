@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.core.events import State
-from engine.core.table import HOLDING
+from engine.core.lifecycle import HOLDING
 from plumbing.errors import UnderstudyError, UnreachableError, WaitTimeoutError
 from plumbing.pod.messages import EngineReportMsg, Tier
 from plumbing.text import duration

@@ -23,9 +23,9 @@ from typing import Any, NoReturn, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.backends.memory_session import WAIT_S, attach, host_device, loading
 from engine.backends.process import BackendProcess
 from engine.backends.reference.config import LlamaConfig, read_config
-from engine.backends.session import WAIT_S, attach, host_device, loading
 from engine.backends.shards import Shard, StoredTensor, read_json, read_shards
 from gms.client import Reader, TensorRecord, Writer
 from plumbing import __version__

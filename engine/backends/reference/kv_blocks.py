@@ -28,7 +28,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec import structs
 
-from engine.backends import free_memory
+from engine.backends import process_memory
+from engine.backends.memory_session import SOCKET_DIR_ENV, host_device
 from engine.backends.process import BackendProcess
 from engine.backends.reference.config import LlamaConfig
 from engine.backends.reference.decoder import (
@@ -40,9 +41,7 @@ from engine.backends.reference.decoder import (
     RankStep,
 )
 from engine.backends.reference.link import ConfigureMsg, TakeMemoryMsg, digest_of
-from engine.backends.session import SOCKET_DIR_ENV, host_device
-from engine.kv.adopter import Adoption, adoptable
-from engine.kv.audit import audited, joined
+from engine.kv.adopter import Adoption, adoptable, audited, joined
 from engine.kv.layout import IndexHeader, IndexPage, IndexRecord, index_bytes
 from engine.kv.writer import IndexWriter
 from gms.client import (
@@ -102,9 +101,9 @@ def size_kv(config: LlamaConfig, settings: ConfigureMsg) -> KvSize:
             " lower --slots, --max-context or --cache-tokens",
         )
     # Simulated devices share the machine's memory, so there must be room for every rank's.
-    free_memory.check_can_ever_fit(
+    process_memory.check_can_ever_fit(
         size.kv_bytes * settings.ranks,
-        free_memory.read_room(),
+        process_memory.read_room(),
         "lower --max-context, --slots or --cache-tokens",
     )
     return size
@@ -374,7 +373,7 @@ class KeptBlocks:
 AWAY_S = 2.0
 NO_BLOCKS = "--cache-tokens 0: no blocks are kept"
 NO_POOL_FILE = "gms.pool_file"  # the disk is full or fails; private memory needs none
-DEADLINE_S = free_memory.DEADLINE_S  # for another engine's process that still maps the pool
+DEADLINE_S = process_memory.DEADLINE_S  # for another engine's process that still maps the pool
 
 
 class PrivateMemory:
@@ -383,7 +382,7 @@ class PrivateMemory:
     lease = None
 
     def __init__(self, size_bytes: int, note: str) -> None:
-        self._mapped = free_memory.allocate(size_bytes)
+        self._mapped = process_memory.allocate(size_bytes)
         self.view, self.note = memoryview(self._mapped), note
 
     def give_back(self, wait_s: float, *, is_kept: bool) -> int:
@@ -393,7 +392,7 @@ class PrivateMemory:
         self.view.release()
         with contextlib.closing(self._mapped):
             start = ctypes.c_ubyte.from_buffer(self._mapped)
-            resident_bytes = free_memory.resident_bytes(ctypes.addressof(start), size_bytes)
+            resident_bytes = process_memory.resident_bytes(ctypes.addressof(start), size_bytes)
             del start
         return resident_bytes
 
@@ -417,7 +416,7 @@ class LentMemory:
             self._mapped.address,
             size_bytes,
             _filled,
-            has_room=lambda: free_memory.has_room_for(fds),
+            has_room=lambda: process_memory.has_room_for(fds),
         )
         lease.mark(BEGUN)
 
@@ -431,7 +430,9 @@ class LentMemory:
         """
         self._filling.stop()
         self._mapped.unmap()
-        resident_bytes = free_memory.resident_bytes(self._mapped.address, self._mapped.size_bytes)
+        resident_bytes = process_memory.resident_bytes(
+            self._mapped.address, self._mapped.size_bytes
+        )
         self._mapped.free()
         if is_kept:
             self.lease.close()
@@ -473,7 +474,7 @@ class KvSource:
                         raise
                     why = error.message
                 logger.warning("%s; this engine takes private KV memory", why)
-        free_memory.wait_for_room(self._kv_bytes * ranks)
+        process_memory.wait_for_room(self._kv_bytes * ranks)
         return PrivateMemory(self._kv_bytes, why)
 
     def _lent(self, take: TakeMemoryMsg, rank: int) -> LentMemory:

@@ -28,6 +28,7 @@ from typing import NoReturn
 from msgspec import structs
 
 from engine.backends import process
+from engine.backends.process import ProgressPage
 from engine.backends.reference.config import read_config
 from engine.backends.reference.link import (
     LINK,
@@ -39,7 +40,6 @@ from engine.backends.reference.link import (
 )
 from engine.backends.registry import HELP
 from engine.messages import CHANNEL, RANKS_MAX
-from engine.progress_page import ProgressPage
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.service.config import size_bytes
 from plumbing.service.log import configure

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
+from engine.backends.process import ProgressPage
 from engine.backends.reference.link import (
     LINK,
     PROMPT_BYTES_UNFINISHED_MAX,
@@ -44,7 +45,6 @@ from engine.messages import (
     WeightsPlacedMsg,
     WokenMsg,
 )
-from engine.progress_page import ProgressPage
 from plumbing.errors import UnderstudyError
 from plumbing.wire.connection import Connection, Handler, UnixConnection
 from plumbing.wire.fds import OwnedFd, close_all

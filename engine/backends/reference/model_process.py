@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from engine.backends import process
-from engine.backends.kept_weights import KeptWeights
+from engine.backends.memory_session import KeptWeights
 from engine.backends.reference.checkpoint import map_weights, open_checkpoint
 from engine.backends.reference.decoder import (
     Decoder,

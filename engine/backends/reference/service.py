@@ -23,8 +23,8 @@ from collections.abc import Callable, Sequence
 from aiohttp import http_exceptions, web
 
 from engine.backends import process
-from engine.backends.channel import Channel, Phases
-from engine.backends.drain import POLL_S, until_done
+from engine.backends.channel import POLL_S, Channel, Phases, until_done
+from engine.backends.process import ProgressPage
 from engine.backends.reference.link import ConfigureMsg, ReadyMsg
 from engine.backends.reference.model_link import ModelLink
 from engine.backends.reference.routes import ServedModel, continuation_id, make_app
@@ -38,7 +38,6 @@ from engine.messages import (
     WeightsPlacedMsg,
     WokenMsg,
 )
-from engine.progress_page import ProgressPage
 from lockserver.client import serving
 from plumbing.errors import UnderstudyError
 from plumbing.wire.fds import OwnedFd

@@ -7,7 +7,7 @@ what must hold, our file that needs it, and where it is.
 from __future__ import annotations
 
 from engine.backends.vllm import contract_forms as form
-from engine.backends.vllm.contract_forms import contains, exists, takes, takes_only, within
+from engine.backends.vllm.contract_forms import contains, every, exists, takes, takes_only, within
 from engine.backends.vllm.contract_list_kv import KV
 from engine.backends.vllm.contract_list_rest import REST
 from engine.backends.vllm.contract_list_resume import RESUME
@@ -27,6 +27,7 @@ loader_utils = within("model_executor/model_loader/utils.py")
 async_llm = within("v1/engine/async_llm.py")
 engine_core = within("v1/engine/core.py")
 output_processor = within("v1/engine/output_processor.py")
+shm_broadcast = within("distributed/device_communicators/shm_broadcast.py")
 executor = within("v1/executor/abstract.py")
 multiproc = within("v1/executor/multiproc_executor.py")
 stat_loggers = within("v1/metrics/loggers.py")
@@ -134,8 +135,6 @@ CONTRACTS: dict[str, tuple[form.Contract, ...]] = {
             "CompilationConfig",
             contains("static_forward_context:", "static_all_moe_layers:"),
         ),
-    ),
-    "worker/sharing.py": (
         quantisation(
             "a quantisation method declares whether processed weights can be shared",
             "QuantizeMethodBase",
@@ -158,6 +157,14 @@ CONTRACTS: dict[str, tuple[form.Contract, ...]] = {
         ),
     ),
     "worker/worker.py": (
+        shm_broadcast(
+            "a worker that waits for a call spins for a while after the last one, and no longer",
+            "SpinCondition.wait",
+            every(
+                takes_only("timeout_ms"),
+                contains("self.last_read + self.busy_loop_s", "self.poller.poll("),
+            ),
+        ),
         worker_base(
             "a worker knows the address at which its ranks meet",
             "WorkerBase.__init__",

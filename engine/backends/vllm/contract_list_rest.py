@@ -4,7 +4,7 @@ relaunch and never sleeps; if one of `worker/offloading.py` is, its weights stay
 
 from __future__ import annotations
 
-from engine.backends.vllm.contract_forms import Contract, contains, every, takes, takes_only, within
+from engine.backends.vllm.contract_forms import Contract, contains, every, takes, within
 
 async_llm = within("v1/engine/async_llm.py")
 block_pool = within("v1/core/block_pool.py")
@@ -14,7 +14,6 @@ executor = within("v1/executor/abstract.py")
 gpu_worker = within("v1/worker/gpu_worker.py")
 multiproc = within("v1/executor/multiproc_executor.py")
 scheduler = within("v1/core/sched/scheduler.py")
-shm_broadcast = within("distributed/device_communicators/shm_broadcast.py")
 worker_base = within("v1/worker/worker_base.py")
 
 REST: dict[str, tuple[Contract, ...]] = {
@@ -94,16 +93,6 @@ REST: dict[str, tuple[Contract, ...]] = {
                 "fully_awake = not self.model_executor.is_sleeping",
                 "if fully_awake:",
                 "return fully_awake",
-            ),
-        ),
-    ),
-    "worker/spinning.py": (
-        shm_broadcast(
-            "a worker that waits for a call spins for a while after the last one, and no longer",
-            "SpinCondition.wait",
-            every(
-                takes_only("timeout_ms"),
-                contains("self.last_read + self.busy_loop_s", "self.poller.poll("),
             ),
         ),
     ),

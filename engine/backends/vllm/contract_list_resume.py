@@ -191,7 +191,7 @@ RESUME: dict[str, tuple[Contract, ...]] = {
             contains("self.sampling_states.any_explicit_seed(idx_mapping_np)"),
         ),
     ),
-    "resume/replay.py": (
+    "resume/llm.py": (
         scheduler_utils(
             "whether a request has ended can be asked",
             "check_stop",
@@ -238,8 +238,6 @@ RESUME: dict[str, tuple[Contract, ...]] = {
             "RequestStateStats",
             contains("first_token_ts:", "last_token_ts:", "num_generation_tokens:"),
         ),
-    ),
-    "resume/llm.py": (
         sampling_params(
             "parameters of a request can be copied, and carry what is not vLLM's",
             "SamplingParams",

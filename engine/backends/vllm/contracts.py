@@ -24,7 +24,7 @@ from msgspec import Struct
 from engine.backends.vllm import versions
 from engine.backends.vllm.contract_forms import Contract, Node
 from engine.backends.vllm.contract_list import CONTRACTS, PLACES
-from engine.backends.vllm.runners import FILES, runner_of
+from engine.backends.vllm.versions import FILES, runner_of
 from plumbing.errors import UsageError
 
 HERE = Path(__file__).resolve().parent

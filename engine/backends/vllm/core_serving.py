@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm.v1.engine.core import EngineCore
 
-from engine.backends import own_memory
+from engine.backends import process_memory
 from engine.backends.vllm import membership
 from plumbing.errors import UnderstudyError
 
@@ -49,7 +49,7 @@ def _leave(core: Any) -> Answer:
 
 def _into_huge_pages(core: Any) -> Answer:
     """Once the engine is prepared."""
-    own_memory.into_huge_pages()
+    process_memory.into_huge_pages()
     return {"code": "", "problem": ""}
 
 

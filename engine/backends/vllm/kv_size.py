@@ -14,7 +14,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from engine.backends.vllm import runners, versions
+from engine.backends.vllm import versions
+from engine.backends.vllm import versions as runners
 from plumbing.errors import UsageError
 from plumbing.text import size
 

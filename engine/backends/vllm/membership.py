@@ -1,18 +1,26 @@
-"""This process's membership in its incarnation: created once by the plugin.
+"""This process's membership in its incarnation, and how its methods fail: reported or answered, but
+never raised to vLLM.
 
-Needs neither vLLM nor torch. A global, because vLLM itself creates our loader and our worker, so
-the membership cannot be passed to them.
+The plugin creates the membership once. It is a global, because vLLM itself creates our loader and
+our worker, so it cannot be passed to them. After an exception on one rank vLLM leaves the other
+ranks' answers in their queues, and every later call gets the answer to an earlier one; so methods
+that the backend calls return their error. Needs neither vLLM nor torch.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 import multiprocessing
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from engine.backends import process
 from engine.backends.process import BackendProcess
 from lockserver.client import serving
-from plumbing.errors import InvariantError
+from plumbing.errors import InvariantError, UnderstudyError
 from plumbing.service.process import die_with_parent
 
 CORE = "core"
@@ -93,3 +101,39 @@ def name_of(process_name: str) -> str:
         return CORE
     rank = int(found.group(1))
     return WORKER if rank == 0 else f"{WORKER}-{rank}"
+
+
+logger = logging.getLogger(__name__)
+
+CODE_UNEXPECTED = "vllm.worker_failed"
+
+Answer = dict[str, Any]
+
+
+@contextmanager
+def reporting() -> Iterator[None]:
+    """Report errors to the supervisor; vLLM would only say that its core has failed."""
+    try:
+        yield
+    except UnderstudyError as error:
+        current().report(error)
+        raise
+
+
+def answering(method: Callable[..., Answer]) -> Callable[..., Answer]:
+    """Make `method` never raise, and add the rank and whether it succeeded to its answer."""
+
+    @functools.wraps(method)
+    def answer(self: Any, *args: Any) -> Answer:
+        about: Answer = {"rank": self.rank, "ok": True, "code": "", "error": ""}
+        try:
+            return about | method(self, *args)
+        except UnderstudyError as error:
+            logger.error("%s: %s", method.__name__, error)
+            return about | {"ok": False, "code": error.code, "error": error.message}
+        except Exception as error:
+            logger.exception("%s failed", method.__name__)
+            text = f"{method.__name__} failed: {type(error).__name__}: {error}"
+            return about | {"ok": False, "code": CODE_UNEXPECTED, "error": text}
+
+    return answer

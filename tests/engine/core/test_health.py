@@ -11,9 +11,10 @@ from engine.core.health import (
     Action,
     GenerationHealth,
     ParkedHealth,
+    Patience,
+    Signs,
     Unhealthy,
 )
-from engine.core.patience import Patience, Signs
 
 
 def make() -> GenerationHealth:

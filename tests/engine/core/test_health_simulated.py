@@ -19,10 +19,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.health import ANSWER_MS, IDLE_CANARY_MS, INTERVAL_MS
-from engine.core.patience import HANG_ALONE_MS, HANG_MS, Signs
+from engine.core.health import ANSWER_MS, HANG_ALONE_MS, HANG_MS, IDLE_CANARY_MS, INTERVAL_MS, Signs
 from engine.messages import HealthyMsg
-from engine.supervisor.health_watch import HealthWatch
+from engine.supervisor.timers import HealthWatch
 
 LAG_MS = 60  # the longest way of an answer; also how late a timer is
 LOOK_MS = INTERVAL_MS + 2 * LAG_MS

@@ -8,8 +8,7 @@ from enum import StrEnum
 from random import Random
 
 from engine.kv.layout import IndexCells, IndexPage
-from engine.kv.publisher import LatePublisher
-from engine.kv.writer import IndexWriter
+from engine.kv.writer import IndexWriter, LatePublisher
 
 
 class Mutation(StrEnum):

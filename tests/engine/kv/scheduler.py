@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from engine.kv.adopter import Adoption, adoptable
-from engine.kv.publisher import LatePublisher
-from engine.kv.writer import IndexWriter
+from engine.kv.writer import IndexWriter, LatePublisher
 from tests.engine.kv.dying import (
     WRITERS,
     EarlyPublisher,

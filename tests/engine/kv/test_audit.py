@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.kv.audit import audited, joined
-from engine.kv.publisher import LatePublisher
+from engine.kv.adopter import audited, joined
+from engine.kv.writer import LatePublisher
 from tests.engine.kv.indexes import adopted_from, block_hash, blocks_of, memory, writer_over
 
 

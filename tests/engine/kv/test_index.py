@@ -20,8 +20,7 @@ from engine.kv.layout import (
     IndexRecord,
     index_bytes,
 )
-from engine.kv.publisher import LatePublisher
-from engine.kv.writer import PROOF_STEPS, IndexWriter
+from engine.kv.writer import PROOF_STEPS, IndexWriter, LatePublisher
 from plumbing.errors import InvariantError
 from tests.engine.kv.indexes import (
     BLOCKS,

@@ -10,8 +10,8 @@ from typing import cast
 import pytest
 from msgspec import structs
 
-from engine.backends import free_memory
-from engine.backends.free_memory import RESERVE_BYTES, Room
+from engine.backends import process_memory
+from engine.backends.process_memory import RESERVE_BYTES, Room
 from engine.backends.reference.config import read_config
 from engine.backends.reference.decoder import Array, Decoder, KVCache, Leader
 from engine.backends.reference.generation import PREFILL_CHUNK, Generator, Request
@@ -40,7 +40,7 @@ MIB = 1 << 20
 
 def prepared_kv_bytes(monkeypatch: pytest.MonkeyPatch, room: Room, **more: int) -> int:
     """The KV size that an engine reports before it has any KV memory."""
-    monkeypatch.setattr(free_memory, "read_room", lambda *_: room)
+    monkeypatch.setattr(process_memory, "read_room", lambda *_: room)
     fields = {"slots": 4, "max_context": None, "kv_bytes": None, **more}
     directory = golden("untied-gqa-bf16")
     return size_kv(read_config(directory), ConfigureMsg(directory=directory, **fields)).kv_bytes

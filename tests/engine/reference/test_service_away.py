@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from engine.backends.memory_session import RESTART_WAIT_S
 from engine.backends.reference.model_process import REPORT_WAIT_S, Rank
-from engine.backends.session import RESTART_WAIT_S
 from engine.core.relaunch import DEATHS_MAX, DEATHS_WINDOW_MS
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from engine.backends.drain import QUIET_MS, silent_ms
+from engine.backends.channel import QUIET_MS, silent_ms
 from engine.messages import DrainedMsg, DrainMsg
 from tests.engine.reference_process.active import GREEDY, LONG, active_engine, complete, health
 

@@ -14,6 +14,7 @@ import aiohttp
 import pytest
 from aiohttp.test_utils import TestServer
 
+from engine.backends.process import ProgressPage
 from engine.backends.reference import model_link
 from engine.backends.reference.link import (
     LINK,
@@ -29,7 +30,6 @@ from engine.backends.reference.model_link import QUEUE_MAX, ModelLink
 from engine.backends.reference.routes import ServedModel, make_app
 from engine.backends.reference.stream import Tokenizer
 from engine.messages import CanaryMsg, FaultReportMsg, RunCanaryMsg
-from engine.progress_page import ProgressPage
 from plumbing.errors import UnderstudyError
 from plumbing.wire.connection import Connection, UnixConnection
 from plumbing.wire.fds import OwnedFd

@@ -7,7 +7,7 @@ import asyncio
 
 import pytest
 
-from engine.backends.vllm.api import gate
+from engine.backends.vllm.api import gateway_endpoints as gate
 
 HTTP = {"type": "http", "path": "/v1/completions", "headers": []}
 BODY_MAX = 100

@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from engine.backends.vllm.api.door import Door
-from engine.backends.vllm.api.gate import CONNECTION, Gate, Traffic
-from engine.backends.vllm.api.marks import Marks
+from engine.backends.vllm.api.gateway_endpoints import CONNECTION, Door, Gate, Traffic
+from engine.backends.vllm.api.stream_marking import Marks
 from engine.backends.vllm.resume.answer import CURRENT
 from engine.messages import CanaryMsg
 from plumbing import gateway_protocol as hop

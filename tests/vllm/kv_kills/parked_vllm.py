@@ -9,7 +9,7 @@ from typing import Any
 from msgspec import structs
 from vllm import LLM, SamplingParams
 
-from engine.backends.vllm.worker.kv_lease import Lending
+from engine.backends.vllm.worker.kv_loan import Lending
 from gms.kv_messages import NO_ERA
 from tests.vllm.overlapping import keep_async_scheduling
 

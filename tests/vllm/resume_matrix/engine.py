@@ -17,7 +17,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from engine.backends.vllm import collector
+from engine.backends.vllm import process_tuning
 from engine.backends.vllm.api.main import ENVIRONMENT, make_engine
 from plumbing.wire.fds import OwnedFd
 from tests.vllm.overlapping import keep_async_scheduling
@@ -58,9 +58,8 @@ async def serve(model: str, path: str, flags: list[str]) -> None:
     from vllm.platforms import current_platform
 
     from engine.backends.vllm.api import arguments
-    from engine.backends.vllm.api.backend import VllmBackend
+    from engine.backends.vllm.api.backend import StepCounter, VllmBackend
     from engine.backends.vllm.api.http import Front, bind
-    from engine.backends.vllm.api.steps import StepCounter
 
     if ASYNC_FLAG in flags:
         keep_async_scheduling()
@@ -75,7 +74,7 @@ async def serve(model: str, path: str, flags: list[str]) -> None:
     args.load_format, args.model_loader_extra_config = "auto", {}
     private = bind(args, f"{path}.trial")
     made = make_engine(parsed, steps)
-    collector.resume()
+    process_tuning.resume_collector()
     front = await Front.start(made.engine, args, private)
     backend = VllmBackend(made.engine, front, steps, made.find_continuing)
     prepared = await backend.prepare()
@@ -111,7 +110,7 @@ def main() -> None:
     os.environ.update(VARIABLES)
     if GRAPHS_FLAG in flags:
         del os.environ["TORCH_COMPILE_DISABLE"]
-    collector.pause()
+    process_tuning.pause_collector()
     os.setpgid(0, 0)  # vLLM's processes outlive their parent; they are all of this group
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

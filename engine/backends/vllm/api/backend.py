@@ -1,35 +1,39 @@
 """vLLM as its supervisor sees it: prepared, awake, serving, draining.
 
 Owns the order of a wake (KV memory on every rank, then vLLM's scheduler, then the canary, then the
-lent socket) and what counts as healthy. Everything but `health` runs on vLLM's own loop.
+lent socket) and what counts as healthy. Everything but `health` runs on vLLM's own loop. Our own
+worker methods never raise: after a call that raised, vLLM's replies would be off by one for good,
+so the methods return the error.
 
-Surprising: our own worker methods never raise. After a call that raised, vLLM's replies would be
-off by one for good, so the methods return the error instead.
+The canary is one inference, judged by its numbers: damaged weights or memory yield NaN, or a token
+outside the vocabulary. `StepCounter` reports the engine core's steps as progress, by which a hang
+is detected.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from vllm import SamplingParams
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.metrics.loggers import StatLoggerBase
 
-from engine.backends import own_memory
+from engine.backends import process_memory
 from engine.backends.channel import Phases
-from engine.backends.vllm.api.canary import generate_one
+from engine.backends.process import ProgressPage
 from engine.backends.vllm.api.continuation import Continuing, continue_nothing
-from engine.backends.vllm.api.door import Door
-from engine.backends.vllm.api.http import Front
+from engine.backends.vllm.api.gateway_endpoints import Door
+from engine.backends.vllm.api.http import TRIAL_PROMPT, Front
 from engine.backends.vllm.api.kept_memory import OWN_MEMORY, KeptMemory
-from engine.backends.vllm.api.offloading import Offloading
-from engine.backends.vllm.api.proof import Prove
-from engine.backends.vllm.api.resting import Resting, ask_core
-from engine.backends.vllm.api.steps import StepCounter
+from engine.backends.vllm.api.resting import Offloading, Resting, ask_core
+from engine.backends.vllm.api.self_test import Prove
 from engine.backends.vllm.versions import vllm_version
 from engine.messages import (
     NO_ERA,
@@ -156,7 +160,7 @@ class VllmBackend:
         await self._ask_ranks("understudy_into_huge_pages", STATUS_WAIT_S)
         if self._seat is not None:  # else this vLLM's core may not be as we know it
             await ask_core(self._engine, "understudy_into_huge_pages")
-        await asyncio.to_thread(own_memory.into_huge_pages)
+        await asyncio.to_thread(process_memory.into_huge_pages)
 
     async def wake(
         self,
@@ -348,3 +352,51 @@ class VllmBackend:
             await self._ask_ranks("understudy_distrust", DISTRUST_WAIT_S, detail)
         except Exception as error:  # this incarnation is about to end in any case
             logger.warning("could not report the failed canary to every rank: %s", error)
+
+
+async def generate_one(engine: Any, request_id: str) -> str | None:
+    """Generate one greedy token; what is wrong with it, or None."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=0)
+    last = None
+    config = engine.model_config
+    prompt = {"prompt_token_ids": list(TRIAL_PROMPT[: max(1, config.max_model_len - 1)])}
+    async for output in engine.generate(prompt, sampling, request_id):
+        last = output
+    made = last.outputs[0] if last is not None and last.outputs else None
+    if made is None or len(made.token_ids) != 1 or not made.logprobs:
+        return "no token was generated"
+    token = made.token_ids[0]
+    logprob = made.logprobs[0][token].logprob
+    is_probability = config.logprobs_mode.endswith("logprobs")  # otherwise logits
+    if not math.isfinite(logprob) or (is_probability and logprob > 0):
+        return f"token {token} has a log-probability of {logprob}"
+    if not 0 <= token < config.get_vocab_size():
+        return f"token {token} is not in the vocabulary"
+    return None
+
+
+class StepCounter(StatLoggerBase):
+    """Counts the steps of the engine core: progress, by which a hang is detected.
+
+    A stat logger is called for every step, also for one that only prefills. vLLM calls its
+    interface unstable, so the arguments are ignored. The count is on the page that the supervisor
+    reads, too: it moves when the loop that hands tokens to clients turns, whatever the channel's
+    thread has to wait for.
+    """
+
+    def __init__(self, page: ProgressPage | None = None) -> None:
+        self._page = page or ProgressPage()
+
+    @property
+    def count(self) -> int:
+        return self._page.count
+
+    def factory(self, vllm_config: Any, engine_index: int = 0) -> StepCounter:
+        """`AsyncLLM` calls this to make its loggers; it gets this one."""
+        return self
+
+    def record(self, *args: Any, **kwargs: Any) -> None:
+        self._page.count += 1
+
+    def log_engine_initialized(self) -> None:
+        pass

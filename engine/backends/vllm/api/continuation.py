@@ -23,7 +23,8 @@ from msgspec import Struct
 from vllm import envs
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from engine.backends.vllm import contracts, runners, versions
+from engine.backends.vllm import contracts, versions
+from engine.backends.vllm import versions as runners
 from engine.backends.vllm.contracts import Sources
 from engine.backends.vllm.resume import INSTALL_ENV
 from engine.backends.vllm.worker.identity import files_of

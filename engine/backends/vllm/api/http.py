@@ -25,9 +25,9 @@ from vllm.entrypoints.launchers.launcher import serve_http, setup_server
 from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from engine.backends.drain import until_done
-from engine.backends.vllm.api.gate import CONNECTION, Gate, Traffic, body_bytes_max
-from engine.backends.vllm.api.marks import Marks
+from engine.backends.channel import until_done
+from engine.backends.vllm.api.gateway_endpoints import CONNECTION, Gate, Traffic, body_bytes_max
+from engine.backends.vllm.api.stream_marking import Marks
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.wire.fds import OwnedFd
 

@@ -17,10 +17,10 @@ from typing import Any, Literal
 
 from msgspec import Struct, structs
 
+from engine.backends.memory_session import SOCKET_DIR_ENV, host_device
 from engine.backends.process import INCARNATION_ENV
-from engine.backends.session import SOCKET_DIR_ENV, host_device
 from engine.backends.vllm.kv import INSTALL_ENV
-from engine.backends.vllm.worker.kv_lease import Lending
+from engine.backends.vllm.worker.kv_loan import Lending
 from gms.client import pool_service_answers
 from plumbing.errors import UnderstudyError
 

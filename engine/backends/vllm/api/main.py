@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from msgspec import structs
 
 from engine.backends import process
+from engine.backends.process import ProgressPage
 from engine.backends.registry import asks_for_help
-from engine.backends.vllm import collector
-from engine.backends.vllm.cpu_count import count_all
+from engine.backends.vllm import process_tuning
+from engine.backends.vllm.process_tuning import count_all
 from engine.messages import FaultReportMsg
-from engine.progress_page import ProgressPage
 from plumbing.errors import UnderstudyError, UsageError, is_disk_fault
 from plumbing.service.log import configure
 from plumbing.service.process import raise_fd_limit
@@ -81,7 +81,7 @@ def main() -> int:
             resource_tracker.ensure_running()
         os.environ.update(ENVIRONMENT)
         raise_fd_limit()
-        collector.pause()
+        process_tuning.pause_collector()
         count_all()
         _serve(channel, page, seat)
     except UnderstudyError as error:
@@ -115,15 +115,14 @@ async def _run(
     page: ProgressPage,
     seat: serving.ServingSeat | None,
 ) -> None:
-    from engine.backends.vllm.api.backend import VllmBackend
+    from engine.backends.vllm.api.backend import StepCounter, VllmBackend
     from engine.backends.vllm.api.http import Front, bind
-    from engine.backends.vllm.api.proof import Proof
-    from engine.backends.vllm.api.steps import StepCounter
+    from engine.backends.vllm.api.self_test import Proof
 
     args, steps = parsed.vllm, StepCounter(page)
     sock = bind(args, _private_path())
     made = make_engine(parsed, steps)
-    collector.resume()
+    process_tuning.resume_collector()
     front = await Front.start(made.engine, args, sock, parsed.body_bytes_max)
     prove = None
     if made.tested is not None:
@@ -170,7 +169,8 @@ def make_engine(parsed: ServeArguments, steps: Any) -> _Made:
     from vllm.usage.usage_lib import UsageContext
 
     from engine.backends.vllm import contracts, kv_size
-    from engine.backends.vllm.api import continuation, proof, resting
+    from engine.backends.vllm.api import continuation, resting
+    from engine.backends.vllm.api import self_test as proof
     from engine.backends.vllm.api.kept_memory import KeptMemory
     from engine.backends.vllm.kv import eligible
 
@@ -237,5 +237,5 @@ def _fit_cpu(ranks: int) -> None:
 if __name__ == "__main__":
     sys.exit(main())
 if __name__ == "__mp_main__":  # the engine core, or a worker
-    collector.pause_in_spawned()
+    process_tuning.pause_collector_in_spawned()
     count_all()

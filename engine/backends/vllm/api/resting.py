@@ -1,16 +1,19 @@
-"""Rest in place: a drained engine gives its KV memory back and stays ready to be woken.
+"""Sleep in place: a drained engine gives its KV memory back and stays ready to be woken; its
+weights may be released, too.
 
-Owns the order, and whether this vLLM can do it at all. Nothing here is undone when a step fails:
-the incarnation ends, and another is launched.
-
-The surprising things:
+Owns the order, and whether this vLLM can do it at all. No failed step is undone: the incarnation
+ends, and another is launched.
 
 - A `sleep` that waits for requests is overtaken by one that aborts them, and never given up: it
-  would come back, and take the memory from under an engine that was woken meanwhile.
-- That `sleep` has returned does not prove that nothing is in progress, and that `wake_up` says True
-  does not prove that every rank is awake. So requests are counted and ranks are asked.
+  would come back, and take the memory from an engine that was woken meanwhile.
+- A `sleep` that has returned does not prove that nothing is in progress, and a `wake_up` that says
+  True does not prove that every rank is awake. So requests are counted and ranks are asked.
 - The prefix cache must be reset, or later requests would read memory that is not theirs. Every
   level of `sleep` from 1 on does that. For a hand-over the index of the cache is closed before.
+
+`Offloading` sends one request about the weights at a time, and no engine is woken without its
+weights. It notes that a rank may be without them before it asks that rank to release them, so an
+unanswered request counts as released.
 """
 
 from __future__ import annotations
@@ -20,10 +23,11 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from engine.backends.vllm import contracts, runners
+from engine.backends.vllm import contracts, versions
 from engine.backends.vllm.api.http import Front
 from engine.backends.vllm.api.kept_memory import KeptMemory
 from engine.backends.vllm.contracts import Sources
+from engine.messages import WeightsPlacedMsg
 from plumbing.errors import UnderstudyError
 
 logger = logging.getLogger(__name__)
@@ -42,12 +46,12 @@ def problem_with(config: Any, sources: Sources) -> str:
     """Why an engine with this `VllmConfig` cannot rest, or nothing. Reads vLLM's `sources`."""
     if config.kv_transfer_config is not None:
         return "a KV connector has the addresses of its KV cache, too"
-    return contracts.changed(sources, REST_FILES, runners.in_use(config))
+    return contracts.changed(sources, REST_FILES, versions.in_use(config))
 
 
 def offload_problem(config: Any, sources: Sources) -> str:
     """Why it cannot rest without its weights, or nothing."""
-    return contracts.changed(sources, OFFLOAD_FILES, runners.in_use(config))
+    return contracts.changed(sources, OFFLOAD_FILES, versions.in_use(config))
 
 
 async def ask_core(engine: Any, method: str, *asked: Any) -> None:
@@ -134,3 +138,67 @@ class Resting:
         logger.warning("the requests that vLLM still has are aborted: the engine is to rest")
         async with asyncio.timeout(ABORT_S):
             await self._engine.sleep(level=1, mode="abort")
+
+
+# Within the waking budget of 60 s, so that the reason is reported before the kill. Weights come
+# back at some 2 GB a second.
+RESTORE_S = 45.0
+# Beyond what a rank itself waits for: the memory service frees 8 GiB a second, and a rank gives up
+# waiting for that by itself.
+GRACE_S = 15.0
+NOTE_CHARS_MAX = 4096
+
+
+class Offloading:
+    """Of one engine. `lock` is held while its ranks let their weights go or map them again."""
+
+    def __init__(self, ask_ranks: AskRanks, problem: str = "") -> None:
+        """`problem`: why no rank can be without its weights, or nothing."""
+        self.lock = asyncio.Lock()
+        self._ask_ranks, self._problem = ask_ranks, problem
+        self._may_be_away = False
+
+    def problem_with(self, ranks: Sequence[dict[str, Any]]) -> str:
+        """Why its weights cannot be released, from the status of all ranks; or nothing."""
+        return next((why for each in ranks if (why := each["cannot_offload"])), self._problem)
+
+    async def place(
+        self, budget_s: float, *, is_away: bool, is_parked: Callable[[], bool]
+    ) -> WeightsPlacedMsg:
+        """Have every rank release its weights, or map them again.
+
+        Raises:
+            UnderstudyError: a rank's own, or it does not answer: this incarnation must end.
+        """
+        async with self.lock:
+            if not is_parked():  # woken meanwhile, which has mapped them
+                return WeightsPlacedMsg(False)
+            return await (self._release() if is_away else self._restore(budget_s))
+
+    async def restore(self) -> None:
+        """Before a wake: map what a rank has released.
+
+        Raises:
+            UnderstudyError: as `place`.
+        """
+        if self._may_be_away:
+            async with self.lock:  # a release may have been asked for a moment ago
+                await self._restore(RESTORE_S)
+
+    async def _release(self) -> WeightsPlacedMsg:
+        self._may_be_away = True
+        wait_s = RESTORE_S + GRACE_S
+        ranks = await self._ask_ranks("understudy_place_weights", wait_s, True, RESTORE_S)
+        is_away = [bool(rank["is_away"]) for rank in ranks]
+        self._may_be_away = any(is_away)
+        return WeightsPlacedMsg(
+            all(is_away),
+            sum(int(rank["freed_bytes"]) for rank in ranks),
+            next((str(rank["note"]) for rank in ranks if rank["note"]), "")[:NOTE_CHARS_MAX],
+        )
+
+    async def _restore(self, budget_s: float) -> WeightsPlacedMsg:
+        wait_s = budget_s + GRACE_S
+        await self._ask_ranks("understudy_place_weights", wait_s, False, budget_s)
+        self._may_be_away = False
+        return WeightsPlacedMsg(False)

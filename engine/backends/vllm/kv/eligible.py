@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.backends.vllm import contracts, runners
+from engine.backends.vllm import contracts, versions
 from engine.backends.vllm.contracts import Sources
 
 KV_FILES = ("kv/",)
@@ -36,7 +36,7 @@ def problem_with(config: Any, sources: Sources) -> str:
         return "with --decode-context-parallel-size a block lies in parts on several ranks"
     if config.scheduler_config.scheduler_cls is not None:
         return "vLLM has a scheduler of its own (--scheduler-cls)"
-    return contracts.changed(sources, KV_FILES, runners.in_use(config))
+    return contracts.changed(sources, KV_FILES, versions.in_use(config))
 
 
 def problem_with_groups(groups: Any, hash_block_tokens: int) -> str:

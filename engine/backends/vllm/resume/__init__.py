@@ -1,12 +1,12 @@
-"""A request is taken up again from the tokens that a dead engine has already made.
+"""A request is resumed from the tokens that a dead engine has already made.
 
 To vLLM it is a request that was preempted: the same prompt and parameters, and output tokens whose
 KV cache must be computed again. Three of vLLM's processes have a part in it: `scheduler.py` runs in
-the engine core, `batch.py` in the workers, and `llm.py` and `replay.py` in the API process. The
-tokens travel in `SamplingParams.extra_args` (`made.py`).
+the engine core, `batch.py` in the workers, and `llm.py` in the API process. The tokens travel in
+`SamplingParams.extra_args` (`answer.py`).
 
-Everything here relies on private parts of vLLM; `contract_list.py` says on which. If one of them
-has changed, nothing of this is installed: the engine serves, and its answers end with it.
+Everything here relies on private parts of vLLM; `contract_list_resume.py` says on which. If one of
+them has changed, nothing of this is installed: the engine serves, and its answers end with it.
 """
 
 # Set by the API process for its children: install the hooks.

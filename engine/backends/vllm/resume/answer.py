@@ -1,15 +1,23 @@
-"""One HTTP answer on its way through vLLM, known to the gate, which marks its events, and to
-`ContinuingLLM`, which knows the tokens that they are made of.
+"""What vLLM's processes know of a request that may be resumed: its HTTP answer on its way out, and
+the tokens that a dead engine has already made.
 
-vLLM's serving layer lies between the two. It is pulled: it asks the engine for an output, makes
+The gate marks the events of an `Answer`, and `ContinuingLLM` knows the tokens that they are made
+of; vLLM's serving layer lies between the two. It is pulled: it asks the engine for an output, makes
 events of it, sends them, and asks for the next. So whatever was sent before it asks belongs to the
-output that it had. It must be so without a pause in between; nothing may pass events on from
-another task (`api/marks.py` says where that is ensured).
+output that it had. Nothing may pass events on from another task (`api/stream_marking.py` says where
+that is ensured).
+
+The tokens travel in `SamplingParams.extra_args`, beside the gateway's name of the attempt. A client
+reaches `extra_args` too (`vllm_xargs`), and made-up output would be an injection. So the value is
+of bytes, which no JSON holds, and what clients put under our name is dropped. Needs neither vLLM
+nor torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+import copy
+from array import array
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -95,3 +103,51 @@ class Answer:
         group = self.tokens, self.chunks
         self.tokens, self.chunks = [], []
         return group
+
+
+KEY = "understudy_made"
+ATTEMPT = "understudy_attempt"
+ITEM = "I"
+
+
+class Made(bytes):
+    """The same, in the engine core and in the workers: vLLM logs the parameters of its requests
+    when it fails, and the tokens are a user's text."""
+
+    def __repr__(self) -> str:
+        return f"<{len(self) // 4} tokens>"
+
+
+def made_by(params: Any) -> Sequence[int]:
+    """The tokens that a request with these `SamplingParams` has already made."""
+    packed = (getattr(params, "extra_args", None) or {}).get(KEY)
+    return array(ITEM, packed) if isinstance(packed, bytes) else ()
+
+
+def attempt_of(params: Any) -> bytes:
+    """What the gateway calls the attempt that a request with these `SamplingParams` is, if it is
+    the whole of it and nothing is done for it before it is scheduled."""
+    if params is None or params.n != 1 or params.structured_outputs is not None:
+        return b""
+    name = (params.extra_args or {}).get(ATTEMPT)
+    return name if isinstance(name, bytes) else b""
+
+
+def with_made(params: Any, tokens: Sequence[int], attempt: bytes = b"") -> Any:
+    """A copy of `params` with these tokens and this name; neither: as a client may send them."""
+    given = params.extra_args or {}
+    extra = {name: value for name, value in given.items() if name not in (KEY, ATTEMPT)}
+    if tokens:
+        extra[KEY] = array(ITEM, tokens).tobytes()
+    if attempt:
+        extra[ATTEMPT] = attempt
+    if extra == given:
+        return params
+    changed = copy.copy(params)  # all else is shared: `clone` copies deeply
+    changed.extra_args = extra or None
+    return changed
+
+
+def conceal(params: Any) -> None:
+    """Keep the tokens of `params` out of logs."""
+    params.extra_args[KEY] = Made(params.extra_args[KEY])

@@ -15,7 +15,7 @@ import torch
 from vllm.v1.worker.gpu_input_batch import InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from engine.backends.vllm.resume.made import made_by
+from engine.backends.vllm.resume.answer import made_by
 
 NARROW = 2  # the smallest vocabulary from which something can be drawn
 

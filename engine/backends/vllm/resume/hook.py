@@ -6,13 +6,13 @@ from typing import Any
 
 from vllm.platforms import current_platform
 
-from engine.backends.vllm import runners
+from engine.backends.vllm import versions
 
 
 def install(config: Any, runner: Any) -> str:
     """Returns what is in the way, or nothing. Imports only what this runner needs: another one's
     files may be gone, or must not be imported on this platform."""
-    if runners.in_use(config) == runners.V2:
+    if versions.in_use(config) == versions.V2:
         from engine.backends.vllm.resume import runner_v2
 
         return runner_v2.install(runner)

@@ -13,7 +13,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from engine.backends import process
-from engine.backends.vllm.resume.made import attempt_of, conceal, made_by
+from engine.backends.vllm.resume.answer import attempt_of, conceal, made_by
 
 
 class _Resuming:

@@ -1,18 +1,23 @@
 """Addresses for a KV cache on a GPU, with or without memory behind them.
 
-Surprising: CUDA graphs record addresses, not memory. While the engine warms up and captures its
-graphs, one block of scratch memory is mapped repeatedly over the whole range, so that every address
-is valid; what is written there is garbage, which no capture reads. The graphs work with whatever is
-mapped at the same addresses later.
+CUDA graphs record addresses, not memory. While the engine warms up and captures its graphs, one
+block of scratch memory is mapped repeatedly over the whole range, so that every address is valid;
+what is written there is garbage, which no capture reads. The graphs work with whatever is mapped at
+the same addresses later.
+
+What one layer writes to scratch memory may be overwritten by another. A self-test uses only the
+first `BLOCKS` blocks of each layer, and the scratch size is chosen so that these lie at different
+places of the block of memory.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
 
-from engine.backends.free_memory import Room, keep_trying
-from engine.backends.vllm.worker import scratch
+from engine.backends.process_memory import Room, keep_trying
 from gms.client import Allocation, memory_for
 from plumbing.errors import UnderstudyError
 
@@ -34,7 +39,7 @@ class CudaRange:
         device: str,
         size_bytes: int,
         read: Callable[[], Room],
-        used: Sequence[scratch.Range] | None = None,
+        used: Sequence[Range] | None = None,
     ) -> None:
         """`read` returns how much memory the device has free, for messages while waiting. `used` by
         a self-test: scratch memory is to keep these parts of the range apart, if it can.
@@ -50,7 +55,7 @@ class CudaRange:
         self._needed_bytes = _up(size_bytes, step)
         least = min(_up(SCRATCH_BYTES_MAX, step), self._needed_bytes)
         most = min(TEST_BYTES_MAX, self._needed_bytes)
-        apart = scratch.fitting(used, least, most, step) if used is not None else None
+        apart = fitting(used, least, most, step) if used is not None else None
         self._scratch_bytes = apart or least
         self.can_test = apart is not None
         # A multiple of the scratch block: allocations are mapped whole, and addresses are free.
@@ -153,3 +158,46 @@ def _parts(size_bytes: int, most_bytes: int | None) -> list[int]:
     most = most_bytes or size_bytes
     whole, rest = divmod(size_bytes, most)
     return [most] * whole + ([rest] if rest else [])
+
+
+BLOCKS = 192  # of each group of layers: what a self-test uses at most (`self_test.most_blocks`)
+
+Range = tuple[int, int]  # from, to: bytes
+
+
+def ranges(kv_cache_config: Any) -> list[Range] | None:
+    """Where the first `BLOCKS` blocks of all layers lie, in order and joined; None: that cannot be
+    told, because the parts of a block lie apart."""
+    found: list[Range] = []
+    pages = [group.kv_cache_spec.page_size_bytes for group in kv_cache_config.kv_cache_groups]
+    for tensor in kv_cache_config.kv_cache_tensors:
+        of_block = int(getattr(tensor, "block_stride", 0))
+        if of_block < max(pages):
+            return None
+        length = min(BLOCKS * len(pages), int(kv_cache_config.num_blocks)) * of_block
+        starts = [tensor.offset + at * tensor.layer_stride for at in range(len(tensor.layers))]
+        found += [(start, min(start + length, tensor.size)) for start in starts]
+    joined: list[Range] = []
+    for start, end in sorted(found):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def fitting(used: Sequence[Range], least: int, most: int, step: int) -> int | None:
+    """The smallest size from `least` to `most` bytes, in steps, that keeps `used` apart."""
+    return next((size for size in range(least, most + 1, step) if _are_apart(used, size)), None)
+
+
+def _are_apart(used: Sequence[Range], size: int) -> bool:
+    parts: list[Range] = []
+    for start, end in used:
+        if end - start > size:
+            return False
+        at, length = start % size, end - start
+        parts.append((at, min(at + length, size)))
+        if at + length > size:
+            parts.append((0, at + length - size))
+    return all(one[1] <= other[0] for one, other in pairwise(sorted(parts)))

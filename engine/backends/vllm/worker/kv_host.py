@@ -19,7 +19,7 @@ import mmap
 import os
 from collections.abc import Callable, Sequence
 
-from engine.backends.free_memory import (
+from engine.backends.process_memory import (
     RESERVE_BYTES,
     Room,
     has_room_for,

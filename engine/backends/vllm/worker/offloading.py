@@ -14,8 +14,8 @@ from typing import Any
 
 from vllm.v1.worker.gpu_worker import Worker as StockGPUWorker
 
+from engine.backends.vllm.membership import Answer, answering, reporting
 from engine.backends.vllm.worker import weights
-from engine.backends.vllm.worker.answers import Answer, answering, reporting
 from plumbing.errors import UnderstudyError
 
 

@@ -28,11 +28,11 @@ def register() -> None:
     widen_fd_table()
     from vllm.model_executor.model_loader import register_model_loader
 
-    from engine.backends.vllm import collector
+    from engine.backends.vllm.process_tuning import resume_collector
     from engine.backends.vllm.worker.weights import Loader
 
     register_model_loader(LOAD_FORMAT)(Loader)
     if membership.is_core():
         from engine.backends.vllm import core_serving  # noqa: F401 - adds methods to the core
     if multiprocessing.parent_process() is not None:  # the main process resumes later
-        collector.resume()
+        resume_collector()

@@ -23,11 +23,11 @@ from vllm.config.load import LoadConfig
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.platforms import current_platform
 
-from engine.backends import session
-from engine.backends.kept_weights import KeptWeights
+from engine.backends import memory_session as session
+from engine.backends.memory_session import KeptWeights
 from engine.backends.process import BackendProcess
 from engine.backends.vllm import membership
-from engine.backends.vllm.worker import rehome
+from engine.backends.vllm.worker import binding
 from engine.backends.vllm.worker.identity import Document, Identity, same_on_every_rank
 from engine.backends.vllm.worker.model_load import ModelLoad, inner_loader
 from engine.backends.vllm.worker.pulse import Meter
@@ -144,7 +144,7 @@ class RankWeights:
         if self._session is None:
             raise InvariantError("vLLM loaded its model without our loader")
         reader = self._commit(self._session) if isinstance(self._session, Writer) else self._session
-        if rehome.read_about(reader, self._models) is not None:
+        if binding.read_about(reader, self._models) is not None:
             raise UnderstudyError(
                 "model.unbound",
                 f"epoch {reader.epoch} has a draft model and this engine has none; start every"

@@ -1,11 +1,13 @@
 """vLLM's workers, parked and woken: weights through gms, a KV cache without memory in a standby.
 
 Owns what both our workers do differently from vLLM's. The methods that the backend calls in every
-worker (`understudy_…`), and `sleep`, never raise (`answers.py`). Errors before the backend can call
-are reported to the supervisor directly.
+worker (`understudy_…`), and `sleep`, never raise (`membership.py`). Errors before the backend can
+call are reported to the supervisor directly. `wake_up` takes no memory: the backend takes it on
+every rank before (`understudy_take_kv`), checks every answer, and only then wakes vLLM.
 
-Surprising: `wake_up` takes no memory. The backend takes it on every rank before
-(`understudy_take_kv`), checks every answer, and only then wakes vLLM.
+A parked rank waits for its next call without spinning. For a second after each call vLLM's workers
+look for the next one without pause. So an engine that was put to sleep a moment ago would take a
+core from the one that wakes in its place.
 """
 
 from __future__ import annotations
@@ -19,18 +21,20 @@ from typing import Any, NoReturn
 
 import torch
 from msgspec import structs
+from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
-from engine.backends import own_memory
-from engine.backends.free_memory import Room, check_can_ever_fit
+from engine.backends import process_memory
+from engine.backends.process_memory import Room, check_can_ever_fit
 from engine.backends.vllm import membership
 from engine.backends.vllm.kv import INSTALL_ENV as KEEP_KV_ENV
-from engine.backends.vllm.kv import audit, facts
+from engine.backends.vllm.kv import facts
+from engine.backends.vllm.kv import facts as audit
 from engine.backends.vllm.kv_size import check_holds_a_sequence
+from engine.backends.vllm.membership import Answer, answering, reporting
 from engine.backends.vllm.resume import INSTALL_ENV, hook
-from engine.backends.vllm.worker import scratch, spinning, weights
-from engine.backends.vllm.worker.answers import Answer, answering, reporting
+from engine.backends.vllm.worker import kv_cuda, weights
 from engine.backends.vllm.worker.kv_arena import AddressRange, Backing, KVArena
-from engine.backends.vllm.worker.kv_lease import Lending, RankLease, lending_of
+from engine.backends.vllm.worker.kv_loan import Lending, RankLease, lending_of
 from engine.backends.vllm.worker.offloading import OffloadingWorker
 from plumbing.errors import UnderstudyError, UsageError
 
@@ -49,7 +53,7 @@ class ParkingWorker(OffloadingWorker):
     _expected_bytes = 0
     _cannot_resume = ""  # what is in the way
     _blocks = 0
-    _used_by_test: list[scratch.Range] | None = None
+    _used_by_test: list[kv_cuda.Range] | None = None
     _kv_facts: Answer | None = None  # of the blocks, if the engine core is to keep their index
     _cannot_keep = ""  # what is in the way
     _not_parked = ""  # why the last `sleep` has failed
@@ -108,7 +112,7 @@ class ParkingWorker(OffloadingWorker):
                 )
             self._expected_bytes = sizes.pop()
             self._blocks = int(kv_cache_config.num_blocks)
-            self._used_by_test = scratch.ranges(kv_cache_config)
+            self._used_by_test = kv_cuda.ranges(kv_cache_config)
             super().initialize_from_config(kv_cache_config)
             if self.arena is None:
                 raise UsageError(
@@ -222,7 +226,7 @@ class ParkingWorker(OffloadingWorker):
     @answering
     def understudy_into_huge_pages(self) -> Answer:
         """Once the engine is prepared, so that this process dies sooner."""
-        return {"huge_bytes": own_memory.into_huge_pages()}
+        return {"huge_bytes": process_memory.into_huge_pages()}
 
     @answering
     def understudy_scratch(self) -> Answer:
@@ -235,7 +239,7 @@ class ParkingWorker(OffloadingWorker):
     def understudy_join(self, token: int) -> Answer:
         """Hold the serving file, before any rank maps KV memory under `token`."""
         membership.join_serving(token)
-        spinning.resume()
+        resume_spinning()
         return {}
 
     @answering
@@ -298,7 +302,7 @@ class ParkingWorker(OffloadingWorker):
         else:
             self._lease.give_up(GIVE_UP_S)
         membership.leave_serving()
-        spinning.stop()
+        stop_spinning()
         return {"kv_resident_bytes": resident_bytes}
 
     @answering
@@ -333,3 +337,28 @@ class ParkingWorker(OffloadingWorker):
 
 def _not_given_back(why: str) -> UnderstudyError:
     return UnderstudyError("vllm.not_parked", f"the KV memory was not given back: {why}")
+
+
+LONG_AGO_S = 0.0  # on the monotonic clock
+
+_stock_wait = SpinCondition.wait
+_is_parked = False
+
+
+def stop_spinning() -> None:
+    """This rank is parked. Safe to repeat."""
+    global _is_parked
+    _is_parked = True
+    SpinCondition.wait = _wait
+
+
+def resume_spinning() -> None:
+    """It is about to wake: calls follow each other."""
+    global _is_parked
+    _is_parked = False
+
+
+def _wait(self: SpinCondition, timeout_ms: int | None = None) -> None:
+    if _is_parked:
+        self.last_read = LONG_AGO_S
+    _stock_wait(self, timeout_ms)

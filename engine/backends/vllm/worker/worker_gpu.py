@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from engine.backends.free_memory import Room
+from engine.backends.process_memory import Room
+from engine.backends.vllm.membership import reporting
 from engine.backends.vllm.worker import weights
-from engine.backends.vllm.worker.answers import reporting
 from engine.backends.vllm.worker.kv_arena import AddressRange
 from engine.backends.vllm.worker.kv_cuda import CudaRange
 from engine.backends.vllm.worker.worker import ParkingWorker

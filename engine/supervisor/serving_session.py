@@ -1,10 +1,18 @@
-"""What one incarnation holds while it is awake: KV memory, a socket, and the proof of both.
+"""What one incarnation holds while it is awake: KV memory, a socket, and the proof of both; and the
+canaries that test it.
 
 Owns the serving file and what must be true of it (docs/lock.md, H15 and H18): between waking and
-serving every process of the backend holds it, and after a rest none does. Must not know which state
-the engine is in. The surprising thing: a rest is over when the *file* is free, not when the backend
-says so. A helper that is being forked shares the descriptor for a moment, so a look that finds it
-held is repeated until the budget ends the engine.
+serving every process of the backend holds it, and after a sleep none does. Does not know the
+engine's state. A sleep is complete when the *file* is free, not when the backend says so. A helper
+that is being forked shares the descriptor for a moment, so a look that finds it held is repeated
+until the budget ends the engine.
+
+A waking backend gets its canary over the channel. One that serves behind a gateway gets it through
+its private socket, as an HTTP request, which also finds a backend whose HTTP side is stuck. Without
+a gateway requests arrive on a socket that other engines have too, and only the channel reaches this
+one. Only a verdict in the answer's body ends an HTTP canary: it is repeated until the owner's
+patience ends, because a busy machine fails in the same way. If the backend has no such path, or
+this process no descriptor, the canary takes the channel.
 """
 
 from __future__ import annotations
@@ -14,16 +22,20 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from engine import messages
 from engine.backends import process
 from engine.core import events as ev
 from engine.core.events import EngineEvent, Failed
-from engine.supervisor.canaries import Canaries
+from engine.messages import CanaryMsg, RunCanaryMsg
 from engine.supervisor.channel import BackendChannel
 from engine.supervisor.tree import Tree
 from lockserver.client import serving
+from plumbing import gateway_protocol as hop
+from plumbing.errors import is_shortage
 from plumbing.service import procfs
-from plumbing.service.clock import SystemClock
+from plumbing.service.clock import SystemClock, rfc3339
 from plumbing.service.events import EventLog
 from plumbing.text import size
 from plumbing.wire.fds import OwnedFd
@@ -198,3 +210,179 @@ def _begun(woken: messages.WokenMsg) -> tuple[str, str, dict[str, Any]]:
         text += " in private memory, which ends with this engine"
     why = f": {woken.kv_note}" if woken.kv_note else ""
     return text + why, "info", {**data, "note": woken.kv_note or None}
+
+
+Done = Callable[[bool, str], object]
+
+
+class Canaries:
+    """One at a time."""
+
+    def __init__(self, channel: BackendChannel, log: EventLog) -> None:
+        self.private_path: str | None = None  # where the backend serves, behind a gateway
+        self.last: dict[str, Any] | None = None
+        self._channel = channel
+        self._log = log
+        self._by_http: HttpCanary | None = None  # while it is on its way
+
+    @property
+    def problem(self) -> str | None:
+        """Why the one that is on its way has no answer yet."""
+        return self._by_http.problem if self._by_http is not None else None
+
+    def gate(self, on_done: Done) -> None:
+        """The one before the backend serves: call `on_done` with its verdict."""
+        self._ask_channel(on_done, is_idle=False)
+
+    def check(self, on_done: Done) -> None:
+        """One while the backend serves, and is idle."""
+        if self.private_path is None:
+            self._ask_channel(on_done, is_idle=True)
+            return
+        self._by_http = HttpCanary(
+            self.private_path,
+            on_verdict=lambda ok, detail: self._done(on_done, ok, detail, is_idle=True),
+            on_no_way=lambda: self._ask_channel(on_done, is_idle=True),
+        )
+
+    def stop(self) -> None:
+        """Nobody waits for the one that is on its way any more."""
+        if self._by_http is not None:
+            self._by_http.close()
+            self._by_http = None
+
+    def _ask_channel(self, on_done: Done, *, is_idle: bool) -> None:
+        self._by_http = None
+
+        def answered(reply: CanaryMsg) -> None:
+            self._done(on_done, reply.ok, reply.detail, is_idle=is_idle)
+
+        self._channel.ask(RunCanaryMsg(), CanaryMsg, answered)
+
+    def _done(self, on_done: Done, ok: bool, detail: str, *, is_idle: bool) -> None:
+        self._by_http = None
+        verdict = "passed" if ok else "failed"
+        event = self._log.record(
+            "engine.canary",
+            f"canary {verdict}" + (f": {detail}" if detail else ""),
+            "info" if ok else "error",
+            {"ok": ok, "detail": detail, "is_idle": is_idle},
+        )
+        self.last = {"ok": ok, "at": rfc3339(event.ts)}
+        on_done(ok, detail)
+
+
+ANSWER_BYTES_MAX = 65_536  # a verdict has a sentence
+RETRY_S = 0.1
+NO_SUCH_PATH = frozenset({404, 405, 501})
+
+REQUEST = (
+    f"POST {hop.CANARY_PATH} HTTP/1.1\r\nHost: engine\r\n{hop.GATEWAY}: {hop.VERSION}\r\n"
+    "Content-Length: 0\r\nConnection: close\r\n\r\n"
+).encode()
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """The body of an answer."""
+
+    ok: bool
+    detail: str = ""
+
+
+class Unanswered(Exception):
+    """No verdict, and why not."""
+
+
+class HttpCanary:
+    """One canary, from its construction until `on_verdict`, `on_no_way` or `close`."""
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        on_verdict: Callable[[bool, str], object],
+        on_no_way: Callable[[], object],
+    ) -> None:
+        self.problem: str | None = None  # why the last attempt had no answer
+        self._path = path
+        self._on_verdict = on_verdict
+        self._on_no_way = on_no_way
+        self._task = asyncio.get_running_loop().create_task(self._run())
+        self._task.add_done_callback(_check)
+
+    def close(self) -> None:
+        """Ask no more. Harmless to repeat."""
+        self._task.cancel()
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                verdict = await _ask(self._path)
+            except Unanswered as error:
+                self.problem = str(error)
+                await asyncio.sleep(RETRY_S)
+                continue
+            if verdict is None:
+                self._on_no_way()
+            else:
+                self._on_verdict(verdict.ok, verdict.detail)
+            return
+
+
+def _check(task: asyncio.Task[None]) -> None:
+    if not task.cancelled():
+        task.result()  # raises what only a bug of ours can raise
+
+
+async def _ask(path: str) -> Verdict | None:
+    """One attempt; None where this way cannot be taken at all.
+
+    Raises:
+        Unanswered: no verdict this time.
+    """
+    try:
+        # Not with a socket of our own: at a timeout uvloop would close it, and so would its object.
+        reader, writer = await asyncio.open_unix_connection(path, limit=ANSWER_BYTES_MAX)
+    except OSError as error:
+        if is_shortage(error):
+            return None
+        what = "its backlog is full" if isinstance(error, BlockingIOError) else error.strerror
+        raise Unanswered(f"cannot connect to {path}: {what}") from error
+    try:
+        writer.write(REQUEST)
+        status, body = await _answer(reader)
+    except OSError as error:
+        raise Unanswered(f"the connection to {path} broke: {error.strerror}") from error
+    finally:
+        writer.transport.abort()  # everything was read, or nothing will be
+    if status in NO_SUCH_PATH:
+        return None
+    try:
+        return msgspec.json.decode(body, type=Verdict)
+    except msgspec.DecodeError as error:
+        raise Unanswered(f"{path} answered the canary with HTTP {status}, no verdict") from error
+
+
+async def _answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
+    """Status and body of the answer.
+
+    Raises:
+        Unanswered: it ended early, is too long, or is not HTTP.
+        OSError: the connection broke.
+    """
+    try:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+        first, *lines = head.split("\r\n")
+        fields = (line.partition(":") for line in lines)
+        sizes = [int(value) for name, _, value in fields if name.lower() == "content-length"]
+        size = sizes[0] if sizes else 0
+        if size > ANSWER_BYTES_MAX:
+            raise Unanswered(f"the answer to the canary has {size} bytes")
+        version, code, *_ = first.split(" ")
+        if not version.startswith("HTTP/1."):
+            raise ValueError(version)
+        return int(code), await reader.readexactly(size)
+    except asyncio.IncompleteReadError as error:
+        raise Unanswered("the backend closed the connection without an answer") from error
+    except (asyncio.LimitOverrunError, ValueError) as error:
+        raise Unanswered("what the backend answers is not HTTP") from error

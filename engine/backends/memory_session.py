@@ -1,7 +1,9 @@
-"""A rank's session with the memory service of its device: how long it waits, how it fails.
+"""A rank's session with the memory service of its device, and the weights that it maps there.
 
-Shared by every backend. Knows no model. The surprising thing: it waits for an absent service. When
-the service dies every engine relaunches, and those that are back first must not die again.
+Shared by every backend; knows no model. `attach` waits for an absent service: when the service dies
+every engine relaunches, and the first ones back must not die again. `KeptWeights` maps one rank's
+weights, or releases them and keeps a copy in host memory. What prevents a release is no error: the
+weights stay, and the supervisor asks again.
 """
 
 from __future__ import annotations
@@ -9,11 +11,12 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from engine.backends.process import MODEL_ENV, BackendProcess
+from gms.client import Keeper, Offloaded, Reader, release
 from plumbing.errors import UnderstudyError, UnreachableError
 from plumbing.pod.gms_files import HOST_DEVICES_ENV
 from plumbing.pod.models import place_of
@@ -115,3 +118,52 @@ def _explained(
         weights_bytes=weights_bytes,
         capacity_bytes=capacity_bytes,
     )
+
+
+class KeptWeights:
+    """The weights of `reader`, kept from now on. `may_digest`: as for a keeper."""
+
+    def __init__(self, reader: Reader, may_digest: Callable[[], bool]) -> None:
+        self.reader = reader
+        self._may_digest = may_digest
+        self._gone: Offloaded | None = None
+        self.keeper = self._kept()
+
+    @property
+    def is_away(self) -> bool:
+        """Nothing is mapped: nobody may compute."""
+        return self._gone is not None
+
+    def let_go(self) -> tuple[int, str]:
+        """Release the weights and have their memory freed: how much is free, or what is in the
+        way of either."""
+        try:
+            if self._gone is None:
+                self._gone = release(self.reader, self.keeper)
+            return self._gone.free(), ""
+        except UnderstudyError as error:
+            return 0, error.message
+
+    def bring_back(self, budget_s: float) -> None:
+        """Map them where they were, if they are not.
+
+        Raises:
+            UnderstudyError: as `Offloaded.restage`; the process must end.
+        """
+        gone = self._gone
+        if gone is None:
+            return
+        gone.restage(budget_s, on_wait=logger.warning)
+        self._gone, self.keeper = None, self._kept()
+
+    def close(self) -> None:
+        """Keep nothing any more; a reader that maps its weights stays as it is."""
+        self.keeper.close()
+        if self._gone is not None:
+            self._gone.close()
+
+    def _kept(self) -> Keeper:
+        # It keeps the session through the deaths of the memory service, while others compute.
+        keeper = Keeper(self.reader, may_digest=self._may_digest, on_change=logger.warning)
+        keeper.start()
+        return keeper

@@ -1,24 +1,18 @@
-"""Marks a stream of events for the gateway: behind the events of one output of the engine comes one
-comment with the tokens of that output, and both are one write (`plumbing/gateway_protocol.py`).
+"""Marks a stream of events for the gateway: a comment with the tokens of one engine output follows
+the events of that output, and both are one write (`plumbing/hop.py`).
 
-The innermost ASGI application, around vLLM's routes. It must lie inside of every middleware: some
-of them, also those that users add, pass a body on from another task, and then events would still
-be on their way when the engine is asked for its next output.
+The innermost ASGI application, around vLLM's routes. It must lie inside every middleware: some,
+including those that users add, pass a body on from another task, and then events would still be on
+their way when vLLM asks the engine for its next output. Also holds what all our ASGI applications
+share: their types and a small JSON answer.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, Protocol
 
-from engine.backends.vllm.api.asgi import (
-    App,
-    Message,
-    Receive,
-    Scope,
-    Send,
-    error_document,
-    send_json,
-)
 from engine.backends.vllm.resume.answer import CURRENT, Answer
 from plumbing import gateway_protocol as hop
 from plumbing.gateway_protocol import Continuation
@@ -124,3 +118,29 @@ class _Marked:
     async def _write(self, *, more_body: bool) -> None:
         body, self._events = b"".join(self._events), []
         await self._send({"type": "http.response.body", "body": body, "more_body": more_body})
+
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+Headers = list[tuple[bytes, bytes]]
+
+
+async def send_json(send: Send, status: int, document: Any, *headers: tuple[bytes, bytes]) -> None:
+    body = json.dumps(document).encode()
+    about = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        *headers,
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": about})
+    await send({"type": "http.response.body", "body": body})
+
+
+def error_document(what: str, code: str) -> dict[str, Any]:
+    """In the form of OpenAI's errors."""
+    kind = "invalid_request_error"
+    return {"error": {"message": what, "type": kind, "param": None, "code": code}}

@@ -1,8 +1,8 @@
 """Where one incarnation's weights are: on the device, or only in host memory.
 
-Owns the requests to the backend to let them go, which are repeated while something is in the way:
-a copy that is not made yet, another engine that still maps them. Must not know which state the
-engine is in. Nothing waits for it but the tier that is shown, so what is in the way is a note.
+Sends the backend's requests to release them, and repeats them while something prevents it: a copy
+that is not made yet, or another engine that still maps them. Does not know the engine's state. Only
+the tier that is shown waits for it, so what is in the way is a note.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the pool file says of one engine: its model, its backend, its devices.
 
-With it, every engine of a pod has the same command line, and differs in its id alone. The file is
-read when the supervisor starts; a change of it takes effect when the engine is started again.
+With a pool file every engine of a pod has the same command line, but for its id. The supervisor
+reads the file when it starts; a change takes effect when the engine is started again.
 """
 
 from __future__ import annotations

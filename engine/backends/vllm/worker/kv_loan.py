@@ -1,7 +1,7 @@
-"""A rank's lease of its device's KV pool.
+"""A rank's loan of its device's KV memory.
 
-Owns what must be true before the pool's memory is used: a new pool on a GPU is zeroed by its first
-holder. And it can make the index of the pool say nothing, for an engine that does not keep it.
+Owns what must be true before the memory is used: its first holder zeroes a new region on a GPU. For
+an engine that does not keep the index of the region, it can clear that index.
 """
 
 from __future__ import annotations

@@ -1,23 +1,31 @@
-"""The second fence: KV memory is taken only when the machine really has it free.
+"""Memory of a backend's process: KV memory is taken only when the machine has it free, and the
+process's own memory lies in huge pages.
 
-Owns the reading of /proc/meminfo and of the memory limits of this process's control groups, and
-the wait. Knows no KV cache. A grant means that the old holder's processes are gone; this asks the
-kernel whether their memory is. Without it, an overcommitting kernel hands out addresses at once and
-kills some process later, perhaps the GPU memory service.
+The second fence: a grant means that the old holder's processes are gone, and this module asks the
+kernel whether their memory is, by /proc/meminfo and the limits of this process's control groups.
+Without it, an overcommitting kernel hands out addresses at once and kills some process later,
+perhaps the GPU memory service. What a control group counts as used includes the page cache; its
+inactive part is counted as free, because the kernel reclaims it on demand.
 
-The surprising thing: what a control group counts as used includes the page cache, which the kernel
-reclaims on demand. Its inactive part is therefore counted as free.
+Huge pages let a process die faster: no engine is granted the lock before the last process of a dead
+one is gone, and the kernel frees 4 KiB pages one by one. glibc's heap gets huge pages as it grows
+(`incarnation.py` asks for them). The other half, most of it Python's arenas of 1 MiB, is moved
+once, when a backend is prepared. The death of a vLLM process with 430 MB of its own took 41 ms of
+CPU without, and takes 20 ms with them. MADV_COLLAPSE (Linux 6.1) needs no privilege, other threads
+may use the memory meanwhile, and what a driver has pinned stays where it is.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from plumbing.errors import UsageError, WaitTimeoutError
 from plumbing.text import size
@@ -232,3 +240,82 @@ def _group(directory: str, path: str, files: tuple[str, str, str]) -> Room | Non
 def _read(directory: str, name: str) -> str:
     with open(os.path.join(directory, name), encoding="ascii") as file:
         return file.read().strip()
+
+
+MADV_COLLAPSE = 25  # <asm-generic/mman-common.h>; the mmap module lacks it
+HUGE_BYTES = 2 << 20
+PAGES = HUGE_BYTES // mmap.PAGESIZE
+# Of a huge page that many small ones must be there, for the others are taken, too: the process
+# grows by a third at most, and in fact by 1 %.
+PAGES_MIN = PAGES * 3 // 4
+# Whoever asks for this waits for 15 s. On a busy machine it takes two, and more only where the
+# kernel must make room for each huge page.
+TIME_MAX_S = 5.0
+STEP_BYTES = 32 * HUGE_BYTES  # between two looks at the clock: 50 ms, or 300 on a busy machine
+
+SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+# What turns them off for glibc turns them off here (docs/vllm.md).
+TUNABLES_ENV, NO_HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb=0"
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def into_huge_pages(environ: Mapping[str, str] = os.environ) -> int:
+    """Move this process's own memory, as it is now; how many bytes are in huge pages after that.
+
+    Takes up to half a second for 400 MB. Never raises: what cannot be moved is freed more slowly.
+    """
+    if NO_HUGE_PAGES in environ.get(TUNABLES_ENV, "") or not _are_allowed():
+        return 0
+    moved_bytes = 0
+    end_s = time.monotonic() + TIME_MAX_S
+    try:
+        for at, size_bytes in _used_memory():
+            if time.monotonic() > end_s:
+                break
+            if not _libc.madvise(at, size_bytes, MADV_COLLAPSE):
+                moved_bytes += size_bytes
+            elif ctypes.get_errno() == errno.ENOMEM:  # no huge page is left
+                break
+    except OSError as error:  # no descriptor, or another thread has unmapped something
+        logger.debug("not all of this process's memory is in huge pages: %s", error)
+    return moved_bytes
+
+
+def _are_allowed() -> bool:
+    try:
+        return "[never]" not in SETTING.read_text()
+    except OSError:  # a kernel without them
+        return False
+
+
+def _used_memory() -> Iterator[tuple[int, int]]:
+    """Address and size of what is to be moved, a step at a time."""
+    for first, size_bytes in list(_own_memory()):
+        for at, used_bytes in _used(first, size_bytes):
+            for done in range(0, used_bytes, STEP_BYTES):
+                yield at + done, min(STEP_BYTES, used_bytes - done)
+
+
+def _own_memory() -> Iterator[tuple[int, int]]:
+    """Address and size of the whole huge pages in private, writable memory without a file."""
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            place, rights, _, _, inode, *name = line.split()
+            if rights == "rw-p" and inode == "0" and name in ([], ["[heap]"]):
+                start, end = (int(each, 16) for each in place.split("-"))
+                first, last = -(-start // HUGE_BYTES) * HUGE_BYTES, end // HUGE_BYTES * HUGE_BYTES
+                if first < last:
+                    yield first, last - first
+
+
+def _used(address: int, size_bytes: int) -> Iterator[tuple[int, int]]:
+    """The parts of it that are used well, each as long as possible: some of the kernel's work is
+    done once for each call."""
+    begin, end = address, address + size_bytes
+    for at in range(address, end, HUGE_BYTES):
+        if resident_pages(at, HUGE_BYTES).count(1) < PAGES_MIN:
+            if begin < at:
+                yield begin, at - begin
+            begin = at + HUGE_BYTES
+    if begin < end:
+        yield begin, end - begin

@@ -1,8 +1,8 @@
-"""What a supervisor tells a pool of its engine, beside what it tells everybody.
+"""What a supervisor reports of its engine to a pool, beside what it reports to everybody.
 
-Owns the sizes: weights and KV memory in equal shards on the devices of the ranks, and what the
-processes take beside them, measured once when the backend is prepared. On a GPU the kernel shows
-nothing of that, so it stays unknown here.
+Owns the sizes: weights and KV memory in equal shards on the ranks' devices, and what the processes
+take beside them, measured once when the backend is prepared. On a GPU the kernel shows nothing of
+that, so it stays unknown here.
 """
 
 from __future__ import annotations

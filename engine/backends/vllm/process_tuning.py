@@ -1,0 +1,116 @@
+"""What a process of vLLM sets about itself before its libraries load: garbage collection, the count
+of CPUs, and timer slack.
+
+*Garbage collection* is paused while a process starts. Importing vLLM makes 700,000 objects that
+live as long as the process, and the collector would visit them again and again: a fifth of the time
+of the imports. Afterwards they are set aside, because every full collection would visit them for
+half a second.
+
+*CPUs.* While another engine serves, the supervisor limits the affinity of a loading one to half of
+the CPUs until it is prepared. OpenMP, MKL and OpenBLAS count the CPUs in the affinity of the
+process that loads them, once; vLLM asks Python. OpenMP is loaded under the affinity from before the
+limit, because it can bind threads only to CPUs that it saw then.
+
+*Timer slack.* Gloo has a thread per process group, which polls its sockets every 10 ms: vLLM's 13
+groups cost an idle rank 2.4 % of a core. Slack (prctl(2), PR_SET_TIMERSLACK) lets the kernel end
+such a wait later; data still wakes the thread at once. Threads inherit it only from the thread that
+starts them.
+
+Imports neither vLLM nor torch at module level.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import multiprocessing
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from engine.backends.process import CPUS_ENV
+
+# The processes in which the plugin resumes it; in any other one it must not be paused.
+RESUMED_IN = ("EngineCore", "VllmWorker-")
+
+
+def pause_collector() -> None:
+    gc.disable()
+
+
+def pause_collector_in_spawned() -> None:
+    """In a process that vLLM has just spawned."""
+    if multiprocessing.current_process().name.startswith(RESUMED_IN):
+        pause_collector()
+
+
+def resume_collector() -> None:
+    """From now on objects are collected, but those that exist already."""
+    if not gc.isenabled():
+        gc.freeze()
+        gc.enable()
+
+
+def count_all() -> None:
+    """Load the libraries that count CPUs, and make Python count them all until the limit is lifted.
+
+    The limit holds again afterwards, unless OpenMP has bound this thread: a binding stays.
+    """
+    given = os.environ.get(CPUS_ENV)
+    if not given:
+        return
+    every, limit = set(map(int, given.split(","))), os.sched_getaffinity(0)
+    if limit == every:
+        return
+    try:
+        os.sched_setaffinity(0, every)
+    except OSError:
+        return  # the container has fewer CPUs by now; they are counted when they are needed
+    try:
+        import torch
+
+        torch.get_num_threads()  # MKL counts at its first use
+    finally:
+        if os.sched_getaffinity(0) == every:
+            os.sched_setaffinity(0, limit)
+    get_affinity = os.sched_getaffinity
+
+    def get_future_affinity(pid: int) -> set[int]:
+        found = get_affinity(pid)
+        return set(every) if found == limit else found
+
+    os.sched_getaffinity = get_future_affinity
+
+
+_PR_SET_TIMERSLACK = 29
+_PR_GET_TIMERSLACK = 30
+# A thread that polls every 10 ms is left with 5 polls a second. Destroying a group waits for one
+# poll of its thread.
+LATE_NS = 200_000_000
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def current_ns() -> int:
+    """The timer slack of this thread."""
+    return int(_libc.prctl(_PR_GET_TIMERSLACK, 0, 0, 0, 0))
+
+
+@contextmanager
+def new_threads_may_wake_late(late_ns: int = LATE_NS) -> Iterator[None]:
+    """Threads started in this block by this thread may end their waits up to `late_ns` late.
+
+    Raises:
+        OSError: the kernel refuses; prctl(2) documents no reason for that.
+    """
+    before_ns = current_ns()
+    _set(late_ns)
+    try:
+        yield
+    finally:
+        _set(before_ns)
+
+
+def _set(slack_ns: int) -> None:
+    if _libc.prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(slack_ns), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "PR_SET_TIMERSLACK")
