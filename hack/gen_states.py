@@ -17,7 +17,7 @@ from gateway.core import client_request as gateway_states
 from gms.core import state as gms_state
 from gms.kv.core import state as kv_state
 from lockserver.core import lock
-from pool.core import model_table
+from pool.core import model as model_table
 
 PAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "docs/states.md")
 

@@ -1,14 +1,19 @@
 """The settings of a pool and of its models, as its file has them, with their defaults.
 
 Plain values; `pool_file.py` reads and checks them. Must not know where memory is free.
+
+`digests` compares what runs with what the file says now.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import Meta, Struct, field
+from msgspec.structs import replace
 
 from plumbing.pod.messages import Tier
 from plumbing.pod.models import NAME_PATTERN
@@ -151,3 +156,17 @@ def engines_of(model: str, settings: ModelSettings) -> tuple[str, ...]:
 
 def _finite_ms(seconds: float) -> float | None:
     return seconds * 1000 if math.isfinite(seconds) else None
+
+
+DIGITS = 12
+
+
+def digests(file: PoolFile) -> dict[str, str]:
+    """By model, and of the rest under `""`. `defaults` are in the models' own settings already."""
+    whole = replace(file, models={}, defaults={})
+    return {"": _digest(whole)} | {name: _digest(each) for name, each in file.models.items()}
+
+
+def _digest(settings: msgspec.Struct) -> str:
+    text = msgspec.json.encode(settings, enc_hook=str, order="sorted")  # times and sizes by `str`
+    return hashlib.sha256(text).hexdigest()[:DIGITS]

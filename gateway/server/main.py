@@ -28,7 +28,7 @@ from plumbing.service.process import arm_from_environment
 from plumbing.wire.connection import Connection, Handler, UnixConnection
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import Message
-from pool.client.pace import DemandPace
+from pool.client.link import DemandPace
 
 ORPHANED = 1  # the exit code when the parent is gone
 

@@ -4,6 +4,12 @@ The surprising things: the demand is the first message on every connection, and 
 is sent, so that any number of changes at once cost one message, and none that leaves everything as
 the pool knows it; and a lost connection changes nothing, since the last doors count until newer
 ones come.
+
+`DemandPace` limits how often a gateway sends its demand. A full queue takes a millisecond to send,
+and the pool half of one to judge, so on average one message goes out each 5 ms. A message that
+follows from an event goes out at once: a request comes, its model's victim gets another door, the
+gateway obeys that door, the last answer ends. Spaced evenly, these would make a switch wait for 5
+ms.
 """
 
 from __future__ import annotations
@@ -19,7 +25,6 @@ from plumbing.pod.paths import pool_socket
 from plumbing.wire.connection import Connection, Handler, connect
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import FaultMsg, Message
-from pool.client.pace import DemandPace
 from pool.core.events import ModelDemand
 from pool.messages import CATALOGUE, DemandMsg, DoorsMsg
 
@@ -137,3 +142,20 @@ class PoolLink(Handler):
             self.problem = self.problem or f"the connection ended: {reason}"
             self._callbacks.on_lost(reason)
         self._ended.set()
+
+
+DEMAND_S = 0.005  # between two words, on average
+AHEAD = 4  # words that may be said before their time
+
+
+class DemandPace:
+    """When the next word may be said. Times are of one clock, in seconds."""
+
+    def __init__(self) -> None:
+        self._even_s = 0.0  # when it would be due if all were evenly spaced
+
+    def next_s(self, now_s: float) -> float:
+        return max(now_s, self._even_s - AHEAD * DEMAND_S)
+
+    def said(self, now_s: float) -> None:
+        self._even_s = max(now_s, self._even_s) + DEMAND_S

@@ -1,8 +1,8 @@
 """The pool: who is awake, who yields, what is booked. Events in, effects out.
 
-    neighbours ──▶ hearing.py ──▶ facts ──▶ signals.py ──▶ model.py (the table) ──▶ goals, doors
-                                    │                          ▲
-                                    └──▶ views.py ──▶ policy ──┘ planning.py
+    neighbours ──▶ inputs.py ──▶ facts ──▶ world.py ──▶ model.py (the table) ──▶ goals, doors
+                                  │                       ▲
+                                  └──▶ planning.py (views) ──▶ policy.py, victims.py
 
 After every event each model's table is fired until it agrees with the facts, then the policy is
 asked, and again, until nothing changes. So no message depends on another one, and every wait has
@@ -12,13 +12,13 @@ What is surely true at every step:
 
 - An effect that tells somebody something comes after `SaveState`: what a neighbour was told is on
   file, so the file is never behind the world.
-- Memory is booked before a goal that takes it is told, and booked out by `books.py` alone.
+- Memory is booked before a goal that takes it is told, and booked out by `reservations.py` alone.
 - A goal has a generation of its own. One that was superseded is never said again.
 - A door is shut before the goal of an engine behind it is lowered: QUIET needs every gateway to
   obey the shut door first, and so does the unloading of a model that loads or wakes again after a
   death, whoever asks for it.
 
-Must not know of clocks, sockets or files. `snapshot.py` and `recovery.py` have its restarts.
+Must not know of clocks, sockets or files. `recovery.py` has its restarts.
 """
 
 from __future__ import annotations
@@ -27,20 +27,15 @@ from plumbing.errors import InvariantError
 from plumbing.pod.messages import Tier
 from pool.core import events as ev
 from pool.core import policy, recovery
-from pool.core.books import Entries
-from pool.core.budgets import HEADLESS_MS, deadline_ms
 from pool.core.doors import door_key, door_of, is_other_door
-from pool.core.hearing import hear
-from pool.core.known import KnownModel
-from pool.core.model_table import ModelSignal
-from pool.core.planning import Planner, decide
-from pool.core.recovery import recover
-from pool.core.signals import DueSignal, next_signal
-from pool.core.situation import PoolSetup
-from pool.core.snapshot import PoolSnapshot, saved
+from pool.core.inputs import hear
+from pool.core.model import KnownModel, ModelSignal
+from pool.core.planning import Planner, decide, ticket_of
+from pool.core.recovery import PoolSnapshot, recover, saved
+from pool.core.reservations import Entries
 from pool.core.states import EntryKind, ModelState
 from pool.core.view import Leaving
-from pool.core.views import ticket_of
+from pool.core.world import HEADLESS_MS, DueSignal, PoolSetup, deadline_ms, next_signal
 
 NEVER_MS = float("inf")
 GOES_DOWN = (ModelState.DRAINING, ModelState.RELEASING)  # to its floor

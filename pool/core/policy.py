@@ -12,20 +12,29 @@ until it is awake, gone or impossible. A model that is booked and on its way up 
 The surprising thing: a claim that cannot fit claims nothing. If only what never yields is in its
 way (pinned models, leases, strangers) its tickets are told so at once; if it is memory that nobody
 can be asked for (of an engine that is lost, say), it waits, and others go on.
+
+`rests_of` says which models go down because there was no request for them: keep-alive, and what
+follows when asleep.
+
+    awake     quiet for `keep_alive`, and awake for `min_runtime`   → its `rest` tier
+    asleep    above its `rest` tier, as above                        → its `rest` tier
+    warm      asleep for `offload_after`, with a copy in host memory → offloaded
+    above cold, asleep for `unload_after`                            → cold
+
+Never a pinned model, one with a ticket, or one that was asked to make room. Without a copy in host
+memory a model whose rest is `offloaded` stays warm: only `unload_after` makes it cold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
 from plumbing.pod.messages import Tier
 from pool.core import reasons, victims
-from pool.core.rests import rests_of
 from pool.core.states import HOST, ModelState
 from pool.core.tickets import next_level_ms, order_of
-from pool.core.unloads import choose_idle_soon, unloaded
-from pool.core.victims import Head, Obstacle
+from pool.core.victims import Head, Obstacle, choose_idle_soon, quiet_since_ms, unloaded
 from pool.core.view import (
     Decision,
     DeviceView,
@@ -335,3 +344,48 @@ class _Planner:
 
 def _sum(some: Mapping[str, int], more: Mapping[str, int]) -> Mapping[str, int]:
     return {name: some.get(name, 0) + more.get(name, 0) for name in {**some, **more}}
+
+
+def rests_of(
+    models: Sequence[ModelView], asked: Collection[str], now_ms: float
+) -> tuple[tuple[Victim, ...], float]:
+    """Who rests now, and when the next one will; infinite: nobody."""
+    found: list[Victim] = []
+    next_ms = float("inf")
+    for model in models:
+        may_rest = not (model.rules.is_pinned or model.is_blind)
+        if model.ticket is not None or not may_rest or model.name in asked:
+            continue
+        due = [(at_ms, tier) for at_ms, tier in _dues(model) if at_ms != float("inf")]
+        ready = [tier for at_ms, tier in due if at_ms <= now_ms]
+        if ready:
+            found.append(Victim(model.name, ready[-1]))
+        next_ms = min([next_ms, *(at_ms for at_ms, _ in due if at_ms > now_ms)])
+    return tuple(found), next_ms
+
+
+def _dues(model: ModelView) -> list[tuple[float, Tier]]:
+    """When it goes where, the deepest last."""
+    rules = model.rules
+    rest = Tier.WARM if rules.rest is Tier.OFFLOADED and not model.has_copy else rules.rest
+    keep_alive_ms = rules.keep_alive_ms if model.keep_alive_ms is None else model.keep_alive_ms
+    match model.state:
+        case ModelState.AWAKE if not model.in_flight and rest is not Tier.AWAKE:
+            awake_ms = (model.awake_since_ms or 0.0) + rules.min_runtime_ms
+            return [(max(quiet_since_ms(model) + keep_alive_ms, awake_ms), rest)]
+        case ModelState.WARM | ModelState.OFFLOADED:
+            asleep_ms = model.asleep_since_ms or 0.0
+            rest_ms = max(asleep_ms, model.last_request_ms + keep_alive_ms)
+            due = []
+            if model.state is ModelState.WARM and model.has_copy:
+                if rest is Tier.OFFLOADED:
+                    due.append((rest_ms, Tier.OFFLOADED))
+                if rules.offload_after_ms is not None:
+                    due.append((asleep_ms + rules.offload_after_ms, Tier.OFFLOADED))
+            if rest is Tier.COLD:
+                due.append((rest_ms, Tier.COLD))
+            if rules.unload_after_ms is not None:
+                due.append((asleep_ms + rules.unload_after_ms, Tier.COLD))
+            return due
+        case _:
+            return []

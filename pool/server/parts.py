@@ -8,16 +8,14 @@ from dataclasses import dataclass, field
 from plumbing.service.clock import Clock
 from plumbing.service.events import EventLog
 from pool.core.machine import ModelPool
-from pool.server.engine_side import EngineSide
-from pool.server.gateway_desk import PoolGateways
-from pool.server.lease_desk import LeaseDesk
-from pool.server.lock_side import PoolLockSide
-from pool.server.memory_side import MemorySide
-from pool.server.metrics import PoolMetrics
-from pool.server.serving import ServingShare
+from pool.server.engines import EngineSide
+from pool.server.gateways import PoolGateways, ToldModels
+from pool.server.leases import LeaseDesk
+from pool.server.locks import PoolLockSide
+from pool.server.memory import MemorySide
+from pool.server.metrics import PoolMetrics, ServingShare
 from pool.server.settings import PoolSettings
 from pool.server.state_file import PoolStateFile
-from pool.server.told import ToldModels
 from pool.settings import PoolFile
 
 

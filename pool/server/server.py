@@ -1,43 +1,58 @@
-"""The shell around the pool's core: words of neighbours and the time go in, effects are performed.
+"""The pool as a process: the shell around its core, its socket, what performs its effects, and the
+program that runs them with the HTTP endpoints.
 
 Owns the order of things. Must not decide who is awake: every question goes to `core`. Everything
 runs as callbacks on one loop, and an event that comes while another one is handled waits its turn.
 
 The surprising thing: a state that cannot be written stops everything behind it. What nobody has on
 file is told to nobody; the write is repeated, and events wait meanwhile.
+
+`PoolDesk` is the pool's socket for gateways, leases and users: it owns the answers and decides
+nothing. `PoolPerformer` carries out what the core has decided: to gateways, engines, memory,
+leases, and the log.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import gc
 import secrets
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 
-from plumbing.errors import InvariantError, UnderstudyError
+from plumbing.errors import InvariantError, ProtocolError, UnderstudyError, UsageError
+from plumbing.pod.messages import Tier
+from plumbing.pod.observers import Observers
+from plumbing.pod.paths import pool_socket
 from plumbing.service.clock import Clock, SystemClock
 from plumbing.service.events import EventLog
+from plumbing.service.http import HttpServer
+from plumbing.service.signals import until_ended
+from plumbing.text import duration
+from plumbing.wire.connection import Connection, Handler
+from plumbing.wire.fds import OwnedFd, close_all
+from plumbing.wire.messages import Message
+from plumbing.wire.server import Server
+from pool import messages as msg
 from pool.core import events as ev
+from pool.core.events import Order, Ordered, PoolEvent
 from pool.core.machine import ModelPool
-from pool.core.snapshot import PoolSnapshot
+from pool.core.recovery import PoolSnapshot
 from pool.messages import PooledModel
 from pool.pool_file import with_changes
-from pool.server import explain
-from pool.server.desk import PoolDesk
-from pool.server.engine_side import EngineSide
-from pool.server.gateway_desk import PoolGateways
-from pool.server.lease_desk import LeaseDesk
-from pool.server.lock_side import PoolLockSide
-from pool.server.memory_side import SAMPLE_S, MemorySide
-from pool.server.metrics import PoolMetrics
+from pool.server import explain, report
+from pool.server.engines import EngineSide
+from pool.server.gateways import PoolGateways, ToldModels
+from pool.server.leases import LeaseDesk
+from pool.server.locks import PoolLockSide
+from pool.server.memory import SAMPLE_S, MemorySide
+from pool.server.metrics import PoolMetrics, ServingShare
 from pool.server.parts import PoolParts
-from pool.server.performer import PoolPerformer
-from pool.server.serving import ServingShare
 from pool.server.settings import PoolSettings
 from pool.server.state_file import NEW_POD, PoolStateFile
-from pool.server.told import ToldModels
 from pool.settings import PoolFile, engines_of
 
 INBOX_MAX = 10_000  # events that wait for a disk; a pool whose disk is gone for longer ends
@@ -347,3 +362,217 @@ def _as_changed(
         if not settings_of:
             del changed[model]
     return file
+
+
+class PoolPerformer:
+    """`save` writes the state, to survive a power cut if it is told True, and raises OSError where
+    that fails."""
+
+    def __init__(self, parts: PoolParts, save: Callable[[bool], None]) -> None:
+        self._parts, self._save = parts, save
+
+    def perform(self, effect: ev.PoolEffect) -> None:
+        """
+        Raises:
+            OSError: the state could not be written; nothing behind this may be performed.
+        """
+        parts = self._parts
+        match effect:
+            case ev.SaveState():
+                self._save(effect.is_order)
+            case ev.SetModelDoor():
+                parts.gateways.tell(is_urgent=parts.told.set_door(effect))
+            case ev.TellEngine():
+                self._tell(effect)
+            case ev.KillEngine():
+                parts.engines.tell(effect.engine, Tier.COLD, effect.generation, is_kill=True)
+                self._record("pool.kill", effect.reason, "warning", engine_id=effect.engine)
+            case ev.FreeKv():
+                parts.memory.free_kv(effect.model)
+            case ev.FreeWeights():
+                parts.memory.free_weights(effect.model, and_copy=effect.and_copy)
+            case ev.AskMemory():
+                parts.memory.ask(effect.model, effect.number)
+            case ev.AskWitness():
+                parts.engines.witnesses.ask(effect.engine, effect.number)
+            case ev.GrantLease():
+                parts.leases.granted(effect.lease)
+                self._record("pool.lease", f"lease {effect.lease} is granted", lease=effect.lease)
+            case ev.RefuseLease():
+                parts.leases.refused(effect.lease, effect.code, effect.sentence)
+                self._record("pool.lease", effect.sentence, "warning", lease=effect.lease)
+            case ev.PoolRecord():
+                self._note(effect)
+
+    def _tell(self, effect: ev.TellEngine) -> None:
+        parts = self._parts
+        model = parts.engines.links[effect.engine].model
+        if effect.goal is not Tier.COLD:
+            parts.memory.keep(model, and_kv=effect.goal is Tier.AWAKE)
+        parts.engines.tell(effect.engine, effect.goal, effect.generation)
+
+    def _note(self, record: ev.PoolRecord) -> None:
+        parts = self._parts
+        match record:
+            case ev.ModelChanged():
+                parts.told.changed(record)
+                parts.gateways.tell(is_urgent=False)
+                known = parts.pool.situation.models[record.model]
+                parts.metrics.count(record, known.leaving)
+                text = f"{record.model}: {record.old} → {record.new}: {record.reason}"
+                data = {"model": record.model, "from": record.old, "to": record.new}
+                self._record("pool.model", text, **data, cause=record.reason)
+            case ev.Switched():
+                parts.metrics.count(record)
+                fields = ("wait_ms", "drain_ms", "release_ms", "raise_ms")
+                data = {name: round(getattr(record, name), 1) for name in fields}
+                text = f"{record.model} is awake, {duration(record.wait_ms)} after it was asked for"
+                if record.victims:
+                    text += f", in place of {', '.join(record.victims)}"
+                self._record(
+                    "pool.switch", text, model=record.model, victims=list(record.victims), **data
+                )
+            case ev.LeaseWaits():
+                parts.leases.waits(record.lease, record.why)
+            case ev.Alarm():
+                parts.told.alarmed(record)
+                self._record(
+                    "pool.alarm",
+                    record.sentence,
+                    "error",
+                    model=record.model,
+                    error_code=record.code,
+                )
+
+    def _record(self, kind: str, message: str, severity: str = "info", **data: object) -> None:
+        """Behind what is sent in this turn of the loop: gateways wait for their doors."""
+        record = functools.partial(self._parts.log.record, kind, message, severity, data)
+        asyncio.get_running_loop().call_soon(record)
+
+
+SPARE_FDS = 4  # so that at the limit two more may connect, and ask what is wrong
+
+
+class PoolDesk(Handler):
+    """Serves the socket in `directory`. `change(model, setting, value)` sets something."""
+
+    def __init__(
+        self,
+        directory: str,
+        log: EventLog,
+        parts: Callable[[], PoolParts],
+        feed: Callable[[PoolEvent], None],
+        change: Callable[[str, str, str | None], None],
+    ) -> None:
+        self._log, self._parts, self._feed, self._change = log, parts, feed, change
+        self._observers = Observers(log, lambda: report.document(parts()))
+        path = pool_socket(directory)
+        self.server = Server(path, msg.CATALOGUE, self, service="pool", spare_fds=SPARE_FDS)
+
+    def closed(self, conn: Connection, reason: str) -> None:
+        self._observers.leave(conn)
+        self._parts().gateways.left(conn)
+        self._parts().leases.left(conn)
+
+    def received(
+        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
+    ) -> None:
+        close_all(fds)
+        parts = self._parts()
+        match message:
+            case msg.DemandMsg():
+                parts.gateways.said(conn, message)
+            case msg.LeaseMsg():
+                parts.leases.asked(conn, message, request_id, parts.clock.now_ms())
+            case msg.StatusMsg():
+                conn.send(msg.StatusReplyMsg(report.document(parts)), request_id)
+            case msg.WatchMsg():
+                self._observers.join(conn, message.since, request_id)
+            case msg.OrderMsg() | msg.SetMsg() | msg.ExplainMsg():
+                try:
+                    conn.send(self._obey(message), request_id)
+                except UnderstudyError as error:  # a refusal, no fault of the connection's
+                    conn.fault(error, request_id, close=False)
+            case _:
+                raise ProtocolError(
+                    "pool.not_a_request", f"{message.TYPE} is not a request to a pool"
+                )
+
+    def _obey(self, message: msg.OrderMsg | msg.SetMsg | msg.ExplainMsg) -> Message:
+        """
+        Raises:
+            UnderstudyError: it is not obeyed, and nothing has changed.
+        """
+        parts = self._parts()
+        if message.model is not None and message.model not in parts.told.models:
+            known = ", ".join(parts.told.models)
+            raise UsageError(
+                "model_not_found", f"this pool has no model {message.model}; it has {known}"
+            )
+        match message:
+            case msg.OrderMsg():
+                return self._order(message)
+            case msg.SetMsg():
+                try:
+                    self._change(message.model or "", message.setting, message.value)
+                except OSError as error:
+                    why = f"it cannot be written to the state file: {error.strerror}"
+                    raise UnderstudyError("pool.state_unwritable", why) from error
+                whose = f"of {message.model}" if message.model else "of the pool"
+                value = "as in the pool file" if message.value is None else f"now {message.value}"
+                sentence = f"{message.setting} {whose} is {value}"
+                self._log.record("pool.set", sentence, data={"setting": message.setting})
+                return msg.OrderedMsg("accepted", None, sentence)
+            case msg.ExplainMsg():
+                return msg.ExplainedMsg(explain.document(parts, message.model))
+
+    def _order(self, message: msg.OrderMsg) -> msg.OrderedMsg:
+        parts = self._parts()
+        known = parts.pool.situation.models[message.model]
+        before, was_pinned = known.model.state, known.is_pinned
+        self._feed(Ordered(message.model, message.order, message.is_forced))
+        now = known.model.state
+        is_same = now is before and before in explain.DONE.get(message.order, ())
+        if message.order in (Order.PIN, Order.UNPIN):
+            is_same = was_pinned is (message.order is Order.PIN)
+        result = f"already_{_DONE_NAMES.get(message.order, now)}" if is_same else "accepted"
+        sentence = explain.sentence(parts, message.model)
+        if not is_same:
+            text = f"an operator orders: {message.order} {message.model}"
+            data = {"model": message.model, "order": message.order}
+            self._log.record("pool.order", text, data=data)
+        return msg.OrderedMsg(result, now, sentence[: msg.SENTENCE_CHARS_MAX])
+
+
+_DONE_NAMES = {Order.PIN: "pinned", Order.UNPIN: "unpinned"}
+
+
+async def run(settings: PoolSettings) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    Raises:
+        UnderstudyError: it could not start.
+    """
+    server = PoolServer(settings)
+    await server.start()
+    http = HttpServer(
+        settings.http_host,
+        settings.http_port,
+        probes=report.probes(lambda: server.parts),
+        status=lambda: report.document(server.parts),
+        metrics=server.parts.metrics.metrics,
+        events=server.log,
+        allowed_hosts=settings.allowed_hosts,
+    )
+    server.parts.troubles.append(lambda: http.problem)
+    try:
+        await http.start()
+        models = len(settings.file.models)
+        message = f"started on {settings.directory} with {models} models, probes on"
+        message += f" {http.host}:{http.port}"
+        server.log.record("pool.started", message, data={"http_port": http.port})
+        gc.freeze()  # these objects stay: no later collection scans them while a ticket waits
+        await until_ended(server.failed)
+    finally:
+        await http.stop()
+        await server.close()

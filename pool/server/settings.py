@@ -1,4 +1,9 @@
-"""The settings of `pool serve`."""
+"""The settings of `pool serve`, and what a model needs before anybody has measured it.
+
+A size is what the pool file says, else what the model's files have. It is never guessed from a
+name. Where nothing tells, the size is unknown, and the model is given the whole of its devices
+until its engine has measured.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +14,10 @@ from plumbing.errors import UsageError
 from plumbing.pod.paths import DIRECTORY, runtime_dir
 from plumbing.service.config import Option, Resolved
 from plumbing.service.hosts import ALLOWED_HOST
-from pool.core.situation import ModelSetup, PoolSetup
-from pool.core.states import HOST
+from pool.core.states import HOST, EngineSizes
+from pool.core.world import ModelSetup, PoolSetup
 from pool.pool_file import named, read_pool_file, with_served_names
-from pool.settings import PoolFile, engines_of
-from pool.sizes import sizes_of
+from pool.settings import ModelSettings, PoolFile, engines_of
 
 DIR = Option("dir", str, DIRECTORY, "The directory that the pod's processes share.")
 OPTIONS = (
@@ -78,3 +82,39 @@ def settle(config: Resolved) -> PoolSettings:
         http_port=config["http_port"],
         allowed_hosts=config["http_allowed_host"],
     )
+
+
+# Of the files, for all that is not weights: context, graphs, workspaces, KV memory. An engine with
+# a large KV cache needs far more, and says so before it takes any.
+REST_SHARE = 0.3
+
+
+def sizes_of(model: ModelSettings) -> EngineSizes | None:
+    """By device, for one engine; None: unknown."""
+    devices = model.devices
+    if model.memory is not None:
+        memory = model.memory
+        return EngineSizes(
+            base=dict.fromkeys(devices, int(memory.base)),
+            weights=dict.fromkeys(devices, int(memory.weights)),
+            kv=dict.fromkeys(devices, int(memory.kv)),
+            is_estimated=True,
+        )
+    total = _bytes_of_files(model.model)
+    if not total:
+        return None
+    share = -(-total // len(devices))
+    return EngineSizes(
+        base=dict.fromkeys(devices, int(share * REST_SHARE)),
+        weights=dict.fromkeys(devices, share),
+        kv=dict.fromkeys(devices, 0),  # in the share of the rest
+        is_estimated=True,
+    )
+
+
+def _bytes_of_files(directory: str) -> int:
+    try:
+        with os.scandir(directory) as found:
+            return sum(each.stat().st_size for each in found if each.name.endswith(".safetensors"))
+    except OSError:  # a name that the backend resolves, or nothing: its engine will say
+        return 0

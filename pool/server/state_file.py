@@ -1,6 +1,6 @@
 """What the pool must know after a restart, on disk: one preallocated file, two slots of 64 KiB.
 
-The bytes are `plumbing.service.files`'s, the meaning is `pool.core.snapshot`'s; here is what a lost
+The bytes are `plumbing.service.files`'s, the meaning is `pool.core.recovery`'s; here is what a lost
 record leads to. Both slots are valid from the moment the file exists, so one bad slot means that
 the newest record may be lost, and the other one must not be believed: goals that were told later
 would come back with older generations. Then the file is put aside, and a new *era* begins: engines
@@ -8,7 +8,7 @@ replace what they remember, and the pool learns everything from those who hold i
 
 The surprising thing: decisions do not wait for the disk. What they are about (processes, memory,
 doors) is gone after a power cut, and an engine whose file is newer than ours is caught up with
-(`pool.core.hearing`). Only what people have asked for must outlive the machine.
+(`pool.core.inputs`). Only what people have asked for must outlive the machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import msgspec
 from plumbing.errors import UnderstudyError
 from plumbing.pod.paths import pool_state
 from plumbing.service.files import SlotFile, SlotFormat, put_aside
-from pool.core.snapshot import PoolSnapshot, anew
+from pool.core.recovery import PoolSnapshot, anew
 
 SCHEMA = 1
 NEW_POD = "new_pod"  # in a record that no pool has read yet
@@ -88,7 +88,7 @@ class PoolStateFile:
 
 
 def begin_new_pod(directory: str) -> None:
-    """Forget what is on file of a pod whose processes are all gone (`pool.core.snapshot.anew`); a
+    """Forget what is on file of a pod whose processes are all gone (`pool.core.recovery.anew`); a
     pool that starts then loads what is to be loaded at the start.
 
     Raises:

@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
-from pool.pool_file import settle
+from pool.pool_file import parse, settle
 from pool.settings import PoolFile, engines_of
-from pool.yaml_file import parse
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEPLOY = ROOT / "deploy"

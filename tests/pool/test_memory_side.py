@@ -11,7 +11,7 @@ from gms.client import messages as weights_messages
 from gms.client import offload_device
 from plumbing.pod.paths import KV, WEIGHTS
 from pool.core.events import DeviceIs, MemoryIs
-from pool.server.memory_side import GRAIN_BYTES, MemorySide
+from pool.server.memory import GRAIN_BYTES, MemorySide
 from tests.helpers import auntil
 from tests.pool.neighbours import DEVICE, MIB, Memory
 

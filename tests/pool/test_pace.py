@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from pool.client.pace import AHEAD, DEMAND_S, DemandPace
+from pool.client.link import AHEAD, DEMAND_S, DemandPace
 
 
 def said_at(pace, wanted_s):

@@ -9,9 +9,8 @@ import pytest
 
 from plumbing.errors import UsageError
 from plumbing.pod.messages import Tier
-from pool.pool_file import named, settle
+from pool.pool_file import named, parse, settle
 from pool.settings import engines_of
-from pool.yaml_file import parse
 
 EXAMPLE = """\
 listen: 0.0.0.0:8000

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from pool.core.demand import Demand
 from pool.core.events import DemandCame, ModelDemand, Ticket
-from pool.server.serving import STEP_MS, STEPS_MAX, ServingShare
+from pool.core.tickets import Demand
+from pool.server.metrics import STEP_MS, STEPS_MAX, ServingShare
 
 MODELS = {
     "a": SimpleNamespace(rules=SimpleNamespace(devices=("d",))),

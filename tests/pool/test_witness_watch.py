@@ -6,7 +6,7 @@ Method: the real watch in a real directory, in a process that cannot open anythi
 import asyncio
 import resource
 
-from pool.server.witnesses import WitnessWatch
+from pool.server.locks import WitnessWatch
 from tests.helpers import auntil
 
 

@@ -32,8 +32,8 @@ from plumbing.pod.paths import gms_sockets
 from plumbing.service import procfs
 from plumbing.wire.peer import SO_PEERPIDFD
 from pool.core.states import HOST
-from pool.digests import digests
 from pool.pool_file import named, read_pool_file
+from pool.settings import digests
 from understudy.doctor.facts import (
     GMS,
     Directory,

@@ -10,10 +10,10 @@ from msgspec.structs import replace
 from plumbing.pod.messages import Tier
 from pool.core import events as ev
 from pool.core.machine import ModelPool
-from pool.core.situation import ModelSetup, PoolSetup
-from pool.core.snapshot import PoolSnapshot
+from pool.core.recovery import PoolSnapshot
 from pool.core.states import EngineSizes, GoalGeneration, ModelState
 from pool.core.view import ModelRules
+from pool.core.world import ModelSetup, PoolSetup
 
 GPU = "HOST-0"
 MIB = 1 << 20

@@ -6,7 +6,7 @@ import math
 import random
 
 from plumbing.pod.messages import Tier
-from pool.core.bound import bound
+from pool.core.doors import bound
 from pool.core.policy import plan
 from pool.core.states import ModelState
 from pool.core.view import DeviceView, Leaving, ModelRules, ModelView, Raise, TicketView, Yield

@@ -1,6 +1,6 @@
 """Goal: the bound of a wait is the formula of the documentation. Method: small pools, by hand."""
 
-from pool.core.bound import bound, measured_bound, sharing_with, unmeasured
+from pool.core.doors import bound, measured_bound, sharing_with, unmeasured
 from tests.pool.core.views import NO_MARGIN, a_model
 
 TIMES = {"load_ms": 1_000.0, "release_ms": 100.0}

@@ -5,7 +5,7 @@ Method: models whose costs are known, in each way of waiting; the door says what
 
 from plumbing.pod.messages import Tier
 from pool.core import events as ev
-from pool.core.known import Costs
+from pool.core.model import Costs
 from pool.core.states import ModelState
 from tests.pool.core.pod import MIB, Pod, rules
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from plumbing.errors import InvariantError
 from plumbing.pod.messages import Tier
-from pool.core.ledger import PoolLedger, needs_of
+from pool.core.reservations import PoolLedger, needs_of
 from pool.core.states import HOST, EngineSizes, EntryKey, EntryKind
 
 KV = EntryKey("0", EntryKind.KV, "a")

@@ -6,8 +6,8 @@ from msgspec.structs import replace
 from plumbing.pod.messages import Tier
 from pool.core import events as ev
 from pool.core.machine import ModelPool
-from pool.core.situation import WrongMessage
 from pool.core.states import HOST, EngineSizes, EntryKey, EntryKind, ModelState
+from pool.core.world import WrongMessage
 from tests.pool.core.pod import ERA, GPU, MIB, SIZES, Pod, rules
 
 S = ModelState

@@ -2,7 +2,7 @@
 
 from plumbing.pod.messages import Tier
 from pool.core import events as ev
-from pool.core.model_table import FAULTS_MAX
+from pool.core.model import FAULTS_MAX
 from pool.core.states import ModelState
 from tests.pool.core.pod import MIB, Pod, rules
 

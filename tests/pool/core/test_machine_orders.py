@@ -4,8 +4,8 @@ import pytest
 
 from plumbing.pod.messages import Tier
 from pool.core import events as ev
-from pool.core.situation import OrderRefused
 from pool.core.states import ModelState
+from pool.core.world import OrderRefused
 from tests.pool.core.pod import GPU, MIB, Pod, rules
 
 S = ModelState

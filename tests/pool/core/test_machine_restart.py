@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from plumbing.pod.messages import Tier
 from pool.core import events as ev
 from pool.core.machine import ModelPool
-from pool.core.snapshot import PoolSnapshot
+from pool.core.recovery import PoolSnapshot
 from pool.core.states import EntryKey, EntryKind, GoalGeneration, ModelState
 from tests.pool.core.pod import GPU, MIB, Pod, rules
 

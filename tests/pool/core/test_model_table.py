@@ -11,8 +11,7 @@ import pytest
 
 from plumbing.pod.messages import Tier
 from pool.core.events import Running
-from pool.core.model import IllegalModelSignal, Model
-from pool.core.model_table import TRANSITIONS, ModelSignal
+from pool.core.model import TRANSITIONS, IllegalModelSignal, Model, ModelSignal
 from pool.core.states import ModelState
 
 S, G = ModelState, ModelSignal

@@ -3,7 +3,7 @@
 import pytest
 
 from plumbing.pod.messages import Tier
-from pool.core.rests import rests_of
+from pool.core.policy import rests_of
 from pool.core.states import ModelState
 from pool.core.view import Victim
 from tests.pool.core.views import a_model

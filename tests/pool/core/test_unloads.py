@@ -7,7 +7,7 @@ import math
 import pytest
 
 from plumbing.pod.messages import Tier
-from pool.core.bound import bound
+from pool.core.doors import bound
 from pool.core.policy import plan
 from pool.core.states import ModelState
 from pool.core.view import Raise, Victim, Wait, Yield

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pool.core.machine import ModelPool
-from pool.core.situation import ModelSetup, PoolSetup
-from pool.core.snapshot import PoolSnapshot
+from pool.core.recovery import PoolSnapshot
+from pool.core.world import ModelSetup, PoolSetup
 from tests.sim.pool.law_plan import judged_plan
 
 if TYPE_CHECKING:

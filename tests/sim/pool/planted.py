@@ -15,14 +15,15 @@ from msgspec.structs import replace
 
 from engine.core.events import State
 from plumbing.pod.messages import Tier
-from pool.core import hearing, machine, planning, policy, recovery, tickets, victims, views
-from pool.core.books import Books
-from pool.core.demand import Demand
+from pool.core import inputs, machine, planning, policy, recovery, tickets, victims
+from pool.core import planning as views
 from pool.core.events import EngineSaid, TicketKind
-from pool.core.known import KnownEngine, KnownModel
 from pool.core.machine import ModelPool
-from pool.core.situation import PoolSituation
+from pool.core.model import KnownEngine, KnownModel
+from pool.core.reservations import Books
 from pool.core.states import EntryKey, EntryKind, ModelState
+from pool.core.tickets import Demand
+from pool.core.world import PoolSituation
 from tests.sim.pool import scenes
 from tests.sim.pool.engine import Engine
 from tests.sim.pool.gateway import Child, Lane
@@ -301,7 +302,7 @@ def first_fit(patch: Patch) -> None:
 
 def applied_in_part_then_refused(patch: Patch) -> None:
     """A wrong word of an engine is taken in before it is judged."""
-    real = hearing._engine
+    real = inputs._engine
 
     def engine(pool: PoolSituation, said: EngineSaid) -> None:
         known = pool.engines.get(said.engine)
@@ -309,17 +310,17 @@ def applied_in_part_then_refused(patch: Patch) -> None:
             known.said = said
         real(pool, said)
 
-    patch.setattr(hearing, "_engine", engine)
+    patch.setattr(inputs, "_engine", engine)
 
 
 def a_fault_of_the_machine_counts(patch: Patch) -> None:
     """A death is the model's fault, whoever says what."""
-    real = hearing._engine
+    real = inputs._engine
 
     def engine(pool: PoolSituation, said: EngineSaid) -> None:
         real(pool, replace(said, is_machine=False))
 
-    patch.setattr(hearing, "_engine", engine)
+    patch.setattr(inputs, "_engine", engine)
 
 
 RULES = [

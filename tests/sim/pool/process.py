@@ -29,9 +29,9 @@ from pool.core.events import (
     TellEngine,
 )
 from pool.core.machine import ModelPool
-from pool.core.situation import OrderRefused, WrongMessage
-from pool.core.snapshot import PoolSnapshot
+from pool.core.recovery import PoolSnapshot
 from pool.core.states import HOST
+from pool.core.world import OrderRefused, WrongMessage
 from tests.sim.pool.core_api import make_pool
 from tests.sim.pool.memory import seen_device, seen_memory
 from tests.sim.pool.timeline import Line

@@ -6,9 +6,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from pool.digests import digests
-from pool.pool_file import settle
-from pool.yaml_file import parse
+from pool.pool_file import parse, settle
+from pool.settings import digests
 from understudy.doctor.checks import CHECKS
 from understudy.doctor.facts import (
     Directory,

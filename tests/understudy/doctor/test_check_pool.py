@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from pool.digests import digests
-from pool.pool_file import named, settle
-from pool.yaml_file import parse
+from pool.pool_file import named, parse, settle
+from pool.settings import digests
 from tests.understudy.doctor.facts import NO_POD, POOL, POOL_PATH, VIEW, WELL, ask, spoilt
 from understudy.doctor.facts import FindingStatus, PodFacts, PoolFileFacts
 from understudy.doctor.probe import look_at_pool_file

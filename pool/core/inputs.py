@@ -1,19 +1,17 @@
-"""What neighbours say, taken in: each message is judged whole before anything of it is believed.
+"""What neighbours send, taken in: each message is judged whole before anything of it is believed.
 
 A wrong message raises `WrongMessage` and changes nothing. What follows from the new facts is
-`signals.py` and the policy.
+decided by the signals (`world.py`) and the policy.
 """
 
 from __future__ import annotations
 
 from plumbing.pod.messages import Tier
 from pool.core import events as ev
-from pool.core.known import WITHOUT_KV, KnownEngine, KnownModel, Stander
-from pool.core.model_table import REST, ModelSignal
-from pool.core.signals import DueSignal
-from pool.core.situation import OrderRefused, PoolLease, PoolSituation, WrongMessage
+from pool.core.model import REST, WITHOUT_KV, KnownEngine, KnownModel, ModelSignal, Stander
 from pool.core.states import EntryKey, EntryKind, GoalGeneration, ModelState
 from pool.core.view import ModelRules, PoolRules
+from pool.core.world import DueSignal, OrderRefused, PoolLease, PoolSituation, WrongMessage
 
 # States in which an engine that has rested under our last goal cannot be awake again.
 ASLEEP = frozenset({ModelState.COLD, *REST, ModelState.PENDING, ModelState.FAILED})
