@@ -57,7 +57,7 @@ PLACES = {
     "cuda": ("gms/vmm/cuda",),
     "torch": ("gms/torch/", "engine/backends/vllm/"),
     "vllm": ("engine/backends/vllm/",),
-    "aiohttp": ("engine/backends/",),
+    "aiohttp": ("engine/backends/", "understudy/ui/"),
     "numpy": NUMERIC,
     "safetensors": NUMERIC,
     "tokenizers": NUMERIC,
@@ -408,15 +408,15 @@ def test_the_package_alone_brings_what_it_imports_and_reads():
 
 # Lines of each package, at most; lowered after each step towards the budgets of `hack/volume.py`.
 LINES_MAX = {
-    "plumbing": 7_250,
-    "lockserver": 9_400,
+    "plumbing": 6_700,
+    "lockserver": 9_250,
     "gms": 11_850,
-    "engine": 23_100,
-    "gateway": 11_200,
-    "pool": 9_750,
-    "understudy": 11_500,
+    "engine": 22_700,
+    "gateway": 11_000,
+    "pool": 9_550,
+    "understudy": 11_800,
     "hack": 8_720,
-    "tests": 101_500,
+    "tests": 100_600,
 }
 
 
