@@ -1,25 +1,26 @@
-"""The `gms` command: `serve`, `status`, `inspect`, `verify`, `drop`, `drop-kv`, `offload`."""
+"""The `gms` command: `serve`, `status`, `inspect`, `verify`, `drop`, `drop-kv`, `offload`.
+
+The hidden commands are the processes that `serve` starts: a server for each device's weights and KV
+memory, and the two that keep and make host copies. Options and settings come first.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
 
-from gms import names
-from gms.copies.cli import keep_copy, make_copy, offload
-from gms.kv.server import KvServer
-from gms.operate import report
-from gms.options import DIRECTORY, FREE_TIMEOUT, ONE_DEVICE
-from gms.serve_options import SERVE, SERVE_DEVICE, SERVE_KV, sizes_of
+from gms import names, report
 from gms.server.devices import VISIBLE, devices_to_serve
+from gms.server.kv_server import KvServer
 from gms.server.memory_server import MemoryServer
-from gms.server.server import DeviceServer
+from gms.server.server import STALL_MS, DeviceServer
 from gms.shortage import check_room, reported_at_start
 from gms.vmm.host import HostMemory
 from gms.vmm.interface import DeviceMemory
@@ -28,11 +29,134 @@ from plumbing.pod import paths
 from plumbing.pod.cli import Look, json_flag, options, run_async, show_status, watch_flag
 from plumbing.pod.gms_files import write_device_names
 from plumbing.pod.models import device_of, model_names, place_of
-from plumbing.service.config import Resolved
+from plumbing.service.config import Option, Resolved, size_bytes, size_list
+from plumbing.service.hosts import ALLOWED_HOST
 from plumbing.service.log import configure
 from plumbing.service.process import arm_from_environment
 from plumbing.service.signals import SignalInbox
 from plumbing.text import to_json
+
+DIRECTORY = Option("dir", str, paths.DIRECTORY, "The directory that the pod's processes share.")
+ONE_DEVICE = Option("device", str, None, "Only this device.")
+FREE_TIMEOUT = Option(
+    "timeout_s", float, 30.0, "How long in seconds to wait until the memory is free.", minimum=0.0
+)
+
+MEMORY = Option("memory", str, "host", "The kind of memory.", choices=("host", "cuda"))
+DEVICE_BYTES = Option(
+    "device_bytes", size_bytes, None,
+    "Memory to use per device; 4GiB of host memory, or all of a GPU, unless given.", minimum=1,
+)  # fmt: skip
+DEVICES_BYTES = Option(
+    "device_bytes", size_list, None,
+    "Memory to use per device, or a size for each, in their order and separated by commas; 4GiB of"
+    " host memory, or all of a GPU, unless given.",
+)  # fmt: skip
+STALL = Option(
+    "stall_s", float, STALL_MS / 1000, "Longest time in seconds a writer may make no progress.",
+    minimum=0.1,
+)  # fmt: skip
+HOST_MEMORY = Option(
+    "host_memory", size_bytes, None,
+    "Host memory for copies of the weights, in equal parts for all devices, or, with models, as the"
+    " pool divides it; without it, weights are not copied and cannot be offloaded.", minimum=1,
+)  # fmt: skip
+MODEL = Option(
+    "model", str, (), "A model of the pod, which then has servers of its own on each device, such"
+    " as HOST-0.MODEL. Repeatable.", env="UNDERSTUDY_MODELS", many=True,
+)  # fmt: skip
+SERVE = (
+    DIRECTORY,
+    MEMORY,
+    Option("devices", int, 1, "Number of devices, for host memory.", minimum=1, maximum=64),
+    Option(
+        "device",
+        str,
+        (),
+        "UUIDs of the GPUs or MIG instances to serve, separated by commas; all visible ones unless"
+        " given. Repeatable.",
+        env="UNDERSTUDY_GPUS",
+        many=True,
+    ),
+    MODEL,
+    DEVICES_BYTES,
+    HOST_MEMORY,
+    STALL,
+    Option("http_host", str, "127.0.0.1", "Address of probes, status and metrics."),
+    Option("http_port", int, 9401, "Port of probes, status and metrics.", minimum=0, maximum=65535),
+    ALLOWED_HOST,
+)
+SERVE_DEVICE = (
+    DIRECTORY,
+    MEMORY,
+    Option("device", str, help="The device's name."),
+    DEVICE_BYTES,
+    STALL,
+    Option("restarts", int, 0, "Number of servers that the device had before this one.", minimum=0),
+)
+
+SERVE_KV = tuple(option for option in SERVE_DEVICE if option is not STALL)
+
+
+def sizes_of(devices: Sequence[str], sizes: tuple[int, ...] | None) -> dict[str, int]:
+    """What may be used of each device; empty: unless given.
+
+    Raises:
+        UsageError: `config.device_sizes`.
+    """
+    if sizes is None:
+        return {}
+    if len(sizes) not in (1, len(devices)):
+        raise UsageError(
+            "config.device_sizes",
+            f"--device-bytes has {len(sizes)} sizes, and there are {len(devices)} devices"
+            f" ({', '.join(devices)}): give one size for all of them, or one for each",
+        )
+    return dict(zip(devices, sizes * (len(devices) // len(sizes)), strict=True))
+
+
+NICE = 10  # nobody waits for a copy
+
+
+@click.command()
+@options((DIRECTORY, ONE_DEVICE, FREE_TIMEOUT))
+@json_flag
+def offload(config: Resolved, as_json: bool) -> None:
+    """Free the weights of a device that no engine maps.
+
+    Host memory has a sealed copy of them (`gms serve --host-memory`), from which the next engine
+    brings them back.
+    """
+    from gms import upkeep as operate
+
+    document = operate.offload(config["dir"], config["device"], config["timeout_s"])
+    click.echo(to_json(document, indent=1) if as_json else operate.render_offloaded(document))
+
+
+@click.command("keep-copy", hidden=True)
+@options((DIRECTORY, ONE_DEVICE))
+def keep_copy(config: Resolved) -> None:
+    """Keep the host copy of one device's weights; started by `serve`."""
+    from gms.host_copy import CopyKeeper, make_in_a_process
+
+    configure("gms", device_uuid=config["device"])
+    arm_from_environment()
+    flags = ["--dir", config["dir"], "--device", config["device"]]
+    CopyKeeper(config["dir"], config["device"], lambda: make_in_a_process(flags)).run()
+
+
+@click.command("make-copy", hidden=True)
+@options((DIRECTORY, ONE_DEVICE))
+def make_copy(config: Resolved) -> None:
+    """Copy one device's weights to host memory; started by `keep-copy`."""
+    from gms.host_copy import make_copy as make_copy_of
+
+    configure("gms", device_uuid=config["device"])
+    arm_from_environment()
+    with contextlib.suppress(OSError):  # not allowed in every container
+        os.nice(NICE)
+    make_copy_of(config["dir"], config["device"])
+
 
 HOST_DEVICE_BYTES = 4 << 30
 CRASHED = 70  # EX_SOFTWARE of sysexits.h: an internal error
@@ -228,7 +352,7 @@ def verify(config: Resolved, as_json: bool) -> None:
     Exit codes: 0 intact or empty, 1 altered or not verified, 3 unreachable, 4 no digest yet or
     recovering; with several devices, the worst of them.
     """
-    from gms.operate import upkeep as operate
+    from gms import upkeep as operate
 
     document = operate.verify(config["dir"], config["device"])
     click.echo(to_json(document, indent=1) if as_json else operate.render(document))
@@ -252,7 +376,7 @@ def drop(
 
     The next engine loads them again.
     """
-    from gms.operate import upkeep as operate
+    from gms import upkeep as operate
 
     name = operate.the_device(config["dir"], config["device"])
     if not yes:
@@ -281,8 +405,8 @@ def drop_kv(config: Resolved, yes: bool, as_json: bool) -> None:
     The next engine gets new memory and begins with an empty cache. The command is refused while an
     engine uses the memory.
     """
-    from gms.operate import kv_upkeep
-    from gms.operate.upkeep import the_device
+    from gms import upkeep as kv_upkeep
+    from gms.upkeep import the_device
 
     name = the_device(config["dir"], config["device"])
     if not yes:

@@ -1,9 +1,15 @@
-"""The file of an epoch: every process that maps the epoch holds a shared flock on it, taken first.
+"""The file of an epoch, or of a KV region: every process that maps the memory holds a shared flock
+on it, taken first.
 
 So the kernel, not the sessions, shows whether any process maps an epoch. The server opens the file
 anew for each check: a flock through a holder's descriptor would convert the holder's own lock. It
 unlinks the file while it holds the exclusive lock, so a process that locks too late finds its file
 without a name and must not map.
+
+The file of a KV region also says how much memory the region has, so every process that shares the
+directory knows what KV memory takes, even if its server does not answer: the weights' server counts
+it without a connection. Size and mark are the file's length, which takes no space: an engine must
+wake also on a full disk.
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ import fcntl
 import os
 from collections.abc import Iterator
 
+from gms import names
 from plumbing.errors import UnderstudyError
 from plumbing.wire.fds import OwnedFd
 
@@ -109,3 +116,50 @@ def _stale(path: str) -> UnderstudyError:
         f"the epoch of {os.path.basename(path)} was given up before this process could map it; "
         "attach again",
     )
+
+
+# The length is twice the number of these, and one more once the pool is discarded. A file as long
+# as the pool would be too long for some file systems, and for programs that copy the directory.
+UNIT_BYTES = 4096
+
+
+def create_region_file(path: str, size_bytes: int) -> None:
+    """Create the file of a new pool of whole units, before its memory.
+
+    Raises:
+        OSError: no room, no permission; then there is no file.
+    """
+    create(path)
+    try:
+        os.truncate(path, 2 * (size_bytes // UNIT_BYTES))
+    except OSError:
+        os.unlink(path)
+        raise
+
+
+def mark_discarded(path: str) -> None:
+    """So that no restarted server lends it again. A missing file needs no mark.
+
+    Raises:
+        OSError: it cannot be marked.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        os.truncate(path, os.stat(path).st_size | 1)
+
+
+def is_discarded(path: str) -> bool:
+    try:
+        return os.stat(path).st_size % 2 == 1
+    except FileNotFoundError:
+        return False
+
+
+def kv_bytes(directory: str, device: str) -> int:
+    """Memory of the KV pools of `device`. What cannot be seen is not counted."""
+    total = 0
+    with contextlib.suppress(OSError):
+        for pool in names.pools_on_disk(directory, device):
+            path = os.path.join(directory, names.pool_file(device, pool))
+            with contextlib.suppress(OSError):
+                total += os.stat(path).st_size // 2 * UNIT_BYTES
+    return total

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from gms.client import Reader, Writer, open_session
-from gms.core.suballocator import ALIGNMENT_BYTES
+from gms.client.writer import ALIGNMENT_BYTES
 from hack import rig
 from hack.processes import IDENTITY, MemoryServer
 from plumbing.service.process import arm_from_environment, parent_environment

@@ -14,8 +14,8 @@ from engine.core import lifecycle, probes
 from engine.core.events import State
 from gateway.core import children
 from gateway.core import client_request as gateway_states
+from gms.core import kv_state
 from gms.core import state as gms_state
-from gms.kv.core import state as kv_state
 from lockserver.core import lock
 from pool.core import model as model_table
 

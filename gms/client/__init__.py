@@ -27,21 +27,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from gms import kv_messages, messages
-from gms.client.attachment import Attachment
-from gms.client.device_memory import memory_for
-from gms.client.keeper import Keeper
-from gms.client.lease import KvClaim, KvLease
+from gms.client.device import look_for_mps, memory_for
+from gms.client.fd_keeper import Keeper
+from gms.client.kv_loan import KvClaim, KvLease, borrow_pool, has_pool_service, pool_service_answers
 from gms.client.offloaded import Offloaded, open_copy, release, written_from_copy
-from gms.client.pool import borrow_pool, has_pool_service, pool_service_answers
 from gms.client.reader import Reader
-from gms.client.sessions import OnWait, Opening
+from gms.client.sessions import Attachment, OnWait, Opening
 from gms.client.writer import Writer
 from gms.kv_messages import ADOPTED, ADOPTING, BEGUN
 from gms.manifest import TensorRecord
 from gms.names import offload_device
-from gms.vmm.huge_pages import Filling
+from gms.vmm.host import Filling
 from gms.vmm.interface import Allocation, DeviceMemory
-from gms.vmm.mps import look_for_mps
 
 __all__ = [
     "ADOPTED",

@@ -21,10 +21,9 @@ from msgspec import structs
 
 from gms import messages as msg
 from gms import names
-from gms.client.attachment import Attachment
-from gms.client.keeper import Keeper
+from gms.client.fd_keeper import Keeper
 from gms.client.reader import Reader
-from gms.client.sessions import OnWait, Opening, unexpected_answer
+from gms.client.sessions import Attachment, OnWait, Opening, unexpected_answer
 from gms.client.writer import Writer
 from gms.vmm.host import HostMemory
 from plumbing.errors import UnderstudyError, UnreachableError

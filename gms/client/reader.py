@@ -1,7 +1,7 @@
 """A reader's session: a committed epoch, mapped read-only, for as long as the engine lives.
 
 Owns the questions to the mapping and the messages to the service about it. Its connection may end
-and be replaced (`gms.client.keeper`); the mapping stays.
+and be replaced (`gms.client.fd_keeper`); the mapping stays.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import Any
 from msgspec import structs
 
 from gms import messages as msg
-from gms.client.attachment import Attachment
-from gms.client.sessions import Opening, WeightsSession, unexpected_answer
+from gms.client.sessions import Attachment, Opening, WeightsSession, unexpected_answer
 from gms.manifest import TensorRecord, WeightsManifest
 from plumbing.errors import UnderstudyError, UnreachableError
 from plumbing.service.process import make_fd_room

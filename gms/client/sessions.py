@@ -1,19 +1,30 @@
-"""How a session with a device's server is opened, and what writers and readers have in common."""
+"""How a session with a device's server is opened and regained, and what writers and readers have in
+common.
+
+`Attachment` is one process's hold on one epoch: the flock on its file, the slabs, their range of
+addresses. It owns the order: the flock before the first mapping; at the end unmap, release the
+slabs, the flock last. If the driver fails at that, the flock stays until the process ends, because
+the memory may stay mapped until then. It knows neither messages nor what the bytes mean.
+
+`rejoin` retries until it succeeds, because an engine computes without a service, too.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gms import epoch_file, names
 from gms import messages as msg
-from gms.client.attachment import Attachment
 from gms.manifest import TensorRecord
-from gms.vmm.interface import DeviceMemory
+from gms.vmm.interface import Allocation, DeviceMemory, Reservation, release_all
 from plumbing.errors import (
+    InvariantError,
     ProtocolError,
     RemoteError,
     UnderstudyError,
@@ -232,3 +243,126 @@ def _wait_for_grant(
         # It serves again once it has room: like a server that is away, not like one that refuses.
         raise UnreachableError(error.code, error.message, **error.details) from error
     return reply
+
+
+class Attachment:
+    """The flock, the slabs and the one range in which they lie side by side."""
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        self.slabs: list[Allocation] = []
+        self._memory = memory
+        self._range: Reservation | None = None
+        self._flock: OwnedFd | None = None
+
+    @property
+    def range(self) -> Reservation:
+        """The addresses of the epoch."""
+        if self._range is None:
+            raise InvariantError("this attachment has no addresses")
+        return self._range
+
+    @property
+    def size_bytes(self) -> int:
+        """How much is mapped."""
+        return sum(slab.size_bytes for slab in self.slabs)
+
+    def hold(self, flock: OwnedFd) -> None:
+        """Takes the descriptor with the shared flock."""
+        self._flock = flock
+
+    def reserve(self, size_bytes: int) -> None:
+        """Reserve addresses for `size_bytes`, if there are none yet; they cost no memory."""
+        if self._range is not None:
+            return
+        granularity = self._memory.granularity_bytes
+        # An epoch may be empty, a range of addresses may not.
+        self._range = self._memory.reserve(max(1, -(-size_bytes // granularity)) * granularity)
+
+    def adopt(self, fds: Sequence[OwnedFd], sizes: Sequence[int], *, writable: bool) -> None:
+        """Map more slabs after the mapped ones; takes `fds`."""
+        fresh: list[Allocation] = []
+        rest = deque(fds)
+        try:
+            for size_bytes in sizes:
+                slab = self._memory.adopt(rest.popleft(), size_bytes)
+                fresh.append(slab)
+            self.range.map(self.size_bytes, fresh, writable=writable)
+        except BaseException:
+            close_all(rest)
+            release_all(fresh)
+            raise
+        self.slabs += fresh
+
+    def make_read_only(self) -> None:
+        """Map every slab read-only over itself; this process cannot write any more."""
+        self.range.make_read_only()
+
+    def unmap(self) -> None:
+        """Release the memory and then the epoch, keeping the addresses."""
+        slabs, self.slabs = self.slabs, []
+        flock, self._flock = self._flock, None
+        try:
+            with contextlib.ExitStack() as stack:
+                stack.callback(release_all, slabs)
+                if self._range is not None:
+                    self._range.unmap()
+        except BaseException:
+            if flock is not None:
+                flock.detach()
+            raise
+        if flock is not None:
+            flock.close()
+
+    def close(self) -> None:
+        """Release everything; safe to call again."""
+        with contextlib.ExitStack() as stack:
+            if self._range is not None:
+                stack.callback(self._range.free)
+            self.unmap()
+
+
+# The first attempts fall into the restart of a server, which takes half a second; after that the
+# whole container is being restarted. A failed attempt costs microseconds, and a pause as long as
+# the wait so far would double the time without a service.
+BACKOFF_S, BACKOFF_S_MAX = 0.02, 0.1
+
+# What may succeed the next time.
+TEMPORARY = (UnderstudyError, OSError, MemoryError)
+
+
+def rejoin(
+    attempt: Callable[[], None],
+    on_away: Callable[[str], None],
+    why: BaseException,
+    wake: int,
+    may_go_on: Callable[[], bool],
+) -> float | None:
+    """Call `attempt` until it raises nothing of TEMPORARY; how many milliseconds that took, or None
+    if it may not go on.
+
+    Args:
+        on_away: called with the reason, beginning with `why`, whenever it changes.
+        wake: a descriptor that is readable once `may_go_on` is to be asked again.
+    """
+    began, delay_s, said = time.monotonic(), 0.0, ""
+    while may_go_on():
+        sentence = why.message if isinstance(why, UnderstudyError) else str(why)
+        if sentence != said:
+            said = sentence
+            on_away(sentence)
+        _pause(wake, delay_s)
+        delay_s = min(max(BACKOFF_S, delay_s * 2), BACKOFF_S_MAX)
+        try:
+            attempt()
+        except TEMPORARY as error:
+            why = error
+        else:
+            return (time.monotonic() - began) * 1000
+    return None
+
+
+def _pause(wake: int, delay_s: float) -> None:
+    """No `select`: an engine has descriptors above 1,023."""
+    poll = select.poll()
+    poll.register(wake, select.POLLIN)
+    poll.poll(delay_s * 1000)

@@ -1,22 +1,30 @@
-"""What the machine of a device knows: its epochs, its sessions, its journal and its counters.
+"""What the machine of a device knows, how much of the device is used, and the snapshot of both.
 
-Pure data with the operations that must not be done by halves: `drop` (forget a session and give up
-what it alone kept) and `retire` (take the committed epoch out of service). It decides nothing.
+`Device` holds the epochs, the sessions, the journal and the counters, with the operations that must
+not be done by halves: `drop` (forget a session and give up what it alone kept) and `retire` (take
+the committed epoch out of service). It decides nothing.
+
+Capacity: every epoch counts until the kernel says that no process maps it. Memory that a dying
+process still has is not free, whatever our own accounts say.
+
+The snapshot is one JSON-like object, for status, metrics and the CLI. Its instants are milliseconds
+of the caller's clock, which the caller's function `at` turns into times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum, auto
+from typing import Any
 
 from msgspec.structs import replace
 
-from gms.core import effects as fx
 from gms.core import events as ev
-from gms.core.capacity import free_bytes
-from gms.core.effects import Effects
-from gms.core.events import EpochPhase, SessionState
-from gms.core.state import HANDING_BACK, WRITER_STATES, Epoch, Session
+from gms.core import events as fx
+from gms.core.events import Effects, EpochPhase, SessionState
+from gms.core.state import HANDING_BACK, QUEUED, WRITER_STATES, Epoch, Session
 from plumbing.errors import InvariantError, ProtocolError, UnderstudyError
+from plumbing.text import size
 
 WAITERS_MAX = 64  # eight engines of eight ranks; more is a client that attaches in a loop
 
@@ -200,3 +208,222 @@ class Device:
 
     def _in_phase(self, phase: EpochPhase) -> Epoch | None:
         return next((e for e in self.epochs.values() if e.phase is phase), None)
+
+
+EPOCHS_MAX = 8  # one is committed, one superseded; each keeps a manifest of up to 15 MiB here
+EPOCH_BYTES_MAX = 1 << 50  # no device has a pebibyte; sums over all sessions stay below 64 bits
+
+
+class Fit(Enum):
+    NOW = auto()
+    LATER = auto()  # when memory that was given up is free
+    WITHOUT_COMMITTED = auto()  # the committed epoch has no readers and may be replaced
+
+
+def free_bytes(epochs: Iterable[Epoch], capacity_bytes: int, kv_bytes: int) -> int:
+    """The free bytes of the device; never below zero (an orphan may exceed a smaller device)."""
+    return max(0, capacity_bytes - kv_bytes - sum(epoch.size_bytes for epoch in epochs))
+
+
+def fit(
+    size_bytes: int,
+    epochs: Iterable[Epoch],
+    capacity_bytes: int,
+    sessions: Mapping[int, Session],
+    *,
+    may_replace: bool,
+    kv_bytes: int = 0,
+) -> Fit | UnderstudyError:
+    """Whether `size_bytes` more fit, or what would make them fit; the error if nothing would."""
+    everything = list(epochs)
+    free = free_bytes(everything, capacity_bytes, kv_bytes)
+    if size_bytes <= free:
+        return Fit.NOW
+    being_freed = sum(e.size_bytes for e in everything if e.is_being_freed)
+    if size_bytes <= free + being_freed:
+        return Fit.LATER
+    committed = next((e for e in everything if e.phase is EpochPhase.COMMITTED), None)
+    if (
+        may_replace
+        and committed is not None
+        and not committed.readers
+        and size_bytes <= free + being_freed + committed.size_bytes
+    ):
+        return Fit.WITHOUT_COMMITTED
+    return _out_of_memory(size_bytes, free, everything, capacity_bytes, sessions, kv_bytes)
+
+
+def device_full(
+    error: UnderstudyError,
+    epochs: Iterable[Epoch],
+    sessions: Mapping[int, Session],
+    kv_bytes: int = 0,
+) -> UnderstudyError:
+    """The driver's error for memory that should be free, with what our own sessions hold."""
+    holders, shown = _holders(epochs, sessions)
+    shown += _kv(kv_bytes)
+    ours, said = "; ".join(shown) or "nothing", error.details.get("said", error.message)
+    return UnderstudyError(
+        "gms.out_of_memory",
+        f"{said}. Held by this service: {ours}. Stop whatever "
+        "else uses the device, or use a smaller model",
+        **{**error.details, "said": said, "holders": holders},
+    )
+
+
+def _out_of_memory(
+    size_bytes: int,
+    free: int,
+    epochs: Iterable[Epoch],
+    capacity_bytes: int,
+    sessions: Mapping[int, Session],
+    kv_bytes: int,
+) -> UnderstudyError:
+    holders, shown = _holders(epochs, sessions)
+    shown += _kv(kv_bytes)
+    return UnderstudyError(
+        "gms.out_of_memory",
+        f"a slab of {size(size_bytes)} does not fit: the device has {size(capacity_bytes)}, "
+        f"{size(free)} of it free"
+        + (f"; {'; '.join(shown)}" if shown else "")
+        + ". Use a smaller model, a larger device (--device-bytes), or stop what holds the memory",
+        capacity_bytes=capacity_bytes,
+        needed_bytes=size_bytes,
+        free_bytes=free,
+        kv_bytes=kv_bytes,
+        holders=holders,
+    )
+
+
+def _kv(kv_bytes: int) -> list[str]:
+    how = "`gms drop-kv` frees it if no engine uses it"
+    return [f"KV memory {size(kv_bytes)} ({how})"] if kv_bytes else []
+
+
+def _holders(
+    epochs: Iterable[Epoch], sessions: Mapping[int, Session]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """The holders of each epoch: as data, and as phrases for a message."""
+    holders: list[dict[str, Any]] = []
+    shown = []
+    for epoch in epochs:
+        if not epoch.size_bytes:
+            continue
+        users = [s.label for s in sessions.values() if s.epoch == epoch.id]
+        users += [f"pid {pid}" for pid in epoch.holders]
+        holders.append(
+            {
+                "epoch": epoch.id,
+                "phase": str(epoch.phase),
+                "size_bytes": epoch.size_bytes,
+                "users": users,
+            }
+        )
+        by = f" used by {', '.join(users)}" if users else " without users"
+        shown.append(f"{epoch.phase} epoch {epoch.id[:8]} {size(epoch.size_bytes)}{by}")
+    return holders, shown
+
+
+def snapshot(device: Device, at: Callable[[float], str]) -> dict[str, Any]:
+    """The device's state; `at` turns one of the machine's instants into RFC 3339."""
+    committed, staging = device.committed, device.staging
+    shown = committed or staging
+    return {
+        "state": device.state,
+        "epoch": shown.id if shown else None,
+        "offloaded": _offloaded(device),
+        "identity": dict(shown.identity) if shown and shown.identity else None,
+        "layout_hash": committed.layout_hash if committed else None,
+        "digest": (committed.digest or "pending") if committed else None,
+        "committed_bytes": committed.size_bytes if committed else 0,
+        "staging_bytes": staging.size_bytes if staging else 0,
+        "superseded_bytes": _bytes(device, EpochPhase.SUPERSEDED),
+        "releasing_bytes": _bytes(device, EpochPhase.RELEASING, EpochPhase.ORPHANED),
+        "capacity_bytes": device.capacity_bytes,
+        "tensors": committed.tensors if committed else 0,
+        "slabs": len(committed.slab_sizes) if committed else 0,
+        "sessions": [_session(s, at) for s in device.sessions.values() if s.state not in QUEUED],
+        "waiting": [_waiter(s, at) for s in device.sessions.values() if s.state in QUEUED],
+        "unowned": [
+            _unowned(e)
+            for e in device.epochs.values()
+            if e.phase in (EpochPhase.RELEASING, EpochPhase.ORPHANED)
+        ],
+        "problem": device.problem,
+        "commits_total": device.commits_total,
+        "offloads_total": device.offloads_total,
+        "restages_total": device.restages_total,
+        "recoveries_total": device.recoveries_total,
+        "condemnations_total": device.condemnations_total,
+        "exports_total": device.exports_total,
+        "reclaims_total": device.reclaims_total,
+        "oom_waits_total": device.oom_waits_total,
+    }
+
+
+def epochs_in_full(device: Device) -> list[dict[str, Any]]:
+    """Every epoch with its slabs, readers and manifest (as bytes): what `gms inspect` shows."""
+    return [
+        {
+            "epoch": epoch.id,
+            "phase": str(epoch.phase),
+            "slab_sizes": list(epoch.slab_sizes),
+            "layout_hash": epoch.layout_hash or None,
+            "identity": dict(epoch.identity) if epoch.identity else None,
+            "readers": [device.sessions[s].label for s in sorted(epoch.readers)],
+            "holders": list(epoch.holders),
+            "manifest": epoch.manifest,
+        }
+        for epoch in device.epochs.values()
+    ]
+
+
+def _session(session: Session, at: Callable[[float], str]) -> dict[str, Any]:
+    shown: dict[str, Any] = {
+        "engine": session.request.engine,
+        "incarnation": session.request.incarnation,
+        "rank": session.request.rank,
+        "pid": session.pid,
+        "mode": "ro" if session.state is SessionState.READING else "rw",
+        "state": str(session.state),
+        "epoch": session.epoch,
+        "since": at(session.since_ms),
+    }
+    if session.total_bytes and session.state is not SessionState.READING:
+        shown["done_bytes"], shown["total_bytes"] = session.done_bytes, session.total_bytes
+    return shown
+
+
+def _waiter(session: Session, at: Callable[[float], str]) -> dict[str, Any]:
+    return {
+        "engine": session.request.engine,
+        "incarnation": session.request.incarnation,
+        "rank": session.request.rank,
+        "pid": session.pid,
+        "mode": str(session.request.mode),
+        "reason": session.reason,
+        "message": session.reason_message,
+        "since": at(session.since_ms),
+        "deadline": at(session.deadline_ms) if session.deadline_ms is not None else None,
+    }
+
+
+def _unowned(epoch: Epoch) -> dict[str, Any]:
+    return {
+        "epoch": epoch.id,
+        "phase": str(epoch.phase),
+        "size_bytes": epoch.size_bytes,
+        "holders": list(epoch.holders),
+    }
+
+
+def _offloaded(device: Device) -> dict[str, Any] | None:
+    """The host copy that stands for what was committed."""
+    copy = device.offloaded
+    if copy is None:
+        return None
+    return {"copy": copy.epoch, "size_bytes": copy.size_bytes, "digest": copy.digest}
+
+
+def _bytes(device: Device, *phases: EpochPhase) -> int:
+    return sum(e.size_bytes for e in device.epochs.values() if e.phase in phases)

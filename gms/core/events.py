@@ -1,6 +1,10 @@
-"""The events that a device's machine handles; the effects it answers with are in `effects.py`.
+"""The events and effects of the machine of one device's weights: values, no behaviour.
 
-Pure data. Everything that a client asks for arrives as `Received`, with its wire message as it is.
+The shell hands in events and performs the effects in order (`gms/server/server.py`). A `Respond`
+goes to a session, or to a connection that only sent a request; the other effects are calls to the
+driver, whose completions come back as events, and records for the log.
+
+Everything that a client asks for arrives as `Received`, with its wire message as it is.
 A session is named by an integer that the shell chooses and never reuses; an epoch by a random hex
 string, never a number: numbers restart with the server and would bring stale memory back to life.
 Events named after a driver call (`EpochOpened`, `SlabCreated`, `Sealed`, `Journalled`) are the
@@ -9,9 +13,11 @@ completions of the effect of the same kind.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
+from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from gms.manifest import LayoutHash
 from plumbing.errors import UnderstudyError
@@ -179,3 +185,111 @@ class Rejoined(SessionEvent, frozen=True): ...
 
 
 class AskedToOffer(SessionEvent, frozen=True): ...
+
+
+class DeviceEffect(Struct, frozen=True):
+    """Base of all effects."""
+
+
+class Respond(DeviceEffect, frozen=True):
+    session: int
+    request_id: int
+
+
+class SendMessage(Respond, frozen=True):
+    """Send `message`; with `allocated` goes the descriptor of the slab that was just created."""
+
+    message: Message
+
+
+class GrantWriting(Respond, frozen=True):
+    """Send `writing`: the epoch, its file, the room that it has, and the host copy that stands for
+    the requested weights, if there is one."""
+
+    epoch: str
+    copy: str | None = None
+
+
+class SendEpoch(Respond, frozen=True):
+    """Send `attached`: manifest, sizes, read-only descriptors."""
+
+    epoch: str
+
+
+class RefuseRequest(Respond, frozen=True):
+    """Send the error, then close the connection."""
+
+    error: UnderstudyError
+
+
+class OpenEpoch(DeviceEffect, frozen=True):
+    session: int
+    epoch: str
+
+
+class CreateSlab(DeviceEffect, frozen=True):
+    session: int
+    epoch: str
+    size_bytes: int
+
+
+class SealEpoch(DeviceEffect, frozen=True):
+    """Check the manifest, then seal, which both take a while; then `Sealed` or `DriverFailed`."""
+
+    session: int
+    epoch: str
+    manifest: bytes
+
+
+class AdoptEpoch(DeviceEffect, frozen=True):
+    """Check what the session offered and hold it; then `Adopted` or `DriverFailed`."""
+
+    session: int
+    epoch: str
+    slab_sizes: tuple[int, ...]
+    manifest: bytes
+
+
+class DiscardOffer(DeviceEffect, frozen=True):
+    """Release what was adopted of an epoch, or is being adopted: its offer has broken off."""
+
+    epoch: str
+
+
+class Unwatch(DeviceEffect, frozen=True):
+    """Stop watching the epoch's file: a session owns the epoch again."""
+
+    epoch: str
+
+
+class MarkHistory(DeviceEffect, frozen=True):
+    """Mark the epoch's own file as out of service; nothing comes back."""
+
+    epoch: str
+
+
+class WriteJournal(DeviceEffect, frozen=True):
+    """Put `record` on disk; then `Journalled` or `JournalFailed`, without a session `JournalKept`
+    or `JournalBehind`. `offloaded` is the host copy that stands for what was committed here."""
+
+    session: int | None
+    record: JournalRecord | None
+    offloaded: JournalRecord | None = None
+
+
+class ReleaseEpoch(DeviceEffect, frozen=True):
+    """Close what we hold of it, then watch its file; `EpochFree` when no process holds that."""
+
+    epoch: str
+
+
+class RecordEvent(DeviceEffect, frozen=True):
+    """One event of a type `gms.*` for the log of events."""
+
+    type: str
+    message: str
+    data: Mapping[str, Any] = field(default_factory=dict)
+    severity: str = "info"
+
+
+Effects = list[DeviceEffect]

@@ -20,18 +20,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from gms import messages as msg
-from gms.core import effects as fx
 from gms.core import events as ev
+from gms.core import events as fx
 from gms.core.device import Device
-from gms.core.effects import Effects
-from gms.core.events import EpochPhase, Mode, SessionState
-from gms.core.grants import Grants
-from gms.core.identity import check_identity
-from gms.core.offload import Offload
+from gms.core.events import Effects, EpochPhase, Mode, SessionState
+from gms.core.grants import JOURNAL_RETRY_MS, Grants, Writing
 from gms.core.recovery import Recovery
 from gms.core.state import COMPLETIONS, HANDING_BACK, Epoch, Session
-from gms.core.upkeep import Upkeep
-from gms.core.writing import JOURNAL_RETRY_MS, Writing
+from gms.core.upkeep import Offload, Upkeep
+from gms.manifest import check_identity
 from plumbing.errors import InvariantError, ProtocolError, UnderstudyError, WaitTimeoutError
 
 

@@ -19,16 +19,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from gms import messages as msg
-from gms.core import effects as fx
 from gms.core import events as ev
-from gms.core.capacity import EPOCH_BYTES_MAX
-from gms.core.device import Device
-from gms.core.effects import Effects
-from gms.core.events import EpochPhase, Mode, SessionState
-from gms.core.identity import check_identity, identity_hash
-from gms.core.offload import is_copy_of
+from gms.core import events as fx
+from gms.core.device import EPOCH_BYTES_MAX, Device
+from gms.core.events import Effects, EpochPhase, Mode, SessionState
 from gms.core.state import HANDING_BACK, Epoch, Session
-from gms.manifest import check_size, layout_hash
+from gms.core.upkeep import is_copy_of
+from gms.manifest import check_identity, check_size, identity_hash, layout_hash
 from plumbing.errors import InvariantError, ProtocolError, UnderstudyError
 
 # The descriptors of 4,096 slabs arrive in milliseconds; a survivor that was stopped in the middle

@@ -1,14 +1,17 @@
 """The epochs and sessions of a device's machine, and the tables of their transitions.
 
-Pure data. The tables are the enforcer: `move` and `turn` raise on a pair that is not in them and
+The tables are the enforcer: `move` and `turn` raise on a pair that is not in them and
 change nothing. `docs/states.md` is generated from them. A session moves on the messages of its
 client and on the events of `events.py`.
+
+`next_state` is also the KV machine's way to look up its tables: it says whether a message is legal,
+the client's fault, or ours.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec import Struct, field
 
@@ -16,11 +19,33 @@ from gms import messages as msg
 from gms.core import events as ev
 from gms.core.events import EpochPhase as P
 from gms.core.events import SessionState as S
-from gms.core.identity import identity_hash
-from gms.core.transitions import next_state
-from gms.manifest import LayoutHash
-from plumbing.errors import InvariantError, UnderstudyError
-from plumbing.wire.messages import Message
+from gms.manifest import LayoutHash, identity_hash
+from plumbing.errors import InvariantError, ProtocolError, UnderstudyError
+from plumbing.wire.messages import Message, type_of
+
+StateT = TypeVar("StateT")
+
+
+def next_state(
+    table: Mapping[tuple[StateT, type[Any]], StateT], state: StateT, kind: type[Any]
+) -> StateT:
+    """The state that `kind`, a message or an event, leads to from `state`.
+
+    Raises:
+        ProtocolError: `gms.unexpected_message`, the client sent it at the wrong moment.
+        InvariantError: our own mistake.
+    """
+    target = table.get((state, kind))
+    if target is not None:
+        return target
+    if issubclass(kind, Message):
+        raise ProtocolError(
+            "gms.unexpected_message",
+            f"{type_of(kind)} is not allowed now: this session is {state}",
+            state=str(state),
+        )
+    raise InvariantError(f"{kind.__name__} in state {state}")
+
 
 SessionInput = type[ev.SessionEvent] | type[Message]
 

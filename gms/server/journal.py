@@ -4,10 +4,16 @@ answered. Small enough for a slot (no manifest, no identity: those come back wit
 One unreadable slot may have held the newest commit: then the journal is lost
 (`LoadedJournal.is_lost`), and the survivors decide. The file is kept aside, and the new one is lost
 too until a record is written: the next server may die before a survivor rejoins.
+
+`bytes_elsewhere` reads what other models have on the same device, as their servers have filed it:
+each model has servers of its own, and one device has one limit. It connects to no server, so no
+model waits for another. What is still being loaded is in no file yet: in a pool the reservations
+cover that, and a GPU's driver has the last word.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from typing import Literal
@@ -127,3 +133,15 @@ def _unwritable(path: str, error: OSError) -> UnderstudyError:
     return UnderstudyError(
         "gms.journal_unwritable", f"{path}: {error.strerror}; make room there", path=path
     )
+
+
+def bytes_elsewhere(directory: str, place: str) -> int:
+    """Weights and KV memory of the other models on the device of `place`."""
+    with contextlib.suppress(OSError):
+        return sum(_bytes_of(directory, each) for each in names.neighbours(directory, place))
+    return 0
+
+
+def _bytes_of(directory: str, place: str) -> int:
+    record = peek(names.journal_path(directory, place))
+    return (record.size_bytes if record else 0) + epoch_file.kv_bytes(directory, place)

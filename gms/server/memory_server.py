@@ -1,38 +1,230 @@
 """What the two servers of a device have in common: sockets on one side, the machine in the middle,
 the driver behind.
 
-It decides nothing: messages go to the machine as events, and the performer carries out its effects.
-It maps no memory, and all that it holds can be lost with it: the processes that map the memory
-hand it back to the next server.
+A server decides nothing: messages go to the machine as events, and the performer carries out its
+effects. It maps no memory, and all that it holds can be lost with it: the processes that map the
+memory hand it back to the next server.
+
+`MemoryWatch` watches the files of unowned memory until the kernel says that they are free. Nothing
+announces the release of a flock, so the watch polls: every millisecond for the first second (a
+killed process is usually gone by then), then every ten. A try costs microseconds.
 """
 
 from __future__ import annotations
 
 import abc
 import asyncio
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Generic, Protocol, TypeVar
 
 from gms import epoch_file
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core.effects import Effects
+from gms.core import events as fx
+from gms.core.events import Effects
 from gms.server.driver_thread import DriverThread
-from gms.server.memory_performer import MemoryPerformer
-from gms.server.watch import MemoryWatch
 from gms.shortage import open_fds
 from gms.vmm.interface import DeviceMemory
 from plumbing.errors import ProtocolError, UnderstudyError, explain_shortage
 from plumbing.pod.models import device_of, model_at
 from plumbing.pod.observers import Observers
-from plumbing.service.clock import SystemClock, rfc3339
+from plumbing.service.clock import Clock, SystemClock, rfc3339
 from plumbing.service.events import EventLog
+from plumbing.service.procfs import holders_of
 from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import Catalogue, Message
 from plumbing.wire.server import Server
+
+
+class MemoryPerformer(abc.ABC):
+    """Performs effects. Closing a descriptor may free memory, which is for the closer's thread."""
+
+    def __init__(
+        self,
+        device_name: str,
+        connections: Mapping[int, Connection],
+        log: EventLog,
+        closer: DriverThread,
+    ) -> None:
+        self.protocol_errors_total = 0
+        self._name, self._connections, self._log = device_name, connections, log
+        self._closer = closer
+        self._offered: dict[int, list[OwnedFd]] = {}  # by session, until they are adopted
+
+    def perform(self, effects: fx.Effects) -> None:
+        """Carry out every effect: one that fails costs the session that it answers, and never the
+        effects behind it."""
+        for effect in effects:
+            try:
+                self._perform(effect)
+            except (UnderstudyError, OSError) as error:
+                self._failed(effect, error)
+
+    @abc.abstractmethod
+    def _perform(self, effect: fx.DeviceEffect) -> None: ...
+
+    def _failed(self, effect: fx.DeviceEffect, error: UnderstudyError | OSError) -> None:
+        what = type(effect).__name__
+        self._log.record("gms.effect", f"{what} failed: {error}", severity="error")
+        if isinstance(effect, fx.Respond) and effect.session in self._connections:
+            self._connections[effect.session].close(f"it cannot be answered: {error}")
+
+    def take_offered(self, session: int, fds: Sequence[OwnedFd]) -> int:
+        """Keep descriptors that a survivor hands back (taken); returns how many there are now."""
+        kept = self._offered.setdefault(session, [])
+        kept += [OwnedFd(fd.detach()) for fd in fds]
+        return len(kept)
+
+    def forget(self, session: int) -> None:
+        """Close what the session has offered: it has ended, or its offer is not needed."""
+        fds = self._offered.pop(session, [])
+        if fds:
+            self._closer.submit(lambda: close_all(fds))
+
+    def close(self) -> None:
+        """Close the descriptors that were not passed on yet."""
+        for fds in self._offered.values():
+            close_all(fds)
+
+    def _respond(self, to: fx.Respond, message: Message, fds: Sequence[OwnedFd] = ()) -> None:
+        """Send `message` with `fds` (taken), if that session is still there."""
+        conn = self._connections.get(to.session)
+        if conn is None:
+            self._closer.submit(lambda: close_all(fds))
+        else:
+            conn.send(message, to.request_id, fds)
+
+    def _refuse(self, effect: fx.RefuseRequest) -> None:
+        # A client's fault that was found late, on the driver's thread: a manifest, an offer.
+        self.protocol_errors_total += isinstance(effect.error, ProtocolError)
+        conn = self._connections.get(effect.session)
+        if conn is not None:
+            conn.fault(effect.error, effect.request_id)
+
+    def _record(self, effect: fx.RecordEvent) -> None:
+        data = {"device_uuid": self._name, **effect.data}
+        self._log.record(effect.type, effect.message, effect.severity, data)
+
+
+FAST_MS, FAST_FOR_MS = 1.0, 1000.0
+SLOW_MS = 10.0
+HOLDERS_AFTER_MS = 100.0  # a scan of /proc takes milliseconds: only for those that linger
+HOLDERS_EVERY_MS = 1000.0
+
+logger = logging.getLogger(__name__)
+
+
+class MemoryWatch:
+    """Watches epochs or KV pools by their ids: calls `free(name)` once for each that is free, and
+    `holders(name, pids)` while it waits. `look` says whether a file is free; that of an epoch is
+    then removed, while a KV pool outlives its holders.
+
+    A file that cannot be opened counts as held: `failed(name, message)` is called once for each
+    error, and `problem` holds it while it lasts.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        thread: DriverThread,
+        path_of: Callable[[str], str],
+        free: Callable[[str], None],
+        holders: Callable[[str, tuple[int, ...]], None],
+        failed: Callable[[str, str], object],
+        *,
+        what: str = "epoch",
+        blocked: str = "load",
+        look: Callable[[str], bool] = epoch_file.remove_if_free,
+    ) -> None:
+        self._clock, self._thread, self._path_of = clock, thread, path_of
+        self._free, self._holders, self._failed = free, holders, failed
+        self._what, self._blocked, self._look = what, blocked, look
+        self._since_ms: dict[str, float] = {}
+        self._scan_ms: dict[str, float] = {}
+        self._problems: dict[str, str] = {}  # by name, of the last try
+        self._reported: set[tuple[str, str]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def problem(self) -> str | None:
+        """Why it is unknown whether one of them is still mapped."""
+        return next(iter(self._problems.values()), None)
+
+    def add(self, name: str) -> None:
+        """Watch the file of `name` from now on."""
+        now_ms = self._clock.now_ms()
+        self._since_ms[name] = now_ms
+        self._scan_ms[name] = now_ms + HOLDERS_AFTER_MS
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(0, self._try)
+
+    def discard(self, name: str) -> None:
+        """Stop watching the file of `name`."""
+        self._since_ms.pop(name, None)
+        self._scan_ms.pop(name, None)
+        self._problems.pop(name, None)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._since_ms.clear()
+
+    def _try(self) -> None:
+        self._timer = None
+        now_ms = self._clock.now_ms()
+        freed = [name for name in self._since_ms if self._is_gone(name)]
+        for name in freed:
+            self.discard(name)
+        for name in self._since_ms:
+            if self._scan_ms[name] <= now_ms:
+                self._scan_ms[name] = now_ms + HOLDERS_EVERY_MS
+                self._find_holders(name)
+        if self._since_ms:
+            is_fresh = any(now_ms - since < FAST_FOR_MS for since in self._since_ms.values())
+            delay_s = (FAST_MS if is_fresh else SLOW_MS) / 1000
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._try)
+        for name in freed:
+            self._free(name)
+        for problem in self._problems.items():
+            if problem not in self._reported:
+                self._reported.add(problem)
+                self._failed(*problem)
+
+    def _is_gone(self, name: str) -> bool:
+        path = self._path_of(name)
+        try:
+            is_free = self._look(path)
+        except OSError as error:  # out of descriptors, for one: not known is not free
+            self._problems[name] = (
+                f"cannot check whether {self._what} {name} is still mapped, so no engine may "
+                f"{self._blocked} until {path} can be checked: {explain_shortage(error.errno)}"
+            )
+            return False
+        self._problems.pop(name, None)
+        return is_free
+
+    def _find_holders(self, name: str) -> None:
+        path = self._path_of(name)
+
+        def find() -> tuple[int, ...]:
+            try:
+                found = os.stat(path)
+            except OSError:
+                return ()
+            # Not ourselves: this watch may be trying the lock on the loop.
+            mine = os.getpid()
+            return tuple(pid for pid in holders_of(found.st_dev, found.st_ino) if pid != mine)
+
+        def failed(error: UnderstudyError) -> None:
+            logger.debug("could not find the holders of %s: %s", name, error)
+
+        self._thread.submit(find, lambda pids: self._holders(name, pids), failed)
+
 
 # How long `close` waits for calls under way. Freeing continues in the kernel when we exit.
 CLOSE_TIMEOUT_S = 5.0

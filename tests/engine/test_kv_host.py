@@ -19,8 +19,7 @@ import pytest
 
 from engine.backends.process_memory import RESERVE_BYTES, Room
 from engine.backends.vllm.worker.kv_host import HostRange
-from gms.vmm.host import HostMemory
-from gms.vmm.huge_pages import HUGE_BYTES
+from gms.vmm.host import HUGE_BYTES, HostMemory
 from plumbing.errors import WaitTimeoutError
 from tests.engine.pod import ROOT
 from tests.helpers import until

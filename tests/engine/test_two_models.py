@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from engine.backends.reference.random_model import write_random_model
-from gms.operate.report import collect
+from gms.report import collect
 from plumbing.errors import UnderstudyError
 from tests.engine.pod import Engine, Pod, environment, program
 from tests.engine.test_in_place import shall

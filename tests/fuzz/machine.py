@@ -16,14 +16,13 @@ from typing import Any
 import msgpack
 
 from gms import messages as msg
-from gms.core import effects as fx
 from gms.core import events as ev
+from gms.core import events as fx
+from gms.core.device import epochs_in_full, snapshot
 from gms.core.events import EpochPhase, Mode, SessionState
-from gms.core.identity import identity_hash
 from gms.core.machine import DeviceMachine
-from gms.core.snapshot import epochs_in_full, snapshot
 from gms.core.state import WRITER_STATES, Epoch, Session
-from gms.manifest import TensorRecord, encode, layout_hash
+from gms.manifest import TensorRecord, encode, identity_hash, layout_hash
 from plumbing.errors import UnderstudyError
 
 MIB = 1 << 20

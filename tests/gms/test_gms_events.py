@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from gms import messages as msg
-from gms.server.child import Child
 from gms.server.metrics import GmsMetrics
+from gms.server.supervisor import Child
 from plumbing.errors import UnderstudyError
 from plumbing.pod.observers import KEPT_BYTES_MAX, Observers
 from plumbing.service.events import EventLog

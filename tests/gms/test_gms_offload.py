@@ -10,8 +10,7 @@ import pytest
 from gms import messages as msg
 from gms import names
 from gms.client import Keeper, Offloaded, Reader, offloaded, release
-from gms.copies.keeper import CopyKeeper
-from gms.copies.maker import make_copy
+from gms.host_copy import CopyKeeper, make_copy
 from gms.server.server import host_copy
 from plumbing.errors import RemoteError, UnderstudyError
 from tests.gms.bench import IDENTITY, MIB, GmsProcess

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from gms import names, pool_file
-from gms.client.device_memory import memory_for
+from gms import epoch_file as pool_file
+from gms import names
+from gms.cli import sizes_of
+from gms.client.device import memory_for
 from gms.core.events import JournalRecord
-from gms.kv.room import check_room
-from gms.operate.report import devices_in
-from gms.serve_options import sizes_of
-from gms.server.journal import CommitJournal
-from gms.server.neighbours import bytes_elsewhere
+from gms.report import devices_in
+from gms.server.journal import CommitJournal, bytes_elsewhere
+from gms.server.slab_store import check_room
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.pod.models import device_of, lock_of, model_at, model_of, place_of
 from plumbing.pod.paths import gms_sockets
@@ -37,7 +37,7 @@ def commit(directory, place, size_bytes):
 
 
 def make_pool(directory, place, size_bytes):
-    pool_file.create(os.path.join(directory, names.pool_file(place, POOL)), size_bytes)
+    pool_file.create_region_file(os.path.join(directory, names.pool_file(place, POOL)), size_bytes)
 
 
 def test_names_of_places_are_taken_apart_as_they_were_put_together():

@@ -17,11 +17,10 @@ from collections.abc import Iterator
 import pytest
 
 from gms import messages as msg
-from gms.core import effects as fx
-from gms.core.capacity import EPOCH_BYTES_MAX, EPOCHS_MAX
-from gms.core.device import WAITERS_MAX
-from gms.core.identity import IDENTITY_CHARS_MAX
+from gms.core import events as fx
+from gms.core.device import EPOCH_BYTES_MAX, EPOCHS_MAX, WAITERS_MAX
 from gms.manifest import (
+    IDENTITY_CHARS_MAX,
     MANIFEST_BYTES_MAX,
     SLABS_MAX,
     TENSORS_MAX,

@@ -17,7 +17,7 @@ from gms import names
 from gms.client import Keeper, Reader
 from gms.server import journal
 from gms.server.driver_thread import DriverThread
-from gms.server.watch import MemoryWatch
+from gms.server.memory_server import MemoryWatch
 from plumbing.errors import RemoteError, UnreachableError
 from plumbing.service.clock import SystemClock
 from plumbing.wire.fds import OwnedFd

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from gms import names
-from gms.operate import report
-from gms.operate import upkeep as operate
+from gms import names, report
+from gms import upkeep as operate
 from plumbing.errors import DegradedError
 from tests.gms.bench import ClientProcess, GmsProcess
 from tests.gms.kinds import host_only

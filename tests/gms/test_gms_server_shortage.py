@@ -18,8 +18,8 @@ import pytest
 from gms import messages as msg
 from gms import names
 from gms.client import Keeper, Reader
-from gms.core import effects as fx
-from gms.server.performer import DevicePerformer
+from gms.core import events as fx
+from gms.server.server import DevicePerformer
 from plumbing.errors import ProtocolError, RemoteError, UnderstudyError, UnreachableError
 from plumbing.service.events import EventLog
 from plumbing.wire.blocking import BlockingClient

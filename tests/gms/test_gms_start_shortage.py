@@ -20,11 +20,10 @@ from typing import Any
 
 import pytest
 
-from gms.operate import report
-from gms.server import child as child_module
-from gms.server.child import HANG_MS, Child
+from gms import report
+from gms.server import supervisor as child_module
 from gms.server.metrics import GmsMetrics
-from gms.server.supervisor import GmsSupervisor
+from gms.server.supervisor import HANG_MS, Child, GmsSupervisor
 from plumbing.errors import GivenUpError
 from plumbing.pod import supervision
 from plumbing.pod.child_process import ChildProcess

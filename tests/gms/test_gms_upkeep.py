@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from gms import names
+from gms import upkeep as operate
 from gms.client import Reader
 from gms.messages import DigestMsg
-from gms.operate import upkeep as operate
 from plumbing.errors import WaitTimeoutError
 from tests.gms.bench import GmsProcess
 from tests.gms.kinds import host_only

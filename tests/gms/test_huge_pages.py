@@ -9,7 +9,7 @@ import os
 
 import pytest
 
-from gms.vmm import huge_pages
+from gms.vmm import host as huge_pages
 from gms.vmm.host import HostMemory, HostReservation
 from tests.helpers import until
 

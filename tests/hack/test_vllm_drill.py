@@ -14,7 +14,7 @@ from subprocess import PIPE
 
 import pytest
 
-from gms.kv.vault import PoolVault
+from gms.server.slab_store import KvSlabStore
 from gms.vmm.host import HostMemory
 from hack.drill_vllm import OPTIONS, Run
 from hack.vllm.figures import Figures, cpu_percent, kv_resident, mappings, private_bytes
@@ -93,7 +93,7 @@ def test_kv_cache_is_found_by_its_size_and_counted_by_its_pages():
 def test_kv_cache_that_is_lent_is_found_by_its_name(tmp_path):
     """Goal: the figures hold where gms owns the KV memory. Method: a process maps a real pool's
     slab, which has another size than the cache, and writes one page."""
-    vault = PoolVault(HostMemory(), str(tmp_path), "HOST-0", None)
+    vault = KvSlabStore(HostMemory(), str(tmp_path), "HOST-0", None)
     vault.make("0123abcd" * 4, KV_BYTES // 2, mmap.PAGESIZE)
     index, slab = vault.export("0123abcd" * 4)
     child = f"""

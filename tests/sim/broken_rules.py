@@ -15,9 +15,10 @@ import pytest
 
 from engine.core.loading import Role
 from gms import messages as msg
-from gms.core import capacity, grants
-from gms.core import effects as fx
+from gms.core import device as capacity
 from gms.core import events as ev
+from gms.core import events as fx
+from gms.core import grants
 from gms.core.events import EpochPhase
 from gms.core.machine import DeviceMachine
 from gms.core.recovery import HANDING_BACK, Recovery

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Flag, auto
 from typing import TYPE_CHECKING
 
-from gms.core import effects as fx
+from gms.core import events as fx
 from tests.sim.gms_device import Move
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gms import messages as msg
-from gms.core import effects as fx
 from gms.core import events as ev
+from gms.core import events as fx
 from gms.core.events import EpochPhase, SessionState
 from gms.core.machine import DeviceMachine
 from gms.core.recovery import orphans_of

@@ -18,12 +18,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gms import kv_messages as msg
-from gms.core import effects as fx
 from gms.core import events as device_events
-from gms.core.effects import Effects
-from gms.kv.core import events as ev
-from gms.kv.core.events import Claimant, PoolPhase
-from gms.kv.core.machine import KvMachine
+from gms.core import events as fx
+from gms.core import kv_events as ev
+from gms.core.events import Effects
+from gms.core.kv_events import Claimant, PoolPhase
+from gms.core.kv_machine import KvMachine
 from plumbing.errors import UnderstudyError
 
 SIZES = (64, 64, 64, 128)

@@ -7,8 +7,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from gms.core import effects as fx
 from gms.core import events as ev
+from gms.core import events as fx
 from gms.core.machine import DeviceMachine
 from gms.core.recovery import orphans_of
 from plumbing.errors import UnderstudyError

@@ -13,8 +13,8 @@ import random
 from typing import Any
 
 from gms import messages as msg
-from gms.core import effects as fx
 from gms.core import events as ev
+from gms.core import events as fx
 from gms.core.events import EpochPhase
 from gms.core.state import WRITER_STATES
 from tests.sim.gms_device import MIB, commit_of, manifest_of

@@ -12,8 +12,8 @@ import pytest
 
 from engine.core.loading import Role
 from gms import messages as msg
-from gms.core import effects as fx
 from gms.core import events as ev
+from gms.core import events as fx
 from gms.core.recovery import OFFER_MS
 from tests.sim.broken_rules import RULES, Rule, abort_in_doubt
 from tests.sim.faults import Hazard

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from gms import messages as msg
-from gms.core import effects as fx
 from gms.core import events as ev
+from gms.core import events as fx
+from gms.core.device import snapshot
 from gms.core.events import EpochPhase, Mode, SessionState
 from gms.core.machine import DeviceMachine
-from gms.core.snapshot import snapshot
 from gms.core.state import WRITER_STATES, Epoch
 from gms.manifest import TensorRecord, encode, layout_hash
 from plumbing.errors import UnderstudyError

@@ -10,12 +10,10 @@ from collections.abc import Callable
 
 import pytest
 
-from gms.kv.core import events as ev
-from gms.kv.core.borrowers import Borrowers
-from gms.kv.core.events import PoolPhase
-from gms.kv.core.machine import KvMachine
-from gms.kv.core.pools import Pools
-from gms.kv.core.state import Pool
+from gms.core import kv_events as ev
+from gms.core.kv_events import PoolPhase
+from gms.core.kv_machine import KvMachine
+from gms.core.kv_state import Borrowers, Pool, Pools
 from plumbing.errors import UnderstudyError
 from tests.sim.kv_world import KvWorld
 from tests.sim.seeds import replayable, seeds

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from gms.core import offload
+from gms.core import upkeep
 from gms.core.device import Device
-from gms.core.offload import Offload
+from gms.core.grants import Writing
 from gms.core.recovery import Recovery
-from gms.core.writing import Writing
+from gms.core.upkeep import Offload
 from tests.sim.offload_world import OffloadWorld
 from tests.sim.seeds import replayable, seeds
 
@@ -39,23 +39,23 @@ def test_no_schedule_loses_offloaded_weights_or_brings_condemned_ones_back():
 
 def any_copy_will_do(patch: pytest.MonkeyPatch) -> None:
     """Whatever is committed in host memory stands for the weights."""
-    real = offload._checked
+    real = upkeep._checked
 
     def unchecked(copy: Any, epoch: Any) -> Any:
         return real(copy and epoch.digest and replace(copy, digest=epoch.digest), epoch) and copy
 
-    patch.setattr(offload, "_checked", unchecked)
+    patch.setattr(upkeep, "_checked", unchecked)
 
 
 def mapped_weights_are_freed(patch: pytest.MonkeyPatch) -> None:
     """A process that maps them need not be waited for."""
     patch.setattr(Offload, "_check_unmapped", lambda self, epoch, *, is_mapped: None)
-    patch.setattr(offload, "HELD", ())
+    patch.setattr(upkeep, "HELD", ())
 
 
 def given_up_is_free(patch: pytest.MonkeyPatch) -> None:
     """The answer does not wait for the kernel."""
-    patch.setattr(offload, "HELD", ())
+    patch.setattr(upkeep, "HELD", ())
 
 
 def the_link_ends_with_the_grant(patch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from gms import messages as msg
-from gms.core import effects as fx
 from gms.core import events as ev
+from gms.core import events as fx
 from tests.sim.gms_device import SLAB_BYTES, Copy, SimDevice, commit_of, manifest_of
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from typing import Any
 
 from engine.core.loading import Loading, Role
 from gms import messages as msg
-from gms.core import effects as fx
+from gms.core import events as fx
 from gms.core.events import SessionState
 from tests.sim import faults
 from tests.sim.faults import Hazard

@@ -17,7 +17,7 @@ import pytest
 
 from engine.supervisor import leftovers as held_files
 from engine.supervisor.tree import HELPERS
-from gms.operate.kv_upkeep import drop_kv
+from gms.upkeep import drop_kv
 from plumbing.errors import RemoteError
 from tests.e2e.fence import assert_witness_fences
 from tests.e2e.kept_connections import kept_connections

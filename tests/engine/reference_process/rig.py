@@ -28,7 +28,7 @@ from engine.messages import (
     RegisterMsg,
     WokenMsg,
 )
-from gms.kv.server import KvServer
+from gms.server.kv_server import KvServer
 from gms.server.server import DeviceServer
 from gms.vmm.host import HostMemory
 from lockserver.client import serving, witness

@@ -23,8 +23,7 @@ from engine.messages import (
     WokenMsg,
 )
 from gms import names
-from gms.copies.keeper import CopyKeeper
-from gms.copies.maker import make_copy
+from gms.host_copy import CopyKeeper, make_copy
 from tests.engine.reference_process.active import activate, complete
 from tests.engine.reference_process.rig import (
     Supervisor,

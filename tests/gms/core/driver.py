@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from gms import messages as msg
-from gms.core import effects as fx
 from gms.core import events as ev
+from gms.core import events as fx
 from gms.core.machine import DeviceMachine
 from gms.core.state import Epoch
 from gms.manifest import TensorRecord, encode, layout_hash

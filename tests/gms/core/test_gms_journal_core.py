@@ -6,13 +6,12 @@ import pytest
 from msgspec.structs import replace
 
 from gms import messages as msg
-from gms.core import effects as fx
 from gms.core import events as ev
+from gms.core import events as fx
 from gms.core.events import EpochPhase
-from gms.core.identity import identity_hash
+from gms.core.grants import JOURNAL_RETRY_MS
 from gms.core.recovery import orphans_of
-from gms.core.writing import JOURNAL_RETRY_MS
-from gms.manifest import encode, layout_hash
+from gms.manifest import encode, identity_hash, layout_hash
 from tests.gms.core.driver import IDENTITY, MIB, Answer, Bench
 
 OTHER = {"model": "tiny", "shards": {"a": "2"}}

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from gms import messages as msg
-from gms.core import effects as fx
 from gms.core import events as ev
+from gms.core import events as fx
 from gms.core.device import WAITERS_MAX
 from gms.core.events import EpochPhase
+from gms.core.grants import JOURNAL_RETRY_MS
 from gms.core.state import Epoch
-from gms.core.writing import JOURNAL_RETRY_MS
 from plumbing.errors import InvariantError, UnderstudyError
 from tests.gms.core.driver import IDENTITY, MIB, Answer, Bench
 

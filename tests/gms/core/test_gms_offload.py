@@ -8,8 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 from gms import messages as msg
-from gms.core import effects as fx
 from gms.core import events as ev
+from gms.core import events as fx
 from gms.core.recovery import orphans_of
 from plumbing.errors import UnderstudyError
 from tests.gms.core.driver import IDENTITY, MIB, Bench

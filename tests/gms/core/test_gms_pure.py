@@ -11,9 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gms.core.identity import DEPTH_MAX, check_identity, first_mismatch
-from gms.core.suballocator import ALIGNMENT_BYTES, SLAB_BYTES_MIN, NeedSlab, Suballocator
-from gms.manifest import TensorRecord, WeightsManifest, check_manifest, encode, layout_hash
+from gms.client.writer import ALIGNMENT_BYTES, SLAB_BYTES_MIN, NeedSlab, Suballocator
+from gms.manifest import (
+    DEPTH_MAX,
+    TensorRecord,
+    WeightsManifest,
+    check_identity,
+    check_manifest,
+    encode,
+    first_mismatch,
+    layout_hash,
+)
 from plumbing.errors import GivenUpError, ProtocolError
 from plumbing.pod.supervision import (
     DEATHS_MAX,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from gms import messages as msg
-from gms.core import effects as fx
 from gms.core import events as ev
+from gms.core import events as fx
 from gms.core.events import EpochPhase
 from gms.core.state import Epoch
 from tests.gms.core.driver import MIB, Bench

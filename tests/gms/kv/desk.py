@@ -7,10 +7,10 @@ import itertools
 import pytest
 
 from gms import kv_messages as msg
-from gms.core import effects as fx
+from gms.core import events as fx
+from gms.core import kv_events as ev
 from gms.core.events import DeadlinePassed, Received
-from gms.kv.core import events as ev
-from gms.kv.core.machine import KvMachine
+from gms.core.kv_machine import KvMachine
 from plumbing.errors import UnderstudyError
 
 SIZE, INDEX, WAIT_MS = 4096, 64, 1000

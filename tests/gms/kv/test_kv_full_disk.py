@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gms import pool_file
+from gms import epoch_file
 from gms.client import KvClaim, borrow_pool
 from plumbing.errors import RemoteError, is_disk_fault
 from plumbing.pod.supervision import SHORTAGE_EXIT_CODE
@@ -42,7 +42,7 @@ def test_pool_is_made_lent_counted_and_discarded_without_a_free_byte(
     disk.fill()
     with borrow_pool(kv.directory, DEVICE, claim(1), deadline_s=20) as lease:
         assert lease.is_fresh
-        assert pool_file.kv_bytes(kv.directory, DEVICE) == SIZE_BYTES
+        assert epoch_file.kv_bytes(kv.directory, DEVICE) == SIZE_BYTES
         pool = lease.pool
     with borrow_pool(kv.directory, DEVICE, claim(2), deadline_s=20) as lease:
         assert lease.pool == pool

@@ -4,9 +4,9 @@ last."""
 from __future__ import annotations
 
 from gms import kv_messages as msg
+from gms.core import kv_events as ev
 from gms.core.events import Closed, DeadlinePassed, Received
-from gms.kv.core import events as ev
-from gms.kv.core.snapshot import kv_snapshot
+from gms.core.kv_machine import kv_snapshot
 from tests.gms.kv.desk import INDEX, SIZE, WAIT_MS, Desk, of, refused
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from gms import kv_messages as msg
+from gms.core import kv_events as ev
 from gms.core.events import Closed, DeadlinePassed, Received
-from gms.kv.core import events as ev
-from gms.kv.core.events import Claimant
-from gms.kv.core.machine import FULL_RETRY_MS
-from gms.kv.core.snapshot import kv_snapshot
+from gms.core.kv_events import Claimant
+from gms.core.kv_machine import FULL_RETRY_MS, kv_snapshot
 from plumbing.errors import UnderstudyError
 from tests.gms.kv.desk import INDEX, SIZE, WAIT_MS, Desk, hand_back, of, refused
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from gms.core import kv_events as ev
 from gms.core.events import Closed, Received
-from gms.kv.core import events as ev
-from gms.kv.core.snapshot import STATES as STATES_SHOWN
-from gms.kv.core.snapshot import kv_snapshot
+from gms.core.kv_machine import STATES as STATES_SHOWN
+from gms.core.kv_machine import kv_snapshot
 from gms.kv_messages import BEGUN, DiscardMsg
 from gms.messages import StatusMsg
-from gms.operate.kv_report import ask_kv, render_kv
-from gms.server.kv_metrics import STATES, KvMetrics
+from gms.report import ask_kv, render_kv
+from gms.server.metrics import KV_STATES, KvMetrics
 from plumbing.service.metrics import Metrics
 from tests.gms.kv.desk import Desk
 
@@ -61,7 +61,7 @@ def test_status_names_state_holder_and_waiters():
 
 
 def test_every_state_has_a_metric_and_counters_survive_a_restart():
-    assert set(STATES) == {*STATES_SHOWN, "down"}
+    assert set(KV_STATES) == {*STATES_SHOWN, "down"}
     metrics = Metrics()
     kv = KvMetrics(metrics, ["HOST-0"])
     desk = Desk()

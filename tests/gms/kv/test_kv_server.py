@@ -311,7 +311,7 @@ def test_service_that_does_not_answer_is_waited_for_as_long_as_was_said(
     clock = SimpleNamespace(
         monotonic=lambda: now[0], sleep=lambda s: now.__setitem__(0, now[0] + s)
     )
-    monkeypatch.setattr("gms.client.pool.time", clock)
+    monkeypatch.setattr("gms.client.kv_loan.time", clock)
     claim = KvClaim("engine-0", "i", 1, ERA, SIZE_BYTES, INDEX_BYTES)
     took_s = []
     for limits in ({}, {"away_s": 2.0}):

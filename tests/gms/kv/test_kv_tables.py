@@ -8,8 +8,8 @@ import itertools
 import pytest
 
 from gms import kv_messages as msg
-from gms.kv.core.events import BorrowerState, PoolPhase
-from gms.kv.core.state import BORROWER_TRANSITIONS, POOL_TURNS, KvBorrower, Pool
+from gms.core.kv_events import BorrowerState, PoolPhase
+from gms.core.kv_state import BORROWER_TRANSITIONS, POOL_TURNS, KvBorrower, Pool
 from plumbing.errors import InvariantError, ProtocolError
 from plumbing.wire.messages import Message
 

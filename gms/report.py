@@ -1,6 +1,7 @@
-"""What `gms status` and `gms inspect` collect from the sockets of a directory and show.
+"""What `gms status` and `gms inspect` collect from the sockets of a directory, and how they show
+it: weights and KV memory.
 
-Works with a server down: then the journal shows what was committed, marked as an offline view.
+Both work with a server down: the journal then shows what was committed, marked as an offline view.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from gms import kv_messages as kv_msg
 from gms import messages as msg
 from gms import names
 from gms.manifest import WeightsManifest
-from gms.operate.kv_report import ask_kv, render_kv
 from gms.server import journal
 from plumbing.errors import UnderstudyError, UnreachableError
 from plumbing.pod.gms_files import absences
@@ -246,3 +247,45 @@ def _waiter(waiter: dict[str, Any]) -> str:
         f"  {waiter['engine']:12} waits for {waiter['mode']} until {waiter['deadline']}: "
         f"{waiter['message']}"
     )
+
+
+def ask_kv(directory: str, device: str, question: Message) -> dict[str, Any] | None:
+    """The document of the device's KV server; None if it has never had one."""
+    path = names.kv_socket_path(directory, device)
+    if not os.path.exists(path):
+        return None
+    try:
+        with BlockingClient(path, kv_msg.CATALOGUE, connect_timeout_s=TIMEOUT_S) as client:
+            answer = client.request(question, timeout_s=TIMEOUT_S).message
+        assert isinstance(answer, kv_msg.StatusReplyMsg | kv_msg.InspectReplyMsg)
+    except UnderstudyError as error:
+        away = {"device_uuid": device, "tag": names.KV, "state": "offline", "online": False}
+        return {**away, "reason": error.message}
+    return {**answer.document, "online": True}
+
+
+def render_kv(kv: dict[str, Any] | None) -> list[str]:
+    """Lines about it: none while there is no KV memory and nobody wants any."""
+    if kv is None:
+        return []
+    if "pool" not in kv:
+        return [f"  kv           {kv['state']}: {kv.get('reason') or kv.get('problem')}"]
+    lines = []
+    if kv["pool"] is not None:
+        holder = kv["holder"]
+        whose = f", lent to {holder['engine']} (token {holder['token']})" if holder else ""
+        whose = whose if kv["state"] == "lent" else whose.replace("lent to", "last lent to")
+        written = "" if kv["is_written"] else ", nothing written yet"
+        lines.append(
+            f"  kv           {kv['state']}, pool {kv['pool'][:8]} {size(kv['pool_bytes'])}"
+            f"{whose}{written}"
+        )
+        if kv["discarded"]:
+            lines.append(f"               discarded: {kv['discarded']}")
+    lines += [
+        f"  {each['engine']:12} waits for kv until {each['deadline']}: {each['message']}"
+        for each in kv["waiting"]
+    ]
+    if kv["problem"]:
+        lines.append(f"  problem: {kv['problem']}")
+    return lines

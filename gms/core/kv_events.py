@@ -1,6 +1,6 @@
 """The events and effects of the machine that owns one device's KV memory.
 
-Pure data. What a client asks for arrives as `Received`, and the end of its connection as `Closed`,
+What a client asks for arrives as `Received`, and the end of its connection as `Closed`,
 as in `gms.core.events`. A pool is named by a random hex string, never by a number: numbers restart
 with the server and would bring stale memory back to life.
 """
@@ -11,8 +11,7 @@ from enum import StrEnum
 
 from msgspec import Struct
 
-from gms.core.effects import DeviceEffect, Respond
-from gms.core.events import DeviceEvent, SessionEvent
+from gms.core.events import DeviceEffect, DeviceEvent, Respond, SessionEvent
 from plumbing.errors import UnderstudyError
 
 

@@ -1,21 +1,26 @@
-"""`gms verify` and `gms drop`: check committed weights, take them out of service.
+"""The operator's commands: `gms verify`, `gms drop`, `gms drop-kv` and `gms offload`.
 
-Both ask for the status first, with a short deadline: a stopped server must not block for as long as
-a digest may take, nor carry out much later what its operator has given up on.
+Each requests the status first, with a short deadline: a stopped server must not block for as long
+as a digest may take, nor carry out much later what its operator has given up on. `drop-kv` frees a
+KV region that no engine uses, and waits until the memory is free, because its operator needs the
+memory for something else. `offload` frees weights that no engine maps and of which host memory has
+a copy.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator
 from typing import Any
 
+from gms import kv_messages as kv_msg
 from gms import messages as msg
 from gms import names
 from gms.client import Reader, open_session
 from gms.core.upkeep import VERIFY_MS
-from gms.operate.report import devices_in, held_by, name_holders
+from gms.report import devices_in, held_by, name_holders
 from plumbing.errors import (
     DegradedError,
     RemoteError,
@@ -24,6 +29,7 @@ from plumbing.errors import (
     UsageError,
     WaitTimeoutError,
 )
+from plumbing.text import size
 from plumbing.wire.blocking import BlockingClient
 
 ANSWER_TIMEOUT_S = 5.0
@@ -208,3 +214,100 @@ def _naming(device: str) -> Iterator[None]:
 def _client(directory: str, device: str) -> BlockingClient:
     path = names.socket_path(directory, device)
     return BlockingClient(path, msg.CATALOGUE, connect_timeout_s=ANSWER_TIMEOUT_S)
+
+
+POLL_S = 0.02
+FREED, ALREADY_EMPTY = "freed", "already_empty"
+
+
+def drop_kv(directory: str, device: str | None, timeout_s: float) -> dict[str, Any]:
+    """`{schema, devices: [{device_uuid, result, pool, pool_bytes}]}`. `result` is `freed`, or
+    `already_empty`: there is no KV memory; then `pool` is null.
+
+    Raises:
+        UsageError: no such device, or several and none named; UnreachableError: its server does not
+        answer; DegradedError: `gms.kv_recovering`; RemoteError: `gms.kv_held`, …; WaitTimeoutError:
+        `gms.kv_releasing`.
+    """
+    name = the_device(directory, device)
+    try:
+        path = names.kv_socket_path(directory, name)
+        with BlockingClient(path, kv_msg.CATALOGUE, connect_timeout_s=ANSWER_TIMEOUT_S) as client:
+            dropped = _drop(client, timeout_s)
+    except UnderstudyError as error:
+        error.message = f"{name}: {error.message}"
+        raise
+    return {"schema": 1, "devices": [{"device_uuid": name, **dropped}]}
+
+
+def render_dropped(device: dict[str, Any]) -> str:
+    """One line about what `drop_kv` did on a device."""
+    name = f"gms  {device['device_uuid']}"
+    if device["result"] == ALREADY_EMPTY:
+        return f"{name}  there is no KV memory"
+    return f"{name}  KV pool {device['pool'][:8]} was freed: {size(device['pool_bytes'])}"
+
+
+def _drop(client: BlockingClient, timeout_s: float) -> dict[str, Any]:
+    status = _kv_status(client)
+    if status["state"] == "recovering":
+        pids = ", ".join(f"pid {pid}" for pid in status["mapped_by"])
+        raise DegradedError(
+            "gms.kv_recovering",
+            "the KV memory of the previous server has not been handed back yet; it is mapped by"
+            f" {pids or 'processes not visible here'}: retry later, or stop them, which frees it",
+        )
+    if status["pool"] is None:
+        return {"result": ALREADY_EMPTY, "pool": None, "pool_bytes": 0}
+    pool, pool_bytes = status["pool"], status["pool_bytes"]
+    if status["state"] not in ("discarded", "releasing"):  # else it is on its way already
+        answer = client.request(kv_msg.DropPoolMsg(), timeout_s=ANSWER_TIMEOUT_S).message
+        assert isinstance(answer, kv_msg.PoolDroppedMsg)
+        pool, pool_bytes = answer.pool, answer.pool_bytes
+    end_s = time.monotonic() + timeout_s
+    while (status := _kv_status(client))["pool"] == pool:
+        if time.monotonic() > end_s:
+            pids = ", ".join(f"pid {pid}" for pid in status["mapped_by"])
+            why = f"it is still mapped by {pids}" if pids else "its memory is still being freed"
+            raise WaitTimeoutError(
+                "gms.kv_releasing",
+                f"KV pool {pool[:8]} has been dropped, but after {timeout_s:g} s {why}; it is"
+                " freed without this command once it can be: see `gms status`",
+            )
+        time.sleep(POLL_S)
+    return {"result": FREED, "pool": pool, "pool_bytes": pool_bytes}
+
+
+def _kv_status(client: BlockingClient) -> dict[str, Any]:
+    answer = client.request(kv_msg.StatusMsg(), timeout_s=ANSWER_TIMEOUT_S).message
+    assert isinstance(answer, kv_msg.StatusReplyMsg)
+    return answer.document
+
+
+def offload(directory: str, device: str | None, timeout_s: float) -> dict[str, Any]:
+    """`{schema, devices: [{device_uuid, copy, freed_bytes}]}`, once the memory is proven free.
+
+    Raises:
+        UsageError: no such device, or several and none named; WaitTimeoutError: not free in time;
+        RemoteError: `gms.epoch_mapped`, `gms.no_copy`, `gms.nothing_committed`, `gms.writer`.
+    """
+    name = the_device(directory, device)
+    path = names.socket_path(directory, name)
+    try:
+        with BlockingClient(path, msg.CATALOGUE, connect_timeout_s=ANSWER_TIMEOUT_S) as client:
+            answer = client.request(msg.OffloadMsg(), timeout_s=timeout_s).message
+    except UnderstudyError as error:
+        error.message = f"{name}: {error.message}"
+        raise
+    assert isinstance(answer, msg.OffloadedMsg)
+    freed = {"device_uuid": name, "copy": answer.copy, "freed_bytes": answer.size_bytes}
+    return {"schema": 1, "devices": [freed]}
+
+
+def render_offloaded(document: dict[str, Any]) -> str:
+    """The result, with one line for each device."""
+    return "\n".join(
+        f"gms  {each['device_uuid']}  {size(each['freed_bytes'])} of weights are offloaded; the "
+        f"copy in host memory is epoch {each['copy'][:8]}"
+        for each in document["devices"]
+    )

@@ -1,9 +1,14 @@
-"""Keeps the host copy of a device's weights: `gms keep-copy`, a process beside the copy's server.
+"""The host copy of a device's weights: `gms keep-copy` keeps it, `gms make-copy` makes it.
 
-It holds the copy's descriptors, as an engine holds those of the weights, so that a server that dies
-gets the memory back; and it has a copy made where there is none of what is committed. It maps, but
-touches nothing, so it takes no memory; it never opens a device. Nobody waits for it, so it looks
-once in a while; only the service's own words (`gms.no_copy`) depend on how it gets on.
+The keeper is a process beside the copy's server. It holds the copy's descriptors, as an engine
+holds those of the weights, so a restarted server gets the memory back. It starts `make-copy` when
+the committed weights have no copy. It maps the copy and touches nothing, so it takes no memory, and
+it never opens a device. No process waits for it, so it polls; only the error `gms.no_copy` depends
+on its progress.
+
+The maker is a process of its own: on a GPU, reading takes a context, whose memory goes back with
+the process. The copy is an epoch of another server, of host memory, with the same slabs, tensors
+and identity.
 """
 
 from __future__ import annotations
@@ -18,8 +23,9 @@ from typing import Any
 
 from gms import messages as msg
 from gms import names
-from gms.client import Keeper, Reader, open_copy
-from plumbing.errors import UnderstudyError
+from gms.client import Keeper, Reader, Writer, open_copy, open_session
+from gms.messages import COPIER
+from plumbing.errors import InvariantError, UnderstudyError
 from plumbing.service.process import parent_environment
 from plumbing.wire.blocking import BlockingClient
 
@@ -138,3 +144,38 @@ def make_in_a_process(flags: list[str]) -> int:
         logger.warning("`gms make-copy` was killed: it had not ended after %g s", MAKE_S_MAX)
         return TIMED_OUT
     return made.returncode
+
+
+WAIT_S = 10.0  # for the memory of the copy that this one replaces
+
+
+def make_copy(directory: str, device: str) -> str:
+    """Copy what is committed on `device`; returns the copy's epoch.
+
+    Raises:
+        UnderstudyError: nothing is committed, host memory has too little room, …
+    """
+    me = f"gms-copy-{os.getpid()}"
+    source = open_session(
+        directory, device, engine=COPIER, incarnation=me, mode="ro", identity=None, wait_s=0
+    )
+    if not isinstance(source, Reader):
+        raise InvariantError("a reader was asked for")
+    with source:
+        target = open_session(
+            directory,
+            names.offload_device(device),
+            engine=COPIER,
+            incarnation=me,
+            mode="rw",
+            identity=source.identity,
+            wait_s=WAIT_S,
+            replace=True,
+        )
+        if not isinstance(target, Writer):
+            raise InvariantError("a writer was asked for")
+        with target:
+            target.copy(source)
+            with target.commit(source.identity) as copy:
+                epoch: str = copy.epoch
+                return epoch

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from gms import messages as msg
 from gms.client.reader import Reader
-from gms.client.rejoining import TEMPORARY, rejoin
+from gms.client.sessions import TEMPORARY, rejoin
 from plumbing.errors import UnderstudyError, UnreachableError, explain_shortage
 from plumbing.text import duration
 from plumbing.wire import sockets
