@@ -99,7 +99,7 @@ def serving_files_are_not_scanned(patch: Patch) -> None:
 
 
 HAND_OVER = [
-    # In the order of the table in docs/lock.md, H1 to H18.
+    # In the order of docs/lock.md, H1 to H18.
     HandOverRule("server-waits-for-the-word", no_word, "without its word", 0),
     HandOverRule("server-seals", no_seal, TWO, 35),
     HandOverRule("server-never-unseals", seal_is_taken_off, TWO, 265),
