@@ -113,7 +113,7 @@ bench-lock: setup ## from a holder's death until the next one has the lock; ARGS
 	@$(PY) -m hack.bench_lock $(ARGS)
 
 sweep: setup ## let each system call that makes a descriptor, process, thread or file fail once; ARGS="--phase grant"
-	@$(PY) -m hack.sweep_faults $(ARGS)
+	@$(PY) -m tests.sweep_faults $(ARGS)
 
 kv-kills: setup ## kill engines at each point of a step, 200 times (ARGS="--backend vllm" with .venv-vllm's Python)
 	@$(PY) -m tests.vllm.kv_kills $(ARGS)
@@ -129,7 +129,7 @@ manifests: ## render deploy/overlays with kubectl, into deploy/rendered
 	@for each in deploy/overlays/*/; do kubectl kustomize $$each > deploy/rendered/$$(basename $$each).yaml; done
 
 image: setup ## build the CPU image; as root, with podman, runc and debootstrap
-	@$(PY) -m hack.container_image $(ARGS)
+	@$(PY) -m tests.deploy.container_image $(ARGS)
 
 clean: ## remove everything that these targets created
 	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info build .coverage.*

@@ -1,6 +1,6 @@
 """`make drill-vllm`: the drill with vLLM, its tokens compared with those of stock vLLM.
 
-    python -m hack.drill_vllm [the drill's flags] [--runner v1|v2] [--compare] [--json]
+    python -m hack.drill_vllm [the drill's flags] [--runner v1|v2] [--json]
         [-- vLLM's flags]
 
 Makes a random model, gets the answers to prompts that rounding cannot change from a stock server,
@@ -13,9 +13,6 @@ what the pod takes of the machine is not measured then.
 
 What other vLLM servers of this machine leave in /dev/shm meanwhile counts as the pod's. To keep it
 apart: `unshare --mount sh -c 'mount -t tmpfs none /dev/shm && exec python -m hack.drill_vllm'`.
-
-With `--compare` the prompts are short, and clients stream without pause from the stock server and,
-in the same run, from the pod: tokens per second and time to first token of both.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ from hack import v2_on_cpu
 from hack.rig import machine
 from hack.vllm.figures import Figures, look_at, private_bytes, workers_below
 from hack.vllm.pod import environment, make_pod, model_of, temporary
-from hack.vllm.stock import Question, Speed, Stock, measure
+from hack.vllm.stock import Question, Stock
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.pod.cli import INTERRUPTED, fail, run_async
 from plumbing.service.config import Option, Resolved, resolve
@@ -78,8 +75,6 @@ KV_FLAG = "--kv-cache-memory-bytes"
 LEFT_SHOWN = 5
 # Headers that torch compiles once; they are there wherever its cache is.
 CACHE = "/torchinductor_"
-MEASURED_S = 10.0
-WARM_UP_S = 2.0
 
 
 @dataclass(slots=True)
@@ -89,18 +84,14 @@ class Found:
     runner: str
     questions: Sequence[Question] = ()
     stock_private_bytes: int | None = None
-    stock: Speed | None = None
-    pod: Speed | None = None
     figures: Figures | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        speeds = {"stock": self.stock, "understudy": self.pod}
         return {
             "runner": self.runner,
             "prompts_compared_with_stock": len(self.questions),
             "smallest_gap": min((question.gap for question in self.questions), default=None),
             **(self.figures.to_dict() if self.figures else {}),
-            "speed": {name: speed.to_dict() if speed else None for name, speed in speeds.items()},
         }
 
 
@@ -110,7 +101,6 @@ class Run:
 
     base: Path
     config: Resolved
-    compares: bool
     idle_s: float | None
     compares_kv: bool
     vllm_flags: tuple[str, ...]
@@ -165,13 +155,11 @@ class Run:
 
         async def body() -> bool:
             # Short answers to short prompts fill no block, so no KV cache would be adopted.
-            questions = await stock.questions(is_long=not self.compares)
+            questions = await stock.questions(is_long=True)
             prompts, answers = await stock.answers(questions)
             write_expected(file, prompts, answers, source="stock vLLM")
             found.questions = [each for each in questions if each.prompt.key in answers]
             found.stock_private_bytes = private_bytes(workers_below(stock.tree()), self.kv_bytes)
-            if self.compares:
-                found.stock = await self._measure(stock.target, found.questions)
             stock.note_leftovers()
             return True
 
@@ -211,8 +199,6 @@ class Run:
         async def look(target: Target) -> None:
             if found is None:
                 return
-            if self.compares:
-                found.pod = await self._measure(target, found.questions)
             found.figures = await look_at(
                 directory, self.kv_bytes, found.stock_private_bytes, self.idle_s
             )
@@ -227,13 +213,6 @@ class Run:
                 problems += found.figures.problems() if found.figures else ["nothing was measured"]
             problems += self._leftovers(before, base)
         return result
-
-    async def _measure(self, target: Target, questions: Sequence[Question]) -> Speed | None:
-        if not questions:
-            return None
-        clients = self.config["clients"]
-        await measure(target, questions, clients, WARM_UP_S)
-        return await measure(target, questions, clients, MEASURED_S)
 
     def _leftovers(self, before: frozenset[leftovers.Name], base: Path) -> list[str]:
         """Files that the pod has left behind; those that other processes hold do not count."""
@@ -270,7 +249,6 @@ def main() -> None:
         run = Run(
             base,
             config,
-            flags.compare,
             flags.idle_s,
             flags.kv_compare,
             tuple(flags.vllm),
@@ -321,13 +299,6 @@ def _lines(found: Found) -> list[str]:
             f"(KV cache {size(figures.standby_kv_resident_bytes)})",
             f"idle standby     {figures.standby_cpu_percent:.1f} % of a core",
         ]
-    for name, speed in (("stock vLLM", found.stock), ("this pod", found.pod)):
-        if speed is not None:
-            first = speed.first_token_ms
-            lines.append(
-                f"{name:<16} {speed.tokens_per_s:.0f} tokens/s, first token after "
-                f"{first.p50 or 0:.0f} ms (p50), {first.p99 or 0:.0f} ms (p99)"
-            )
     return lines
 
 
@@ -345,7 +316,6 @@ def _parser() -> argparse.ArgumentParser:
         choices=v2_on_cpu.RUNNERS,
         help="vLLM's model runner, stock's and ours [default: what vLLM chooses on a GPU]",
     )
-    parser.add_argument("--compare", action="store_true", help="measure the speed of both")
     parser.add_argument(
         "--kv-compare",
         action="store_true",

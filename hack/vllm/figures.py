@@ -7,7 +7,7 @@ are what is checked here.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,17 +29,6 @@ COUNTED_TWICE = 1.05  # of the committed bytes; more cannot be the rounding of p
 KV_ROOM_BYTES = 8 << 20  # what the kernel may merge with the mapping of a KV cache
 KV_LEAST = 0.9  # of the requested size: vLLM takes whole blocks for all layers
 MIB = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Range:
-    """One entry of /proc/PID/smaps (man 5 proc)."""
-
-    path: str  # "" where it is anonymous
-    size_bytes: int
-    rss_bytes: int
-    pss_bytes: int
-    private_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +107,7 @@ async def look_at(
     roots = roots_of(await pids_of(directory))
     everybody = {pid for root in roots for pid in (root, *descendants(root))}
     slabs = sum(
-        each.pss_bytes for pid in everybody for each in mappings(pid) if each.path.startswith(MEMFD)
+        each.pss for pid in everybody for each in mappings(pid) if each.path.startswith(MEMFD)
     )
     idle_s = idle_s or IDLE_S_PER_RANK * len(workers_of(standby))
     cpu = await cpu_percent(tree_of(standby), idle_s)
@@ -166,13 +155,16 @@ def tree_of(engine: Mapping[str, Any]) -> list[int]:
 
 def pss(engine: Mapping[str, Any]) -> int:
     """Proportional memory of the engine's whole tree, supervisor and helpers included."""
-    return sum(each.pss_bytes for pid in tree_of(engine) for each in mappings(pid))
+    return sum(each.pss for pid in tree_of(engine) for each in mappings(pid))
 
 
 def private_bytes(pids: Iterable[int], kv_bytes: int) -> int:
     """Private memory of `pids`, without their KV cache."""
     return sum(
-        each.private_bytes for pid in pids for each in mappings(pid) if not is_kv(each, kv_bytes)
+        each.private_clean + each.private_dirty
+        for pid in pids
+        for each in mappings(pid)
+        if not is_kv(each, kv_bytes)
     )
 
 
@@ -189,14 +181,14 @@ def kv_resident(pids: Iterable[int], kv_bytes: int) -> int:
             raise UnderstudyError(
                 "drill.no_figures", f"pid {pid} has no mapping of the size of the KV cache"
             )
-        resident += sum(each.rss_bytes for each in ranges)
+        resident += sum(each.rss for each in ranges)
     return resident
 
 
-def is_kv(mapping: Range, kv_bytes: int) -> bool:
+def is_kv(mapping: Any, kv_bytes: int) -> bool:
     """Memory of a pool, or private memory and parked addresses."""
-    is_size = KV_LEAST * kv_bytes <= mapping.size_bytes <= kv_bytes + KV_ROOM_BYTES
-    return mapping.path.startswith(MEMFD_KV) or (is_size and not mapping.path)
+    is_size = KV_LEAST * kv_bytes <= mapping.size <= kv_bytes + KV_ROOM_BYTES
+    return bool(mapping.path.startswith(MEMFD_KV)) or (is_size and mapping.path == "[anon]")
 
 
 async def cpu_percent(pids: Iterable[int], seconds: float) -> dict[str, float]:
@@ -216,25 +208,11 @@ async def cpu_percent(pids: Iterable[int], seconds: float) -> dict[str, float]:
     }
 
 
-def mappings(pid: int) -> Iterator[Range]:
-    """Every mapping of `pid`; none if it has ended."""
-    path, amounts = "", dict[str, int]()
+def mappings(pid: int) -> Sequence[Any]:
+    """Every mapping of `pid` by psutil, with `path` ("[anon]" where it has none) and sizes in
+    bytes; none if the process has ended."""
     try:
-        with open(f"/proc/{pid}/smaps", encoding="utf-8", errors="replace") as file:
-            for line in file:
-                name, _, rest = line.partition(":")
-                if rest.rstrip().endswith(" kB") and " " not in name:
-                    amounts[name] = int(rest.split()[0]) * 1024
-                elif name == "VmFlags":  # the last line of each
-                    yield _mapping(path, amounts)
-                    amounts = {}
-                elif "-" in name.partition(" ")[0]:  # address, access, offset, device, inode, path
-                    fields = line.rstrip("\n").split(None, 5)
-                    path = fields[5] if len(fields) == 6 else ""
-    except (FileNotFoundError, ProcessLookupError):
-        return
-
-
-def _mapping(path: str, amounts: Mapping[str, int]) -> Range:
-    private = amounts.get("Private_Clean", 0) + amounts.get("Private_Dirty", 0)
-    return Range(path, amounts["Size"], amounts["Rss"], amounts["Pss"], private)
+        found: Sequence[Any] = psutil.Process(pid).memory_maps(grouped=False)
+    except psutil.NoSuchProcess:
+        return ()
+    return found

@@ -1,4 +1,4 @@
-"""The container image that the tests run, made by `python -m hack.container_image`."""
+"""The container image that the tests run, made by `python -m tests.deploy.container_image`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def why_not() -> str | None:
 
 def build() -> str:
     """Build the image from this working tree; its id."""
-    command = [sys.executable, "-m", "hack.container_image"]
+    command = [sys.executable, "-m", "tests.deploy.container_image"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

@@ -1,6 +1,6 @@
 """Every order of events for the real lock machine, with two engines and N faults.
 
-    python -m hack.explore_lock --faults 2
+    python -m tests.sim.lock_explorer --faults 2
 
 Breadth first over the simulation's world (lock_world.py): every state is expanded by every possible
 next event, and equal states (lock_snapshot.py) are visited once, with the most faults that may

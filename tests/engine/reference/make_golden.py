@@ -3,7 +3,7 @@
 Run it in its own environment, since torch and transformers are not dependencies:
 
     python3 -m venv /tmp/golden && /tmp/golden/bin/pip install torch transformers safetensors
-    /tmp/golden/bin/python hack/make_golden.py tests/engine/reference/golden
+    /tmp/golden/bin/python tests/engine/reference/make_golden.py tests/engine/reference/golden
 
 Each case is a tiny checkpoint as `save_pretrained` writes it, and a `golden.json` beside it:
 prompts, the greedy tokens that follow, and the logits after the prompt, all in float32 from the

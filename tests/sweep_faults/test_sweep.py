@@ -13,15 +13,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from hack.sweep_faults.phases import PHASES, unexpected
-from hack.sweep_faults.pod import ROLES, Standing, supervisor_of
-from hack.sweep_faults.shim import CAN_SHOW_STACKS, CONTROL_ENV, KINDS, Control, build
-from hack.sweep_faults.sweep import IMPORT_AT_START, Case, Outcome, Sweep, Verdict, chosen
+from tests.sweep_faults.shim import CAN_SHOW_STACKS, CONTROL_ENV, KINDS, Control, build
+from tests.sweep_faults.sweep import Case, Outcome, Sweep, Verdict
 from understudy.up.models import make_random_model
 
 pytestmark = pytest.mark.skipif(not CAN_SHOW_STACKS, reason="this Python hides _Py_DumpTraceback")
@@ -179,79 +176,6 @@ def test_nothing_fails_or_is_recorded_at_rest(control: Control) -> None:
     control.rest()
     assert run(control, "pipe") == "[0, 0]\n"
     assert (control.fired, control.calls()) == (0, [])
-
-
-# ---------------------------------------------------------------------- pure parts
-
-STANDING = Standing(
-    "engine-0", "engine-1", 7, {"engine-0": "a", "engine-1": "b", "gms": "1", "lockserver": "2"}
-)
-
-
-def test_a_process_is_known_by_its_engine_and_its_command_line() -> None:
-    lines = {
-        "- /venv/bin/python /venv/bin/lockserver serve --service=active=h:1": "lockserver",
-        "- /venv/bin/python -m gms.cli serve-device --device HOST-0": "gms-server",
-        "- /venv/bin/python -m gms.cli serve-kv --dir d --device HOST-0": "kv-server",
-        "engine-0 /venv/bin/python /venv/bin/engine run --backend=x": "active-supervisor",
-        "engine-1 /p -m engine.backends.reference.model_process": "standby-model",
-        "engine-2 /p -m engine.backends.reference.model_process": None,
-    }
-    assert {line: STANDING.role(line) for line in lines} == lines
-    assert all(STANDING.program(role) for role in ROLES)
-
-
-def test_what_was_started_again_is_a_cost_unless_the_phase_does_that() -> None:
-    after = replace(STANDING, lives={**STANDING.lives, "engine-0": "c", "gms": "9"})
-    assert unexpected(STANDING, after, PHASES["rest"]) == [
-        "engine-0 was started again",
-        "gms was started again",
-    ]
-    assert unexpected(STANDING, after, PHASES["grant"]) == ["gms was started again"]
-    assert supervisor_of("engine-0") not in STANDING.lives
-
-
-@pytest.mark.parametrize(
-    ("site", "expected"),
-    [
-        ("open@import", "open@import"),
-        ("open@import<<frozen runpy>:_run_module:189<gms/cli.py:<module>:5", "open@import"),
-        ("open@import<gms/cli.py:serve:79<x.py:<module>:1", None),
-        ("open@gms/cli.py:<module>:5", None),
-    ],
-)
-def test_imports_at_start_are_one_site(site: str, expected: str | None) -> None:
-    """Goal: a failed import ends a start, whichever it is; one inside a function does not."""
-    assert IMPORT_AT_START.sub("@import", site) == (expected or site)
-
-
-def test_a_case_says_how_to_repeat_it_and_flags_choose_cases() -> None:
-    one = Case("grant", "lockserver", "descriptor", "dup@x.py:f:1", skip=2)
-    other = Case("grant", "active-http", "file", "write@x.py:f:1")
-    assert one.flags() == (
-        "python -m hack.sweep_faults --phase grant --process lockserver --kind descriptor"
-        " --site 'dup@x.py:f:1' --skip 2"
-    )
-    assert chosen([one, other], "", "", "") == [one, other]
-    assert chosen([one, other], "lockserver", "", "") == [one]
-    assert chosen([one, other], "", "file", "x.py") == [other]
-
-
-@pytest.mark.parametrize(
-    ("site", "nearer"),
-    [
-        (
-            "dup@socket.py:dup:2<a/b.py:f:1<a/c.py:g:2<a/d.py:h:3",
-            "dup@socket.py:dup:2<a/b.py:f:1<a/c.py:g:2",
-        ),
-        ("dup@a/b.py:f:1<a/c.py:g:2", "dup@a/b.py:f:1<a/c.py:g:2"),
-        ("open@import", "open@import"),
-    ],
-)
-def test_a_site_that_was_not_reached_is_looked_for_nearer_to_the_call(
-    site: str, nearer: str
-) -> None:
-    assert Case("grant", "gms", "descriptor", site).nearer().site == nearer
 
 
 # ---------------------------------------------------------------------- a pod

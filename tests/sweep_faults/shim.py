@@ -13,14 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from hack.processes import ProcessError
-from hack.rig import ROOT
-
+ROOT = Path(__file__).parents[2]
 SOURCE = Path(__file__).parent / "shim.c"
 CONTROL_ENV = "SWEEP_FAULTS"
 OFF, RECORD, ARMED = range(3)
 CAN_SHOW_STACKS = hasattr(ctypes.pythonapi, "_Py_DumpTraceback")
 FIELDS = 6  # of a line of the log
+
+
+class SweepError(RuntimeError):
+    """The sweep itself cannot go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,19 +137,17 @@ def build(directory: Path) -> Path:
     """Compile the library into `directory`.
 
     Raises:
-        ProcessError: there is no C compiler, or it failed; or this Python shows no stacks.
+        SweepError: there is no C compiler, or it failed; or this Python shows no stacks.
     """
     if not CAN_SHOW_STACKS:
-        raise ProcessError(
-            "the sweep needs CPython 3.11 or 3.12: later ones hide _Py_DumpTraceback"
-        )
+        raise SweepError("the sweep needs CPython 3.11 or 3.12: later ones hide _Py_DumpTraceback")
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
-        raise ProcessError("the sweep needs a C compiler: install gcc")
+        raise SweepError("the sweep needs a C compiler: install gcc")
     library = directory / "shim.so"
     flags = ("-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror")
     command = [compiler, *flags, "-o", str(library), str(SOURCE), "-ldl", "-lpthread"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise ProcessError(f"{SOURCE.name} cannot be compiled: {done.stderr}")
+        raise SweepError(f"{SOURCE.name} cannot be compiled: {done.stderr}")
     return library

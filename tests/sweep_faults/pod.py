@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from engine import messages as engine_messages
-from hack.processes import ProcessError
-from hack.sweep_faults.shim import Control
 from lockserver import messages as lock_messages
 from plumbing.pod.observers import PeerWatch, ask
 from plumbing.pod.paths import engine_sockets, lockserver_socket
 from plumbing.service.procfs import children
+from tests.sweep_faults.shim import Control, SweepError
 from understudy.drill.clients import Target, send
 from understudy.drill.outcomes import classify
 from understudy.drill.prompts import all_prompts, learn_answers
@@ -168,11 +167,11 @@ class SweptPod:
         """Wait until it is whole.
 
         Raises:
-            ProcessError: with what is missing.
+            SweepError: with what is missing.
         """
         look = await self.until_whole(deadline_s)
         if look.standing is None:
-            raise ProcessError(f"the pod was not whole within {deadline_s:g} s: {look.missing}")
+            raise SweepError(f"the pod was not whole within {deadline_s:g} s: {look.missing}")
         return look.standing
 
     async def until_whole(
@@ -212,13 +211,16 @@ class SweptPod:
 
     # ------------------------------------------------------------------ what happens to it
 
-    async def kill_backend(self, engine: str, process: str) -> None:
+    async def kill_model(self, engine: str) -> None:
         """Through its control socket: such a death counts for no crash loop."""
         path = engine_sockets(self.directory).get(engine, "")
-        await ask(path, engine_messages.CONTROL, kill_request(process))
+        await ask(path, engine_messages.CONTROL, kill_request("backend-model"))
 
-    def kill_container(self, name: str) -> None:
-        os.kill(self.runner.pids()[name], signal.SIGKILL)
+    async def kill_container(self, name: str) -> None:
+        await self.kill(self.runner.pids()[name])
+
+    async def kill(self, pid: int) -> None:
+        os.kill(pid, signal.SIGKILL)
 
     def gms_server(self, role: str = "gms-server") -> int:
         """The process of the only device's server, or of that of its KV memory."""

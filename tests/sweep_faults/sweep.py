@@ -16,11 +16,10 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 
-from hack.processes import ProcessError
-from hack.sweep_faults.phases import PHASES, unexpected
-from hack.sweep_faults.pod import WHOLE_S, Look, Standing, SweptPod, kv_cost
-from hack.sweep_faults.shim import KINDS, Control
 from plumbing.errors import UnderstudyError
+from tests.sweep_faults.phases import PHASES, unexpected
+from tests.sweep_faults.pod import WHOLE_S, Look, Standing, SweptPod, kv_cost
+from tests.sweep_faults.shim import KINDS, Control, SweepError
 
 REACH_S = 3.0  # for a site to be reached again at rest: ticks come every second or faster
 SETTLE_S = 0.3  # for a death that a fault causes to be seen
@@ -87,7 +86,7 @@ class Case:
         found += f" --site '{self.site}'" if self.site else ""
         found += f" --skip {self.skip}" if self.skip else ""
         found += f" --last-ms {self.last_ms}" if self.last_ms else ""
-        return f"python -m hack.sweep_faults {found}"
+        return f"python -m tests.sweep_faults {found}"
 
 
 @dataclass(slots=True)
@@ -145,7 +144,7 @@ class Sweep:
         calls = self._control.calls()
         self._control.rest()
         if look.standing is None:
-            raise ProcessError(
+            raise SweepError(
                 f"{phase} did not end in a whole pod without any fault: {look.missing}"
             )
         self._standing = look.standing
@@ -217,7 +216,7 @@ class Sweep:
     async def _take_over(self, outcome: Outcome, pod: SweptPod, old: Standing) -> None:
         """Kill the active engine: the standby must take over, or the pod was not whole."""
         try:
-            await pod.kill_backend(old.active, "backend-model")
+            await pod.kill_model(old.active)
             look = await pod.until_whole(self._deadline_s, lambda new: new.token > old.token)
         except (UnderstudyError, OSError) as error:
             look = Look({}, missing=str(error))

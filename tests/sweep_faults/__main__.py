@@ -1,6 +1,6 @@
 """Let every system call of the pod that makes a descriptor, process, thread or file fail once.
 
-    python -m hack.sweep_faults [--phase grant] [--process lockserver] [--kind descriptor]
+    python -m tests.sweep_faults [--phase grant] [--process lockserver] [--kind descriptor]
         [--site TEXT] [--sample N] [--seed N] [--json]
 
 Starts a pod with the reference backend, records which calls its processes make at rest and while
@@ -26,13 +26,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hack.processes import ProcessError
-from hack.rig import commit, machine
-from hack.sweep_faults.phases import PHASES
-from hack.sweep_faults.pod import ROLES
-from hack.sweep_faults.shim import KINDS, build
-from hack.sweep_faults.sweep import Case, Outcome, Sweep, Verdict, chosen
 from plumbing.pod.cli import INTERRUPTED
+from tests.sweep_faults.phases import PHASES
+from tests.sweep_faults.pod import ROLES
+from tests.sweep_faults.shim import KINDS, SweepError, build
+from tests.sweep_faults.sweep import Case, Outcome, Sweep, Verdict, chosen
+from tests.vllm.about import commit, machine
 from understudy.up.models import make_random_model
 
 DEADLINE_S = 30.0
@@ -43,7 +42,7 @@ UNEXPECTED = "Exception in callback"  # what asyncio says of an error that reach
 
 def _flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m hack.sweep_faults", description="each system call of the pod fails once"
+        prog="python -m tests.sweep_faults", description="each system call of the pod fails once"
     )
     parser.add_argument("--phase", action="append", choices=PHASES, help="repeatable; default: all")
     parser.add_argument("--process", default="", choices=ROLES, help="default: all")
@@ -105,7 +104,7 @@ async def _run(directory: Path, flags: argparse.Namespace, outcomes: list[Outcom
             outcomes.append(outcome)
             _say(f"{number}/{len(cases)}  {line_of(outcome)}")
             _say_more(outcome)
-    except ProcessError as error:
+    except SweepError as error:
         _say(f"error: {error}")
     finally:
         await sweep.close()

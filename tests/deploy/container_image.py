@@ -1,6 +1,6 @@
 """Builds the CPU image without a registry, on a base that it makes itself: for CI and the tests.
 
-    python -m hack.container_image            # as root, with podman, runc and debootstrap
+    python -m tests.deploy.container_image            # as root, with podman, runc and debootstrap
 
 The base is Debian with Python, made once by debootstrap and kept as an image. Packages are
 downloaded here, with this Python's pip and its configuration, and passed on as a folder: the build
@@ -19,7 +19,7 @@ import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CONTAINERFILE = ROOT / "deploy/container/Containerfile.cpu"
 
 IMAGE = "localhost/understudy:ci"
@@ -97,7 +97,7 @@ def _run(*command: str, is_question: bool = False) -> subprocess.CompletedProces
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m hack.container_image")
+    parser = argparse.ArgumentParser(prog="python -m tests.deploy.container_image")
     parser.add_argument("--image", default=IMAGE, help=f"its name (default {IMAGE})")
     parser.add_argument("--mirror", default=MIRROR, help=f"Debian's (default {MIRROR})")
     given = parser.parse_args(arguments)
