@@ -100,8 +100,10 @@ drill-pool: $(VENV)/.stamp ## three models that do not fit together: switches un
 drill-vllm: setup-vllm ## the drill with vLLM on the CPU, its tokens compared with stock vLLM's
 	@$(VLLM_PY) -m hack.drill_vllm $(ARGS)
 
-bench: setup ## measure, and print each budget beside its figure; ARGS=--json
-	@$(PY) -m hack.bench $(ARGS)
+bench: setup ## a failover and its phases, the lock, the memory service (ARGS=--quick: a minute; ARGS=--json)
+	@$(PY) -m hack.bench_failover $(ARGS)
+	@$(PY) -m hack.bench_lock $(ARGS)
+	@$(PY) -m hack.bench_gms $(ARGS)
 
 bench-gateway: setup ## what the gateway costs, through it and past it in turns (4 minutes; ARGS=--json)
 	$(PY) -m hack.bench_gateway $(ARGS)

@@ -3,17 +3,19 @@
     python -m hack.bench_failover [--rounds 5] [--kills 6] [--json]
 
 Each round starts a new pod behind a gateway and kills the active engine. No stream runs at the
-kills: a failover is from the kill to the first token of a request that was sent after it.
+kills: a failover is from the kill to the first token of a request that was sent after it. Before
+the first kill, the processes of each idle container and their resident memory are noted.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from hack import rig
+from plumbing.service.procfs import descendants, rss_bytes
 from understudy.drill.clients import Target
 from understudy.drill.records import PHASES
 from understudy.drill.run import Drill, DrillPlan
@@ -23,23 +25,23 @@ from understudy.pod.table import LocalPod
 from understudy.up.models import make_random_model
 from understudy.up.sessions import DrillResult, run_drill
 
-Look = Callable[[PodRunner, Target], Awaitable[None]]
 
-
-async def drilled(
-    base: Path, model: Path, plan: DrillPlan, look: Look | None = None
-) -> DrillResult:
-    """One pod in `base`, drilled; `look` is called once it is whole.
+async def drilled(base: Path, model: Path, kills: int, idle: dict[str, Any]) -> DrillResult:
+    """One pod in `base`, drilled; `idle`: of each container, before the first kill.
 
     Raises:
         Interrupted: by a signal.
     """
     base.mkdir(mode=0o700)
-    pod = LocalPod(base, model, free_pod_ports())
+    pod, plan = LocalPod(base, model, free_pod_ports()), DrillPlan(kills, clients=0)
     runner = PodRunner(pod.containers(), base / "log")
-    drill = Drill(base, plan, rig.say, runner)
-    seen = None if look is None else partial(look, runner)
-    result = await run_drill(drill, runner, plan, rig.say, seen)
+
+    async def look(target: Target) -> None:
+        for name, pid in runner.pids().items():
+            sizes = [(rss_bytes(each) or 0) / 2**20 for each in (pid, *descendants(pid))]
+            idle[name] = {"processes": len(sizes), "rss_mib": [round(size, 1) for size in sizes]}
+
+    result = await run_drill(Drill(base, plan, rig.say, runner), runner, plan, rig.say, look)
     if result is None:
         raise rig.Interrupted
     return result
@@ -50,10 +52,11 @@ async def measure(rounds: int, kills: int, base: Path) -> rig.Figures:
     medians_ms: list[float] = []
     phases: dict[str, list[float]] = {name: [] for name in PHASES}
     problems: list[str] = []
+    idle: dict[str, Any] = {}
     model = await make_random_model(base / "model")
     for number in range(rounds):
         rig.say(f"round {number + 1} of {rounds}")
-        result = await drilled(base / f"pod-{number}", model, DrillPlan(kills, clients=0))
+        result = await drilled(base / f"pod-{number}", model, kills, idle)
         report = result.report
         took_ms += report.failovers_ms
         problems += [f"round {number + 1}: {each}" for each in report.problems]
@@ -65,6 +68,7 @@ async def measure(rounds: int, kills: int, base: Path) -> rig.Figures:
         "kills": len(took_ms),
         "failover_ms": rig.spread(took_ms) if took_ms else None,
         "rounds_p50_ms": medians_ms,
+        "idle": idle,
         "phases_p50_ms": {
             name: round(statistics.median(values), 2) for name, values in phases.items() if values
         },

@@ -24,17 +24,17 @@ for line in open("/proc/self/smaps_rollup"):
 # 60 MB in Python's arenas, and 16 MiB of which one page in each huge page is used.
 OF_PYTHON = """
 import ctypes, mmap
-from engine.backends import free_memory, own_memory
+from engine.backends import process_memory
 kept = [b""] * 600_000  # whole from the beginning: a list that grows moves, and leaves gaps
 for number in range(len(kept)):
     kept[number] = b"%d" % number * 9
 flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-thin = mmap.mmap(-1, 8 * own_memory.HUGE_BYTES, flags=flags)
-thin[:: own_memory.HUGE_BYTES] = bytes(8)
+thin = mmap.mmap(-1, 8 * process_memory.HUGE_BYTES, flags=flags)
+thin[:: process_memory.HUGE_BYTES] = bytes(8)
 address = ctypes.addressof(ctypes.c_ubyte.from_buffer(thin))
-own_memory.into_huge_pages()
+process_memory.into_huge_pages()
 assert kept == [b"%d" % number * 9 for number in range(600_000)]
-assert free_memory.resident_bytes(address, len(thin)) < 4 * own_memory.HUGE_BYTES
+assert process_memory.resident_bytes(address, len(thin)) < 4 * process_memory.HUGE_BYTES
 for line in open("/proc/self/smaps_rollup"):
     if line.startswith("AnonHugePages"):
         print(line.split()[1])
