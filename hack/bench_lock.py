@@ -34,7 +34,6 @@ from plumbing.pod.paths import lockserver_socket
 from plumbing.service.files import SlotFile, SlotFormat
 
 MEMORY = "/dev/shm"
-CONTENDERS = tuple(name for name in HOLDERS if name != "unix_large_tree")
 SHRINKING = "unix"  # its holders become `sleep` first
 SETTLE_S = 0.05  # a process that reports that it waits may not block yet
 PHASE_S = 0.1  # kills are spread evenly over this
@@ -100,8 +99,7 @@ class Lane:
         if self.contender == SHRINKING:
             holder.shrink()  # it sends no more heartbeats, and is dead long before that matters
         time.sleep(SETTLE_S + self._random.uniform(0, PHASE_S))
-        is_handback = self.contender.endswith("_handback")
-        killed = holder.backends if is_handback else [holder.process.pid, *holder.backends]
+        killed = [holder.process.pid, *holder.backends]
         ends_ns: list[int] = []
         pidfds = [os.pidfd_open(pid) for pid in killed]
         watching = threading.Thread(target=_watch_ends, args=(pidfds, ends_ns))
@@ -224,7 +222,7 @@ def main() -> None:
     parser = rig.arguments("bench_lock", "from a holder's death until the next one has the lock")
     parser.add_argument("--kills", type=int, default=150, help="of each contender")
     parser.add_argument("--cycles", type=int, default=1000, help="acquisitions of a free lock")
-    parser.add_argument("--only", default=",".join(CONTENDERS), help="these [default: %(default)s]")
+    parser.add_argument("--only", default=",".join(HOLDERS), help="these [default: %(default)s]")
     flags = parser.parse_args()
     kills, cycles = (5, 50) if flags.quick else (flags.kills, flags.cycles)
     contenders = flags.only.split(",")

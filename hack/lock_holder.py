@@ -11,7 +11,6 @@ holds: the bench must not measure how long Python takes to die.
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import os
 import signal
@@ -109,33 +108,10 @@ def tree(directory: str, name: str, dirty_mib: int = 0) -> None:
     uvloop.run(supervisor.run())
 
 
-def handback(directory: str, name: str) -> None:
-    """With one backend process; when that dies, it reaps it and gives the lock up."""
-    supervisor = Supervisor(directory, name)
-    backend = supervisor.launch()
-    report("backends", [backend.pid])
-
-    async def main() -> None:
-        pidfd = os.pidfd_open(backend.pid)
-        loop = asyncio.get_running_loop()
-
-        def reap() -> None:
-            loop.remove_reader(pidfd)
-            backend.wait()
-            supervisor.client.set_want(None, None)
-
-        loop.add_reader(pidfd, reap)
-        await supervisor.run()
-
-    uvloop.run(main())
-
-
 HOLDERS: dict[str, Callable[[str, str], None]] = {
     "unix": alone,
-    "unix_supervisor": alone,
     "unix_tree": tree,
     "unix_large_tree": partial(tree, dirty_mib=LARGE_MIB),
-    "unix_handback": handback,
 }
 
 if __name__ == "__main__":
