@@ -310,9 +310,6 @@ def _no_pool(directory: str, error: UnreachableError) -> UnreachableError:
     )
 
 
-if __name__ == "__main__":
-    main()
-
 Document = dict[str, Any]
 PROBLEMS_MAX = 5
 
@@ -383,3 +380,7 @@ def _problems(document: Document) -> Iterator[str]:
         yield f"problem  {problem}"
     if len(found) > PROBLEMS_MAX:
         yield f"problem  and {len(found) - PROBLEMS_MAX} more"
+
+
+if __name__ == "__main__":
+    main()
