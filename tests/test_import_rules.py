@@ -416,7 +416,7 @@ LINES_MAX = {
     "pool": 9_550,
     "understudy": 11_800,
     "hack": 7_160,
-    "tests": 100_600,
+    "tests": 101_600,  # with the sweep, which hack had
 }
 
 
