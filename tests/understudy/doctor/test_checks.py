@@ -322,7 +322,7 @@ def test_every_check_is_in_the_reference_in_order():
     """Goal: ids are stable, unique and explained. Method: docs/reference.md."""
     page = (Path(__file__).parents[3] / "docs/reference.md").read_text()
     section = page.partition("\n## Doctor")[2].partition("\n## ")[0]
-    found = re.findall(r"^\| `(\w+)`", section, re.MULTILINE)
+    found = re.findall(r"^- `(\w+)`", section, re.MULTILINE)
     assert found == [judge.__name__ for _, judge in CHECKS]
     assert len({title for title, _ in CHECKS}) == len(set(found)) == len(CHECKS)
 
