@@ -15,8 +15,14 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct, field
 
-from gateway.core.events import QUEUE_MAX, LaneRules
-from gateway.core.sleep import GatewayDoor
+from gateway.core.events import (
+    QUEUE_MAX,
+    DeathExpected,
+    DoorSet,
+    EngineGranted,
+    LaneRules,
+    NobodyGranted,
+)
 from plumbing.gateway_protocol import Continuation
 from plumbing.pod.messages import EventMsg as EventMsg
 from plumbing.pod.messages import StatusMsg as StatusMsg
@@ -91,22 +97,10 @@ class StopMsg(Message, frozen=True, tag="stop"):
     budget_ms: Count
 
 
-class GrantMsg(Message, frozen=True, tag="grant"):
-    """`engine` holds the lock, that of `model`, under `token`, which compares within `era` only."""
+class NewsMsg(Message, frozen=True, tag="news"):
+    """What the parent has heard of engines, or decided about sleep; a beat obeys a `DoorSet`."""
 
-    engine: Name
-    token: Count
-    era: Annotated[str, Meta(max_length=64)]
-    model: ModelName = ""
-
-
-class NobodyMsg(Message, frozen=True, tag="nobody"):
-    """No engine holds the lock, because of `reason`. `is_final`: every engine was told to end; one
-    that serves finishes what it has."""
-
-    reason: Sentence
-    model: ModelName = ""
-    is_final: bool = False
+    event: EngineGranted | NobodyGranted | DeathExpected | DoorSet
 
 
 class ModelDoorsMsg(Message, frozen=True, tag="model_doors"):
@@ -114,27 +108,6 @@ class ModelDoorsMsg(Message, frozen=True, tag="model_doors"):
     parent's; answered by `model_demand` with the same numbers."""
 
     models: Mapping[str, PooledModel]
-
-
-class DoorMsg(Message, frozen=True, tag="door"):
-    """What a child may do with requests while `engine`'s token is this one; `gateway.core.
-    rest_events.SetDoor` has the meaning. Answered by a beat with the same number."""
-
-    number: Count
-    token: Count
-    door: GatewayDoor
-    does_open: bool = True
-    reason: Sentence = ""
-
-
-class ExpectDeathMsg(Message, frozen=True, tag="expect_death"):
-    """The sender is about to end the engine that holds this token: no request is suspected
-    for its death. On the control socket it is repeated as the answer, once all children are told.
-    """
-
-    engine: Name
-    token: Count
-    model: ModelName = ""
 
 
 # ---------------------------------------------------------------- child → parent
@@ -265,12 +238,21 @@ class GatewayEventMsg(Message, frozen=True, tag="happened"):
 
 
 CHANNEL = Catalogue(
-    *(ConfigureGatewayMsg, AcceptMsg, StopMsg, GrantMsg, NobodyMsg, DoorMsg),
-    *(ModelDoorsMsg, ExpectDeathMsg, GatewayBeatMsg, ModelDemandMsg, GatewayEventMsg),
+    *(ConfigureGatewayMsg, AcceptMsg, StopMsg, NewsMsg, ModelDoorsMsg),
+    *(GatewayBeatMsg, ModelDemandMsg, GatewayEventMsg),
     frame_bytes_max=CHANNEL_FRAME_BYTES_MAX,
 )
 
 # ---------------------------------------------------------------- the control socket
+
+
+class ExpectDeathMsg(Message, frozen=True, tag="expect_death"):
+    """The sender is about to end the engine that holds this token: no request is suspected
+    for its death. Repeated as the answer, once all children are told."""
+
+    engine: Name
+    token: Count
+    model: ModelName = ""
 
 
 class RestartChildMsg(Message, frozen=True, tag="restart_child"):

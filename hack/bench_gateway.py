@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from gateway import messages as msg
+from gateway.core.events import EngineGranted
 from gateway.supervisor.child_processes import COMMAND, ChildLink
 from hack import gateway_load as ends
 from hack import rig
@@ -75,7 +76,7 @@ class BenchChild:
             listener.setblocking(False)
             fd = OwnedFd(os.dup(listener.fileno()))
             self._link.send(msg.AcceptMsg("bench"), [fd])
-        self._link.send(msg.GrantMsg(ends.ENGINE, ends.TOKEN, "0" * 16))
+        self._link.send(msg.NewsMsg(EngineGranted(ends.ENGINE, ends.TOKEN, "0" * 16)))
         while not (self._link.beat and self._link.beat.upstream and self._link.beat.is_accepting):
             await self._next_beat()
 

@@ -1,4 +1,5 @@
-"""What a client is told when the gateway cannot give it an answer, and what the log calls it.
+"""What a client is told when the gateway cannot give it an answer, and what the log calls it: of
+every refusal here, and of `Failure`s that the shell makes while it reads a request.
 
 Codes are stable. No text of a user is in a message. The form of an event fits the API of the path,
 since a client that does not understand the error takes a stream that ends for a whole answer.
@@ -16,8 +17,8 @@ RETRY_AFTER_S = 1  # as the lock server's own 503
 BUSY = (429, 503)  # of answers to ask again for
 STATUS_OF = {"model_not_found": 404}  # of what the pool refuses
 KINDS = {
-    400: "invalid_request_error",
-    404: "invalid_request_error",
+    **dict.fromkeys((400, 404, 405, 408, 413, 431, 501, 505), "invalid_request_error"),
+    401: "authentication_error",
     429: "rate_limit_error",
     503: "service_unavailable",
 }

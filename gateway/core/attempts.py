@@ -162,8 +162,6 @@ class Course:
                 is_same_engine=request.paused_under == attempt.token,
             )
         )
-        self.desk.totals.resumed += 1
-        self.desk.totals.replayed_tokens += tokens
         request.paused_ms += pause_ms
         request.paused_since_ms = request.replay = None
         request.refusals = 0
@@ -236,7 +234,6 @@ class Course:
         request = attempt.owner
         request.paused_since_ms, request.paused_under = now_ms, attempt.token
         request.pauses += 1
-        self.desk.totals.pauses += 1
         tokens = len(request.tokens)
         self.desk.outbox.append(
             ev.StreamPaused(request.number, cause, attempt.engine, attempt.token, tokens)

@@ -138,9 +138,10 @@ class ClientLeft(GatewayEvent, frozen=True):
     model: str = ""
 
 
-class EngineGranted(GatewayEvent, frozen=True):
-    """The lock server says who is active. Repeats change nothing. `queued`: attempts that the
-    engine before it had not scheduled yet, which say nothing about its death."""
+class EngineGranted(GatewayEvent, frozen=True, tag="granted"):
+    """`engine` holds the lock, that of `model`, under `token`, which compares within `era` only.
+    Repeats change nothing. `queued`: attempts that the engine before it had not scheduled yet,
+    which say nothing about its death."""
 
     engine: str
     token: int
@@ -149,9 +150,9 @@ class EngineGranted(GatewayEvent, frozen=True):
     queued: frozenset[int] = frozenset()
 
 
-class NobodyGranted(GatewayEvent, frozen=True):
-    """No engine holds the lock. Answers that are under way go on. `is_final`: no engine will take a
-    request any more, so none waits for one."""
+class NobodyGranted(GatewayEvent, frozen=True, tag="nobody"):
+    """No engine holds the lock, because of `reason`. Answers that are under way go on. `is_final`:
+    every engine was told to end and takes no request any more, so none waits for one."""
 
     reason: str
     model: str = ""
@@ -162,7 +163,7 @@ class GatewayEnds(GatewayEvent, frozen=True):
     """The time to finish is over: every request ends now."""
 
 
-class DeathExpected(GatewayEvent, frozen=True):
+class DeathExpected(GatewayEvent, frozen=True, tag="expect_death"):
     """A drill ends this engine on purpose, so its death says nothing about any request."""
 
     engine: str
@@ -170,19 +171,33 @@ class DeathExpected(GatewayEvent, frozen=True):
     model: str = ""
 
 
-class DoorSet(GatewayEvent, frozen=True):
-    """What the parent lets this child do, while `token` is that of the grant (`rest_events.Door`).
+class GatewayDoor(StrEnum):
+    """What children may do with requests."""
 
-    `is_open`: ask the engine. Else requests wait, and `reason` says why, if that takes more than a
-    moment (`is_shut`): what is sent meanwhile would be lost, and the engine must be greeted anew
-    when the door opens. `does_open`: without an operator.
-    """
+    OPEN = "open"  # send them to the engine
+    CLOSING = "closing"  # send nothing for a moment: the parent looks whether all is quiet
+    SHUT = "shut"  # let them wait: the engine sleeps, or is on its way there
 
+
+class DoorSet(GatewayEvent, frozen=True, tag="door"):
+    """What the parent lets its children do while `token` is that of the grant; a child's beat says
+    the `number` that it obeys. What is sent behind a shut door would be lost, and the engine must
+    be greeted anew when the door opens. `does_open`: without an operator, so requests wait as long
+    as that takes. `reason`: why it is shut."""
+
+    number: int
     token: int
-    is_open: bool = True
-    is_shut: bool = False
+    door: GatewayDoor = GatewayDoor.OPEN
     does_open: bool = True
     reason: str = ""
+
+    @property
+    def is_open(self) -> bool:
+        return self.door is GatewayDoor.OPEN
+
+    @property
+    def is_shut(self) -> bool:
+        return self.door is GatewayDoor.SHUT
 
 
 class HelloCame(GatewayEvent, frozen=True):

@@ -41,7 +41,7 @@ from gateway.core.events import (
 )
 from gateway.core.hot_path import Attempt
 from gateway.core.machine import Gateway
-from gateway.core.shared import Census, Commons, Totals
+from gateway.core.shared import Census, Commons
 from plumbing.gateway_protocol import Hello
 from pool.core.events import (
     Door,
@@ -355,10 +355,6 @@ class Lanes:
     def outbox(self) -> Sequence[GatewayEffect]:
         """What is to be performed; the same object at all times."""
         return self._commons.outbox
-
-    @property
-    def totals(self) -> Totals:
-        return self._commons.totals
 
     def attempt(self, number: int) -> Attempt:
         return self._lane_of(number).attempt(number)

@@ -26,7 +26,7 @@ from gateway.core.events import BreakCause, GatewayEffect, GatewayEvent, Gateway
 from gateway.core.hot_path import Attempt
 from gateway.core.queue import EXPECTED_MS
 from gateway.core.requests import Desk
-from gateway.core.shared import Census, Commons, Numbers, Totals
+from gateway.core.shared import Census, Commons, Numbers
 from plumbing.gateway_protocol import HOP_PATHS, Hello
 
 TICK_MS = 20.0  # a tenth of the shortest wait here, 200 ms
@@ -51,7 +51,7 @@ class Gateway:
         self._greetings = Numbers(lane, step)
         self._greet_ms: float | None = None  # when to greet again,
         self._no_hello = ""  # and why
-        self._door = ev.DoorSet(0)
+        self._door = ev.DoorSet(0, 0)
         self._is_wanted = False  # the parent knows that a request waits behind this door
         self._now_ms = self._ticked_ms = 0.0
         self._is_busy = False
@@ -68,10 +68,6 @@ class Gateway:
     def outbox(self) -> Sequence[GatewayEffect]:
         """What is to be performed; the same object at all times."""
         return self._desk.outbox
-
-    @property
-    def totals(self) -> Totals:
-        return self._desk.totals
 
     def take(self) -> Sequence[GatewayEffect]:
         """The effects in the outbox, which is empty then."""
@@ -228,14 +224,14 @@ class Gateway:
 
     def _meet(self, grant: ev.EngineGranted, now_ms: float) -> None:
         """Another engine stands here now."""
-        self._door, self._is_wanted = ev.DoorSet(grant.token), False
+        self._door, self._is_wanted = ev.DoorSet(0, grant.token), False
         self._greet(now_ms)
 
     def _set_door(self, door: ev.DoorSet, now_ms: float) -> None:
         if self._grant is None or door.token != self._grant.token:
             return  # of an engine that does not hold the lock any more
         old, self._door = self._door, door
-        if (door.is_open, door.is_shut) == (old.is_open, old.is_shut):
+        if door.door is old.door:
             return  # only the reason
         self._is_wanted = False
         if door.is_shut:
@@ -279,7 +275,6 @@ class Gateway:
             self._desk.line.clear_waiting(request)
             self._desk.fail(request, answers.suspect(request.deaths))
         else:
-            self._desk.totals.suspects += request.deaths == 2
             self._desk.outbox.append(ev.SuspectFound(request.number, request.deaths))
 
     def _greet(self, now_ms: float) -> None:

@@ -35,7 +35,6 @@ class Desk:
         self.attempts: dict[int, Attempt] = {}  # those that are not over
         self.line = WaitingLine(rules.resumes_max)
         self.outbox = commons.outbox
-        self.totals = commons.totals
         self.resuming = 0  # replays under way
         commons.requests.append(self.requests)
 
@@ -125,9 +124,7 @@ class Desk:
         self.line.end_trial(request)
         del self.requests[request.number]
         self.commons.memory_bytes -= request.charged_bytes
-        self.totals.requests[ending] += 1
         tokens = request.delivered_tokens
-        self.totals.tokens += tokens
         self.outbox.append(
             ev.RequestEnded(request.number, ending, code, tokens, request.pauses, request.paused_ms)
         )
@@ -157,5 +154,4 @@ class Desk:
         request.is_lean = True
         change = request.weigh()
         self.commons.memory_bytes += change
-        self.totals.continuations_lost += 1
         self.outbox.append(ev.ContinuationLost(request.number, reason, -change))

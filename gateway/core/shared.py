@@ -1,9 +1,7 @@
-"""What all lanes of one gateway process share: one memory with one cap, one outbox, one set of
-counters.
+"""What all lanes of one gateway process share: one memory with one cap, and one outbox.
 
 A lane is one model's `Gateway`; without a pool there is one, which has all of this for itself. The
-outbox is one list at all times, so that the reader of bytes need not know whose they are. The
-counters serve beats, metrics and status, and decide nothing.
+outbox is one list at all times, so that the reader of bytes need not know whose they are.
 """
 
 from __future__ import annotations
@@ -11,15 +9,14 @@ from __future__ import annotations
 import msgspec
 
 from gateway.core.client_request import ClientRequest
-from gateway.core.events import Ending, GatewayEffect
+from gateway.core.events import GatewayEffect
 
 
 class Commons:
-    """Its lanes' desks count here."""
+    """Its lanes' desks count their memory here."""
 
     def __init__(self) -> None:
         self.outbox: list[GatewayEffect] = []
-        self.totals = Totals()
         self.memory_bytes = 0
         self.requests: list[dict[int, ClientRequest]] = []  # of each lane
 
@@ -34,18 +31,6 @@ class Numbers:
     def next(self) -> int:
         self.last += self._step
         return self.last
-
-
-class Totals(msgspec.Struct):
-    """Counters since the start of the gateway's core; they only grow."""
-
-    requests: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(Ending, 0))
-    tokens: int = 0  # delivered, each once, of requests that have ended
-    replayed_tokens: int = 0
-    pauses: int = 0
-    resumed: int = 0
-    continuations_lost: int = 0
-    suspects: int = 0
 
 
 class Census(msgspec.Struct, frozen=True):

@@ -19,21 +19,12 @@ effects are plain values; the module is pure.
 
 from __future__ import annotations
 
-from enum import StrEnum
-
 from msgspec import Struct
 
+from gateway.core.events import DoorSet, GatewayDoor
 from plumbing.errors import InvariantError
 from plumbing.pod.messages import Tier
 from plumbing.text import duration
-
-
-class GatewayDoor(StrEnum):
-    """What children may do with requests."""
-
-    OPEN = "open"  # ask the engine
-    CLOSING = "closing"  # ask nothing for a moment: the parent looks whether all is quiet
-    SHUT = "shut"  # let them wait: the engine rests, or is on its way there
 
 
 class RestRules(Struct, frozen=True):
@@ -80,7 +71,7 @@ class GoalRefused(RestEvent, frozen=True):
 
 
 class ChildSaid(RestEvent, frozen=True):
-    """A beat. `door`: the number of the last `SetDoor` that this child has obeyed."""
+    """A beat. `door`: the number of the last `DoorSet` that this child has obeyed."""
 
     child: int
     door: int
@@ -101,18 +92,7 @@ class RestTick(RestEvent, frozen=True):
 
 
 class RestEffect(Struct, frozen=True):
-    """What the shell does, in the order given."""
-
-
-class SetDoor(RestEffect, frozen=True):
-    """Tell all children, and each that starts later. `does_open`: it will open without an operator,
-    so requests wait as long as that takes. `reason`: why it is shut."""
-
-    number: int
-    token: int
-    door: GatewayDoor
-    does_open: bool = True
-    reason: str = ""
+    """What the shell does, in the order given; a `DoorSet` is one too: it tells all children."""
 
 
 class SendGoal(RestEffect, frozen=True):
@@ -159,13 +139,13 @@ class RestPolicy:
         self.engine = ""
         self.token = 0
         self.said: HolderSaid | None = None  # the last word of this holder
-        self.door = SetDoor(0, 0, GatewayDoor.OPEN)
+        self.door = DoorSet(0, 0, GatewayDoor.OPEN)
         self.asked: Tier | None = None  # a goal that it has not answered yet
         self._children: dict[int, _ChildView] = {}
         self._awake_since_ms = 0.0  # or since when it was last found not to be quiet
         self._closing_since_ms = 0.0
         self._woken_ms: float | None = None  # when it was told to wake, until it is awake
-        self._out: list[RestEffect] = []
+        self._out: list[RestEffect | DoorSet] = []
 
     # ------------------------------------------------------------------ looking
 
@@ -197,7 +177,7 @@ class RestPolicy:
 
     # ------------------------------------------------------------------ what happens
 
-    def handle(self, event: RestEvent, now_ms: float) -> list[RestEffect]:
+    def handle(self, event: RestEvent, now_ms: float) -> list[RestEffect | DoorSet]:
         """What follows from `event`."""
         match event:
             case HolderIs():
@@ -309,13 +289,13 @@ class RestPolicy:
             door is not GatewayDoor.SHUT or self.rules.wakes_on_request or self.goal is Tier.AWAKE
         )
         reason = self._reason(does_open=does_open) if door is GatewayDoor.SHUT else ""
-        new = SetDoor(old.number, self.token, door, does_open, reason)
+        new = DoorSet(old.number, self.token, door, does_open, reason)
         if new == old:
             return
         # A number is what children confirm to have obeyed: only for what changes what they do.
         is_same = (new.door, new.token) == (old.door, old.token)
         number = old.number + (not is_same)
-        self.door = SetDoor(number, self.token, door, does_open, reason)
+        self.door = DoorSet(number, self.token, door, does_open, reason)
         self._out.append(self.door)
 
     def _reason(self, *, does_open: bool) -> str:

@@ -11,9 +11,10 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol, cast
 
+from gateway.core.answers import Failure, error_body
 from gateway.server.request_reader import BodyMemory, RequestReader
 from gateway.server.requests import Headers, HttpRequest, fresh_id
-from gateway.server.responses import Refused, error_response
+from gateway.server.responses import error_response
 
 IDLE_S = 75.0  # between two requests, as nginx
 HEAD_S = 10.0  # from a connection or the first byte of a request to the end of its head
@@ -24,7 +25,6 @@ STALLED_S = 300.0  # an answer, and the engine, waits this long for a client tha
 LINGER_S = 2.0  # to read what a refused client still sends, else a reset would destroy the answer
 AHEAD_BYTES_MAX = 64 * 1024  # sent while another request is served
 WRITE_BUFFER_BYTES = 64 * 1024  # then the engine's connection is not read on
-RETRY_AFTER_S = 1
 NEVER = float("inf")
 
 
@@ -37,12 +37,12 @@ class Clients(Protocol):
     def closed(self, client: ClientConnection) -> None: ...
     def became_idle(self, client: ClientConnection) -> None: ...
     def came(self, client: ClientConnection, request: HttpRequest) -> None: ...
-    def refused(self, refused: Refused, request_id: bytes) -> None: ...
+    def refused(self, refused: Failure, request_id: bytes) -> None: ...
     def left(self, client: ClientConnection) -> None: ...
     def tunnelled(self, client: ClientConnection, data: bytes) -> None: ...
     def drained(self, client: ClientConnection) -> None: ...
     def body_bytes_max(self) -> int: ...
-    def check(self, headers: Headers) -> Refused | None: ...
+    def check(self, headers: Headers) -> Failure | None: ...
     def now_s(self) -> float: ...
     def call_soon(self, callback: Callable[[], None]) -> object: ...
     @property
@@ -202,7 +202,7 @@ class ClientConnection(asyncio.Protocol):
         if self.request is not None or self._is_lingering or self._reader.is_idle:
             self.abort()
             return
-        late = Refused(408, "request_timeout", "The request did not arrive in time.")
+        late = Failure(408, "request_timeout", "The request did not arrive in time.")
         self._refuse(late)
 
     # ------------------------------------------------------------------ asyncio's callbacks
@@ -297,16 +297,16 @@ class ClientConnection(asyncio.Protocol):
             received_s = reader.body_bytes / BODY_BYTES_PER_S
             self.deadline_s = self._body_since_s + BODY_GRACE_S + received_s
 
-    def _refuse(self, refused: Refused) -> None:
+    def _refuse(self, refused: Failure) -> None:
         request_id = self._reader.refused_id or fresh_id()
         self._owner.refused(refused, request_id)
         self._write(
             error_response(
                 refused.status,
-                refused.body(),
+                error_body(refused, ""),
                 request_id,
                 keeps_alive=False,
-                retry_after_s=RETRY_AFTER_S if refused.status == 503 else None,
+                retry_after_s=refused.retry_after_s,
             )
         )
         self._linger()

@@ -24,14 +24,13 @@ from collections.abc import Callable
 from typing import Protocol
 
 from gateway.core import events as ev
+from gateway.core.answers import Failure
 from gateway.core.lanes import Lanes
 from gateway.core.machine import Gateway
-from gateway.core.sleep import GatewayDoor
 from gateway.messages import (
     ConfigureGatewayMsg,
-    DoorMsg,
-    ExpectDeathMsg,
     GatewayBeatMsg,
+    GatewayEventMsg,
     GatewayLoad,
     ModelDemandMsg,
     ModelDoorsMsg,
@@ -43,10 +42,8 @@ from gateway.server.connections import take_over
 from gateway.server.endpoints import Endpoints, ModelService, OwnAnswer
 from gateway.server.exchange import HttpExchange
 from gateway.server.files import open_api_keys, open_certificate
-from gateway.server.main import Parent
 from gateway.server.request_reader import BodyMemory
 from gateway.server.requests import BODY_BYTES_MAX, NOT_PASSED_ON, Headers, HttpRequest
-from gateway.server.responses import Refused
 from gateway.server.tracing import open_spans
 from plumbing.errors import explain_shortage, is_shortage
 from plumbing.wire.fds import OwnedFd
@@ -60,8 +57,21 @@ WAITING = "waiting"
 PARKED = ("parked", "resuming")
 
 
+class Parent(Protocol):
+    """The reports of the doors to their parent."""
+
+    def happened(self, event: GatewayEventMsg) -> None:
+        """For the event log: rare things."""
+
+    def beat_now(self) -> None:
+        """Beat soon, since `is_accepting` or `problem` has changed, or an engine is wanted."""
+
+    def demand_changed(self) -> None:
+        """Tell it soon."""
+
+
 class HttpDoors:
-    """What `gateway.server.main` asks of doors; also the owner of all clients' connections."""
+    """All clients' connections, and what the parent says and hears. Nothing here blocks."""
 
     def __init__(self, settings: ConfigureGatewayMsg, parent: Parent) -> None:
         """Raises:
@@ -116,37 +126,33 @@ class HttpDoors:
     # ------------------------------------------------------------------ for the parent
 
     def accept(self, listening: OwnedFd, address: str) -> None:
-        """Take this socket and accept from now on, in place of an earlier one."""
+        """Take this socket and accept from now on, in place of an earlier one. It is shared with
+        other processes: it is closed, never shut down."""
         self.exchange.serve()
         if self._listener is not None:
             self._listener.stop()
         tls = self.certificate.context if self.certificate is not None else None
         self._listener = ServiceListener(listening, self._make_client, self, tls)
 
-    def granted(self, engine: str, token: int, era: str, model: str = "") -> None:
-        self._granted = ("", 0) if model else (engine, token)
-        self.exchange.is_final = False
-        self._told(ev.EngineGranted(engine, token, era, model))
-
-    def nobody(self, reason: str, model: str = "", *, is_final: bool = False) -> None:
-        self._granted = ("", 0)
-        self.exchange.is_final = is_final
-        if is_final and self._listener is not None:
-            self._listener.resume()
-        self._told(ev.NobodyGranted(reason, model, is_final))
-
-    def expect_death(self, death: ExpectDeathMsg) -> None:
-        self.exchange.handle(ev.DeathExpected(death.engine, death.token, death.model))
-
-    def set_door(self, door: DoorMsg) -> None:
-        self._door_number = door.number
-        is_open, is_shut = door.door is GatewayDoor.OPEN, door.door is GatewayDoor.SHUT
-        self._told(ev.DoorSet(door.token, is_open, is_shut, door.does_open, door.reason))
+    def told(self, event: ev.GatewayEvent) -> None:
+        """What is known of engines, or a door; the next beat has the door's number."""
+        match event:
+            case ev.EngineGranted():
+                self._granted = ("", 0) if event.model else (event.engine, event.token)
+                self.exchange.is_final = False
+            case ev.NobodyGranted():
+                self._granted, self.exchange.is_final = ("", 0), event.is_final
+                if event.is_final and self._listener is not None:
+                    self._listener.resume()
+            case ev.DoorSet():
+                self._door_number = event.number
+        self._endpoints.told(event)
+        self.exchange.told(event)
 
     def set_model_doors(self, doors: ModelDoorsMsg) -> None:
         if self._models is not None:
             for event in self._models.set_doors(doors.models):
-                self._told(event)
+                self.told(event)
 
     def demand(self) -> ModelDemandMsg | None:
         if self._models is None:
@@ -219,7 +225,7 @@ class HttpDoors:
         if wishes is not None:
             self.exchange.came(client, request, wishes)
 
-    def refused(self, refused: Refused | OwnAnswer, request_id: bytes) -> None:
+    def refused(self, refused: Failure | OwnAnswer, request_id: bytes) -> None:
         self._accounts.refused(refused.code, refused.status, request_id)
 
     def left(self, client: ClientConnection) -> None:
@@ -235,7 +241,7 @@ class HttpDoors:
         hello = self._core.hello
         return BODY_BYTES_MAX if hello is None else hello.body_bytes_max
 
-    def check(self, headers: Headers) -> Refused | None:
+    def check(self, headers: Headers) -> Failure | None:
         return None if self.keys is None else self.keys.check(headers)
 
     def call_soon(self, callback: Callable[[], None]) -> object:
@@ -263,10 +269,6 @@ class HttpDoors:
         self._accounts.limits[name] += 1
 
     # ------------------------------------------------------------------ inside
-
-    def _told(self, event: ev.GatewayEvent) -> None:
-        self._endpoints.told(event)
-        self.exchange.told(event)
 
     @property
     def is_stopping(self) -> bool:

@@ -13,8 +13,8 @@ import os
 import ssl
 from collections.abc import Callable
 
+from gateway.core.answers import Failure
 from gateway.server.requests import Headers
-from gateway.server.responses import Refused
 from plumbing.errors import UsageError
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class WatchedFiles:
         try:
             self._load()
         except (OSError, ValueError) as error:
-            why = error.strerror if isinstance(error, OSError) else str(error)
+            why = _why(error)
             self.problem = f"cannot use {' and '.join(self._paths)}, kept what was read: {why}"
             logger.warning("%s", self.problem)
         else:
@@ -65,13 +65,13 @@ class ApiKeys:
         self._digests: frozenset[bytes] = frozenset()
         self.file = WatchedFiles((path,), self._load)
 
-    def check(self, headers: Headers) -> Refused | None:
+    def check(self, headers: Headers) -> Failure | None:
         for name, value in headers:
             if name == b"authorization" and value[:7].lower() == b"bearer ":
                 if self.knows(value[7:].strip()):
                     return None
-                return Refused(401, "invalid_api_key", "The API key is not known here.")
-        return Refused(401, "invalid_api_key", "An API key is required: Authorization: Bearer KEY.")
+                return Failure(401, "invalid_api_key", "The API key is not known here.")
+        return Failure(401, "invalid_api_key", "An API key is required: Authorization: Bearer KEY.")
 
     def knows(self, key: bytes) -> bool:
         digest = _digest(key)
@@ -99,7 +99,7 @@ class Certificate:
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.context.set_alpn_protocols(["http/1.1"])
         self.file = WatchedFiles(
-            (cert, key), lambda: self.context.load_cert_chain(cert, key, password="")
+            (cert, key), lambda: self.context.load_cert_chain(cert, key, password=_no_password)
         )
 
 
@@ -125,24 +125,35 @@ def open_api_keys(path: str) -> ApiKeys | None:
     try:
         return ApiKeys(path) if path else None
     except (OSError, ValueError) as error:
-        raise UsageError(
-            "gateway.bad_api_keys", f"cannot use {path} (--api-keys): {_why(error)}"
-        ) from error
+        why = f"cannot use {path} (--api-keys): {_why(error)}; write one key per line"
+        raise UsageError("gateway.bad_api_keys", why) from error
 
 
 def open_certificate(cert: str, key: str) -> Certificate | None:
-    """The certificate in the file `cert` with its key; None without one.
+    """The certificate in the file `cert` with its private key in `key`; None without both.
 
     Raises:
         UsageError: `gateway.bad_tls`.
     """
+    if bool(cert) != bool(key):
+        missing, given = ("--tls-key", "--tls-cert") if cert else ("--tls-cert", "--tls-key")
+        raise UsageError("gateway.bad_tls", f"{given} requires {missing}")
     try:
         return Certificate(cert, key) if cert else None
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         raise UsageError(
-            "gateway.bad_tls", f"cannot use {cert} and {key} (--tls-cert, --tls-key): {_why(error)}"
+            "gateway.bad_tls",
+            f"cannot use {cert} (--tls-cert) and {key} (--tls-key) as a PEM certificate and its"
+            f" private key: {_why(error)}",
         ) from error
 
 
+def _no_password() -> str:
+    """Instead of asking at the terminal for the password of an encrypted key."""
+    raise ValueError("the key is encrypted; decrypt it first (openssl pkey)")
+
+
 def _why(error: Exception) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+    """What is wrong, without a word of the file."""
+    found = error.reason if isinstance(error, ssl.SSLError) else None
+    return found or (error.strerror if isinstance(error, OSError) else None) or str(error)

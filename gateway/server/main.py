@@ -1,7 +1,7 @@
 """The main program of a gateway's child: `python -m gateway.server`, started by `gateway serve`.
 
-Owns the channel to the parent: what the parent says reaches the doors (`Doors`), and what they say
-of themselves goes back, as beats. It decides nothing about requests. It dies with its parent, and
+Owns the channel to the parent: what the parent says reaches `HttpDoors`, and what they say of
+themselves goes back, as beats. It decides nothing about requests. It dies with its parent, and
 exits when the channel ends.
 
 The surprising thing: everything is imported and configured before the first beat, since that beat
@@ -18,9 +18,9 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from typing import Protocol
 
 from gateway import messages as msg
+from gateway.server.client_listener import HttpDoors, Parent
 from plumbing.errors import ProtocolError, UnderstudyError
 from plumbing.pod.cli import run_async
 from plumbing.service import log
@@ -35,54 +35,7 @@ ORPHANED = 1  # the exit code when the parent is gone
 logger = logging.getLogger(__name__)
 
 
-class Doors(Protocol):
-    """Serves clients. All methods are called on the loop, and none may block."""
-
-    def accept(self, listening: OwnedFd, address: str) -> None:
-        """Take this socket and accept from now on, in place of an earlier one. It is shared with
-        other processes: close it, never `shutdown()` it."""
-
-    def granted(self, engine: str, token: int, era: str, model: str = "") -> None:
-        """`engine` holds the lock, that of `model`. The same grant may come again."""
-
-    def nobody(self, reason: str, model: str = "", *, is_final: bool = False) -> None:
-        """No engine holds the lock. `is_final`: every engine was told to end."""
-
-    def expect_death(self, death: msg.ExpectDeathMsg) -> None:
-        """An engine is about to be killed on purpose."""
-
-    def set_door(self, door: msg.DoorMsg) -> None:
-        """What may be done with requests; the next beat has its number."""
-
-    def set_model_doors(self, doors: msg.ModelDoorsMsg) -> None:
-        """What may be done with requests for each model; `demand` has the numbers then."""
-
-    def demand(self) -> msg.ModelDemandMsg | None:
-        """What there is for each model of a pool; None without one."""
-
-    async def stop(self, budget_ms: float) -> None:
-        """Close idle connections, and return once every request has ended; after `budget_ms` those
-        that are left get an error. Called again, the shorter budget counts. New connections wait
-        for another process, or are refused if every engine was told to end."""
-
-    def beat(self, progress: int) -> msg.GatewayBeatMsg:
-        """Their present state and their counts."""
-
-
-class Parent(Protocol):
-    """The reports of the doors to their parent."""
-
-    def happened(self, event: msg.GatewayEventMsg) -> None:
-        """For the event log: rare things."""
-
-    def beat_now(self) -> None:
-        """Beat soon, since `is_accepting` or `problem` has changed, or an engine is wanted."""
-
-    def demand_changed(self) -> None:
-        """Tell it soon."""
-
-
-MakeDoors = Callable[[msg.ConfigureGatewayMsg, Parent], Doors]
+MakeDoors = Callable[[msg.ConfigureGatewayMsg, Parent], HttpDoors]
 
 
 class ParentLink(Handler):
@@ -93,7 +46,7 @@ class ParentLink(Handler):
         self.closed_event = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._make_doors = make_doors
-        self._doors: Doors | None = None
+        self._doors: HttpDoors | None = None
         self._conn: UnixConnection | None = None
         self._stopping: set[asyncio.Task[None]] = set()
         self._progress = 0
@@ -138,19 +91,12 @@ class ParentLink(Handler):
             case msg.AcceptMsg():
                 doors.accept(fds[0], message.address)
                 self.beat_now()
-            case msg.GrantMsg():
-                doors.granted(message.engine, message.token, message.era, message.model)
-            case msg.NobodyMsg():
-                doors.nobody(message.reason, message.model, is_final=message.is_final)
+            case msg.NewsMsg():
+                doors.told(message.event)
                 self.beat_now()
-            case msg.ExpectDeathMsg():
-                doors.expect_death(message)
             case msg.ModelDoorsMsg():
                 doors.set_model_doors(message)
                 self._tell_demand()
-            case msg.DoorMsg():
-                doors.set_door(message)
-                self.beat_now()
             case msg.StopMsg():
                 stopping = self._loop.create_task(self._stop(doors, message.budget_ms))
                 self._stopping.add(stopping)
@@ -206,7 +152,7 @@ class ParentLink(Handler):
         if not self._conn.is_backed_up:  # else the parent is stopped, and has enough to read
             self._conn.send(self._doors.beat(self._progress))
 
-    async def _stop(self, doors: Doors, budget_ms: float) -> None:
+    async def _stop(self, doors: HttpDoors, budget_ms: float) -> None:
         await doors.stop(budget_ms)
         self._tell_demand()
         self._beat()  # the last word: what was counted

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import httptools
 
+from gateway.core.answers import Failure
 from gateway.server.requests import (
     LARGE_BYTES,
     NOT_PASSED_ON,
@@ -29,7 +30,6 @@ from gateway.server.requests import (
     path_of,
     sane_id,
 )
-from gateway.server.responses import Refused
 
 HEAD_BYTES_MAX = 64 * 1024  # as many proxies; a browser's cookies are some KiB
 # What a body may have beside its bytes, for each of them: a chunk of one byte has five.
@@ -73,14 +73,14 @@ class RequestReader:
     def __init__(
         self,
         body_bytes_max: Callable[[], int],
-        check: Callable[[Headers], Refused | None],
+        check: Callable[[Headers], Failure | None],
         memory: BodyMemory,
         stripped: frozenset[bytes] = NOT_PASSED_ON,
     ) -> None:
         """`check` looks at the headers of a request before its body is read; `stripped`: names of
         headers that no engine gets."""
         self.ready: deque[HttpRequest] = deque()
-        self.refused: Refused | None = None  # to be answered behind what is ready
+        self.refused: Failure | None = None  # to be answered behind what is ready
         self.refused_id = b""  # its id, if it came that far
         self.count = 0  # requests read whole
         self.expects_continue = False  # the client waits for "100 Continue"
@@ -151,7 +151,7 @@ class RequestReader:
     def on_message_begin(self) -> None:
         if len(self.ready) >= PIPELINED_MAX:
             self.ready[-1].keeps_alive = False  # the client sends the others again
-            self._refuse(Refused(400, "too_many_pipelined", "Too many requests were pipelined."))
+            self._refuse(Failure(400, "too_many_pipelined", "Too many requests were pipelined."))
             return
         self._open = _Open()
 
@@ -225,26 +225,26 @@ class RequestReader:
             )
         )
 
-    def _refusal(self, current: _Open) -> Refused | None:
+    def _refusal(self, current: _Open) -> Failure | None:
         """Why this request is not read on; looks at everything that its headers say."""
         size = sum(len(name) + len(value) + 4 for name, value in current.headers)
         if size + len(current.url) > HEAD_BYTES_MAX:
             return _head_too_large()
         if current.method == b"CONNECT":
-            return Refused(405, "method_not_allowed", "CONNECT is not served here.")
+            return Failure(405, "method_not_allowed", "CONNECT is not served here.")
         if current.version not in ("1.0", "1.1"):
-            return Refused(505, "http_version", "Only HTTP/1.0 and HTTP/1.1 are spoken here.")
+            return Failure(505, "http_version", "Only HTTP/1.0 and HTTP/1.1 are spoken here.")
         named = dict(current.headers)
         codings = [value for name, value in current.headers if name == b"transfer-encoding"]
         if codings and (len(codings) > 1 or codings[0].strip().lower() != b"chunked"):
-            return Refused(501, "transfer_encoding", "Only chunked transfer encoding is known.")
+            return Failure(501, "transfer_encoding", "Only chunked transfer encoding is known.")
         # RFC 9112 §6.1 and §3.2: others in front of this one may have read them differently.
         if codings and current.version == "1.0":
-            return Refused(400, "bad_request", "HTTP/1.0 has no transfer encodings.")
+            return Failure(400, "bad_request", "HTTP/1.0 has no transfer encodings.")
         if sum(name == b"host" for name, _ in current.headers) > 1:
-            return Refused(400, "bad_request", "There is more than one Host header.")
+            return Failure(400, "bad_request", "There is more than one Host header.")
         if is_hop_path(path_of(current.url)):
-            return Refused(404, "not_found", "There is nothing at this path.")
+            return Failure(404, "not_found", "There is nothing at this path.")
         declared = int(named.get(b"content-length", b"0"))  # llhttp has checked it
         refused = self._check(current.headers)
         if refused is not None:
@@ -259,7 +259,7 @@ class RequestReader:
         self.expects_continue = is_expecting and current.version == "1.1"
         return None
 
-    def _refuse(self, refused: Refused) -> None:
+    def _refuse(self, refused: Failure) -> None:
         self.refused = refused
         self._let_go()
 
@@ -287,27 +287,27 @@ class RequestReader:
         self.feed(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
 
 
-def _head_too_large() -> Refused:
-    return Refused(
+def _head_too_large() -> Failure:
+    return Failure(
         431,
         "headers_too_large",
         f"The headers of this request exceed the limit of {HEAD_BYTES_MAX} bytes.",
     )
 
 
-def _overloaded() -> Refused:
-    return Refused(503, "overloaded", "Too many requests are being sent at once.")
+def _overloaded() -> Failure:
+    return Failure(503, "overloaded", "Too many requests are being sent at once.")
 
 
-def _body_too_large(bytes_max: int) -> Refused:
-    return Refused(
+def _body_too_large(bytes_max: int) -> Failure:
+    return Failure(
         413,
         "request_too_large",
         f"This request is larger than the limit of {bytes_max} bytes.",
     )
 
 
-def _malformed(error: Exception) -> Refused:
+def _malformed(error: Exception) -> Failure:
     if isinstance(error, httptools.HttpParserInvalidMethodError):
-        return Refused(501, "method_unknown", "This method is not known.")
-    return Refused(400, "bad_request", f"This is not a valid HTTP request: {error}.")
+        return Failure(501, "method_unknown", "This method is not known.")
+    return Failure(400, "bad_request", f"This is not a valid HTTP request: {error}.")

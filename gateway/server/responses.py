@@ -7,7 +7,6 @@ and `fetch` send one GET to an engine, on a connection of their own: for what it
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from http import HTTPStatus
 
 import httptools
@@ -16,7 +15,6 @@ import msgspec
 from gateway.server.requests import Headers
 from plumbing import gateway_protocol as hop
 from plumbing.gateway_protocol import Continuation, Hello
-from plumbing.text import to_json
 
 HEAD_BYTES_MAX = 256 * 1024  # engines send less than one KiB
 
@@ -185,21 +183,6 @@ class ResponseReader:
 
 
 STATUS_LINES = {int(code): b"HTTP/1.1 %d %b" % (code, code.phrase.encode()) for code in HTTPStatus}
-KINDS = {401: "authentication_error", 503: "service_unavailable"}
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """Why a request reaches no engine."""
-
-    status: int
-    code: str
-    message: str
-
-    def body(self) -> bytes:
-        kind = KINDS.get(self.status, "invalid_request_error")
-        error = {"message": self.message, "type": kind, "param": None, "code": self.code}
-        return to_json({"error": error}).encode() + b"\n"
 
 
 def error_response(

@@ -14,7 +14,7 @@ import importlib.util
 import os
 import re
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from gateway.core.events import Ending, RequestEnded, StreamPaused, StreamResumed
@@ -33,25 +33,17 @@ CONTEXT_HEADERS = re.compile(rb"\r\n(traceparent|tracestate): ([^\r]*)")
 Event = tuple[str, dict[str, Any], int]
 
 
-class SpanMaker(Protocol):
-    """What of OpenTelemetry is needed: `make` starts and ends one span."""
-
-    def make(
-        self,
-        carrier: dict[str, str],
-        name: str,
-        attributes: dict[str, Any],
-        events: list[Event],
-        times_ns: tuple[int, int],
-        problem: str | None,
-    ) -> None: ...
-
-
 class RequestSpans:
     """The requests of one child; `of_all`: also of those that never paused."""
 
-    def __init__(self, maker: SpanMaker, *, of_all: bool) -> None:
-        self._maker = maker
+    def __init__(self, provider: Any, *, of_all: bool) -> None:
+        """`provider`: of OpenTelemetry's SDK."""
+        from opentelemetry import trace
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._trace = trace
+        self._tracer = provider.get_tracer("understudy.gateway")
+        self._propagator = TraceContextTextMapPropagator()
         self._of_all = of_all
         self._events: dict[int, list[Event]] = {}
 
@@ -91,63 +83,36 @@ class RequestSpans:
             name.decode(): value.decode("latin-1")
             for name, value in CONTEXT_HEADERS.findall(http.head)
         }
-        problem = record.code or None if record.ending is Ending.BROKEN else None
-        times_ns = (now_ns - round(lasted_ms * 1e6), now_ns)
-        self._maker.make(carrier, method, attributes, events, times_ns, problem)
-
-
-class OpenTelemetry:
-    """A `SpanMaker` for a provider of the SDK."""
-
-    def __init__(self, provider: Any) -> None:
-        from opentelemetry import trace
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-        self._trace = trace
-        self._tracer = provider.get_tracer("understudy.gateway")
-        self._propagator = TraceContextTextMapPropagator()
-
-    def make(
-        self,
-        carrier: dict[str, str],
-        name: str,
-        attributes: dict[str, Any],
-        events: list[Event],
-        times_ns: tuple[int, int],
-        problem: str | None,
-    ) -> None:
         span = self._tracer.start_span(
-            name,
+            method,
             context=self._propagator.extract(carrier),
             kind=self._trace.SpanKind.SERVER,
             attributes=attributes,
-            start_time=times_ns[0],
+            start_time=now_ns - round(lasted_ms * 1e6),
         )
-        for event, seen, at_ns in events:
-            span.add_event(event, seen, timestamp=at_ns)
-        if problem is not None:
-            span.set_status(self._trace.StatusCode.ERROR, problem)
-        span.end(end_time=times_ns[1])
+        for name, seen, at_ns in events:
+            span.add_event(name, seen, timestamp=at_ns)
+        if record.ending is Ending.BROKEN and record.code:
+            span.set_status(self._trace.StatusCode.ERROR, record.code)
+        span.end(end_time=now_ns)
 
 
 def check_tracing(mode: str) -> None:
     """Raise a `UsageError` if the library is missing that `mode` needs."""
     if mode == OFF:
         return
-    if importlib.util.find_spec("opentelemetry") is None or not (
-        importlib.util.find_spec("opentelemetry.sdk")
-    ):
-        raise UsageError(
-            "gateway.no_tracing",
-            f"--tracing {mode} needs OpenTelemetry's SDK, which is not installed here: pip install"
-            " 'understudy[otel]', or leave --tracing off",
-        )
-    if _exporter() is None:
-        raise UsageError(
-            "gateway.no_tracing",
-            f"--tracing {mode} needs the exporter {_exporter_name()!r} ({EXPORTER_ENV}), which no"
-            " installed package has: pip install 'understudy[otel]', or name another one",
-        )
+    sdk = ("opentelemetry", "opentelemetry.sdk")
+    if not all(map(importlib.util.find_spec, sdk)):
+        what, instead = "OpenTelemetry's SDK", "leave --tracing off"
+    elif _exporter() is None:
+        what, instead = f"the exporter {_exporter_name()!r} ({EXPORTER_ENV})", "name another one"
+    else:
+        return
+    raise UsageError(
+        "gateway.no_tracing",
+        f"--tracing {mode} needs {what}, which is not installed here: pip install"
+        f" 'understudy[otel]', or {instead}",
+    )
 
 
 def open_spans(mode: str) -> RequestSpans | None:
@@ -168,7 +133,7 @@ def open_spans(mode: str) -> RequestSpans | None:
     resource = Resource.create({SERVICE_NAME: os.environ.get("OTEL_SERVICE_NAME", SERVICE)})
     provider = TracerProvider(resource=resource)
     provider.add_span_processor(BatchSpanProcessor(found.load()()))
-    return RequestSpans(OpenTelemetry(provider), of_all=mode == REQUESTS)
+    return RequestSpans(provider, of_all=mode == REQUESTS)
 
 
 def _exporter_name() -> str:

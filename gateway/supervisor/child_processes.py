@@ -16,11 +16,12 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from gateway import messages as msg
 from gateway.core import children as ev
 from gateway.core.children import Children, Place
+from gateway.core.events import DeathExpected, DoorSet, EngineGranted, NobodyGranted
 from gateway.messages import Distribution, GatewayTotals, ModelTotal, PoolOutcome, RequestTotal
 from plumbing.errors import UnderstudyError, explain_shortage, is_shortage
 from plumbing.gateway_protocol import Continuation
@@ -163,6 +164,7 @@ class ChildLink(Handler):
             self.process.kill()
 
 
+News: TypeAlias = EngineGranted | NobodyGranted | DeathExpected | DoorSet
 Restarted = Callable[[msg.ChildRestartedMsg | UnderstudyError], None]
 
 
@@ -196,9 +198,9 @@ class Nursery:
         self._on_beat, self._on_gone, self._on_demand = on_beat, on_gone, on_demand
         self._command = command
         self._dying: set[ChildLink] = set()  # reaped, with words that are not read yet
-        self._grants: dict[str, msg.GrantMsg] = {}  # by model; "" without a pool
-        self._nobody: dict[str, msg.NobodyMsg] = {}
-        self._door: msg.DoorMsg | msg.ModelDoorsMsg | None = None
+        self._grants: dict[str, EngineGranted] = {}  # by model; "" without a pool
+        self._nobody: dict[str, NobodyGranted] = {}
+        self._door: msg.NewsMsg | msg.ModelDoorsMsg | None = None
         self._copy: OwnedFd | None = None  # of the socket, for the next child that accepts
         self._owed: int | None = None  # a child that waits for the copy: there was no descriptor
         self._asked: list[Restarted] = []
@@ -239,25 +241,26 @@ class Nursery:
         self.service, self.address = fd, address
         self.feed(ev.SocketLent())
 
-    def granted(self, engine: str, token: int, era: str, model: str = "") -> None:
-        grant = self._grants[model] = msg.GrantMsg(engine, token, era, model)
-        self._nobody.pop(model, None)
-        self._tell_all(grant)
+    def tell(self, event: News) -> None:
+        """Tell all children, and each that starts later what still counts."""
+        news = msg.NewsMsg(event)
+        match event:
+            case EngineGranted():
+                self._grants[event.model] = event
+                self._nobody.pop(event.model, None)
+            case NobodyGranted():
+                self._nobody[event.model] = event
+            case DoorSet():
+                self._door = news
+            case DeathExpected():
+                what = f"{event.engine} (token {event.token}) is about to be killed on purpose"
+                data = {"engine_id": event.engine, "token": event.token}
+                self._log.record("gateway.death_expected", what, data=data)
+        self._tell_all(news)
 
-    def nobody(self, reason: str, model: str = "", *, is_final: bool = False) -> None:
-        nobody = self._nobody[model] = msg.NobodyMsg(reason, model, is_final)
-        self._tell_all(nobody)
-
-    def set_door(self, door: msg.DoorMsg | msg.ModelDoorsMsg) -> None:
-        self._door = door
-        self._tell_all(door)
-
-    def expect_death(self, death: msg.ExpectDeathMsg) -> None:
-        """Somebody is about to end this engine on purpose."""
-        what = f"{death.engine} (token {death.token}) is about to be killed on purpose"
-        data = {"engine_id": death.engine, "token": death.token}
-        self._log.record("gateway.death_expected", what, data=data)
-        self._tell_all(death)
+    def set_model_doors(self, doors: msg.ModelDoorsMsg) -> None:
+        self._door = doors
+        self._tell_all(doors)
 
     def restart(self, on_done: Restarted) -> None:
         """Replace the child that serves by a fresh one."""
@@ -319,9 +322,11 @@ class Nursery:
             self.feed(ev.CannotStart(number, error.errno, explain_shortage(error.errno)))
             return
         self.links[number] = link
-        for message in (*self._grants.values(), *self._nobody.values(), self._door):
-            if message is not None:
-                link.send(message)
+        news: list[News] = [*self._grants.values(), *self._nobody.values()]
+        for event in news:
+            link.send(msg.NewsMsg(event))
+        if self._door is not None:
+            link.send(self._door)
         self.feed(ev.ChildStarted(number, link.pid))
 
     def _lend(self, number: int) -> None:

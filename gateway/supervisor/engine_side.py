@@ -11,7 +11,8 @@ from collections import Counter
 
 from gateway import messages as msg
 from gateway.core import sleep as ev
-from gateway.core.sleep import GatewayDoor, RestPolicy, RestRules
+from gateway.core.events import DoorSet, GatewayDoor
+from gateway.core.sleep import RestPolicy, RestRules
 from gateway.supervisor.child_processes import ChildLink, Nursery
 from plumbing.errors import UnderstudyError
 from plumbing.pod.messages import GOAL_CATALOGUE, EngineReportMsg, SetGoalMsg, Tier
@@ -173,11 +174,10 @@ class GatewayEngineSide(Handler):
         for effect in self.core.handle(event, self._clock.now_ms()):
             self._perform(effect)
 
-    def _perform(self, effect: ev.RestEffect) -> None:
+    def _perform(self, effect: ev.RestEffect | DoorSet) -> None:
         match effect:
-            case ev.SetDoor():
-                fields = (effect.number, effect.token, effect.door, effect.does_open, effect.reason)
-                self._nursery.set_door(msg.DoorMsg(*fields))
+            case DoorSet():
+                self._nursery.tell(effect)
             case ev.SendGoal():
                 self.goals[effect.goal] += 1
                 self._ask(SetGoalMsg(effect.goal, BY))

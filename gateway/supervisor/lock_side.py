@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from gateway.core.events import EngineGranted, NobodyGranted
 from gateway.supervisor.child_processes import Nursery
 from lockserver.client import Borrower, BorrowerCallbacks
 from plumbing.errors import UnderstudyError
@@ -95,7 +96,7 @@ class GatewayLockSide:
             message = f"requests go to {engine}, token {token}"
             self._log.record("gateway.engine", message, data=data)
         self.idle, self.is_final = None, False
-        self._nursery.granted(engine, token, era)
+        self._nursery.tell(EngineGranted(engine, token, era))
         self._on_granted(engine, token)
 
     def _model_granted(self, model: str, engine: str, token: int, era: str) -> None:
@@ -108,12 +109,12 @@ class GatewayLockSide:
             message = f"{engine} stands for {model}, token {token}"
             self._log.record("gateway.engine", message, data=data)
         self.is_final = False
-        self._nursery.granted(engine, token, era, model)
+        self._nursery.tell(EngineGranted(engine, token, era, model))
 
     def _model_idle(self, model: str, reason: str, is_final: bool) -> None:
         self._heard()
         self.is_final = is_final
-        self._nursery.nobody(reason, model, is_final=is_final)
+        self._nursery.tell(NobodyGranted(reason, model, is_final))
 
     def _is_idle(self, reason: str, is_final: bool) -> None:
         self._heard()
@@ -122,7 +123,7 @@ class GatewayLockSide:
             message = f"no engine is known to serve: {reason}"
             self._log.record("gateway.no_engine", message, "info" if is_final else "warning")
         self.idle, self.is_final = reason, is_final
-        self._nursery.nobody(reason, is_final=is_final)
+        self._nursery.tell(NobodyGranted(reason, is_final=is_final))
 
     def _heard(self) -> None:
         """The server takes this gateway: a connection alone may be refused, and again and again."""

@@ -101,7 +101,7 @@ class GatewayPoolSide:
         for model in self.models:
             said = doors.models.get(model) or _unknown(model)
             self._set(model, said)
-        self._nursery.set_door(msg.ModelDoorsMsg(self.said))
+        self._nursery.set_model_doors(msg.ModelDoorsMsg(self.said))
         strangers = frozenset(doors.models) - frozenset(self.models)
         if strangers - self._strangers:
             names = ", ".join(sorted(strangers))

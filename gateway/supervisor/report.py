@@ -20,7 +20,6 @@ from prometheus_client.registry import Collector
 
 from gateway.core.children import Place
 from gateway.core.events import Ending
-from gateway.core.sleep import GatewayDoor
 from gateway.messages import (
     ADDED_BUCKETS_S,
     LIMITS,
@@ -170,7 +169,7 @@ def gauges(gateway: GatewayParts) -> dict[str, float]:
         "ready": ready(gateway).ok,
         "spare_ready": gateway.nursery.core.spare is not None,
         "lock_server_connected": gateway.lock.is_served,
-        "engine_resting": gateway.engine.core.door.door is GatewayDoor.SHUT,
+        "engine_resting": gateway.engine.core.door.is_shut,
     }
 
 
@@ -218,7 +217,7 @@ def ready(gateway: GatewayParts) -> Probe:
         return Probe(False, "no_engine", {"why": lock.idle or "no engine was active yet"})
     details = {"engine": lock.grant.engine, "token": lock.grant.token}
     door = gateway.engine.core.door
-    if lock.idle is None and door.door is GatewayDoor.SHUT:
+    if lock.idle is None and door.is_shut:
         return Probe(door.does_open, "resting", {**details, "why": door.reason})
     if lock.idle is None:
         return Probe(True, "engine_active", details)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import ssl
 from dataclasses import dataclass
 
 from gateway.core.events import QUEUE_MAX
 from gateway.core.sleep import RestRules
 from gateway.messages import ConfigureGatewayMsg
+from gateway.server.files import open_api_keys, open_certificate
 from gateway.server.tracing import MODES, OFF, check_tracing
 from gateway.supervisor.pool_config import LaneSettings, read_lanes
 from plumbing.errors import UsageError
@@ -168,10 +168,9 @@ def settle(config: Resolved) -> GatewaySettings:
     directory = runtime_dir(config["dir"])
     cert, key = (_absolute(config[name]) for name in ("tls_cert", "tls_key"))
     keys = _absolute(config["api_keys"])
-    check_tls(cert, key)
+    open_certificate(cert, key)
+    open_api_keys(keys)
     check_tracing(config["tracing"])
-    if keys:
-        check_keys(keys)
     pool = _lanes(config)
     return GatewaySettings(
         directory=directory,
@@ -215,51 +214,6 @@ def _lanes(config: Resolved) -> LaneSettings:
             " file",
         )
     return read_lanes(config["pool"])
-
-
-def check_tls(cert: str, key: str) -> None:
-    """Raise a `UsageError` unless both are "", or a certificate and its private key."""
-    if not cert and not key:
-        return
-    if not cert or not key:
-        missing, given = ("--tls-key", "--tls-cert") if cert else ("--tls-cert", "--tls-key")
-        raise UsageError("gateway.bad_tls", f"{given} requires {missing}")
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=_no_password)
-    except ssl.SSLError as error:
-        raise UsageError(
-            "gateway.bad_tls",
-            f"{cert} (--tls-cert) and {key} (--tls-key) are not a PEM certificate and its private"
-            f" key: {error.reason or error}",
-        ) from error
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else str(error)
-        raise UsageError("gateway.bad_tls", f"cannot read {cert} or {key}: {why}") from error
-
-
-def check_keys(path: str) -> None:
-    """Raise a `UsageError` unless the file at `path` has a key.
-
-    Keys are secrets, so no message quotes what is in the file.
-    """
-    try:
-        with open(path, encoding="utf-8") as stream:
-            has_key = any(line.strip() for line in stream)
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise UsageError(
-            "gateway.bad_api_keys", f"cannot read {path} (--api-keys): {why}"
-        ) from error
-    if not has_key:
-        raise UsageError(
-            "gateway.bad_api_keys",
-            f"{path} (--api-keys) has no key, so no request could be answered; write one per line",
-        )
-
-
-def _no_password() -> str:
-    """Instead of asking at the terminal for the password of an encrypted key."""
-    raise ValueError("the key is encrypted; decrypt it first (openssl pkey)")
 
 
 def _absolute(path: str | None) -> str:

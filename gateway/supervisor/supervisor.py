@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 from gateway import messages as msg
 from gateway.core.children import StopAsked
+from gateway.core.events import DeathExpected
 from gateway.supervisor import report
 from gateway.supervisor.child_processes import COMMAND, ChildLink, Nursery
 from gateway.supervisor.engine_side import GatewayEngineSide
@@ -233,7 +234,8 @@ class GatewayControl(Handler):
             case msg.RestartChildMsg():
                 self._restart(conn, request_id)
             case msg.ExpectDeathMsg():
-                self._gateway.nursery.expect_death(message)
+                death = DeathExpected(message.engine, message.token, message.model)
+                self._gateway.nursery.tell(death)
                 conn.send(message, request_id)
             case _:
                 raise ProtocolError(

@@ -13,8 +13,10 @@ import sys
 import time
 
 from gateway import messages as msg
+from gateway.core import events as ev
 from gateway.core.events import Ending
-from gateway.server.main import Parent, run
+from gateway.server.client_listener import Parent
+from gateway.server.main import run
 from plumbing.errors import UsageError
 from plumbing.gateway_protocol import Continuation
 from plumbing.wire.fds import OwnedFd
@@ -78,23 +80,25 @@ class StubDoors:
         finally:
             writer.close()
 
-    def granted(self, engine: str, token: int, era: str, model: str = "") -> None:
-        self._upstream = msg.UpstreamState(
-            engine, token, is_connected=True, continuation=Continuation.EXACT
-        )
-        self._parent.happened(msg.GatewayEventMsg("gateway.stub", f"granted {engine} {token}"))
-
-    def nobody(self, reason: str, model: str = "", *, is_final: bool = False) -> None:
-        self._upstream = None
+    def told(self, event: ev.GatewayEvent) -> None:
+        match event:
+            case ev.EngineGranted(engine, token):
+                self._upstream = msg.UpstreamState(
+                    engine, token, is_connected=True, continuation=Continuation.EXACT
+                )
+                self._parent.happened(
+                    msg.GatewayEventMsg("gateway.stub", f"granted {engine} {token}")
+                )
+            case ev.NobodyGranted():
+                self._upstream = None
+            case ev.DoorSet():
+                self._door = event.number
 
     def set_model_doors(self, doors: msg.ModelDoorsMsg) -> None:
         pass
 
     def demand(self) -> msg.ModelDemandMsg | None:
         return None
-
-    def set_door(self, door: msg.DoorMsg) -> None:
-        self._door = door.number
 
     async def stop(self, budget_ms: float) -> None:
         self._close()

@@ -266,19 +266,6 @@ def test_the_last_doors_hold_without_the_pool_and_for_a_fresh_child():
     run(scenario)
 
 
-def test_without_a_pool_from_the_start_only_engines_that_accept_are_asked():
-    async def scenario(made: World) -> None:
-        client, document = await made.ask("chat")
-        check(await client.answer(), document)
-        waiting, asked = await made.ask("coder")
-        await made.has_waiting("coder")
-        await made.models["coder"].awake()
-        check(await waiting.answer(), asked)
-        assert made.models["coder"].http.requests[0].journal is None
-
-    run(scenario, has_pool=False)
-
-
 @pytest.mark.parametrize(
     ("text", "flags", "code"),
     [

@@ -11,7 +11,6 @@ import json
 import signal
 import subprocess
 import sys
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -145,35 +144,6 @@ def test_an_idle_engine_rests_and_a_request_wakes_it(
     engine.reaches("resting")
 
 
-def test_requests_live_through_rests_that_they_do_not_know_of(
-    waking: GatewayProcess, engines: Engines, pool: ThreadPoolExecutor
-):
-    """Goal: none is refused, lost or wrong. Method: requests without pause, while somebody else
-    lets the engine rest again and again."""
-    waking.start()
-    engine = engines.active()
-    is_over = threading.Event()
-
-    def ask(client: int) -> int:
-        count = 0
-        while not is_over.is_set():
-            status, answer, _ = post(waking.port, f"{client} {count}")
-            assert (status, len(answer["choices"])) == (200, 1)
-            count += 1
-        return count
-
-    asking = [pool.submit(ask, client) for client in range(3)]
-    try:
-        for _ in range(10):
-            seen = waking.status()["rest"]["wakes_total"]
-            engine.shall(Tier.WARM)
-            until(lambda seen=seen: waking.status()["rest"]["wakes_total"] > seen, "a wake")
-            engine.reaches("active")
-    finally:
-        is_over.set()
-    assert all(each.result() > 0 for each in asking)
-
-
 def test_a_gateway_that_starts_while_the_engine_rests_wakes_it_for_a_request(
     waking: GatewayProcess, engines: Engines, lock_server: LockServer
 ):
@@ -189,55 +159,6 @@ def test_a_gateway_that_starts_while_the_engine_rests_wakes_it_for_a_request(
         engine.reaches("active")
     finally:
         lock_server.start()
-
-
-def test_a_fresh_child_knows_that_the_engine_rests(
-    waking: GatewayProcess, engines: Engines, pool: ThreadPoolExecutor
-):
-    """Goal: a request in a child that finishes wakes the engine too. Method: a request waits in the
-    old child, and another one in the fresh one."""
-    waking.start()
-    engine = engines.resting()
-    with engine.kept_from("waking"):
-        first = pool.submit(post, waking.port)
-        waits(waking)
-        old = waking.child()
-        waking.process.send_signal(signal.SIGHUP)
-        until(lambda: waking.child() != old, "the fresh child to accept")
-        second = pool.submit(post, waking.port)
-        waits(waking, 2)
-    assert who(first) == who(second) == "engine-0"
-
-
-@pytest.mark.parametrize("state", ["resting", "waking"])
-def test_an_engine_that_dies_while_it_rests_or_wakes_is_followed_by_the_next(
-    waking: GatewayProcess, engines: Engines, pool: ThreadPoolExecutor, state: str
-):
-    """Goal: who waits is answered by the standby, which wakes at its grant."""
-    waking.start()
-    engine = engines.resting()
-    other = engines.start("engine-1")
-    other.reaches("standby")
-    with engine.kept_from("waking" if state == "resting" else "active"):
-        reply = pool.submit(post, waking.port)
-        until(lambda: engine.shall().goal is Tier.AWAKE, "the goal")
-        engine.reaches(state)
-        engine.kill()
-    assert who(reply) == "engine-1"
-
-
-def test_a_standby_that_is_to_rest_is_woken_when_a_request_waits(
-    waking: GatewayProcess, engines: Engines
-):
-    """Method: both are told to rest, as the command does; the one that holds the lock dies."""
-    waking.start()
-    engine = engines.resting()
-    other = engines.start("engine-1")
-    other.reaches("standby")
-    other.shall(Tier.WARM)
-    engine.kill()
-    other.reaches("resting")
-    assert post(waking.port)[2]["X-Understudy-Engine"] == "engine-1"
 
 
 def test_with_manual_wakes_a_request_is_told_how_to_wake_the_engine(

@@ -149,19 +149,6 @@ def test_partial_and_oversized_maps_are_refused():
     call("MemRelease", handle)
 
 
-def test_less_than_all_can_be_mapped_where_told(monkeypatch: pytest.MonkeyPatch):
-    """STANDIN_PARTIAL_MAPS: from the start, whole granules; more than all stays refused."""
-    monkeypatch.setenv("STANDIN_PARTIAL_MAPS", "1")
-    handle, at = create(2 * STEP), reserve(4 * STEP)
-    for offset, size in ((STEP, STEP), (0, 3 * STEP), (0, STEP // 2), (0, 0)):
-        assert code("MemMap", at, size, offset, handle, 0) == INVALID
-    assert code("MemMap", at, STEP, 0, handle, 0) == OK
-    call("MemSetAccess", at, STEP, access(WRITE), 1)
-    call("MemUnmap", at, STEP)
-    call("MemAddressFree", at, 4 * STEP)
-    call("MemRelease", handle)
-
-
 def test_maps_outside_a_reservation_are_refused():
     """Beyond its end, across its end, and where nothing was reserved."""
     handle, at = create(2 * STEP), reserve(2 * STEP)
@@ -264,27 +251,6 @@ def test_illegal_access_ends_the_process(fault: str):
 # -- failing on purpose
 
 
-def test_nth_call_fails_as_told(monkeypatch: pytest.MonkeyPatch):
-    """STANDIN_FAIL: the third creation only, and every release from the second on."""
-    monkeypatch.setenv("STANDIN_FAIL", "cuMemCreate:3:999,cuMemRelease:2+:214")
-    made = [api.cuMemCreate(STEP, prop(), 0) for _ in range(4)]
-    assert [error.name for error, _ in made] == [OK, OK, "CUDA_ERROR_UNKNOWN", OK]
-    handles = [handle for error, handle in made if error.name == OK]
-    released = [code("MemRelease", handle) for handle in handles]
-    assert released == [OK, *["CUDA_ERROR_ECC_UNCORRECTABLE"] * 2]
-    monkeypatch.delenv("STANDIN_FAIL")
-    for handle in handles[1:]:
-        call("MemRelease", handle)
-
-
-def test_memory_calls_need_a_context_where_told(monkeypatch: pytest.MonkeyPatch):
-    """STANDIN_NEEDS_CONTEXT: refused until the primary context is current on this thread."""
-    monkeypatch.setenv("STANDIN_NEEDS_CONTEXT", "1")
-    assert code("MemCreate", STEP, prop(), 0) == "CUDA_ERROR_INVALID_CONTEXT"
-    call("CtxSetCurrent", call("DevicePrimaryCtxRetain", 0))
-    call("MemRelease", create())
-
-
 # -- how much there is
 
 
@@ -381,11 +347,6 @@ def seen(devices: list[str], visible: str | None, **settings: object) -> list[st
 def test_visible_devices_are_as_cuda_reads_them(visible: str | None, expected: list[str]):
     """Indices count in CUDA's order; UUIDs may be cut short while they are unique."""
     assert seen(PLAIN, visible) == expected
-
-
-def test_order_of_devices_can_be_told():
-    """STANDIN_CUDA_ORDER, and CUDA_DEVICE_ORDER=PCI_BUS_ID, which is NVML's order."""
-    assert seen(PLAIN, "0", CUDA_ORDER="1,2,0") == ["cccccc11"]
 
 
 def test_process_sees_one_mig_instance_at_most():

@@ -78,39 +78,6 @@ class Bench:
         return self
 
 
-def test_the_second_child_starts_once_the_first_is_ready_and_only_then_serves():
-    """Goal: the fastest first answer; method: the socket comes before the first child is ready."""
-    bench = Bench()
-    bench.wait(0)
-    bench.feed(ev.SocketLent())
-    assert bench.places() == {1: "starting"}
-    bench.feed(ev.ChildReady(1))
-    assert bench.places() == {1: "serving", 2: "starting"}
-    bench.feed(ev.ChildReady(2))
-    assert bench.places() == {1: "serving", 2: "spare"}
-    assert [each.child for each in bench.of(ev.LetAccept)] == [1]
-
-
-def test_without_a_socket_both_wait_and_a_new_socket_goes_to_the_one_that_serves():
-    """Goal: no accept without a socket; method: it comes late, then another in its place."""
-    bench = Bench()
-    bench.wait(0)
-    bench.feed(ev.ChildReady(1))
-    bench.feed(ev.ChildReady(2))
-    assert bench.places() == {1: "spare", 2: "spare"}
-    bench.feed(ev.SocketLent())
-    bench.feed(ev.SocketLent())
-    assert [each.child for each in bench.of(ev.LetAccept)] == [1, 1]
-
-
-def test_the_spare_accepts_at_once_when_the_one_that_serves_ends():
-    """Goal: the shortest gap; method: SIGKILL."""
-    bench = Bench().served()
-    found = bench.feed(ev.ChildEnded(1, KILL))
-    assert [type(each) for each in found] == [ev.Told, ev.LetAccept, ev.StartChild]
-    assert bench.places() == {2: "serving", 3: "starting"}
-
-
 @pytest.mark.parametrize("why", ["stopped", ""])
 def test_a_silent_child_is_killed_and_the_spare_accepts_before_it_is_reaped(why: str):
     """Goal: a hang is as short as a death; method: the limit of silence, and one more."""
@@ -135,31 +102,6 @@ def test_a_child_may_take_longer_to_start_than_to_answer():
     assert bench.places() == {1: "starting"}
     bench.feed(ev.ChildSilent(1, START_MS + 1))
     assert bench.places() == {1: "killed", 2: "starting"}
-
-
-def test_a_child_that_dies_at_its_start_again_and_again_ends_the_gateway():
-    """Goal: a reason instead of a loop; method: five deaths with back-off, then the exit code."""
-    bench = Bench()
-    bench.wait(0)
-    for number in range(1, DEATHS_MAX + 1):
-        assert not bench.of(ev.EndGateway)
-        bench.feed(ev.ChildEnded(number, 7, "the certificate is bad"))
-        bench.wait(BACKOFF_MS_MAX)
-    assert bench.of(ev.EndGateway)[0].exit_code == GivenUpError.exit_code
-    assert bench.told()[-1].endswith(
-        "ended with code 7: the certificate is bad; giving up after 5 attempts in a row"
-    )
-
-
-def test_bad_settings_end_the_gateway_at_once():
-    """Goal: a usage error does not fix itself; method: exit code 2 before the first beat."""
-    bench = Bench()
-    bench.wait(0)
-    bench.feed(ev.ChildEnded(1, 2, "no such file"))
-    assert bench.of(ev.EndGateway)[0].exit_code == 2
-    assert bench.told() == [
-        "pid 101, which was starting, ended with code 2: no such file; giving up"
-    ]
 
 
 def test_a_program_that_cannot_run_ends_the_gateway_and_a_shortage_does_not():
@@ -213,17 +155,6 @@ def test_restart_keeps_the_old_spare_until_the_fresh_child_accepts():
     assert bench.told() == ["pid 101, which finished its streams, ended with code 0"]
 
 
-def test_restart_whose_fresh_child_fails_leaves_the_old_one_serving():
-    """Goal: a bad certificate on disk is found before anything is given up; method: exit code 2."""
-    bench = Bench().served()
-    bench.feed(ev.RestartAsked())
-    bench.feed(ev.ChildEnded(3, 2, "the certificate is bad"))
-    (refused,) = bench.of(ev.RestartRefused)
-    assert refused.code == "gateway.restart_failed"
-    assert refused.reason.endswith("the certificate is bad; pid 101 serves on")
-    assert bench.places() == {1: "serving", 2: "spare"}
-
-
 def test_too_many_restarts_are_refused_and_a_child_that_never_finishes_is_killed():
     """Goal: no pile of old children; method: restarts while all have streams that last."""
     bench = Bench().served()
@@ -238,19 +169,6 @@ def test_too_many_restarts_are_refused_and_a_child_that_never_finishes_is_killed
     assert "pid 101, pid 103 still finish" in bench.of(ev.RestartRefused)[0].reason
     bench.wait(RETIRE_MS + STOP_MARGIN_MS + 1)
     assert bench.places()[1] == bench.places()[3] == "killed"
-
-
-def test_stop_ends_spares_at_once_and_waits_for_streams_within_the_budget():
-    """Goal: exit 0 with all streams whole, or at the deadline; method: both."""
-    bench = Bench().served()
-    bench.feed(ev.StopAsked(30_000))
-    assert bench.places() == {1: "retiring", 2: "killed"}
-    assert [each.budget_ms for each in bench.of(ev.LetFinish)] == [30_000]
-    bench.feed(ev.ChildEnded(2, KILL))
-    bench.wait(29_000)
-    assert not bench.of(ev.EndGateway)
-    bench.feed(ev.ChildEnded(1, 0))
-    assert bench.of(ev.EndGateway) == [ev.EndGateway(0)]
 
 
 def test_stop_kills_what_is_late_and_does_not_wait_for_what_cannot_be_reaped():
@@ -272,38 +190,6 @@ def test_a_second_stop_kills_at_once_and_a_restart_is_refused_meanwhile():
     assert bench.of(ev.RestartRefused)[0].code == "gateway.stopping"
     bench.feed(ev.StopAsked(30_000))
     assert set(bench.places().values()) == {"killed"}
-
-
-def test_stop_answers_a_restart_that_is_under_way():
-    """Goal: nobody waits for ever; method: SIGTERM between the request and the fresh child."""
-    bench = Bench().served()
-    bench.feed(ev.RestartAsked())
-    bench.feed(ev.StopAsked(0))
-    assert bench.of(ev.RestartRefused)[0].code == "gateway.stopping"
-
-
-def test_a_retiring_child_that_dies_loses_streams_and_counts_no_death():
-    """Goal: it has its successor; method: it crashes while it finishes."""
-    bench = Bench().served()
-    bench.feed(ev.RestartAsked())
-    bench.feed(ev.ChildReady(3))
-    before = bench.core.restarts.deaths_total
-    bench.feed(ev.ChildEnded(1, 70, "3 requests in flight are lost"))
-    assert bench.core.restarts.deaths_total == before
-    last = bench.of(ev.Told)[-1]
-    assert (last.severity, last.message[-39:]) == (
-        "warning",
-        "with code 70: 3 requests in flight are lost"[-39:],
-    )
-
-
-def test_what_is_said_of_a_child_that_has_ended_is_ignored():
-    """Goal: late messages harm nothing; method: each event about an unknown child."""
-    bench = Bench().served()
-    before = bench.places()
-    for event in (ev.ChildReady(9), ev.ChildSilent(9, 1e9), ev.ChildEnded(9, 1)):
-        assert bench.feed(event) == []
-    assert bench.places() == before
 
 
 def test_no_other_move_is_possible_and_no_other_event_known():

@@ -129,32 +129,3 @@ def test_stream_whose_client_leaves_is_cancelled_everywhere():
             assert client.ending.ending is ev.Ending.CLIENT_GONE
         else:
             client.check_whole()  # merged into fewer groups than the cut
-
-
-def test_stream_of_hours_is_whole_across_a_handover_and_a_death():
-    """Goal: no rule ends a stream for its length. Method: an output every 20 s, longer than a new
-    request waits, for many times the deadline of parked streams; replays are as fast as ever."""
-    pod = Pod(1, step_ms=20_000.0)
-
-    def pace(upstream: Upstream) -> None:
-        pod.step_ms = 1.0 if upstream.client.number in pod.resuming else 20_000.0
-
-    pod.on_group = pace
-    pod.grant()
-    client = pod.ask(max_tokens=800)
-    hour_ms = 3_600_000.0
-    assert hour_ms > 3 * ev.GatewayRules().park_timeout_ms
-
-    def hand_over() -> None:
-        (upstream,) = pod.upstreams.values()
-        pod.is_alive = False
-        pod.break_off(upstream, ev.BreakCause.HANDED_OVER)
-        pod.at(60.0, pod.grant)
-
-    pod.at(hour_ms / 2, hand_over)
-    pod.at(hour_ms, pod.kill)
-    pod.run()
-    client.check_whole()
-    assert client.ended_ms > hour_ms
-    assert [each.engine for each in client.resumed] == ["e2", "e3"]
-    assert client.ending.paused_ms < hour_ms

@@ -50,27 +50,6 @@ def test_nothing_is_left_out_and_the_slowest_child_decides(children, doors):
     assert whole["b"] == ModelDemand()
 
 
-def test_the_youngest_child_knows_what_was_asked_last():
-    demands = ChildDemands("a")
-    demands.said(1, {"a": ModelDemand(last_request_ms=5.0, keep_alive_ms=1.0)})
-    demands.said(2, {"a": ModelDemand(last_request_ms=9.0)})
-    found = demands.whole()["a"]
-    assert (found.last_request_ms, found.keep_alive_ms) == (9.0, None)
-
-
-def test_a_child_that_is_gone_has_nothing_and_holds_no_door():
-    demands = ChildDemands("a")
-    demands.tell("a", 4)
-    told = demands.tell("a", 5)
-    demands.said(1, {"a": ModelDemand(in_flight=3, door=told - 1)})
-    demands.said(2, {"a": ModelDemand(door=told)})
-    assert demands.whole()["a"] == ModelDemand(in_flight=3, door=0)
-    demands.gone(1)
-    assert demands.whole()["a"] == ModelDemand(door=5)
-    demands.gone(2)
-    assert demands.whole()["a"] == ModelDemand(door=5)
-
-
 def test_a_door_of_another_pool_is_not_obeyed_since_its_number_is_the_same():
     """The pool has lost its state and counts from the beginning."""
     demands = ChildDemands("a")

@@ -5,25 +5,14 @@ from __future__ import annotations
 import pytest
 
 from gateway.core import events as ev
+from gateway.core.events import LaneDoorSet, LaneRules
+from gateway.core.lanes import Lanes
 from plumbing.gateway_protocol import Continuation
-from pool.core.events import OpenDoor, TicketKind
-from tests.gateway.core.lanes_pod import CUT, FINISH, PARK, LanesPod, error, refused, switching
+from pool.core.events import OpenDoor, Running, ShutDoor, TicketKind
+from pool.core.states import PooledRules
+from tests.gateway.core.lanes_pod import FINISH, PARK, LanesPod, error, refused, switching
 
 # ------------------------------------------------------------------ turns
-
-
-def test_a_request_waits_for_its_model_and_no_other():
-    pod = switching()
-    here, there = pod.ask(model="a"), pod.ask(model="b")
-    pod.run(400.0)
-    here.check_whole()
-    assert there.asked == []
-    (ticket,) = pod.demand("b").tickets
-    assert (ticket.id, ticket.kind, ticket.since_ms) == (2, TicketKind.NEW, 0.0)
-    pod.switch("a", "b")
-    pod.run()
-    there.check_whole()
-    assert pod.demand("b").tickets == ()
 
 
 def test_streams_are_parked_and_go_on_in_the_next_turn():
@@ -44,29 +33,6 @@ def test_streams_are_parked_and_go_on_in_the_next_turn():
     assert max(resumed) <= later.asked[0][0]
     causes = {each.cause for each in pod.records if isinstance(each, ev.StreamPaused)}
     assert causes == {ev.BreakCause.YIELDED}
-
-
-def test_the_pool_is_told_when_the_last_parked_stream_has_its_next_token():
-    """Goal: a turn counts from then. Method: what the gateway says from the turn's begin on."""
-    pod = switching()
-    streams = [pod.ask(max_tokens=200, model="a") for _ in range(3)]
-    pod.at(100.0, lambda: pod.switch("a", "b"))
-    pod.run(1_000.0)
-    told = []
-
-    def listen():
-        demand = pod.demand()
-        parked = sum(each.kind is TicketKind.PARKED for each in demand.tickets)
-        told.append(demand.resuming + parked)
-
-    pod.on_demand = listen
-    pod.switch("b", "a")
-    pod.run()
-    assert told[0] == 3
-    assert told[-1] == 0
-    assert sorted(told, reverse=True) == told
-    for each in streams:
-        each.check_whole()
 
 
 def test_a_parked_stream_waits_for_room_that_a_lease_has_and_a_new_request_does_not():
@@ -95,7 +61,7 @@ def test_a_parked_stream_goes_on_after_any_number_of_turns():
     pod.run()
     client.check_whole()
     assert client.ending.pauses >= 4
-    assert pod.gateway.totals.suspects == 0
+    assert not any(isinstance(each, ev.SuspectFound) for each in pod.records)
 
 
 def test_an_unanswered_request_waits_again_once_and_then_for_its_answer():
@@ -112,14 +78,6 @@ def test_an_unanswered_request_waits_again_once_and_then_for_its_answer():
     pod.switch("a", "b")
     pod.run()
     assert (client.outcome, len(client.asked)) == ("whole", 2)
-
-
-def test_a_short_answer_finishes_behind_the_shut_door():
-    pod = switching()
-    client = pod.ask(max_tokens=10, model="a", is_stream=False)
-    pod.at(20.0, lambda: pod.switch("a", "b", park_ms=200.0))
-    pod.run()
-    assert (client.outcome, len(client.asked)) == ("whole", 1)
 
 
 def test_a_stream_that_begins_behind_the_door_is_parked_at_once():
@@ -156,16 +114,6 @@ def test_what_cannot_yield_is_cut_at_last():
     pod.run(900.0)
     assert error(pod, again) == "pool.cut"
     assert pod.models["b"].is_awake
-
-
-def test_an_answer_that_is_passed_on_is_cut_with_a_marked_error():
-    pod = switching()
-    pod.continuation = Continuation.NONE
-    client = pod.ask(max_tokens=200, model="a")
-    pod.run(20.0)
-    pod.set_door("a", CUT)
-    assert (client.outcome, client.ending.code) == ("aborted", "pool.cut")
-    assert [each["error"]["code"] for each in client.answer.errors] == ["pool.cut"]
 
 
 def test_a_failover_needs_no_pool():
@@ -221,3 +169,192 @@ def test_the_pools_word_is_enough_where_the_lock_server_is_not_heard():
     client = pod.ask(model="a")
     pod.run()
     client.check_whole()
+
+
+# ------------------------------------------------------------------ order, limits, deadlines
+
+
+def test_in_flight_is_limited_and_the_rest_waits_in_order():
+    rules = LaneRules(max_in_flight=2, starve_after_ms=1_000.0, client_priority=-1)
+    pod = switching(lane_rules=rules)
+    clients = [
+        pod.ask(model="a", is_stream=False, priority=priority) for priority in (0, 0, 5, 0, -1)
+    ]
+    assert pod.demand().in_flight == 0  # not greeted yet
+    pod.run(10.0)
+    assert pod.demand().in_flight == 2
+    pod.run()
+    assert len(clients) == 5
+    assert [client.number for client, _ in pod.asks] == [5, 1, 2, 4, 3]
+
+
+def test_settings_that_an_operator_changes_count_for_requests_that_name_none():
+    """Method: the same door again, with other settings: nothing else changes."""
+    pod = switching(lane_rules=LaneRules(max_in_flight=1, priority=4))
+    pod.run(10.0)
+    first, second = pod.ask(max_tokens=60, model="a"), pod.ask(max_tokens=60, model="a")
+    pod.ask(model="b"), pod.ask(model="b", priority=6)
+    assert [ticket.priority for ticket in pod.demand("b").tickets] == [4, 6]
+    assert (pod.demand().in_flight, len(pod.demand().tickets)) == (1, 1)
+    for name in ("a", "b"):
+        model = pod.models[name]
+        rules = PooledRules(priority=-2, keep_alive_ms=5.0, starve_after_ms=7.0, max_in_flight=2)
+        pod.handle(LaneDoorSet(name, model.number, model.door, rules))
+    assert (pod.demand().in_flight, len(pod.demand().tickets)) == (2, 0)
+    pod.ask(model="b")
+    assert [ticket.priority for ticket in pod.demand("b").tickets] == [4, 6, -2]
+    changed = pod.gateway.by_model["b"].lane_rules
+    assert (changed.keep_alive_ms, changed.starve_after_ms) == (5.0, 7.0)
+    pod.run(5_000.0)
+    first.check_whole()
+    second.check_whole()
+
+
+@pytest.mark.parametrize(
+    ("rules", "wanted", "found"),
+    [
+        (LaneRules(priority=4), -1000, 4),
+        (LaneRules(priority=4), 0, 4),
+        (LaneRules(priority=4), None, 4),
+        (LaneRules(priority=4), 9, 9),
+        (LaneRules(priority=4, client_priority=-3), -1000, -3),
+        (LaneRules(priority=4, client_priority=-3), -2, -2),
+        (LaneRules(priority=4, client_priority=-3), None, 4),
+        (LaneRules(priority=4, client_priority=8), 0, 4),
+    ],
+)
+def test_a_client_makes_its_request_as_urgent_as_the_pool_file_allows(rules, wanted, found):
+    pod = switching(lane_rules=rules)
+    pod.ask(model="b", priority=wanted)
+    assert [ticket.priority for ticket in pod.demand("b").tickets] == [found]
+
+
+def test_a_request_that_is_much_older_is_sooner_than_one_of_better_priority():
+    pod = switching(lane_rules=LaneRules(max_in_flight=1, starve_after_ms=100.0))
+    pod.ask(max_tokens=60, model="a", is_stream=False)  # 300 ms
+    pod.run(5.0)
+    old = pod.ask(max_tokens=2, model="a", is_stream=False, priority=1)
+    pod.run(150.0)
+    new = pod.ask(max_tokens=2, model="a", is_stream=False)
+    pod.run()
+    assert old.asked[0][0] < new.asked[0][0]
+
+
+def test_a_full_queue_refuses_and_parked_streams_do_not_fill_it():
+    pod = switching(lane_rules=LaneRules(queue_max=2), queue_max=3)
+    for _ in range(4):
+        pod.ask(max_tokens=60, model="a")
+    pod.at(50.0, lambda: pod.set_door("a", PARK))
+    pod.run(100.0)
+    of_a = [pod.ask(model="a") for _ in range(3)]
+    of_b = [pod.ask(model="b") for _ in range(2)]
+    assert [each.outcome for each in (*of_a, *of_b)] == ["", "", "error", "", "error"]
+    assert (error(pod, of_a[2]), of_a[2].status) == ("pool.queue_full", 429)
+    assert error(pod, of_b[1]) == "pool.queue_full"
+    pod.leave(of_a[0])
+    assert pod.ask(model="b").outcome == ""
+
+
+@pytest.mark.parametrize("wait_ms", [20_000.0, float("inf")])
+def test_a_request_whose_deadline_has_passed_is_refused(wait_ms):
+    pod = switching(lane_rules=LaneRules(wait_ms=60_000.0))
+    client = pod.ask(model="b", wait_ms=wait_ms)
+    limit_ms = min(wait_ms, 60_000.0)
+    (ticket,) = pod.demand("b").tickets
+    assert ticket.deadline_ms == limit_ms
+    pod.run(limit_ms - 1.0)
+    assert client.outcome == ""
+    pod.run(limit_ms + 50.0)
+    assert (error(pod, client), client.status) == ("pool.not_awake", 503)
+
+
+def test_a_request_that_cannot_be_in_time_is_refused_at_once():
+    pod = switching()
+    pod.set_door("b", ShutDoor(Running.FINISH, 30_000.0, "it is loaded"))
+    assert error(pod, pod.ask(model="b", wait_ms=20_000.0)) == "pool.not_awake"
+    late = pod.ask(model="b", wait_ms=40_000.0)
+    assert late.outcome == ""
+    pod.run(5_000.0)
+    pod.set_door("b", ShutDoor(Running.FINISH, 60_000.0, "it is loaded again"))
+    assert error(pod, late) == "pool.not_awake"
+
+
+@pytest.mark.parametrize(
+    ("code", "retry", "status"),
+    [("pool.failed", None, 503), ("pool.no_room", 5, 503), ("model_not_found", None, 404)],
+)
+def test_a_refused_door_refuses_those_that_wait_too(code, retry, status):
+    pod = switching()
+    waiting = pod.ask(model="b")
+    pod.set_door("b", refused(code, retry))
+    for client in (waiting, pod.ask(model="b")):
+        assert (error(pod, client), client.status) == (code, status)
+
+
+def test_all_lanes_share_one_memory():
+    rules = ev.GatewayRules(memory_bytes_max=20_000)
+    pod = LanesPod(1, rules=rules)
+    for name in ("a", "b"):
+        pod.awake(name)
+    pod.run(2.0)
+    first = pod.ask(model="a", body_bytes=12_000)
+    second = pod.ask(model="b", body_bytes=12_000)
+    pod.run()
+    assert (first.head, second.head) == (Continuation.EXACT, Continuation.NONE)
+    assert pod.gateway.census(pod.now_ms).memory_bytes == 0
+
+
+# ------------------------------------------------------------------ what the pool is told
+
+
+def test_keep_alive_is_the_longest_of_those_that_are_here_together():
+    lanes = Lanes(ev.GatewayRules(), {"a": LaneRules(keep_alive_ms=5_000.0)})
+
+    def come(number: int, keep_ms: float | None) -> float | None:
+        path = "/v1/completions"
+        lanes.handle(
+            ev.RequestCame(number, path, 5, True, False, "a", keep_alive_ms=keep_ms), number
+        )
+        return lanes.demand(number)["a"].keep_alive_ms
+
+    assert [come(1, 0.0), come(2, None), come(3, 1_000.0)] == [0.0, None, None]
+    assert come(4, float("inf")) == float("inf")
+    for number in (1, 2, 3, 4):
+        lanes.handle(ev.ClientLeft(number, "a"), 10.0)
+    assert come(5, 7.0) == 7.0
+
+
+def test_the_last_request_is_when_it_ended():
+    pod = switching()
+    assert pod.demand().last_request_ms is None
+    pod.on_demand = lambda: pod.gateway.demand(pod.now_ms)
+    pod.ask(max_tokens=20, model="a", is_stream=False)
+    pod.run()
+    assert pod.demand().last_request_ms == pytest.approx(102.0, abs=2.0)
+
+
+def test_the_parent_is_told_of_each_change_that_matters_and_of_no_other():
+    pod = switching()
+    pod.run()
+    told = []
+    pod.on_demand = lambda: told.append(pod.demand())
+    for _ in range(3):
+        pod.ask(max_tokens=10, model="a")
+    pod.run()
+    assert [bool(each.in_flight) for each in told] == [True, False]
+    told.clear()
+    pod.set_door("a", FINISH)
+    pod.run()
+    assert [each.door for each in told] == [pod.models["a"].number]
+    told.clear()
+    pod.ask(model="a")
+    pod.run(pod.now_ms + 10.0)
+    pod.ask(model="a")
+    pod.run(pod.now_ms + 10.0)
+    assert [len(each.tickets) for each in told] == [1, 2]
+
+
+def test_what_is_about_an_unknown_model_is_ignored():
+    lanes = Lanes(ev.GatewayRules(), {"a": LaneRules()})
+    assert lanes.handle(ev.EngineGranted("e", 1, "era", "other"), 0.0) == []
+    assert lanes.handle(LaneDoorSet("other", 1, FINISH), 0.0) == []

@@ -35,8 +35,6 @@ def cut_everywhere() -> None:
             pod.ask(kind, 12, prompt=f"prompt {cut % 3}")
             pod.run()
             pod.clients[1].check_whole()
-            delivered = pod.clients[1].max_tokens
-            assert pod.gateway.totals.tokens == delivered
 
 
 def cut_behind_usage() -> None:
@@ -189,7 +187,7 @@ def leaves_the_old_upstream(self, request):
 
 def counts_replayed_tokens(self, request, now_ms):
     joined(self, request, now_ms)
-    self.desk.totals.tokens += len(request.tokens)
+    request.forgotten_tokens += len(request.tokens)
 
 
 def trusts_any_token(self, attempt, came, now_ms):

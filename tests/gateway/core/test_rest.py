@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.core import sleep as ev
-from gateway.core.sleep import CLOSING_MS, GatewayDoor, RestPolicy, RestRules
+from gateway.core.events import DoorSet, GatewayDoor
+from gateway.core.sleep import CLOSING_MS, RestPolicy, RestRules
 from plumbing.pod.messages import Tier
 
 AFTER_MS = 5_000.0
@@ -108,12 +109,6 @@ def test_no_rest_while(why: str):
     assert table.door is GatewayDoor.OPEN
 
 
-def test_a_request_behind_the_closing_door_opens_it():
-    table = Table()
-    table.do(ev.RestTick(), AFTER_MS)
-    assert [each.door for each in table.beat(in_flight=1, wanting=1)] == [GatewayDoor.OPEN]
-
-
 def test_a_request_that_came_and_went_before_the_door_closed_counts():
     table = Table()
     table.do(ev.RestTick(), AFTER_MS)
@@ -188,13 +183,6 @@ def test_what_engine_and_children_said_before_the_goal_does_not_count_after_it()
     assert table.door is GatewayDoor.SHUT
 
 
-def test_a_rest_that_an_operator_asked_for_ends_with_the_next_request():
-    table = Table(sleep_after_ms=0.0)
-    table.said("draining", Tier.OFFLOADED)
-    assert table.door is GatewayDoor.SHUT
-    assert goals(table.beat(in_flight=3, wanting=2)) == [Tier.AWAKE]
-
-
 @pytest.mark.parametrize("event", [ev.HolderLost(), ev.HolderIs("e2", 9), ev.HolderIs("e1", 9)])
 def test_whatever_is_not_known_opens_the_door(event: ev.RestEvent):
     table = Table()
@@ -240,7 +228,7 @@ class SimChild:
     """A child: its door, and requests that wait, or that the engine has."""
 
     def __init__(self) -> None:
-        self.door = ev.SetDoor(0, 7, GatewayDoor.OPEN)
+        self.door = DoorSet(0, 7, GatewayDoor.OPEN)
         self.waiting = self.asked = 0
         self.quiet_since_ms = 0.0
 
@@ -267,7 +255,7 @@ class SimPod:
     def feed(self, event: ev.RestEvent) -> None:
         for effect in self.policy.handle(event, self.now_ms):
             match effect:
-                case ev.SetDoor():
+                case DoorSet():
                     for number in range(len(self.children)):
                         self.send(f"to {number}", self.obey, number, effect)
                 case ev.SendGoal():
@@ -282,7 +270,7 @@ class SimPod:
     def send(self, link: str, *call: object) -> None:
         self.links.setdefault(link, deque()).append(call)
 
-    def obey(self, number: int, door: ev.SetDoor) -> None:
+    def obey(self, number: int, door: DoorSet) -> None:
         child = self.children[number]
         child.door = door
         self.ask(child)

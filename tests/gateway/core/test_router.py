@@ -8,113 +8,42 @@ import pytest
 
 from gateway.core.router import BadWish, Router, keep_alive_ms, model_in_path, priority_of, wait_ms
 
-ROUTER = Router({"chat": ("gpt-4o-mini",), "coder": ()})
+
+def test_the_first_name_that_is_there_counts_and_a_single_model_need_not_be_named():
+    router = Router({"chat": ("gpt-4o-mini", "coder"), "coder": ()})
+    assert router.find(None, "coder", "chat") == ("coder", "coder")  # its name, not an alias
+    assert router.find("gpt-4o-mini", "", "") == ("chat", "gpt-4o-mini")
+    assert router.find("other", "chat", "") == ("", "other")  # the body says which one
+    assert router.find(["chat"], None, "") == ("", "")
+    assert Router({"chat": ()}).find(None, "", "") == ("chat", "")
+    assert Router({"chat": ()}).find("other") == ("", "other")
 
 
-@pytest.mark.parametrize(
-    ("names", "found"),
-    [
-        (("chat", "", ""), ("chat", "chat")),
-        (("gpt-4o-mini", "", ""), ("chat", "gpt-4o-mini")),
-        ((None, "coder", "chat"), ("coder", "coder")),
-        (("", "", "chat"), ("chat", "chat")),
-        (("other", "chat", ""), ("", "other")),  # the body says which one, and it is not here
-        ((["chat"], None, ""), ("", "")),
-        ((), ("", "")),
-    ],
-)
-def test_the_first_name_counts(names, found):
-    assert ROUTER.find(*names) == found
+def test_a_path_names_a_model():
+    assert model_in_path("/m/chat/v1/models?x=/") == ("chat", "/v1/models?x=/")
+    assert model_in_path("/m/a%2Fb?x") == ("a%2Fb", "/?x")
+    assert model_in_path("/m//v1") == ("", "/v1")
+    for other in ("/v1/m/chat", "*"):
+        assert model_in_path(other) == ("", other)
 
 
-def test_a_single_model_need_not_be_named():
-    router = Router({"chat": ()})
-    assert router.find(None, "", "") == ("chat", "")
-    assert router.find("other") == ("", "other")
+def test_wishes_are_read_as_ollama_and_rfc_7240_write_them():
+    """Method: a number is in seconds, less than nothing is for ever; the first that is there
+    counts."""
+    wanted = {0: 0.0, "1.5h": 5.4e6, "250ms": 250.0, 90: 9e4, "1h30m": 5.4e6, " 0 ": 0.0, "-0": 0.0}
+    assert {said: keep_alive_ms(said, "5m") for said in wanted} == wanted
+    assert keep_alive_ms(-1) == keep_alive_ms("-1s") == math.inf
+    assert (keep_alive_ms(None, "5m"), keep_alive_ms(None, None)) == (300_000.0, None)
+    assert keep_alive_ms(10**400) == 1e15
+    assert [priority_of(*said) for said in ((0, "3"), (None, "-2"), (10**9,))] == [0, -2, 1000]
+    assert priority_of(None, None) is None
+    assert wait_ms('respond-async, Wait = "7"; x=1') == 7_000.0
+    assert {wait_ms(other) for other in ("", "await=5", "wait=soon")} == {math.inf}
 
 
-def test_a_model_is_found_by_its_name_though_another_one_has_it_as_an_alias():
-    assert Router({"a": ("b",), "b": ()}).find("b") == ("b", "b")
-
-
-@pytest.mark.parametrize(
-    ("target", "found"),
-    [
-        ("/m/chat/v1/models?x=/", ("chat", "/v1/models?x=/")),
-        ("/m/chat", ("chat", "/")),
-        ("/m/chat?x", ("chat", "/?x")),
-        ("/m/a%2Fb/v1", ("a%2Fb", "/v1")),
-        ("/m//v1", ("", "/v1")),
-        ("/v1/m/chat", ("", "/v1/m/chat")),
-        ("*", ("", "*")),
-    ],
-)
-def test_a_path_names_a_model(target, found):
-    assert model_in_path(target) == found
-
-
-@pytest.mark.parametrize(
-    ("said", "found"),
-    [
-        ((None, None), None),
-        ((0, "5m"), 0.0),
-        ((None, "5m"), 300_000.0),
-        (("1.5h",), 5_400_000.0),
-        (("250ms",), 250.0),
-        ((90,), 90_000.0),
-        ((-1,), math.inf),
-        (("-1s",), math.inf),
-        (("1h30m",), 5_400_000.0),
-        ((" 0 ",), 0.0),
-        ((0.5,), 500.0),
-        (("-0",), 0.0),
-        ((10**400,), 1e15),
-    ],
-)
-def test_keep_alive_is_read_as_ollama_does(said, found):
-    assert keep_alive_ms(*said) == found
-
-
-@pytest.mark.parametrize(
-    "said", [*("soon", "", "5 minutes", "1h30", "x" * 400, "9" * 400, "١s"), True, [1], {}]
-)
-def test_keep_alive_that_nobody_can_read_is_refused_wherever_it_stands(said):
-    for both in ((said, "5m"), (None, said), (5, said)):
+@pytest.mark.parametrize("read", [keep_alive_ms, priority_of])
+@pytest.mark.parametrize("said", ["soon", "", "5 minutes", "1h30", "9" * 5000, "١s", True, [1], {}])
+def test_a_wish_that_cannot_be_read_is_refused_wherever_it_stands(read, said):
+    for both in ((said, "5"), (None, said), (5, said)):
         with pytest.raises(BadWish):
-            keep_alive_ms(*both)
-
-
-@pytest.mark.parametrize(
-    ("said", "found"),
-    [
-        ((None, "3"), 3),
-        ((0, "3"), 0),
-        ((None, "-2"), -2),
-        ((10**9,), 1000),
-        ((None, None), None),
-    ],
-)
-def test_priority(said, found):
-    assert priority_of(*said) == found
-
-
-@pytest.mark.parametrize("said", ["high", "", "1.5", 1.5, math.inf, True, [1], "9" * 5000])
-def test_priority_that_is_no_whole_number_is_refused(said):
-    for both in ((said, "3"), (None, said)):
-        with pytest.raises(BadWish):
-            priority_of(*both)
-
-
-@pytest.mark.parametrize(
-    ("prefer", "found"),
-    [
-        ("wait=20", 20_000.0),
-        ("respond-async, wait=5; x=1", 5_000.0),
-        ('Wait = "7"', 7_000.0),
-        ("", math.inf),
-        ("await=5", math.inf),
-        ("wait=soon", math.inf),
-    ],
-)
-def test_prefer_wait(prefer, found):
-    assert wait_ms(prefer) == found
+            read(*both)

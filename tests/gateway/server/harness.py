@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import os
 import socket
@@ -10,10 +11,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import uvloop
 
+from gateway.core.events import EngineGranted
 from gateway.messages import ConfigureGatewayMsg, GatewayEventMsg
+from gateway.server import client_listener
 from gateway.server.client_listener import HttpDoors
 from plumbing.pod.paths import engine_http_socket
 from plumbing.wire.fds import OwnedFd
@@ -141,7 +145,7 @@ class Bench:
 
     async def grant(self, engine: StubEngine, era: str = ERA) -> None:
         """Tell the doors, and wait until they have greeted it."""
-        self.doors.granted(engine.name, engine.token, era)
+        self.doors.told(EngineGranted(engine.name, engine.token, era))
         await auntil(self._is_greeted, "the engine's hello")
 
     def _is_greeted(self) -> bool:
@@ -258,11 +262,42 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
     assert not leaked, leaked
 
 
-Scenario = Callable[[Bench], Awaitable[None]]
+Scenario = Callable[..., Awaitable[None]]
+
+
+def scene(**settings: Any) -> Callable[[Scenario], Callable[..., None]]:
+    """A test that is `async def test(bench, …)`: it runs with doors of these settings, on a loop of
+    its own. `sweep_s`: how often the doors sweep; other parameters of the test are fixtures."""
+    sweep_s = settings.pop("sweep_s", client_listener.SWEEP_S)
+
+    def decorate(scenario: Scenario) -> Callable[..., None]:
+        signature = inspect.signature(scenario)
+        fixtures = [each for each in signature.parameters.values() if each.name != "bench"]
+        own = [] if "tmp_path" in signature.parameters else [_TMP_PATH]
+
+        def test(**given: Any) -> None:
+            directory = given["tmp_path"] if not own else given.pop("tmp_path")
+
+            async def whole() -> None:
+                async with bench(str(directory), **settings) as made:
+                    await scenario(made, **given)
+
+            with mock.patch.object(client_listener, "SWEEP_S", sweep_s):
+                run(whole)
+
+        test.__signature__ = signature.replace(parameters=own + fixtures)  # type: ignore[attr-defined]
+        test.__name__, test.__doc__ = scenario.__name__, scenario.__doc__
+        test.__module__ = scenario.__module__
+        return test
+
+    return decorate
+
+
+_TMP_PATH = inspect.Parameter("tmp_path", inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def with_bench(directory: Any, scenario: Scenario, **settings: Any) -> None:
-    """Run `scenario` with doors of these settings."""
+    """Run `scenario` with doors of these settings, which are known in the test only."""
 
     async def test() -> None:
         async with bench(str(directory), **settings) as made:

@@ -8,7 +8,8 @@ import json
 
 import pytest
 
-from tests.gateway.server.harness import CHAT, with_bench
+from gateway.core.events import EngineGranted, NobodyGranted
+from tests.gateway.server.harness import CHAT, scene
 from tests.gateway.stub_engine import text_of
 from tests.helpers import auntil
 
@@ -24,102 +25,92 @@ def content(answer) -> str:
     return json.loads(answer.body)["choices"][0]["message"]["content"]
 
 
-def test_the_stock_client_sees_nothing_of_a_failover(tmp_path):
+@scene()
+async def test_the_stock_client_sees_nothing_of_a_failover(bench):
     """Method: a stream and an answer without one, whose engine dies in the middle."""
     import openai  # two seconds, which every collection of tests would take
 
-    async def scenario(bench):
-        dying = await bench.active(cut_after_groups=2)
-        url = f"http://127.0.0.1:{bench.port}/v1"
-        async with openai.AsyncOpenAI(base_url=url, api_key="k", max_retries=0) as client:
-            stream = await client.chat.completions.create(
-                model="stub", messages=[], stream=True, max_tokens=6
-            )
-            await dying.died.wait()
-            whole = asyncio.ensure_future(
-                client.chat.completions.create(model="stub", messages=[], max_tokens=4)
-            )
-            await auntil(lambda: bench.load.waiting, "a request to wait")
-            successor = await bench.engine("engine-1", 2)
-            await bench.grant(successor)
-            text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
-            bodies = {request.json().get("stream"): request.body for request in successor.requests}
-            assert text == text_of(bodies[True], 6)
-            answer = await whole
-            body = next(each.body for each in successor.requests if not each.json().get("stream"))
-            assert answer.choices[0].message.content == text_of(body, 4)
-
-    with_bench(tmp_path, scenario)
+    dying = await bench.active(cut_after_groups=2)
+    url = f"http://127.0.0.1:{bench.port}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key="k", max_retries=0) as client:
+        stream = await client.chat.completions.create(
+            model="stub", messages=[], stream=True, max_tokens=6
+        )
+        await dying.died.wait()
+        whole = asyncio.ensure_future(
+            client.chat.completions.create(model="stub", messages=[], max_tokens=4)
+        )
+        await auntil(lambda: bench.load.waiting, "a request to wait")
+        successor = await bench.engine("engine-1", 2)
+        await bench.grant(successor)
+        text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+        bodies = {request.json().get("stream"): request.body for request in successor.requests}
+        assert text == text_of(bodies[True], 6)
+        answer = await whole
+        body = next(each.body for each in successor.requests if not each.json().get("stream"))
+        assert answer.choices[0].message.content == text_of(body, 4)
 
 
-def test_an_answer_without_a_stream_is_asked_again(tmp_path):
+@scene()
+async def test_an_answer_without_a_stream_is_asked_again(bench):
     """Goal: of an answer that breaks off nothing reaches the client. Method: an engine that dies
     before its head, in the head, and in the body."""
+    for token, written in enumerate([0, 1, 2], 1):
+        engine = await bench.engine(token=token)
 
-    async def scenario(bench):
-        for token, written in enumerate([0, 1, 2], 1):
-            engine = await bench.engine(token=token)
-
-            async def route(request, reply, written=written):
-                if written == 1:
-                    reply.writer.write(b"HTTP/1.1 200 OK\r\nContent-")
-                if written == 2:
-                    reply.head(length=1000)
-                    reply.write(b"half an answer")
-                await reply.writer.drain()
-                reply.engine.die()
-
-            engine.routes[CHAT] = route
-            await bench.grant(engine)
-            client = await bench.client()
-            client.ask(CHAT, ASKED)
-            await engine.died.wait()
-            successor = await bench.engine("engine-1", token)
-            bench.doors.granted("engine-1", token, f"era-{token}")
-            answer = await client.answer()
-            assert content(answer) == wanted(ASKED)
-            assert answer.headers["content-length"] == str(len(answer.body))
-            successor.die()
-        assert bench.endings() == {"whole": 3}
-
-    with_bench(tmp_path, scenario)
-
-
-def test_other_posts_are_not_asked_twice(tmp_path):
-    """Goal: what may change something in an engine is sent once. Method: it dies over it."""
-
-    async def scenario(bench):
-        engine = await bench.active()
-
-        async def route(request, reply):
+        async def route(request, reply, written=written):
+            if written == 1:
+                reply.writer.write(b"HTTP/1.1 200 OK\r\nContent-")
+            if written == 2:
+                reply.head(length=1000)
+                reply.write(b"half an answer")
+            await reply.writer.drain()
             reply.engine.die()
 
-        engine.routes["/v1/load_lora_adapter"] = route
-        answer = await bench.once("/v1/load_lora_adapter", {})
-        assert answer.status >= 500
-        assert answer.error()["code"]
-        assert len(engine.requests) == 1
-
-    with_bench(tmp_path, scenario)
-
-
-def test_errors_of_a_living_engine_pass(tmp_path):
-    async def scenario(bench):
-        engine = await bench.active()
-
-        async def route(request, reply):
-            reply.writer.write(b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n")
-            reply.head(status=429, length=2, Retry_After="7", X_Understudy_Secret="s")
-            reply.write(b"{}")
-            await reply.writer.drain()
-
         engine.routes[CHAT] = route
-        answer = await bench.once(CHAT, ASKED)
-        assert (answer.status, answer.body, answer.headers["retry-after"]) == (429, b"{}", "7")
-        assert not {"x-understudy-secret", "link"} & answer.headers.keys()
-        assert len(engine.requests) == 1
+        await bench.grant(engine)
+        client = await bench.client()
+        client.ask(CHAT, ASKED)
+        await engine.died.wait()
+        successor = await bench.engine("engine-1", token)
+        bench.doors.told(EngineGranted("engine-1", token, f"era-{token}"))
+        answer = await client.answer()
+        assert content(answer) == wanted(ASKED)
+        assert answer.headers["content-length"] == str(len(answer.body))
+        successor.die()
+    assert bench.endings() == {"whole": 3}
 
-    with_bench(tmp_path, scenario)
+
+@scene()
+async def test_other_posts_are_not_asked_twice(bench):
+    """Goal: what may change something in an engine is sent once. Method: it dies over it."""
+    engine = await bench.active()
+
+    async def route(request, reply):
+        reply.engine.die()
+
+    engine.routes["/v1/load_lora_adapter"] = route
+    answer = await bench.once("/v1/load_lora_adapter", {})
+    assert answer.status >= 500
+    assert answer.error()["code"]
+    assert len(engine.requests) == 1
+
+
+@scene()
+async def test_errors_of_a_living_engine_pass(bench):
+    engine = await bench.active()
+
+    async def route(request, reply):
+        reply.writer.write(b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n")
+        reply.head(status=429, length=2, Retry_After="7", X_Understudy_Secret="s")
+        reply.write(b"{}")
+        await reply.writer.drain()
+
+    engine.routes[CHAT] = route
+    answer = await bench.once(CHAT, ASKED)
+    assert (answer.status, answer.body, answer.headers["retry-after"]) == (429, b"{}", "7")
+    assert not {"x-understudy-secret", "link"} & answer.headers.keys()
+    assert len(engine.requests) == 1
 
 
 @pytest.mark.parametrize(
@@ -132,101 +123,69 @@ def test_errors_of_a_living_engine_pass(tmp_path):
     ],
     ids=["garbage", "head-of-1-MB", "bad-chunk", "half-a-head"],
 )
-def test_an_engines_garbage_costs_one_connection(tmp_path, monkeypatch, written):
+@scene(sweep_s=0.01)
+async def test_an_engines_garbage_costs_one_connection(bench, monkeypatch, written):
     """Goal: the request is asked again, others are not disturbed."""
-    monkeypatch.setattr("gateway.server.client_listener.SWEEP_S", 0.01)
     monkeypatch.setattr("gateway.server.exchange.HEAD_MS", 0)
+    engine = await bench.active(hold_after_groups=1)
+    other = await bench.client()
+    other.ask(CHAT, STREAM)
+    await other.head()
 
-    async def scenario(bench):
-        engine = await bench.active(hold_after_groups=1)
-        other = await bench.client()
-        other.ask(CHAT, STREAM)
-        await other.head()
+    async def route(request, reply):
+        del engine.routes[CHAT]
+        reply.writer.write(written)
+        await asyncio.Event().wait()
 
-        async def route(request, reply):
-            del engine.routes[CHAT]
-            reply.writer.write(written)
-            await asyncio.Event().wait()
-
-        engine.routes[CHAT] = route
-        assert content(await bench.once(CHAT, ASKED)) == wanted(ASKED)
-        engine.released.set()
-        body = b""
-        while part := await other.chunk():
-            body += part
-        assert body.count(b"data: ") == 7
-
-    with_bench(tmp_path, scenario)
+    engine.routes[CHAT] = route
+    assert content(await bench.once(CHAT, ASKED)) == wanted(ASKED)
+    engine.released.set()
+    body = b""
+    while part := await other.chunk():
+        body += part
+    assert body.count(b"data: ") == 7
 
 
-def test_an_answer_over_the_limit_passes_as_it_comes(tmp_path, monkeypatch):
+@scene()
+async def test_an_answer_over_the_limit_passes_as_it_comes(bench, monkeypatch):
     monkeypatch.setattr("gateway.core.attempts.ANSWER_BYTES_MAX", 100_000)
+    engine = await bench.active()
+    go_on = asyncio.Event()
 
-    async def scenario(bench):
-        engine = await bench.active()
-        go_on = asyncio.Event()
+    async def route(request, reply):
+        reply.head()
+        for _ in range(3):
+            reply.write(b"x" * 50_000)
+        await reply.writer.drain()
+        await go_on.wait()
+        reply.write(b"end")
+        reply.end()
+        await reply.writer.drain()
 
-        async def route(request, reply):
-            reply.head()
-            for _ in range(3):
-                reply.write(b"x" * 50_000)
-            await reply.writer.drain()
-            await go_on.wait()
-            reply.write(b"end")
-            reply.end()
-            await reply.writer.drain()
-
-        engine.routes[CHAT] = route
-        client = await bench.client()
-        client.ask(CHAT, ASKED)
-        _, headers = await client.head()
-        assert headers["x-understudy-continuation"] == "none"
-        body = b""
-        while len(body) < 150_000:
-            body += await client.chunk()
-        go_on.set()
-        while part := await client.chunk():
-            body += part
-        assert body == b"x" * 150_000 + b"end"
-
-    with_bench(tmp_path, scenario)
+    engine.routes[CHAT] = route
+    client = await bench.client()
+    client.ask(CHAT, ASKED)
+    _, headers = await client.head()
+    assert headers["x-understudy-continuation"] == "none"
+    body = b""
+    while len(body) < 150_000:
+        body += await client.chunk()
+    go_on.set()
+    while part := await client.chunk():
+        body += part
+    assert body == b"x" * 150_000 + b"end"
 
 
-def test_nobody_is_active(tmp_path):
+@scene(hold_ms=50)
+async def test_nobody_is_active(bench):
     """Goal: a request waits, then gets a 503 with the reason; the connection stays."""
-
-    async def scenario(bench):
-        bench.doors.nobody("engine-0 is waking")
-        client = await bench.client()
-        client.ask(CHAT, ASKED)
-        answer = await client.answer()
-        assert answer.status == 503
-        assert "engine-0 is waking" in answer.error()["message"]
-        assert int(answer.headers["retry-after"]) >= 1
-        await bench.active()
-        client.ask(CHAT, ASKED)
-        assert content(await client.answer()) == wanted(ASKED)
-
-    with_bench(tmp_path, scenario, hold_ms=50)
-
-
-def test_what_the_engines_http_library_refuses_is_answered_at_once(tmp_path):
-    """Goal: no request that can never be answered is asked for again until its deadline. Method: a
-    plain 400 without any header of the engine, as libraries write it."""
-
-    async def scenario(bench):
-        engine = await bench.active()
-
-        async def route(request, reply):
-            reply.writer.write(
-                b"HTTP/1.0 400 Bad Request\r\nContent-Type: text/plain\r\n"
-                b"Content-Length: 12\r\nServer: some\r\n\r\nBad Request\n"
-            )
-            await reply.writer.drain()
-
-        engine.routes[CHAT] = route
-        answer = await bench.once(CHAT, ASKED)
-        assert (answer.status, answer.body) == (400, b"Bad Request\n")
-        assert len(engine.requests) == 1
-
-    with_bench(tmp_path, scenario)
+    bench.doors.told(NobodyGranted("engine-0 is waking"))
+    client = await bench.client()
+    client.ask(CHAT, ASKED)
+    answer = await client.answer()
+    assert answer.status == 503
+    assert "engine-0 is waking" in answer.error()["message"]
+    assert int(answer.headers["retry-after"]) >= 1
+    await bench.active()
+    client.ask(CHAT, ASKED)
+    assert content(await client.answer()) == wanted(ASKED)

@@ -10,16 +10,15 @@ import asyncio
 import json
 import os
 
-import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.messages import DoorMsg, GatewayDoor
+from gateway.core.events import DoorSet, GatewayDoor, NobodyGranted
 from gateway.server import endpoints
 from gateway.server.endpoints import RequestLoad, page_of
 from pool.client import RefusedDoor
-from tests.gateway.server.harness import CHAT, Answer, Bench, with_bench
-from tests.gateway.server.test_models import LANES, TwoModels, with_models
+from tests.gateway.server.harness import CHAT, Answer, Bench, scene, with_bench
+from tests.gateway.server.test_models import LANES, models_scene
 from tests.gateway.stub_engine import StubReply, StubRequest
 from tests.helpers import auntil
 
@@ -96,71 +95,61 @@ def version(answer: Answer) -> str | None:
     return found
 
 
-def test_all_four_answer_before_any_engine_was_active(tmp_path):
-    async def scenario(bench: Bench) -> None:
-        assert await health(bench) == 503
-        assert version(await bench.once("/version")) is None
-        assert await gauges(bench) == {("", "0"): [0.0, 0.0, 0.0]}
-        assert bench.load.in_flight == 0
-
-    with_bench(tmp_path, scenario)
+@scene()
+async def test_all_four_answer_before_any_engine_was_active(bench):
+    assert await health(bench) == 503
+    assert version(await bench.once("/version")) is None
+    assert await gauges(bench) == {("", "0"): [0.0, 0.0, 0.0]}
+    assert bench.load.in_flight == 0
 
 
-def test_all_four_answer_through_a_failover(tmp_path):
+@scene()
+async def test_all_four_answer_through_a_failover(bench):
     """Goal: the takeover is healthy for the hold time, and the gauges keep their labels; what waits
     in the gateway is counted."""
-
-    async def scenario(bench: Bench) -> None:
-        engine = await bench.active(hold_after_groups=2, routes={"/metrics": page()})
-        assert await health(bench) == 200
-        assert version(await bench.once("/version")) == "0.32.0"
-        found = await metrics(bench)
-        assert {"python_info", "vllm:cache_config_info", "vllm:prompt_tokens"} < set(found)
-        assert await gauges(bench) == {("stub", "0"): [3.0, 2.0, 0.25]}
-        client = await bench.client()
-        client.ask(CHAT, STREAM)
-        await client.head()
-        engine.die()
-        bench.doors.nobody("the engine has died")
-        await auntil(lambda: bench.load.parked == 1, "the stream to be parked")
-        assert await health(bench) == 200
-        assert version(await bench.once("/version")) == "0.32.0"
-        assert await gauges(bench) == {("stub", "0"): [0.0, 1.0, 0.25]}
-        successor = await bench.engine("engine-1", 2, routes={"/metrics": page()})
-        await bench.grant(successor)
-        await client._chunks()
-        assert await gauges(bench) == {("stub", "0"): [3.0, 2.0, 0.25]}
-
-    with_bench(tmp_path, scenario)
+    engine = await bench.active(hold_after_groups=2, routes={"/metrics": page()})
+    assert await health(bench) == 200
+    assert version(await bench.once("/version")) == "0.32.0"
+    found = await metrics(bench)
+    assert {"python_info", "vllm:cache_config_info", "vllm:prompt_tokens"} < set(found)
+    assert await gauges(bench) == {("stub", "0"): [3.0, 2.0, 0.25]}
+    client = await bench.client()
+    client.ask(CHAT, STREAM)
+    await client.head()
+    engine.die()
+    bench.doors.told(NobodyGranted("the engine has died"))
+    await auntil(lambda: bench.load.parked == 1, "the stream to be parked")
+    assert await health(bench) == 200
+    assert version(await bench.once("/version")) == "0.32.0"
+    assert await gauges(bench) == {("stub", "0"): [0.0, 1.0, 0.25]}
+    successor = await bench.engine("engine-1", 2, routes={"/metrics": page()})
+    await bench.grant(successor)
+    await client._chunks()
+    assert await gauges(bench) == {("stub", "0"): [3.0, 2.0, 0.25]}
 
 
-def test_health_fails_once_no_takeover_has_come_in_the_hold_time(tmp_path):
-    async def scenario(bench: Bench) -> None:
-        engine = await bench.active()
-        engine.die()
-        bench.doors.nobody("the engine has died")
-        refused = await bench.once("/health")
-        assert (refused.status, refused.headers["retry-after"]) == (503, "1")
-        assert await gauges(bench) == {("stub", "0"): [0.0, 0.0, 0.0]}
-
-    with_bench(tmp_path, scenario, hold_ms=0)
+@scene(hold_ms=0)
+async def test_health_fails_once_no_takeover_has_come_in_the_hold_time(bench):
+    engine = await bench.active()
+    engine.die()
+    bench.doors.told(NobodyGranted("the engine has died"))
+    refused = await bench.once("/health")
+    assert (refused.status, refused.headers["retry-after"]) == (503, "1")
+    assert await gauges(bench) == {("stub", "0"): [0.0, 0.0, 0.0]}
 
 
-def test_an_engine_that_rests_is_healthy_if_a_request_wakes_it(tmp_path):
+@scene()
+async def test_an_engine_that_rests_is_healthy_if_a_request_wakes_it(bench):
     """Goal: it is neither asked nor woken for any of the four."""
-
-    async def scenario(bench: Bench) -> None:
-        engine = await bench.active(routes={"/metrics": page()})
-        for number, does_open in enumerate((True, False), 1):
-            shut = DoorMsg(number, engine.token, GatewayDoor.SHUT, does_open, "it sleeps")
-            bench.doors.set_door(shut)
-            assert await health(bench) == (200 if does_open else 503)
-        asked = engine.accepted
-        assert await gauges(bench) == {("stub", "0"): [0.0, 0.0, 0.0]}
-        assert version(await bench.once("/version")) == "0.32.0"
-        assert engine.accepted == asked
-
-    with_bench(tmp_path, scenario)
+    engine = await bench.active(routes={"/metrics": page()})
+    for number, does_open in enumerate((True, False), 1):
+        shut = DoorSet(number, engine.token, GatewayDoor.SHUT, does_open, "it sleeps")
+        bench.doors.told(shut)
+        assert await health(bench) == (200 if does_open else 503)
+    asked = engine.accepted
+    assert await gauges(bench) == {("stub", "0"): [0.0, 0.0, 0.0]}
+    assert version(await bench.once("/version")) == "0.32.0"
+    assert engine.accepted == asked
 
 
 def test_waiting_requests_are_added_to_what_the_engine_says(tmp_path):
@@ -176,17 +165,6 @@ def test_waiting_requests_are_added_to_what_the_engine_says(tmp_path):
     values = [found[f"vllm:{name}"].samples[0].value for name in GAUGES]
     assert values == [3.0, 6.0, 0.25]
     assert found["vllm:num_requests_waiting_by_reason"].samples[0].value == 2.0
-
-
-@pytest.mark.parametrize("said", [b"", b"# nothing\n", b"no page", b"# HELP", b"# HELP x y\nx 1"])
-def test_the_gauges_are_there_whatever_an_engine_says(said):
-    load = RequestLoad('a "model"\\', running=1, waiting=2, kv_usage=0.5)
-    text = page_of([(load, said)], is_pool=False).decode()
-    found = {each.name: each.samples for each in text_string_to_metric_families(text)}
-    for name, value in zip(GAUGES, (1.0, 2.0, 0.5), strict=True):
-        (sample,) = found[f"vllm:{name}"]
-        assert sample.labels == {"engine": "0", "model_name": 'a "model"\\'}
-        assert sample.value == value
 
 
 def test_an_engine_that_does_not_give_its_page_delays_it_only_so_long(tmp_path, monkeypatch):
@@ -207,20 +185,6 @@ def test_an_engine_that_does_not_give_its_page_delays_it_only_so_long(tmp_path, 
             engine.routes["/metrics"] = route
             assert await gauges(bench) == {("stub", "0"): [1.0, 0.0, 0.0]}
         client.close()
-
-    with_bench(tmp_path, scenario)
-
-
-def test_a_client_that_leaves_before_its_page_has_come_disturbs_nobody(tmp_path):
-    async def scenario(bench: Bench) -> None:
-        engine = await bench.active(routes={"/metrics": page()})
-        for _ in range(20):
-            client = await bench.client()
-            client.ask("/metrics")
-            client.close()
-        await auntil(lambda: bench.load.connections == 0, "them to be gone")
-        assert await gauges(bench) == {("stub", "0"): [3.0, 2.0, 0.25]}
-        await auntil(lambda: engine.open_connections == 0, "the engine's connections to close")
 
     with_bench(tmp_path, scenario)
 
@@ -257,60 +221,36 @@ def test_the_four_need_no_key_as_with_vllm(tmp_path):
     with_bench(tmp_path, in_a_pool, api_keys=str(keys), lanes=LANES)
 
 
-def test_an_answer_to_head_has_no_body(tmp_path):
-    async def scenario(bench: Bench) -> None:
-        await bench.active(routes={"/metrics": page()})
-        for path in ("/health", "/metrics", "/version"):
-            client = await bench.client()
-            client.send(b"HEAD %b HTTP/1.1\r\nHost: a\r\n\r\n" % path.encode())
-            assert (await client.answer(is_to_head=True)).status == 200
-            client.ask("/health")
-            assert (await client.answer()).status == 200
-
-    with_bench(tmp_path, scenario)
-
-
-def test_in_a_pool_each_model_has_its_own_gauges(tmp_path):
+@models_scene()
+async def test_in_a_pool_each_model_has_its_own_gauges(models):
     """Goal: one page, of the awake engine and of the gateway for the model that sleeps."""
+    bench = models.bench
+    for name, engine in models.engines.items():
+        engine.routes["/metrics"] = page(name)
+    await auntil(lambda: models.engines["chat"].accepted > 0, "chat to be greeted")
+    waiting = await bench.client()
+    waiting.ask(CHAT, {"model": "coder", **STREAM})
+    await auntil(lambda: len(models.demand("coder").tickets) == 1, "it to wait")
+    asleep = models.engines["coder"].accepted
 
-    async def scenario(models: TwoModels) -> None:
-        bench = models.bench
-        for name, engine in models.engines.items():
-            engine.routes["/metrics"] = page(name)
-        await auntil(lambda: models.engines["chat"].accepted > 0, "chat to be greeted")
-        waiting = await bench.client()
-        waiting.ask(CHAT, {"model": "coder", **STREAM})
-        await auntil(lambda: len(models.demand("coder").tickets) == 1, "it to wait")
-        asleep = models.engines["coder"].accepted
+    async def is_said() -> bool:
+        return (await gauges(bench))["chat", "0"] == [3.0, 2.0, 0.25]
 
-        async def is_said() -> bool:
-            return (await gauges(bench))["chat", "0"] == [3.0, 2.0, 0.25]
-
-        while not await is_said():
-            pass
-        assert (await gauges(bench))["coder", "0"] == [0.0, 1.0, 0.0]
-        assert await gauges(bench, "/m/coder/metrics") == {("coder", "0"): [0.0, 1.0, 0.0]}
-        assert "python_info" not in await metrics(bench)
-        assert models.engines["coder"].accepted == asleep
-        models.open("coder")
-        await waiting.answer()
-        both = await gauges(bench)
-        assert both == {("chat", "0"): [3.0, 2.0, 0.25], ("coder", "0"): [3.0, 2.0, 0.25]}
-        assert version(await bench.once("/version")) == "0.32.0"
-        assert version(await bench.once("/m/coder/version")) == "0.32.0"
-        assert await health(bench) == await health(bench, "/m/coder") == 200
-        models.set("coder", RefusedDoor("pool.failed", "coder has failed", None))
-        assert await health(bench, "/m/coder") == 503
-        assert await health(bench) == 200
-        for path in ("/m/other/health", "/m/other/metrics"):
-            assert (await bench.once(path)).status == 404
-
-    with_models(tmp_path, scenario)
-
-
-def test_a_pool_of_which_nothing_was_heard_is_not_healthy(tmp_path):
-    async def scenario(bench: Bench) -> None:
-        assert await health(bench) == 503
-        assert await gauges(bench) == {("chat", "0"): [0.0] * 3, ("coder", "0"): [0.0] * 3}
-
-    with_bench(tmp_path, scenario, lanes=LANES)
+    while not await is_said():
+        pass
+    assert (await gauges(bench))["coder", "0"] == [0.0, 1.0, 0.0]
+    assert await gauges(bench, "/m/coder/metrics") == {("coder", "0"): [0.0, 1.0, 0.0]}
+    assert "python_info" not in await metrics(bench)
+    assert models.engines["coder"].accepted == asleep
+    models.open("coder")
+    await waiting.answer()
+    both = await gauges(bench)
+    assert both == {("chat", "0"): [3.0, 2.0, 0.25], ("coder", "0"): [3.0, 2.0, 0.25]}
+    assert version(await bench.once("/version")) == "0.32.0"
+    assert version(await bench.once("/m/coder/version")) == "0.32.0"
+    assert await health(bench) == await health(bench, "/m/coder") == 200
+    models.set("coder", RefusedDoor("pool.failed", "coder has failed", None))
+    assert await health(bench, "/m/coder") == 503
+    assert await health(bench) == 200
+    for path in ("/m/other/health", "/m/other/metrics"):
+        assert (await bench.once(path)).status == 404

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from gateway.core.client_request import TOKEN_MAX
 from gateway.core.events import BreakCause, HeadCame
-from gateway.server import upstream as groups
 from gateway.server.upstream import GroupCutter, Upstream
 from plumbing import gateway_protocol as hop
 from plumbing.gateway_protocol import END, HANDED_OVER, group_end
@@ -55,57 +54,6 @@ def test_half_a_group_at_a_handover_is_thrown_away(parts, half, at):
     assert [group[:2] for group in found] == parts
     assert cutter.broken is BreakCause.HANDED_OVER
     assert cutter.last is None
-
-
-def test_every_split_of_one_stream():
-    """Method: each pair of places to split at, so each comment is cut at each of its bytes."""
-    parts = [(b'data: {"a":1}\n\n', [1]), (b"", [2, 3]), (b"data: x\n\n", [])]
-    data = written(parts) + b"data: [DONE]\n\n" + END
-    for first in range(len(data)):
-        for second in range(first, min(first + 9, len(data))):
-            cutter = GroupCutter()
-            found = cut(cutter, data, [first, second])
-            assert [group[:2] for group in found] == parts, (first, second)
-            assert cutter.last == b"data: [DONE]\n\n"
-
-
-@pytest.mark.parametrize(
-    "comment",
-    [
-        b": u=%b|1\n\n" % (b"9" * 5000),
-        b": u=1,2|1\n\n",
-        b": u=a|1\n\n",
-        b": u=1\n\n",
-        b": u=1|0,1\n\n",
-        b": u=-1|1\n\n",
-    ],
-)
-def test_a_comment_that_is_not_the_hops_breaks_the_stream(comment):
-    cutter = GroupCutter()
-    good = written([(b"data: 1\n\n", [7])])
-    found = cutter.feed(good + b"data: 2\n\n" + comment + good)
-    assert [tokens for _, tokens, _ in found] == [[7]]
-    assert cutter.broken is BreakCause.GARBAGE
-    assert cutter.feed(good) == []
-
-
-def test_events_up_to_the_limit_are_kept_and_more_break(monkeypatch):
-    monkeypatch.setattr(groups, "GROUP_BYTES_MAX", 1000)
-    cutter = GroupCutter()
-    for _ in range(10):
-        assert cutter.feed(b"x" * 100) == []
-    assert cutter.broken is None
-    cutter.feed(b"x")
-    assert cutter.broken is BreakCause.GARBAGE
-
-
-def test_an_error_event_without_a_comment_is_shown_to_the_core():
-    """Goal: vLLM's last words do not wait for a comment that never comes."""
-    cutter = GroupCutter()
-    error = b'data: {"error": {"message": "EngineCore died"}}\n\ndata: [DONE]\n\n'
-    assert cutter.feed(error[:20]) == []
-    [group] = cutter.feed(error[20:])
-    assert group == (error, [], [])
 
 
 HEAD = (

@@ -8,7 +8,6 @@ the process's CPU time and a trace of what Python allocates; one through real so
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import random
 import tracemalloc
@@ -21,16 +20,14 @@ from hypothesis import strategies as st
 from gateway.core.answers import QUOTED_CHARS_MAX
 from gateway.server.requests import (
     BLOCK_BYTES,
-    LARGE_BYTES,
     LOOKED_BYTES_MAX,
     OUTLINE_BYTES_MAX,
-    VALUE_BYTES_MAX,
     Outline,
     read_members,
     value_of,
 )
 from tests.gateway.server.harness import CHAT
-from tests.gateway.server.test_models import TwoModels, body, with_models
+from tests.gateway.server.test_models import body, models_scene
 
 PART_BYTES = 256_000  # what uvloop reads at once
 MIB = 1 << 20
@@ -138,16 +135,6 @@ def test_what_is_no_json_object_has_no_outline_of_one_that_names_another_model(t
         assert value_of(read_members(found.text)[0].stream) == value_of(whole.stream)
 
 
-def test_long_strings_are_empty_in_the_outline_and_stand_for_no_model():
-    for length in (1, VALUE_BYTES_MAX - 2, VALUE_BYTES_MAX + 1, 5 * VALUE_BYTES_MAX):
-        name = "m" * length
-        found = outline_of(json.dumps({"prompt": name, "model": name}).encode(), [1000, 4000])
-        assert found.text is not None
-        is_kept = length <= VALUE_BYTES_MAX
-        assert (value_of(read_members(found.text)[0].model) == name) is is_kept
-        assert len(found.text) <= 2 * VALUE_BYTES_MAX + 100
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_large_body_of_any_shape_is_outlined_without_building_it(shape):
     """Goal: nearly all of a body is passed over by C code, and nothing of it is built. Method: the
@@ -175,50 +162,33 @@ def test_a_large_body_of_any_shape_is_outlined_without_building_it(shape):
     assert (bytes(members.model) == b'"m"') is (shape in NAMED)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_body_that_is_not_large_is_read_at_once_and_not_built(shape):
-    text = SHAPES[shape][:LARGE_BYTES]
-    for each in (text, text.rstrip(b",") + b"]}"):
-        tracemalloc.start()
-        try:
-            members, _ = read_members(each)
-            for raw in (members.model, members.priority):
-                with contextlib.suppress(ValueError):
-                    value_of(raw)
-            assert tracemalloc.get_traced_memory()[1] < 100_000
-        finally:
-            tracemalloc.stop()
-
-
-def test_a_body_that_names_no_model_of_the_pool_gets_a_short_answer(tmp_path):
+@models_scene()
+async def test_a_body_that_names_no_model_of_the_pool_gets_a_short_answer(models):
     """Method: `{"model": [[],…]}`, names of megabytes in a body, and one of kilobytes in a path."""
-
-    async def scenario(models: TwoModels) -> None:
-        models.open("coder")
-        for shape, code in (
-            ("arrays as the model", "gateway.no_model"),
-            ("many members", "gateway.bad_json"),
-            ("too deep", "gateway.bad_json"),
-            ("no JSON", "gateway.bad_json"),
-            ("a long model", "model_not_found"),
-            ("an image", "model_not_found"),
-        ):
-            answer = await models.bench.once(CHAT, SHAPES[shape])
-            assert answer.error()["code"] == code, shape
-            assert len(answer.body) < 600
-        name = "\x00" * 5_000_000
-        for document in (body(name), body("n" * 200)):
-            answer = await models.bench.once(CHAT, document)
-            assert answer.error()["code"] == "model_not_found"
-            assert len(answer.body) < 12 * QUOTED_CHARS_MAX
-        answer = await models.bench.once(f"/m/{'n' * 50_000}{CHAT}", body(None))
+    models.open("coder")
+    for shape, code in (
+        ("arrays as the model", "gateway.no_model"),
+        ("many members", "gateway.bad_json"),
+        ("too deep", "gateway.bad_json"),
+        ("no JSON", "gateway.bad_json"),
+        ("a long model", "model_not_found"),
+        ("an image", "model_not_found"),
+    ):
+        answer = await models.bench.once(CHAT, SHAPES[shape])
+        assert answer.error()["code"] == code, shape
+        assert len(answer.body) < 600
+    name = "\x00" * 5_000_000
+    for document in (body(name), body("n" * 200)):
+        answer = await models.bench.once(CHAT, document)
         assert answer.error()["code"] == "model_not_found"
         assert len(answer.body) < 12 * QUOTED_CHARS_MAX
+    answer = await models.bench.once(f"/m/{'n' * 50_000}{CHAT}", body(None))
+    assert answer.error()["code"] == "model_not_found"
+    assert len(answer.body) < 12 * QUOTED_CHARS_MAX
 
-    with_models(tmp_path, scenario)
 
-
-def test_one_turn_of_the_loop_reads_one_part_of_a_large_body(tmp_path, monkeypatch):
+@models_scene()
+async def test_one_turn_of_the_loop_reads_one_part_of_a_large_body(models, monkeypatch):
     """Goal: other streams go on while it arrives. Method: a count of the loop's turns, beside the
     turns in which a part was outlined; uvloop by itself reads 32 parts in one."""
     turns, fed = 0, list[int]()
@@ -229,42 +199,35 @@ def test_one_turn_of_the_loop_reads_one_part_of_a_large_body(tmp_path, monkeypat
         feed(outline, part)
 
     monkeypatch.setattr(Outline, "feed", counted)
-
-    async def scenario(models: TwoModels) -> None:
-        nonlocal turns
-        client = await models.bench.client()
-        client.ask(CHAT, SHAPES["tokens"])
-        asked = asyncio.ensure_future(client.answer())
-        while not asked.done():
-            turns += 1
-            await asyncio.sleep(0)
-        assert (await asked).status == 404
-        assert len(fed) > 1
-        assert len(set(fed)) == len(fed)
-
-    with_models(tmp_path, scenario)
+    client = await models.bench.client()
+    client.ask(CHAT, SHAPES["tokens"])
+    asked = asyncio.ensure_future(client.answer())
+    while not asked.done():
+        turns += 1
+        await asyncio.sleep(0)
+    assert (await asked).status == 404
+    assert len(fed) > 1
+    assert len(set(fed)) == len(fed)
 
 
 @pytest.mark.parametrize("is_chunked", [False, True])
-def test_a_large_request_reaches_its_model_as_it_was_sent(tmp_path, is_chunked):
+@pytest.mark.parametrize("is_named_first", [False, True])
+@models_scene()
+async def test_a_large_request_reaches_its_model_as_it_was_sent(models, is_chunked, is_named_first):
     noise = random.Random(1).randbytes(3 * MIB).hex()
     document = body("coder", max_tokens=3) | {"messages": [{"role": "user", "content": noise}]}
-    for order in (document, dict(reversed(document.items()))):
-        text = json.dumps(order).encode()
-
-        async def scenario(models: TwoModels, text: bytes = text) -> None:
-            models.open("coder")
-            client = await models.bench.client()
-            if is_chunked:
-                client.send(
-                    b"POST %b HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
-                    b"%x\r\n%b\r\n0\r\n\r\n" % (CHAT.encode(), len(text), text)
-                )
-            else:
-                client.ask(CHAT, text)
-            answer = await client.answer()
-            assert (answer.status, answer.headers["x-understudy-engine"]) == (200, "coder-0")
-            (request,) = models.engines["coder"].requests
-            assert request.body == text
-
-        with_models(tmp_path, scenario)
+    members = document.items() if is_named_first else reversed(document.items())
+    text = json.dumps(dict(members)).encode()
+    models.open("coder")
+    client = await models.bench.client()
+    if is_chunked:
+        client.send(
+            b"POST %b HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+            b"%x\r\n%b\r\n0\r\n\r\n" % (CHAT.encode(), len(text), text)
+        )
+    else:
+        client.ask(CHAT, text)
+    answer = await client.answer()
+    assert (answer.status, answer.headers["x-understudy-engine"]) == (200, "coder-0")
+    (request,) = models.engines["coder"].requests
+    assert request.body == text

@@ -18,8 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from gateway.server import client_listener as listener
-from plumbing.errors import UsageError
-from tests.gateway.server.harness import CHAT, bench, run, with_bench
+from tests.gateway.server.harness import CHAT, scene, with_bench
 from tests.helpers import auntil, descriptors_below, open_fds
 
 ASKED = {"messages": [], "max_tokens": 4}
@@ -37,117 +36,66 @@ def _many_descriptors():
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-@pytest.mark.usefixtures("_many_descriptors")
-def test_a_thousand_idle_connections_disturb_nobody(tmp_path):
-    async def scenario(bench):
-        await bench.active()
-        for _ in range(IDLE):
-            await bench.client()
-        await auntil(lambda: bench.load.connections == IDLE, "all of them to be accepted")
-        assert (await bench.once(CHAT, ASKED)).status == 200
-
-    with_bench(tmp_path, scenario)
-
-
-def test_what_is_accepted_is_watched_for_a_client_that_is_gone(tmp_path):
-    """Goal: each connection has the options that the listening socket was given once."""
-
-    async def scenario(bench):
-        await bench.client()
-        await auntil(lambda: bench.load.connections == 1, "it to be accepted")
-        await auntil(lambda: next(iter(bench.doors.clients)).peer, "its transport")
-        (client,) = bench.doors.clients
-        sock = client._transport.get_extra_info("socket")
-        for level, option, value in listener.KEEPALIVE:
-            assert sock.getsockopt(level, option) == value
-
-    with_bench(tmp_path, scenario)
-
-
-def test_a_new_client_takes_the_place_of_the_one_that_was_idle_longest(tmp_path, monkeypatch):
+@scene()
+async def test_a_new_client_takes_the_place_of_the_one_that_was_idle_longest(bench, monkeypatch):
     """Goal: at the limit idle connections make room, busy ones do not."""
     monkeypatch.setattr(listener, "connections_max", lambda: 3)
-
-    async def scenario(bench):
-        engine = await bench.active(hold_after_groups=1)
-        busy, oldest, idle = [await bench.client() for _ in range(3)]
-        busy.ask(CHAT, STREAM)
-        await busy.head()
-        await auntil(lambda: bench.load.connections == 3, "all of them to be accepted")
-        newest = await bench.client()
-        assert await oldest.rest() == b""
-        newest.ask("/v1/models")
-        assert (await newest.answer()).status == 200
-        idle.ask("/v1/models")
-        assert (await idle.answer()).status == 200
-        engine.released.set()
-        while await busy.chunk():
-            pass
-
-    with_bench(tmp_path, scenario)
+    engine = await bench.active(hold_after_groups=1)
+    busy, oldest, idle = [await bench.client() for _ in range(3)]
+    busy.ask(CHAT, STREAM)
+    await busy.head()
+    await auntil(lambda: bench.load.connections == 3, "all of them to be accepted")
+    newest = await bench.client()
+    assert await oldest.rest() == b""
+    newest.ask("/v1/models")
+    assert (await newest.answer()).status == 200
+    idle.ask("/v1/models")
+    assert (await idle.answer()).status == 200
+    engine.released.set()
+    while await busy.chunk():
+        pass
 
 
-def test_with_every_place_busy_new_clients_wait_in_the_backlog(tmp_path, monkeypatch):
+@scene()
+async def test_with_every_place_busy_new_clients_wait_in_the_backlog(bench, monkeypatch):
     monkeypatch.setattr(listener, "connections_max", lambda: 1)
-
-    async def scenario(bench):
-        engine = await bench.active(hold_after_groups=1)
-        busy = await bench.client()
-        busy.ask(CHAT, STREAM)
-        await busy.head()
-        waiting = await bench.client()
-        waiting.ask("/v1/models")
-        await auntil(lambda: bench.doors.problem, "the limit to be shown")
-        assert "the limit" in bench.doors.problem
-        engine.released.set()
-        while await busy.chunk():
-            pass
-        busy.close()
-        assert (await waiting.answer()).status == 200
-
-    with_bench(tmp_path, scenario)
+    engine = await bench.active(hold_after_groups=1)
+    busy = await bench.client()
+    busy.ask(CHAT, STREAM)
+    await busy.head()
+    waiting = await bench.client()
+    waiting.ask("/v1/models")
+    await auntil(lambda: bench.doors.problem, "the limit to be shown")
+    assert "the limit" in bench.doors.problem
+    engine.released.set()
+    while await busy.chunk():
+        pass
+    busy.close()
+    assert (await waiting.answer()).status == 200
 
 
-def test_a_request_without_descriptors_waits_and_goes_on(tmp_path):
-    """Goal: the shortage costs no request. Method: a client asks while this process may open
-    nothing, then the limit is lifted."""
-
-    async def scenario(bench):
-        await bench.active()
-        client = await bench.client()
-        await auntil(lambda: bench.load.connections == 1, "it to be accepted")
-        with descriptors_below(3):
-            client.ask(CHAT, ASKED)
-            await auntil(lambda: bench.load.waiting == 1, "the request to wait")
-        assert (await client.answer()).status == 200
-
-    with_bench(tmp_path, scenario)
-
-
-def test_accepting_without_descriptors_waits_and_retries(tmp_path):
-    async def scenario(bench):
-        await bench.active()
-        held = await bench.client()
-        held.ask("/v1/models")
-        await held.answer()
-        # The client's own socket takes the last descriptor, so none is left to accept it.
-        with descriptors_below(max(open_fds()) + 2):
-            filler = []
-            try:
-                while True:
-                    filler.append(os.dup(0))
-            except OSError:
-                os.close(filler.pop())
-            late = await bench.client()
-            late.ask("/v1/models")
-            await auntil(lambda: bench.doors.problem, "the shortage to be shown")
-            assert "open files" in bench.doors.problem
-            assert bench.doors.beat(1).totals.limits["descriptors"]
-            for fd in filler:
-                os.close(fd)
-        assert (await late.answer()).status == 200
-
-    with_bench(tmp_path, scenario)
+@scene()
+async def test_accepting_without_descriptors_waits_and_retries(bench):
+    await bench.active()
+    held = await bench.client()
+    held.ask("/v1/models")
+    await held.answer()
+    # The client's own socket takes the last descriptor, so none is left to accept it.
+    with descriptors_below(max(open_fds()) + 2):
+        filler = []
+        try:
+            while True:
+                filler.append(os.dup(0))
+        except OSError:
+            os.close(filler.pop())
+        late = await bench.client()
+        late.ask("/v1/models")
+        await auntil(lambda: bench.doors.problem, "the shortage to be shown")
+        assert "open files" in bench.doors.problem
+        assert bench.doors.beat(1).totals.limits["descriptors"]
+        for fd in filler:
+            os.close(fd)
+    assert (await late.answer()).status == 200
 
 
 def test_api_keys(tmp_path, monkeypatch):
@@ -251,16 +199,6 @@ def test_tls(tmp_path, monkeypatch):
     with_bench(tmp_path, scenario, tls_cert=cert, tls_key=key)
 
 
-@pytest.mark.parametrize("setting", ["api_keys", "tls_cert"])
-def test_files_that_cannot_be_used_are_refused_at_start(tmp_path, setting):
-    async def test():
-        with pytest.raises(UsageError, match="cannot use"):
-            async with bench(str(tmp_path), **{setting: str(tmp_path / "none")}):
-                pass
-
-    run(test)
-
-
 def test_the_access_log_has_no_users_text(tmp_path, caplog):
     """Goal: one line for each request, without bodies, queries or keys."""
     caplog.set_level(logging.INFO, logger="gateway.access")
@@ -281,26 +219,23 @@ def test_the_access_log_has_no_users_text(tmp_path, caplog):
 
 
 @pytest.mark.usefixtures("_many_descriptors")
-def test_streams_are_all_served_at_once(tmp_path):
+@scene()
+async def test_streams_are_all_served_at_once(bench):
     """Goal: none starves. Method: all are open before the first of them may go on."""
+    engine = await bench.active(hold_after_groups=1)
+    clients = [await bench.client() for _ in range(STREAMS)]
+    for client in clients:
+        client.ask(CHAT, STREAM)
+    for client in clients:
+        await client.head()
+    assert bench.load.in_flight == len(clients)
+    engine.released.set()
 
-    async def scenario(bench):
-        engine = await bench.active(hold_after_groups=1)
-        clients = [await bench.client() for _ in range(STREAMS)]
-        for client in clients:
-            client.ask(CHAT, STREAM)
-        for client in clients:
-            await client.head()
-        assert bench.load.in_flight == len(clients)
-        engine.released.set()
+    async def finish(client):
+        body = b""
+        while part := await client.chunk():
+            body += part
+        return body
 
-        async def finish(client):
-            body = b""
-            while part := await client.chunk():
-                body += part
-            return body
-
-        bodies = await asyncio.gather(*(finish(client) for client in clients))
-        assert {body.count(b"data: ") for body in bodies} == {7}
-
-    with_bench(tmp_path, scenario)
+    bodies = await asyncio.gather(*(finish(client) for client in clients))
+    assert {body.count(b"data: ") for body in bodies} == {7}

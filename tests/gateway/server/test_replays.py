@@ -12,7 +12,7 @@ from gateway.core.hot_path import Attempt
 from gateway.core.replay_join import Joined
 from gateway.server import upstream
 from gateway.server import upstream as upstream_owner
-from tests.gateway.server.harness import CHAT, with_bench
+from tests.gateway.server.harness import CHAT, scene, with_bench
 from tests.gateway.stub_engine import text_of
 from tests.helpers import auntil
 
@@ -75,33 +75,33 @@ def test_long_replays_are_read_in_slices_and_in_turns(
     assert max(groups_a_turn) <= SLICE_BYTES // 100 + 1
 
 
-def test_client_leaves_and_engine_dies_while_a_replay_waits_for_its_turn(tmp_path, groups_a_turn):
+@scene()
+async def test_client_leaves_and_engine_dies_while_a_replay_waits_for_its_turn(
+    bench, groups_a_turn
+):
     """Goal: what is postponed is forgotten, and the stream that stays goes on. Method: both, in the
     middle of replays."""
-
-    async def scenario(bench):
-        dying = await bench.active(cut_after_groups=TOKENS - 100)
-        clients = [await bench.client() for _ in range(STREAMS)]
-        for client in clients:
-            client.ask(CHAT, ASKED)
-        answers = [asyncio.ensure_future(client.answer()) for client in clients[1:]]
-        await dying.died.wait()
-        second = await bench.engine("engine-1", 2)
-        await bench.grant(second)
-        await auntil(lambda: sum(groups_a_turn), "a replay to begin")
-        clients[0].close()
-        second.die()
-        await bench.grant(await bench.engine("engine-0", 3))
-        for answer in await asyncio.gather(*answers):
-            assert answer.is_whole
-            assert answer.text() == WANTED
-
-    with_bench(tmp_path, scenario)
+    dying = await bench.active(cut_after_groups=TOKENS - 100)
+    clients = [await bench.client() for _ in range(STREAMS)]
+    for client in clients:
+        client.ask(CHAT, ASKED)
+    answers = [asyncio.ensure_future(client.answer()) for client in clients[1:]]
+    await dying.died.wait()
+    second = await bench.engine("engine-1", 2)
+    await bench.grant(second)
+    await auntil(lambda: sum(groups_a_turn), "a replay to begin")
+    clients[0].close()
+    second.die()
+    await bench.grant(await bench.engine("engine-0", 3))
+    for answer in await asyncio.gather(*answers):
+        assert answer.is_whole
+        assert answer.text() == WANTED
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, TOKENS])
-def test_a_resume_reads_what_the_engine_plays_and_nothing_that_was_sent(
-    tmp_path, chunk_tokens, monkeypatch
+@scene()
+async def test_a_resume_reads_what_the_engine_plays_and_nothing_that_was_sent(
+    bench, chunk_tokens, monkeypatch
 ):
     """Goal: how long the pause is depends on the engine's replay alone. Method: bytes of events
     that are joined from the death on, and those that are parsed,
@@ -119,20 +119,16 @@ def test_a_resume_reads_what_the_engine_plays_and_nothing_that_was_sent(
 
     monkeypatch.setattr(Joined, "add", counted)
     monkeypatch.setattr(replay_join, "parts_of", counted_parts_of)
-
-    async def scenario(bench):
-        await bench.active(cut_after_groups=TOKENS - 100)
-        clients = [await bench.client() for _ in range(STREAMS)]
-        for client in clients:
-            client.ask(CHAT, ASKED)
-        answers = [asyncio.ensure_future(client.answer()) for client in clients]
-        await auntil(lambda: bench.load.parked == STREAMS, "all streams to be parked")
-        sent_bytes, joined_bytes[0], parsed[0] = joined_bytes[0], 0, 0
-        await bench.grant(await bench.engine("engine-1", 2, chunk_tokens=chunk_tokens))
-        for answer in await asyncio.gather(*answers):
-            assert answer.text() == WANTED
-        # What is played, the block that was not full, and the rest of the answer.
-        assert joined_bytes[0] <= sent_bytes + STREAMS * 4 * BLOCK_BYTES
-        assert parsed[0] <= STREAMS * 10
-
-    with_bench(tmp_path, scenario)
+    await bench.active(cut_after_groups=TOKENS - 100)
+    clients = [await bench.client() for _ in range(STREAMS)]
+    for client in clients:
+        client.ask(CHAT, ASKED)
+    answers = [asyncio.ensure_future(client.answer()) for client in clients]
+    await auntil(lambda: bench.load.parked == STREAMS, "all streams to be parked")
+    sent_bytes, joined_bytes[0], parsed[0] = joined_bytes[0], 0, 0
+    await bench.grant(await bench.engine("engine-1", 2, chunk_tokens=chunk_tokens))
+    for answer in await asyncio.gather(*answers):
+        assert answer.text() == WANTED
+    # What is played, the block that was not full, and the rest of the answer.
+    assert joined_bytes[0] <= sent_bytes + STREAMS * 4 * BLOCK_BYTES
+    assert parsed[0] <= STREAMS * 10

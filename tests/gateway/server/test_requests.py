@@ -1,15 +1,27 @@
 """Goal: a request is read whole, once, within limits, however its bytes arrive."""
 
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import re
+import ssl
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.server import requests
 from gateway.server.request_reader import HEAD_BYTES_MAX, PIPELINED_MAX, BodyMemory, RequestReader
 from gateway.server.requests import is_hop_path
-from gateway.server.responses import Refused
+from plumbing import gateway_protocol as hop
+from plumbing.gateway_protocol import Continuation
+from tests.gateway.server.harness import CHAT, scene, with_bench
+from tests.gateway.server.test_limits import make_certificate
+from tests.gateway.server.test_streams import ASKED, BODY, assert_whole
+from tests.gateway.stub_engine import group_of, last_events
+from tests.helpers import auntil
 
 
 def reader(body_bytes_max=1000, refused=None, memory=None):
@@ -34,23 +46,6 @@ H2C = (
     b"HTTP2-Settings: x\r\nContent-Length: 3\r\n\r\nabc"
 )
 GET = b"GET /v1/models HTTP/1.1\r\nHost: h\r\n\r\n"
-
-
-@given(
-    st.lists(st.sampled_from([POST, CHUNKED, GET, H2C]), max_size=5),
-    st.lists(st.integers(0, 2000), max_size=10),
-)
-def test_requests_do_not_depend_on_how_bytes_arrive(sent, at):
-    """Method: pipelined requests, split anywhere."""
-    data = b"".join(sent)
-    bounds = [0, *sorted(each % (len(data) + 1) for each in at), len(data)]
-    found = read(*(data[a:b] for a, b in pairwise(bounds) if b > a))
-    assert found.refused is None
-    assert [each.body for each in found.ready] == [b"" if each == GET else b"abc" for each in sent]
-    assert found.is_idle
-    for each in found.ready:
-        assert b"transfer-encoding" not in each.head
-        assert b"upgrade" not in each.head
 
 
 def test_what_an_engine_gets_of_a_head():
@@ -130,63 +125,10 @@ def test_a_head_that_never_ends_is_refused():
     assert found.refused.status == 431
 
 
-def test_a_chunked_body_over_the_limit_is_refused():
-    found = read(CHUNKED.split(b"\r\n\r\n")[0] + b"\r\n\r\n")
-    for _ in range(11):
-        found.feed(b"64\r\n" + b"x" * 100 + b"\r\n")
-    assert found.refused is not None
-    assert found.refused.status == 413
-    assert not found.ready
-
-
-def test_all_bodies_together_have_a_limit():
-    """Goal: many large bodies at once are refused before they take the process's memory, and what
-    they took is free again, however their requests end."""
-    memory = BodyMemory(500)
-    head = POST.replace(b"Length: 3", b"Length: 300")[:-3]
-    first, second, third = [reader(memory=memory) for _ in range(3)]
-    first.feed(head + b"x" * 200)
-    second.feed(head + b"x" * 200)
-    third.feed(head + b"x" * 200)
-    assert third.refused is not None
-    assert third.refused.status == 503
-    assert memory.bytes == 400
-    first.feed(b"x" * 100)
-    assert len(first.ready) == 1
-    second.close()
-    assert memory.bytes == 0
-
-
-def test_a_check_refuses_before_the_body_is_read():
-    refused = Refused(401, "unauthorized", "no")
-    found = read(POST[:-3], refused=refused)
-    assert found.refused is refused
-
-
 def test_too_many_pipelined_requests_are_not_read():
     found = read(GET * (PIPELINED_MAX + 5))
     assert len(found.ready) == PIPELINED_MAX
     assert not found.ready[-1].keeps_alive
-
-
-def test_continue_is_owed_until_the_body_is_there():
-    head = POST.replace(b"Length: 3", b"Length: 3\r\nExpect: 100-continue")
-    found = read(head[:-3])
-    assert found.expects_continue
-    found.feed(b"abc")
-    assert not found.expects_continue
-    assert b"expect" not in found.ready[0].head
-
-
-def test_a_websocket_is_a_tunnel():
-    found = read(
-        b"GET /v1/realtime HTTP/1.1\r\nHost: h\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
-        b"Sec-WebSocket-Key: k\r\n\r\nrest"
-    )
-    [request] = found.ready
-    assert request.is_tunnel
-    assert found.rest == b"rest"
-    assert b"connection: upgrade\r\nupgrade: websocket\r\n" in request.head
 
 
 def test_a_post_that_asks_for_a_websocket_is_read_with_its_body():
@@ -221,18 +163,275 @@ def test_a_percent_encoded_path_of_the_hop_is_refused():
     assert found.refused.status == 404
 
 
-@pytest.mark.parametrize(
-    ("body", "is_stream"),
-    [
-        (b'{"stream": true}', True),
-        (b'{"messages": [{"stream": 1}], "stream":false}', False),
-        (b'{"stream": null}', False),
-        (b'{"x": "\\"stream\\": true"}', False),
-        (b"not json", False),
-        (b'{"stream": "yes"}', False),
-        (b"[1]", False),
-    ],
+WEBSOCKET = (
+    b"GET /v1/realtime HTTP/1.1\r\nHost: h\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
 )
-def test_whether_a_body_asks_for_a_stream(body, is_stream):
-    request = requests.HttpRequest(b"POST", "/", b"", body, b"1")
-    assert request.asks_for_stream is is_stream
+# What turns one reading of a request into another one, where a parser is lax.
+POISON = (
+    *(b"\r\n", b"\n", b"\r", b"\0", b" ", b"\t", b":", b"\x0b", b"\xff", b"0\r\n\r\n", b";a=b"),
+    *(b"\r\n\r\n", b"\r\n folded", b"ffffffffffffffff", b"-1", b"%00", b"/../understudy/hello"),
+    *(b"Content-Length: 5\r\n", b"Transfer-Encoding: chunked\r\n", b"Connection: close\r\n"),
+    *(b"X-Understudy-Journal: 1,1,1\r\n", b"Host: other\r\n", b"Expect: 100-continue\r\n"),
+)
+PLACES = st.integers(0, 10_000)
+MISTAKES = st.lists(
+    st.tuples(PLACES, st.integers(0, 3), st.sampled_from(POISON) | st.binary(max_size=4)),
+    max_size=4,
+)
+
+
+def spoilt(data: bytes, mistakes) -> bytes:
+    """`data` with bytes inserted, and as many as `length` removed, at each place: half of them are
+    beginnings of lines."""
+    for place, length, inserted in mistakes:
+        at = place % (len(data) + 1)
+        if place % 2:
+            at = data.find(b"\r\n", at) + 2
+        data = data[:at] + inserted + data[at + length :]
+    return data
+
+
+def outcome(found: RequestReader):
+    fresh = re.compile(rb"x-request-id: [0-9a-f]{32}\r\n")
+    asked = [(each.path, each.body, fresh.sub(b"", each.head)) for each in found.ready]
+    return asked, found.refused and found.refused.status
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.sampled_from([POST, CHUNKED, GET, H2C, WEBSOCKET]), min_size=1, max_size=3),
+    MISTAKES,
+    st.lists(PLACES, max_size=4),
+)
+def test_no_bytes_are_read_in_two_ways_and_no_engine_gets_more_than_one_head(sent, mistakes, at):
+    """Method: requests with mistakes in one piece, split at some places, and byte by byte. Of what
+    is accepted, the head that an engine gets is one head, without framing and private headers."""
+    data = spoilt(b"".join(sent), mistakes)
+    whole = read(data)
+    if not any(each.is_tunnel for each in whole.ready):  # what follows is the tunnel's
+        bounds = [0, *sorted(each % (len(data) + 1) for each in at), len(data)]
+        assert outcome(read(*(data[a:b] for a, b in pairwise(bounds) if b > a))) == outcome(whole)
+        assert outcome(read(*(data[i : i + 1] for i in range(len(data))))) == outcome(whole)
+    for each in whole.ready:
+        first, *lines = each.head.removesuffix(b"\r\n").split(b"\r\n")
+        assert re.fullmatch(rb"[A-Z-]+ [^ \r\n]+ HTTP/1\.1", first)
+        for line in lines:
+            name, colon, value = line.partition(b": ")
+            assert re.fullmatch(rb"[!-9;-~]+", name)
+            assert colon
+            assert not {b"\r", b"\n", b"\0"} & {value[i : i + 1] for i in range(len(value))}
+            assert name not in (b"content-length", b"transfer-encoding")
+            assert not name.startswith(b"x-understudy-")
+
+
+@pytest.mark.parametrize(
+    "endless",
+    [b"0\r\nX: %b", b"0\r\n%b: 1\r\n", b"1;x=%b", b"1\r\nx\r\n0\r\n" + b"X: %b\r\n" * 2],
+    ids=["trailer", "name-of-a-trailer", "extension", "trailers"],
+)
+def test_what_surrounds_a_body_is_limited(endless):
+    """Goal: no request takes memory that nobody counts. Method: a body that is small, in a frame
+    that never ends."""
+    memory = BodyMemory(1 << 20)
+    found = read(CHUNKED.split(b"\r\n\r\n")[0] + b"\r\n\r\n", memory=memory)
+    before, _, after = endless.partition(b"%b")
+    found.feed(before)
+    for _ in range(HEAD_BYTES_MAX // 1000 + 10):
+        found.feed(b"x" * 1000)
+        if after.endswith(b"\r\n"):
+            found.feed(after.replace(b"%b", b"y"))
+            found.feed(before.rpartition(b"\r\n")[2])
+    assert found.refused is not None
+    assert found.refused.status in (400, 431)
+    assert memory.bytes == 0
+
+
+def test_a_body_in_chunks_of_one_byte_is_read():
+    """Goal: the limit of what surrounds a body hits no body that is whole. Method: the smallest
+    chunks, one for each read."""
+    found = read(CHUNKED.split(b"\r\n\r\n")[0] + b"\r\n\r\n", body_bytes_max=HEAD_BYTES_MAX)
+    for _ in range(HEAD_BYTES_MAX // 2):
+        found.feed(b"1\r\nx\r\n")
+    found.feed(b"0\r\n\r\n")
+    [request] = found.ready
+    assert request.body == b"x" * (HEAD_BYTES_MAX // 2)
+
+
+def client_hello() -> bytes:
+    """The first flight of a handshake."""
+    sent = ssl.MemoryBIO()
+    made = ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), sent, server_hostname="h")
+    with contextlib.suppress(ssl.SSLWantReadError):
+        made.do_handshake()
+    return sent.read()
+
+
+STATUSES = {b"100", b"200", b"400", b"404", b"405", b"413", b"431", b"501", b"503", b"505"}
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("is_secure", [False, True], ids=["plain", "tls"])
+def test_hostile_clients_disturb_nobody(tmp_path, seed, is_secure):
+    """Goal: each gets answers that are HTTP, or none, and takes nothing with it. Method: many at
+    once send requests with mistakes, in pieces, and leave: at once, in the middle of an answer, or
+    at its end. Beside them one client reads a stream, and another asks again and again."""
+    dice = random.Random(seed)
+    seen: set[bytes] = set()
+    stream = b"POST %b HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n%b"
+    nested = stream % (CHAT.encode(), 10_000, b'{"stream":true,"a":'.ljust(10_000, b"["))
+    stream %= CHAT.encode(), len(BODY), BODY
+
+    def bytes_of_one() -> bytes:
+        kinds = [POST, CHUNKED, GET, H2C, stream, stream, nested]
+        mistakes = [
+            (dice.randrange(10_000), dice.randrange(4), dice.choice(POISON))
+            for _ in range(dice.choice((0, 0, 1, 1, 2, 5)))
+        ]
+        sent = spoilt(b"".join(dice.choices(kinds, k=dice.choice((1, 2)))), mistakes)
+        return sent[: dice.choice((20, 100, 20_000, 20_000))]
+
+    cert, key = make_certificate(tmp_path, "gateway") if is_secure else ("", "")
+
+    async def connect(bench, *, speaks_tls: bool = is_secure):
+        if not speaks_tls:
+            return await bench.client()
+        return await bench.client(ssl=ssl.create_default_context(cafile=cert))
+
+    async def hostile(bench, data: bytes, at: int, leaving: str, size: int) -> None:
+        speaks_tls = is_secure and (leaving == "in an answer" or dice.random() < 0.8)
+        if is_secure and not speaks_tls and dice.random() < 0.7:
+            data = spoilt(client_hello(), [(dice.randrange(600), dice.randrange(2), b"")])
+            at = dice.randrange(len(data) + 1)
+            data = data[: dice.choice((at, len(data)))]
+        client = await connect(bench, speaks_tls=speaks_tls)
+        if leaving == "in an answer":
+            client.send(stream)
+        client.send(data[:at])
+        await asyncio.sleep(0)
+        client.send(data[at:])
+        answers = b""
+        if leaving == "in an answer":
+            answers = await client.reader.read(size)
+            assert answers
+        elif leaving == "at the end" and not speaks_tls:
+            client.writer.write_eof()
+            with contextlib.suppress(ConnectionError):
+                answers = await client.rest()
+        client.close()
+        if is_secure and not speaks_tls:
+            assert b"HTTP" not in answers
+            return
+        assert b"HTTP/1.1 ".startswith(answers[:9])
+        statuses = set(re.findall(rb"(?:^|\n|\})HTTP/1\.1 (\d+) ", answers))
+        assert statuses <= STATUSES
+        seen.update(statuses)
+
+    async def scenario(bench):
+        engine = await bench.active(hold_after_groups=2)
+        held = await connect(bench)
+        held.ask(CHAT, ASKED)
+        status, _ = await held.head()
+        assert status == 200
+        for _ in range(12):
+            crowd = []
+            for _ in range(10):
+                data = bytes_of_one()
+                leaving = dice.choice(("at once", "in an answer", "at the end"))
+                at, size = dice.randrange(len(data) + 1), dice.choice((1, 50, 300))
+                crowd.append(hostile(bench, data, at, leaving, size))
+            await asyncio.gather(*crowd)
+            honest = await connect(bench)
+            honest.ask(CHAT, {"messages": [], "max_tokens": 2})
+            assert (await honest.answer()).status == 200
+            honest.close()
+        await auntil(lambda: bench.load.connections == 1, "all but one to be gone")
+        await auntil(lambda: engine.open_connections == 1, "the engine's connections to be closed")
+        assert bench.load.in_flight == 1
+        engine.released.set()
+        body = b""
+        while part := await held.chunk():
+            body += part
+        assert body.endswith(b"data: [DONE]\n\n")
+        assert b"200" in seen
+        assert is_secure or b"400" in seen
+
+    with_bench(tmp_path, scenario, tls_cert=cert, tls_key=key)
+
+
+# Comments and events of a confused engine, none of which is content: each is a break.
+JUNK = (
+    *(b": u=4294967296|1\n\n", b": u=" + b"9" * 5000 + b"|1\n\n"),
+    *(b": u=\n\n", b": u=9\n\n", b": u=1,2|1\n\n", b": u=x|1\n\n", b": u=1|0\n\n", b": u=-1|1\n\n"),
+    *(b'data: {"error": {"message": "gone"}}\n\n', b"event: error\ndata: {}\n\n"),
+)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@scene()
+async def test_a_confused_engine_costs_its_answer_and_no_client(bench, seed):
+    """Goal: a stream is whole, however its engine's answers were cut and spoilt, and so are others
+    that run beside it. Method: each first answer ends anywhere, with junk between its groups,
+    comments that are not the hop's, or chunks that are none; in pieces of any size."""
+    dice = random.Random(seed)
+
+    def spoilt_answer(engine, request) -> tuple[bytes, list[bytes]]:
+        parts = [group_of(request, index, 1) for index in range(5)]
+        parts.append(last_events(request) + hop.END)
+        for _ in range(dice.randrange(2)):
+            parts.insert(dice.randrange(1, len(parts)), b": ping\n\n")
+        fault = dice.choice(("cut", "junk", "no-end", "head", "chunk", "behind"))
+        match fault:
+            case "cut":
+                parts[-1] = parts[-1][: dice.randrange(len(hop.END))]
+                size = dice.randrange(sum(map(len, parts)))
+                parts = [b"".join(parts)[:size]]
+            case "junk":
+                parts.insert(dice.randrange(len(parts)), dice.choice(JUNK))
+            case "no-end":
+                parts[-1] = parts[-1].removesuffix(hop.END)
+            case "behind":
+                parts[-1] += b"data: more\n\n"
+        head = b"\r\n".join(
+            (
+                b"HTTP/1.1 200 OK",
+                b"Content-Type: text/event-stream",
+                b"%b: %b" % (hop.ENGINE.encode(), engine.name.encode()),
+                b"%b: %d" % (hop.TOKEN.encode(), engine.token),
+                b"%b: %b" % (hop.CONTINUATION.encode(), Continuation.EXACT.value.encode()),
+                b"Transfer-Encoding: chunked\r\n\r\n",
+            )
+        )
+        if fault == "head":
+            head = head[: dice.randrange(len(head))]
+            return head + dice.choice((b"\0", b"")), []
+        body = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts if part)
+        if fault == "chunk":
+            at = dice.randrange(len(body))
+            body = body[:at] + b"\r\nzz\r\n" + body[at + 1 :]
+        return head, [body, b"" if fault == "cut" else b"0\r\n\r\n"]
+
+    engine = await bench.active()
+    asked: set[str] = set()
+
+    async def route(request, reply):
+        name = request.headers["x-request-id"]
+        if name in asked:
+            await engine.stream(request, reply)
+            return
+        asked.add(name)
+        head, body = spoilt_answer(engine, request)
+        data = b"".join((head, *body))
+        while data:
+            size = dice.choice((1, 7, 100, 10_000))
+            reply.write(data[:size])
+            data = data[size:]
+            await asyncio.sleep(0)
+        await reply.writer.drain()
+        reply.writer.close()
+
+    engine.routes[CHAT] = route
+    for _ in range(6):
+        answers = await asyncio.gather(*(bench.once(CHAT, ASKED) for _ in range(8)))
+        for answer in answers:
+            assert_whole(answer)
+    assert bench.endings() == {"whole": 48}

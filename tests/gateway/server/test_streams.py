@@ -8,12 +8,13 @@ import json
 
 import pytest
 
+from gateway.core.events import EngineGranted
 from gateway.server import upstream as groups
 from gateway.server.upstream import Upstream
 from plumbing import gateway_protocol as hop
 from plumbing.gateway_protocol import Continuation
-from tests.gateway.server.harness import CHAT, ERA, with_bench
-from tests.gateway.stub_engine import chunk_of, group_of, last_events, text_of
+from tests.gateway.server.harness import CHAT, ERA, scene
+from tests.gateway.stub_engine import chunk_of, group_of, text_of
 from tests.helpers import auntil
 
 TOKENS = 5
@@ -34,80 +35,48 @@ def assert_whole(answer):
     assert len({event["id"] for event in answer.events()}) == 1
 
 
-def test_a_stream_passes_without_the_hops_comments(tmp_path):
-    async def scenario(bench):
-        engine = await bench.active()
-        answer = await bench.once(CHAT, ASKED, X_Request_Id="mine-1", Traceparent="00-1-2-01")
-        assert_whole(answer)
-        assert answer.headers["x-understudy-engine"] == engine.name
-        assert answer.headers["x-understudy-token"] == "1"
-        assert answer.headers["x-understudy-continuation"] == "exact"
-        assert answer.headers["x-request-id"] == "mine-1"
-        [request] = engine.requests
-        assert request.headers["x-request-id"] == "mine-1"
-        assert request.headers["traceparent"] == "00-1-2-01"
-        assert request.headers[hop.GATEWAY.lower()] == "1"
-        assert request.body == BODY
-        await auntil(lambda: engine.open_connections == 0, "the engine's connection to close")
-
-    with_bench(tmp_path, scenario)
+@scene()
+async def test_a_stream_passes_without_the_hops_comments(bench):
+    engine = await bench.active()
+    answer = await bench.once(CHAT, ASKED, X_Request_Id="mine-1", Traceparent="00-1-2-01")
+    assert_whole(answer)
+    assert answer.headers["x-understudy-engine"] == engine.name
+    assert answer.headers["x-understudy-token"] == "1"
+    assert answer.headers["x-understudy-continuation"] == "exact"
+    assert answer.headers["x-request-id"] == "mine-1"
+    [request] = engine.requests
+    assert request.headers["x-request-id"] == "mine-1"
+    assert request.headers["traceparent"] == "00-1-2-01"
+    assert request.headers[hop.GATEWAY.lower()] == "1"
+    assert request.body == BODY
+    await auntil(lambda: engine.open_connections == 0, "the engine's connection to close")
 
 
 @pytest.mark.parametrize("cut_bytes", [0, 1, 100, -1])
-def test_an_engine_dies_at_every_group(tmp_path, cut_bytes):
+@scene()
+async def test_an_engine_dies_at_every_group(bench, cut_bytes):
     """Goal: no event is lost or doubled, wherever the stream is cut. Method: death behind every
     group, with nothing, a byte, some bytes and all but one byte of the next group written."""
-
-    async def scenario(bench):
-        token = 0
-        for boundary in range(TOKENS + 1):
-            token += 1
-            dying = await bench.engine(token=token, cut_after_groups=boundary, cut_bytes=cut_bytes)
-            await bench.grant(dying)
-            client = await bench.client()
-            client.ask(CHAT, ASKED)
-            await dying.died.wait()
-            token += 1
-            next_one = await bench.engine("engine-1", token)
-            await bench.grant(next_one)
-            answer = await client.answer()
-            assert_whole(answer)
-            [resume] = next_one.requests
-            if boundary:
-                assert resume.journal is not None
-                assert len(resume.journal.tokens) == boundary
-                assert answer.headers["x-understudy-token"] == str(dying.token)
-            next_one.die()
-        assert bench.endings() == {"whole": TOKENS + 1}
-
-    with_bench(tmp_path, scenario)
-
-
-def test_a_connection_alone_breaks_and_the_same_engine_goes_on(tmp_path):
-    """Goal: no newer grant is needed when the engine lives. Method: only the connection ends."""
-
-    async def scenario(bench):
-        engine = await bench.active()
-        count = 0
-
-        async def route(request, reply):
-            nonlocal count
-            count += 1
-            if count == 1:
-                reply.head(content_type="text/event-stream", continuation=Continuation.EXACT)
-                reply.write(group_of(request, 0, 2))
-                await reply.writer.drain()
-                reply.abort()
-            else:
-                await engine.stream(request, reply)
-
-        engine.routes[CHAT] = route
-        assert_whole(await bench.once(CHAT, ASKED))
-        assert count == 2
-        totals = bench.doors.beat(1).totals
-        assert (totals.pauses, totals.resumes, totals.replayed_tokens) == (1, 1, 2)
-
-    with_bench(tmp_path, scenario)
+    token = 0
+    for boundary in range(TOKENS + 1):
+        token += 1
+        dying = await bench.engine(token=token, cut_after_groups=boundary, cut_bytes=cut_bytes)
+        await bench.grant(dying)
+        client = await bench.client()
+        client.ask(CHAT, ASKED)
+        await dying.died.wait()
+        token += 1
+        next_one = await bench.engine("engine-1", token)
+        await bench.grant(next_one)
+        answer = await client.answer()
+        assert_whole(answer)
+        [resume] = next_one.requests
+        if boundary:
+            assert resume.journal is not None
+            assert len(resume.journal.tokens) == boundary
+            assert answer.headers["x-understudy-token"] == str(dying.token)
+        next_one.die()
+    assert bench.endings() == {"whole": TOKENS + 1}
 
 
 def stream_that_says(*parts, then="abort"):
@@ -150,227 +119,138 @@ ERROR = b'data: {"error": {"message": "EngineCore encountered an issue"}}\n\n'
     ],
     ids=["error", "error-alone", "error-marked", "no-end", "garbage", "endless"],
 )
-def test_what_is_a_break_and_not_content(tmp_path, monkeypatch, parts, then):
+@scene()
+async def test_what_is_a_break_and_not_content(bench, monkeypatch, parts, then):
     monkeypatch.setattr(groups, "GROUP_BYTES_MAX", 2000)
-
-    async def scenario(bench):
-        engine = await bench.active()
-        engine.routes[CHAT] = stream_that_says(*parts, then=then)
-        answer = await bench.once(CHAT, ASKED)
-        assert_whole(answer)
-        assert b"EngineCore" not in answer.body
-
-    with_bench(tmp_path, scenario)
+    engine = await bench.active()
+    engine.routes[CHAT] = stream_that_says(*parts, then=then)
+    answer = await bench.once(CHAT, ASKED)
+    assert_whole(answer)
+    assert b"EngineCore" not in answer.body
 
 
-def test_a_stream_that_is_handed_over_goes_on_at_the_next_engine(tmp_path):
-    """Goal: half a group in front of the handover is thrown away, and the engine is asked once."""
-
-    async def scenario(bench):
-        leaving = await bench.active()
-        leaving.routes[CHAT] = stream_that_says(b"data: half\n\n", hop.HANDED_OVER, then="hang")
-        client = await bench.client()
-        client.ask(CHAT, ASKED)
-        await auntil(lambda: bench.load.parked, "the stream to be parked")
-        await bench.grant(await bench.engine("engine-1", 2))
-        assert_whole(await client.answer())
-        assert len(leaving.requests) == 1
-
-    with_bench(tmp_path, scenario)
-
-
-def test_a_zombie_reaches_nobody(tmp_path):
+@scene()
+async def test_a_zombie_reaches_nobody(bench):
     """Goal: bytes under an older token go nowhere. Method: the old engine holds its stream, the
     new one is granted, and the old one goes on; another engine answers with a token of its own."""
+    zombie = await bench.active(hold_after_groups=2)
+    client = await bench.client()
+    client.ask(CHAT, ASKED)
+    await client.head()
+    await client.chunk()
+    successor = await bench.engine("engine-1", 2)
+    await bench.grant(successor)
+    zombie.released.set()
+    await auntil(lambda: zombie.open_connections == 0, "the zombie's connection to close")
+    body = b""
+    while part := await client.chunk():
+        body += part
+    assert body.endswith(b"data: [DONE]\n\n")
+    assert len(successor.requests) == 1
 
-    async def scenario(bench):
-        zombie = await bench.active(hold_after_groups=2)
-        client = await bench.client()
-        client.ask(CHAT, ASKED)
-        await client.head()
-        await client.chunk()
-        successor = await bench.engine("engine-1", 2)
-        await bench.grant(successor)
-        zombie.released.set()
-        await auntil(lambda: zombie.open_connections == 0, "the zombie's connection to close")
-        body = b""
-        while part := await client.chunk():
-            body += part
-        assert body.endswith(b"data: [DONE]\n\n")
-        assert len(successor.requests) == 1
-
-        successor.token = 3  # an impostor, from now on
-        client = await bench.client()
-        client.ask(CHAT, ASKED)
-        await auntil(lambda: len(successor.requests) == 2, "the request to be sent")
-        successor.token = 2
-        assert_whole(await client.answer())
-
-    with_bench(tmp_path, scenario)
+    successor.token = 3  # an impostor, from now on
+    client = await bench.client()
+    client.ask(CHAT, ASKED)
+    await auntil(lambda: len(successor.requests) == 2, "the request to be sent")
+    successor.token = 2
+    assert_whole(await client.answer())
 
 
-def test_a_grant_comes_while_a_request_is_being_sent(tmp_path, monkeypatch):
+@scene()
+async def test_a_grant_comes_while_a_request_is_being_sent(bench, monkeypatch):
     """Goal: a connection that the loop has not taken over yet is dropped too. Method: the next
     grant comes in the same turn as the request goes out, to an engine that would answer it."""
     connect = Upstream.connect
+    old = await bench.active(hold_after_groups=1)
+    successor = await bench.engine("engine-1", 2)
 
-    async def scenario(bench):
-        old = await bench.active(hold_after_groups=1)
-        successor = await bench.engine("engine-1", 2)
+    def grant_then_connect(upstream, path):
+        if upstream.attempt.token == 1:
+            asyncio.get_running_loop().call_soon(
+                bench.doors.told, EngineGranted("engine-1", 2, ERA)
+            )
+        return connect(upstream, path)
 
-        def grant_then_connect(upstream, path):
-            if upstream.attempt.token == 1:
-                asyncio.get_running_loop().call_soon(bench.doors.granted, "engine-1", 2, ERA)
-            return connect(upstream, path)
-
-        monkeypatch.setattr(Upstream, "connect", grant_then_connect)
-        answer = await bench.once(CHAT, ASKED)
-        assert_whole(answer)
-        assert answer.headers["x-understudy-token"] == "2"
-        assert len(successor.requests) == 1
-        await auntil(lambda: old.open_connections == 0, "the old engine's connection to close")
-
-    with_bench(tmp_path, scenario)
+    monkeypatch.setattr(Upstream, "connect", grant_then_connect)
+    answer = await bench.once(CHAT, ASKED)
+    assert_whole(answer)
+    assert answer.headers["x-understudy-token"] == "2"
+    assert len(successor.requests) == 1
+    await auntil(lambda: old.open_connections == 0, "the old engine's connection to close")
 
 
-def test_a_body_larger_than_a_sockets_buffer(tmp_path):
-    """Goal: what is not sent at once follows. Method: some megabytes, to two engines in turn."""
-    asked = {**ASKED, "padding": "x" * (4 << 20)}
-
-    async def scenario(bench):
-        dying = await bench.active(cut_after_groups=2)
-        client = await bench.client()
-        client.ask(CHAT, asked)
-        await dying.died.wait()
-        await bench.grant(await bench.engine("engine-1", 2))
-        answer = await client.answer()
-        assert answer.is_whole
-        assert answer.text() == text_of(json.dumps(asked).encode(), TOKENS)
-
-    with_bench(tmp_path, scenario)
-
-
-def test_a_stream_that_cannot_go_on_ends_with_an_error_and_no_end(tmp_path):
+@scene()
+async def test_a_stream_that_cannot_go_on_ends_with_an_error_and_no_end(bench):
     """Goal: no client takes half an answer for a whole one. Method: the successor has another
     model; a stream of class none."""
+    dying = await bench.active(cut_after_groups=2)
+    client = await bench.client()
+    client.ask(CHAT, ASKED)
+    await dying.died.wait()
+    await bench.grant(await bench.engine("engine-1", 2, continuation_id="another"))
+    answer = await client.answer()
+    assert not answer.is_whole
+    assert "error" in answer.events()[-1]
+    assert b"[DONE]" not in answer.body
 
-    async def scenario(bench):
-        dying = await bench.active(cut_after_groups=2)
-        client = await bench.client()
-        client.ask(CHAT, ASKED)
-        await dying.died.wait()
-        await bench.grant(await bench.engine("engine-1", 2, continuation_id="another"))
-        answer = await client.answer()
-        assert not answer.is_whole
-        assert "error" in answer.events()[-1]
-        assert b"[DONE]" not in answer.body
+    last = await bench.engine("engine-2", 3, continuation=Continuation.NONE)
+    await bench.grant(last)
 
-        last = await bench.engine("engine-2", 3, continuation=Continuation.NONE)
-        await bench.grant(last)
+    async def route(request, reply):
+        reply.head(content_type="text/event-stream", continuation=Continuation.NONE)
+        reply.write(chunk_of(request, {"content": "a"}))
+        await reply.writer.drain()
+        reply.abort()
 
-        async def route(request, reply):
-            reply.head(content_type="text/event-stream", continuation=Continuation.NONE)
-            reply.write(chunk_of(request, {"content": "a"}))
-            await reply.writer.drain()
-            reply.abort()
-
-        last.routes[CHAT] = route
-        answer = await bench.once(CHAT, ASKED)
-        assert not answer.is_whole
-        assert answer.headers["x-understudy-continuation"] == "none"
-        assert "error" in answer.events()[-1]
-        assert bench.endings() == {"broken": 2}
-
-    with_bench(tmp_path, scenario)
+    last.routes[CHAT] = route
+    answer = await bench.once(CHAT, ASKED)
+    assert not answer.is_whole
+    assert answer.headers["x-understudy-continuation"] == "none"
+    assert "error" in answer.events()[-1]
+    assert bench.endings() == {"broken": 2}
 
 
-def test_a_stream_of_class_none_passes_as_it_comes(tmp_path):
-    async def scenario(bench):
-        engine = await bench.active()
-        go_on = asyncio.Event()
+@scene()
+async def test_a_stream_of_class_none_passes_as_it_comes(bench):
+    engine = await bench.active()
+    go_on = asyncio.Event()
 
-        async def route(request, reply):
-            reply.head(content_type="text/event-stream", continuation=Continuation.NONE)
-            reply.write(b"data: 1\n\n")
-            await go_on.wait()
-            reply.write(b": u=forged|1\n\ndata: 2\n\n")  # only in marked streams it means a thing
-            reply.end()
+    async def route(request, reply):
+        reply.head(content_type="text/event-stream", continuation=Continuation.NONE)
+        reply.write(b"data: 1\n\n")
+        await go_on.wait()
+        reply.write(b": u=forged|1\n\ndata: 2\n\n")  # only in marked streams it means a thing
+        reply.end()
 
-        engine.routes["/v1/other"] = route
-        client = await bench.client()
-        client.ask("/v1/other", {})
-        await client.head()
-        assert await client.chunk() == b"data: 1\n\n"
-        go_on.set()
-        assert await client.chunk() == b": u=forged|1\n\ndata: 2\n\n"
-        assert await client.chunk() == b""
-
-    with_bench(tmp_path, scenario)
+    engine.routes["/v1/other"] = route
+    client = await bench.client()
+    client.ask("/v1/other", {})
+    await client.head()
+    assert await client.chunk() == b"data: 1\n\n"
+    go_on.set()
+    assert await client.chunk() == b": u=forged|1\n\ndata: 2\n\n"
+    assert await client.chunk() == b""
 
 
-def test_an_engine_of_another_release_is_served_and_status_says_that_its_streams_end(tmp_path):
+@scene()
+async def test_an_engine_of_another_release_is_served_and_status_says_that_its_streams_end(bench):
     """Goal: an upgrade in which versions of the hop meet refuses nobody. Method: a newer engine,
     which marks nothing for this gateway; what it says of itself includes words of its own."""
+    engine = await bench.active(version=hop.VERSION + 1)
 
-    async def scenario(bench):
-        engine = await bench.active(version=hop.VERSION + 1)
+    async def route(request, reply):
+        assert request.headers[hop.GATEWAY.lower()] == str(hop.VERSION)
+        reply.head(content_type="text/event-stream", continuation="marked otherwise")
+        reply.write(chunk_of(request, {"content": " t1"}) + b": new=words\n\n")
+        reply.write(b"data: [DONE]\n\n")
+        reply.end()
+        await reply.writer.drain()
 
-        async def route(request, reply):
-            assert request.headers[hop.GATEWAY.lower()] == str(hop.VERSION)
-            reply.head(content_type="text/event-stream", continuation="marked otherwise")
-            reply.write(chunk_of(request, {"content": " t1"}) + b": new=words\n\n")
-            reply.write(b"data: [DONE]\n\n")
-            reply.end()
-            await reply.writer.drain()
-
-        engine.routes[CHAT] = route
-        answer = await bench.once(CHAT, ASKED)
-        assert answer.is_whole
-        assert answer.text() == " t1"
-        assert answer.headers["x-understudy-continuation"] == "none"
-        upstream = bench.doors.beat(1).upstream
-        assert upstream.continuation is Continuation.NONE
-        assert "version 2 of the private hop" in upstream.problem
-
-    with_bench(tmp_path, scenario)
-
-
-def test_an_event_of_ten_megabytes_passes(tmp_path):
-    async def scenario(bench):
-        engine = await bench.active()
-        large = b"y" * (10 << 20)
-
-        async def route(request, reply):
-            reply.head(content_type="text/event-stream", continuation=Continuation.EXACT)
-            reply.write(chunk_of(request, {"content": large.decode()}) + hop.group_end([1], [1]))
-            reply.write(last_events(request) + hop.END)
-            reply.end()
-            await reply.writer.drain()
-
-        engine.routes[CHAT] = route
-        answer = await bench.once(CHAT, ASKED)
-        assert answer.is_whole
-        assert answer.text().encode() == large
-
-    with_bench(tmp_path, scenario)
-
-
-def test_comments_keep_a_paused_stream_alive(tmp_path, monkeypatch):
-    """Goal: with the option, and only while paused. Method: a pause until three comments came."""
-    monkeypatch.setattr("gateway.server.client_listener.SWEEP_S", 0.01)
-
-    async def scenario(bench):
-        dying = await bench.active(cut_after_groups=2)
-        client = await bench.client()
-        client.ask(CHAT, ASKED)
-        await client.head()
-        await dying.died.wait()
-        body = b""
-        while body.count(b": keepalive\n\n") < 3:
-            body += await client.chunk()
-        await bench.grant(await bench.engine("engine-1", 2))
-        while part := await client.chunk():
-            body += part
-        assert body.replace(b": keepalive\n\n", b"").count(b"data: ") == TOKENS + 3
-
-    with_bench(tmp_path, scenario, keepalive_comments_ms=1)
+    engine.routes[CHAT] = route
+    answer = await bench.once(CHAT, ASKED)
+    assert answer.is_whole
+    assert answer.text() == " t1"
+    assert answer.headers["x-understudy-continuation"] == "none"
+    upstream = bench.doors.beat(1).upstream
+    assert upstream.continuation is Continuation.NONE
+    assert "version 2 of the private hop" in upstream.problem

@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 
 from gateway.server import tracing
-from gateway.server.tracing import OpenTelemetry, RequestSpans
+from gateway.server.tracing import RequestSpans
 from plumbing.errors import UsageError
 from tests.gateway.server.harness import CHAT, with_bench
 from tests.gateway.server.test_streams import ASKED, assert_whole
@@ -33,7 +33,7 @@ def test_a_span_continues_the_clients_trace_and_a_pause_is_in_it(
 ):
     """Method: the SDK's in-memory exporter; a stream whose engine dies, and one that nothing
     happens to."""
-    spans = RequestSpans(OpenTelemetry(exporter.provider), of_all=of_all)
+    spans = RequestSpans(exporter.provider, of_all=of_all)
     monkeypatch.setattr("gateway.server.client_listener.open_spans", lambda mode: spans)
 
     async def scenario(bench):

@@ -7,16 +7,22 @@ their pid.
 from __future__ import annotations
 
 import functools
+import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from gateway.messages import CONTROL, StatusMsg, StatusReplyMsg
+from plumbing.errors import GivenUpError
 from plumbing.pod.paths import gateway_socket
 from plumbing.wire.blocking import BlockingClient
-from tests.gateway.gateways import READ_S, GatewayProcess, LockServer, Stream, ended, who
+from tests.gateway.gateways import READ_S, GatewayProcess, LockServer, Stream, ended, refusing, who
+from tests.gateway.stub_child import FAULT_ENV
 from tests.helpers import descriptors_below, until
 from tests.lockserver.processes import settled_fds
 
@@ -66,15 +72,6 @@ def test_a_stopped_child_is_killed_and_its_newcomers_are_answered(gateway: Gatew
     waiting.close()
 
 
-def test_a_killed_spare_is_replaced_and_nobody_notices(gateway: GatewayProcess):
-    """Goal: the next death finds a spare. Method: SIGKILL of the one that waits."""
-    serving, spare = gateway.child(), gateway.spare()
-    os.kill(spare, signal.SIGKILL)
-    until(lambda: (gateway.status()["spare"] or {}).get("pid", spare) != spare, "another spare")
-    until(gateway.has_spare, "it to be ready")
-    assert gateway.child() == serving
-
-
 def test_children_die_with_a_killed_parent_and_connections_wait_for_the_next(
     gateway: GatewayProcess,
 ):
@@ -88,24 +85,6 @@ def test_children_die_with_a_killed_parent_and_connections_wait_for_the_next(
     assert {each.pid() for each in waiting} == {gateway.child()}
     for each in waiting:
         each.close()
-
-
-def test_a_restarted_lock_server_gets_its_socket_back_while_requests_are_answered(
-    gateway: GatewayProcess, lock_server: LockServer
-):
-    """Goal: the lock server may be away for long. Method: SIGKILL of it, requests in between, and
-    another one on the same address."""
-    serving = gateway.child()
-    lock_server.kill()
-    until(lambda: gateway.status()["lock_server"]["connected"] is False, "the loss to be seen")
-    assert "no lock server" in gateway.status()["problems"][0]
-    assert gateway.get("ready")[1]["reason"] == "no_engine"  # accepting is not what is missing
-    assert who(gateway.port) == serving
-    lock_server.start()
-    until(lambda: gateway.status()["lock_server"]["connected"], "the new one")
-    until(lambda: gateway.status()["problems"] == [], "the problem to be over")
-    assert who(gateway.port) == serving
-    until(lambda: lock_server.status()["service"]["active"]["state"] == "lent", "the hand-back")
 
 
 def test_without_descriptors_the_spare_still_accepts_and_status_says_what_to_raise(
@@ -143,3 +122,106 @@ def test_a_second_gateway_is_refused_and_the_first_serves_on(
     assert second.wait() == 1
     assert f"pid {gateway.pid} holds" in second.log()
     assert who(gateway.port) == gateway.child()
+
+
+@pytest.fixture
+def end(tmp_path: Path) -> Path:
+    """A stream ends once this file is there."""
+    return tmp_path / "end"
+
+
+def test_sigterm_accepts_no_more_and_ends_once_the_streams_have(gateway: GatewayProcess, end: Path):
+    """Goal: a drain. Method: SIGTERM during a stream; a newcomer waits in the backlog meanwhile and
+    is answered by the next gateway."""
+    stream = Stream(gateway.port, f"/stream?{end}")
+    assert stream.pid() == gateway.child()
+    assert gateway.process is not None
+    gateway.process.send_signal(signal.SIGTERM)
+    until(lambda: gateway.status()["stopping"], "the stop to begin")
+    until(lambda: not gateway.status()["accepting"], "the child to accept no more")
+    assert gateway.get("ready") == (503, {"ok": False, "reason": "stopping"})
+    assert gateway.get("live")[0] == 200
+    newcomer = Stream(gateway.port)
+    end.touch()
+    assert stream.rest() == b"end\n"
+    assert gateway.wait() == 0
+    gateway.start()
+    assert newcomer.pid() == gateway.child()
+    newcomer.close()
+
+
+def test_sighup_replaces_the_child_and_loses_no_stream(gateway: GatewayProcess, end: Path):
+    """Goal: a restart that nobody sees. Method: SIGHUP during a stream; the fresh child answers
+    newcomers while the old one finishes."""
+    old, restarts = gateway.child(), gateway.status()["restarts_total"]
+    stream = Stream(gateway.port, f"/stream?{end}")
+    assert stream.pid() == old
+    until(lambda: gateway.status()["load"]["in_flight"] == 1, "the stream to be counted")
+    assert gateway.process is not None
+    gateway.process.send_signal(signal.SIGHUP)
+    until(lambda: gateway.has_spare() and gateway.child() != old, "a fresh child")
+    (retiring,) = gateway.status()["retiring"]
+    assert (retiring["pid"], retiring["in_flight"]) == (old, 1)
+    assert who(gateway.port) == gateway.child()
+    end.touch()
+    assert stream.rest() == b"end\n"
+    until(lambda: ended(old), "the old child to exit")
+    until(lambda: gateway.status()["retiring"] == [], "its end to be seen")
+    assert gateway.status()["restarts_total"] == restarts
+
+
+def command(gateway: GatewayProcess, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "gateway.cli", *words, "--dir", gateway.directory],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_restart_child_answers_once_the_fresh_one_accepts_or_says_why_it_cannot(
+    gateway: GatewayProcess,
+):
+    """Goal: a command that tells the truth. Method: once with settings that work, once with a file
+    that the fresh child refuses; the one that serves goes on."""
+    old = gateway.child()
+    done = command(gateway, "restart-child", "--json")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert (document["old_pid"], document["new_pid"]) == (old, gateway.child())
+    with refusing(gateway.directory):
+        failed = command(gateway, "restart-child")
+    assert failed.returncode == 1
+    assert "the stub refuses its settings" in failed.stderr
+    assert f"pid {document['new_pid']} serves on" in failed.stderr
+    assert gateway.child() == document["new_pid"]
+
+
+Make = Callable[..., GatewayProcess]
+
+
+@pytest.mark.slow
+def test_children_that_die_at_their_start_end_the_gateway_for_good(
+    make_gateway: Make, lasting: GatewayProcess
+):
+    """Goal: a reason instead of a loop. Method: a child that exits with 7 before it says a word;
+    an init does not start the gateway again."""
+    lasting.close()
+    gateway = make_gateway()
+    gateway.environ[FAULT_ENV] = "exit"
+    gateway.spawn()
+    assert gateway.wait() == GivenUpError.exit_code
+    assert "giving up after 5 attempts in a row" in gateway.log()
+
+
+def test_settings_that_a_child_refuses_end_the_gateway_at_once(
+    make_gateway: Make, lock_server: LockServer, lasting: GatewayProcess
+):
+    """Goal: one sentence, exit code 2. Method: a child that refuses its settings."""
+    lasting.close()
+    gateway = make_gateway()
+    with refusing(lock_server.directory):
+        gateway.spawn()
+        assert gateway.wait() == 2
+    assert "ended with code 2: the stub refuses its settings; giving up" in gateway.log()
