@@ -1,89 +1,191 @@
-"""Write the sections of docs/cli_json.md whose documents are structs; `--check` fails if they are
+"""Write docs/cli_json.md from the structs of the `--json` documents; `--check` fails if it is
 stale.
 
-A section is the struct's docstring and a table of its fields: `Annotated[..., msgspec.Meta(
-description=…)]` is a field's meaning. The other sections of the page are still written by hand.
+A section is a struct's docstring and a table of its fields (`plumbing.service.schema` says how a
+field is described). A struct that has a section of its own is a link where another one contains it.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from inspect import cleandoc
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from msgspec import inspect
+import msgspec
 
-from understudy.doctor.checks import DoctorDocument
+from plumbing.service.schema import Schema, Unit
+from understudy.schema import DOCUMENTS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/cli_json.md"
-SECTIONS = {"understudy doctor": DoctorDocument}
-WORDS = {
-    inspect.IntType: "int",
-    inspect.FloatType: "number",
-    inspect.StrType: "string",
-    inspect.LiteralType: "string",
-    inspect.BoolType: "bool",
-    inspect.NoneType: "null",
-    inspect.AnyType: "any",
-}
-
+HEADINGS = {struct: title for title, struct in DOCUMENTS.items()}
+WORDS = {str: "string", bool: "bool", int: "int", float: "number", type(None): "null", Any: "any"}
+UNITS = (  # by the name of a number, the first that fits
+    ("mono", r"(^|_)mono_ms$"),
+    ("ms", r"(^|_)ms($|_)"),
+    ("s", r"(^|_)s$"),
+    ("bytes", r"(^|_)bytes($|_)"),
+    ("pid", r"(^|_)pids?$"),
+)
 Row = tuple[str, str, str]  # key, type, meaning
 
+HEAD = """\
+# The JSON documents, key by key
 
-def rows(found: inspect.Type, key: str = "", meaning: str = "") -> Iterator[Row]:
-    """A row for each key below `key`, in the order of the fields."""
-    if isinstance(found, inspect.Metadata):
-        about = (found.extra_json_schema or {}).get("description", meaning)
-        yield from rows(found.type, key, about)
-    elif isinstance(found, inspect.StructType):
-        for field in found.fields:
-            below = f"{key}.{field.encode_name}" if key else field.encode_name
-            yield from rows(field.type, below)
-    elif isinstance(found, inspect.ListType):
-        yield from rows(found.item_type, f"{key}[]", meaning)
-    elif isinstance(found, inspect.DictType):
-        yield from rows(found.value_type, f"{key}.*", meaning)
-    else:
-        types = found.types if isinstance(found, inspect.UnionType) else (found,)
-        yield key, " or ".join(WORDS[type(each)] for each in types), meaning
+For scripts and dashboards. [reference.md](reference.md) and [states.md](states.md) explain the identifiers.
+`make docs` writes this page from the structs of the documents, and a test compares them with all that a pod
+prints.
+
+- `--json` prints one document on stdout (with `--watch`, one per second; with `events`, one per line). Logs,
+  progress and messages for operators go to stderr.
+- New keys may be added at any time: ignore keys that you do not know. `schema` changes when an existing key
+  changes its meaning.
+- A key that does not apply is null if its type allows null. A type with a "?" marks a key that may be omitted.
+  Keys below a null object are omitted with it.
+- In a key, `[]` stands for each element of a list and `*` for any name. A type that is a link has the keys of
+  that section.
+- Messages are for operators, and their wording changes. Scripts should use states, codes, types and exit
+  codes.
+
+| type | JSON value |
+|---|---|
+| string | a string |
+| bool | true or false |
+| int | an integer |
+| bytes | an integer, in bytes |
+| pid | an integer: a process id in the PID namespace of the part that reports it |
+| number | a number |
+| ms, s | a number of milliseconds or seconds |
+| time | a string: RFC 3339 in UTC, such as `2026-01-31T09:00:00.000Z` |
+| mono | a number: milliseconds of CLOCK_MONOTONIC, comparable only within one machine |
+| object | an object |
+| any | any value |
+
+## Exit codes
+
+| code | meaning |
+|---|---|
+| 0 | success |
+| 1 | failed; `doctor`: a check failed; `drill`: not passed; `gms verify`: see [there](reference.md#gms-verify) |
+| 2 | usage error: bad flag, setting or path |
+| 3 | server unreachable |
+| 4 | degraded (`understudy status --check`, `gms verify`, `gms drop`, `gms drop-kv`) |
+| 5 | timed out |
+| 69 | a program gave up, because no restart can help: a crash loop, a model that does not fit. An init ends its container |
+| 70, 130 | an internal error, with its traceback on stderr; Ctrl-C |
+
+A status command that prints its offline view exits with 3. `understudy status --check` exits with 4 and still
+prints its document.
+"""  # noqa: E501 - the page's own lines
 
 
-def section(title: str, struct: Any) -> str:
+def rows_of(struct: type[Schema], prefix: str = "") -> Iterator[Row]:
+    """A row for each key of `struct`, in the order of its fields."""
+    for field in msgspec.structs.fields(struct):
+        yield from _rows(field.type, f"{prefix}{field.encode_name}")
+
+
+def _rows(hint: Any, key: str, meaning: str = "") -> Iterator[Row]:
+    words, below = _words(hint, key.split(".")[-1].rstrip("[]*"))
+    about = _notes(hint, str)
+    meaning = about[0] if about else meaning
+    if words and (meaning or not below):
+        yield key, words, meaning
+    for container in below:
+        origin, arguments = get_origin(container), get_args(container)
+        if origin is list:
+            yield from _rows(arguments[0], f"{key}[]", "" if words else meaning)
+        elif origin is dict:
+            yield from _rows(arguments[1], f"{key}.*", "" if words else meaning)
+        else:
+            yield from rows_of(container, f"{key}.")
+
+
+def _words(hint: Any, name: str) -> tuple[str, list[Any]]:
+    """The types of a key as the page names them, and what has keys or elements of its own."""
+    words, below, is_optional = [], [], False
+    for member in _members(hint):
+        unit = _notes(member, Unit)
+        kind = _bare(member)
+        if kind is msgspec.UnsetType:
+            is_optional = True
+        elif kind in HEADINGS:
+            words.append(f"[{_anchor_text(HEADINGS[kind])}](#{anchor(HEADINGS[kind])})")
+        elif get_origin(kind) in (list, dict) or _is_struct(kind):
+            below.append(kind)
+            if _is_struct(kind):
+                words.append("object")
+        elif unit:
+            words.append(unit[0].name)
+        else:
+            words.append(_word(kind, name))
+    if words == ["null"]:
+        words = (
+            ["object or null" if get_origin(below[0]) is dict else "list or null"]
+            if below
+            else words
+        )
+    text = " or ".join(dict.fromkeys(words))
+    return (f"{text}?" if is_optional and text else text), below
+
+
+def _word(kind: Any, name: str) -> str:
+    if get_origin(kind) is Literal:
+        kind = type(get_args(kind)[0])
+    if kind in (int, float):
+        for unit, pattern in UNITS:
+            if re.search(pattern, name):
+                return unit
+    return WORDS[kind]
+
+
+def _members(hint: Any) -> list[Any]:
+    bare = _bare(hint)
+    return list(get_args(bare)) if get_origin(bare) in (Union, UnionType) else [hint]
+
+
+def _bare(hint: Any) -> Any:
+    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
+
+
+def _notes(hint: Any, kind: type) -> list[Any]:
+    found = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+    return [each for each in found if isinstance(each, kind)]
+
+
+def _is_struct(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Schema)
+
+
+def anchor(heading: str) -> str:
+    return re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-")
+
+
+def _anchor_text(heading: str) -> str:
+    return heading.partition(",")[0].removeprefix("A ").removeprefix("The ")
+
+
+def section(title: str, struct: type[Schema]) -> str:
     """The text of one section, with its heading."""
-    table = [
-        f"| `{key}` | {kind} | {text} |" for key, kind, text in rows(inspect.type_info(struct))
-    ]
-    head = [
-        f"## {title}",
-        "",
-        cleandoc(struct.__doc__),
-        "",
-        "| key | type | meaning |",
-        "|---|---|---|",
-    ]
-    return "\n".join([*head, *table]) + "\n"
+    table = [f"| `{key}` | {kind} | {text} |" for key, kind, text in rows_of(struct)]
+    head = [f"## {title}", "", cleandoc(struct.__doc__ or ""), "", "| key | type | meaning |"]
+    return "\n".join([*head, "|---|---|---|", *table]) + "\n"
 
 
-def page(text: str) -> str:
-    """The page `text` with its generated sections anew."""
-    for title, struct in SECTIONS.items():
-        before, heading, after = text.partition(f"## {title}\n")
-        rest = after.partition("\n## ")
-        text = before + section(title, struct) + (f"\n## {rest[2]}" if rest[1] else "")
-        assert heading, f"{PAGE} has no section {title}"
-    return text
+def page() -> str:
+    return "\n".join([HEAD, *(section(*each) for each in DOCUMENTS.items())])
 
 
 def main() -> int:
-    found = PAGE.read_text()
     if "--check" in sys.argv[1:]:
-        if page(found) != found:
+        if page() != PAGE.read_text():
             print("docs/cli_json.md is stale; run `make docs`", file=sys.stderr)
             return 1
         return 0
-    PAGE.write_text(page(found))
+    PAGE.write_text(page())
     return 0
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = ("plumbing", "lockserver", "gms", "engine", "gateway", "pool", "understudy")
-GENERATED = ("states.md",)
+GENERATED = ("cli_json.md", "states.md")
 # What a row may have at most: in the end, and after the first step (half the house).
 BUDGETS: dict[str, tuple[int | None, int | None]] = {
     "plumbing": (4_000, None),

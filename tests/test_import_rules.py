@@ -47,7 +47,10 @@ LAYERS = {
     "engine.supervisor.pool_config": ("engine", "pool.pool_file", "pool.settings", *PLUMBING),
     "gateway": ("gateway", "pool.client", *POOL_WORDS, "lockserver.client", *PLUMBING),
     "gateway.supervisor.pool_config": ("gateway.core", "pool.pool_file"),
-    "understudy": ("understudy", "engine", "gateway", "pool", *CLIENTS, *PLUMBING),
+    "understudy": (
+        *("understudy", "engine", "gateway", "pool", *CLIENTS, *PLUMBING),
+        *("lockserver.schema", "gms.schema"),
+    ),
 }
 
 # Libraries that live in a few places only: a path is a directory with its slash, or a file's name

@@ -1,5 +1,4 @@
-"""docs/cli_json.md against a pod: every printed key is on the page, and every key on the page is
-printed.
+"""The documents that a pod prints, against the structs from which docs/cli_json.md is generated.
 
 The pod is inspected after a failover, after its memory has been dropped, and from the files it
 leaves on disk, so most of the optional keys occur here once.
@@ -33,8 +32,7 @@ from gms.client import messages as gms_messages
 from gms.client import open_session
 from gms.client.writer import Writer
 from plumbing.wire.blocking import BlockingClient
-from tests.e2e import json_page
-from tests.e2e.json_page import TABLES, rows_of
+from tests.documents import mismatches
 from tests.e2e.pods import AS_USERS_RUN_IT, Pod, PodHome
 from tests.gms.bench import GmsProcess
 from tests.gms.kv.kv_bench import KvProcess
@@ -43,6 +41,7 @@ from tests.gms.test_gms_recovery import kept
 from tests.helpers import POLL_S, free_port
 from tests.lockserver.processes import ServerProcess
 from understudy.http_get import get
+from understudy.schema import DOCUMENTS
 
 BIN = Path(sys.executable).parent
 ENVIRONMENT = {**os.environ, **AS_USERS_RUN_IT}
@@ -50,7 +49,9 @@ WAIT_S = 60.0
 AT_ONCE = 2  # commands at a time: the pod has work to do meanwhile
 UNREACHABLE = 3
 DEGRADED = 4
-POOL_DRILL = "understudy drill --pool"
+PAGE = (Path(__file__).parents[2] / "docs/cli_json.md").read_text()
+# Offline, or of a pool: in tests/gateway, tests/pool and test_pool_drill.py; or inside others.
+ELSEWHERE = ("gateway ", "pool ", "understudy drill --pool", "A ", "KV ", "No answer", "The ")
 PROGRAMS = {
     "understudy": understudy.cli.main.main,
     "lockserver": lockserver.cli.main,
@@ -61,12 +62,11 @@ PROGRAMS = {
 
 
 class Printed:
-    """The documents that a pod and its commands have printed, by the section that describes
-    them."""
+    """The documents that a pod and its commands have printed, by their section of the page."""
 
     def __init__(self) -> None:
-        self.documents: dict[str, list[Any]] = {heading: [] for heading in TABLES}
-        self._sections = {name: heading for heading in TABLES for name in heading.split(", ")}
+        self.documents: dict[str, list[Any]] = {heading: [] for heading in DOCUMENTS}
+        self._sections = {name: heading for heading in DOCUMENTS for name in heading.split(", ")}
         self._turn = asyncio.Semaphore(AT_ONCE)
 
     def add(self, name: str, *documents: Any) -> None:
@@ -180,7 +180,7 @@ async def ports(found: Printed, pod: Pod) -> None:
     for part, port in {**named, "an engine": numbers.engines[0]}.items():
         await found.fetch(port, "/status", f"/status of {part}")
         paths = (await found.fetch(port, "/", "Ports"))["paths"]
-        assert [path for path in paths if f"`{path}`" not in json_page.PAGE] == []
+        assert [path for path in paths if f"`{path}`" not in PAGE] == []
         for path in {"/startup", "/live", "/ready", "/serving"} & set(paths):
             await found.fetch(port, f"{path}?verbose", "Probes")
     await found.fetch(numbers.lockserver, "/events", "Ports")
@@ -279,37 +279,30 @@ async def seen_by_gms(port: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "heading",
-    [each for each in TABLES if not each.startswith(("gateway ", "pool ", POOL_DRILL))],
-)
+@pytest.mark.parametrize("heading", [each for each in DOCUMENTS if not each.startswith(ELSEWHERE)])
 def test_page_and_output_have_the_same_keys(printed: Printed, heading: str):
     """Goal: scripts can rely on the page. Method: compare the keys and value types of every
-    document with the table of its section; every key not marked as optional must have been
-    printed. The gateway's sections are compared in tests/gateway/test_process_status.py, the pool's
-    in tests/pool/test_pool_commands.py, and its drill's in test_pool_drill.py."""
-    documents, rows = printed.documents[heading], rows_of(heading)
-    for document in documents:
-        assert json_page.undocumented(document, rows) == []
-    if documents or heading not in json_page.linked_to():  # else the linking section covers it
-        assert json_page.never_printed(documents, rows) == []
+    document with the struct that describes it."""
+    documents = printed.documents[heading]
+    assert documents
+    assert [each for it in documents for each in mismatches(it, DOCUMENTS[heading])] == []
 
 
 def test_undocumented_and_unprinted_keys_are_detected():
     """Goal: show that the test above can fail. Method: one key too many, one of another type, one
     too few."""
-    rows = rows_of("understudy version")
+    version = DOCUMENTS["understudy version"]
     about = {"version": "1", "python": "3"}
-    assert json_page.undocumented(about, rows) == []
-    assert json_page.undocumented({**about, "new": 1}, rows) == ["new = 1"]
-    assert json_page.undocumented({**about, "python": None}, rows) == ["python = null"]
-    assert json_page.never_printed([{"version": "1"}], rows) == ["python"]
+    assert mismatches(about, version) == []
+    assert mismatches({**about, "new": 1}, version) == ["$.new: not described"]
+    assert len(mismatches({**about, "python": None}, version)) == 1
+    assert mismatches({"version": "1"}, version) == ["$.python: missing"]
 
 
 def test_every_command_with_json_has_a_section():
     """Goal: no command is undocumented. Method: the commands of every program that have their own
     `--json`, and a heading that names each."""
-    named = {name for heading in TABLES for name in heading.split(", ")}
+    named = {name for heading in DOCUMENTS for name in heading.split(", ")}
     found = {name for name, _ in with_json()}
     assert len(found) >= 14
     assert found - named == set()

@@ -24,7 +24,7 @@ from plumbing.pod.paths import pool_socket
 from plumbing.wire.blocking import BlockingClient
 from pool.messages import CATALOGUE, SetMsg
 from tests.browser import Tab, needs_chromium, tab
-from tests.e2e import json_page
+from tests.documents import mismatches
 from tests.e2e.pools import RunningPool, running_pool
 from tests.e2e.test_pool import DEVICE_BYTES, TWO
 from tests.helpers import until
@@ -32,6 +32,7 @@ from tests.understudy.test_ui import page_of
 from understudy.doctor.checks import document, examine
 from understudy.doctor.probe import look
 from understudy.pod.ports import Ports
+from understudy.schema import PodStatus
 from understudy.status.events import past_events
 from understudy.status.gather import gather
 from understudy.status.view import lines
@@ -108,7 +109,7 @@ async def look_elsewhere(pod: RunningPool, port: int) -> None:
     assert "1 of 2 models awake, 1 waiting" in text
     assert "next   b   waits for room   1 waiting" in text
     assert "a has work and is protected for the first 1h00m of its turn" in text
-    assert json_page.undocumented(view, json_page.rows_of("understudy status")) == []
+    assert mismatches(view, PodStatus) == []
     assert (view["state"], view["active"]) == ("healthy", "a-0")
     events = {each["message"] for each in await past_events(pod.directory)}
     assert "a: waking → awake: a-0 serves" in events

@@ -17,6 +17,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
+from gateway.schema import GatewayStatus
 from gateway.supervisor.text import render
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.pod.paths import engine_http_socket, pool_socket
@@ -24,7 +25,7 @@ from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.server import Server
 from pool.client import Door, ModelDemand, ModelState, OpenDoor, PooledModel, Running, ShutDoor
 from pool.messages import CATALOGUE, DemandMsg, DoorsMsg
-from tests.e2e import json_page
+from tests.documents import mismatches
 from tests.gateway.gateways import GatewayProcess, LockServer
 from tests.gateway.server.harness import CHAT, Answer, Client
 from tests.gateway.stub_engine import StubEngine, text_of
@@ -38,7 +39,6 @@ models:
   chat: {backend: reference, model: /models/a, aliases: [gpt-4o-mini]}
   coder: {backend: reference, model: /models/b}
 """
-STATUS = "gateway status, /status of the gateway"
 FIRST_DOOR = 7  # numbers of the pool begin anywhere
 TOKENS = 12
 
@@ -223,12 +223,7 @@ def test_a_switch_under_streams_costs_a_pause():
         await made.turn("coder", "chat")
         more, is_whole = await client._chunks()
         check(Answer(200, {}, first + more, is_whole), document)
-        rows = json_page.rows_of(STATUS)
-        assert json_page.undocumented(document_of_status, rows) == []
-        printed = {path for path, _ in json_page.nodes(document_of_status)}
-        of_pool = [row for row in rows if json_page.dotted(row.path).startswith("pool")]
-        assert of_pool
-        assert [row for row in of_pool if not any(map(row.describes, printed))] == []
+        assert mismatches(document_of_status, GatewayStatus) == []
         assert document_of_status["pool"]["models"]["chat"]["parked"] == 1
         assert "models   chat draining, 1 parked; coder awake" in render(document_of_status)
 

@@ -19,7 +19,8 @@ from plumbing.pod.gms_files import write_device_names
 from plumbing.pod.paths import pool_socket
 from plumbing.service.clock import SystemClock
 from pool.messages import CATALOGUE
-from tests.e2e import json_page
+from pool.schema import ExplainDocument, OrderDocument, PoolStatus
+from tests.documents import mismatches
 from tests.helpers import auntil
 from tests.pool.neighbours import MIB, World, pool_process
 from tests.pool.test_pool_process import FILE
@@ -27,8 +28,6 @@ from tests.pool.test_pool_process import FILE
 pytestmark = pytest.mark.slow  # a dozen commands, each a process
 
 ROOM = 40 * MIB
-STATUS = "pool status, /status of the pool"
-ORDERS = "pool load, pool sleep, pool unload, pool pin, pool unpin, pool reset, pool set"
 
 
 @pytest.fixture
@@ -74,7 +73,7 @@ def test_orders_are_obeyed_kept_and_refused(place):
                 assert (await command(directory, "pin", "chat"))[0] == 0
                 code, out, _ = await command(directory, "pin", "chat", "--json")
                 assert (code, json.loads(out)["result"]) == (0, "already_pinned")
-                assert json_page.undocumented(json.loads(out), json_page.rows_of(ORDERS)) == []
+                assert mismatches(json.loads(out), OrderDocument) == []
                 code, out, _ = await command(directory, "load", "chat")
                 assert code == 0
                 await world.until_open("chat")
@@ -114,11 +113,8 @@ def test_orders_are_obeyed_kept_and_refused(place):
                 assert (code, "pinned" in out) == (0, True)
                 # No bound: no wait would make room.
                 assert "at most" not in out
-                rows = json_page.rows_of("pool explain")
-                assert json_page.undocumented(json.loads(out), rows) == []
-                rows = json_page.rows_of(STATUS)
-                assert json_page.undocumented(document(directory), rows) == []
-                assert json_page.never_printed([document(directory)], rows) == []
+                assert mismatches(json.loads(out), ExplainDocument) == []
+                assert mismatches(document(directory), PoolStatus) == []
                 code, _, errors = await command(directory, "load", "nobody")
                 assert (code, "[model_not_found]" in errors) == (1, True)
 
@@ -180,7 +176,7 @@ def test_lease_lasts_as_long_as_any_of_its_processes(place):
                 assert world.engines["chat"].state != "active"
                 found = document(directory)
                 assert [each["granted"] for each in found["leases"]] == [True]
-                assert json_page.undocumented(found, json_page.rows_of(STATUS)) == []
+                assert mismatches(found, PoolStatus) == []
                 # Its arguments may hold secrets, and are nowhere: status is on an open port.
                 assert found["leases"][0]["command"] == "sh"
                 assert found["leases"][0]["pid"] > 0

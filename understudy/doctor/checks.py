@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from msgspec import Meta, Struct, to_builtins
+from msgspec import to_builtins
 
 from understudy.doctor import check_machine, check_pod
 from understudy.doctor.facts import Finding, FindingStatus, PodFacts
+from understudy.schema import CheckResult, CheckStatus, DoctorDocument
 
 SCHEMA = 1
-Word = Literal["fail", "warn", "pass", "skip"]
 
 CHECKS: tuple[tuple[str, Callable[[PodFacts], Finding]], ...] = (
     ("pod directory", check_pod.directory),
@@ -58,44 +58,13 @@ CHECKS: tuple[tuple[str, Callable[[PodFacts], Finding]], ...] = (
 COUNTED = {"fail": "failed", "warn": "warnings", "pass": "passed", "skip": "skipped"}
 
 
-class CheckResult(Struct, frozen=True, forbid_unknown_fields=True):
-    """The result of one check."""
-
-    id: Annotated[str, Meta(description="stable; [the list](reference.md#doctor)")]
-    title: Annotated[str, Meta(description="for operators")]
-    status: Annotated[
-        Word, Meta(description="`fail`, `warn`, `pass`, `skip` (the check cannot be made here)")
-    ]
-    found: Annotated[str, Meta(description="what was found, or why the check was skipped")]
-    fix: Annotated[str | None, Meta(description="what to do; null if nothing needs to be done")] = (
-        None
-    )
-
-
-class DoctorDocument(Struct, frozen=True, forbid_unknown_fields=True):
-    """What is wrong with this machine?
-
-    Exit code 1 when `status` is `fail`; with `--strict` also
-    when it is `warn`."""
-
-    schema: Annotated[int, Meta(description="1")]
-    dir: Annotated[str, Meta(description="the directory that was examined")]
-    status: Annotated[Word, Meta(description="the most serious result: `fail`, `warn` or `pass`")]
-    counts: Annotated[
-        dict[Word, int],
-        Meta(description="number of checks with the result `fail`, `warn`, `pass`, `skip`"),
-    ]
-    checks: list[CheckResult]
-    fixed: Annotated[
-        list[str], Meta(description="always empty: doctor changes nothing; `fix` has the command")
-    ] = []
-
-
 def examine(facts: PodFacts) -> list[CheckResult]:
     """The result of every check."""
     found = [(judge.__name__, title, judge(facts)) for title, judge in CHECKS]
     return [
-        CheckResult(name, title, it.status.value, it.found, it.fix or None)
+        CheckResult(
+            id=name, title=title, status=it.status.value, found=it.found, fix=it.fix or None
+        )
         for name, title, it in found
     ]
 
@@ -110,9 +79,13 @@ def is_well(results: Sequence[CheckResult], *, is_strict: bool) -> bool:
 def document(directory: str, results: Sequence[CheckResult]) -> dict[str, Any]:
     """The document of `understudy doctor --json`; its keys only ever grow."""
     statuses = [each.status for each in results]
-    worst: Word = "fail" if "fail" in statuses else "warn" if "warn" in statuses else "pass"
-    counts: dict[Word, int] = {each.value: statuses.count(each.value) for each in FindingStatus}
-    found = DoctorDocument(SCHEMA, directory, worst, counts, list(results))
+    worst: CheckStatus = "fail" if "fail" in statuses else "warn" if "warn" in statuses else "pass"
+    counts: dict[CheckStatus, int] = {
+        each.value: statuses.count(each.value) for each in FindingStatus
+    }
+    found = DoctorDocument(
+        schema=SCHEMA, dir=directory, status=worst, counts=counts, checks=list(results), fixed=[]
+    )
     return dict(to_builtins(found))
 
 

@@ -1,0 +1,212 @@
+"""The `--json` documents of gateway, from which docs/cli_json.md is generated."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import field
+
+from plumbing.service.schema import EventRecord, Schema, Time
+
+
+class GatewayStop(Schema):
+    drain_ms: Annotated[float, "how long streams get once it is told to end (`--drain-timeout`)"]
+    class_: Annotated[
+        str | None, "what a failover does to the active engine's streams; null: unknown"
+    ] = field(name="class")
+
+
+class GatewayService(Schema):
+    lock: Annotated[str, "the lock whose service address it accepts on"]
+    address: Annotated[str | None, "that address; null until the lock server has lent its socket"]
+    tls: Annotated[bool, "clients speak HTTPS"]
+
+
+class GatewayChild(Schema):
+    pid: Annotated[int, "the process"]
+    since: Annotated[Time, "when it was started"]
+    for_ms: Annotated[float, "time since then"]
+    in_flight: Annotated[int, "requests in it; 0 before it serves"]
+
+
+class GatewayUpstream(Schema):
+    engine: Annotated[str, "its id"]
+    token: Annotated[int, "the token of its grant"]
+    is_connected: Annotated[bool, "whether it has answered under that grant"]
+    continuation_id: Annotated[
+        str, "equal in engines that continue each other's streams; empty: unknown"
+    ]
+    continuation: Annotated[
+        str | None, "best class of its streams: `exact`, `state`, `none`; null: unknown"
+    ]
+    problem: Annotated[
+        str | None, "why it cannot be reached, or why its streams cannot be continued"
+    ]
+
+
+class GatewayLockServer(Schema):
+    connected: Annotated[bool, "the lock server is connected and serves this gateway"]
+    since: Annotated[Time, "since when it is, or is not"]
+    problem: Annotated[str | None, "why it is not"]
+
+
+class GatewayGrant(Schema):
+    engine: Annotated[str, "the engine that was granted the lock"]
+    token: Annotated[int, "the token"]
+    era: Annotated[str, "tokens are compared within an era only"]
+    since: Annotated[Time, "when the gateway heard of it"]
+    for_ms: Annotated[float, "time since then"]
+
+
+class GatewayIdle(Schema):
+    reason: Annotated[str, "for operators"]
+    since: Annotated[Time, "since when"]
+    for_ms: Annotated[float, "time since then"]
+
+
+class GatewayEngine(Schema):
+    state: Annotated[str, "its state"]
+    since: Annotated[Time, "since when"]
+    for_ms: Annotated[float, "time since then"]
+    tier: Annotated[str, "what is resident: `awake`, `warm`, `offloaded`, `cold`"]
+    goal: Annotated[str, "the tier that it was told to be at"]
+    goal_by: Annotated[str | None, "who told it last"]
+    can_rest: Annotated[bool, "it can rest and wake without a relaunch"]
+    fault: Annotated[str | None, "why it is not at its goal, and not on its way"]
+
+
+class GatewayRest(Schema):
+    sleep_after_ms: Annotated[
+        float, "idle time before the gateway puts the engine to sleep; 0: never"
+    ]
+    wake: Annotated[str, "who wakes it, `on-request` or `manual`"]
+    door: Annotated[str, "`open`; `closing` (before sleep); `shut`: requests wait"]
+    quiet_ms: Annotated[float, "time without a request while the engine is awake"]
+    sleeps_total: Annotated[int, "sleeps since the parent started"]
+    wakes_total: Annotated[int, "wakes for a request"]
+    engine: Annotated[GatewayEngine | None, "the lock holder's own report; null: unreachable"]
+    problem: Annotated[str | None, "why it cannot be heard, or its fault"]
+
+
+class GatewayModel(Schema):
+    state: Annotated[str | None, "its [state](states.md); null until the pool has said it"]
+    reason: Annotated[str, "why it is in that state"]
+    door: Annotated[
+        str | None, "its requests are sent (`open`), wait (`shut`) or `refused`; null: not known"
+    ]
+    running: Annotated[str | None, "running requests behind a shut door: `finish`, `park`, `cut`"]
+    obeyed: Annotated[bool, "all processes of the gateway obey this door"]
+    engine: Annotated[str | None, "the engine that serves it"]
+    token: Annotated[int | None, "the token of that engine's grant"]
+    in_flight: Annotated[int, "requests that an engine has"]
+    cannot_park: Annotated[int, "of these, those that can neither be parked nor wait again"]
+    waiting: Annotated[int, "requests that wait, of which nothing was answered"]
+    parked: Annotated[int, "streams that wait for the model's next turn"]
+
+
+class GatewayPool(Schema):
+    connected: Annotated[bool, "false: its last message counts"]
+    since: Annotated[Time, "since when it is, or is not"]
+    for_ms: Annotated[float, "time since then"]
+    problem: Annotated[str | None, "why the pool cannot be used"]
+    models: dict[str, GatewayModel]
+
+
+class GatewayLoad(Schema):
+    connections: Annotated[int, "connections of clients"]
+    in_flight: Annotated[int, "requests, those below included"]
+    waiting: Annotated[int, "requests that wait for an engine, of which nothing was answered"]
+    parked: Annotated[int, "streams that wait to be resumed"]
+    parked_oldest_ms: Annotated[float, "how long the oldest of them has waited; 0 if there is none"]
+    replaying: Annotated[int, "streams that an engine plays again, up to where their clients are"]
+    suspects: Annotated[int, "requests in flight at two engine deaths without progress between"]
+    memory_bytes: Annotated[int, "memory of journals, bodies and held answers"]
+
+
+class GatewayRequest(Schema):
+    ending: Annotated[str, "`whole`, `refused`, `broken` (after its first byte), `client_gone`"]
+    continuation: Annotated[str, "its class, `exact`, `state`, `retry` or `none`"]
+    count: Annotated[int, "requests that ended so since the parent started"]
+
+
+class GatewayTotal(Schema):
+    requests: list[GatewayRequest]
+    tokens: Annotated[int, "tokens delivered, each once"]
+    replayed_tokens: Annotated[int, "tokens that engines were given to resume streams"]
+    pauses: Annotated[int, "how often a stream was interrupted"]
+    pause_ms: Annotated[float, "for how long, in all"]
+    resumes: Annotated[int, "how often one went on"]
+    continuations_lost: Annotated[
+        int, "streams that can no longer be continued, for lack of memory"
+    ]
+    lost_requests: Annotated[int, "requests in flight in a process of the gateway that died"]
+    limits: Annotated[dict[str, int], "how often, by its name"]
+
+
+class OfflineGateway(Schema):
+    """In place of the gateway's document, while it does not answer."""
+
+    schema: Annotated[int, "1"]
+    online: Annotated[bool, "false"]
+    pid: Annotated[int | None, "a process that runs and does not answer"]
+    dir: Annotated[str, "its directory"]
+    accepting: Annotated[None, "unknown"]
+    problems: Annotated[list[str], "what follows, and what to do"]
+
+
+class GatewayStatus(Schema):
+    """What does the gateway accept, where do requests go, and what waits?
+
+    Without its directory: [errors](#errors).
+    """
+
+    schema: Annotated[int, "1"]
+    online: Annotated[bool, "true"]
+    pid: Annotated[int, "the parent process"]
+    restarts: Annotated[int, "restarts by the container's init"]
+    dir: Annotated[str, "its directory"]
+    accepting: Annotated[bool, "a process accepts connections"]
+    problems: Annotated[list[str], "what does not work, for operators"]
+    as_of_event_id: Annotated[int, "the newest event that the document includes"]
+    last_event: Annotated[EventRecord | None, "the newest event"]
+    since: Annotated[Time, "when the parent process started"]
+    for_ms: Annotated[float, "time since then"]
+    stopping: Annotated[bool, "it drains before its end, or every engine was told to end"]
+    stop: GatewayStop
+    accepting_since: Annotated[Time | None, "since when the present process accepts"]
+    service: GatewayService
+    child: Annotated[GatewayChild | None, "the process that serves; null if there is none"]
+    spare: Annotated[
+        GatewayChild | None, "the process that takes over when `child` ends; null until ready"
+    ]
+    starting: Annotated[list[GatewayChild], "processes that start"]
+    retiring: Annotated[list[GatewayChild], "processes that finish their last requests"]
+    restarts_total: Annotated[
+        int, "processes that died and were replaced, since the parent started"
+    ]
+    upstream: Annotated[
+        GatewayUpstream | None, "the engine as the process that serves sees it; null without one"
+    ]
+    lock_server: GatewayLockServer
+    grant: Annotated[GatewayGrant | None, "the newest grant; null before the first"]
+    idle: Annotated[GatewayIdle | None, "no engine is known to serve; null if one is"]
+    rest: GatewayRest
+    pool: Annotated[
+        GatewayPool | None, "the [pool](gateway.md#models-of-a-pool); null without a pool file"
+    ]
+    load: GatewayLoad
+    memory_bytes_max: Annotated[int, "the limit of that; requests beyond it cannot be continued"]
+    totals: GatewayTotal
+
+
+class RestartChildDocument(Schema):
+    """The gateway's new process, which reads the certificate and the API keys again.
+
+    The old process finishes its requests. Errors: `gateway.restart_failed` (the old one continues),
+    `gateway.restart_busy`, `gateway.stopping`.
+    """
+
+    schema: Annotated[int, "1"]
+    old_pid: Annotated[int | None, "the process that served; null if none did"]
+    new_pid: Annotated[int, "the process that serves now"]
+    in_flight: Annotated[int, "requests that the old one still has to finish"]

@@ -1,0 +1,164 @@
+"""The `--json` documents of understudy, from which docs/cli_json.md is generated."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from msgspec import UNSET, UnsetType, field
+
+from plumbing.service.schema import Percentiles, Schema
+
+
+class DrillMachine(Schema):
+    cpu: Annotated[str, "name of the CPU"]
+    cpus: Annotated[int, "number of CPUs available to the drill"]
+    memory_bytes: Annotated[int, "memory of the machine"]
+    kernel: Annotated[str, "kernel release"]
+    python: Annotated[str, "Python version"]
+
+
+class DrillBurn(Schema):
+    per_core: Annotated[int, "busy loops for each CPU"]
+    cpus: Annotated[int, "number of CPUs"]
+    processes: Annotated[int, "number of busy loops"]
+    cpu_s: Annotated[float, "CPU time that they got"]
+    ended: Annotated[int, "loops that ended before they were stopped; must be 0"]
+
+
+class DrillGms(Schema):
+    recovery_ms: Annotated[Percentiles, "from SIGKILL until the epoch has its readers again"]
+    committed_bytes: Annotated[int, "size of the committed weights"]
+    peak_physical_bytes: Annotated[int, "most physical memory of weights at any time"]
+
+
+class DrillUpgrade(Schema):
+    setting: Annotated[str, "the environment variable that the upgrade sets"]
+    engines: Annotated[dict[str, bool], "by engine: all its processes have it; must be true"]
+    from_: Annotated[str | None, "the engine that handed over; null if there was no switchover"] = (
+        field(name="from")
+    )
+    to: Annotated[str | None, "the engine that took over; null if there was no switchover"]
+    switchover_ms: Annotated[float | None, "from the request for the switchover to the grant"]
+    pause_ms: Annotated[float | None, "from the old grant's last token to the new one's first"]
+
+
+class DrillDocument(Schema, kw_only=True):
+    """How did the pod survive kills under load?
+
+    The exit code also says whether the drill passed; stderr says why it did not.
+    """
+
+    passed: Annotated[bool, "all that must be 0 is 0, and `problems` is empty"]
+    problems: Annotated[list[str], "any other reason why the drill did not pass"]
+    requests: Annotated[int, "number of requests sent"]
+    kills: Annotated[int, "number of kills"]
+    killed: Annotated[dict[str, int], "number of kills, by target"]
+    refused: Annotated[int, "requests that were refused; must be 0"]
+    wrong_tokens: Annotated[int, "answers that were wrong; must be 0"]
+    double_active: Annotated[int, "how often two engines served at once; must be 0"]
+    false_deaths: Annotated[int, "engines that ended unkilled; must be 0"]
+    lost_in_flight: Annotated[
+        int, "requests that a kill cut off or left without an answer; must be 0"
+    ]
+    broken_streams: Annotated[int, "those of them that were streams"]
+    doubled_tokens: Annotated[int, "pieces of text that a client got twice; must be 0"]
+    resumed: Annotated[int, "streams resumed at another engine"]
+    lost_in_gateway: Annotated[
+        int, "requests lost with the gateway's process; not in `lost_in_flight`"
+    ]
+    mode: Annotated[str, "`gateway`, or `direct`: engines accept connections themselves"]
+    lasted_s: Annotated[float, "how long the pod was under load"]
+    failover_ms: Annotated[
+        Percentiles, "from the SIGKILL to the first token of a request sent after it"
+    ]
+    pause_ms: Annotated[Percentiles, "longest gap in the text of resumed streams"]
+    adopted_blocks: Annotated[int, "KV blocks with which the successors' caches began"]
+    published_blocks: Annotated[int, "KV blocks that the killed engines had published"]
+    adopted_share: Annotated[
+        float | None, "`adopted_blocks` of `published_blocks`; null: none published"
+    ]
+    without_adoption: Annotated[
+        dict[str, Any] | UnsetType, "only when run with `--kv-compare`: the drill without adoption"
+    ] = UNSET
+    phases_ms: Annotated[
+        dict[str, Percentiles], "duration of the phases `detect`, `fence`, `grant`, `wake`, `serve`"
+    ]
+    backend: Annotated[str, "`reference`, `vllm`"]
+    machine: DrillMachine
+    url: Annotated[
+        str | UnsetType, "only when run with `--url`: the address outside the pod that clients used"
+    ] = UNSET
+    burn: Annotated[DrillBurn | UnsetType, "only when run with `--burn`"] = UNSET
+    gms: Annotated[DrillGms | UnsetType, "only when memory servers were killed"] = UNSET
+    upgrade: Annotated[DrillUpgrade | UnsetType, "only when run with `--upgrade`"] = UNSET
+    vllm: Annotated[dict[str, Any] | UnsetType, "only when written by `make drill-vllm`"] = UNSET
+
+
+class PoolDrillOutcome(Schema):
+    number: Annotated[int, "one kill: its number"]
+    target: Annotated[str, "what was killed"]
+    engine: Annotated[str | None, "of which engine, if it was an engine's process"]
+    model: Annotated[str, "the model that had entered `phase`"]
+    phase: Annotated[str, "the state that it had entered"]
+    at_ms: Annotated[float, "since the load began"]
+    outcome: Annotated[str, "how it ended, in words"]
+    back_ms: Annotated[float | None, "until the victim worked again; null: it did not"]
+
+
+class PoolDrillModel(Schema):
+    answered: Annotated[int, "by model: requests that were answered in full"]
+    switches: Annotated[int, "switches to it for waiting requests"]
+    longest_wait_ms: Annotated[float, "its longest wait"]
+    longest_wait_of_bound: Annotated[float | None, "as above, of this model"]
+
+
+class PoolDrillDocument(Schema, kw_only=True):
+    """How did a pool of models survive switches and kills under load?
+
+    Exit code and stderr as above.
+    """
+
+    passed: Annotated[bool, "as of `drill`, and both `longest_…_of_bound` are at most 1"]
+    problems: Annotated[list[str], "any other reason why the drill did not pass"]
+    mode: Annotated[str, "`pool`"]
+    lasted_s: Annotated[float, "how long the pod was under load"]
+    requests: Annotated[int, "number of requests sent"]
+    switches: Annotated[int, "model switches for waiting requests"]
+    switch_ms: Annotated[
+        Percentiles, "a switch: drain and release of one model, start of the other"
+    ]
+    wait_ms: Annotated[Percentiles, "from a request to its first text"]
+    pause_ms: Annotated[Percentiles, "longest gap in the text of parked streams"]
+    failover_pause_ms: Annotated[
+        Percentiles, "longest gap in the text of streams resumed after a kill"
+    ]
+    pool_back_ms: Annotated[
+        Percentiles, "from SIGKILL of the pool until the next one knows all parts"
+    ]
+    parked: Annotated[int, "how often a stream was parked and went on"]
+    resumed: Annotated[int, "how often a stream went on at a shadow"]
+    longest_wait_of_bound: Annotated[
+        float | None, "longest wait divided by its stated bound; at most 1; null: no bound"
+    ]
+    longest_pause_of_bound: Annotated[
+        float | None, "longest gap in a stream's text divided by that bound"
+    ]
+    lost: Annotated[int, "requests without an answer; must be 0"]
+    refused: Annotated[int, "requests that were refused; must be 0"]
+    cut: Annotated[int, "requests that ended with the error `pool.cut`; must be 0"]
+    broken_streams: Annotated[int, "streams that ended without their end marker; must be 0"]
+    wrong_tokens: Annotated[int, "answers that were wrong; must be 0"]
+    doubled_tokens: Annotated[int, "pieces of text that a client got twice; must be 0"]
+    double_active: Annotated[
+        int, "grants while a process of the killed engine was alive; must be 0"
+    ]
+    false_deaths: Annotated[int, "engines that ended unasked; must be 0"]
+    lost_in_gateway: Annotated[int, "requests lost with the gateway's process"]
+    kills: Annotated[int, "number of kills"]
+    killed: Annotated[dict[str, int], "number of kills, by target"]
+    outcomes: list[PoolDrillOutcome]
+    not_reached: Annotated[list[str], "kills left out because no model reached their state"]
+    models: dict[str, PoolDrillModel]
+    backend: Annotated[str, "`reference`, `vllm`"]
+    machine: Annotated[dict[str, Any], "as above"]
+    burn: Annotated[dict[str, float] | UnsetType, "only when run with `--burn`: as above"] = UNSET
