@@ -72,7 +72,7 @@ coverage: setup ## branch coverage of the lock's core and of the wire by their o
 	$(DEVELOP) $(PY) -m coverage run --data-file=.coverage.wire --branch --source=plumbing/wire -m pytest -q tests/plumbing/wire
 	$(PY) -m coverage report --data-file=.coverage.wire --show-missing --skip-covered --fail-under=100
 
-test-system: setup ## real containers, systemd and Slurm; as root, with podman, debootstrap, slurm-wlm, munge
+test-system: setup ## real containers, killed from outside; as root, with podman and debootstrap
 	$(DEVELOP) $(PY) -m pytest tests/deploy -m system $(ARGS)
 
 test-core: setup ## the pure cores only: tables, properties, simulations; seconds

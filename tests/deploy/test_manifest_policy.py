@@ -6,8 +6,6 @@ that everything else had let through: a name that nothing has, a probe that is n
 
 from __future__ import annotations
 
-import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,9 +19,7 @@ from tests.deploy.manifests import (
     ON_HOST_MEMORY,
     OVERLAYS,
     PODS,
-    POOLS,
     WITH_CLAIM,
-    WITH_ONE_MODEL,
     Document,
     containers,
     documents,
@@ -33,8 +29,6 @@ from tests.deploy.manifests import (
     labels,
     one,
     pod_spec,
-    pool_file,
-    words,
     workload,
     workloads,
 )
@@ -106,23 +100,6 @@ def test_every_volume_is_there_and_used(overlay: str):
     assert mounted == {each["name"] for each in pod_spec(overlay)["volumes"]}
 
 
-@pytest.mark.parametrize("overlay", PODS)
-def test_all_containers_share_one_directory(overlay: str):
-    """Goal: the parts meet, and the kubelet and the Service reach them. Method: the directory of
-    each, the volume below it, the address at which probes are answered."""
-    seen = set()
-    for container in containers(overlay):
-        env = environment(overlay, container)
-        (volume,) = (
-            mount["name"]
-            for path, mount in mounts(container).items()
-            if env["UNDERSTUDY_DIR"].startswith(f"{path}/")
-        )
-        seen.add((env["UNDERSTUDY_DIR"], volume))
-        assert env["UNDERSTUDY_HTTP_HOST"] == "0.0.0.0"
-    assert len(seen) == 1
-
-
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_strangers_reach_the_service_port_and_no_other(overlay: str):
     """Goal: probe ports, which the kubelet must reach, are not open to a whole cluster. Method: the
@@ -136,53 +113,6 @@ def test_strangers_reach_the_service_port_and_no_other(overlay: str):
     assert monitoring == {"from": MONITORING}  # every port: of all parts, and of the model
     ports = {port["name"] for each in containers(overlay) for port in each.get("ports", [])}
     assert "http" in ports
-
-
-@pytest.mark.parametrize("overlay", [each for each in IN_ONE_POD if each != "no-dra"])
-def test_lock_server_listens_where_the_service_sends(overlay: str):
-    """Goal: requests arrive. Method: the flag of the address against the port of that name."""
-    lockserver = containers(overlay)[0]
-    others = [each for each in lockserver["args"] if not each.startswith("--model=")]
-    assert others == ["--service=active=0.0.0.0:8000"]
-    ports = {port["name"]: port["containerPort"] for port in lockserver["ports"]}
-    assert ports["http"] == 8000
-    assert one(overlay, "Service")["spec"]["ports"][0]["port"] == 80
-
-
-@pytest.mark.parametrize("overlay", POOLS)
-def test_memory_of_a_pool_is_what_its_file_says(overlay: str):
-    """Goal: as below, of each model. Method: the flag, the names of devices, backends and sizes."""
-    is_cpu = overlay in ON_HOST_MEMORY
-    (memory,) = (each for each in containers(overlay) if each["name"] == "gms")
-    assert f"--memory={'host' if is_cpu else 'cuda'}" in memory["args"]
-    file = pool_file(overlay)
-    assert all(each.startswith("HOST-") == is_cpu for each in file.devices)
-    assert (f"--devices={len(file.devices)}" in memory["args"]) == is_cpu
-    for model in file.models.values():
-        assert model.backend == ("reference" if is_cpu else "vllm")
-        assert ("--kv-cache-memory-bytes" in model.args) != is_cpu
-
-
-@pytest.mark.parametrize("overlay", WITH_ONE_MODEL)
-def test_memory_is_what_the_overlay_says(overlay: str):
-    """Goal: never host memory in a GPU's place, or the other way round. Method: the flag, and
-    every word that the model and its size come from."""
-    is_cpu = overlay in ON_HOST_MEMORY
-    flag = "--memory=host" if is_cpu else "--memory=cuda"
-    (found,) = (
-        words(overlay, each) for each in containers(overlay) if "--memory=" in json.dumps(each)
-    )
-    assert flag in found
-    ranks = one(overlay, "ConfigMap")["data"]["TENSOR_PARALLEL"]
-    for container in containers(overlay):
-        line = words(overlay, container)
-        if container["command"][0] in ("engine", "understudy"):
-            backend = "reference" if is_cpu else "vllm"
-            assert f"--backend={backend}" in line
-            assert [word for word in line if re.fullmatch(rf"--tensor-parallel.*={ranks}", word)]
-            assert [word for word in line if word.removeprefix("--model=") == "/model"]
-            is_sized = any(word.startswith("--kv-cache-memory-bytes=") for word in line)
-            assert is_sized != is_cpu
 
 
 @pytest.mark.parametrize("overlay", PODS)
@@ -254,13 +184,6 @@ def test_pod_to_try_out_writes_its_model_itself(overlay: str, tmp_path: Path):
         for _ in range(2):
             subprocess.run([sys.executable, *command[1:], str(tmp_path)], check=True)
         assert (tmp_path / "config.json").exists()
-
-
-@pytest.mark.parametrize("overlay", PODS)
-def test_one_image_with_a_version(overlay: str):
-    (image,) = {each["image"] for each in every_container(overlay)}
-    assert re.fullmatch(r"[\w./-]+:[\w.-]+", image)
-    assert not image.endswith(":latest")
 
 
 @pytest.mark.parametrize("overlay", [*WITH_CLAIM, "no-dra"])

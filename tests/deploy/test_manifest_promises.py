@@ -5,27 +5,21 @@ Method: the rendered files as data, against the limits of our code.
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import lockserver.cli
 from engine.core import probes
 from engine.core.events import State
-from engine.supervisor import settings as engine_settings
 from gateway.supervisor.settings import OPTIONS as GATEWAY_OPTIONS
-from plumbing.pod.supervision import GRACE_MS
 from plumbing.service import init
 from plumbing.service.config import resolve, size_bytes
 from tests.deploy.manifests import (
     IN_MANY_CONTAINERS,
     IN_ONE_POD,
     INIT,
-    NODES,
-    ON_HOST_MEMORY,
     OVERLAYS,
     PODS,
     POOLS,
@@ -35,7 +29,6 @@ from tests.deploy.manifests import (
     documents,
     environment,
     every_container,
-    init_containers,
     needs_kubectl,
     of_program,
     one,
@@ -71,14 +64,6 @@ def test_whoever_opens_a_device_is_in_the_claim(overlay: str):
         assert pool_file(overlay).devices == tuple(map(str, range(count)))
     else:
         assert one(overlay, "ConfigMap")["data"]["TENSOR_PARALLEL"] == str(count)
-
-
-@pytest.mark.parametrize("overlay", ["no-dra", *ON_HOST_MEMORY])
-def test_without_a_claim_nobody_asks_for_one(overlay: str):
-    assert "claim" not in json.dumps(pod_spec(overlay)).replace(
-        "persistentVolumeClaim", ""
-    ).replace("claimName", "")
-    assert not [each for each in documents(overlay) if each["kind"] == "ResourceClaimTemplate"]
 
 
 @pytest.mark.parametrize("overlay", IN_ONE_POD)
@@ -169,41 +154,6 @@ def test_stall_of_the_machine_does_not_end_every_container(overlay: str):
     assert all(b - a >= STALL_S for a, b in pairwise(patience))
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_first_load_may_take_as_long_as_the_supervisor_lets_it(overlay: str):
-    for container in containers(overlay):
-        if any(port["name"] == "engine-0" for port in container["ports"]):
-            probe = container["startupProbe"]
-            budget_s = engine_settings.INIT_MS / 1000
-            assert probe["periodSeconds"] * probe["failureThreshold"] >= budget_s
-
-
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_pod_is_given_time_to_drain(overlay: str):
-    """SIGTERM is the drain; what a preStop sleeps before it counts against the grace."""
-    sleeps = [
-        each["lifecycle"]["preStop"]["sleep"]["seconds"]
-        for each in containers(overlay)
-        if "lifecycle" in each
-    ]
-    grace_s = pod_spec(overlay)["terminationGracePeriodSeconds"] - max(sleeps, default=0)
-    assert grace_s == GRACE_MS / 1000
-
-
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_order_of_the_pod(overlay: str):
-    """Sidecars start before the engines and stop after them; the model is written in between."""
-    before = pod_spec(overlay).get("initContainers", [])
-    sidecars = [each for each in before if each not in init_containers(overlay)]
-    assert before == [*sidecars, *init_containers(overlay)]
-    names = [each["name"] for each in sidecars]
-    usual = ["lockserver", "gms", "gateway", *(["pool"] if overlay in POOLS else [])]
-    assert names == {"no-dra": [], NODES: ["gms"]}.get(overlay, usual)
-    for container in sidecars:
-        assert container["restartPolicy"] == "Always"
-        assert "startupProbe" in container
-
-
 @pytest.mark.parametrize("overlay", IN_ONE_POD)
 def test_new_pod_waits_for_the_old_ones_devices(overlay: str):
     spec = workload(overlay)["spec"]
@@ -228,11 +178,3 @@ def test_containers_may_do_little(overlay: str):
         }
         assert container["resources"]["requests"]["memory"]
         assert container["resources"]["limits"]["memory"]
-
-
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_shared_memory_has_a_size(overlay: str):
-    volumes: dict[str, Any] = {each["name"]: each for each in pod_spec(overlay)["volumes"]}
-    for name in ("shared", "shm"):
-        assert volumes[name]["emptyDir"]["medium"] == "Memory"
-        assert volumes[name]["emptyDir"]["sizeLimit"]

@@ -17,7 +17,7 @@ import pytest
 from plumbing.errors import DegradedError
 from tests.e2e.pods import AS_USERS_RUN_IT, Pod, PodHome
 from tests.e2e.processes import kill
-from tests.understudy.test_watch import Terminal
+from tests.understudy.terminals import Terminal
 from understudy.drill.prompts import CHATS, COMPLETIONS
 
 UNDERSTUDY = str(Path(sys.executable).parent / "understudy")

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from engine import cli as engine
 from plumbing.errors import UsageError
 from tests.helpers import until
-from tests.understudy.test_watch import WAIT_S, terminal
+from tests.understudy.terminals import WAIT_S, terminal
 from understudy.bundle.bundle import collect
 from understudy.cli.main import main
 from understudy.drill.run import DrillPlan

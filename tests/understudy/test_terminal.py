@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from plumbing.service.config import resolve
-from tests.understudy.test_watch import WAIT_S
+from tests.understudy.terminals import WAIT_S
 from understudy.cli.pods import local_pod
 from understudy.cli.settings import UP_OPTIONS
 from understudy.pod import output
