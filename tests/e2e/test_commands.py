@@ -17,60 +17,18 @@ from urllib.request import urlopen
 import pytest
 
 from plumbing.service.procfs import children, descendants
+from tests.documents import mismatches
 from tests.e2e.pods import AS_USERS_RUN_IT, Pod, PodHome
 from tests.e2e.processes import Processes, port_flags, same_fds, settled_fds
 from tests.helpers import until
-from understudy.drill.records import PHASES, TARGETS
+from understudy.drill.records import TARGETS
+from understudy.drill.schema import DrillDocument
 
 UNDERSTUDY = str(Path(sys.executable).parent / "understudy")
 ENVIRONMENT = {**os.environ, **AS_USERS_RUN_IT}
-REPORT_KEYS = {
-    "passed",
-    "problems",
-    "requests",
-    "kills",
-    "killed",
-    "refused",
-    "wrong_tokens",
-    "double_active",
-    "false_deaths",
-    "lasted_s",
-    "lost_in_flight",
-    "mode",
-    "broken_streams",
-    "doubled_tokens",
-    "resumed",
-    "lost_in_gateway",
-    "pause_ms",
-    "adopted_blocks",
-    "published_blocks",
-    "adopted_share",
-    "failover_ms",
-    "phases_ms",
-    "backend",
-    "machine",
-}
-SPREAD_KEYS = {"p50", "p99", "max"}
 # Below `up`: an init for each of six containers; the page; a lock server; a memory service and a
 # device's two servers; a gateway, its child and the spare; two engines of three processes.
 PROCESSES = 6 + 1 + 1 + 3 + 3 + 2 * 3
-
-
-def check_report(report: dict, kills: int) -> None:
-    """The exact document, of a drill without findings."""
-    assert set(report) == REPORT_KEYS
-    assert report["passed"]
-    assert report["problems"] == []
-    assert report["requests"] > kills
-    assert report["kills"] == kills
-    assert report["killed"] == dict.fromkeys(TARGETS, kills // len(TARGETS))
-    assert (report["refused"], report["wrong_tokens"], report["double_active"]) == (0, 0, 0)
-    assert set(report["failover_ms"]) == SPREAD_KEYS
-    assert set(report["phases_ms"]) == set(PHASES)
-    for spread in (report["failover_ms"], *report["phases_ms"].values()):
-        assert set(spread) == SPREAD_KEYS
-        assert 0 <= spread["p50"] <= spread["p99"] <= spread["max"]
-    assert report["backend"] == "reference"
 
 
 def killed_engines(output: str) -> list[str]:
@@ -94,7 +52,9 @@ def test_drill_passes_and_leaves_nothing_behind(
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    check_report(report, kills=3)
+    assert mismatches(report, DrillDocument) == []
+    assert (report["passed"], report["problems"]) == (True, [])
+    assert report["killed"] == dict.fromkeys(TARGETS, 1)
     # What one engine has computed, the next one has: nobody evicts anything in so short a time.
     assert report["published_blocks"] >= report["adopted_blocks"] > 0
     first, second, third = killed_engines(done.stderr)
@@ -104,12 +64,14 @@ def test_drill_passes_and_leaves_nothing_behind(
 
 @pytest.mark.slow
 def test_drill_on_a_busy_machine_kills_nobody_else(tmp_path_factory: pytest.TempPathFactory):
-    """Goal: a healthy engine is never taken for a hung one. Method: one busy loop per CPU, two
-    kills, and the page."""
+    """Goal: a healthy engine is never taken for a hung one, and a hung one is. Method: one busy
+    loop per CPU, a kill, a SIGSTOP to either process, and the page."""
     temporary = tmp_path_factory.mktemp("t")
     page = temporary / "drill.html"
+    targets = ("backend-http", "stop:backend-http", "stop:backend-model")
+    flags = [f"--target={target}" for target in targets]
     done = subprocess.run(
-        [UNDERSTUDY, "drill", "--kills=2", "--burn=1", f"--report={page}", "--json"],
+        [UNDERSTUDY, "drill", "--kills=3", "--burn=1", f"--report={page}", "--json", *flags],
         capture_output=True,
         text=True,
         check=False,
@@ -121,28 +83,8 @@ def test_drill_on_a_busy_machine_kills_nobody_else(tmp_path_factory: pytest.Temp
     assert (burn["per_core"], burn["processes"]) == (1, report["machine"]["cpus"])
     assert burn["cpu_s"] > 0
     assert report["false_deaths"] == 0
-    assert "busy loops" in page.read_text()
-
-
-@pytest.mark.slow
-def test_drill_with_hanging_processes_detects_each_of_them(
-    tmp_path_factory: pytest.TempPathFactory,
-):
-    """Goal: a stopped process is a hung engine. Method: SIGSTOP to either process, under load."""
-    temporary = tmp_path_factory.mktemp("t")
-    targets = ("stop:backend-http", "stop:backend-model")
-    flags = [word for target in targets for word in ("--target", target)]
-    done = subprocess.run(
-        [UNDERSTUDY, "drill", "--kills", "2", *flags, "--json"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**ENVIRONMENT, "TMPDIR": str(temporary)},
-    )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
     assert {target: report["killed"][target] for target in targets} == dict.fromkeys(targets, 1)
-    assert (report["refused"], report["wrong_tokens"], report["double_active"]) == (0, 0, 0)
+    assert "busy loops" in page.read_text()
 
 
 @pytest.mark.slow
@@ -163,7 +105,7 @@ def test_drill_of_a_running_pod_costs_lock_server_and_memory_service_nothing(hom
         )
         out, err = await process.communicate()
         assert process.returncode == 0, err.decode()
-        check_report(json.loads(out), kills=3)
+        assert json.loads(out)["passed"]
         after = await pod.whole()
         killed = killed_engines(err.decode())
         other = before.standbys[0]

@@ -79,31 +79,6 @@ def test_sidecars_program_killed_again_and_again_restarts_no_container(home: Pod
 
 
 @pytest.mark.slow
-def test_supervisors_killed_again_and_again_restart_no_container(home: PodHome):
-    """Goal: each death of the active one is a takeover after the whole tree is gone, and no death
-    of the standby is anything; both are back. Method: SIGKILL under load; pidfds at each grant."""
-
-    async def scenario(pod: Pod) -> None:
-        with inits_live(pod):
-            async with pod.load() as load:
-                for _ in range(KILLS):
-                    before = await pod.whole()
-                    await killed(pod, before.standbys[0])
-                    assert (await pod.whole()).token == before.token
-                    with Processes(pod.tree(before.engine)) as old:
-                        async with pod.grants(old) as grants:
-                            await killed(pod, before.engine)
-                            await pod.whole_after(before.token)
-                            await load.answers()
-                    assert [each.engine for each in grants.made] == [*before.standbys]
-                    assert not grants.made[0].alive
-                assert not load.refused()
-                assert not load.lost()
-
-    home.run(scenario)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [*SIDECARS, "active", "standby"])
 def test_stopped_program_is_replaced_in_its_container(home: PodHome, name: str):
     """Goal: the watchdog of each program works. Method: SIGSTOP under load."""

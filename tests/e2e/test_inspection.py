@@ -17,7 +17,6 @@ import pytest
 from plumbing.errors import DegradedError
 from tests.e2e.pods import AS_USERS_RUN_IT, Pod, PodHome
 from tests.e2e.processes import kill
-from tests.understudy.terminals import Terminal
 from understudy.drill.prompts import CHATS, COMPLETIONS
 
 UNDERSTUDY = str(Path(sys.executable).parent / "understudy")
@@ -105,33 +104,6 @@ def test_status_doctor_and_bundle_work_while_the_lock_server_hangs(home: PodHome
 
 
 @pytest.mark.slow
-def test_recorded_events_show_the_start_of_the_pod_in_order(home: PodHome):
-    """Goal: past events can be read afterwards. Method: the records of all parts; both engines'
-    transitions up to their present state, and times that never decrease."""
-
-    async def scenario(pod: Pod) -> None:
-        code, out = await understudy(pod, "events", "--json")
-        records = [json.loads(line) for line in out.splitlines()]
-        assert code == 0
-        assert {"lockserver", "gms-HOST-0", "engine-0", "engine-1"} <= {
-            r["source"] for r in records
-        }
-        times = [record["mono_ms"] for record in records]
-        assert times == sorted(times)
-        reached = {r["data"].get("to") for r in records if r["type"] == "engine.state"}
-        assert {"standby", "active"} <= reached
-        _, text = await understudy(pod, "status")
-        last = text.splitlines()[-1]
-        _, out = await understudy(pod, "events", "--json")
-        # A canary may have run in between.
-        newest = [json.loads(line) for line in out.splitlines()][len(records) - 1 :]
-        assert last.startswith("last   ")
-        assert any(last.endswith(f"{each['source']}   {each['message']}") for each in newest)
-
-    home.run(scenario)
-
-
-@pytest.mark.slow
 def test_status_watch_shows_a_failover_as_it_happens(home: PodHome):
     """Goal: watch a failover live. Method: read documents while the active engine is killed; the
     other one is active in a later one."""
@@ -162,35 +134,6 @@ def test_status_watch_shows_a_failover_as_it_happens(home: PodHome):
         await pod.whole_after(before.token)
 
     home.run(scenario)
-
-
-@pytest.mark.slow
-def test_watch_shows_the_pod_its_events_and_its_last_failover(home: PodHome):
-    """Goal: one screen for a running pod. Method: a failover, then the command in a terminal."""
-
-    async def scenario(pod: Pod) -> None:
-        before = await pod.whole()
-        kill(*(await pod.engine_tree(before.engine)))
-        after = await pod.whole_after(before.token)
-        await asyncio.to_thread(watch, pod, after.engine, after.token)
-
-    home.run(scenario)
-
-
-def watch(pod: Pod, engine: str, token: int) -> None:
-    terminal = Terminal("status", "--watch", f"--dir={pod.directory}")
-    try:
-        terminal.sees("failover ready (1 standby)")
-        terminal.sees(f"held by {engine}")
-        terminal.sees("HOST-0  [")
-        terminal.sees("failovers")
-        terminal.sees(f"token {token}")
-        terminal.sees("events")
-    finally:
-        terminal.process.kill()
-        terminal.process.wait()
-        os.close(terminal.master)
-        os.close(terminal.slave)
 
 
 @pytest.mark.slow

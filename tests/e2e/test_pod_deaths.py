@@ -3,14 +3,10 @@ cost."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import pytest
 
 from tests.e2e.pods import CLIENTS, Load, Pod, PodHome
 from tests.e2e.processes import Processes, kill
-from tests.helpers import auntil
 
 
 async def only_answers_under(load: Load, token: int) -> None:
@@ -190,17 +186,6 @@ async def relaunched(pod: Pod, engine: str, incarnation: str):
             return document
 
 
-def test_device_server_killed_under_load_costs_nothing(home: PodHome):
-    """Goal: a crash without loss. Method: SIGKILL the device's server."""
-
-    async def scenario(pod: Pod) -> None:
-        supervisor = pod.pid("gms")
-        await lose_memory_service(pod, victim=pod.gms_server())
-        assert pod.pid("gms") == supervisor
-
-    home.run(scenario)
-
-
 @pytest.mark.slow
 def test_memory_service_killed_under_load_costs_nothing(home: PodHome):
     """Goal: the same when the whole container dies. Method: SIGKILL gms's supervisor."""
@@ -233,29 +218,3 @@ async def lose_memory_service(pod: Pod, victim: int) -> None:
 
 async def incarnations(pod: Pod) -> list[str]:
     return [part["engine"]["incarnation"] for part in (await pod.view())["engines"]]
-
-
-def test_witness_of_a_dead_standby_is_removed(home: PodHome):
-    """Goal: deaths do not fill the directory. Method: kill the standby's backend: its witness is
-    removed, and there is one new one."""
-
-    async def scenario(pod: Pod) -> None:
-        (standby,) = (await pod.whole()).standbys
-        old = await pod.engine(standby)
-        before = witnesses(pod)
-        kill(old["backend"]["pids"]["http"])
-        new = await relaunched(pod, standby, old["engine"]["incarnation"])
-        expected = before - {witness_of(old)} | {witness_of(new)}
-        assert len(expected) == len(before)
-        await auntil(lambda: witnesses(pod) == expected, f"{expected} and no other witness")
-
-    home.run(scenario)
-
-
-def witnesses(pod: Pod) -> set[str]:
-    return {path.name for path in pod.directory.glob("witness_*")}
-
-
-def witness_of(engine: Mapping[str, Any]) -> str:
-    """The name of the witness of an engine's incarnation, from its status document."""
-    return "witness_" + "_".join(engine["engine"]["incarnation"].rsplit("-", 1))

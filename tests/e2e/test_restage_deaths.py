@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -140,40 +139,6 @@ def test_death_in_the_middle_of_a_restage_loses_no_request_and_no_byte(home: Hom
             await nothing_else_is_held(pod)
 
     home.pods.run(scenario)
-
-
-@pytest.mark.slow
-def test_death_of_the_devices_server_while_weights_leave_costs_no_engine(home: Home):
-    """Method: the server is stopped, so it does not hear that the last engine has unmapped the
-    weights, and killed then. The engine rests without them, and is awake again with the same bytes
-    in the same process."""
-
-    async def scenario(pod: Pod) -> None:
-        digest = await asyncio.to_thread(digest_of, pod)
-        before = await pod.whole()
-        (standby,) = before.standbys
-        with BlockingClient(engine_socket(str(pod.directory), standby), m.CONTROL) as client:
-            goal = SetGoalMsg(Tier.OFFLOADED, "a test")
-            await asyncio.to_thread(client.request, goal, timeout_s=30)
-        victims, (epoch,) = await victims_of(pod, before.engine), {(await pod.memory())["epoch"]}
-        await auntil(lambda: len(holders(pod, epoch)) == 2, "the standby to unmap the weights")
-        os.kill(victims["device"], signal.SIGSTOP)
-        leaving = asyncio.create_task(asyncio.to_thread(told, pod, before.engine, Tier.OFFLOADED))
-        await auntil(lambda: holders(pod, epoch) == {victims["device"]}, "all to unmap them")
-        kill(victims["device"])
-        await leaving
-        async with pod.load(1) as load:
-            await load.answers(3)
-        assert not load.refused()
-        assert not load.lost()
-        assert (await pod.engine(before.engine))["backend"]["pids"]["model"] == victims["model"]
-        assert await asyncio.to_thread(digest_of, pod) == digest
-
-    home.pods.run(scenario)
-
-
-def holders(pod: Pod, epoch: str) -> set[int]:
-    return {pid for pid in pod.processes() if epoch[:8] in epochs_held([pid])}
 
 
 async def nothing_else_is_held(pod: Pod) -> None:

@@ -1,18 +1,37 @@
-"""Strangers at the ports of every part of a pod."""
+"""Strangers at the ports of every part of a pod, in a directory whose name is not UTF-8."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
+import os
 import socket
+import tempfile
 import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from plumbing.service.http import CONNECTIONS_MAX
 from tests.e2e.pods import Pod, PodHome
+from tests.e2e.test_inspection import understudy
 from tests.helpers import until
+
+SHOWN = "odd-\\xff"
+
+
+@pytest.fixture
+def home(model: Path) -> Iterator[PodHome]:
+    # Not pytest's directory, below which the path of an engine's socket would be too long.
+    with tempfile.TemporaryDirectory(prefix="us-") as directory:
+        os.mkdir(os.fsencode(directory) + b"/odd-\xff", 0o700)
+        found = PodHome(Path(directory, os.fsdecode(b"odd-\xff")), model)
+        try:
+            yield found
+        finally:
+            found.close()
 
 
 def fetch(port: int, path: str) -> str:
@@ -38,7 +57,8 @@ def problems_with_strangers(port: int) -> str:
 @pytest.mark.slow
 def test_every_part_answers_probes_and_names_the_problem(home: PodHome):
     """Goal: strangers at a port are seen by operators and cost no probe. Method: idle connections
-    above the limit, at each part's port; its status, its liveness, and the pod afterwards."""
+    above the limit, at each part's port; its status, its liveness, and the pod afterwards. Its directory's name is
+    shown everywhere."""
 
     async def scenario(pod: Pod) -> None:
         before = await pod.whole()
@@ -46,6 +66,9 @@ def test_every_part_answers_probes_and_names_the_problem(home: PodHome):
         for port in (ports.lockserver, ports.gms, ports.gateway, *ports.engines):
             found = await asyncio.to_thread(problems_with_strangers, port)
             assert "HTTP connections are open" in found
+        for words in (("status",), ("status", "--json"), ("events",), ("doctor",)):
+            _, out = await understudy(pod, *words)
+            assert SHOWN in out.replace("\\\\", "\\") or words == ("events",)
         assert (await pod.whole()).token == before.token
 
     home.run(scenario)

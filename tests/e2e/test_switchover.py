@@ -5,32 +5,23 @@ The command runs as users run it.
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
 import pytest
 
 from engine.messages import CONTROL
-from lockserver.messages import CATALOGUE, SwitchOverMsg
-from plumbing.errors import RemoteError
 from plumbing.pod.messages import EngineReportMsg, SetGoalMsg, Tier
 from plumbing.pod.observers import ask
-from plumbing.pod.paths import LOCKSERVER_SOCKET, engine_socket
+from plumbing.pod.paths import engine_socket
 from tests.e2e.kept_connections import kept_connections
 from tests.e2e.pods import Pod, PodHome
-from tests.e2e.processes import Processes
 from tests.e2e.switching import (
     OK,
-    REFUSED,
     nothing_lost,
-    state_of,
-    stopped,
     switch,
-    until_not_waiting,
-    until_silent,
     until_so,
 )
-from tests.helpers import auntil, open_fds
+from tests.helpers import open_fds
 from understudy.host import MEMFD_KV
 
 TIMES = 3
@@ -119,44 +110,3 @@ def with_kv_memory(pod: Pod) -> list[int]:
         if any(MEMFD_KV in link for link in open_fds(pid).values())
         or MEMFD_KV in Path(f"/proc/{pid}/maps").read_text()
     ]
-
-
-@pytest.mark.slow
-def test_switchover_without_a_ready_standby_is_refused_and_changes_nothing(home: PodHome):
-    """Goal: no handover without a ready standby. Method: a standby whose backend is dead, one that
-    is silent, one that is still loading, and an engine that does not exist; each is refused and
-    nothing else happens."""
-
-    async def scenario(pod: Pod) -> None:
-        before = await pod.whole()
-        (other,) = before.standbys
-        supervisor = pod.pid(other)
-        path = str(pod.directory / LOCKSERVER_SOCKET)
-
-        async def refused(code: str, says: str, *flags: str) -> None:
-            status, error = await switch(pod, *flags)
-            assert (status, error["code"]) == (REFUSED, code)
-            assert says in error["message"]
-            assert await state_of(pod, before.engine) == "active"
-            assert (await pod.lock())["switchover"] is None
-
-        async with pod.load() as load:
-            await refused("lock.unknown_engine", "engine-7", "--to=engine-7")
-            with stopped(supervisor), Processes(pod.tree(other)[1:]) as backend:
-                backend.signal(signal.SIGKILL)
-                await auntil(lambda: not backend.alive(), "the backend's end")
-                # A command takes so long to start that the supervisor may be silent by then.
-                with pytest.raises(RemoteError, match="some of its processes are gone") as at_once:
-                    await ask(path, CATALOGUE, SwitchOverMsg("active", None, 1000))
-                assert at_once.value.code == "lock.no_standby"
-                await until_silent(pod, other)
-                await refused("lock.no_standby", "is waiting, but silent", f"--to={other}")
-            await until_not_waiting(pod, other)
-            with stopped(supervisor):  # otherwise it may be back before a slow command asks
-                await refused("lock.no_standby", "no engine is waiting for the active lock")
-            after = await pod.whole()
-            assert (after.engine, after.token) == (before.engine, before.token)
-            nothing_lost(load)
-            assert load.tokens() <= {before.token}
-
-    home.run(scenario)
