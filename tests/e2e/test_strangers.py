@@ -57,8 +57,8 @@ def problems_with_strangers(port: int) -> str:
 @pytest.mark.slow
 def test_every_part_answers_probes_and_names_the_problem(home: PodHome):
     """Goal: strangers at a port are seen by operators and cost no probe. Method: idle connections
-    above the limit, at each part's port; its status, its liveness, and the pod afterwards. Its directory's name is
-    shown everywhere."""
+    above the limit, at each part's port; its status, its liveness, and the pod afterwards. The name
+    of its directory is shown everywhere."""
 
     async def scenario(pod: Pod) -> None:
         before = await pod.whole()
