@@ -83,6 +83,9 @@ def test_page_is_one_more_container_of_the_pod(own: Path, overlay: str):
     assert page["securityContext"] == lock["securityContext"]
     assert all(each in lock["env"] for each in page["env"])
     assert page["volumeMounts"][0] in lock["volumeMounts"]
+    startup, liveness = page["startupProbe"], page["livenessProbe"]
+    assert {each["httpGet"]["path"] for each in (startup, liveness)} == {"/live"}
+    assert liveness | {"httpGet": 0} == lock["livenessProbe"] | {"httpGet": 0}
 
 
 @needs_kubectl
