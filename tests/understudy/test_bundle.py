@@ -21,16 +21,6 @@ from understudy.bundle.bundle import LOG_TAIL_BYTES, Bundle, collect
 from understudy.pod.table import program
 
 NOT_KEPT = redact.NOT_KEPT
-POOL_FILE = """
-devices: [HOST-0]
-models:
-  chat: {model: /m, args: [--api-key, sesame-1, --max-model-len, 4096]}
-  coder:
-    model: /m
-    args:
-      - --hf-token
-      - sesame-2
-"""
 
 
 @pytest.fixture
@@ -89,28 +79,6 @@ def test_bundle_of_a_pod_that_is_down_has_what_is_on_disk(directory: Path, tmp_p
     assert texts["contents.txt"].splitlines() == said[:-1]
 
 
-def test_bundle_of_a_pool_that_is_down_has_its_file_and_its_state(
-    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Goal: what a pool was told is in the bundle, without keys. Method: the files that it leaves,
-    a key in both forms of a list; a pod without a pool file has no such entries."""
-    file = tmp_path / "pool.yaml"
-    file.write_text(POOL_FILE)
-    (directory / "pool.lock").touch()
-    (directory / "pool.json").write_text('{"pool": {"era": "e"}}')
-    monkeypatch.setenv("UNDERSTUDY_POOL", str(file))
-    texts, _ = collected(directory, tmp_path / "b.tar.gz")
-    kept = texts["pool-file.yaml"]
-    assert "sesame" not in kept
-    assert kept.count(NOT_KEPT) == 2
-    assert "max-model-len, 4096" in kept
-    assert '"online": false' in texts["pool-status.json"]
-    assert json.loads(texts["state/pool.json"]) == {"pool": {"era": "e"}}
-    assert "no such socket" in texts["pool-explain.json"] + texts["contents.txt"]
-    checks = {each["id"]: each for each in json.loads(texts["doctor.json"])["checks"]}
-    assert checks["pool_file"]["status"] == "pass"
-
-
 def test_bundle_is_never_written_over_what_is_there(directory: Path, tmp_path: Path):
     """Goal: the last bundle stays. Method: its name again, and a directory that is not there."""
     there = tmp_path / "there"
@@ -145,39 +113,6 @@ def test_bundle_of_a_container_with_a_read_only_root(directory: Path, tmp_path: 
     done = run(temporary="/proc")
     assert done.returncode == 2
     assert b"--output, or - for standard output [bundle.not_written]" in done.stderr
-
-
-def test_file_of_any_name_costs_nothing_but_itself(directory: Path, tmp_path: Path):
-    """Goal: a bundle in every case. Method: names that are no text, that end a line, that a
-    terminal would act on; a link, a pipe and a directory with the names of logs."""
-    log = directory / "log"
-    for name in (b"bad\xff.log", b"two\nlines.log", b"\x1b[2J.log"):
-        (log / os.fsdecode(name)).write_text("x\n")
-    (log / "link.log").symlink_to("/etc/passwd")
-    os.mkfifo(log / "pipe.log")
-    (log / "directory.log").mkdir()
-    texts, said = collected(directory, tmp_path / "b.tar.gz")
-    for name in ("bad?.log", "two?lines.log", "?[2J.log"):
-        assert texts[f"log/{name}"] == "x\n"
-    missing = {line.split(": ")[1] for line in said if line.startswith("missing: ")}
-    assert {"log/link.log", "log/pipe.log", "log/directory.log"} <= missing
-    assert all(line.isprintable() for line in said)
-
-
-def test_bundle_that_fails_leaves_no_file(
-    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Goal: nobody sends half a bundle, and the name is free for the next. Method: a collection
-    that is interrupted."""
-
-    async def interrupted(*_: object) -> Bundle:
-        raise asyncio.CancelledError
-
-    monkeypatch.setattr(bundle_module, "_gather", interrupted)
-    output = tmp_path / "b.tar.gz"
-    with pytest.raises(asyncio.CancelledError):
-        asyncio.run(collect(directory, directory / "log", output, print))
-    assert not output.exists()
 
 
 def test_half_a_line_is_not_kept(directory: Path, tmp_path: Path):

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from plumbing.errors import UnreachableError
 from plumbing.pod.messages import EventMsg, StatusReplyMsg
 from tests.fake_clock import FakeClock
 from tests.gms.bench import ClientProcess, GmsProcess
@@ -70,29 +69,6 @@ def test_events_of_a_memory_server_are_followed_across_its_deaths(directory: Pat
             kept.kill()
             gms.stop()
         assert types_of(heard)[-1] != "pod.gone", "our own end is not theirs"
-
-    asyncio.run(main())
-
-
-def test_a_part_that_comes_later_is_followed_from_its_start(directory: Path):
-    """Goal: people start parts by hand, in any order. Method: a stale socket of a lock server is
-    all there is, which is said once; then a memory server comes."""
-
-    async def main() -> None:
-        with pytest.raises(UnreachableError, match="there is no pod"):
-            await follow_events(directory, lambda record: None)
-        heard: list[dict[str, Any]] = []
-        os.mknod(directory / "lockserver.sock")
-        following = asyncio.create_task(follow_events(directory, heard.append))
-        await auntil(lambda: types_of(heard) == ["pod.gone"], "the lock server to be missed")
-        gms = await asyncio.to_thread(GmsProcess(str(directory)).start)
-        try:
-            await auntil(lambda: "gms.serving" in types_of(heard), "the memory server to be told")
-        finally:
-            following.cancel()
-            await asyncio.wait([following])
-            gms.stop()
-        assert types_of(heard).count("pod.gone") == 1
 
     asyncio.run(main())
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -17,7 +15,6 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from engine.backends.registry import command_line
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.service.config import resolve
 from tests.helpers import free_ports, until
@@ -26,8 +23,8 @@ from understudy.cli.main import main
 from understudy.cli.pods import local_pod
 from understudy.cli.settings import UP_OPTIONS
 from understudy.pod.table import LocalPod, program
-from understudy.up.hub_download import HubModel, explained, weight_files
-from understudy.up.models import hub_directory, vllm_options
+from understudy.up.hub_download import weight_files
+from understudy.up.models import hub_directory
 from understudy.up.pods import prepare_local, prepare_pool
 
 TINY = "acme/tiny"
@@ -122,31 +119,6 @@ def test_flags_of_vllm_say_which_revision_where_to_and_by_whose_token(hub: Hub, 
     assert "Bearer hf_secret" in hub.tokens
 
 
-def test_options_are_read_as_vllm_reads_them(tmp_path: Path):
-    """Goal: both spellings, both ways to give a value, flags without one."""
-    flags = ["--served_model_name", "a", "b", "--revision=x", "--enforce-eager", "--hf-token"]
-    found = vllm_options([*flags, "--config", str(tmp_path / "missing.yaml")])
-    assert found["served-model-name"] == "a"
-    assert (found["revision"], found["enforce-eager"], found["hf-token"]) == ("x", "", "")
-
-
-@pytest.mark.parametrize(
-    ("model", "flags", "code"),
-    [
-        ("acme/other", (), "hub.not_found"),
-        (TINY, ("--revision", "nonsense"), "hub.not_found"),
-        ("acme/gated", (), "hub.gated"),
-        ("acme/gguf", (), "hub.no_weights"),
-        ("acme--..", (), "hub.not_found"),
-    ],
-)
-def test_refusal_names_the_repository_and_the_cause(hub: Hub, model, flags, code):
-    with pytest.raises(UnderstudyError) as refused:
-        located(model, flags)
-    assert (refused.value.code, refused.value.exit_code) == (code, 1)
-    assert model in refused.value.message
-
-
 def test_hub_that_cannot_answer_is_told_from_a_token_that_it_refuses(
     hub: Hub, monkeypatch: pytest.MonkeyPatch
 ):
@@ -169,35 +141,6 @@ def test_hub_that_cannot_answer_is_told_from_a_token_that_it_refuses(
     assert code() == "hub.unreachable"
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert code() == "hub.offline"
-
-
-def test_part_of_a_model_in_the_cache_is_not_enough(hub: Hub, monkeypatch: pytest.MonkeyPatch):
-    """Goal: engines never start on a checkpoint with a shard missing. Method: the weights leave the
-    cache, and the Hub is not asked."""
-    directory = located(TINY, ())
-    (directory / "model.safetensors").unlink()
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(UnderstudyError) as refused:
-        located(TINY, ())
-    assert refused.value.code == "hub.offline"
-
-
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (OSError(errno.ENOSPC, "No space left on device"), "hub.no_space"),
-        (OSError(errno.EDQUOT, "Disk quota exceeded"), "hub.no_space"),
-        (RuntimeError("I/O error: No space left on device (os error 28)"), "hub.no_space"),
-        (PermissionError(errno.EACCES, "Permission denied", "/cache"), "hub.not_writable"),
-        # A firewall's answer to connect(2) has the same number and no file.
-        (PermissionError(errno.EPERM, "Operation not permitted"), "hub.unreachable"),
-    ],
-)
-def test_fault_of_the_disk_names_the_cache(tmp_path: Path, error, code):
-    found = explained(error, HubModel(TINY), str(tmp_path / "no/such"), "https://hub.example")
-    assert found.code == code
-    assert TINY in found.message
-    assert str(tmp_path) in found.message
 
 
 def test_both_engines_get_one_directory_and_clients_the_id(hub: Hub, tmp_path: Path):
@@ -260,21 +203,6 @@ def test_directory_wins_and_other_backends_take_no_id(
 
 
 @pytest.mark.parametrize("command", ["up", "drill"])
-def test_failed_download_is_one_sentence(hub: Hub, tmp_path: Path, command: str):
-    """Goal: exit code 1, no stack trace, nothing started."""
-    done = subprocess.run(
-        _command(command, tmp_path, "acme/other"),
-        capture_output=True,
-        text=True,
-        timeout=2 * EXIT_S,
-    )
-    assert (done.returncode, done.stdout) == (1, "")
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("error: ")
-    assert line.endswith("[hub.not_found]")
-
-
-@pytest.mark.parametrize("command", ["up", "drill"])
 def test_ctrl_c_ends_a_download(hub: Hub, tmp_path: Path, command: str):
     """Goal: code 130 and no trace at once, and no process goes on; the next start finishes it.
     Method: SIGINT to all processes of the terminal while the weights arrive."""
@@ -293,17 +221,6 @@ def test_ctrl_c_ends_a_download(hub: Hub, tmp_path: Path, command: str):
         output, errors = started.communicate(timeout=EXIT_S)
     assert started.returncode == 130
     assert "Traceback" not in output + errors
-    until(lambda: not child.is_running(), "the download's process to end")
-
-
-def test_download_ends_with_the_command_that_wanted_it(hub: Hub, tmp_path: Path):
-    """Goal: SIGKILL of `up` leaves no download behind."""
-    hub.block = frozenset({"model.safetensors"})
-    started = subprocess.Popen(_command("up", tmp_path, TINY))
-    with started:
-        assert hub.begun.wait(EXIT_S)
-        (child,) = psutil.Process(started.pid).children()
-        started.kill()
     until(lambda: not child.is_running(), "the download's process to end")
 
 
@@ -332,11 +249,3 @@ def _command(command: str, directory: Path, model: str) -> list[str]:
     ports = [f"--{name}-port={first + number}" for number, name in enumerate(names)]
     ours = [f"--dir={directory}/pod", *ports] if command == "up" else []
     return [*program("understudy"), command, "--backend=vllm", f"--model={model}", *ours]
-
-
-def test_backend_without_its_library_names_an_installation_that_exists(monkeypatch):
-    """Method: a Python without vLLM; its extra is in a copy of the repository alone."""
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=re.escape("'.[vllm,cuda]'")) as refused:
-        command_line("vllm", [])
-    assert refused.value.code == "engine.no_vllm"

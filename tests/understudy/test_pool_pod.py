@@ -52,16 +52,6 @@ def test_parts_are_told_the_pool_file_wherever_they_run(tmp_path: Path, monkeypa
     assert env == {**absent, **dict.fromkeys(told, str(tmp_path / "pool.yaml"))}
 
 
-def test_every_part_has_a_port_of_its_own(pool: dict[str, Container]):
-    ports = [each.env["UNDERSTUDY_HTTP_PORT"] for each in pool.values()]
-    assert len({*ports}) == len(pool)
-
-
-def test_devices_may_differ_in_size(tmp_path: Path):
-    pod = prepared(tmp_path, POOL_FILE, LocalPod(Path(), None, device_bytes=(600, 300)))
-    assert "--device-bytes=600,300" in pod.containers[1].command
-
-
 @pytest.mark.parametrize("given", [(), ("host",), ("host", "service_port")])
 def test_pod_listens_where_the_file_says_unless_a_flag_does(tmp_path: Path, given: tuple[str, ...]):
     """Method: the pod's own ports are free ones; the file names an address of this machine."""
@@ -87,17 +77,6 @@ def test_gpus_and_host_memory_in_one_pool_are_refused(tmp_path: Path):
     with pytest.raises(UsageError) as refused:
         containers(tmp_path, mixed)
     assert refused.value.code == "pool.mixed_devices"
-
-
-@pytest.mark.parametrize("memory", ["host", "cuda"])
-def test_numbers_count_devices_of_the_kind_that_is_asked_for(tmp_path: Path, memory: str):
-    path = tmp_path / "pool.yaml"
-    path.write_text("devices: [0, 2]\nmodels: {chat: {model: /models/A}}\n")
-    local = LocalPod(Path(), None, memory=memory)
-    made = asyncio.run(prepare_pool(local, path, 0, tmp_path, print, is_drilled=True))
-    (command,) = (each.command for each in made.containers if each.name == "gms")
-    assert f"--memory={memory}" in command
-    assert ("--devices=3" in command) == (memory == "host")  # GPUs are found
 
 
 def test_flags_that_the_pool_file_replaces_are_refused(tmp_path: Path):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from tests.helpers import auntil, free_port, open_fds, until
 from understudy.pod import runner as runner_module
 from understudy.pod.output import LINE_MAX_BYTES, ContainerLog
 from understudy.pod.runner import PodRunner, backoff_s, run_pod
-from understudy.pod.table import INIT, Container, HttpProbe, starts
+from understudy.pod.table import INIT, Container, HttpProbe
 
 # Answers 503 to the first probes and 200 to the later ones, and writes its order of events down.
 WEB = """
@@ -32,7 +33,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         Handler.asked += 1
         ok = Handler.asked > refusals
-        body = b'{"reason": "loading weights"}'
+        body = b'{"reason": "never_standby_yet", "message": "loading weights"}'
         if Handler.asked == refusals + 1:
             note("passed")  # before the answer, which starts the next container
         self.send_response(200 if ok else 503)
@@ -88,8 +89,16 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def run(coroutine):
-    return asyncio.run(coroutine)
+@asynccontextmanager
+async def running(place: Path, *containers: Container, say=lambda line: None):
+    """A runner of these containers, whose logs are in `place`; stopped at the end."""
+    runner = PodRunner(containers, place, say)
+    try:
+        await runner.start()
+        yield runner
+    finally:
+        await runner.stop()
+    assert not runner.pids()
 
 
 def test_start_waits_for_each_probe_before_the_next_container(tmp_path):
@@ -97,138 +106,92 @@ def test_start_waits_for_each_probe_before_the_next_container(tmp_path):
     journal = tmp_path / "journal"
 
     async def main():
-        runner = PodRunner([web("one", journal, refusals=3), web("two", journal)], tmp_path / "log")
-        await runner.start()
-        await runner.stop()
+        async with running(tmp_path, web("one", journal, refusals=3), web("two", journal)):
+            pass
 
-    run(main())
-    assert journal.read_text().split("\n")[:4] == [
-        "one began",
-        "one passed",
-        "two began",
-        "two passed",
-    ]
+    asyncio.run(main())
+    order = ["one began", "one passed", "two began", "two passed"]
+    assert journal.read_text().split("\n")[:4] == order
 
 
 @pytest.mark.slow
-def test_start_past_its_deadline_names_container_and_reason(tmp_path):
-    """Goal: a visible reason. Method: a probe that stays 503 and says why; it is answered here, so
-    that a container that starts slowly is not the reason."""
+def test_start_that_takes_long_says_why_and_ends_at_its_deadline(tmp_path, monkeypatch):
+    """Goal: a visible reason. Method: a probe that stays 503 and says why, in a word and in a
+    sentence; it is answered here, so that a container that starts slowly is not the reason."""
+    monkeypatch.setattr(runner_module, "WAIT_SHOWN_AFTER_S", 0.0)
+    lines: list[str] = []
 
     async def refuse(reader, writer):
         await reader.readuntil(b"\r\n\r\n")
-        writer.write(b'HTTP/1.1 503 No\r\n\r\n{"reason": "loading weights"}')
+        writer.write(b'HTTP/1.1 503 No\r\n\r\n{"reason": "w", "message": "loading weights"}')
         writer.close()
 
     async def main():
         async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
             url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/startup"
             slow = python("slow", "import signal; signal.pause()", startup=startup(url, 1))
-            runner = PodRunner([slow], tmp_path / "log")
-            words = r"slow did not start.*503: loading weights"
-            try:
-                with pytest.raises(WaitTimeoutError, match=words):
-                    await runner.start()
-            finally:
-                await runner.stop()
+            with pytest.raises(WaitTimeoutError, match=r"slow did not start.*503"):
+                async with running(tmp_path, slow, say=lines.append):
+                    pass
 
-    run(main())
-
-
-def test_start_that_takes_long_says_in_a_sentence_what_it_waits_for(tmp_path, monkeypatch):
-    """Goal: progress for people. Method: a probe that has both a word for machines and a sentence;
-    what is said while it does not pass."""
-    monkeypatch.setattr(runner_module, "WAIT_SHOWN_AFTER_S", 0.0)
-    sentence = '{"reason": "never_standby_yet", "message": "loading the model"}'
-    code = WEB.replace('{"reason": "loading weights"}', sentence)
-    port = free_port()
-    probe = startup(f"http://127.0.0.1:{port}/startup")
-    words = ("slow", str(port), "100000", str(tmp_path / "journal"))
-    lines: list[str] = []
-
-    async def main():
-        runner = PodRunner(
-            [python("slow", code, *words, startup=probe)], tmp_path / "log", lines.append
-        )
-        starting = asyncio.create_task(runner.start())
-        try:
-            await auntil(lambda: "waiting for slow: loading the model" in lines, "the sentence")
-        finally:
-            starting.cancel()
-            await asyncio.gather(starting, return_exceptions=True)
-            await runner.stop()
-
-    run(main())
-    assert not any("never_standby_yet" in line or "503" in line for line in lines)
+    asyncio.run(main())
+    assert "waiting for slow: loading weights" in lines
 
 
 def test_start_of_a_container_that_exits_fails_with_its_own_sentence(tmp_path):
     """Goal: a bad flag is told at once. Method: a process that says why and exits with code 2; one
-    that says nothing, for which our own note of its end is no word."""
+    that says nothing; a path where there is no program."""
+    probe = startup(f"http://127.0.0.1:{free_port()}/")
+    code = "print('error: no model at /nowhere'); print('bye'); raise SystemExit(2)"
+    bad = python("bad", code, startup=probe)
+    mute = python("mute", "raise SystemExit(3)", startup=probe)
+    ghost = Container("ghost", ("/no/such/program",), startup=probe)
 
     async def main():
-        bad = python(
-            "bad",
-            "print('error: no model at /nowhere'); print('bye'); raise SystemExit(2)",
-            startup=startup(f"http://127.0.0.1:{free_port()}/"),
-        )
-        runner = PodRunner([bad], tmp_path / "log")
-        with pytest.raises(UnderstudyError, match=r"code 2.*: no model at /nowhere") as caught:
-            await runner.start()
-        assert (caught.value.code, caught.value.exit_code) == ("pod.start_failed", 2)
-        assert not runner.pids()
-        await runner.stop()
-        runner = PodRunner([python("mute", "raise SystemExit(3)", startup=bad.startup)], tmp_path)
-        with pytest.raises(UnderstudyError, match="code 3 while starting: no output"):
-            await runner.start()
-        await runner.stop()
+        for container, words, exit_code in (
+            (bad, r"code 2.*: no model at /nowhere", 2),
+            (mute, "code 3 while starting: no output", 1),
+            (ghost, "/no/such/program cannot be started", 1),
+        ):
+            with pytest.raises(UnderstudyError, match=words) as caught:
+                async with running(tmp_path, container):
+                    pass
+            assert (caught.value.code, caught.value.exit_code) == ("pod.start_failed", exit_code)
 
-    run(main())
+    asyncio.run(main())
 
 
-def test_start_of_a_command_that_does_not_exist_fails_with_a_sentence(tmp_path):
-    """Goal: no stack trace. Method: a path where there is no program."""
-
-    async def main():
-        ghost = Container("ghost", ("/no/such/program",), startup=startup("http://127.0.0.1:1/"))
-        runner = PodRunner([ghost], tmp_path / "log")
-        with pytest.raises(UnderstudyError, match="/no/such/program cannot be started"):
-            await runner.start()
-        await runner.stop()
-
-    run(main())
-
-
-def test_killed_container_is_started_again_at_once(tmp_path):
+def test_killed_container_is_started_again_and_leaks_no_descriptor(tmp_path):
     """Goal: what dies comes back. Method: SIGKILL to a real process, then look for a new pid."""
 
     async def main():
-        runner = PodRunner([python("worker", "import signal; signal.pause()")], tmp_path / "log")
-        await runner.start()
-        await auntil(runner.pids, "the worker")
-        first = runner.pids()["worker"]
-        os.kill(first, signal.SIGKILL)
-        await auntil(lambda: runner.pids().get("worker", first) != first, "a new process")
-        assert runner.restarts() == {"worker": 1}
-        await runner.stop()
-        assert not runner.pids()
+        before = len(open_fds())
+        async with running(tmp_path, python("worker", "import signal; signal.pause()")) as runner:
+            await auntil(runner.pids, "the worker")
+            for count in (1, 2):
+                first = runner.pids()["worker"]
+                os.kill(first, signal.SIGKILL)
+                await auntil(
+                    lambda old=first: runner.pids().get("worker", old) != old, "a new process"
+                )
+                assert runner.restarts() == {"worker": count}
+        await auntil(lambda: len(open_fds()) <= before, "descriptors to be closed")
 
-    run(main())
-    assert "died of signal 9; restarting now" in (tmp_path / "log/worker.log").read_text()
+    asyncio.run(main())
+    assert "died of signal 9; restarting now" in (tmp_path / "worker.log").read_text()
 
 
 def test_container_that_is_not_to_be_restarted_stays_ended(tmp_path):
     """Goal: a server for comparison that dies is a result. Method: one that exits with 1."""
 
     async def main():
-        runner = PodRunner([python("once", "raise SystemExit(1)", is_restarted=False)], tmp_path)
-        await runner.start()
-        log = tmp_path / "once.log"
-        await auntil(lambda: log.exists() and "not restarted" in log.read_text(), "the note")
-        assert (runner.restarts(), runner.not_up()) == ({"once": 0}, [])
-        await runner.stop()
+        once = python("once", "raise SystemExit(1)", is_restarted=False)
+        async with running(tmp_path, once) as runner:
+            log = tmp_path / "once.log"
+            await auntil(lambda: log.exists() and "not restarted" in log.read_text(), "the note")
+            assert (runner.restarts(), runner.not_up()) == ({"once": 0}, [])
 
-    run(main())
+    asyncio.run(main())
 
 
 def test_replaced_container_ends_in_good_order_before_the_next_one_begins(tmp_path):
@@ -253,18 +216,14 @@ def test_replaced_container_ends_in_good_order_before_the_next_one_begins(tmp_pa
         return journal.exists() and len(journal.read_text().splitlines()) == count
 
     async def main():
-        runner = PodRunner([python("worker", code, str(journal), "old")], tmp_path / "log")
-        await runner.start()
-        await auntil(lambda: noted(1), "the old one")
-        assert runner.container("worker").command[-1] == "old"
-        await runner.replace(python("worker", code, str(journal), "new"))
-        await auntil(lambda: noted(3), "the new one")
-        assert runner.container("worker").command[-1] == "new"
-        assert runner.restarts() == {"worker": 0}
-        await runner.stop()
-        assert not runner.pids()
+        async with running(tmp_path, python("worker", code, str(journal), "old")) as runner:
+            await auntil(lambda: noted(1), "the old one")
+            await runner.replace(python("worker", code, str(journal), "new"))
+            await auntil(lambda: noted(3), "the new one")
+            assert runner.container("worker").command[-1] == "new"
+            assert runner.restarts() == {"worker": 0}
 
-    run(main())
+    asyncio.run(main())
     assert journal.read_text().splitlines() == ["old begins", "old ends", "new begins", "new ends"]
 
 
@@ -296,7 +255,7 @@ def test_stop_kills_containers_that_ignore_sigterm_within_one_grace_period(tmp_p
             "one | (runner) still running after 0.125 s: SIGKILL",
         ]
 
-    run(main())
+    asyncio.run(main())
 
 
 def test_second_signal_kills_at_once(tmp_path):
@@ -318,21 +277,7 @@ def test_second_signal_kills_at_once(tmp_path):
         assert any("SIGINT: killed the pod" in line for line in lines)
         assert runner.killed_by == signal.SIGINT
 
-    run(main())
-
-
-def test_signal_to_a_runner_without_containers_stops_no_pod(tmp_path):
-    """Goal: Ctrl-C in a drill of a running pod says that the pod goes on."""
-
-    async def main():
-        lines, signals = [], asyncio.Queue()
-        runner = PodRunner([], tmp_path / "log", lines.append)
-        signals.put_nowait(signal.SIGINT)
-        assert await run_pod(runner, asyncio.Event().wait, signals.get, lines.append) is None
-        assert lines == ["SIGINT: stopping; the pod keeps running"]
-        assert runner.killed_by is None
-
-    run(main())
+    asyncio.run(main())
 
 
 def test_body_that_fails_stops_the_pod_and_keeps_its_error(tmp_path):
@@ -348,7 +293,7 @@ def test_body_that_fails_stops_the_pod_and_keeps_its_error(tmp_path):
             await run_pod(runner, body, asyncio.Event().wait)
         assert not runner.pids()
 
-    run(main())
+    asyncio.run(main())
 
 
 def test_children_die_when_the_runner_is_killed(tmp_path):
@@ -378,20 +323,6 @@ def test_children_die_when_the_runner_is_killed(tmp_path):
     until(lambda: is_gone(pid), "the child to die with its runner")
 
 
-def test_runner_leaks_no_descriptor_over_restarts(tmp_path):
-    """Goal: the pipes are closed. Method: count descriptors over many short lives."""
-
-    async def main():
-        runner = PodRunner([python("short", "print('x')")], tmp_path / "log")
-        before = len(open_fds())
-        await runner.start()
-        await auntil(lambda: runner.restarts()["short"] >= 2, "two restarts")
-        await runner.stop()
-        await auntil(lambda: len(open_fds()) <= before, "descriptors to be closed")
-
-    run(main())
-
-
 def server(status: Path, **liveness: float) -> Container:
     """A server with a startup probe, and with one of liveness by its numbers."""
     port = free_port()
@@ -411,16 +342,14 @@ def test_process_that_hangs_is_found_by_its_liveness_probe_and_replaced(tmp_path
 
     async def main():
         container = server(tmp_path / "status", **liveness)
-        runner = PodRunner([container], tmp_path / "log")
-        await runner.start()
-        first = runner.pids()["server"]
-        os.kill(first, signal.SIGSTOP)
-        await auntil(lambda: runner.restarts()["server"] >= 1, "its replacement")
-        await auntil(lambda: not runner.not_up(), "the new one to be up")
-        assert is_gone(first)
-        await runner.stop()
+        async with running(tmp_path / "log", container) as runner:
+            first = runner.pids()["server"]
+            os.kill(first, signal.SIGSTOP)
+            await auntil(lambda: runner.restarts()["server"] >= 1, "its replacement")
+            await auntil(lambda: not runner.not_up(), "the new one to be up")
+            assert is_gone(first)
 
-    run(main())
+    asyncio.run(main())
     log = (tmp_path / "log/server.log").read_text()
     assert "liveness probe failed 2 times (127.0.0.1:" in log
     assert "SIGTERM, and SIGKILL after 0.1 s" in log
@@ -433,17 +362,15 @@ def test_startup_that_fails_in_a_later_life_ends_the_process(tmp_path: Path):
     status = tmp_path / "status"
 
     async def main():
-        runner = PodRunner([server(status)], tmp_path / "log")
-        await runner.start()
-        status.write_text("503")
-        os.kill(runner.pids()["server"], signal.SIGKILL)
-        await auntil(lambda: runner.restarts()["server"] >= 2, "the end of its second life")
-        assert runner.not_up() == ["server"]
-        status.write_text("200")
-        await auntil(lambda: not runner.not_up(), "a life that passes")
-        await runner.stop()
+        async with running(tmp_path / "log", server(status)) as runner:
+            status.write_text("503")
+            os.kill(runner.pids()["server"], signal.SIGKILL)
+            await auntil(lambda: runner.restarts()["server"] >= 2, "the end of its second life")
+            assert runner.not_up() == ["server"]
+            status.write_text("200")
+            await auntil(lambda: not runner.not_up(), "a life that passes")
 
-    run(main())
+    asyncio.run(main())
     said = (tmp_path / "log/server.log").read_text()
     assert "startup probe failed for 5 s (HTTP 503)" in said
 
@@ -483,26 +410,8 @@ def test_engines_are_stopped_together_and_before_what_they_need(tmp_path: Path):
         await auntil(lambda: sum("armed" in line for line in lines) == 4, "four processes")
         await runner.stop()
 
-    run(main())
+    asyncio.run(main())
     assert journal.read_text().split() == ["main", "main", "second", "first"]
-
-
-@pytest.mark.parametrize(
-    ("waits", "groups"),
-    [
-        ("", []),
-        ("s s o o", ["s0", "s1", "o2", "o3"]),
-        ("s s e e", ["s0", "s1", "e2e3"]),
-        ("o e", ["o0", "e1"]),
-    ],
-)
-def test_engines_start_in_order_unless_they_need_not(waits: str, groups: list[str]):
-    """Method: servers, engines that wait for the one before them, and engines that do not."""
-    made = [
-        Container(f"{each}{n}", ("x",), is_engine=each != "s", starts_in_order=each != "e")
-        for n, each in enumerate(waits.split())
-    ]
-    assert ["".join(each.name for each in group) for group in starts(made)] == groups
 
 
 def test_backoff_first_restart_is_immediate_then_doubles_to_its_limit():
@@ -523,14 +432,12 @@ def test_backoff_is_for_containers_that_did_not_live_long(
     monkeypatch.setattr(runner_module, "GOOD_LIFE_S", good_life_s)
 
     async def main():
-        runner = PodRunner(
-            [python("short", "raise SystemExit(1)", backoff_max_s=0.02)], tmp_path / "log"
-        )
-        await runner.start()
-        await auntil(lambda: runner.restarts()["short"] >= len(waits), "its restarts")
-        await runner.stop()
+        async with running(
+            tmp_path / "log", python("short", "raise SystemExit(1)", backoff_max_s=0.02)
+        ) as runner:
+            await auntil(lambda: runner.restarts()["short"] >= len(waits), "its restarts")
 
-    run(main())
+    asyncio.run(main())
     log = (tmp_path / "log/short.log").read_text().splitlines()
     said = [line for line in log if "restarting" in line][: len(waits)]
     assert ["restarting in" in line for line in said] == waits
@@ -542,27 +449,26 @@ def test_program_is_restarted_by_its_init_and_the_init_by_the_runner(tmp_path):
 
     async def main():
         lines: list[str] = []
-        runner = PodRunner([python("worker", ARMED, init=INIT)], tmp_path / "log", lines.append)
-        await runner.start()
+        async with running(
+            tmp_path / "log", python("worker", ARMED, init=INIT), say=lines.append
+        ) as runner:
 
-        async def program(restarts: int) -> int:
-            await auntil(lambda: lines.count("worker | armed") == 1 + restarts, "its start")
-            assert runner.restarts() == {"worker": restarts}
-            return runner.pids()["worker"]
+            async def program(restarts: int) -> int:
+                await auntil(lambda: lines.count("worker | armed") == 1 + restarts, "its start")
+                assert runner.restarts() == {"worker": restarts}
+                return runner.pids()["worker"]
 
-        first = await program(0)
-        init = parent(first)
-        assert init is not None
-        os.kill(first, signal.SIGKILL)
-        second = await program(1)
-        assert parent(second) == init
-        os.kill(init, signal.SIGKILL)
-        assert parent(await program(2)) not in (init, None)
-        await auntil(lambda: is_gone(second), "the program to die with its init")
-        await runner.stop()
-        assert not runner.pids()
+            first = await program(0)
+            init = parent(first)
+            assert init is not None
+            os.kill(first, signal.SIGKILL)
+            second = await program(1)
+            assert parent(second) == init
+            os.kill(init, signal.SIGKILL)
+            assert parent(await program(2)) not in (init, None)
+            await auntil(lambda: is_gone(second), "the program to die with its init")
 
-    run(main())
+    asyncio.run(main())
 
 
 def test_log_rotates_once_at_its_limit_and_cuts_endless_lines(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import re
 import socket
 from contextlib import closing
@@ -15,19 +14,14 @@ import pytest
 from click.testing import CliRunner
 
 from plumbing.errors import UnderstudyError
-from plumbing.service.config import resolve
 from plumbing.wire.server import PathGuard
 from tests.helpers import free_port
 from tests.understudy.drill.fake_pod import FakePod
 from understudy.cli.main import main
-from understudy.cli.settings import UP_OPTIONS, ports_of
-from understudy.drill.killer import whole_of
 from understudy.pod.table import LocalPod
-from understudy.status.gather import gather
 from understudy.up import directory as up_directory
 from understudy.up import welcome
 from understudy.up.directory import claim, put_leftovers_aside, refuse_second_pod
-from understudy.up.models import make_random_model
 from understudy.up.pods import prepare_pool
 
 OF_ANY_POD = [
@@ -111,32 +105,6 @@ def test_pod_is_announced_before_its_standby_is_ready(directory: Path, monkeypat
     assert "curl http://127.0.0.1:" in said
 
 
-def test_no_view_of_a_pod_is_too_incomplete_to_be_judged(directory: Path):
-    """Goal: a document that lacks keys means not whole, not a crash that stops the pod. Method:
-    a pod's view, without keys at random places, a thousand times."""
-
-    def cut(value: Any, chance: random.Random) -> Any:
-        if isinstance(value, dict):
-            kept = {key: each for key, each in value.items() if chance.random() > 0.1}
-            return {key: cut(each, chance) for key, each in kept.items()}
-        return [cut(each, chance) for each in value] if isinstance(value, list) else value
-
-    async def view() -> dict[str, Any]:
-        async with FakePod(directory):
-            return await gather(directory)
-
-    whole = asyncio.run(view())
-    found = whole_of(whole)
-    assert found is not None
-    seen = set()
-    for seed in range(1000):
-        less = {**whole, "lockserver": cut(whole["lockserver"], random.Random(seed))}
-        less["engines"] = cut(whole["engines"], random.Random(seed))
-        seen.add(whole_of(less))
-    assert None in seen
-    assert {each.engine for each in seen if each} == {found.engine}
-
-
 def test_directory_of_another_up_is_refused_at_once_with_its_pid(directory: Path):
     """Method: this process holds the directory as `up` does, before any part runs."""
     with closing(asyncio.run(claim(directory))):
@@ -183,15 +151,6 @@ def test_parts_of_a_killed_up_are_waited_for(directory: Path):
     asyncio.run(meet())
 
 
-def test_one_flag_moves_all_ports():
-    """Goal: a second pod with one flag. Method: the flag alone; then with a port of its own."""
-    usual = ports_of(resolve(UP_OPTIONS, {}, {})).all()
-    moved = ports_of(resolve(UP_OPTIONS, {"port_offset": "100"}, {}))
-    assert moved.all() == tuple(port + 100 for port in usual)
-    both = ports_of(resolve(UP_OPTIONS, {"port_offset": "100", "service_port": "80"}, {}))
-    assert both.all() == (80, *moved.all()[1:])
-
-
 @pytest.mark.parametrize("kind", ["plain", "pool"])
 def test_taken_port_is_named_with_the_flag_that_moves_all(directory: Path, kind: str):
     """Method: a listener on a port that each kind of pod wants only because of the offset."""
@@ -211,14 +170,3 @@ def test_taken_port_is_named_with_the_flag_that_moves_all(directory: Path, kind:
     assert f"port {port} " in result.output
     assert f"pid {os.getpid()} " in result.output
     assert "--port-offset 100" in result.output
-
-
-def test_interrupted_creation_of_the_model_does_not_spoil_the_next(directory: Path):
-    """Method: what a killed writer leaves, then the model twice."""
-    unfinished = directory / "model.unfinished"
-    unfinished.mkdir()
-    (unfinished / "model.safetensors").write_text("half")
-    made = asyncio.run(make_random_model(directory / "model"))
-    assert (made / "config.json").exists()
-    assert [path.name for path in directory.iterdir()] == ["model"]
-    assert asyncio.run(make_random_model(directory / "model")) == made
