@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from msgspec import Struct, to_builtins
+
 
 def duration(ms: float) -> str:
     """`350 ms`, `2.5s`, `12s`, `4m05s`, `3h12m`, `2d5h`."""
@@ -85,9 +87,14 @@ def encoded(text: str) -> bytes:
     return text.encode("utf-8", ERRORS)
 
 
+def _plain(value: Any) -> Any:
+    return to_builtins(value) if isinstance(value, Struct) else str(value)
+
+
 def to_json(document: Any, *, indent: int | None = None) -> str:
-    """`document` as JSON that everybody can read; what JSON does not know becomes text."""
-    text = json.dumps(document, default=str, ensure_ascii=False, indent=indent)
+    """`document` as JSON that everybody can read: structs as objects, and what JSON does not know
+    as text."""
+    text = json.dumps(document, default=_plain, ensure_ascii=False, indent=indent)
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -20,7 +20,7 @@ from plumbing.pod.paths import runtime_dir
 from plumbing.service.config import Resolved, resolve
 from plumbing.service.process import arm_from_environment
 from plumbing.text import to_json
-from understudy.cli import look, rest
+from understudy.cli import goal, look
 from understudy.cli.drill import drill
 from understudy.cli.pods import (
     BackendCommand,
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 look.attach(main)
-rest.attach(main)
+goal.attach(main)
 main.add_command(pool.cli.main, "pool")
 main.add_command(pool.cli.lease)
 main.add_command(drill)

@@ -14,8 +14,7 @@ from plumbing.pod.paths import engine_sockets
 from plumbing.service.config import Resolved
 from plumbing.text import to_json
 from understudy.cli.settings import DIR
-from understudy.rest.order import GoalOrder, OrderedEngine
-from understudy.rest.tell import tell
+from understudy.goal import give_goal
 from understudy.status.gather import unreachable
 
 timeout_flag = click.option(
@@ -85,9 +84,8 @@ def _order(where: str, engine: str | None, goal: Tier, timeout_s: float, *, as_j
                 engine=engine,
             )
         paths = {engine: paths[engine]}
-    order = GoalOrder(goal, [OrderedEngine(name) for name in paths], is_one=engine is not None)
-    result, took_ms = run_async(lambda: tell(order, paths, timeout_s), as_json=as_json)
-    if as_json:
-        click.echo(to_json(order.document(result, took_ms)))
-    else:
-        click.echo(order.text(result, took_ms))
+    is_one = engine is not None
+    text, document = run_async(
+        lambda: give_goal(goal, paths, timeout_s, is_one=is_one), as_json=as_json
+    )
+    click.echo(to_json(document) if as_json else text)
