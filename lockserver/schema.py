@@ -104,7 +104,7 @@ class LockLock(Schema, kw_only=True):
     waiting_for: list[LockWaitingFor]
     waits: list[LockWait]
     problem: Annotated[str | None, "the most serious fault among the waits; null: none"]
-    window: LockWindow
+    window: Annotated[LockWindow | UnsetType, "only when online"] = UNSET
     switchover: Annotated[
         LockSwitchover | UnsetType | None, "only when online: the switchover under way; null: none"
     ] = UNSET

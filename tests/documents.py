@@ -53,4 +53,4 @@ def _is_a(value: Any, hint: Any, *, is_time: bool) -> bool:
         return hint is Any or value is None
     if isinstance(value, bool):
         return hint is bool
-    return isinstance(value, int | float if hint is float else hint)
+    return isinstance(value, int | float if hint is float else get_origin(hint) or hint)

@@ -16,7 +16,6 @@ from tests.deploy.manifests import (
     DEPLOY,
     IN_MANY_CONTAINERS,
     IN_ONE_POD,
-    OVERLAYS,
     WITH_CLAIM,
     Document,
     block,
@@ -114,24 +113,6 @@ def names(found: list[Document]) -> set[tuple[str, str]]:
 
 def pod_labels(found: list[Document]) -> list[dict[str, str]]:
     return [own for each in found if each["kind"] in OF_PODS for own in labels(each)]
-
-
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_objects_come_before_the_pods_that_wait_for_them(overlay: str):
-    kinds = [each["kind"] for each in documents(overlay)]
-    first = min(kinds.index(kind) for kind in OF_PODS if kind in kinds)
-    assert set(kinds[first:]) <= set(OF_PODS)
-
-
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_version_is_that_of_the_image(overlay: str):
-    """Goal: a label that nobody forgets. Method: the labels of objects and pods against the tag."""
-    for document in documents(overlay):
-        if document["kind"] in OF_PODS:
-            pod = document["spec"]["template"]
-            tags = {each["image"].rpartition(":")[2] for each in pod["spec"]["containers"]}
-            for about in (document["metadata"], pod["metadata"]):
-                assert {about["labels"]["app.kubernetes.io/version"]} == tags
 
 
 @pytest.mark.parametrize("example", sorted((DEPLOY / "examples").glob("*.yaml")), ids=str)

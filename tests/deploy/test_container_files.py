@@ -20,10 +20,6 @@ CONTAINERFILES = {
 EXTRAS = {"Containerfile.cpu": (), "Containerfile.cuda": ("cuda", "vllm")}
 
 
-def test_there_is_one_file_for_each_kind_of_memory():
-    assert set(CONTAINERFILES) == {"Containerfile.cpu", "Containerfile.cuda"}
-
-
 @pytest.mark.parametrize("text", CONTAINERFILES.values(), ids=CONTAINERFILES)
 def test_base_is_pinned_and_every_stage_is_made_from_it(text: str):
     (base,) = re.findall(r"^ARG BASE=(\S+)$", text, re.MULTILINE)
@@ -63,19 +59,3 @@ def test_image_gets_what_the_project_depends_on(name: str, text: str):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = [each for extra in EXTRAS[name] for each in project["optional-dependencies"][extra]]
     assert said.stdout.splitlines() == [*project["dependencies"], *extras]
-
-
-def test_what_is_built_here_is_most_of_what_is_not():
-    """Both are made in the same steps, but for the base and for what is installed."""
-    cpu, cuda = (
-        {line for line in text.splitlines() if line and not line.startswith("#")}
-        for text in CONTAINERFILES.values()
-    )
-    alone = sorted(cpu - cuda)
-    assert [line.partition("=")[0].strip(" \\") for line in alone] == [
-        "org.opencontainers.image.description",
-        "ARG BASE",
-        "FROM ${BASE}",
-        "FROM ${BASE} AS build",
-        'print(*project["dependencies"], sep',
-    ]

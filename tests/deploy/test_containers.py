@@ -8,7 +8,6 @@ in common but the volumes and the network. Kills come from outside.
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -16,9 +15,8 @@ from pathlib import Path
 import pytest
 
 from plumbing.service.procfs import is_alive, rss_bytes
-from tests.deploy.image import WHEELS, why_not
-from tests.deploy.manifests import INIT, OVERLAYS, containers
-from tests.deploy.podman_pod import LIMITS, PodmanPod, pid_namespace, podman
+from tests.deploy.image import why_not
+from tests.deploy.podman_pod import PodmanPod, pid_namespace
 from tests.e2e.pods import CLIENTS, grants_in, load_on
 from tests.e2e.processes import Processes, kill
 from tests.e2e.test_inits import KILLS
@@ -93,30 +91,6 @@ def home(image: str) -> Iterator[Home]:
         yield found
     finally:
         found.close()
-
-
-def test_image_says_what_the_manifests_rely_on(image: str):
-    (found,) = json.loads(asyncio.run(podman("image", "inspect", image)))
-    config = found["Config"]
-    assert config["User"] == "10001:10001"
-    assert not config.get("Entrypoint")
-    assert not [each for each in config["Env"] if each.startswith("PIP_")]
-    assert WHEELS not in json.dumps(found["History"])
-
-
-def test_every_command_of_the_manifests_is_on_the_path(image: str):
-    programs = {each["command"][0] for name in OVERLAYS for each in containers(name)}
-    assert f"usage: {INIT}" in asyncio.run(
-        podman("run", "--rm", "--network=none", "--read-only", *LIMITS, image, INIT, "--help")
-    )
-    assert programs == {"lockserver", "gms", "gateway", "engine", "pool", "understudy"}
-
-    async def ask(program: str) -> str:
-        flags = ("--rm", "--network=none", "--read-only", *LIMITS)
-        return await podman("run", *flags, image, program, "--help")
-
-    for program in sorted(programs):
-        assert f"Usage: {program}" in asyncio.run(ask(program))
 
 
 def test_containers_share_their_volumes_and_no_processes(home: Home):

@@ -19,11 +19,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from engine.supervisor.settings import OPTIONS, settle
 from lockserver import certificates
 from plumbing.errors import UsageError
 from plumbing.service import init
-from plumbing.service.config import resolve
 from plumbing.wire.tcp import Security
 from plumbing.wire.tcp_address import TcpAddress
 from tests.deploy.manifests import (
@@ -32,8 +30,6 @@ from tests.deploy.manifests import (
     MONITORING,
     NODES,
     OVERLAYS,
-    POD_INDEX,
-    PODS,
     Document,
     block,
     containers,
@@ -69,83 +65,6 @@ def settings(pod: str, container: Document, index: int = 0) -> dict[str, Any]:
     said = CliRunner(env=env).invoke(command, [*rest, "--print-config", "--json"])
     assert said.exit_code == 0, f"{container['name']}: {said.output}"
     return {each["name"]: each["value"] for each in json.loads(said.stdout)["config"]}
-
-
-@pytest.mark.parametrize("pod", PODS)
-def test_every_container_is_understood_by_its_program(pod: str):
-    """Goal: no flag and no variable that is refused, by its name or by its value. Method: each
-    container's command line and environment, through the program's own parser."""
-    for container in containers(pod):
-        found = settings(pod, container)
-        assert found["http_host"] == "0.0.0.0"
-
-
-@pytest.mark.parametrize("index", [0, 1])
-def test_every_member_would_start(index: int, tmp_path: Path):
-    """Goal: what the overlay says goes together, and with certificates of one's own is not
-    refused. Method: what the supervisor settles before it starts, with certificates here."""
-    certificates.create(str(tmp_path / "lock"), ["understudy-lockserver"])
-    own = {
-        f"UNDERSTUDY_LOCKSERVER_TLS_{word}": str(tmp_path / "lock/engine" / file)
-        for word, file in (("CERT", "tls.crt"), ("KEY", "tls.key"), ("CA", "ca.crt"))
-    }
-    for container in engines():
-        env = environment(NODES, container, index) | own
-        backend = next(w for w in container["command"] if w.startswith("--backend="))
-        flags = {"backend": backend.partition("=")[2]}
-        settled = settle(resolve(OPTIONS, flags, env), [], str(tmp_path))
-        assert (settled.is_remote, settled.member, settled.members) == (True, index, 2)
-        assert settled.lockserver_security is not None
-
-
-def test_each_pod_is_one_member_of_every_engine():
-    """Goal: members are 0 to n-1 of n, and the same engine has the same name in each pod. Method:
-    the numbers of the pods against the settings of what runs in them."""
-    spec = workload(NODES)["spec"]
-    numbers = [int(each[POD_INDEX]) for each in labels(workload(NODES))]
-    for number in numbers:
-        for container in engines():
-            found = settings(NODES, container, number)
-            assert (found["member"], found["members"]) == (number, len(numbers))
-            assert found["engine_id"] == container["name"]
-    assert len(numbers) == 2
-    assert spec["podManagementPolicy"] == "Parallel"  # one alone never starts
-    assert spec["updateStrategy"] == {"type": "OnDelete"}  # one by one is an outage for each
-    names = one(NODES, "Service", spec["serviceName"])["spec"]
-    assert names["clusterIP"] == "None"
-    assert names["publishNotReadyAddresses"] is True  # they meet before any is Ready
-    rules = pod_spec(NODES)["affinity"]["podAntiAffinity"]
-    (rule,) = rules["requiredDuringSchedulingIgnoredDuringExecution"]
-    assert rule["topologyKey"] == "kubernetes.io/hostname"
-    selected = rule["labelSelector"]["matchLabels"]
-    assert selected.items() <= spec["template"]["metadata"]["labels"].items()
-
-
-def test_engines_reach_the_lock_server_by_its_service():
-    """Goal: the address that engines have is one that somebody listens at. Method: name and port of
-    their setting, through the Service, to the flag of the server."""
-    (lockserver,) = containers(LOCK_POD)
-    served = settings(LOCK_POD, lockserver)
-    ports = {each["name"]: each["containerPort"] for each in lockserver["ports"]}
-    for container in engines():
-        address = TcpAddress.parse(settings(NODES, container)["lockserver_socket"])
-        service = one(NODES, "Service", address.host)["spec"]
-        (port,) = (each for each in service["ports"] if each["port"] == address.port)
-        listens = TcpAddress.parse(str(served["listen"]))
-        assert ports[port["targetPort"]] == listens.port
-        assert listens.host == "0.0.0.0"
-        assert service["selector"].items() <= labels(workload(LOCK_POD))[0].items()
-
-
-def test_requests_go_to_the_first_member_where_it_listens():
-    """Goal: the Service has the pod that has the HTTP server, and no other. Method: its selector
-    against the labels of both pods, its port against the setting."""
-    selector = one(NODES, "Service", "understudy")["spec"]["selector"]
-    chosen = [selector.items() <= each.items() for each in labels(workload(NODES))]
-    assert chosen == [True, False]
-    named = {p["name"]: p["containerPort"] for each in engines() for p in each["ports"]}
-    for container in engines():
-        assert settings(NODES, container)["service_address"] == f"0.0.0.0:{named['http']}"
 
 
 def test_only_one_lock_server_and_its_state_outlives_its_pod():
@@ -199,15 +118,6 @@ def test_only_engines_reach_the_port_of_the_lock():
     (other,) = (rule for rule in policy["ingress"] if rule not in about_lock)
     assert other["from"] == MONITORING
     assert [port["port"] for port in other["ports"]] == ["lockserver"]
-
-
-def test_members_of_an_engine_reach_each_other():
-    """Goal: the base's policy does not cut engines that span pods. Method: the policy beside it."""
-    (rule,) = one(NODES, "NetworkPolicy", "understudy-members")["spec"]["ingress"]
-    (source,) = rule["from"]
-    assert "ports" not in rule
-    made = labels(workload(NODES))
-    assert all(source["podSelector"]["matchLabels"].items() <= each.items() for each in made)
 
 
 @needs_kubectl

@@ -19,7 +19,6 @@ from tests.deploy.manifests import (
     ON_HOST_MEMORY,
     OVERLAYS,
     PODS,
-    WITH_CLAIM,
     Document,
     containers,
     documents,
@@ -184,13 +183,3 @@ def test_pod_to_try_out_writes_its_model_itself(overlay: str, tmp_path: Path):
         for _ in range(2):
             subprocess.run([sys.executable, *command[1:], str(tmp_path)], check=True)
         assert (tmp_path / "config.json").exists()
-
-
-@pytest.mark.parametrize("overlay", [*WITH_CLAIM, "no-dra"])
-def test_pods_with_gpus_go_where_these_are(overlay: str):
-    """Goal: nodes that are kept for GPU work take it. Method: the toleration, and who is asked."""
-    toleration = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
-    assert toleration in pod_spec(overlay)["tolerations"]
-    if overlay in WITH_CLAIM:
-        template = one(overlay, "ResourceClaimTemplate")["spec"]["spec"]["devices"]["requests"]
-        assert [each["exactly"]["deviceClassName"] for each in template] == ["gpu.nvidia.com"]

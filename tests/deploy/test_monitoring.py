@@ -244,41 +244,6 @@ async def seen(look: Callable[[], Awaitable[bool]], what: str, deadline_s: float
 
 
 @NEEDS_PROMETHEUS
-def test_alert_for_a_missing_standby_fires_and_clears(home: PodHome, tmp_path: Path):
-    """Under load: the standby's supervisor is stopped, so that it is not there, and goes on."""
-
-    async def scenario(pod: Pod) -> None:
-        prometheus = Prometheus(tmp_path, pod)
-        whole = await pod.whole()
-        (standby,) = whole.standbys
-        async with prometheus.running(), pod.load() as load:
-            await load.answers()
-
-            async def is_scraped() -> bool:
-                return await prometheus.healthy_targets() == 5
-
-            async def is_fired() -> bool:
-                return "UnderstudyNoStandby" in await prometheus.firing()
-
-            async def is_clear() -> bool:
-                return not await prometheus.firing()
-
-            await seen(is_scraped, "five targets that are up")
-            assert not await is_fired()
-            process = pod.pid(standby)
-            os.kill(process, signal.SIGSTOP)
-            try:
-                await seen(is_fired, "the alert to fire")
-            finally:
-                os.kill(process, signal.SIGCONT)
-            await seen(is_clear, "all alerts to clear")
-            assert (await pod.whole()).token == whole.token
-            await load.answers()
-
-    home.run(scenario)
-
-
-@NEEDS_PROMETHEUS
 def test_failover_is_on_the_page_that_people_look_at(home: PodHome, tmp_path: Path):
     """After a death under load: the dashboard's own queries have a standby, a token, a failover."""
     panels = json.loads((MONITORING / "dashboard.json").read_text())["panels"]

@@ -183,7 +183,8 @@ async def ports(found: Printed, pod: Pod) -> None:
         assert [path for path in paths if f"`{path}`" not in PAGE] == []
         for path in {"/startup", "/live", "/ready", "/serving"} & set(paths):
             await found.fetch(port, f"{path}?verbose", "Probes")
-    await found.fetch(numbers.lockserver, "/events", "Ports")
+    recorded = (await get(f"http://127.0.0.1:{numbers.lockserver}/events")).json()
+    found.add("/events", *recorded["events"])
 
 
 async def remains(found: Printed, directory: Path, copy: Path) -> None:
