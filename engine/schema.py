@@ -137,7 +137,7 @@ class EngineHealth(Schema):
     answer_late_ms: Annotated[float | None, "how late the backend's answer is; null unless active"]
 
 
-class EngineDeath(Schema):
+class EngineDeathFields(Schema):
     incarnation: Annotated[str, "the last ten launches of this supervisor that ended"]
     number: Annotated[int, "number of the launch"]
     cause: Annotated[
@@ -173,7 +173,7 @@ class EngineMemory(Schema):
     failover_successes: Annotated[int, "contended grants after which it became active"]
 
 
-class EngineStatus(Schema, kw_only=True):
+class EngineDocument(Schema, kw_only=True):
     """What is this engine doing, and why?
 
     Without a supervisor the document is the last one in the state file.
@@ -194,7 +194,7 @@ class EngineStatus(Schema, kw_only=True):
     budget: EngineBudget
     stop: EngineStop
     health: EngineHealth
-    deaths: list[EngineDeath]
+    deaths: list[EngineDeathFields]
     relaunch: Annotated[EngineRelaunch | None, "null unless it is dead and will be launched again"]
     last_failover: Annotated[
         EngineLastFailover | None, "the last grant to this supervisor; null if there was none"

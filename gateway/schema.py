@@ -22,7 +22,7 @@ class GatewayService(Schema):
     tls: Annotated[bool, "clients speak HTTPS"]
 
 
-class GatewayChild(Schema):
+class GatewayChildFields(Schema):
     pid: Annotated[int, "the process"]
     since: Annotated[Time, "when it was started"]
     for_ms: Annotated[float, "time since then"]
@@ -112,7 +112,7 @@ class GatewayPool(Schema):
     models: dict[str, GatewayModel]
 
 
-class GatewayLoad(Schema):
+class GatewayLoadFields(Schema):
     connections: Annotated[int, "connections of clients"]
     in_flight: Annotated[int, "requests, those below included"]
     waiting: Annotated[int, "requests that wait for an engine, of which nothing was answered"]
@@ -175,12 +175,12 @@ class GatewayStatus(Schema):
     stop: GatewayStop
     accepting_since: Annotated[Time | None, "since when the present process accepts"]
     service: GatewayService
-    child: Annotated[GatewayChild | None, "the process that serves; null if there is none"]
+    child: Annotated[GatewayChildFields | None, "the process that serves; null if there is none"]
     spare: Annotated[
-        GatewayChild | None, "the process that takes over when `child` ends; null until ready"
+        GatewayChildFields | None, "the process that takes over when `child` ends; null until ready"
     ]
-    starting: Annotated[list[GatewayChild], "processes that start"]
-    retiring: Annotated[list[GatewayChild], "processes that finish their last requests"]
+    starting: Annotated[list[GatewayChildFields], "processes that start"]
+    retiring: Annotated[list[GatewayChildFields], "processes that finish their last requests"]
     restarts_total: Annotated[
         int, "processes that died and were replaced, since the parent started"
     ]
@@ -194,7 +194,7 @@ class GatewayStatus(Schema):
     pool: Annotated[
         GatewayPool | None, "the [pool](gateway.md#models-of-a-pool); null without a pool file"
     ]
-    load: GatewayLoad
+    load: GatewayLoadFields
     memory_bytes_max: Annotated[int, "the limit of that; requests beyond it cannot be continued"]
     totals: GatewayTotal
 

@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType, field
 from plumbing.service.schema import EventRecord, Schema, Time
 
 
-class LockServer(Schema, kw_only=True):
+class LockServerFields(Schema, kw_only=True):
     pid: Annotated[int | None, "null offline"]
     restarts: Annotated[int | UnsetType, "only when online: restarts by the container's init"] = (
         UNSET
@@ -59,7 +59,7 @@ class LockWaitingFor(Schema):
     ]
 
 
-class LockWait(Schema):
+class LockWaitFields(Schema):
     reason: Annotated[str, "a stable word of [the list](reference.md#why-a-lock-is-waiting)"]
     message: Annotated[str, "for operators"]
     engine: Annotated[str | None, "the engine concerned; null if there is no particular one"]
@@ -102,7 +102,7 @@ class LockLock(Schema, kw_only=True):
     waiters: list[LockWaiter]
     waiters_total: Annotated[int, "number of all waiters, listed or not"]
     waiting_for: list[LockWaitingFor]
-    waits: list[LockWait]
+    waits: list[LockWaitFields]
     problem: Annotated[str | None, "the most serious fault among the waits; null: none"]
     window: Annotated[LockWindow | UnsetType, "only when online"] = UNSET
     switchover: Annotated[
@@ -203,7 +203,7 @@ class LockserverStatus(Schema):
     schema: Annotated[int, "1"]
     as_of_event_id: Annotated[int, "the newest event that the document includes; 0 offline"]
     last_event: Annotated[EventRecord | None, "the newest event"]
-    server: LockServer
+    server: LockServerFields
     models: Annotated[list[str], "only in a pool: the models whose locks the server has"]
     mode: Annotated[
         str | None, "who accepts connections: `direct` (the engine), `gateway`; null offline"

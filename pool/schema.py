@@ -96,7 +96,7 @@ class PoolDevice(Schema):
     booked: list[PoolBooked]
 
 
-class PoolLease(Schema):
+class PoolLeaseFields(Schema):
     lease: Annotated[str, "its id"]
     device: Annotated[str, "the device"]
     bytes: Annotated[int, "how much of it"]
@@ -134,7 +134,7 @@ class PoolQueue(Schema):
     per_model: Annotated[int, "how many may wait for one model"]
 
 
-class PoolFile(Schema):
+class PoolFileFields(Schema):
     path: Annotated[str | None, "the pool file"]
     digests: Annotated[
         dict[str, str], 'digests of the running settings by model; "": the rest of the file'
@@ -167,12 +167,12 @@ class PoolStatus(Schema):
     recovering: Annotated[bool, "not all engines have been heard since the start"]
     models: list[PoolModel]
     devices: list[PoolDevice]
-    leases: list[PoolLease]
+    leases: list[PoolLeaseFields]
     plan: list[PoolPlan]
     gateways: list[PoolGateway]
     lock_server: PoolLockServer
     queue: PoolQueue
-    file: PoolFile
+    file: PoolFileFields
     changed: Annotated[dict[str, dict[str, str]], "by model (`pool`: the whole pool) and setting"]
     problems: Annotated[list[str], "what does not work, and the way out"]
 

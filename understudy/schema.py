@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from engine.schema import DrainDocument, EngineStatus
+from engine.schema import DrainDocument, EngineDocument
 from gateway.schema import GatewayStatus, OfflineGateway, RestartChildDocument
 from gms.schema import (
     DeviceStatus,
@@ -25,7 +25,7 @@ from plumbing.service.schema import (
     Percentiles,
     PortIndex,
     PrintedConfig,
-    ProbeAnswer,
+    ProbeAnswerFields,
     Schema,
     SettingRow,
 )
@@ -66,7 +66,7 @@ class PodStatus(Schema):
     gateway: Annotated[GatewayStatus | Unreachable | None, "null in direct mode"]
     pool: Annotated[PoolStatus | Unreachable | None, "null in a pod without a pool file"]
     gms: Annotated[list[DeviceStatus | Unreachable], "every device that has a socket"]
-    engines: Annotated[list[EngineStatus | Unreachable], "every engine that has a socket"]
+    engines: Annotated[list[EngineDocument | Unreachable], "every engine that has a socket"]
 
 
 class ConfigDocument(Schema):
@@ -169,12 +169,12 @@ DOCUMENTS: dict[str, type[Schema]] = {
     "A device": DeviceStatus,
     "KV memory of a device": KvStatus,
     "No answer of a device": SilentDevice,
-    "engine status, /status of an engine": EngineStatus,
+    "engine status, /status of an engine": EngineDocument,
     "engine drain": DrainDocument,
     "--print-config": PrintedConfig,
     "A setting": SettingRow,
     "The spread of a duration": Percentiles,
-    "Probes": ProbeAnswer,
+    "Probes": ProbeAnswerFields,
     "Ports": PortIndex,
     "No active engine": NoEngineDocument,
 }

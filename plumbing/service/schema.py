@@ -85,7 +85,7 @@ class PrintedConfig(Schema):
     config: Annotated[list[SettingRow], "in the order of `--help`"]
 
 
-class ProbeAnswer(Schema, kw_only=True):
+class ProbeAnswerFields(Schema, kw_only=True):
     """`/startup`, `/live`, `/ready`, `/serving`: status 200 if `ok`, otherwise 503.
 
     [reference.md](reference.md#probes) lists the probes of each part.
