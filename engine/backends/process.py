@@ -51,6 +51,9 @@ CPUS_ENV = "UNDERSTUDY_CPUS"
 # The supervisor answers immediately; this is for a machine that swaps.
 ANSWER_TIMEOUT_S = 30.0
 
+# Errors that the next launch would meet again, besides every UsageError.
+PERMANENT = ("gms.identity_mismatch", "gms.larger_than_device")
+
 
 @dataclass(frozen=True)
 class BackendProcess:
@@ -165,8 +168,9 @@ def child_environment() -> dict[str, str]:
 def fault_report(error: UnderstudyError) -> msg.FaultReportMsg:
     """For the supervisor: a wrong argument is permanent, and exits with code 2."""
     is_machine = is_disk_fault(error)
-    is_permanent = isinstance(error, UsageError) and not is_machine
-    exit_code = 2 if is_permanent else 1
+    is_usage = isinstance(error, UsageError) and not is_machine
+    is_permanent = is_usage or (error.code in PERMANENT and not is_machine)
+    exit_code = 2 if is_usage else 1
     return msg.FaultReportMsg(error.code, error.message[:4096], is_permanent, exit_code, is_machine)
 
 

@@ -43,7 +43,6 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     "min-tokens": {"min_tokens": ANSWER_TOKENS_MAX - 2},
     "stop": {"stop": ["e", "qu"], "max_tokens": 32},
     "bias": {"logit_bias": {"101": -100, "113": 3}, "max_tokens": 24},
-    "bad-words": {"bad_words": ["e", "qu", "th"], "max_tokens": 24},
     "whole-long": {"stream": False, "max_tokens": LONG_TOKENS},
     "whole-seed": {"stream": False, "temperature": 1.0, "seed": 11, "max_tokens": 32},
 }

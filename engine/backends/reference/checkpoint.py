@@ -95,18 +95,18 @@ class Checkpoint:
         Raises:
             UsageError: `model.broken` when a file changed or shrank since it was opened.
         """
-        total, done = self.weights_bytes, 0
+        total, done, reported = self.weights_bytes, 0, 0
         scratch = np.empty(READ_BYTES, dtype=np.uint8)
         for shard in self.shards:
             wanted = [tensor for tensor in self.tensors if tensor.stored.shard == shard.path]
-            if not wanted:
-                continue
             with shard.open() as file:
                 for tensor in sorted(wanted, key=lambda tensor: tensor.stored.offset):
                     view = place(tensor.name, tensor.nbytes, tensor.shape, DTYPE)
                     for piece_bytes in _load_tensor(file.fileno(), tensor, view, scratch):
                         done += piece_bytes
-                        progress(done, total)
+                        if done - reported >= READ_BYTES or done == total:  # not for every row
+                            reported = done
+                            progress(done, total)
                     view.release()  # else the caller could not resize or unmap what is under it
 
 
@@ -175,33 +175,22 @@ def same_on_every_rank(identity: dict[str, Any]) -> dict[str, Any]:
 
 
 def _load_tensor(fd: int, tensor: TensorSource, view: memoryview, scratch: Bytes) -> Iterator[int]:
-    """Fill `view` piece by piece; yields the float32 bytes read, but not for every row."""
-    target = np.frombuffer(view, dtype=np.float32)
-    done = reported = 0
+    """Fill `view` piece by piece, widened to float32; yields the float32 bytes of each."""
+    stored, target, done = tensor.stored, np.frombuffer(view, dtype=np.float32), 0
+    item_bytes = 4 if stored.dtype == "F32" else 2
     for first, length in tensor.runs():
         for start in range(first, first + length, READ_BYTES // 4):
             piece = target[done : done + min(READ_BYTES // 4, first + length - start)]
-            _read_piece(fd, tensor.stored, start, piece, scratch)
+            raw = scratch[: piece.size * 2] if item_bytes == 2 else piece.view(np.uint8)
+            _read_fully(fd, raw, stored.offset + start * item_bytes, stored)
+            if stored.dtype == "F16":
+                np.copyto(piece, raw.view("<f2"))
+            elif stored.dtype == "BF16":
+                bits = piece.view(np.uint32)  # bfloat16 is the upper half of a float32
+                np.copyto(bits, raw.view("<u2"))
+                np.left_shift(bits, 16, out=bits)
             done += piece.size
-            if 4 * (done - reported) >= READ_BYTES or done == target.size:
-                yield 4 * (done - reported)
-                reported = done
-
-
-def _read_piece(
-    fd: int, stored: StoredTensor, start: int, target: NDArray[np.float32], scratch: Bytes
-) -> None:
-    """Read elements `start …` of `stored` into `target` (float32), widening where needed."""
-    item_bytes = 4 if stored.dtype == "F32" else 2
-    nbytes = target.size * item_bytes
-    raw: Bytes = target.view(np.uint8) if item_bytes == 4 else scratch[:nbytes]
-    _read_fully(fd, raw, stored.offset + start * item_bytes, stored)
-    if stored.dtype == "F16":
-        np.copyto(target, raw.view("<f2"))
-    elif stored.dtype == "BF16":
-        bits = target.view(np.uint32)  # bfloat16 is the upper half of a float32
-        np.copyto(bits, raw.view("<u2"))
-        np.left_shift(bits, 16, out=bits)
+            yield 4 * piece.size
 
 
 def _read_fully(fd: int, target: Bytes, offset: int, stored: StoredTensor) -> None:

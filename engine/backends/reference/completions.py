@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -31,7 +30,6 @@ RETRY_AFTER_S = 1
 
 # A request's lists travel to the model process with every request in the queue.
 BIASES_MAX = 1024
-BAD_WORDS_MAX = 128
 STOP_TOKENS_MAX = 128
 
 TokenCount = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -39,7 +37,8 @@ TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Word = Annotated[str, Meta(min_length=1, max_length=256)]  # a stop string holds back as much text
 
-# Parameters that are not implemented, also of messages, with the values that change nothing.
+# Parameters that are not implemented, also of messages, with the values that change nothing and
+# that stock clients send.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "annotations": ([],),
     "best_of": (1,),
@@ -102,12 +101,12 @@ def from_understudy(error: UnderstudyError) -> ApiError:
 # ---------------------------------------------------------------------- bodies
 
 
-class StreamOptions(Struct, frozen=True):
+class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class Body(Struct, kw_only=True):
+class Body(Struct, kw_only=True, forbid_unknown_fields=True):
     """The parameters of both endpoints, with OpenAI's and vLLM's defaults."""
 
     model: str | None = None
@@ -127,22 +126,17 @@ class Body(Struct, kw_only=True):
     logit_bias: Annotated[
         dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=BIASES_MAX)
     ] = {}
-    bad_words: Annotated[list[Word], Meta(max_length=BAD_WORDS_MAX)] = []
 
     @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
-    def sampling(
-        self, seed: int, encode: Callable[[str], Sequence[int]], vocab_size: int
-    ) -> SamplingParams:
-        """`seed` is used where the client has sent none; `encode` gives a word's tokens. Raises
-        ApiError."""
+    def sampling(self, seed: int, vocab_size: int) -> SamplingParams:
+        """`seed` is used where the client has sent none. Raises ApiError."""
         for token in self.logit_bias:
             if not (re.fullmatch("[0-9]{1,10}", token) and int(token) < vocab_size):
                 what = f"logit_bias: {token!r:.20} is not a token id below {vocab_size}."
                 raise bad_value("logit_bias", what)
-        words = _word_tokens(self.bad_words, encode)
         return SamplingParams(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -152,7 +146,6 @@ class Body(Struct, kw_only=True):
             frequency_penalty=self.frequency_penalty,
             min_tokens=self.min_tokens,
             logit_bias=tuple((int(token), bias) for token, bias in self.logit_bias.items()),
-            bad_words=tuple(word for word in words if max(word) < vocab_size),
         )
 
 
@@ -161,11 +154,11 @@ class CompletionBody(Body, kw_only=True):
     max_tokens: TokenCount | None = 16
 
 
-class TextPart(Struct, tag_field="type", tag="text"):
+class TextPart(Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
     text: str
 
 
-class ChatMessage(Struct):
+class ChatMessage(Struct, forbid_unknown_fields=True):
     role: Literal["system", "user", "assistant"]
     content: str | Annotated[list[TextPart], Meta(min_length=1)]
 
@@ -209,9 +202,11 @@ def parse_completion(document: Mapping[str, Any]) -> CompletionBody:
 
 def parse_chat(document: Mapping[str, Any]) -> ChatBody:
     """The body of `/v1/chat/completions`; `max_tokens` has its limit. Raises ApiError."""
+    messages = document.get("messages")
+    if isinstance(messages, list):
+        plain = [_without_neutral(each) if isinstance(each, dict) else each for each in messages]
+        document = {**document, "messages": plain}
     body = _convert(document, ChatBody, "messages")
-    for index, message in enumerate(document["messages"]):
-        _refuse_others(message, ChatMessage, f"messages[{index}].")
     new, old = body.max_completion_tokens, body.max_tokens
     if new is not None and old is not None and new != old:
         what = "max_tokens and max_completion_tokens differ; send only the latter."
@@ -221,50 +216,36 @@ def parse_chat(document: Mapping[str, Any]) -> ChatBody:
 
 
 def _convert(document: Mapping[str, Any], kind: type[B], required: str) -> B:
-    document = {name: value for name, value in document.items() if value is not None}
-    if required not in document:
+    plain = _without_neutral(document)
+    if required not in plain:
         what = f"The request has no {required!r}."
         raise ApiError(400, what, code="missing_required_parameter", param=required)
     try:
-        body = msgspec.convert(document, kind, strict=True)
+        return msgspec.convert(plain, kind, strict=True)
     except msgspec.ValidationError as error:
-        what, _, path = str(error).rpartition(" - at `$.")
-        param = path.removesuffix("`")
-        raise bad_value(param, f"{param}: {what[:ERROR_CHARS_MAX]}.") from None
-    _refuse_others(document, kind)
-    _refuse_others(document.get("stream_options", {}), StreamOptions, "stream_options.")
-    return body
+        what, _, path = str(error).partition(" - at `$")
+        where = path.removeprefix(".").removesuffix("`")
+    if unknown := re.search("unknown field `(.*)`", what):
+        param = f"{where}.{unknown[1]}".removeprefix(".")
+        neutral = "".join(f" or send {json.dumps(item)}" for item in NEUTRAL.get(unknown[1], ()))
+        what = f"{param:.80} is not supported by this engine; omit it{neutral}."
+        raise ApiError(400, what, code="unsupported_parameter", param=f"{param:.80}")
+    raise bad_value(where, f"{where}: {what[:ERROR_CHARS_MAX]}.")
 
 
-def _refuse_others(document: Mapping[str, Any], implemented: type[Struct], where: str = "") -> None:
-    for name, value in document.items():
-        if value is None or name in LABELS or name in implemented.__struct_fields__:
-            continue
-        neutral = NEUTRAL.get(name, ())
-        if not any(_is_same(value, accepted) for accepted in neutral):
-            param, shown = f"{where}{name:.64}", reprlib.repr(value)
-            instead = "".join(f" or send {json.dumps(item)}" for item in neutral)
-            what = f"{param}={shown} is not supported by this engine; omit it{instead}."
-            raise ApiError(400, what, code="unsupported_parameter", param=param)
+def _without_neutral(document: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in document.items()
+        if value is not None
+        and name not in LABELS
+        and not any(_is_same(value, accepted) for accepted in NEUTRAL.get(name, ()))
+    }
 
 
 def _is_same(value: Any, accepted: Any) -> bool:
     """Equal, and not merely so because Python holds 0 == False."""
     return bool(value == accepted) and isinstance(value, bool) == isinstance(accepted, bool)
-
-
-def _word_tokens(
-    words: Sequence[str], encode: Callable[[str], Sequence[int]]
-) -> list[tuple[int, ...]]:
-    """The tokens of each word: as it is, and behind a space where that is another first token."""
-    forms: dict[tuple[int, ...], None] = {}
-    for word in words:
-        plain, behind = (tuple(encode(space + word.lstrip())) for space in ("", " "))
-        if plain:
-            forms[plain] = None
-        if behind and len(behind) == len(plain) and behind[0] != plain[0]:
-            forms[behind] = None
-    return list(forms)
 
 
 # ---------------------------------------------------------------------- answers
@@ -308,12 +289,8 @@ class OpenAiReply:
         return {**self._chunk({}), "choices": [], "usage": usage.body()}
 
     def whole(self, text: str, reason: str | None, usage: TokenUsage) -> dict[str, Any]:
-        if self.is_chat:
-            message = {"role": "assistant", "content": text, "refusal": None}
-            envelope = self._envelope("chat.completion", {"message": message}, reason)
-        else:
-            envelope = self._envelope("text_completion", {"text": text}, reason)
-        return {**envelope, "usage": usage.body()}
+        message = {"message": {"role": "assistant", "content": text, "refusal": None}}
+        return {**self._envelope("", message, text, reason), "usage": usage.body()}
 
     def _chunk(
         self,
@@ -322,18 +299,19 @@ class OpenAiReply:
         reason: str | None = None,
         usage: TokenUsage | None = None,
     ) -> dict[str, Any]:
-        if self.is_chat:
-            envelope = self._envelope("chat.completion.chunk", {"delta": delta}, reason)
-        else:
-            envelope = self._envelope("text_completion", {"text": text}, reason)
+        envelope = self._envelope(".chunk", {"delta": delta}, text, reason)
         if self.wants_usage or self.has_usage:
             envelope["usage"] = usage.body() if usage is not None and self.has_usage else None
         return envelope
 
-    def _envelope(self, kind: str, what: dict[str, Any], reason: str | None) -> dict[str, Any]:
+    def _envelope(
+        self, part: str, said: dict[str, Any], text: str, reason: str | None
+    ) -> dict[str, Any]:
+        """`said`: what a chat has in place of a completion's `text`."""
+        what = said if self.is_chat else {"text": text}
         return {
             "id": self.id,
-            "object": kind,
+            "object": f"chat.completion{part}" if self.is_chat else "text_completion",
             "created": self.created,
             "model": self.model,
             "choices": [{"index": 0, **what, "logprobs": None, "finish_reason": reason}],

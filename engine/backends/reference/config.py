@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import dataclass, replace
 from itertools import product
 from typing import Annotated, Any, Literal, NoReturn
 
 import msgspec
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from engine.backends.shards import read_json
 from plumbing.errors import UsageError
@@ -24,6 +24,7 @@ ARCHITECTURE = "LlamaForCausalLM"
 
 # A key may be absent, or hold one of these values. Anything else changes the arithmetic.
 ACCEPTED: dict[str, tuple[Any, ...]] = {
+    "architectures": ([ARCHITECTURE], None),
     "model_type": ("llama",),
     "hidden_act": ("silu",),
     "attention_bias": (False, None),
@@ -37,7 +38,13 @@ ACCEPTED: dict[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (False, None),
     "add_cross_attention": (False, None),
 }
-ROPE_TYPES = ("default", "linear", "llama3")
+ORIGINAL = "original_max_position_embeddings"
+# What each rope type needs beside its base.
+ROPE_KEYS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL),
+}
 
 # The one chat template: `<s><|user|>…<|end|><|assistant|>`, with its tokens.
 BOS, END_OF_TURN, ASSISTANT_TURN = "<s>", "<|end|>", "<|assistant|>"
@@ -48,70 +55,54 @@ Positive = Annotated[float, Meta(gt=0, lt=1e30)]
 TokenId = Annotated[int, Meta(ge=0)]
 
 
-class _RopeKeys(Struct):
-    """`rope_parameters` of transformers 5, or `rope_scaling` of transformers 4."""
+class Rope(
+    Struct,
+    frozen=True,
+    rename={"kind": "rope_type", "theta": "rope_theta", "original_max_position": ORIGINAL},
+):
+    """Rotary embedding: how the angle per position is stretched beyond the trained context. As
+    `rope_parameters` of transformers 5."""
 
-    rope_type: str | None = None
-    type: str | None = None
-    rope_theta: Positive | None = None
-    factor: Positive | None = None
-    low_freq_factor: Positive | None = None
-    high_freq_factor: Positive | None = None
-    original_max_position_embeddings: Count | None = None
-    partial_rotary_factor: float | None = None
-
-
-class _ConfigKeys(Struct):
-    """The keys of `config.json` that are read; others do not change the numbers."""
-
-    vocab_size: Count
-    hidden_size: Count
-    intermediate_size: Count
-    num_hidden_layers: Count
-    num_attention_heads: Count
-    num_key_value_heads: Count | None = None
-    head_dim: Count | None = None
-    max_position_embeddings: Count | None = None
-    rms_norm_eps: Positive | None = None
-    tie_word_embeddings: bool = False
-    eos_token_id: TokenId | list[TokenId] | None = None
-    rope_theta: Positive | None = None
-    rope_scaling: _RopeKeys | None = None
-    rope_parameters: _RopeKeys | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Rope:
-    """Rotary embedding: how the angle per position is stretched beyond the trained context."""
-
-    theta: float
+    theta: Positive = 10000.0
     kind: Literal["default", "linear", "llama3"] = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
+    factor: Positive = 1.0
+    low_freq_factor: Positive = 1.0
+    high_freq_factor: Positive = 4.0
+    original_max_position: Count = 8192
 
 
-@dataclass(frozen=True, slots=True)
-class LlamaConfig:
+class LlamaConfig(
+    Struct,
+    frozen=True,
+    kw_only=True,
+    rename={
+        "layers": "num_hidden_layers",
+        "heads": "num_attention_heads",
+        "kv_heads": "num_key_value_heads",
+        "max_position": "max_position_embeddings",
+        "norm_eps": "rms_norm_eps",
+        "tie_embeddings": "tie_word_embeddings",
+        "eos_token_ids": "eos_token_id",
+    },
+):
     """The numbers of one Llama, or of one rank's share of it (`of_rank`).
 
     `head_dim` need not be `hidden_size / heads`. `head_rows` are the first and the end of the rows
     of the output head that are computed here; None: all.
     """
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    max_position: int
-    norm_eps: float
+    vocab_size: Count
+    hidden_size: Count
+    intermediate_size: Count
+    layers: Count
+    heads: Count
+    kv_heads: Count = 0  # in a file: as many as `heads`
+    head_dim: Count = 0  # in a file: `hidden_size / heads`
+    max_position: Count = 2048
+    norm_eps: Positive = 1e-6
     rope: Rope
-    tie_embeddings: bool
-    eos_token_ids: tuple[int, ...] = ()
+    tie_embeddings: bool = False
+    eos_token_ids: tuple[TokenId, ...] = ()
     head_rows: tuple[int, int] | None = None
 
     def of_rank(self, rank: int, ranks: int) -> LlamaConfig:
@@ -141,7 +132,7 @@ class LlamaConfig:
             heads=self.heads // ranks,
             kv_heads=self.kv_heads // ranks,
             intermediate_size=self.intermediate_size // ranks,
-            head_rows=head_span(self.vocab_size, rank, ranks),
+            head_rows=(self.vocab_size * rank // ranks, self.vocab_size * (rank + 1) // ranks),
         )
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -171,11 +162,6 @@ class LlamaConfig:
         return shapes
 
 
-def head_span(vocab_size: int, rank: int, ranks: int) -> tuple[int, int]:
-    """First and end of the rows of the head that `rank` computes; their numbers may differ."""
-    return vocab_size * rank // ranks, vocab_size * (rank + 1) // ranks
-
-
 def read_config(directory: str) -> LlamaConfig:
     """Read `config.json`, and `generation_config.json` where there is one.
 
@@ -198,66 +184,52 @@ def read_config(directory: str) -> LlamaConfig:
 
 def parse_config(document: dict[str, Any], generation: dict[str, Any], path: str) -> LlamaConfig:
     """Check and translate. The end-of-sequence ids of `generation` win, as in transformers."""
-    architectures = document.get("architectures")
-    if architectures not in (None, [ARCHITECTURE]):
-        _unsupported(path, "architectures", architectures, [ARCHITECTURE])
-    if architectures is None and document.get("model_type") != "llama":
-        _unsupported(path, "model_type", document.get("model_type"), "llama")
     for key, accepted in ACCEPTED.items():
         if key in document and document[key] not in accepted:
             _unsupported(path, key, document[key], accepted[0])
     if "eos_token_id" in generation:
         document = {**document, "eos_token_id": generation["eos_token_id"]}
+    found = {key: value for key, value in document.items() if value is not None}
+    if not {"architectures", "model_type"} & found.keys():
+        _unsupported(path, "model_type", None, "llama")
+    if not isinstance(found.get("eos_token_id", []), list):
+        found["eos_token_id"] = [found["eos_token_id"]]
+    found |= {"rope": _rope(found, path), "head_rows": None}
     try:
-        keys = msgspec.convert(document, _ConfigKeys, strict=True)
+        config = msgspec.convert(found, LlamaConfig, strict=True)
     except msgspec.ValidationError as error:
         _broken(path, str(error)[:200])
-    heads, kv_heads = keys.num_attention_heads, keys.num_key_value_heads or keys.num_attention_heads
+    heads, kv_heads = config.heads, config.kv_heads or config.heads
     if heads % kv_heads:
         _broken(path, f"num_key_value_heads {kv_heads} must divide num_attention_heads {heads}")
-    if keys.head_dim is None and keys.hidden_size % heads:
-        _broken(path, f"num_attention_heads {heads} must divide hidden_size {keys.hidden_size}")
-    head_dim = keys.head_dim or keys.hidden_size // heads
+    if not config.head_dim and config.hidden_size % heads:
+        _broken(path, f"num_attention_heads {heads} must divide hidden_size {config.hidden_size}")
+    head_dim = config.head_dim or config.hidden_size // heads
+    if not config.rope.low_freq_factor < config.rope.high_freq_factor:
+        _broken(path, "the rope's low_freq_factor must be below its high_freq_factor")
     if head_dim % 2:
         _broken(path, f"head_dim {head_dim} must be even, since rotary embedding turns pairs")
-    max_position = keys.max_position_embeddings or 2048
-    eos = keys.eos_token_id
-    return LlamaConfig(
-        vocab_size=keys.vocab_size,
-        hidden_size=keys.hidden_size,
-        intermediate_size=keys.intermediate_size,
-        layers=keys.num_hidden_layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        max_position=max_position,
-        norm_eps=keys.rms_norm_eps or 1e-6,
-        rope=_rope(keys, max_position, path),
-        tie_embeddings=keys.tie_word_embeddings,
-        eos_token_ids=(eos,) if isinstance(eos, int) else tuple(eos or ()),
-    )
+    return replace(config, kv_heads=kv_heads, head_dim=head_dim)
 
 
-def _rope(keys: _ConfigKeys, max_position: int, path: str) -> Rope:
-    name = "rope_scaling" if keys.rope_parameters is None else "rope_parameters"
-    rope = keys.rope_parameters or keys.rope_scaling or _RopeKeys()
-    kind = rope.rope_type or rope.type or "default"
-    if kind not in ROPE_TYPES:
-        _unsupported(path, f"{name}.rope_type", kind, ROPE_TYPES)
-    if rope.partial_rotary_factor not in (None, 1.0):
-        _unsupported(path, f"{name}.partial_rotary_factor", rope.partial_rotary_factor, 1.0)
-    theta = rope.rope_theta or keys.rope_theta or 10000.0
-    if kind == "default":
-        return Rope(theta)
-    if rope.factor is None:
-        _broken(path, f"{name} lacks factor")
-    if kind == "linear":
-        return Rope(theta, "linear", rope.factor)
-    low, high = rope.low_freq_factor, rope.high_freq_factor
-    if low is None or high is None or high <= low:
-        _broken(path, f"{name} must have a low_freq_factor below its high_freq_factor")
-    original = rope.original_max_position_embeddings or max_position
-    return Rope(theta, "llama3", rope.factor, low, high, original)
+def _rope(found: dict[str, Any], path: str) -> dict[str, Any]:
+    """The keys of `Rope` from those of transformers 5 (`rope_parameters`) or 4."""
+    name = "rope_parameters" if "rope_parameters" in found else "rope_scaling"
+    given = found.get(name, {})
+    if not isinstance(given, dict):
+        _broken(path, f"{name} is not an object")
+    rope = {"rope_theta": found.get("rope_theta", Rope().theta)}
+    rope |= {key: value for key, value in given.items() if value is not None}
+    kind = str(rope.get("rope_type", rope.get("type", "default")))
+    if kind not in ROPE_KEYS:
+        _unsupported(path, f"{name}.rope_type", kind, list(ROPE_KEYS))
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        _unsupported(path, f"{name}.partial_rotary_factor", rope["partial_rotary_factor"], 1.0)
+    rope.setdefault(ORIGINAL, found.get("max_position_embeddings", 2048))
+    missing = [key for key in ROPE_KEYS[kind] if key not in rope]
+    if missing:
+        _broken(path, f"{name} lacks {missing[0]}")
+    return {"rope_type": kind, **{key: rope[key] for key in ("rope_theta", *ROPE_KEYS[kind])}}
 
 
 def _unsupported(path: str, key: str, value: Any, accepted: Any) -> NoReturn:

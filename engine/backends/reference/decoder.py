@@ -14,17 +14,15 @@ model adds the ranks' sums in their order, and sends the result to all of them.
 from __future__ import annotations
 
 import math
-import socket
-import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.backends.reference.config import LlamaConfig, Rope, head_span
-from engine.backends.reference.link import RANK_LOST
-from plumbing.errors import UnderstudyError
+from engine.backends.reference.config import LlamaConfig, Rope
+from engine.backends.reference.link import FloatsMsg, ForwardMsg, M, Pipe, pack
+from plumbing.wire.messages import Message
 
 Array = NDArray[np.float32]
 
@@ -95,12 +93,10 @@ class Decoder:
     """Logits from tokens. `weights` as `weights_from` gives them; they are only read.
 
     `config` and `weights` are one rank's share, and every rank must run the same steps in the same
-    order, which `peers.begin` announces. With one rank, `peers` has no others.
+    order, which `peers.tell` announces. With one rank, `peers` has no others.
     """
 
-    def __init__(
-        self, config: LlamaConfig, weights: Mapping[str, Array], peers: Leader | Follower
-    ) -> None:
+    def __init__(self, config: LlamaConfig, weights: Mapping[str, Array], peers: Peers) -> None:
         self.config = config
         self._peers = peers
         self._embedding = weights["model.embed_tokens.weight"]
@@ -124,7 +120,8 @@ class Decoder:
         if start + len(tokens) > cache.max_context:
             raise ValueError(f"{start} + {len(tokens)} tokens exceed {cache.max_context}")
         peers = self._peers
-        peers.begin(RankStep("forward", cache.number, slot, start, tokens=tokens))
+        if peers.has_followers:
+            peers.tell(ForwardMsg(cache.number, slot, start, pack(tokens)))
         with np.errstate(over="ignore", under="ignore"):  # exp(-gate) may reach inf: SiLU is 0
             hidden = self._embedding[np.asarray(tokens)]
             cosine, sine = self._rotation(start, len(tokens))
@@ -215,132 +212,56 @@ def rope_frequencies(rope: Rope, head_dim: int) -> Array:
 
 # ---------------------------------------------------------------------- ranks
 
-StepKind = Literal["forward", "save", "load", "checksum", "distrust"]
-KINDS: tuple[StepKind, ...] = ("forward", "save", "load", "checksum", "distrust")
-HEADER = struct.Struct("<6I")  # place in `KINDS`, cache, slot, start, block, number of tokens
-DONE = struct.Struct("<I")  # with a checksum, or 0
 
+class Peers:
+    """The other ranks of this model, as one rank sees them.
 
-class RankStep(NamedTuple):
-    """What every rank does at the same time: `forward` of tokens through a slot of a cache, a copy
-    between the chunk at `start` of a slot and a block, a block's checksum, or the report that the
-    weights are distrusted."""
+    Rank 0 leads: it has a pipe to each of ranks 1, 2, …, in this order, tells them what to do, and
+    adds up their parts. Another rank has one pipe, to rank 0. With one rank there are none.
+    """
 
-    kind: StepKind
-    cache: int = 0
-    slot: int = 0
-    start: int = 0
-    block: int = 0
-    tokens: Sequence[int] = ()
+    def __init__(self, pipes: Sequence[Pipe] = (), *, rank: int = 0) -> None:
+        self.leader = pipes[0] if rank else None
+        self._followers = () if rank else tuple(pipes)
 
+    @property
+    def has_followers(self) -> bool:
+        return bool(self._followers)
 
-class Leader:
-    """Rank 0: `peers` are the sockets of ranks 1, 2, …, in this order; with one rank, none."""
+    def tell(self, message: Message) -> None:
+        """Have the other ranks do it, too; on a rank above 0, rank 0 has told them."""
+        for pipe in self._followers:
+            pipe.send(message)
 
-    def __init__(self, peers: Sequence[socket.socket], vocab_size: int) -> None:
-        self._peers = peers
-        self._vocab_size = vocab_size
-
-    def begin(self, step: RankStep) -> None:
-        """Have the other ranks do `step`, too. All but `forward` are then `confirmed`."""
-        if self._peers:
-            kind, *numbers, tokens = step
-            header = HEADER.pack(KINDS.index(kind), *numbers, len(tokens))
-            self._send(header + np.asarray(tokens, "<u4").tobytes())
+    def answers(self, kind: type[M]) -> list[M]:
+        """The answer of every other rank, in order."""
+        return [pipe.receive_as(kind) for pipe in self._followers]
 
     def sum(self, partial: Array) -> Array:
+        """The sum over all ranks, in their order, the same bits on each."""
+        if self.leader is not None:
+            self.leader.send(_floats(partial))
+            return _array(self.leader.receive_as(FloatsMsg)).reshape(partial.shape)
+        if not self._followers:
+            return partial
         total = partial
-        for number, peer in enumerate(self._peers, 1):
-            received = np.empty(partial.shape, np.float32)
-            receive(peer, received.data, number)
-            total = total + received
-        self._send(np.ascontiguousarray(total).data.cast("B"))
+        for answer in self.answers(FloatsMsg):
+            total = total + _array(answer).reshape(partial.shape)
+        self.tell(_floats(total))
         return total
 
     def gather(self, part: Array) -> Array:
-        logits = np.empty(self._vocab_size, np.float32)
-        logits[: part.size] = part
-        for number, peer in enumerate(self._peers, 1):
-            first, end = head_span(self._vocab_size, number, len(self._peers) + 1)
-            receive(peer, logits[first:end].data, number)
-        return logits
-
-    def confirmed(self) -> list[int]:
-        """Every other rank's answer, in order."""
-        answers: list[int] = []
-        for number, peer in enumerate(self._peers, 1):
-            answer = bytearray(DONE.size)
-            receive(peer, memoryview(answer), number)
-            answers += DONE.unpack(answer)
-        return answers
-
-    def _send(self, data: bytes | memoryview) -> None:
-        for number, peer in enumerate(self._peers, 1):
-            send(peer, data, number)
+        """The logits, on rank 0."""
+        if self.leader is not None:
+            self.leader.send(_floats(part))
+        if not self._followers:
+            return part
+        return np.concatenate([part, *map(_array, self.answers(FloatsMsg))])
 
 
-class Follower:
-    """A rank above 0, with its socket to rank 0."""
-
-    def __init__(self, leader: socket.socket) -> None:
-        self._leader = leader
-
-    def fileno(self) -> int:
-        """Lend the socket's descriptor: readable means a step, or the end of rank 0."""
-        return self._leader.fileno()
-
-    def next_step(self) -> RankStep:
-        """The step that rank 0 begins; `confirm` it unless it is `forward`."""
-        header = bytearray(HEADER.size)
-        receive(self._leader, memoryview(header), 0)
-        kind, cache, slot, start, block, count = HEADER.unpack(header)
-        tokens = bytearray(4 * count)
-        receive(self._leader, memoryview(tokens), 0)
-        found = np.frombuffer(tokens, "<u4").tolist()
-        return RankStep(KINDS[kind], cache, slot, start, block, found)
-
-    def confirm(self, answer: int = 0) -> None:
-        send(self._leader, DONE.pack(answer), 0)
-
-    def begin(self, step: RankStep) -> None:
-        """Rank 0 began it."""
-
-    def sum(self, partial: Array) -> Array:
-        send(self._leader, np.ascontiguousarray(partial).data.cast("B"), 0)
-        total = np.empty(partial.shape, np.float32)
-        receive(self._leader, total.data, 0)
-        return total
-
-    def gather(self, part: Array) -> Array:
-        send(self._leader, np.ascontiguousarray(part).data.cast("B"), 0)
-        return part
+def _floats(array: Array) -> FloatsMsg:
+    return FloatsMsg(array.tobytes())
 
 
-def send(sock: socket.socket, data: bytes | memoryview, rank: int) -> None:
-    """Send all of `data` to `rank`. Raises UnderstudyError `engine.rank_lost`."""
-    try:
-        sock.sendall(data)
-    except OSError as error:
-        raise lost(rank) from error
-
-
-def receive(sock: socket.socket, into: memoryview, rank: int) -> None:
-    """Fill `into` from `rank`. Raises UnderstudyError `engine.rank_lost`."""
-    rest = into.cast("B")
-    while rest:
-        try:
-            count = sock.recv_into(rest, 0, socket.MSG_WAITALL)
-        except OSError as error:
-            raise lost(rank) from error
-        if not count:
-            raise lost(rank)
-        rest = rest[count:]
-
-
-def lost(rank: int) -> UnderstudyError:
-    return UnderstudyError(
-        RANK_LOST,
-        f"rank {rank} of the model has ended during a step; an engine cannot compute without all"
-        " of its ranks, so this one exits",
-        rank=rank,
-    )
+def _array(message: FloatsMsg) -> Array:
+    return np.frombuffer(message.data, np.float32)

@@ -1,4 +1,4 @@
-"""From requests to tokens: whose turn it is, one step of the decoder, and the choice of a token.
+"""From requests to tokens: the choice of a token, whose turn it is, and one step of the decoder.
 
 Pure but for the decoder: no sockets, no threads. The model process asks for a step, sends the
 result, and reads its messages between steps. Running sequences take turns, so a long prompt never
@@ -16,7 +16,7 @@ import hashlib
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,18 +57,26 @@ def choose(logits: Array, params: SamplingParams, index: int) -> int:
     Raises:
         UnderstudyError: `engine.logits_not_finite`: the weights or the memory under them are bad.
     """
-    check_finite(logits)
+    _check_finite(logits)
     if params.temperature == 0:
         return int(logits.argmax())  # the lowest id among equals
-    tokens, weights = _candidates(logits, params)
-    cumulative = weights.cumsum()
+    with np.errstate(over="ignore", under="ignore"):  # a tiny temperature reaches -inf: weight 0
+        weights = np.exp((logits.astype(np.float64) - logits.max()) / params.temperature)
+    tokens = np.arange(len(weights))
+    if params.top_p < 1:
+        # By logit, not by weight: different logits may round to the same weight. Equals by id.
+        tokens = np.argsort(-logits, kind="stable")
+        cumulative = weights[tokens].cumsum()
+        # Up to and including the token that reaches top_p, so at least one.
+        kept = int(cumulative.searchsorted(params.top_p * cumulative[-1])) + 1
+        tokens = tokens[:kept]
+    cumulative = weights[tokens].cumsum()
     drawn = uniform(params.seed, index) * cumulative[-1]
     chosen = int(cumulative.searchsorted(drawn, side="right"))
     return int(tokens[min(chosen, len(tokens) - 1)])
 
 
-def check_finite(logits: Array) -> None:
-    """Raises as `choose`."""
+def _check_finite(logits: Array) -> None:
     if not np.isfinite(logits).all():
         raise UnderstudyError(
             "engine.logits_not_finite",
@@ -84,36 +92,13 @@ def uniform(seed: int, index: int) -> float:
     return bits / (1 << 53)
 
 
-def _candidates(logits: Array, params: SamplingParams) -> tuple[NDArray[Any], NDArray[np.float64]]:
-    """Token ids that may be drawn, and their weights (not normalised)."""
-    with np.errstate(over="ignore", under="ignore"):  # a tiny temperature reaches -inf: weight 0
-        weights = np.exp((logits.astype(np.float64) - logits.max()) / params.temperature)
-    if params.top_p == 1:
-        return np.arange(len(weights)), weights
-    # By logit, not by weight: different logits may round to the same weight. Equals by id.
-    tokens = np.argsort(-logits, kind="stable")
-    weights = weights[tokens]
-    cumulative = weights.cumsum()
-    # Up to and including the token that reaches top_p, so at least one.
-    kept = int(cumulative.searchsorted(params.top_p * cumulative[-1])) + 1
-    return tokens[:kept], weights[:kept]
-
-
-def is_constrained(sampling: SamplingParams) -> bool:
-    """Whether anything but seed, temperature and top-p chooses its tokens."""
-    return sampling != SamplingParams(sampling.temperature, sampling.top_p, sampling.seed)
-
-
 def constrained(logits: Array, request: Request, answer: list[int]) -> tuple[NDArray[Any], Array]:
     """The tokens that may come next, in ascending order, at least one, and their logits.
 
     All of it depends on the tokens of `answer` alone, not on when they were made. The order is
-    vLLM's: bad words, bias and `min_tokens`, then repetition, frequency and presence penalty.
+    vLLM's: bias and `min_tokens`, then repetition, frequency and presence penalty.
     """
     sampling, changed = request.sampling, logits.copy()
-    for *before, last in sampling.bad_words:
-        if not before or answer[-len(before) :] == before:
-            changed[last] = NO
     for token, bias in sampling.logit_bias:
         changed[token] += np.float32(bias)
     if len(answer) < sampling.min_tokens:
@@ -134,173 +119,6 @@ def constrained(logits: Array, request: Request, answer: list[int]) -> tuple[NDA
     return tokens, changed[tokens]
 
 
-# ---------------------------------------------------------------------- scheduler
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Run `tokens` of a request's sequence, the first at position `start`, through slot `slot`.
-
-    `samples`: the last token's logits choose the next token, behind `answer`.
-    """
-
-    request: Request
-    slot: int
-    tokens: tuple[int, ...]
-    start: int
-    samples: bool
-    answer: list[int] = field(compare=False)
-
-
-@dataclass(slots=True)
-class _Running:
-    request: Request
-    slot: int
-    answer: list[int]
-    position: int = 0  # tokens of this sequence that are in the KV cache
-
-
-class Scheduler:
-    """Continuous batching over a fixed number of slots, first come first served."""
-
-    def __init__(self, slots: int, max_context: int) -> None:
-        self._max_context = max_context
-        self._free = list(range(slots))[::-1]
-        self._waiting: dict[int, Request] = {}  # in order of arrival
-        self._running: dict[int, _Running] = {}
-        self._turns: deque[int] = deque()  # ids of running sequences, the next one first
-        self._handed_out: Work | None = None
-
-    @property
-    def running(self) -> int:
-        return len(self._running)
-
-    def submit(self, request: Request) -> None:
-        """Start a request, or queue it. The HTTP process has checked it and limits their number."""
-        total = len(request.prompt) + len(request.made)
-        fits = len(request.prompt) > 0 and total < self._max_context
-        fits = fits and request.max_tokens > len(request.made)
-        if not fits or request.id in self._waiting or request.id in self._running:
-            raise InvariantError(f"request {request.id} is a duplicate or does not fit the context")
-        if self._free:
-            self._start(request)
-        else:
-            self._waiting[request.id] = request
-
-    def cancel(self, request_id: int) -> bool:
-        """Forget a request; its slot is free at once. False if it is unknown or finished."""
-        if self._waiting.pop(request_id, None) is not None:
-            return True
-        if request_id not in self._running:
-            return False
-        if self._handed_out is not None and self._handed_out.request.id == request_id:
-            raise InvariantError(f"request {request_id} cancelled while its work is under way")
-        self._finish(request_id)
-        return True
-
-    def next_work(self, paused: Collection[int] = ()) -> Work | None:
-        """The next unit, or None when nothing runs. Report it by `done` before asking again.
-
-        The requests of `paused` make no token now.
-        """
-        if self._handed_out is not None:
-            raise InvariantError("work handed out twice without `done`")
-        for _ in range(len(self._turns)):
-            sequence = self._running[self._turns[0]]
-            self._turns.rotate(-1)
-            work = _work(sequence)
-            if not work.samples or work.request.id not in paused:
-                self._handed_out = work
-                return work
-        return None
-
-    def skip(self, work: Work, position: int) -> Work:
-        """The unit at `position` instead of `work`, a request's first: what is before it is in the
-        KV cache already."""
-        if work is not self._handed_out or work.start:
-            raise InvariantError(f"not the work that was handed out, or not the first: {work}")
-        sequence = self._running[work.request.id]
-        sequence.position = position
-        self._handed_out = _work(sequence)
-        return self._handed_out
-
-    def done(self, work: Work, token: int | None) -> FinishReason | None:
-        """`work` is in the KV cache and gave `token`, if it samples; why that ends the request."""
-        if work is not self._handed_out or (token is None) == work.samples:
-            raise InvariantError(f"not the work that was handed out, or no token: {work} {token}")
-        self._handed_out = None
-        request = work.request
-        sequence = self._running[request.id]
-        sequence.position += len(work.tokens)
-        if token is None:
-            return None
-        sequence.answer.append(token)
-        most = min(request.max_tokens, self._max_context - len(request.prompt))
-        reason = finish_reason(token, len(sequence.answer), most, request.stop_token_ids)
-        if reason is not None:
-            self._finish(request.id)
-        return reason
-
-    def _start(self, request: Request) -> None:
-        self._running[request.id] = _Running(request, self._free.pop(), list(request.made))
-        self._turns.append(request.id)
-
-    def _finish(self, request_id: int) -> None:
-        self._free.append(self._running.pop(request_id).slot)
-        self._turns.remove(request_id)
-        if self._waiting:
-            self._start(self._waiting.pop(next(iter(self._waiting))))
-
-
-def prefill_end(start: int, prompt_tokens: int) -> int:
-    """Where the prefill unit that begins at position `start` ends: a function of position only."""
-    return min((start // PREFILL_CHUNK + 1) * PREFILL_CHUNK, prompt_tokens)
-
-
-def _work(sequence: _Running) -> Work:
-    request, slot, start = sequence.request, sequence.slot, sequence.position
-    behind_prompt = start - len(request.prompt)
-    if behind_prompt < 0:
-        end = prefill_end(start, len(request.prompt))
-        tokens = request.prompt[start:end]
-        samples = end == len(request.prompt) and not request.made
-    else:
-        tokens = (sequence.answer[behind_prompt],)
-        samples = behind_prompt + 1 == len(sequence.answer)
-    return Work(request, slot, tokens, start, samples, sequence.answer)
-
-
-class TokenPace:
-    """A least time between two tokens of a request, as a large model needs it.
-
-    Prompts and journals are not slowed down: a large model computes those faster than it makes new
-    tokens. The caller sets `is_idle`: its last step found nothing to do.
-    """
-
-    def __init__(self, interval_ms: int, now_s: Callable[[], float] = time.monotonic) -> None:
-        self.is_idle = False
-        self._interval_s, self._now_s = interval_ms / 1000, now_s
-        self._due_s: dict[int, float] = {}  # by request
-
-    def made(self, request: int) -> None:
-        """This request has made a token."""
-        if self._interval_s:
-            self._due_s[request] = self._now_s() + self._interval_s
-
-    def paused(self) -> Collection[int]:
-        """The requests that make no token now."""
-        if self._due_s:
-            now_s = self._now_s()
-            self._due_s = {each: due_s for each, due_s in self._due_s.items() if due_s > now_s}
-        return self._due_s
-
-    def pause_ms(self) -> int:
-        """For how long there is nothing to do, unless a message comes."""
-        if not self.is_idle or not self._due_s:
-            return 0
-        return max(0, math.ceil(1000 * (min(self._due_s.values()) - self._now_s())))
-
-
 # ---------------------------------------------------------------------- generator
 
 
@@ -313,8 +131,31 @@ class Produced:
     finish_reason: FinishReason | None
 
 
+@dataclass(slots=True, eq=False)
+class _Sequence:
+    request: Request
+    slot: int
+    answer: list[int]
+    position: int = 0  # tokens of this sequence that are in the KV cache
+    due_s: float = 0.0  # no token before
+
+    def unit(self) -> tuple[tuple[int, ...], bool]:
+        """The tokens to run next, by position alone, and whether the last one's logits choose a
+        token."""
+        prompt, start = self.request.prompt, self.position
+        if start < len(prompt):
+            end = min((start // PREFILL_CHUNK + 1) * PREFILL_CHUNK, len(prompt))
+            return prompt[start:end], end == len(prompt) and not self.request.made
+        behind_prompt = start - len(prompt)
+        return (self.answer[behind_prompt],), behind_prompt + 1 == len(self.answer)
+
+
 class Generator:
-    """Serves requests over one decoder and one KV cache; not thread-safe, never blocks."""
+    """Continuous batching over the slots of one KV cache, first come first served; never blocks.
+
+    With `interval_s`, a request makes a token at most that often, as with a large model. Prompts
+    and journals are not slowed down: a large model computes those faster than new tokens.
+    """
 
     def __init__(
         self,
@@ -322,63 +163,115 @@ class Generator:
         cache: KVCache,
         prefixes: PrefixCache | None = None,
         queue: QueuePage | None = None,
+        interval_s: float = 0.0,
+        now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         """Without `prefixes`, every token of every request is computed. `queue` shows the requests
         that have not run yet."""
-        self._decoder = decoder
-        self._cache = cache
-        self._prefixes = prefixes
-        self._queue = queue
-        self._scheduler = Scheduler(cache.slots, cache.max_context)
+        self._decoder, self._cache, self._prefixes = decoder, cache, prefixes
+        self._queue, self._interval_s, self._now_s = queue, interval_s, now_s
+        self._free = list(range(cache.slots))[::-1]
+        self._waiting: dict[int, Request] = {}  # in order of arrival
+        self._running: deque[_Sequence] = deque()  # the next one first
         self.progress = 0
         """Grows with every prefill chunk and every token, also of what is only computed again: what
         "not hung" means."""
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.running > 0
+        return bool(self._running)
 
     def submit(self, request: Request) -> None:
-        """Accept a request that the HTTP process has checked."""
-        self._scheduler.submit(request)
+        """Start a request, or queue it. The HTTP process has checked it and limits their number."""
+        total = len(request.prompt) + len(request.made)
+        fits = len(request.prompt) > 0 and total < self._cache.max_context
+        known = [*self._waiting, *(each.request.id for each in self._running)]
+        if not fits or request.max_tokens <= len(request.made) or request.id in known:
+            raise InvariantError(f"request {request.id} is a duplicate or does not fit the context")
+        self._waiting[request.id] = request
         if self._queue is not None:
             self._queue.add(request.attempt)
+        self._start_waiting()
 
-    def cancel(self, request_id: int) -> bool:
-        """Drop a request; its slot is free when this returns. False if unknown or finished."""
-        if self._prefixes is not None:
-            self._prefixes.end(request_id)
-        return self._scheduler.cancel(request_id)
+    def cancel(self, request_id: int) -> None:
+        """Drop a request, if it is unfinished; its slot is free when this returns."""
+        self._waiting.pop(request_id, None)
+        sequence = next((each for each in self._running if each.request.id == request_id), None)
+        if sequence is not None:
+            self._end(sequence)
 
-    def step(self, paused: Collection[int] = ()) -> Produced | None:
-        """One unit for one sequence; None after a prefill chunk, or with nothing to do. The
-        requests of `paused` make no token now."""
-        work = self._scheduler.next_work(paused)
-        if work is None:
+    def step(self) -> Produced | None:
+        """One unit for one sequence; None after a prefill chunk, or with nothing to do now."""
+        sequence = self._next()
+        if sequence is None:
             return None
-        request, prefixes = work.request, self._prefixes
-        if self._queue is not None:
-            self._queue.remove(request.attempt)
-        if prefixes is not None and not work.start:
-            known = prefixes.begin(request.id, request.prompt, request.made, work.slot)
-            work = self._scheduler.skip(work, known) if known else work
-        logits = self._decoder.forward(self._cache, work.slot, work.tokens, work.start)
+        request, prefixes = sequence.request, self._prefixes
+        if not sequence.position:
+            self._begin(sequence)
+        tokens, samples = sequence.unit()
+        logits = self._decoder.forward(self._cache, sequence.slot, tokens, sequence.position)
+        sequence.position += len(tokens)
         self.progress += 1
         if prefixes is not None:
-            prefixes.computed(request.id, work.tokens)
-        token = _choose(work, logits) if work.samples else None
-        reason = self._scheduler.done(work, token)
-        if reason is not None and prefixes is not None:
-            prefixes.end(request.id)
-        return None if token is None else Produced(request.id, token, reason)
+            prefixes.computed(request.id, tokens)
+        if not samples:
+            return None
+        token = _choose(sequence, logits)
+        sequence.answer.append(token)
+        most = min(request.max_tokens, self._cache.max_context - len(request.prompt))
+        reason = finish_reason(token, len(sequence.answer), most, request.stop_token_ids)
+        if reason is not None:
+            self._end(sequence)
+        elif self._interval_s:
+            sequence.due_s = self._now_s() + self._interval_s
+        return Produced(request.id, token, reason)
+
+    def idle_ms(self) -> int:
+        """For how long no running request may make a step."""
+        if not self._interval_s:
+            return 0
+        due_s = [each.due_s if each.unit()[1] else 0.0 for each in self._running]
+        return max(0, math.ceil(1000 * (min(due_s, default=0.0) - self._now_s())))
+
+    def _next(self) -> _Sequence | None:
+        """The sequence whose turn it is."""
+        now_s = self._now_s() if self._interval_s else 0.0
+        for _ in range(len(self._running)):
+            sequence = self._running[0]
+            self._running.rotate(-1)
+            if sequence.due_s <= now_s or not sequence.unit()[1]:
+                return sequence
+        return None
+
+    def _begin(self, sequence: _Sequence) -> None:
+        """It runs for the first time: what the prefix cache knows of it is not computed again."""
+        request = sequence.request
+        if self._queue is not None:
+            self._queue.remove(request.attempt)
+        if self._prefixes is not None:
+            known = self._prefixes.begin(request.id, request.prompt, request.made, sequence.slot)
+            sequence.position = known
+
+    def _end(self, sequence: _Sequence) -> None:
+        self._running.remove(sequence)
+        self._free.append(sequence.slot)
+        if self._prefixes is not None:
+            self._prefixes.end(sequence.request.id)
+        self._start_waiting()
+
+    def _start_waiting(self) -> None:
+        while self._free and self._waiting:
+            request = self._waiting.pop(next(iter(self._waiting)))
+            self._running.append(_Sequence(request, self._free.pop(), list(request.made)))
 
 
-def _choose(work: Work, logits: Array) -> int:
-    sampling, index = work.request.sampling, len(work.answer)
-    if not is_constrained(sampling):
+def _choose(sequence: _Sequence, logits: Array) -> int:
+    request, index = sequence.request, len(sequence.answer)
+    sampling = request.sampling
+    if sampling == SamplingParams(sampling.temperature, sampling.top_p, sampling.seed):
         return choose(logits, sampling, index)
-    check_finite(logits)
-    tokens, changed = constrained(logits, work.request, work.answer)
+    _check_finite(logits)  # what is not a number would be left out
+    tokens, changed = constrained(logits, request, sequence.answer)
     return int(tokens[choose(changed, sampling, index)])
 
 

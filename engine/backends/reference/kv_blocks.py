@@ -22,6 +22,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import sha256
 from typing import Any, NamedTuple
 
@@ -32,15 +33,8 @@ from engine.backends import process_memory
 from engine.backends.memory_session import SOCKET_DIR_ENV, host_device
 from engine.backends.process import BackendProcess
 from engine.backends.reference.config import LlamaConfig
-from engine.backends.reference.decoder import (
-    PREFILL_CHUNK,
-    Array,
-    Follower,
-    KVCache,
-    Leader,
-    RankStep,
-)
-from engine.backends.reference.link import ConfigureMsg, TakeMemoryMsg, digest_of
+from engine.backends.reference.decoder import PREFILL_CHUNK, Array, KVCache, Peers
+from engine.backends.reference.link import BlockMsg, DoneMsg, Settings, TakeMemoryMsg, digest_of
 from engine.kv.adopter import Adoption, adoptable, audited, joined
 from engine.kv.layout import IndexHeader, IndexPage, IndexRecord, index_bytes
 from engine.kv.writer import IndexWriter
@@ -73,7 +67,7 @@ class KvSize(NamedTuple):
     kv_bytes: int
 
 
-def size_kv(config: LlamaConfig, settings: ConfigureMsg) -> KvSize:
+def size_kv(config: LlamaConfig, settings: Settings) -> KvSize:
     """The context is the number asked for, or as many positions as the model and --kv-bytes allow.
 
     Raises:
@@ -109,7 +103,7 @@ def size_kv(config: LlamaConfig, settings: ConfigureMsg) -> KvSize:
     return size
 
 
-def _size(config: LlamaConfig, settings: ConfigureMsg, context: int) -> KvSize:
+def _size(config: LlamaConfig, settings: Settings, context: int) -> KvSize:
     tokens = settings.cache_tokens
     blocks = (settings.slots * context if tokens is None else tokens) // PREFILL_CHUNK
     slots_bytes = KVCache.bytes_needed(config, settings.slots, context)
@@ -123,23 +117,18 @@ def _size(config: LlamaConfig, settings: ConfigureMsg, context: int) -> KvSize:
 class BlockStore:
     """`blocks` blocks in one given buffer, which must stay mapped, beside the slots of `cache`.
 
-    Every rank has its part of each block and runs the steps that rank 0 begins.
+    Every rank has its part of each block. `do` is for rank 0: when it returns, it is done on all.
     """
 
     def __init__(
-        self,
-        config: LlamaConfig,
-        buffer: Any,
-        blocks: int,
-        cache: KVCache,
-        peers: Leader | Follower,
+        self, config: LlamaConfig, buffer: Any, blocks: int, cache: KVCache, peers: Peers
     ) -> None:
         shape = (blocks, config.layers, 2, config.kv_heads, PREFILL_CHUNK, config.head_dim)
         self._blocks: Array = np.frombuffer(buffer, np.float32, math.prod(shape)).reshape(shape)
         self._cache = cache
         self._peers = peers
 
-    def run(self, step: RankStep) -> int:
+    def run(self, step: BlockMsg) -> int:
         """Do one step on this rank; the block's checksum if the step asks for it, else 0."""
         block = self._blocks[step.block]
         if step.kind == "checksum":
@@ -151,25 +140,14 @@ class BlockStore:
             chunk[...] = block
         return 0
 
-    # On rank 0; each is complete on every rank on return.
-
-    def save(self, slot: int, start: int, block: int) -> None:
-        """Copy the chunk at `start` of `slot` into `block`."""
-        self._run_all(RankStep("save", 0, slot, start, block))
-
-    def load(self, slot: int, start: int, block: int) -> None:
-        """The other direction."""
-        self._run_all(RankStep("load", 0, slot, start, block))
+    def do(self, step: BlockMsg) -> int:
+        """Do one step on every rank; the checksum is of the block's bytes on all of them."""
+        self._peers.tell(step)
+        mine = self.run(step)
+        return joined([mine, *(each.checksum for each in self._peers.answers(DoneMsg))])
 
     def checksum(self, block: int) -> int:
-        """Of the block's bytes on all ranks."""
-        return joined(self._run_all(RankStep("checksum", block=block)))
-
-    def _run_all(self, step: RankStep) -> list[int]:
-        assert isinstance(self._peers, Leader)
-        self._peers.begin(step)
-        mine = self.run(step)
-        return [mine, *self._peers.confirmed()]
+        return self.do(BlockMsg("checksum", block=block))
 
 
 # ---------------------------------------------------------------------- prefix cache
@@ -232,7 +210,7 @@ class PrefixCache:
                 break
             if self._index is not None:
                 self._index.rely_on([block])
-            self._store.load(slot, start, block)
+            self._store.do(BlockMsg("load", slot, start, block))
             chain.hashes.append(hashed)
         self._touch(chain)
         position = len(chain.hashes) * PREFILL_CHUNK
@@ -262,7 +240,7 @@ class PrefixCache:
         block = self._free.pop() if self._free else self._block_of.popitem(last=False)[1]
         if self._index is not None:
             self._index.invalidate(block)
-        self._store.save(slot, start, block)
+        self._store.do(BlockMsg("save", slot, start, block))
         self._block_of[hashed] = block
         if self._index is not None:
             audit = self._store.checksum(block) if self._has_audit else None
@@ -303,12 +281,14 @@ def header_of(config: LlamaConfig, size: KvSize, slots: int, ranks: int) -> Inde
     )
 
 
-def headers_of(common: IndexHeader, pools: Sequence[str], take: TakeMemoryMsg) -> list[IndexHeader]:
-    """Every rank's header, from its pool and the weights that are mapped there."""
-    ranks = zip(pools, take.epochs, take.identities, strict=True)
+def headers_of(
+    common: IndexHeader, pools: Sequence[str], weights: Iterable[tuple[str, str]]
+) -> list[IndexHeader]:
+    """Every rank's header, from its pool and the epoch and identity digest of its weights."""
+    ranks = zip(pools, weights, strict=True)
     return [
         structs.replace(common, pool=pool, weights_epoch=epoch, identity_digest=identity, rank=rank)
-        for rank, (pool, epoch, identity) in enumerate(ranks)
+        for rank, (pool, (epoch, identity)) in enumerate(ranks)
     ]
 
 
@@ -401,21 +381,17 @@ class LentMemory:
     """The memory service's. `note` says why none of it is kept for the next engine."""
 
     def __init__(self, lease: KvLease, device: str, kv_bytes: int, note: str) -> None:
-        """Takes `lease`, unless it raises."""
+        """Takes `lease`; an error here ends the process."""
         self.lease, self.note = lease, note
         size_bytes = sum(lease.slab_sizes)
         self._mapped = memory_for(device).reserve(size_bytes)
-        try:
-            self._mapped.map(0, lease.slabs, writable=True)
-        except BaseException:
-            self._mapped.free()
-            raise
+        self._mapped.map(0, lease.slabs, writable=True)
         self.view = self._mapped.view(0, kv_bytes)
         fds = [slab.fileno() for slab in lease.slabs]
         self._filling = Filling(
             self._mapped.address,
             size_bytes,
-            _filled,
+            lambda huge_bytes: logger.info("%d bytes of KV memory are in huge pages", huge_bytes),
             has_room=lambda: process_memory.has_room_for(fds),
         )
         lease.mark(BEGUN)
@@ -466,7 +442,8 @@ class KvSource:
             why = f"the memory service lends no KV memory for {device}"
             if has_pool_service(self._directory, device):
                 try:
-                    return self._lent(take, rank)
+                    note = "" if self._blocks else NO_BLOCKS
+                    return LentMemory(self.borrow(take, rank), device, self._kv_bytes, note)
                 except UnreachableError as error:
                     why = f"no memory service: {error.message}"
                 except UnderstudyError as error:
@@ -477,47 +454,28 @@ class KvSource:
         process_memory.wait_for_room(self._kv_bytes * ranks)
         return PrivateMemory(self._kv_bytes, why)
 
-    def _lent(self, take: TakeMemoryMsg, rank: int) -> LentMemory:
-        lease = self.borrow(take, rank)
-        note = "" if self._blocks else NO_BLOCKS
-        with contextlib.ExitStack() as stack:
-            stack.callback(lease.close)
-            memory = LentMemory(lease, host_device(rank), self._kv_bytes, note)
-            stack.pop_all()
-        return memory
-
     def borrow(self, take: TakeMemoryMsg, rank: int) -> KvLease:
-        """The pool of `rank`'s device. Raises as `memory` does, and UnreachableError."""
-        claim = KvClaim(
-            self._member.engine,
-            self._member.incarnation,
-            take.token,
-            take.era,
-            self._kv_bytes,
-            index_bytes(self._blocks),
-        )
-        try:
-            return self._borrow(rank, claim, AWAY_S)
-        except UnreachableError:
-            raise
-        except UnderstudyError as error:
-            if error.code != "gms.kv_busy":
-                raise
-            return self._borrow(rank, claim, DEADLINE_S - AWAY_S)
+        """The pool of `rank`'s device; waits longest for another engine that still maps it.
 
-    def _borrow(self, rank: int, claim: KvClaim, deadline_s: float) -> KvLease:
-        return borrow_pool(
+        Raises:
+            UnderstudyError: as `memory`; UnreachableError.
+        """
+        member = self._member
+        sizes = self._kv_bytes, index_bytes(self._blocks)
+        borrow = partial(
+            borrow_pool,
             self._directory,
             host_device(rank),
-            claim,
-            deadline_s,
+            KvClaim(member.engine, member.incarnation, take.token, take.era, *sizes),
             on_wait=lambda reason: logger.info("waiting for KV memory: %s", reason),
             on_change=logger.warning,
         )
-
-
-def _filled(huge_bytes: int) -> None:
-    logger.info("%d bytes of KV memory are in huge pages", huge_bytes)
+        try:
+            return borrow(AWAY_S)
+        except UnderstudyError as error:
+            if error.code != "gms.kv_busy":
+                raise
+            return borrow(DEADLINE_S - AWAY_S)
 
 
 def page_of(lease: KvLease) -> IndexPage:

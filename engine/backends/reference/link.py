@@ -1,19 +1,20 @@
-"""Messages between the HTTP process and the model processes, over a socket pair each.
+"""The one pipe: what the HTTP process says to rank 0, and rank 0 to the other ranks.
 
-A question that the supervisor's channel has, too, is the same message here (`engine.messages`). All
+The HTTP process knows rank 0 only; rank 0 passes on what concerns every rank and joins the answers.
+A request that the supervisor's channel has, too, is the same message here (`engine.messages`). All
 are notifications: one request of a kind is in flight at a time, except `submit`, whose answers
-carry its number. Must not know text: prompts and answers are token ids here. Every rank has such a
-link, for its settings, its memory and its failure; requests go to rank 0 only, which leads the
-others.
+carry its number. Knows no text: prompts and answers are token ids here.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import select
+import socket
 from array import array
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from msgspec import Meta, Struct
 
@@ -21,7 +22,6 @@ from engine.messages import (
     RANKS_MAX,
     CanaryMsg,
     Count,
-    FaultReportMsg,
     Id,
     KvMemoryKind,
     PlaceWeightsMsg,
@@ -33,11 +33,14 @@ from engine.messages import (
     WeightsPlacedMsg,
     WokenMsg,
 )
+from plumbing.errors import InvariantError, UnderstudyError, UnreachableError, WaitTimeoutError
 from plumbing.pod.queue_page import ATTEMPT_BYTES
+from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.messages import Catalogue, Message
 
-LINK_ENV = "UNDERSTUDY_LINK"  # the number of the model process's end, in its environment
-# Its sockets to the other ranks, comma-separated: on rank 0 those to ranks 1, 2, …, else one.
+# The number of rank 0's end of the HTTP process's socket, and of a rank's sockets to other ranks,
+# comma-separated: on rank 0 those to ranks 1, 2, …, else one.
+LINK_ENV = "UNDERSTUDY_LINK"
 PEERS_ENV = "UNDERSTUDY_PEERS"
 
 TOKEN_BYTES = 4
@@ -53,58 +56,31 @@ FRAME_BYTES_MAX = PROMPT_BYTES_MAX + (256 << 10)
 # Far below the three seconds without progress after which generation counts as hung.
 TOKEN_INTERVAL_MS_MAX = 1000
 
-FinishReason = Literal["stop", "length"]
-
-# The code of a failure that is only the effect of another rank's.
+# A process of this engine has ended: the cause is that one's to report.
 RANK_LOST = "engine.rank_lost"
 
-PackedPrompt = Annotated[bytes, Meta(min_length=TOKEN_BYTES, max_length=PROMPT_BYTES_MAX)]
-"""See `pack`."""
+FinishReason = Literal["stop", "length"]
 PackedTokens = Annotated[bytes, Meta(max_length=PROMPT_BYTES_MAX)]
-Attempt = Annotated[bytes, Meta(max_length=ATTEMPT_BYTES)]
+"""See `pack`."""
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+M = TypeVar("M", bound=Message)
 
 
-class ConfigureMsg(Message, frozen=True, tag="configure"):
-    """The first frame: the command line's settings. `max_context` None: what fits;
-    `cache_tokens` None: as many as the slots hold."""
+class Settings(Struct, frozen=True):
+    """The command line's, for one rank. `max_context` None: what fits; `cache_tokens` None: as many
+    as the slots hold."""
 
     directory: str
-    slots: Annotated[int, Meta(ge=1, le=1024)]
-    max_context: Annotated[int, Meta(ge=2, le=PROMPT_TOKENS_MAX)] | None
-    kv_bytes: Count | None
-    cache_tokens: Count | None = None
+    slots: int
+    max_context: int | None = None
+    kv_bytes: int | None = None
+    cache_tokens: int | None = None
     kv_memory: KvMemoryKind = "gms"
     may_adopt: bool = True
     has_audit: bool = False
     rank: Rank = 0
     ranks: Annotated[int, Meta(ge=1, le=RANKS_MAX)] = 1
-    token_interval_ms: Annotated[int, Meta(ge=0, le=TOKEN_INTERVAL_MS_MAX)] = 0
-
-
-class ReadyMsg(Message, frozen=True, tag="ready"):
-    """Weights mapped, decoder tried, no KV memory yet. Sizes are those of the sending rank."""
-
-    weights_bytes: Count
-    kv_bytes: Count
-    max_context: Count
-    vocab_size: Count
-    stop_token_ids: tuple[int, ...]
-    epoch: Sentence
-    identity: dict[str, Any]
-
-
-class TakeMemoryMsg(Message, frozen=True, tag="take_memory"):
-    """Take memory for the KV cache, as the holder of `active` under `token`; answered by `woken`.
-
-    Rank 0 gets it when all others have answered. `epochs` and `identities`, as digests, are those
-    of every rank's weights.
-    """
-
-    token: Count
-    era: Id
-    epochs: tuple[Sentence, ...]
-    identities: tuple[Id, ...]
+    token_interval_ms: int = 0
 
 
 class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True):
@@ -121,7 +97,29 @@ class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True):
     frequency_penalty: float = 0.0
     min_tokens: int = 0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    bad_words: tuple[tuple[int, ...], ...] = ()
+
+
+# ---------------------------------------------------------------------- HTTP process and rank 0
+
+
+class ReadyMsg(Message, frozen=True, tag="ready"):
+    """Weights mapped, decoder tried, no KV memory yet. From rank 0 to the HTTP process: the sizes
+    are sums over all ranks, and `epoch` names every rank's."""
+
+    weights_bytes: Count
+    kv_bytes: Count
+    max_context: Count
+    vocab_size: Count
+    stop_token_ids: tuple[int, ...]
+    epoch: Sentence
+    identity: dict[str, Any]
+
+
+class TakeMemoryMsg(Message, frozen=True, tag="take_memory"):
+    """Take memory for the KV cache as the holder of `active` under `token`; answered by `woken`."""
+
+    token: Count
+    era: Id
 
 
 class SubmitMsg(Message, frozen=True, tag="submit"):
@@ -132,12 +130,12 @@ class SubmitMsg(Message, frozen=True, tag="submit"):
     """
 
     request: Count
-    prompt: PackedPrompt
+    prompt: PackedTokens
     max_tokens: Count
     sampling: SamplingParams
     stop_token_ids: tuple[int, ...]
     made: PackedTokens = b""
-    attempt: Attempt = b""  # its name for the gateway
+    attempt: Annotated[bytes, Meta(max_length=ATTEMPT_BYTES)] = b""  # its name for the gateway
 
 
 class CancelMsg(Message, frozen=True, tag="cancel"):
@@ -156,37 +154,110 @@ class TokenMsg(Message, frozen=True, tag="token"):
 
 
 class ProgressedMsg(Message, frozen=True, tag="progressed"):
-    """Steps were done that make no token: of a prompt, or of tokens that were made before."""
+    """Steps were done that make no token, or blocks published: how many the next engine was told of
+    since the wake, and how many it would find."""
 
     progress: Count
-
-
-class PublishedMsg(Message, frozen=True, tag="published"):
-    """How many blocks the next engine was told of, since the wake, and how many it would find."""
-
-    blocks: Count
+    published: Count
     kept: Count
 
 
+# ---------------------------------------------------------------------- rank 0 and other ranks
+
+
+class ForwardMsg(Message, frozen=True, tag="forward"):
+    """Run tokens through a slot of a cache, together with rank 0. Has no answer."""
+
+    cache: Count
+    slot: Count
+    start: Count
+    tokens: PackedTokens
+
+
+class FloatsMsg(Message, frozen=True, tag="floats"):
+    """A part of a sum or of the logits, or the sum."""
+
+    data: bytes
+
+
+class BlockMsg(Message, frozen=True, tag="block"):
+    """Copy the chunk at `start` of `slot` into a block, or the other way; or answer its checksum.
+    Answered by `done`."""
+
+    kind: Literal["save", "load", "checksum"]
+    slot: Count = 0
+    start: Count = 0
+    block: Count = 0
+
+
+class DistrustMsg(Message, frozen=True, tag="distrust"):
+    """Report that a canary failed; answered by `done`."""
+
+
+class DoneMsg(Message, frozen=True, tag="done"):
+    checksum: Count = 0
+
+
 LINK = Catalogue(
-    ConfigureMsg,
-    ReadyMsg,
-    TakeMemoryMsg,
-    WokenMsg,
-    RestMsg,
-    RestedMsg,
-    PlaceWeightsMsg,
-    WeightsPlacedMsg,
-    RunCanaryMsg,
-    CanaryMsg,
-    SubmitMsg,
-    CancelMsg,
-    TokenMsg,
-    ProgressedMsg,
-    PublishedMsg,
-    FaultReportMsg,
+    *(ReadyMsg, TakeMemoryMsg, WokenMsg, RestMsg, RestedMsg, PlaceWeightsMsg, WeightsPlacedMsg),
+    *(RunCanaryMsg, CanaryMsg, SubmitMsg, CancelMsg, TokenMsg, ProgressedMsg),
+    *(ForwardMsg, FloatsMsg, BlockMsg, DistrustMsg, DoneMsg),
     frame_bytes_max=FRAME_BYTES_MAX,
 )
+
+
+class Pipe:
+    """A model process's end of its connection to another process of the engine, `name`.
+
+    It waits without a deadline: the other's end is noticed at once, and a hang is the supervisor's
+    to notice. Every call raises UnderstudyError `engine.rank_lost`.
+    """
+
+    def __init__(self, sock: socket.socket, name: str) -> None:
+        self._client = BlockingClient.from_socket(sock, LINK)
+        self._name = name
+        self._poll = select.poll()
+        self._poll.register(sock.fileno(), select.POLLIN)
+
+    def send(self, message: Message) -> None:
+        try:
+            self._client.notify(message)
+        except UnreachableError as error:
+            raise self._lost() from error
+
+    def receive(self) -> Message:
+        """The next message."""
+        self.wait(None)
+        try:
+            return self._client.receive().message
+        except UnreachableError as error:
+            raise self._lost() from error
+
+    def receive_as(self, kind: type[M]) -> M:
+        message = self.receive()
+        if not isinstance(message, kind):
+            raise InvariantError(f"{self._name} sent {message.TYPE} instead of {kind.__name__}")
+        return message
+
+    def receive_all(self) -> list[Message]:
+        """What has arrived."""
+        found: list[Message] = []
+        try:
+            while True:
+                found.append(self._client.receive(timeout_s=0).message)
+        except WaitTimeoutError:
+            return found
+        except UnreachableError as error:
+            raise self._lost() from error
+
+    def wait(self, timeout_ms: int | None) -> bool:
+        """Whether a message, or the end, has arrived before the time is over; None: none is."""
+        return self._client.has_pending or bool(self._poll.poll(timeout_ms))
+
+    def _lost(self) -> UnderstudyError:
+        return UnderstudyError(
+            RANK_LOST, f"{self._name} has ended, and an engine cannot go on without it"
+        )
 
 
 def pack(tokens: Sequence[int]) -> bytes:

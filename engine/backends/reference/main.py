@@ -7,9 +7,9 @@
 
 Started by `engine run --backend reference -- …`. Owns the start: the witness first, then the model
 processes, one per tensor-parallel rank, and only then the slow imports, which so run while the
-weights load. A model process inherits the witness on descriptor 0, its link to this process, and
-its sockets to the other ranks, of which no copy stays here, so that a rank notices the end of
-another. Knows neither numpy nor weights.
+weights load. A model process inherits the witness on descriptor 0 and its sockets: rank 0's to this
+process, and those between rank 0 and the others, of which no copy stays here, so that a rank
+notices the end of another. Knows neither numpy nor weights.
 """
 
 from __future__ import annotations
@@ -22,21 +22,20 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NoReturn
 
-from msgspec import structs
+import msgspec
+from msgspec.structs import replace
 
 from engine.backends import process
 from engine.backends.process import ProgressPage
-from engine.backends.reference.config import read_config
 from engine.backends.reference.link import (
-    LINK,
     LINK_ENV,
     PEERS_ENV,
     PROMPT_TOKENS_MAX,
     TOKEN_INTERVAL_MS_MAX,
-    ConfigureMsg,
+    Settings,
 )
 from engine.backends.registry import HELP
 from engine.messages import CHANNEL, RANKS_MAX
@@ -45,7 +44,6 @@ from plumbing.service.config import size_bytes
 from plumbing.service.log import configure
 from plumbing.service.process import raise_fd_limit
 from plumbing.wire.blocking import BlockingClient
-from plumbing.wire.frames import encode_frame
 
 logger = logging.getLogger(__name__)
 
@@ -68,15 +66,13 @@ _KV_MEMORY = (
 )
 _AUDIT = "Publish a checksum with every KV block, and compare it before the block is adopted."
 
-ModelProcess = tuple[socket.socket, subprocess.Popen[bytes]]  # our end of its link, the process
-
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError("engine.backend_arguments", f"reference backend: {message}")
 
 
-def parse(argv: list[str]) -> tuple[ConfigureMsg, tuple[str, ...]]:
+def parse(argv: list[str]) -> tuple[Settings, tuple[str, ...]]:
     """Settings and the served model's names. Raises UsageError `engine.backend_arguments`."""
     parser = _Parser(prog="engine run --backend reference --", allow_abbrev=False)
     add = parser.add_argument
@@ -95,7 +91,7 @@ def parse(argv: list[str]) -> tuple[ConfigureMsg, tuple[str, ...]]:
     add("--no-kv-adoption", action="store_true", help="Ignore the KV blocks of earlier engines.")
     add("--kv-audit", action="store_true", help=_AUDIT)
     found = parser.parse_args(argv)
-    settings = ConfigureMsg(
+    settings = Settings(
         directory=found.model,
         slots=found.slots,
         max_context=found.max_context,
@@ -135,9 +131,8 @@ def main() -> int:
     try:
         member = process.enter("http")
         settings, names = parse(sys.argv[1:])
-        read_config(settings.directory).of_rank(0, settings.ranks)  # the cheap checks
         raise_fd_limit()
-        models = spawn(settings)
+        link, children = spawn(settings)
     except UnderstudyError as error:
         logger.error("%s", error)
         _report(sock, error)
@@ -153,43 +148,36 @@ def main() -> int:
 
     gc.freeze()
     gc.enable()
-    uvloop.run(serve(settings, names, sock, models, page, member.seat))
+    uvloop.run(serve(settings, names, sock, link, children, page, member.seat))
     raise AssertionError("the backend stopped serving by itself")
 
 
-def spawn(settings: ConfigureMsg) -> list[ModelProcess]:
-    """Start the process of every rank, in order, with its settings on its link.
+def spawn(settings: Settings) -> tuple[socket.socket, list[subprocess.Popen[bytes]]]:
+    """Start the process of every rank, in order; also returns our end of the pipe to rank 0.
 
     Call it on the main thread: a child dies when the thread that started it ends. It inherits
     descriptor 0, the witness, so it counts as alive from its first instruction on.
     """
+    ours, theirs = socket.socketpair()
     pairs = [socket.socketpair() for _ in range(1, settings.ranks)]
     peers = [[leads for leads, _ in pairs], *([follows] for _, follows in pairs)]
-    try:
-        return [
-            _spawn(structs.replace(settings, rank=rank), sockets)
-            for rank, sockets in enumerate(peers)
-        ]
-    finally:
-        for pair in pairs:
-            for sock in pair:
-                sock.close()
-
-
-def _spawn(settings: ConfigureMsg, peers: Sequence[socket.socket]) -> ModelProcess:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        ours.sendall(encode_frame(LINK.encode(settings), 0))
-        numbers = [sock.fileno() for sock in peers]
-        environment = {
-            **dict.fromkeys(THREAD_VARIABLES, "1"),
-            **process.child_environment(),
-            LINK_ENV: str(theirs.fileno()),
-            PEERS_ENV: ",".join(map(str, numbers)),
-        }
-        command = [sys.executable, "-m", MODEL_MODULE]
-        inherited = [theirs.fileno(), *numbers]
-        return ours, subprocess.Popen(command, env=environment, pass_fds=inherited)
+    children = []
+    with contextlib.ExitStack() as stack:
+        for each in (theirs, *(sock for pair in pairs for sock in pair)):
+            stack.enter_context(each)
+        for rank, sockets in enumerate(peers):
+            inherited = [theirs, *sockets] if rank == 0 else sockets
+            environment = {
+                **dict.fromkeys(THREAD_VARIABLES, "1"),
+                **process.child_environment(),
+                LINK_ENV: str(theirs.fileno()),
+                PEERS_ENV: ",".join(str(each.fileno()) for each in sockets),
+            }
+            about = msgspec.json.encode(replace(settings, rank=rank)).decode()
+            command = [sys.executable, "-m", MODEL_MODULE, about]
+            descriptors = [each.fileno() for each in inherited]
+            children.append(subprocess.Popen(command, env=environment, pass_fds=descriptors))
+    return ours, children
 
 
 def _report(sock: socket.socket, error: UnderstudyError) -> None:

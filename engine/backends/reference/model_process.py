@@ -1,11 +1,12 @@
 """The model process of one rank: weights mapped, a decoder over them, and the loop of its tokens.
 
-`python -m engine.backends.reference.model_process`, started by the HTTP process, which sends its
-settings as the first frame of the link. Knows token ids, never text. With tensor parallelism there
-is one such process per rank: rank 0 has the requests, the others run the steps that it runs.
+`python -m engine.backends.reference.model_process SETTINGS`, started by the HTTP process. Knows
+token ids, never text. With tensor parallelism there is one such process per rank: rank 0 has the
+pipe to the HTTP process and the requests, and leads the others. A rank that fails tells the
+supervisor why and ends; one that has lost another just ends.
 
 The surprising thing: one thread computes and communicates. Between two units of work it reads the
-link; when idle it sleeps in poll. So a cancelled request costs at most one unit, and the end of the
+pipe; when idle it sleeps in poll. So a cancelled request costs at most one unit, and the end of the
 HTTP process is noticed without a timer. The death of the memory service does not matter: the
 weights stay mapped, and the keeper's thread (`gms.client`) attaches to the next service.
 """
@@ -15,31 +16,20 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import socket
 import sys
 import time
-from collections.abc import Sequence
 from typing import NoReturn
+
+import msgspec
+from msgspec.structs import replace
 
 from engine.backends import process
 from engine.backends.memory_session import KeptWeights
+from engine.backends.process import BackendProcess
 from engine.backends.reference.checkpoint import map_weights, open_checkpoint
-from engine.backends.reference.decoder import (
-    Decoder,
-    Follower,
-    KVCache,
-    Leader,
-    RankStep,
-    weights_from,
-)
-from engine.backends.reference.generation import (
-    CANARY_FAILED,
-    Generator,
-    Request,
-    TokenPace,
-    canary,
-)
+from engine.backends.reference.decoder import Decoder, KVCache, Peers, weights_from
+from engine.backends.reference.generation import CANARY_FAILED, Generator, Request, canary
 from engine.backends.reference.kv_blocks import (
     BlockStore,
     KeptBlocks,
@@ -52,22 +42,26 @@ from engine.backends.reference.kv_blocks import (
     size_kv,
 )
 from engine.backends.reference.link import (
-    LINK,
     LINK_ENV,
     PEERS_ENV,
+    RANK_LOST,
+    BlockMsg,
     CancelMsg,
-    ConfigureMsg,
+    DistrustMsg,
+    DoneMsg,
+    ForwardMsg,
+    Pipe,
     ProgressedMsg,
-    PublishedMsg,
     ReadyMsg,
+    Settings,
     SubmitMsg,
     TakeMemoryMsg,
     TokenMsg,
+    digest_of,
     unpack,
 )
 from engine.messages import (
     CanaryMsg,
-    FaultReportMsg,
     KvMemoryKind,
     PlaceWeightsMsg,
     RestedMsg,
@@ -76,15 +70,8 @@ from engine.messages import (
     WeightsPlacedMsg,
     WokenMsg,
 )
-from plumbing.errors import (
-    InvariantError,
-    UnderstudyError,
-    UsageError,
-    WaitTimeoutError,
-    is_disk_fault,
-)
+from plumbing.errors import InvariantError, UnderstudyError
 from plumbing.service.log import configure
-from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.messages import Message
 
 logger = logging.getLogger(__name__)
@@ -95,45 +82,57 @@ SCRATCH, SERVING = 0, 1  # the numbers of the two caches
 # that has just died is back within a second, and no engine serves meanwhile.
 REPORT_WAIT_S = 2.0
 RESTAGE_S = 60.0  # as long as a wake may take: weights come back at some 2 GB a second
+PROGRESS_EVERY_S = 0.05  # far below the seconds after which generation counts as hung
 
 
 class Rank:
-    """This process's rank, prepared: everything is in place but KV memory."""
+    """This process's rank, prepared: everything is in place but KV memory.
 
-    def __init__(self, settings: ConfigureMsg, peers: Sequence[socket.socket]) -> None:
-        """Load or map the weights. `peers` are the sockets to the other ranks.
+    On rank 0 each method has the other ranks do the same, and joins their answers. Rank 0 alone has
+    a generator, since its wake, and if its memory is lent, `kept`.
+    """
+
+    def __init__(self, settings: Settings, member: BackendProcess, peers: Peers) -> None:
+        """Load or map the weights.
 
         Raises:
             UnderstudyError: with the reason, from the supervisor, the service or the checkpoint.
         """
-        member = process.enter(f"model-{settings.rank}" if settings.rank else "model")
         checkpoint = open_checkpoint(settings.directory, settings.rank, settings.ranks)
         config = checkpoint.config
+        self.peers = peers
         self._settings = settings
         self._size = size_kv(config, settings)
-        self.kv_bytes = self._size.kv_bytes
         self._blocks: BlockStore | None = None
         self._memory: KvMemory | None = None
-        self.prefixes: PrefixCache | None = None  # rank 0's, since its wake
-        self.kept: KeptBlocks | None = None  # …if the memory is lent
+        self.generator: Generator | None = None
+        self.kept: KeptBlocks | None = None
+        self._queue = process.queue_page()
+        self._progress = 0  # before the last sleep: it only ever grows
         reader, identity = map_weights(checkpoint, member)
-        self._source = KvSource(member, self.kv_bytes, self._size.blocks)
+        self._source = KvSource(member, self._size.kv_bytes, self._size.blocks)
         self._seat = member.seat
-        is_leader = settings.rank == 0
-        self.peers = Leader(peers, config.vocab_size) if is_leader else Follower(peers[0])
-        self.decoder = Decoder(config, weights_from(config, reader.view), self.peers)
+        self.decoder = Decoder(config, weights_from(config, reader.view), peers)
         scratch_bytes = KVCache.bytes_needed(config, 1, SCRATCH_CONTEXT)
         scratch = KVCache(config, bytearray(scratch_bytes), 1, SCRATCH_CONTEXT, SCRATCH)
         self._caches = {SCRATCH: scratch}
         self._weights = KeptWeights(reader, may_digest=lambda: not self.has_memory)
-        self.ready = ReadyMsg(
-            weights_bytes=checkpoint.weights_bytes,
-            kv_bytes=self.kv_bytes,
-            max_context=self._size.context,
-            vocab_size=config.vocab_size,
-            stop_token_ids=config.eos_token_ids,
-            epoch=reader.epoch,
-            identity=identity,
+        mine = ReadyMsg(
+            checkpoint.weights_bytes,
+            self._size.kv_bytes,
+            self._size.context,
+            config.vocab_size,
+            config.eos_token_ids,
+            reader.epoch,
+            identity,
+        )
+        everyone = [mine, *peers.answers(ReadyMsg)]  # each other rank says so once it is
+        self._mapped = [(each.epoch, digest_of(each.identity)) for each in everyone]
+        self.ready = replace(
+            mine,
+            weights_bytes=sum(each.weights_bytes for each in everyone),
+            kv_bytes=sum(each.kv_bytes for each in everyone),
+            epoch=",".join(each.epoch for each in everyone),
         )
 
     def cache(self, number: int) -> KVCache:
@@ -142,32 +141,12 @@ class Rank:
             raise InvariantError(f"rank {self._settings.rank} has no KV cache {number}")
         return found
 
-    def distrust(self) -> None:
-        """Report that a canary failed: the weights may be damaged.
-
-        After the report of a second incarnation they are taken out of service and loaded again, on
-        every rank, because the damage may be on any of them.
-        """
-        end = time.monotonic() + REPORT_WAIT_S
-        if self.kept is not None:
-            self.kept.discard("a canary failed")
-        keeper = self._weights.keeper
-        keeper.report_canary_failure(f"rank {self._settings.rank}: a canary failed")
-        try:
-            if isinstance(self.peers, Leader):
-                self.peers.begin(RankStep("distrust"))
-                self.peers.confirmed()
-        except UnderstudyError as error:
-            logger.warning("a failed canary was not reported on every rank: %s", error.message)
-        if not keeper.wait_until_reported(max(0.0, end - time.monotonic())):
-            logger.warning("a failed canary was not reported: no memory service is running")
-
     @property
     def has_memory(self) -> bool:
         return SERVING in self._caches
 
-    def answer(self, message: Message) -> WokenMsg | RestedMsg | WeightsPlacedMsg | None:
-        """What every rank does for the HTTP process; None: something else."""
+    def answer(self, message: Message) -> Message:
+        """Do what a message asks of every rank."""
         match message:
             case TakeMemoryMsg():
                 return self.take_memory(message)
@@ -175,15 +154,17 @@ class Rank:
                 return self.give_memory(message)
             case PlaceWeightsMsg():
                 return self.place(message)
-            case _:
-                return None
+            case BlockMsg() if self._blocks is not None:
+                return DoneMsg(self._blocks.run(message))
+            case DistrustMsg():
+                self.distrust()
+                return DoneMsg()
+        raise InvariantError(f"rank {self._settings.rank} cannot do {message.TYPE} now")
 
     def take_memory(self, take: TakeMemoryMsg) -> WokenMsg:
-        """Take KV memory once it is really free; repeated calls do nothing more.
-
-        On rank 0, the last one to take its memory, the prefix cache begins, with what an
-        earlier engine has left in the pools.
-        """
+        """Take KV memory once it is really free, rank 0 last; repeated calls do nothing more."""
+        self.peers.tell(take)
+        others = self.peers.answers(WokenMsg)
         settings, size = self._settings, self._size
         self._weights.bring_back(RESTAGE_S)
         if self._memory is None:
@@ -197,33 +178,69 @@ class Rank:
                 blocks = memory.view[size.slots_bytes :]
                 self._blocks = BlockStore(config, blocks, size.blocks, cache, self.peers)
             self._caches[SERVING], self._memory = cache, memory
-            if isinstance(self.peers, Leader):
-                self._begin_cache(take, memory)
+            if settings.rank == 0:
+                prefixes = self._prefixes(take, memory)
+                interval_s = settings.token_interval_ms / 1000
+                self.generator = Generator(self.decoder, cache, prefixes, self._queue, interval_s)
+                self.generator.progress = self._progress
         kind: KvMemoryKind = "gms" if self._memory.lease is not None else "private"
-        kept = self.kept
+        if any(each.kv_memory != kind for each in others):
+            raise UnderstudyError(
+                "engine.kv_mixed",
+                "the memory service lends KV memory to some ranks of this engine and not to others,"
+                " so it cannot be kept; it was probably restarted just now",
+            )
+        kv_bytes, kept = size.kv_bytes + sum(each.kv_bytes for each in others), self.kept
         if kept is None:
-            return WokenMsg(size.kv_bytes, kind, kv_note=self._memory.note)
-        return WokenMsg(size.kv_bytes, kind, len(kept.adopted), kept.why_empty, kept.torn)
+            return WokenMsg(kv_bytes, kind, kv_note=self._memory.note)
+        return WokenMsg(kv_bytes, kind, len(kept.adopted), kept.why_empty, kept.torn)
+
+    def _prefixes(self, take: TakeMemoryMsg, memory: KvMemory) -> PrefixCache | None:
+        """The prefix cache, with what an earlier engine has left in the pools.
+
+        An error here ends the engine: what the pools' index says must not stay as it is.
+        """
+        settings, store, lease = self._settings, self._blocks, memory.lease
+        blocks = self._size.blocks
+        if store is None or lease is None:
+            if lease is not None:
+                page_of(lease).invalidate_header()
+            return None if store is None else PrefixCache(store, blocks)
+        leases = [lease, *(self._source.borrow(take, rank) for rank in range(1, settings.ranks))]
+        common = header_of(self.decoder.config, self._size, settings.slots, settings.ranks)
+        kept = self.kept = KeptBlocks(
+            leases,
+            [page_of(each) for each in leases],
+            headers_of(common, [each.pool for each in leases], self._mapped),
+            may_adopt=settings.may_adopt,
+            checksum=store.checksum,
+        )
+        return PrefixCache(store, blocks, kept.writer, kept.adopted, has_audit=settings.has_audit)
 
     def give_memory(self, give: RestMsg) -> RestedMsg:
-        """Undo `take_memory`, when nothing runs. On rank 0 the index is closed first, so that what
-        is in it stays true.
+        """Undo `take_memory`, when nothing runs. Rank 0 is first, since it uses the others' pools;
+        there the index is closed before, so that what is in it stays true.
 
         Raises:
             UnderstudyError: as `KvLease.give_up`.
         """
         memory, kept, resident_bytes = self._memory, self.kept, 0
-        self._memory = self.kept = self.prefixes = self._blocks = None
+        if self.generator is not None:
+            if self.generator.has_work:
+                raise InvariantError("asked for its KV memory while requests use it")
+            self._progress = self.generator.progress
+        self._memory = self.kept = self._blocks = self.generator = None
         self._caches.pop(SERVING, None)
         if kept is not None:
             kept.close()
             del kept
         if memory is not None:
-            wait_s = give.budget_ms / 1000
-            resident_bytes = memory.give_back(wait_s, is_kept=give.keep_kv)
+            resident_bytes = memory.give_back(give.budget_ms / 1000, is_kept=give.keep_kv)
         if self._seat is not None:
             self._seat.leave()
-        return RestedMsg(resident_bytes)
+        self.peers.tell(give)
+        others = self.peers.answers(RestedMsg)
+        return RestedMsg(resident_bytes + sum(each.kv_bytes_resident for each in others))
 
     def place(self, place: PlaceWeightsMsg) -> WeightsPlacedMsg:
         """Release the weights, or map them again; see `PlaceWeightsMsg`.
@@ -231,171 +248,97 @@ class Rank:
         Raises:
             UnderstudyError: they cannot be mapped again.
         """
+        self.peers.tell(place)
+        freed_bytes, note = 0, ""
         if not place.is_away:
             self._weights.bring_back(place.budget_ms / 1000)
-            return WeightsPlacedMsg(False, 0)
-        if self.has_memory:
+        elif self.has_memory:
             raise InvariantError("asked for its weights while it has KV memory")
-        freed_bytes, note = self._weights.let_go()
-        return WeightsPlacedMsg(self._weights.is_away, freed_bytes, note[:4096])
-
-    def _begin_cache(self, take: TakeMemoryMsg, memory: KvMemory) -> None:
-        """An error here ends the engine: what the pools' index says must not stay as it is."""
-        settings, store, lease = self._settings, self._blocks, memory.lease
-        blocks = self._size.blocks
-        if store is None:
-            if lease is not None:
-                page_of(lease).invalidate_header()
-            return
-        if lease is None:
-            self.prefixes = PrefixCache(store, blocks)
-            return
-        leases = [lease, *(self._source.borrow(take, rank) for rank in range(1, settings.ranks))]
-        common = header_of(self.decoder.config, self._size, settings.slots, settings.ranks)
-        self.kept = KeptBlocks(
-            leases,
-            [page_of(each) for each in leases],
-            headers_of(common, [each.pool for each in leases], take),
-            may_adopt=settings.may_adopt,
-            checksum=store.checksum,
+        else:
+            freed_bytes, note = self._weights.let_go()
+        others = self.peers.answers(WeightsPlacedMsg)
+        notes = [note, *(each.note for each in others)]
+        return WeightsPlacedMsg(
+            self._weights.is_away and all(each.is_away for each in others),
+            freed_bytes + sum(each.freed_bytes for each in others),
+            next((each[:4096] for each in notes if each), ""),
         )
-        writer, adopted = self.kept.writer, self.kept.adopted
-        self.prefixes = PrefixCache(store, blocks, writer, adopted, has_audit=settings.has_audit)
 
-    def run_block(self, step: RankStep) -> int:
-        """On a rank above 0: what rank 0 does with a block; the answer to it."""
-        if self._blocks is None:
-            raise InvariantError(f"rank {self._settings.rank} has no blocks")
-        return self._blocks.run(step)
+    def distrust(self) -> None:
+        """Report that a canary failed: the weights may be damaged.
+
+        After the report of a second incarnation they are taken out of service and loaded again, on
+        every rank, because the damage may be on any of them.
+        """
+        end = time.monotonic() + REPORT_WAIT_S
+        if self.kept is not None:
+            self.kept.discard("a canary failed")
+        keeper = self._weights.keeper
+        keeper.report_canary_failure(f"rank {self._settings.rank}: a canary failed")
+        try:
+            self.peers.tell(DistrustMsg())
+            self.peers.answers(DoneMsg)
+        except UnderstudyError as error:
+            logger.warning("a failed canary was not reported on every rank: %s", error.message)
+        if not keeper.wait_until_reported(max(0.0, end - time.monotonic())):
+            logger.warning("a failed canary was not reported: no memory service is running")
 
 
-def follow(link: BlockingClient, rank: Rank) -> NoReturn:
-    """A rank above 0: run the steps that rank 0 runs, at the same time, until a peer is gone.
+def follow(rank: Rank, leader: Pipe) -> NoReturn:
+    """A rank above 0: do what rank 0 does, at the same time, until it is gone.
 
-    Rank 0 sends which tokens go through which slot of which cache; memory is taken when the HTTP
-    process asks, as on every rank. Ends with the UnderstudyError that says why.
+    Ends with the UnderstudyError that says why.
     """
-    leader = rank.peers
-    if not isinstance(leader, Follower):
-        raise InvariantError("rank 0 has no rank to follow")
-    poll = select.poll()
-    poll.register(link.fileno(), select.POLLIN)
-    poll.register(leader.fileno(), select.POLLIN)
-    link.notify(rank.ready)
+    leader.send(rank.ready)
     while True:
-        for fd, _ in poll.poll():
-            if fd == link.fileno():
-                message = link.receive().message
-                answer = rank.answer(message)
-                if answer is None:
-                    raise UnderstudyError("engine.link", f"{message.TYPE} is not for this rank")
-                link.notify(answer)
-            else:
-                _run_step(leader, rank)
-
-
-def _run_step(leader: Follower, rank: Rank) -> None:
-    """A function of its own: a cache that the loop still names could not give its memory back."""
-    step = leader.next_step()
-    match step.kind:
-        case "forward":
-            rank.decoder.forward(rank.cache(step.cache), step.slot, step.tokens, step.start)
-        case "distrust":
-            rank.distrust()
-            leader.confirm()
-        case _:
-            leader.confirm(rank.run_block(step))
-
-
-# ---------------------------------------------------------------------- rank 0
-
-PROGRESS_EVERY_S = 0.05  # far below the seconds after which generation counts as hung
-CONFIGURE_TIMEOUT_S = 30.0  # it was sent before this process was started
-
-# Errors that the next launch would meet again, besides every UsageError.
-PERMANENT = ("gms.identity_mismatch", "gms.larger_than_device")
-
-
-def main() -> int:
-    configure("backend-model")
-    link = BlockingClient.from_socket(_socket(os.environ.pop(LINK_ENV)), LINK)
-    peers = [_socket(number) for number in os.environ.pop(PEERS_ENV).split(",") if number]
-    try:
-        settings = link.receive(CONFIGURE_TIMEOUT_S).message
-        assert isinstance(settings, ConfigureMsg)
-        rank = Rank(settings, peers)
-        if settings.rank:
-            follow(link, rank)
-        ModelLoop(link, rank, TokenPace(settings.token_interval_ms)).run()
-    except UnderstudyError as error:
-        logger.error("%s", error)
-        with contextlib.suppress(UnderstudyError):  # the HTTP process may be the one that is gone
-            is_machine = is_disk_fault(error)
-            is_usage = isinstance(error, UsageError) or error.code in PERMANENT
-            text, permanent = error.message[:4096], is_usage and not is_machine
-            exit_code = 2 if error.exit_code == 2 else 1
-            link.notify(FaultReportMsg(error.code, text, permanent, exit_code, is_machine))
-        return 1
-
-
-def _socket(number: str) -> socket.socket:
-    return socket.socket(fileno=int(number))
+        match message := leader.receive():
+            case ForwardMsg():
+                cache, tokens = message.cache, unpack(message.tokens)
+                rank.decoder.forward(rank.cache(cache), message.slot, tokens, message.start)
+            case _:
+                leader.send(rank.answer(message))
 
 
 class ModelLoop:
     """Rank 0, and with one rank the whole model: generates until a peer is gone."""
 
-    def __init__(self, link: BlockingClient, rank: Rank, pace: TokenPace) -> None:
+    def __init__(self, link: Pipe, rank: Rank) -> None:
         self._link = link
         self._rank = rank
-        self._generator: Generator | None = None
         self._canary_tokens: tuple[int, ...] = ()
         self._next_progress_s = 0.0
         self._published = 0
-        self._progress = 0  # before the last sleep: it only ever grows
-        self._pace = pace
-        self._queue = process.queue_page()
 
     def run(self) -> NoReturn:
         """Try the decoder and serve. Ends with the UnderstudyError that says why."""
-        # This also waits for the other ranks: each follows once it has its weights.
         self._canary_tokens = self._canary(SCRATCH)
-        self._link.notify(self._rank.ready)
-        self._loop()
-
-    # ------------------------------------------------------------------ looping
-
-    def _loop(self) -> NoReturn:
-        poll = select.poll()
-        poll.register(self._link.fileno(), select.POLLIN)
+        self._link.send(self._rank.ready)
         while True:
-            has_work = self._generator is not None and self._generator.has_work
-            if poll.poll(self._pace.pause_ms() if has_work else None):
-                self._receive_all()
-            if self._generator is not None and self._generator.has_work:
-                self._step(self._generator)
+            if self._link.wait(self._idle_ms()):
+                for message in self._link.receive_all():
+                    self._receive(message)
+            if self._has_work:
+                self._step()
 
-    def _receive_all(self) -> None:
-        """Read every message that has arrived, so that poll reports new ones only."""
-        while True:
-            try:
-                message = self._link.receive(timeout_s=0).message
-            except WaitTimeoutError:
-                return
-            self._receive(message)
+    @property
+    def _has_work(self) -> bool:
+        return self._rank.generator is not None and self._rank.generator.has_work
+
+    def _idle_ms(self) -> int | None:
+        generator = self._rank.generator
+        return generator.idle_ms() if generator is not None and generator.has_work else None
 
     def _receive(self, message: Message) -> None:
+        generator = self._rank.generator
         match message:
-            case TakeMemoryMsg():
-                self._take_memory(message)
-            case RestMsg():
-                self._give_memory(message)
-            case PlaceWeightsMsg():
-                self._link.notify(self._rank.place(message))
+            case TakeMemoryMsg() | RestMsg() | PlaceWeightsMsg():
+                del generator  # whose cache could not give its memory back
+                self._link.send(self._rank.answer(message))
+                self._published = 0
             case RunCanaryMsg():
                 self._check()
-            case SubmitMsg() if self._generator is not None:
-                self._generator.submit(
+            case SubmitMsg() if generator is not None:
+                generator.submit(
                     Request(
                         message.request,
                         unpack(message.prompt),
@@ -406,38 +349,20 @@ class ModelLoop:
                         message.attempt,
                     )
                 )
-            case CancelMsg() if self._generator is not None:
-                self._generator.cancel(message.request)
+            case CancelMsg() if generator is not None:
+                generator.cancel(message.request)
             case _:
                 raise UnderstudyError("engine.link", f"{message.TYPE} makes no sense now")
 
-    def _take_memory(self, take: TakeMemoryMsg) -> None:
-        taken = self._rank.take_memory(take)
-        if self._generator is None:
-            cache = self._rank.cache(SERVING)
-            decoder, prefixes = self._rank.decoder, self._rank.prefixes
-            self._generator = Generator(decoder, cache, prefixes, self._queue)
-            self._generator.progress = self._progress
-        self._link.notify(taken)
-
-    def _give_memory(self, give: RestMsg) -> None:
-        generator, self._generator = self._generator, None
-        if generator is not None:
-            if generator.has_work:
-                raise InvariantError("asked for its KV memory while requests use it")
-            self._progress, self._published = generator.progress, 0
-            del generator
-        self._link.notify(self._rank.give_memory(give))
-
     def _check(self) -> None:
         """One real inference, over the real cache unless requests are using it."""
-        is_idle = self._generator is not None and not self._generator.has_work
+        is_idle = self._rank.has_memory and not self._has_work
         try:
             made = self._canary(SERVING if is_idle else SCRATCH)
         except UnderstudyError as error:
             if error.code != CANARY_FAILED:
                 raise
-            self._link.notify(CanaryMsg(False, error.message))
+            self._link.send(CanaryMsg(False, error.message))
             return
         is_same = made == self._canary_tokens
         detail = "the same tokens as when it was prepared"
@@ -446,7 +371,7 @@ class ModelLoop:
         elif not is_same:
             self._rank.distrust()
             detail = f"the canary made {made}, and {self._canary_tokens} when it was prepared"
-        self._link.notify(CanaryMsg(is_same, detail))
+        self._link.send(CanaryMsg(is_same, detail))
 
     def _canary(self, cache: int) -> tuple[int, ...]:
         """The canary's tokens; a failure is reported to the memory service before it is raised."""
@@ -457,29 +382,52 @@ class ModelLoop:
                 self._rank.distrust()
             raise
 
-    def _step(self, generator: Generator) -> None:
-        before = generator.progress
-        made = generator.step(self._pace.paused())
-        self._pace.is_idle = generator.progress == before
-        self._report_kept()
-        if made is None:
-            # Not every time: a request that is resumed takes thousands of small steps.
-            if time.monotonic() >= self._next_progress_s:
-                self._next_progress_s = time.monotonic() + PROGRESS_EVERY_S
-                self._link.notify(ProgressedMsg(generator.progress))
-        else:
-            self._pace.made(made.request_id)
-            self._link.notify(
-                TokenMsg(made.request_id, made.token, generator.progress, made.finish_reason)
-            )
-
-    def _report_kept(self) -> None:
-        kept = self._rank.kept
+    def _step(self) -> None:
+        generator, kept = self._rank.generator, self._rank.kept
+        assert generator is not None
+        made = generator.step()
         if kept is not None:
             kept.writer.stepped()
-            if kept.writer.published > self._published:
-                self._published = kept.writer.published
-                self._link.notify(PublishedMsg(self._published, kept.writer.kept))
+        published = 0 if kept is None else kept.writer.published
+        # Not every time: a request that is resumed takes thousands of small steps.
+        is_due = made is None and time.monotonic() >= self._next_progress_s
+        if is_due or published > self._published:
+            self._next_progress_s = time.monotonic() + PROGRESS_EVERY_S
+            self._published = published
+            kept_blocks = 0 if kept is None else kept.writer.kept
+            self._link.send(ProgressedMsg(generator.progress, published, kept_blocks))
+        if made is not None:
+            token, reason = made.token, made.finish_reason
+            self._link.send(TokenMsg(made.request_id, token, generator.progress, reason))
+
+
+# ---------------------------------------------------------------------- process
+
+
+def main() -> int:
+    configure("backend-model")
+    settings = msgspec.json.decode(sys.argv[1], type=Settings)
+    number = settings.rank
+    sockets = [each for each in os.environ.pop(PEERS_ENV).split(",") if each]
+    pipes = [_pipe(each, f"rank {peer}") for peer, each in enumerate(sockets, 0 if number else 1)]
+    member = None
+    try:
+        member = process.enter(f"model-{number}" if number else "model")
+        rank = Rank(settings, member, Peers(pipes, rank=number))
+        if number:
+            follow(rank, pipes[0])
+        link = _pipe(os.environ.pop(LINK_ENV), "the HTTP process")
+        ModelLoop(link, rank).run()
+    except UnderstudyError as error:
+        logger.error("%s", error)
+        if member is not None and error.code != RANK_LOST:
+            with contextlib.suppress(UnderstudyError):  # the supervisor is gone
+                member.report(error)
+        return 1
+
+
+def _pipe(number: str, name: str) -> Pipe:
+    return Pipe(socket.socket(fileno=int(number)), name)
 
 
 if __name__ == "__main__":

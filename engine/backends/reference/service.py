@@ -17,7 +17,6 @@ import logging
 import os
 import socket
 import subprocess
-import time
 from collections.abc import Callable, Sequence
 
 from aiohttp import http_exceptions, web
@@ -25,10 +24,10 @@ from aiohttp import http_exceptions, web
 from engine.backends import process
 from engine.backends.channel import POLL_S, Channel, Phases, until_done
 from engine.backends.process import ProgressPage
-from engine.backends.reference.link import ConfigureMsg, ReadyMsg
+from engine.backends.reference.application import ServedModel, continuation_id, make_app
+from engine.backends.reference.link import ReadyMsg, Settings
 from engine.backends.reference.model_link import ModelLink
-from engine.backends.reference.routes import ServedModel, continuation_id, make_app
-from engine.backends.reference.stream import Tokenizer
+from engine.backends.reference.text import Tokenizer
 from engine.messages import (
     NO_ERA,
     CanaryMsg,
@@ -44,34 +43,24 @@ from plumbing.wire.fds import OwnedFd
 
 logger = logging.getLogger(__name__)
 
-# A connection without a request after this time is closed: otherwise thousands of half requests
-# would take every descriptor, and no other client could be answered.
-FIRST_REQUEST_S = 10.0
-CONNECTIONS_MAX = 4096  # far above what a few slots can serve, far below the limit of open files
-
 ACCEPTS_PER_TURN = 32  # then the requests in flight get the loop
 RETRY_S = 0.1  # after running out of descriptors or memory, until connections close
-
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+KEEPALIVE_S = 75.0
+LINE_BYTES_MAX = 64 * 1024  # of a request, and of a header: as a gateway lets pass
+# For connections that are cut when the drain's budget is spent. Not 0, which aiohttp takes for "no
+# limit"; not more, because its `shutdown` waits that long for idle connections too.
+FLUSH_S = 0.1
 
 
 class SharedListener:
     """Accepts between `start` and `stop`, and never otherwise."""
 
-    def __init__(
-        self,
-        fd: OwnedFd,
-        factory: Callable[[], asyncio.BaseProtocol],
-        count: Callable[[], int] = lambda: 0,
-        first_request_s: float = FIRST_REQUEST_S,
-    ) -> None:
-        """Take `fd`, a bound and listening stream socket. `count` gives the open connections."""
+    def __init__(self, fd: OwnedFd, factory: Callable[[], asyncio.BaseProtocol]) -> None:
+        """Take `fd`, a bound and listening stream socket."""
         self._sock = socket.socket(fileno=fd.detach())
         self._sock.setblocking(False)  # a flag of the open file, the same for all its holders
         self._factory = factory
-        self._count = count
-        self._first_request_s = first_request_s
-        self._quiet: dict[asyncio.BaseProtocol, asyncio.TimerHandle] = {}
         self._loop = asyncio.get_running_loop()
         self._arrivals: set[asyncio.Task[object]] = set()
         self._retry: asyncio.TimerHandle | None = None
@@ -93,35 +82,22 @@ class SharedListener:
         if self.is_accepting:
             self._loop.remove_reader(self._sock.fileno())
         self.is_accepting = False
-        for timer in self._quiet.values():
-            timer.cancel()
-        self._quiet.clear()
         self._sock.close()
 
-    def request_received(self, protocol: asyncio.BaseProtocol) -> None:
-        """Lift the deadline of `protocol`: its connection has sent a request."""
-        timer = self._quiet.pop(protocol, None)
-        if timer is not None:
-            timer.cancel()
-
-    def _give_up(self, protocol: asyncio.BaseProtocol, transport: asyncio.Transport) -> None:
-        self._quiet.pop(protocol, None)
-        transport.abort()
-
     def _accept(self) -> None:
-        if self._count() + len(self._arrivals) >= CONNECTIONS_MAX:
-            self._pause(f"{CONNECTIONS_MAX} connections are open")
-            return
         for _ in range(ACCEPTS_PER_TURN):
             try:
                 connection, _ = self._sock.accept()
             except BlockingIOError:
                 return
             except OSError as error:
-                if error.errno in EXHAUSTED:
-                    self._pause(os.strerror(error.errno or 0))
-                    return
-                continue  # the client left while it waited (man 2 accept)
+                if error.errno not in EXHAUSTED:
+                    continue  # the client left while it waited (man 2 accept)
+                why = os.strerror(error.errno or 0)
+                logger.warning("cannot accept: %s; trying again in %g s", why, RETRY_S)
+                self._loop.remove_reader(self._sock.fileno())  # the backlog waits
+                self._retry = self._loop.call_later(RETRY_S, self.start)
+                return
             connection.setblocking(False)
             arrival = self._loop.create_task(self._adopt(connection))
             self._arrivals.add(arrival)
@@ -129,48 +105,29 @@ class SharedListener:
 
     async def _adopt(self, connection: socket.socket) -> None:
         try:
-            transport, protocol = await self._loop.connect_accepted_socket(
-                self._factory, connection
-            )
+            await self._loop.connect_accepted_socket(self._factory, connection)
         except OSError:  # the client is gone
             connection.close()
-            return
-        self._quiet[protocol] = self._loop.call_later(
-            self._first_request_s, self._give_up, protocol, transport
-        )
-
-    def _pause(self, why: str) -> None:
-        """New connections wait in the backlog meanwhile."""
-        logger.warning("cannot accept: %s; trying again in %g s", why, RETRY_S)
-        self._loop.remove_reader(self._sock.fileno())
-        self._retry = self._loop.call_later(RETRY_S, self.start)
-
-
-# ---------------------------------------------------------------------- the backend
-
-KEEPALIVE_S = 75.0
-LINE_BYTES_MAX = 64 * 1024  # of a request, and of a header: as a gateway lets pass
-# For connections that are cut when the drain's budget is spent. Not 0, which aiohttp takes for "no
-# limit"; not more, because its `shutdown` waits that long for idle connections too.
-FLUSH_S = 0.1
 
 
 async def serve(
-    settings: ConfigureMsg,
+    settings: Settings,
     names: tuple[str, ...],
     sock: socket.socket,
-    models: Sequence[tuple[socket.socket, subprocess.Popen[bytes]]],
+    link: socket.socket,
+    children: Sequence[subprocess.Popen[bytes]],
     page: ProgressPage,
     seat: serving.ServingSeat | None,
 ) -> None:
-    """Serve for the supervisor at the other end of `sock`, which decides when this process ends."""
+    """Serve for the supervisor at the other end of `sock`, which decides when this process ends.
+    `link` is the socket to rank 0, `children` are the processes of all ranks."""
     channel = Channel(sock)
-    link = ModelLink(models, settings.slots, channel.end, page)
+    model = ModelLink(link, children, settings.slots, channel.end, page)
     try:
-        tokenizer = Tokenizer.load(settings.directory)
-        served = ServedModel(names, tokenizer, link)
-        backend = ReferenceBackend(served, settings.directory, seat)
+        served = ServedModel(names, Tokenizer.load(settings.directory), model)
+        backend = ReferenceBackend(served, seat)
         ready = await backend.prepare()
+        served.continuation_id = continuation_id(settings.directory, names[0], ready)
     except UnderstudyError as error:
         channel.end(process.fault_report(error))
     prepared = PreparedMsg(
@@ -178,7 +135,7 @@ async def serve(
         ready.kv_bytes,
         ready.epoch,
         ready.identity,
-        continuation=backend.continuation_id,
+        continuation=served.continuation_id,
         can_rest=seat is not None,
         can_offload=True,
     )
@@ -189,9 +146,7 @@ async def serve(
 class ReferenceBackend:
     """One incarnation's model service: what `channel.Backend` asks for."""
 
-    def __init__(
-        self, served: ServedModel, directory: str, seat: serving.ServingSeat | None
-    ) -> None:
+    def __init__(self, served: ServedModel, seat: serving.ServingSeat | None) -> None:
         """`seat`: this process's; without one it cannot sleep."""
         self._seat = seat
         self._phases = Phases()
@@ -199,7 +154,6 @@ class ReferenceBackend:
         # wake may come before the ranks have been sent the offload that was begun before it.
         self._memory = asyncio.Lock()
         self._served = served
-        self._directory = directory
         self._listener: SharedListener | None = None
         logging.getLogger("aiohttp.server").addFilter(is_our_fault)
         self._runner = web.AppRunner(
@@ -214,16 +168,9 @@ class ReferenceBackend:
     async def prepare(self) -> ReadyMsg:
         """Build the HTTP server while the model loads, so that waking need not; wait for both."""
         await self._runner.setup()
-        served = self._served
-        ready = await served.link.ready()
+        ready = self._served.ready = await self._served.link.ready()
         self._phases.step("ready")
-        served.ready = ready
-        served.continuation_id = continuation_id(self._directory, served.model_name, ready)
         return ready
-
-    @property
-    def continuation_id(self) -> str:
-        return self._served.continuation_id
 
     async def wake(
         self,
@@ -239,13 +186,9 @@ class ReferenceBackend:
             self._phases.step("wake")
             if self._seat is not None:
                 self._seat.join(token)
-            server = self._server
             self._served.engine, self._served.token = engine, token
             self._served.is_behind_gateway = is_behind_gateway
-            self._listener = SharedListener(
-                listening.duplicate(), server, lambda: len(server.connections)
-            )
-            self._served.on_request = self._listener.request_received
+            self._listener = SharedListener(listening.duplicate(), self._server)
         async with self._memory:
             return await self._served.link.take_memory(token, era)
 
@@ -259,14 +202,15 @@ class ReferenceBackend:
         self._listener.start()
 
     def health(self) -> HealthyMsg:
+        served, link = self._served, self._served.link
         return HealthyMsg(
-            in_flight=self._served.link.in_flight,
-            progress=self._served.link.progress,
+            in_flight=link.in_flight,
+            progress=link.progress,
             accepting=self._listener is not None and self._listener.is_accepting,
-            rejected=self._served.rejected,
-            replayed=self._served.replayed,
-            published_blocks=self._served.link.published,
-            kept_blocks=self._served.link.kept,
+            rejected=served.rejected,
+            replayed=served.replayed,
+            published_blocks=link.published,
+            kept_blocks=link.kept,
         )
 
     async def drain(self, budget_s: float, *, resume: bool = False) -> None:
@@ -299,10 +243,10 @@ class ReferenceBackend:
             UnderstudyError: `engine.in_flight`, requests that the drain has cut have not ended.
         """
         self._phases.step("rest")
-        end = time.monotonic() + budget_s
-        served = self._served
+        loop, served = asyncio.get_running_loop(), self._served
+        end = loop.time() + budget_s
         while not self._is_idle() or served.link.in_flight:
-            if time.monotonic() >= end:
+            if loop.time() >= end:
                 raise UnderstudyError(
                     "engine.in_flight",
                     f"{served.requests_open} requests are still open after the drain, so the KV"
@@ -310,9 +254,8 @@ class ReferenceBackend:
                 )
             await asyncio.sleep(POLL_S)
         self._listener = None
-        served.on_request = lambda protocol: None
         served.is_draining = served.is_continued = False
-        wait_s = max(0.0, end - time.monotonic())
+        wait_s = max(0.0, end - loop.time())
         resident_bytes = await served.link.give_memory(wait_s, is_kept=keep_kv)
         if self._seat is not None:
             self._seat.leave()

@@ -55,7 +55,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "logit bias": (COMPLETIONS, {**GREEDY, "logit_bias": {"49": -100, "88": 3.5}}),
-    "bad words": (COMPLETIONS, {**GREEDY, "bad_words": ["_}", "+J", "12.", ":kBv"]}),
     "half characters": (
         COMPLETIONS,
         {**GREEDY, "logit_bias": COFFEE, "frequency_penalty": 2, **USAGE},

@@ -13,10 +13,10 @@ from typing import Any
 import aiohttp
 from aiohttp.test_utils import TestClient, TestServer
 
+from engine.backends.reference.application import ServedModel, make_app
 from engine.backends.reference.generation import Generator, Request
 from engine.backends.reference.link import ReadyMsg, SamplingParams, TokenMsg
-from engine.backends.reference.routes import ServedModel, make_app
-from engine.backends.reference.stream import Tokenizer
+from engine.backends.reference.text import Tokenizer
 from plumbing import gateway_protocol as hop
 from tests.engine.reference.support import cache_for, decoder_of
 

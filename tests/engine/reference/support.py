@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from engine.backends.reference.checkpoint import Checkpoint, open_checkpoint
-from engine.backends.reference.decoder import Decoder, KVCache, Leader, weights_from
+from engine.backends.reference.decoder import Decoder, KVCache, Peers, weights_from
 from engine.backends.reference.generation import Generator, Produced, Request
 from engine.backends.reference.link import SamplingParams
 
@@ -47,7 +47,7 @@ def decoder_of(directory: str, misalign_bytes: int = 0) -> Decoder:
     checkpoint = open_checkpoint(directory)
     memory = load(checkpoint, misalign_bytes)
     config = checkpoint.config
-    return Decoder(config, weights_from(config, memory.__getitem__), Leader([], config.vocab_size))
+    return Decoder(config, weights_from(config, memory.__getitem__), Peers())
 
 
 def cache_for(decoder: Decoder, slots: int = 4, max_context: int = 128) -> KVCache:

@@ -39,57 +39,40 @@ from tests.helpers import descriptors_below
 with open(os.path.join(golden("untied-gqa-bf16"), "config.json"), encoding="utf-8") as file:
     GOOD: dict[str, Any] = json.load(file)
 
-UNSUPPORTED = [
-    ("architectures", ["MistralForCausalLM"]),
-    ("architectures", ["LlamaForSequenceClassification"]),
-    ("model_type", "qwen3"),
-    ("hidden_act", "gelu"),
-    ("attention_bias", True),
-    ("mlp_bias", True),
-    ("quantization_config", {"quant_method": "fp8"}),
-    ("sliding_window", 4096),
-    ("rope_parameters", {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}),
-    ("rope_parameters", {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}),
-    ("rope_parameters", {"rope_type": "default", "partial_rotary_factor": 0.5}),
-    ("partial_rotary_factor", 0.5),
-    ("rope_interleaved", True),
-]
-BROKEN = [
-    ("vocab_size", None),
-    ("vocab_size", "many"),
-    ("vocab_size", True),
-    ("hidden_size", 0),
-    ("hidden_size", -1),
-    ("num_hidden_layers", 2.5),
-    ("num_key_value_heads", 3),
-    ("head_dim", 7),
-    ("rms_norm_eps", "tiny"),
-    ("rms_norm_eps", float("nan")),
-    ("tie_word_embeddings", "yes"),
-    ("eos_token_id", "</s>"),
-    ("rope_parameters", "llama3"),
-    ("rope_parameters", {"rope_type": "llama3"}),
-    ("rope_parameters", {"rope_type": "linear", "factor": 0}),
+WRONG: list[tuple[str, Any, str]] = [
+    ("architectures", ["MistralForCausalLM"], "model.unsupported"),
+    ("hidden_act", "gelu", "model.unsupported"),
+    ("quantization_config", {"quant_method": "fp8"}, "model.unsupported"),
+    (
+        "rope_parameters",
+        {"rope_type": "yarn", "factor": 4.0},
+        "model.unsupported",
+    ),
+    ("rope_parameters", {"rope_type": ["llama3"]}, "model.unsupported"),
+    ("rope_parameters", {"partial_rotary_factor": 0.5}, "model.unsupported"),
+    ("vocab_size", None, "model.broken"),
+    ("vocab_size", True, "model.broken"),
+    ("hidden_size", 0, "model.broken"),
+    ("num_key_value_heads", 3, "model.broken"),
+    ("head_dim", 7, "model.broken"),
+    ("rms_norm_eps", float("nan"), "model.broken"),
+    ("eos_token_id", "</s>", "model.broken"),
+    ("rope_parameters", "llama3", "model.broken"),
+    ("rope_parameters", {"rope_type": "llama3"}, "model.broken"),
+    ("rope_parameters", {"rope_type": "linear", "factor": 0}, "model.broken"),
 ]
 
 
-@pytest.mark.parametrize(("key", "value"), UNSUPPORTED)
-def test_parse_config_key_the_decoder_lacks_is_refused_by_name(key: str, value: Any):
-    """No silent wrong text: each foreign value is refused, naming file, key and value."""
+@pytest.mark.parametrize(("key", "value", "code"), WRONG)
+def test_parse_config_what_the_decoder_lacks_and_nonsense_are_refused(
+    key: str, value: Any, code: str
+):
+    """No silent wrong text: each foreign or impossible value is refused, naming the file."""
     with pytest.raises(UsageError) as caught:
         parse_config({**GOOD, key: value}, {}, "/m/config.json")
-    assert caught.value.code == "model.unsupported"
+    assert caught.value.code == code
     assert "/m/config.json" in caught.value.message
-    assert key in caught.value.message
-
-
-@pytest.mark.parametrize(("key", "value"), BROKEN)
-def test_parse_config_nonsense_is_refused_by_name(key: str, value: Any):
-    """A damaged file ends in a sentence: each impossible value, naming file and key."""
-    with pytest.raises(UsageError) as caught:
-        parse_config({**GOOD, key: value}, {}, "/m/config.json")
-    assert caught.value.code == "model.broken"
-    assert "/m/config.json" in caught.value.message
+    assert code == "model.broken" or key in caught.value.message
 
 
 def test_parse_config_older_transformers_keys_mean_the_same():
@@ -117,17 +100,6 @@ def test_read_config_generation_config_decides_when_text_ends(tmp_path: Any):
     path = os.path.join(directory, "generation_config.json")
     edit_json(path, lambda document: document.update(eos_token_id=[2, 5]))
     assert read_config(directory).eos_token_ids == (2, 5)
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe", b"[" * 100_000])
-def test_read_config_file_that_is_no_json_object_is_named(tmp_path: Any, content: bytes):
-    """Broken JSON of several kinds is one sentence with the file's name."""
-    directory = copy_of("tied-f32", tmp_path)
-    with open(os.path.join(directory, "config.json"), "wb") as target:
-        target.write(content)
-    with pytest.raises(UsageError, match=r"config\.json is not valid JSON") as caught:
-        read_config(directory)
-    assert caught.value.code == "model.broken"
 
 
 SHARDED = "llama3-rope-sharded-bf16"
@@ -213,26 +185,12 @@ EMPTY = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
 DAMAGE: dict[str, tuple[str, Callable[[str], None], str, str]] = {
     "no config": ("tied-f32", _remove("config.json"), "model.missing", "config.json"),
     "no weights": ("tied-f32", _remove("model.safetensors"), "model.missing", "neither"),
-    "no shard": (
-        SHARDED,
-        _remove("model-00002-of-00003.safetensors"),
-        "model.missing",
-        "model-00002-of-00003.safetensors",
-    ),
-    "cut tensors": ("tied-f32", _cut("model.safetensors", 50_000), "model.broken", "truncated"),
     "cut header": ("tied-f32", _cut("model.safetensors", 100), "model.broken", "truncated"),
-    "empty file": ("tied-f32", _cut("model.safetensors", 0), "model.broken", "truncated"),
     "cut last byte": (
         SHARDED,
         _cut("model-00003-of-00003.safetensors", 11_959),
         "model.broken",
         "truncated",
-    ),
-    "not safetensors": (
-        "tied-f32",
-        _write("model.safetensors", b"<html>404 not found</html>"),
-        "model.broken",
-        "not a safetensors file",
     ),
     "header no json": (
         "tied-f32",
@@ -271,36 +229,11 @@ DAMAGE: dict[str, tuple[str, Callable[[str], None], str, str]] = {
         "model.unsupported",
         "I32",
     ),
-    "unknown dtype": (
-        "tied-f32",
-        _header(lambda h: h[NORM].update(dtype="F4")),
-        "model.unsupported",
-        "F4",
-    ),
-    "size lies": (
-        "tied-f32",
-        _header(lambda h: h[NORM].update(shape=[33])),
-        "model.broken",
-        "claims",
-    ),
-    "offset lies": (
-        "tied-f32",
-        _header(lambda h: h[NORM].update(data_offsets=[-128, 0])),
-        "model.broken",
-        "not whole numbers",
-    ),
-    "entry lacks": ("tied-f32", _header(lambda h: h[NORM].pop("dtype")), "model.broken", "lacks"),
     "overlap": (
         "tied-f32",
         _header(lambda h: h[NORM].update(data_offsets=[0, 128])),
         "model.broken",
         "overlap",
-    ),
-    "directory as file": (
-        "tied-f32",
-        lambda d: (os.unlink(f"{d}/model.safetensors"), os.mkdir(f"{d}/model.safetensors"))[1],
-        "model.broken",
-        "cannot be opened",
     ),
 }
 
@@ -317,12 +250,6 @@ def test_open_checkpoint_damaged_is_one_sentence(case: str, tmp_path: Any):
     assert expected in caught.value.message
     assert "\n" not in caught.value.message
     assert caught.value.exit_code == 2
-
-
-def test_open_checkpoint_no_directory_is_one_sentence(tmp_path: Any):
-    """A mistyped path is the commonest mistake: say what is wanted instead."""
-    with pytest.raises(UsageError, match="not a directory"):
-        open_checkpoint(str(tmp_path / "nowhere"))
 
 
 def test_load_into_file_cut_after_opening_is_refused(tmp_path: Any):
@@ -370,25 +297,6 @@ def test_identity_sees_a_fine_tune_whose_headers_are_equal(tmp_path: Any):
     )
 
 
-def test_identity_sees_another_config(tmp_path: Any):
-    """The same weights under another rope are another model: change one number."""
-    directory = copy_of("linear-rope-f16", tmp_path)
-    before = identity(directory)
-    path = os.path.join(directory, "config.json")
-    edit_json(path, lambda document: document["rope_parameters"].update(factor=2.0))
-    assert identity(directory)["config"] != before["config"]
-
-
-def test_identity_of_a_checkpoint_that_went_away_is_a_sentence(tmp_path: Any):
-    """It is computed again before commit, when the files may be gone: each file in turn."""
-    for missing in ("config.json", "model.safetensors"):
-        directory = copy_of("tied-f32", tmp_path / missing)
-        os.unlink(os.path.join(directory, missing))
-        with pytest.raises(UsageError) as caught:
-            identity(directory)
-        assert caught.value.code == "model.missing"
-
-
 @pytest.mark.parametrize("read", [read_file, read_shard])
 def test_a_file_that_the_disk_does_not_give_is_not_called_broken(read):
     """Method: a file whose first bytes the kernel answers with EIO."""
@@ -432,11 +340,10 @@ def test_exactly_the_models_tensors_are_bound(checkpoint: Checkpoint):
     check_bound(checkpoint.tensors, EPOCH, found_for(checkpoint))
 
 
-@pytest.mark.parametrize("index", [0, 3, -1])
-def test_tensor_that_the_epoch_lacks_is_named(checkpoint: Checkpoint, index: int):
+def test_tensor_that_the_epoch_lacks_is_named(checkpoint: Checkpoint):
     """Take one tensor out of the epoch: the error names it (a peer leaves it on `meta`)."""
     found = found_for(checkpoint)
-    name = checkpoint.tensors[index].name
+    name = checkpoint.tensors[3].name
     del found[name]
     with pytest.raises(UnderstudyError, match=r"model\.unbound") as caught:
         check_bound(checkpoint.tensors, EPOCH, found)

@@ -41,8 +41,8 @@ def refused(parse: Any, document: Any) -> ApiError:
     return caught.value
 
 
-def test_every_parameter_arrives_at_the_model():
-    """Goal: none is forgotten on the way. Method: send all of them, compare."""
+def test_every_parameter_arrives_at_the_model_and_the_defaults_are_openais():
+    """Goal: none is forgotten on the way. Method: send all of them, compare; send none."""
     sampling = {
         "temperature": 0.5,
         "top_p": 0.5,
@@ -62,36 +62,18 @@ def test_every_parameter_arrives_at_the_model():
             "stream_options": {"include_usage": True},
             "ignore_eos": True,
             "logit_bias": {"5": -100, "7": 1.5},
-            "bad_words": ["ab", " c"],
             **sampling,
         }
     )
     assert (body.model, body.prompt, body.max_tokens) == ("m", [1, 2], 7)
     assert (body.stops, body.stream, body.ignore_eos) == (["a", "b"], True, True)
     assert body.stream_options.include_usage
-    assert body.sampling(9, lambda text: list(text.encode()), 262) == SamplingParams(
-        **sampling,
-        logit_bias=((5, -100.0), (7, 1.5)),
-        bad_words=((97, 98), (99,)),  # behind a space these have as many tokens only in a real one
-    )
-
-
-def test_defaults_are_those_of_openai():
-    """A bare request has OpenAI's defaults: parse the smallest bodies."""
+    biases = ((5, -100.0), (7, 1.5))
+    assert body.sampling(9, 262) == SamplingParams(**sampling, logit_bias=biases)
     body = parse_completion({"prompt": "x", "seed": None})
     assert (body.max_tokens, body.stream, body.stops, body.ignore_eos) == (16, False, [], False)
-    assert body.sampling(9, lambda _: [], 9) == SamplingParams(seed=9)
+    assert body.sampling(9, 9) == SamplingParams(seed=9)
     assert parse_chat(CHAT).max_tokens is None
-    assert parse_completion({"prompt": "x", "stop": "a"}).stops == ["a"]
-
-
-def test_bad_word_is_also_one_behind_a_space():
-    """As in vLLM: a tokenizer has other tokens for a word within a text than at its beginning."""
-    ids = {"hot": [1], " hot": [2], "dog": [3, 4], " dog": [5, 4], "s": [6], " s": [7, 6]}
-    body = parse_completion({"prompt": "x", "bad_words": ["hot", " dog", "s"]})
-    found = body.sampling(9, ids.__getitem__, 7).bad_words
-    assert found == ((1,), (2,), (3, 4), (5, 4), (6,))
-    assert body.sampling(9, ids.__getitem__, 5).bad_words == ((1,), (2,), (3, 4))
 
 
 @pytest.mark.parametrize("client", STOCK)
@@ -108,28 +90,16 @@ WRONG = [
     ({}, "prompt"),
     ({"prompt": ["a", "b"]}, "prompt"),
     ({"prompt": [1, True]}, "prompt"),
-    ({"prompt": []}, "prompt"),
     ({"prompt": 5}, "prompt"),
-    ({"max_tokens": 0}, "max_tokens"),
-    ({"max_tokens": True}, "max_tokens"),
     ({"max_tokens": "4"}, "max_tokens"),
     ({"temperature": 2.5}, "temperature"),
-    ({"top_p": 0}, "top_p"),
-    ({"seed": 2**63}, "seed"),
-    ({"stop": ["a"] * 5}, "stop"),
     ({"stop": [""]}, "stop"),
     ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
-    ({"presence_penalty": 2.5}, "presence_penalty"),
-    ({"repetition_penalty": 0}, "repetition_penalty"),
-    ({"stop_token_ids": [-1]}, "stop_token_ids"),
     ({"logit_bias": {"1": 101}}, "logit_bias"),
-    ({"bad_words": [""]}, "bad_words"),
 ]
 UNSUPPORTED: list[tuple[str, Any]] = [
-    *(("n", 2), ("echo", True), ("suffix", "x"), ("logprobs", 0), ("logprobs", True)),
-    *(("top_k", 5), ("min_p", 0.1), ("tools", [{"type": "function"}]), ("n", True)),
-    *(("guided_regex", "a"), ("structured_outputs", {}), ("nobody_knows_this", 1)),
-    ("response_format", {"type": "json_object"}),
+    *(("n", 2), ("echo", True), ("logprobs", 0), ("top_k", 5), ("tools", [{"type": "function"}])),
+    *(("n", True), ("bad_words", ["a"]), ("structured_outputs", {}), ("nobody_knows_this", 1)),
 ]
 
 
@@ -137,9 +107,7 @@ UNSUPPORTED: list[tuple[str, Any]] = [
 def test_wrong_value_is_refused_by_name(document: Any, param: str):
     """400 with the parameter's name: one wrong value each."""
     good = {"prompt": "x"} if document else {}
-    error = refused(parse_completion, {**good, **document})
-    assert error.param is not None
-    assert error.param.startswith(param)
+    assert (refused(parse_completion, {**good, **document}).param or "").startswith(param)
 
 
 @pytest.mark.parametrize(("name", "value"), UNSUPPORTED)
@@ -165,16 +133,13 @@ def test_values_that_change_nothing_are_accepted():
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages"),
-        ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "messages[0]."),
         ({"messages": [{"role": "user", "content": "x", "name": "n"}]}, "messages[0].name"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
     ],
 )
 def test_chat_with_a_wrong_value_is_refused_by_name(extra: Any, param: str):
     """As for completions: one wrong value each over a good chat."""
-    found = refused(parse_chat, {**CHAT, **extra}).param
-    assert found is not None
-    assert found.startswith(param)
+    assert (refused(parse_chat, {**CHAT, **extra}).param or "").startswith(param)
 
 
 def test_answer_of_a_stock_client_may_be_sent_back():
@@ -186,9 +151,7 @@ def test_answer_of_a_stock_client_may_be_sent_back():
     assert [each.text for each in parse_chat({"messages": talk}).messages] == ["hello", "a\nb"]
 
 
-@pytest.mark.parametrize(
-    "body", [b"", b"{", b"[1]", b'"x"', b'{"a": NaN}', b'{"a": "\\ud800"}', b"\xff", b"[" * 100_000]
-)
+@pytest.mark.parametrize("body", [b"", b"[1]", b'{"a": NaN}', b'{"a": "\\ud800"}', b"[" * 100_000])
 def test_body_that_is_no_json_object_is_a_400(body: bytes):
     """Bad JSON never reaches a handler as an exception: several broken bodies."""
     assert refused(parse_json, body).code == "invalid_json"
@@ -198,7 +161,6 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     *(({"logit_bias": {key: 1}}, "logit_bias") for key in ("9" * 5000, "²", "-1", "262", "1.0")),
     ({"stop_token_ids": [262]}, "stop_token_ids"),
     ({"min_tokens": 19}, "min_tokens"),
-    ({"min_tokens": 3, "max_tokens": 2}, "min_tokens"),
 ]
 
 
@@ -221,8 +183,7 @@ def test_impossible_parameters_are_refused_by_name(tmp_path: Path):
 def test_refusals_of_the_model_get_the_right_status():
     """A full queue is 429, bad input 400, our fault 500: map one of each."""
     full = from_understudy(UnderstudyError("engine.queue_full", "full"))
-    assert full.status == 429
-    assert full.headers() == {"Retry-After": "1"}
+    assert (full.status, full.headers()) == (429, {"Retry-After": "1"})
     assert from_understudy(UsageError("model.no_chat_template", "no")).status == 400
     assert from_understudy(UnderstudyError("engine.broken", "x")).status == 500
 
@@ -243,64 +204,41 @@ def test_requests_that_the_http_library_refuses_are_not_quoted_in_the_log():
 
 USAGE = TokenUsage(prompt_tokens=3, completion_tokens=2)
 USAGE_BODY = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
-ENVELOPE = {"created": 7, "model": "m"}
 END = {"index": 0, "logprobs": None, "finish_reason": "stop"}
 
 
-def reply(*, is_chat: bool, **options: bool) -> OpenAiReply:
-    return OpenAiReply(is_chat, "chatcmpl-1" if is_chat else "cmpl-1", "m", 7, **options)
-
-
-def test_whole_answers_are_openais_to_the_letter():
-    """Compare the whole documents."""
-    assert reply(is_chat=False).whole("text", "stop", USAGE) == {
-        **ENVELOPE,
-        "id": "cmpl-1",
-        "object": "text_completion",
-        "choices": [{"text": "text", **END}],
-        "usage": USAGE_BODY,
-    }
-    message = {"role": "assistant", "content": "text", "refusal": None}
-    assert reply(is_chat=True).whole("text", "stop", USAGE) == {
-        **ENVELOPE,
-        "id": "chatcmpl-1",
-        "object": "chat.completion",
-        "choices": [{"message": message, **END}],
-        "usage": USAGE_BODY,
-    }
-
-
-def test_chunks_of_a_stream_are_openais():
-    """A chat opens with the role and has deltas; a completion's chunks look like its whole."""
-    chat, completion = reply(is_chat=True), reply(is_chat=False)
-    opening = chat.opening()
-    assert opening is not None
-    assert opening["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    assert chat.chunk("a", USAGE)["choices"][0]["delta"] == {"content": "a"}
-    last = chat.last_chunk("stop", USAGE)
-    assert last == {
-        **ENVELOPE,
-        "id": "chatcmpl-1",
-        "object": "chat.completion.chunk",
-        "choices": [{"delta": {}, **END}],
-    }
-    assert completion.opening() is None
-    chunk = completion.chunk("a", USAGE)
-    assert (chunk["object"], "usage" in chunk) == ("text_completion", False)
-    assert chunk["choices"] == [{"text": "a", **END, "finish_reason": None}]
-
-
 @pytest.mark.parametrize("is_chat", [True, False])
-def test_usage_comes_last_or_in_every_chunk(is_chat: bool):
-    """OpenAI's include_usage and vLLM's continuous_usage_stats: build the chunks."""
-    made = reply(is_chat=is_chat, wants_usage=True)
-    assert made.chunk("a", USAGE)["usage"] is None
-    assert made.last_chunk("stop", USAGE)["usage"] is None
+def test_answers_whole_and_in_chunks_are_openais_to_the_letter(is_chat: bool):
+    """Compare the documents; usage comes last (include_usage) or in every chunk (vLLM's
+    continuous_usage_stats)."""
+    said = {"message": {"role": "assistant", "content": "text", "refusal": None}}
+    made = OpenAiReply(is_chat, "id-1", "m", 7, wants_usage=True)
+    whole = {
+        "id": "id-1",
+        "object": "chat.completion" if is_chat else "text_completion",
+        "created": 7,
+        "model": "m",
+        "choices": [{**(said if is_chat else {"text": "text"}), **END}],
+        "usage": USAGE_BODY,
+    }
+    assert made.whole("text", "stop", USAGE) == whole
+    opening, chunk, last = made.opening(), made.chunk("a", USAGE), made.last_chunk("stop", USAGE)
+    if is_chat:
+        assert opening is not None
+        assert opening["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+        assert chunk["choices"][0]["delta"] == {"content": "a"}
+        chunked = {"object": "chat.completion.chunk", "choices": [{"delta": {}, **END}]}
+    else:
+        assert opening is None
+        assert chunk["choices"] == [{"text": "a", **END, "finish_reason": None}]
+        chunked = {"choices": [{"text": "", **END}]}
+    assert last == {**whole, **chunked, "usage": None}
+    assert chunk["usage"] is None
     final = made.usage_chunk(USAGE)
     assert (final["choices"], final["usage"]) == ([], USAGE_BODY)
-    made = reply(is_chat=is_chat, wants_usage=True, has_usage=True)
+    made = OpenAiReply(is_chat, "id-1", "m", 7, wants_usage=True, has_usage=True)
     assert made.chunk("a", USAGE)["usage"] == USAGE_BODY
-    assert made.last_chunk("stop", USAGE)["usage"] == USAGE_BODY
+    assert "usage" not in OpenAiReply(is_chat, "id-1", "m", 7).chunk("a", USAGE)
 
 
 def test_sse_is_one_data_line():

@@ -1,18 +1,22 @@
-"""The tokens of requests are those of transformers, alone, in a batch and resumed."""
+"""The tokens of requests are those of transformers, alone, in a batch and resumed; turns, slots."""
 
 from __future__ import annotations
 
 import json
 import os
 import random
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine.backends.reference.decoder import Decoder, KVCache
-from engine.backends.reference.generation import Generator, Request, canary
+from engine.backends.reference.generation import PREFILL_CHUNK, Generator, Request, canary
 from engine.backends.reference.link import SamplingParams
-from plumbing.errors import UnderstudyError
+from plumbing.errors import InvariantError, UnderstudyError
 from tests.engine.reference.support import (
     GOLDEN_NAMES,
     GREEDY,
@@ -23,6 +27,33 @@ from tests.engine.reference.support import (
     tokens_of,
 )
 
+SEEDED = SamplingParams(temperature=0.9, top_p=0.9, seed=7)
+
+
+@pytest.fixture(scope="module", name="decoder")
+def decoder_fixture() -> Decoder:
+    return decoder_of(golden("untied-gqa-bf16"))
+
+
+def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
+    source = random.Random(f"{length} {seed}")
+    return tuple(source.randrange(3, 128) for _ in range(length))
+
+
+class Spy(Decoder):
+    """Keeps the logits of every step, or of those in `slot`."""
+
+    def __init__(self, decoder: Decoder, slot: int | None = None) -> None:
+        self.__dict__ = dict(decoder.__dict__)
+        self.seen: list[bytes] = []
+        self.slot = slot
+
+    def forward(self, cache, slot, tokens, start):  # type: ignore[no-untyped-def] # as above
+        logits = super().forward(cache, slot, tokens, start)
+        if self.slot in (None, slot):
+            self.seen.append(logits.tobytes())
+        return logits
+
 
 @pytest.mark.parametrize("name", GOLDEN_NAMES)
 def test_decoder_golden_prompts_gives_the_tokens_and_logits_of_transformers(name: str):
@@ -30,14 +61,11 @@ def test_decoder_golden_prompts_gives_the_tokens_and_logits_of_transformers(name
     with open(os.path.join(golden(name), "golden.json"), encoding="utf-8") as file:
         cases = json.load(file)["cases"]
     decoder = decoder_of(golden(name))
-    generator = Generator(decoder, cache_for(decoder))
-    made = run(
-        generator,
-        (
-            Request(number, tuple(case["prompt"]), len(case["tokens"]), GREEDY)
-            for number, case in enumerate(cases)
-        ),
-    )
+    requests = [
+        Request(number, tuple(case["prompt"]), len(case["tokens"]), GREEDY)
+        for number, case in enumerate(cases)
+    ]
+    made = run(Generator(decoder, cache_for(decoder)), requests)
     for number, case in enumerate(cases):
         assert tokens_of(made[number]) == case["tokens"]
         logits = decoder.forward(cache_for(decoder), 0, case["prompt"], 0)
@@ -54,50 +82,18 @@ def test_golden_cases_cover_what_the_decoder_claims():
     assert any(config.head_dim * config.heads != config.hidden_size for config in configs)
 
 
-SEEDED = SamplingParams(temperature=0.9, top_p=0.9, seed=7)
-
-
-@pytest.fixture(scope="module", name="decoder")
-def decoder_fixture() -> Decoder:
-    return decoder_of(golden("untied-gqa-bf16"))
-
-
-def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
-    source = random.Random(f"{length} {seed}")
-    return tuple(source.randrange(3, 128) for _ in range(length))
-
-
-@pytest.mark.parametrize("name", GOLDEN_NAMES)
-def test_step_logits_do_not_depend_on_the_batch(name: str):
+def test_step_logits_do_not_depend_on_the_batch(decoder: Decoder):
     """Bit for bit: spy on the logits of a request alone and between others that come and go."""
-    decoder = decoder_of(golden(name))
     watched = Request(1, prompt(45), 20, SEEDED)
-
-    class Spy(Decoder):
-        def __init__(self) -> None:
-            self.__dict__ = dict(decoder.__dict__)
-            self.seen: list[bytes] = []
-            self.slot: int | None = None
-
-        def forward(self, cache, slot, tokens, start):  # type: ignore[no-untyped-def] # as above
-            logits = super().forward(cache, slot, tokens, start)
-            if slot == self.slot:
-                self.seen.append(logits.tobytes())
-            return logits
-
-    alone = Spy()
-    alone.slot = 0
+    alone, company = Spy(decoder, slot=0), Spy(decoder, slot=2)
     expected = run(Generator(alone, cache_for(decoder)), [watched])[1]
-
-    company = Spy()
-    company.slot = 2
     generator = Generator(company, cache_for(decoder))
     for number in (8, 9):
         generator.submit(Request(number, prompt(number), 50, GREEDY))
     generator.submit(watched)
     made = []
     for step in range(200):
-        if step % 7 == 0 and generator._scheduler.running < 4:
+        if step % 7 == 0 and len(generator._running) < 4:
             generator.submit(Request(100 + step, prompt(step % 70 + 1), step % 9 + 1, SEEDED))
         if step == 30:
             generator.cancel(8)
@@ -110,19 +106,6 @@ def test_step_logits_do_not_depend_on_the_batch(name: str):
     assert company.seen == alone.seen
 
 
-class Spy(Decoder):
-    """Keeps the logits of every step."""
-
-    def __init__(self, decoder: Decoder) -> None:
-        self.__dict__ = dict(decoder.__dict__)
-        self.seen: list[bytes] = []
-
-    def forward(self, cache, slot, tokens, start):  # type: ignore[no-untyped-def] # as above
-        logits = super().forward(cache, slot, tokens, start)
-        self.seen.append(logits.tobytes())
-        return logits
-
-
 @pytest.mark.parametrize("name", GOLDEN_NAMES)
 def test_step_logits_of_a_resumed_request_are_those_of_an_uninterrupted_one(name: str):
     """Bit for bit, at every token: a journal is run as when it was made, not as a longer prompt."""
@@ -130,7 +113,6 @@ def test_step_logits_of_a_resumed_request_are_those_of_an_uninterrupted_one(name
     made = tokens_of(run(Generator(whole, cache_for(whole)), [Request(1, prompt(45), 12)])[1])
     for count in range(1, len(made)):
         resumed = Spy(whole)
-        resumed.seen = []
         generator = Generator(resumed, cache_for(whole))
         asked = Request(1, prompt(45), 12, made=tuple(made[:count]))
         assert tokens_of(run(generator, [asked])[1]) == made[count:]
@@ -141,31 +123,12 @@ def test_step_logits_of_a_resumed_request_are_those_of_an_uninterrupted_one(name
 def test_forward_does_not_depend_on_where_the_weights_lie(decoder: Decoder):
     """Two processes map weights and KV at other addresses: shift them, compare bit for bit."""
     expected = decoder.forward(cache_for(decoder), 0, prompt(40), 0).tobytes()
-    for misalign_bytes in (4, 8, 20, 32, 60):
+    for misalign_bytes in (4, 20, 60):
         moved = decoder_of(golden("untied-gqa-bf16"), misalign_bytes)
         nbytes = KVCache.bytes_needed(moved.config, 3, 77)
         buffer = memoryview(bytearray(nbytes + misalign_bytes))[misalign_bytes:]
         cache = KVCache(moved.config, buffer, 3, 77)
         assert moved.forward(cache, 2, prompt(40), 0).tobytes() == expected
-
-
-def test_step_long_prompt_progresses_and_does_not_hold_up_others(decoder: Decoder):
-    """Prefill is progress: each step of a long prompt counts, and a short one answers between."""
-    generator = Generator(decoder, cache_for(decoder))
-    generator.submit(Request(1, prompt(120), 2, GREEDY))
-    generator.submit(Request(2, prompt(1), 2, GREEDY))
-    made = []
-    for expected in range(1, 7):
-        made.append(generator.step())
-        assert generator.progress == expected
-    assert [produced.request_id if produced else None for produced in made] == [
-        None,
-        2,
-        None,
-        2,
-        None,
-        1,
-    ]
 
 
 def test_canary_repeats_and_damaged_weights_fail_it():
@@ -186,3 +149,162 @@ def test_kv_cache_smaller_than_needed_is_refused(decoder: Decoder):
         KVCache(decoder.config, bytearray(nbytes - 1), 2, 64)
     with pytest.raises(ValueError, match="exceed"):
         decoder.forward(cache_for(decoder, 1, 16), 0, prompt(17), 0)
+
+
+# ---------------------------------------------------------------------- turns and slots
+
+CONTEXT, SLOTS, TOKENS, STOP = 100, 3, 10, 9
+
+
+class Told:
+    """A decoder that does nothing; its logits are for `token`."""
+
+    def __init__(self) -> None:
+        self.token = 0
+        self.work: tuple[int, tuple[int, ...], int] = (0, (), 0)
+
+    def forward(self, cache: Any, slot: int, tokens: tuple[int, ...], start: int) -> Any:
+        self.work = slot, tokens, start
+        return np.eye(TOKENS, dtype=np.float32)[self.token]
+
+
+class Slots:
+    slots, max_context = SLOTS, CONTEXT
+
+
+def told(decoder: Told, **more: Any) -> Generator:
+    return Generator(decoder, Slots(), **more)  # type: ignore[arg-type]  # stand-ins for arithmetic
+
+
+def request(number: int, prompt: int = 3, max_tokens: int = 4, made: int = 0) -> Request:
+    end = max_tokens + made
+    return Request(number, (1,) * prompt, end, GREEDY, stop_token_ids=(STOP,), made=(2,) * made)
+
+
+class TurnsMachine(RuleBasedStateMachine):
+    """Random submit, cancel and work: no slot is shared, lost or idle while a request waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = Told()
+        self.generator = told(self.decoder)
+        self.next_id = 0
+        self.unfinished: dict[int, Request] = {}
+        self.slot_of: dict[int, int] = {}
+        self.position: dict[int, int] = {}
+        self.made: dict[int, int] = {}
+        self.turns_since: dict[int, int] = {}
+
+    def forget(self, number: int) -> None:
+        for table in (self.unfinished, self.slot_of, self.position, self.made, self.turns_since):
+            table.pop(number, None)
+
+    @precondition(lambda self: len(self.unfinished) < SLOTS + 4)
+    @rule(prompt=st.integers(1, CONTEXT - 1), max_tokens=st.integers(1, 8), made=st.integers(0, 3))
+    def submit(self, prompt: int, max_tokens: int, made: int) -> None:
+        self.next_id += 1
+        wanted = request(self.next_id, prompt, max_tokens, min(made, CONTEXT - 1 - prompt))
+        self.generator.submit(wanted)
+        self.unfinished[wanted.id] = wanted
+        self.made[wanted.id] = len(wanted.made)
+
+    @precondition(lambda self: self.unfinished)
+    @rule(choice=st.integers(0, 100))
+    def cancel(self, choice: int) -> None:
+        number = sorted(self.unfinished)[choice % len(self.unfinished)]
+        self.generator.cancel(number)
+        self.generator.cancel(number)
+        self.forget(number)
+
+    @rule(token=st.integers(0, TOKENS - 1))
+    def work(self, token: int) -> None:
+        if not self.unfinished:
+            assert self.generator.step() is None
+            return
+        number = self.generator._running[0].request.id
+        wanted, self.decoder.token = self.unfinished[number], token
+        produced = self.generator.step()
+        total = (*wanted.prompt, *wanted.made)
+        samples = self.check_place(number, wanted) >= len(total)
+        assert (produced is not None) == samples
+        if produced is None:
+            return
+        self.made[number] += 1
+        full = len(wanted.prompt) + self.made[number] == CONTEXT
+        expected = "length" if full or self.made[number] == wanted.max_tokens else None
+        assert (produced.request_id, produced.token) == (number, token)
+        assert produced.finish_reason == ("stop" if token == STOP else expected)
+        if produced.finish_reason is not None:
+            self.forget(number)
+
+    def check_place(self, number: int, wanted: Request) -> int:
+        """The position behind the unit that was run."""
+        slot, tokens, start = self.decoder.work
+        # The same slot throughout, and no other request's.
+        assert self.slot_of.setdefault(number, slot) == slot
+        assert [each for each in self.slot_of.values() if each == slot] == [slot]
+        # Positions without a gap, and never beyond the cache.
+        assert start == self.position.get(number, 0)
+        end = self.position[number] = start + len(tokens)
+        assert end <= CONTEXT
+        total = (*wanted.prompt, *wanted.made)
+        assert tokens == total[start:end] or start >= len(total)
+        # A prompt goes in chunks that are cut by position; what was made one by one, as it was.
+        if start < len(wanted.prompt):
+            assert end % PREFILL_CHUNK == 0 or end == len(wanted.prompt)
+            assert start // PREFILL_CHUNK == (end - 1) // PREFILL_CHUNK
+        else:
+            assert len(tokens) == 1
+        # No starvation: every other running request had a turn since.
+        self.turns_since[number] = 0
+        for other in self.turns_since:
+            self.turns_since[other] += other != number
+            assert self.turns_since[other] <= 2 * SLOTS
+        return end
+
+    @invariant()
+    def slots_are_all_accounted_for(self) -> None:
+        running, waiting = len(self.generator._running), len(self.generator._waiting)
+        assert running + len(self.generator._free) == SLOTS
+        assert running + waiting == len(self.unfinished)
+        assert not waiting or not self.generator._free
+
+
+TestTurnsMachine = TurnsMachine.TestCase
+TestTurnsMachine.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        *(Request(1, (), 4), request(1, prompt=CONTEXT), request(1, max_tokens=0)),
+        *(request(1, max_tokens=0, made=4), request(1, prompt=CONTEXT - 4, made=4)),
+    ],
+)
+def test_submit_request_that_the_http_process_should_have_refused_is_our_own_fault(bad: Request):
+    """Checks are the HTTP process's; what does not fit must still not reach the cache."""
+    generator = told(Told())
+    with pytest.raises(InvariantError):
+        generator.submit(bad)
+    generator.submit(request(1))
+    with pytest.raises(InvariantError):
+        generator.submit(request(1))
+
+
+def test_interval_slows_each_request_and_neither_prompts_nor_journals():
+    now_s = [10.0]
+    decoder = Told()
+    generator = told(decoder, interval_s=0.2, now_s=lambda: now_s[0])
+    generator.submit(request(1, prompt=1))
+    generator.submit(request(2, prompt=1, made=2))
+    made = [generator.step() for _ in range(4)]
+    assert [None if each is None else each.request_id for each in made] == [1, None, None, 2]
+    assert generator.step() is None
+    assert generator.idle_ms() == 200
+    now_s[0] += 0.1
+    generator.submit(request(3, prompt=40))
+    assert generator.idle_ms() == 0
+    assert generator.step() is None
+    assert decoder.work[1] == (1,) * PREFILL_CHUNK
+    now_s[0] += 0.1
+    assert {each.request_id for each in (generator.step(), generator.step()) if each} >= {1}

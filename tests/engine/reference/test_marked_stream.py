@@ -7,7 +7,7 @@ import socket
 
 import uvloop
 
-from engine.backends.reference.stream import MarkedStream
+from engine.backends.reference.application import MarkedStream
 from tests.helpers import auntil
 
 

@@ -9,7 +9,7 @@ import pytest
 from engine.backends.reference.checkpoint import identity
 from engine.backends.reference.generation import Generator, Request
 from engine.backends.reference.random_model import main, write_random_model
-from engine.backends.reference.stream import Tokenizer
+from engine.backends.reference.text import Tokenizer
 from plumbing.errors import UsageError
 from tests.engine.reference.support import GREEDY, cache_for, decoder_of, run, tokens_of
 

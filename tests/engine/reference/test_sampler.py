@@ -10,12 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from engine.backends.reference.generation import (
-    Request,
-    choose,
-    constrained,
-    uniform,
-)
+from engine.backends.reference.generation import Request, choose, constrained, uniform
 from engine.backends.reference.link import SamplingParams
 from plumbing.errors import UnderstudyError
 
@@ -31,12 +26,12 @@ PARAMS = st.builds(
 @given(LOGITS, PARAMS, st.integers(0, 10_000))
 @settings(max_examples=300, deadline=None)
 def test_choose_gives_the_same_token_again(logits, params, index):
-    """Any parameters give a token, and the same one again: random logits and parameters."""
+    """Any parameters give a token, and the same one again; greedy takes the lowest id of equals."""
     token = choose(logits, params, index)
     assert choose(logits.copy(), params, index) == token
     assert 0 <= token < len(logits)
     if params.temperature == 0:
-        assert logits[token] == logits.max()
+        assert token == logits.tolist().index(logits.max())
 
 
 @given(LOGITS, st.floats(0.01, 0.99), st.integers(0, 1000))
@@ -61,12 +56,6 @@ def test_choose_frequencies_follow_the_softmax():
     np.testing.assert_allclose(drawn / 20_000, [0.25 / 0.34, 0.09 / 0.34], atol=0.015)
 
 
-def test_choose_equal_logits_take_the_lowest_id():
-    """Greedy is deterministic, also among equals."""
-    logits = np.array([1, 3, 3, 3], dtype=np.float32)
-    assert choose(logits, SamplingParams(temperature=0), 0) == 1
-
-
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_choose_logits_that_are_not_finite_are_an_error(bad: float):
     """Damaged weights must not become fluent nonsense: one bad logit ends the request."""
@@ -80,9 +69,6 @@ def test_choose_logits_that_are_not_finite_are_an_error(bad: float):
 def test_uniform_is_pinned():
     """Seeded answers must survive releases: the numbers are part of the interface."""
     assert [round(uniform(0, index), 6) for index in range(3)] == [0.170962, 0.999844, 0.554216]
-    numbers = [uniform(42, index) for index in range(2000)]
-    assert all(0 <= number < 1 for number in numbers)
-    assert 0.48 < sum(numbers) / len(numbers) < 0.52
 
 
 VOCABULARY = 8
@@ -94,16 +80,13 @@ CONSTRAINTS = st.builds(
     frequency_penalty=st.sampled_from([0.0, -1.0, 2.0]),
     min_tokens=st.integers(0, 4),
     logit_bias=st.lists(st.tuples(TOKENS, st.sampled_from([-100.0, 3.0])), max_size=3).map(tuple),
-    bad_words=st.lists(st.lists(TOKENS, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
 )
+STOPS = st.sampled_from([(0, 3, 99), tuple(range(VOCABULARY))])
 
 
 def defined(logits: list[float], request: Request, answer: list[int], token: int) -> float | None:
     """The logit of one token as OpenAI and vLLM define it; None: it must not come."""
     asked, logit = request.sampling, logits[token]
-    for *before, last in asked.bad_words:
-        if token == last and (not before or answer[-len(before) :] == before):
-            return None
     logit += sum(bias for biased, bias in asked.logit_bias if biased == token)
     if token in request.stop_token_ids and len(answer) < asked.min_tokens:
         return None
@@ -116,17 +99,22 @@ def defined(logits: list[float], request: Request, answer: list[int], token: int
 
 @given(
     CONSTRAINTS,
+    STOPS,
     st.lists(TOKENS, min_size=1, max_size=4),
     st.lists(TOKENS, max_size=6),
     st.lists(st.integers(-5, 5), min_size=VOCABULARY, max_size=VOCABULARY),
 )
 @settings(max_examples=300, deadline=None)
 def test_logits_are_those_of_the_definition(
-    asked: SamplingParams, prompt: list[int], answer: list[int], logits: list[int]
+    asked: SamplingParams,
+    stops: tuple[int, ...],
+    prompt: list[int],
+    answer: list[int],
+    logits: list,
 ):
     """Goal: the parameters mean what their names mean elsewhere. Method: random state, each
     token by its definition."""
-    request = Request(1, tuple(prompt), 20, asked, (0, 3, 99))
+    request = Request(1, tuple(prompt), 20, asked, stops)
     tokens, changed = constrained(np.array(logits, np.float32), request, answer)
     expected = {
         token: value

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from engine.backends.memory_session import RESTART_WAIT_S
+from engine.backends.reference.decoder import Peers
 from engine.backends.reference.model_process import REPORT_WAIT_S, Rank
 from engine.core.relaunch import DEATHS_MAX, DEATHS_WINDOW_MS
 
@@ -37,7 +38,7 @@ def test_failed_canary_is_waited_for_until_it_is_reported(
     kept = SimpleNamespace(discard=keeper.calls.append)
     rank.__dict__.update(
         _weights=SimpleNamespace(keeper=keeper),
-        peers=None,
+        peers=Peers(),
         kept=kept,
         _settings=SimpleNamespace(rank=3),
     )

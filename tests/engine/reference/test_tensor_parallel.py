@@ -17,18 +17,18 @@ from engine.backends.reference.checkpoint import (
     open_checkpoint,
     same_on_every_rank,
 )
-from engine.backends.reference.config import head_span, read_config
+from engine.backends.reference.config import read_config
 from engine.backends.reference.decoder import (
     PREFILL_CHUNK,
     Array,
     Decoder,
-    Follower,
     KVCache,
-    Leader,
+    Peers,
     weights_from,
 )
 from engine.backends.reference.generation import Generator, Request, canary
 from engine.backends.reference.kv_blocks import BlockStore, PrefixCache
+from engine.backends.reference.link import BlockMsg, DoneMsg, ForwardMsg, Pipe, unpack
 from engine.backends.reference.random_model import write_random_model
 from plumbing.errors import UnderstudyError, UsageError
 from tests.engine.reference.support import (
@@ -46,24 +46,24 @@ CUT = [name for name in sorted(os.listdir(golden(""))) if read_config(golden(nam
 BLOCKS = 6
 
 
-def rank_of(directory: str, peers: Leader | Follower, rank: int, ranks: int) -> Decoder:
+def rank_of(directory: str, peers: Peers, rank: int, ranks: int) -> Decoder:
     checkpoint = open_checkpoint(directory, rank, ranks)
     memory = load(checkpoint)
     weights = weights_from(checkpoint.config, memory.__getitem__)
     return Decoder(checkpoint.config, weights, peers)
 
 
-def follow(decoder: Decoder, peers: Follower, cache: KVCache) -> None:
+def follow(decoder: Decoder, leader: Pipe, cache: KVCache) -> None:
     blocks = blocks_for(decoder, cache)
     while True:
         try:
-            step = peers.next_step()
+            step = leader.receive()
         except UnderstudyError:
             return
-        if step.kind == "forward":
-            decoder.forward(cache, step.slot, step.tokens, step.start)
-        else:
-            peers.confirm(blocks.run(step))
+        if isinstance(step, ForwardMsg):
+            decoder.forward(cache, step.slot, unpack(step.tokens), step.start)
+        elif isinstance(step, BlockMsg):
+            leader.send(DoneMsg(blocks.run(step)))
 
 
 def blocks_for(decoder: Decoder, cache: KVCache) -> BlockStore:
@@ -75,13 +75,13 @@ def blocks_for(decoder: Decoder, cache: KVCache) -> BlockStore:
 def parallel(directory: str, ranks: int) -> Iterator[Decoder]:
     """Rank 0's decoder; the others follow it, each on a thread of its own."""
     pairs = [socket.socketpair() for _ in range(1, ranks)]
-    vocab_size = read_config(directory).vocab_size
-    leader = rank_of(directory, Leader([ours for ours, _ in pairs], vocab_size), 0, ranks)
+    pipes = [Pipe(ours, f"rank {rank}") for rank, (ours, _) in enumerate(pairs, 1)]
+    leader = rank_of(directory, Peers(pipes), 0, ranks)
     threads = []
     for rank, (_, theirs) in enumerate(pairs, 1):
-        peers = Follower(theirs)
-        decoder = rank_of(directory, peers, rank, ranks)
-        arguments = (decoder, peers, cache_for(decoder))
+        pipe = Pipe(theirs, "rank 0")
+        decoder = rank_of(directory, Peers([pipe], rank=rank), rank, ranks)
+        arguments = (decoder, pipe, cache_for(decoder))
         threads.append(threading.Thread(target=follow, args=arguments))
     for thread in threads:
         thread.start()
@@ -174,11 +174,6 @@ def test_ranks_read_their_own_part_and_together_everything(name: str):
     assert total == open_checkpoint(golden(name)).weights_bytes + kept_whole
 
 
-def test_rows_of_the_head_need_not_divide():
-    """Goal: a vocabulary is of any size. Method: 7 rows over three ranks."""
-    assert [head_span(7, rank, 3) for rank in range(3)] == [(0, 2), (2, 4), (4, 7)]
-
-
 @pytest.mark.parametrize("ranks", [3, 8])
 def test_ranks_that_do_not_divide_the_model_are_refused(ranks: int):
     """Goal: the error lists the valid numbers. Method: numbers that divide no count of heads."""
@@ -193,16 +188,16 @@ def test_rank_that_ends_ends_the_work():
     """Goal: no rank waits for a dead one. Method: a peer whose socket is closed, on both sides."""
     ours, theirs = socket.socketpair()
     with ours:
-        leader = rank_of(golden(CUT[0]), Leader([ours], 1), 0, 2)
+        leader = rank_of(golden(CUT[0]), Peers([Pipe(ours, "rank 1")]), 0, 2)
         theirs.close()
-        with pytest.raises(UnderstudyError, match="rank 1 of the model has ended") as caught:
+        with pytest.raises(UnderstudyError, match="rank 1 has ended") as caught:
             logits_of(leader, [1, 2, 3])
         assert caught.value.code == "engine.rank_lost"
     ours, theirs = socket.socketpair()
     with theirs:
         ours.close()
-        with pytest.raises(UnderstudyError, match="rank 0 of the model has ended"):
-            Follower(theirs).next_step()
+        with pytest.raises(UnderstudyError, match="rank 0 has ended"):
+            Pipe(theirs, "rank 0").receive()
 
 
 def test_identity_differs_by_rank_and_in_nothing_else():

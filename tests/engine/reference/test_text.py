@@ -11,13 +11,7 @@ from tokenizers import decoders, models
 from engine.backends.reference.completions import ChatMessage
 from engine.backends.reference.link import TokenMsg
 from engine.backends.reference.random_model import SPECIALS, byte_tokenizer, write_random_model
-from engine.backends.reference.stream import (
-    AnswerText,
-    Piece,
-    StopStrings,
-    TextStream,
-    Tokenizer,
-)
+from engine.backends.reference.text import AnswerText, Piece, StopStrings, TextStream, Tokenizer
 from plumbing.errors import UsageError
 
 BYTES = Tokenizer(byte_tokenizer())
@@ -112,16 +106,6 @@ def test_stop_strings_any_pieces_cut_like_the_whole_text(pieces: list[str], stop
     else:
         sent += cutter.finish()
     assert (sent, stopped) == cut_at_once("".join(pieces), stops)
-
-
-def test_stop_strings_hold_back_no_more_than_needed():
-    """Streaming stays live: only what may begin a stop string is held."""
-    cutter = StopStrings(["###"])
-    assert cutter.push("ab#") == ("ab", False)
-    assert cutter.push("c##") == ("#c", False)
-    assert cutter.finish() == "##"
-    assert StopStrings([]).push("x") == ("x", False)
-    assert StopStrings([""]).push("x") == ("x", False)
 
 
 def answer(text: bytes, *, stop: tuple[str, ...] = (), finish: str = "length") -> list[Piece]:

@@ -19,6 +19,7 @@ from engine.messages import (
     CHANNEL,
     CONTROL,
     AttachedMsg,
+    BrokenMsg,
     FaultReportMsg,
     LoadMsg,
     MayLoadMsg,
@@ -151,6 +152,9 @@ class Supervisor:
                 conn.send(LoadMsg(self._load_mode, 1), request_id)
             case AttachedMsg():
                 self.attached.append(message)
+                conn.send(OkMsg(), request_id)
+            case BrokenMsg():
+                self.notices.append(message)
                 conn.send(OkMsg(), request_id)
             case _ if request_id:
                 self._answers.pop(request_id).set_result(message)

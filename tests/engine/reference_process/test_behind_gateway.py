@@ -31,7 +31,6 @@ STATEFUL = {
     "stream": True,
     "repetition_penalty": 1.2,
     "presence_penalty": 0.5,
-    "bad_words": ["1", "+J"],
     "logit_bias": {"195": 9, "169": 9},
     "stream_options": {"include_usage": True},
 }

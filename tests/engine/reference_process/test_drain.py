@@ -15,7 +15,7 @@ import pytest
 
 from engine.backends.channel import QUIET_MS, silent_ms
 from engine.messages import DrainedMsg, DrainMsg
-from tests.engine.reference_process.active import GREEDY, LONG, active_engine, complete, health
+from tests.engine.reference_process.active import GREEDY, LONG, active_engine, health
 
 PATH = "/v1/completions"
 LONG_BUDGET = DrainMsg(60_000)
@@ -180,18 +180,6 @@ def test_drain_waits_for_a_client_that_reads_slowly(tmp_path: Path, model: Path)
                 assert b"data: [DONE]" in answer
                 assert draining is not None
                 assert isinstance(await draining, DrainedMsg)
-
-    asyncio.run(main())
-
-
-def test_drain_of_an_idle_engine_ends_at_once(tmp_path: Path, model: Path):
-    """Goal: silence costs nothing. Method: no connection at all, or one that was closed."""
-
-    async def main() -> None:
-        async with active_engine(tmp_path, model) as (stub, _, url):
-            async with aiohttp.ClientSession() as client:
-                await complete(client, url)
-            assert isinstance(await stub.ask(LONG_BUDGET), DrainedMsg)
 
     asyncio.run(main())
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,7 @@ import aiohttp
 import pytest
 from aiohttp.test_utils import TestServer
 
-from engine.backends.process import ProgressPage
-from engine.backends.reference import model_link
+from engine.backends.reference.application import ServedModel, make_app
 from engine.backends.reference.link import (
     LINK,
     PROMPT_TOKENS_MAX,
@@ -27,13 +26,11 @@ from engine.backends.reference.link import (
     TokenMsg,
 )
 from engine.backends.reference.model_link import QUEUE_MAX, ModelLink
-from engine.backends.reference.routes import ServedModel, make_app
-from engine.backends.reference.stream import Tokenizer
+from engine.backends.reference.text import Tokenizer
 from engine.messages import CanaryMsg, FaultReportMsg, RunCanaryMsg
 from plumbing.errors import UnderstudyError
 from plumbing.wire.connection import Connection, UnixConnection
 from plumbing.wire.fds import OwnedFd
-from plumbing.wire.frames import encode_frame
 from plumbing.wire.messages import Message
 from tests.helpers import auntil
 
@@ -46,7 +43,6 @@ class StubModel:
 
     def __init__(self, sock: socket.socket) -> None:
         self.messages: list[Message] = []
-        self.is_closed = False
         self.conn = UnixConnection(sock, LINK, self)
 
     def of(self, kind: type[Any]) -> list[Any]:
@@ -59,25 +55,19 @@ class StubModel:
         self.messages.append(message)
 
     def closed(self, conn: Connection, reason: str) -> None:
-        self.is_closed = True
-
-
-@asynccontextmanager
-async def linked(failures: list[FaultReportMsg]) -> AsyncIterator[tuple[ModelLink, StubModel]]:
-    ours, theirs = socket.socketpair()
-    link, model = ModelLink([(ours, None)], SLOTS, failures.append), StubModel(theirs)
-    try:
-        yield link, model
-    finally:
-        model.conn.close("the test is over")
-        await auntil(lambda: link.ranks[0].conn.is_closed, "the end")
+        pass
 
 
 def run(scenario: Callable[[ModelLink, StubModel, list[FaultReportMsg]], Any]) -> None:
     async def main() -> None:
         failures: list[FaultReportMsg] = []
-        async with linked(failures) as (link, model):
+        ours, theirs = socket.socketpair()
+        link, model = ModelLink(ours, (), SLOTS, failures.append), StubModel(theirs)
+        try:
             await scenario(link, model, failures)
+        finally:
+            model.conn.close("the test is over")
+            await auntil(lambda: link.conn.is_closed, "the end")
 
     asyncio.run(main())
 
@@ -87,36 +77,28 @@ def generate(link: ModelLink, prompt: Any = (1, 2)) -> Any:
 
 
 def test_tokens_reach_their_own_request_and_count_as_progress():
-    """Goal: answers are matched by number. Method: two requests, tokens out of order."""
+    """Goal: answers are matched by number; a token of a cancelled request reaches no other. Method:
+    two requests, tokens out of order; a third that is cancelled before its token."""
 
     async def scenario(link: ModelLink, model: StubModel, failures: list[FaultReportMsg]) -> None:
         with generate(link) as first, generate(link) as second:
-            await auntil(lambda: len(model.of(SubmitMsg)) == 2, "two submissions")
-            model.conn.send(ProgressedMsg(3))
-            model.conn.send(TokenMsg(second.number, 7, 4))
-            model.conn.send(TokenMsg(first.number, 8, 5, "length"))
+            with generate(link) as gone:
+                pass
+            await auntil(lambda: len(model.of(SubmitMsg)) == 3, "three submissions")
+            model.conn.send(ProgressedMsg(3, 2, 1))
+            for token in (
+                TokenMsg(gone.number, 6, 3),
+                TokenMsg(second.number, 7, 4),
+                TokenMsg(first.number, 8, 5, "length"),
+            ):
+                model.conn.send(token)
             assert (await first.next()).token == 8
             assert (await second.next()).token == 7
-            assert (link.progress, link.in_flight) == (5, 1)
-        await auntil(lambda: model.of(CancelMsg), "the unfinished one to be cancelled")
-        assert [cancel.request for cancel in model.of(CancelMsg)] == [second.number]
-        assert link.in_flight == 0
-
-    run(scenario)
-
-
-def test_late_token_of_a_cancelled_request_is_dropped():
-    """Goal: a token in flight reaches no other request. Method: a token after the cancellation."""
-
-    async def scenario(link: ModelLink, model: StubModel, failures: list[FaultReportMsg]) -> None:
-        with generate(link) as gone:
-            pass
-        model.conn.send(TokenMsg(gone.number, 7, 1))
-        with generate(link) as other:
-            model.conn.send(TokenMsg(other.number, 8, 2, "length"))
-            assert (await other.next()).token == 8
-        assert gone.tokens.empty()
-        assert not failures
+            assert gone.tokens.empty()
+            assert (link.progress, link.published, link.kept, link.in_flight) == (5, 2, 1, 1)
+        await auntil(lambda: len(model.of(CancelMsg)) == 2, "the unfinished ones to be cancelled")
+        assert [each.request for each in model.of(CancelMsg)] == [gone.number, second.number]
+        assert (link.in_flight, failures) == (0, [])
 
     run(scenario)
 
@@ -135,7 +117,7 @@ def test_more_than_the_link_may_hold_is_refused():
         with pytest.raises(UnderstudyError):
             generate(link)
         assert link.in_flight == len(small)
-        assert not link.ranks[0].conn.is_closed
+        assert not link.conn.is_closed
 
     run(scenario)
 
@@ -153,78 +135,30 @@ def test_two_calls_for_a_canary_share_one():
     run(scenario)
 
 
-def test_failure_that_the_model_reports_is_passed_on_once():
-    """Goal: the reason is the model's own. Method: a failure, then the end of the stream."""
+def test_model_that_vanishes_is_reported():
+    """Goal: a silent death of any rank ends the engine, which may be relaunched. Method: close the
+    link; and a child that ends while the link stays."""
 
     async def scenario(link: ModelLink, model: StubModel, failures: list[FaultReportMsg]) -> None:
-        model.conn.send(FaultReportMsg("model.missing", "there is nothing", True, 2))
         model.conn.close("dead")
         await auntil(lambda: failures, "the failure")
-        await auntil(lambda: link.ranks[0].conn.is_closed, "the end")
-        await asyncio.sleep(0)
-        assert [failed.code for failed in failures] == ["model.missing"]
+        assert (failures[0].code, failures[0].permanent) == ("engine.model_died", False)
 
     run(scenario)
 
-
-def test_model_that_vanishes_is_reported():
-    """Goal: a silent death is reported too. Method: close without a message."""
-
-    async def scenario(link: ModelLink, model: StubModel, failures: list[FaultReportMsg]) -> None:
-        model.conn.close("dead")
+    async def main() -> None:
+        failures: list[FaultReportMsg] = []
+        ours, theirs = socket.socketpair()
+        children = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]  # noqa: ASYNC220 - to die
+        link = ModelLink(ours, children, SLOTS, failures.append)
+        children[1].kill()
         await auntil(lambda: failures, "the failure")
         assert failures[0].code == "engine.model_died"
-        assert not failures[0].permanent
-
-    run(scenario)
-
-
-LOST = FaultReportMsg("engine.rank_lost", "rank 1 has ended during a step", False, 1)
-
-
-@pytest.mark.parametrize("lost_rank", [0, 1])
-@pytest.mark.parametrize("reported", [True, False])
-def test_failure_of_a_rank_is_reported_before_the_loss_that_it_is_to_others(
-    lost_rank: int, reported: bool, monkeypatch: pytest.MonkeyPatch
-):
-    """Goal: a permanent fault is not taken for one to retry. Method: both ranks have reported, or
-    one has only ended, before the first of it is read, as on a busy machine."""
-    monkeypatch.setattr(model_link, "CAUSE_WAIT_S", 3600.0)
-
-    async def main() -> None:
-        failures: list[FaultReportMsg] = []
-        pairs = [socket.socketpair() for _ in range(2)]
-        cause = FaultReportMsg("gms.larger_than_device", "no room", True, 1)
-        for rank, (_, theirs) in enumerate(pairs):
-            said = LOST if rank != lost_rank else cause if reported else None
-            if said is not None:
-                theirs.sendall(encode_frame(LINK.encode(said), 0))
-            theirs.close()
-        models: list[Any] = [(ours, None) for ours, _ in pairs]
-        link = ModelLink(models, SLOTS, failures.append, ProgressPage())
-        await auntil(lambda: all(each.conn.is_closed for each in link.ranks), "both ends")
-        await auntil(lambda: failures, "the failure")
-        assert [each.code for each in failures] == [cause.code if reported else "engine.model_died"]
-
-    asyncio.run(main())
-
-
-def test_loss_of_a_rank_without_a_cause_is_reported_all_the_same(monkeypatch: pytest.MonkeyPatch):
-    """Goal: no failure is kept back for ever. Method: one rank reports a loss, the other nothing,
-    and lives on."""
-    monkeypatch.setattr(model_link, "CAUSE_WAIT_S", 0.01)
-
-    async def main() -> None:
-        failures: list[FaultReportMsg] = []
-        pairs = [socket.socketpair() for _ in range(2)]
-        pairs[0][1].sendall(encode_frame(LINK.encode(LOST), 0))
-        models: list[Any] = [(ours, None) for ours, _ in pairs]
-        link = ModelLink(models, SLOTS, failures.append, ProgressPage())
-        await auntil(lambda: failures, "the failure")
-        assert [each.code for each in failures] == ["engine.rank_lost"]
-        for _, theirs in pairs:
-            theirs.close()
-        await auntil(lambda: all(each.conn.is_closed for each in link.ranks), "both ends")
+        assert "rank 1 ended with exit status -9" in failures[0].message
+        children[0].kill()
+        await auntil(lambda: len(failures) == 2, "both deaths")
+        theirs.close()
+        await auntil(lambda: link.conn.is_closed, "the end")
 
     asyncio.run(main())
 

@@ -11,7 +11,7 @@ import pytest
 from engine.backends.reference.config import read_config
 from engine.backends.reference.decoder import KVCache
 from engine.backends.reference.kv_blocks import DEFAULT_CONTEXT, size_kv
-from engine.backends.reference.link import ConfigureMsg
+from engine.backends.reference.link import Settings
 from engine.backends.reference.main import parse
 from plumbing.errors import UsageError
 from tests.engine.reference_process.rig import COMMAND, DEADLINE_S
@@ -27,13 +27,12 @@ def test_arguments_have_defaults_and_sizes():
     assert (most.kv_bytes, most.slots, names) == (2 << 30, 8, ("a", "b"))
 
 
-@pytest.mark.parametrize("flag", ["-h", "--help"])
-def test_help_of_the_backend_is_printed_and_nothing_is_started(tmp_path: Path, flag: str):
+def test_help_of_the_backend_is_printed_and_nothing_is_started(tmp_path: Path):
     """Goal: a question is answered. Method: `engine run -- --help` in a place for no pod."""
     nowhere = tmp_path / "nowhere"
     program = (sys.executable, "-c", "from engine.cli import main; main()")
     done = subprocess.run(
-        [*program, "run", "--backend", "reference", "--dir", str(nowhere), "--", flag],
+        [*program, "run", "--backend", "reference", "--dir", str(nowhere), "--", "--help"],
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
@@ -52,7 +51,7 @@ def test_context_is_what_was_asked_or_what_fits(model: Path):
     block_bytes = KVCache.bytes_needed(config, 1, 32)
 
     def context(max_context: int | None = None, kv_bytes: int | None = None) -> int:
-        found = size_kv(config, ConfigureMsg("dir", 4, max_context, kv_bytes))
+        found = size_kv(config, Settings("dir", 4, max_context, kv_bytes))
         assert 0 <= found.context * position_bytes - found.kv_bytes < block_bytes
         assert kv_bytes is None or found.kv_bytes <= kv_bytes
         return found.context
@@ -67,7 +66,7 @@ def test_context_is_what_was_asked_or_what_fits(model: Path):
         with pytest.raises(UsageError):
             context(*wrong)
     for tokens, blocks in ((0, 0), (31, 0), (320, 10)):
-        asked = ConfigureMsg("dir", 4, 100, None, tokens)
+        asked = Settings("dir", 4, 100, None, tokens)
         slots_bytes = 100 * position_bytes // 2
         assert size_kv(config, asked) == (
             100,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine.backends.reference.checkpoint import open_checkpoint
-from engine.backends.reference.decoder import PREFILL_CHUNK, Decoder, KVCache, Leader, weights_from
+from engine.backends.reference.decoder import PREFILL_CHUNK, Decoder, KVCache, Peers, weights_from
 from engine.backends.reference.generation import Generator, Request
 from engine.backends.reference.kv_blocks import (
     BlockStore,
@@ -41,7 +41,7 @@ class ParkedReference:
             return memory[name][:]
 
         checkpoint.load_into(place, lambda done, total: None)
-        self._leader = Leader([], config.vocab_size)
+        self._leader = Peers()
         self._decoder = Decoder(config, weights_from(config, memory.__getitem__), self._leader)
         slots_bytes = KVCache.bytes_needed(config, SLOTS, CONTEXT)
         kv_bytes = slots_bytes + KVCache.bytes_needed(config, BLOCKS, PREFILL_CHUNK)

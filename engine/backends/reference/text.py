@@ -1,45 +1,25 @@
-"""The text of an answer, token by token, and the stream that it is sent as.
+"""The text of prompts and answers: tokenizer, chat template, and an answer's text token by token.
 
-Owns everything about characters, and what is one write. Imports no numpy: it runs in the HTTP
-process. Two things surprise. One token is not one piece of text: a character may be spread over
-several tokens, so text is held back until no later token can change it. And behind a gateway every
-group of tokens ends with the comment of the private hop (`plumbing/gateway_protocol.py`), in the
-same write as its events, also where it has none because its tokens made half a character.
+Imports no numpy: it runs in the HTTP process. The surprising thing: one token is not one piece of
+text. A character may be spread over several tokens, so text is held back until no later token can
+change it.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import tokenizers
-from aiohttp import web
 
-from engine.backends.reference.completions import (
-    DONE,
-    ApiError,
-    ChatMessage,
-    OpenAiReply,
-    TokenUsage,
-    sse,
-)
+from engine.backends.reference.completions import ApiError, ChatMessage, TokenUsage
 from engine.backends.reference.config import ASSISTANT_TURN, BOS, CHAT_SPECIALS, END_OF_TURN
 from engine.backends.reference.link import SamplingParams, TokenMsg, finish_reason
-from engine.backends.reference.model_link import Generation
 from engine.backends.shards import read_file, read_json
-from plumbing import gateway_protocol as hop
 from plumbing.errors import UsageError
 
 UNFINISHED = "\ufffd"  # how a decoder shows bytes that are not (yet) a character
-LEAVE_S = 0.2  # most of a switchover is faster
-EVENT_STREAM = "text/event-stream"
-SSE_HEADERS = {
-    "Content-Type": f"{EVENT_STREAM}; charset=utf-8",
-    "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",
-}
 
 
 class Tokenizer:
@@ -169,10 +149,12 @@ def _overlap(text: str, stop: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text that may be sent, and why the answer ends with it (None: it does not)."""
+    """Text that may be sent, why the answer ends with it (None: it does not), and the tokens that
+    it is made of, of one output of the model or of a journal."""
 
     text: str
     finish_reason: str | None
+    tokens: Sequence[int] = ()
 
 
 class AnswerText:
@@ -196,20 +178,18 @@ class AnswerText:
 
     def push(self, token: TokenMsg) -> Piece:
         self.usage.completion_tokens += 1
-        text = "" if token.finish_reason == "stop" else self._stream.push(token.token)
-        if token.finish_reason is not None:
+        reason, tokens = token.finish_reason, (token.token,)
+        text = "" if reason == "stop" else self._stream.push(token.token)
+        if reason is not None:
             text += self._stream.finish()
         if self.usage.completion_tokens <= self._min_tokens:
-            return Piece(text, token.finish_reason)
+            return Piece(text, reason, tokens)
         text, is_stopped = self._stops.push(text)
         if is_stopped:
-            return Piece(text, "stop")
-        if token.finish_reason is not None:
+            return Piece(text, "stop", tokens)
+        if reason is not None:
             text += self._stops.finish()
-        return Piece(text, token.finish_reason)
-
-
-# ---------------------------------------------------------------------- groups
+        return Piece(text, reason, tokens)
 
 
 @dataclass(frozen=True)
@@ -223,22 +203,14 @@ class ModelRequest:
     stops: Sequence[str]
 
 
-@dataclass(frozen=True, slots=True)
-class TokenGroup:
-    """The tokens of one output of the model, or of a journal, with their text."""
-
-    tokens: Sequence[int]
-    piece: Piece
-
-
 def replay(
     tokens: Sequence[int], request: ModelRequest, answer: AnswerText, vocab_size: int
-) -> TokenGroup:
-    """The journal of a request that is resumed, as one group; `answer` continues behind it.
+) -> Piece:
+    """The journal of a request that is resumed, as one piece; `answer` continues behind it.
 
     Another engine made these tokens, so they must be tokens that this request could have had: an
     answer joined from two requests would look whole. The text layer gets them one by one, as when
-    they were made. The group has a finish reason if they had ended the answer.
+    they were made. The piece has a finish reason if they had ended the answer.
 
     Raises:
         ApiError: 400 `resume.bad_journal`.
@@ -257,92 +229,9 @@ def replay(
             raise _bad(f"it ends with {made} tokens, and min_tokens asks for more")
         piece = answer.push(TokenMsg(0, token, 0, reason))
         texts.append(piece.text)
-    return TokenGroup(tokens, Piece("".join(texts), piece.finish_reason))
+    return Piece("".join(texts), piece.finish_reason, tokens)
 
 
 def _bad(what: str) -> ApiError:
     what = f"The journal is not one of this request: {what}; send the request without a journal."
     return ApiError(400, what, code="resume.bad_journal")
-
-
-async def groups_of(
-    replayed: TokenGroup | None, generation: Generation | None, answer: AnswerText
-) -> AsyncIterator[TokenGroup]:
-    """The whole answer: what existed before, then what the model makes, up to and including the
-    group with the finish reason. `generation` may be None if `replayed` has that."""
-    reason = None
-    if replayed is not None:
-        reason = replayed.piece.finish_reason
-        yield replayed
-    while reason is None:
-        assert generation is not None
-        token = await generation.next()
-        piece = answer.push(token)
-        reason = piece.finish_reason
-        yield TokenGroup((token.token,), piece)
-
-
-# ---------------------------------------------------------------------- streams
-
-
-class MarkedStream:
-    """A gateway's stream, which another engine can continue: what a drain needs to leave it."""
-
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
-        self.has_begun = False
-        self.has_ended = False
-
-    def leave(self) -> None:
-        """Close the connection behind a whole group, since each is one write, and say so. What the
-        gateway does not read in time, because its client does not, is lost to it. A stream that the
-        gateway has left already, to park it, is left alone."""
-        if self.has_ended or self._transport.is_closing():
-            return
-        if self.has_begun:
-            self._transport.write(b"%x\r\n%b\r\n" % (len(hop.HANDED_OVER), hop.HANDED_OVER))
-        self._transport.close()
-        asyncio.get_running_loop().call_later(LEAVE_S, self._transport.abort)
-
-
-async def send_stream(
-    request: web.Request,
-    groups: AsyncIterator[TokenGroup],
-    usage: TokenUsage,
-    reply: OpenAiReply,
-    marked: MarkedStream | None,
-) -> web.StreamResponse:
-    """`usage` is that of the newest group. `marked`: it is for a gateway.
-
-    The headers leave with the first token. An engine that dies before has sent nothing, and the
-    client sees a connection error, not a broken answer.
-    """
-    response = web.StreamResponse(headers=SSE_HEADERS)
-    if marked is not None:
-        response.headers[hop.CONTINUATION] = hop.Continuation.EXACT
-    async for group in groups:
-        events = b""
-        if not response.prepared:
-            await response.prepare(request)
-            if opening := reply.opening():
-                events += sse(opening)
-        events += _events(group, usage, reply, marked is not None)
-        if marked is not None:
-            marked.has_begun, marked.has_ended = True, group.piece.finish_reason is not None
-        if events:
-            await response.write(events)
-    await response.write_eof()
-    return response
-
-
-def _events(group: TokenGroup, usage: TokenUsage, reply: OpenAiReply, is_marked: bool) -> bytes:
-    piece = group.piece
-    events = sse(reply.chunk(piece.text, usage)) if piece.text else b""
-    if piece.finish_reason is not None:
-        events += sse(reply.last_chunk(piece.finish_reason, usage))
-    if is_marked:
-        events += hop.group_end(group.tokens, (len(group.tokens),))
-    if piece.finish_reason is not None:
-        events += sse(reply.usage_chunk(usage)) if reply.wants_usage else b""
-        events += DONE + (hop.END if is_marked else b"")
-    return events

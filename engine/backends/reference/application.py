@@ -1,9 +1,13 @@
 """The aiohttp application: OpenAI's routes, and those of the gateway.
 
 Owns the way of a request: body, checks against the model's limits, prompt, the part of the answer
-that exists already, then the model's work. A refusal comes before the first byte. What a body may
-hold is in `completions.py`, text and streams are in `stream.py`. Which engine is active is not
-known here: `ServedModel` has the values of the headers that every response carries.
+that exists already, then the model's work and the stream of its text. A refusal comes before the
+first byte. What a body may hold is in `completions.py`, text in `text.py`. Which engine is active
+is not known here: `ServedModel` has the values of the headers that every response carries.
+
+The surprising thing: behind a gateway every output of the model ends with the comment of the
+private hop (`plumbing/gateway_protocol.py`), in the same write as its events, also where it has
+none because its tokens made half a character.
 """
 
 from __future__ import annotations
@@ -16,39 +20,33 @@ import os
 import secrets
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib import metadata
+from typing import TypeVar
 
 import msgspec
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from engine.backends.reference.completions import (
+    DONE,
     AnyBody,
     ApiError,
     ChatBody,
     OpenAiReply,
+    TokenUsage,
     bad_value,
     from_understudy,
     parse_chat,
     parse_completion,
     parse_json,
+    sse,
 )
 from engine.backends.reference.link import PROMPT_TOKENS_MAX, ReadyMsg
 from engine.backends.reference.model_link import Generation, ModelLink
-from engine.backends.reference.stream import (
-    EVENT_STREAM,
-    AnswerText,
-    MarkedStream,
-    ModelRequest,
-    TokenGroup,
-    Tokenizer,
-    groups_of,
-    replay,
-    send_stream,
-)
+from engine.backends.reference.text import AnswerText, ModelRequest, Piece, Tokenizer, replay
 from engine.backends.shards import read_file
 from plumbing import __version__
 from plumbing import gateway_protocol as hop
@@ -60,16 +58,22 @@ logger = logging.getLogger(__name__)
 BODY_BYTES_MAX = 4 << 20
 # Behind a gateway there may be a journal in addition, of as many chunks as tokens at most.
 JOURNAL_BYTES_MAX = 2 * hop.ITEM_BYTES * PROMPT_TOKENS_MAX
-# A body must arrive this soon after its headers, or a few slow senders hold every connection.
-BODY_DEADLINE_S = 30.0
-# Parsing or tokenising this much takes about a millisecond, as does replaying this many tokens;
-# more is done one request at a time, on a thread where the work releases the interpreter.
+# Tokenising so many characters or replaying so many tokens takes about a millisecond; more is done
+# one request at a time, on a thread.
 INLINE_CHARS_MAX = 4096
 INLINE_TOKENS_MAX = 256
 REQUEST_ID = "X-Request-Id"
 REQUEST_ID_CHARS_MAX = 128  # it is part of every event of a stream
+LEAVE_S = 0.2  # most of a switchover is faster
+EVENT_STREAM = "text/event-stream"
+SSE_HEADERS = {
+    "Content-Type": f"{EVENT_STREAM}; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
 
 HandlerFn = Callable[[web.Request], Awaitable[web.StreamResponse]]
+T = TypeVar("T")
 
 
 @dataclass
@@ -95,11 +99,6 @@ class ServedModel:
     created: int = field(default_factory=lambda: int(time.time()))
     requests_open: int = 0  # between their headers and the end of their answer
     streams: set[MarkedStream] = field(default_factory=set)  # that another engine can continue
-    on_request: Callable[[asyncio.BaseProtocol], None] = lambda protocol: None
-
-    @property
-    def model_name(self) -> str:
-        return self.names[0]
 
     @property
     def limits(self) -> ReadyMsg:
@@ -109,8 +108,7 @@ class ServedModel:
     def check_model(self, name: str | None) -> None:
         """Raises ApiError 404."""
         if name is not None and name not in self.names:
-            what = f"The model {name[:64]!r} does not exist; this engine serves"
-            what = f"{what} {self.model_name!r}."
+            what = f"The model {name[:64]!r} does not exist; this engine serves {self.names[0]!r}."
             raise ApiError(404, what, code="model_not_found", param="model")
 
     def is_marked(self, request: web.Request) -> bool:
@@ -128,20 +126,93 @@ def continuation_id(directory: str, model_name: str, ready: ReadyMsg) -> str:
     (in the identity of the weights), tokenizer and the limit of the context. Raises as `read_file`.
     """
     found = hashlib.blake2b(read_file(os.path.join(directory, "tokenizer.json")), digest_size=16)
-    try:
-        tokenizers = metadata.version("tokenizers")
-    except metadata.PackageNotFoundError:  # vendored, or a build without metadata
-        tokenizers = "unknown"
     others = {
         "hop": hop.VERSION,
         "identity": ready.identity,
         "model_name": model_name,
         "stop_token_ids": ready.stop_token_ids,
         "max_context": ready.max_context,
-        "tokenizers": tokenizers,
+        "tokenizers": metadata.version("tokenizers"),
     }
     found.update(json.dumps(others, sort_keys=True).encode())
     return f"reference-{found.hexdigest()}"
+
+
+# ---------------------------------------------------------------------- streams
+
+
+class MarkedStream:
+    """A gateway's stream, which another engine can continue: what a drain needs to leave it."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self.has_begun = False
+        self.has_ended = False
+
+    def leave(self) -> None:
+        """Close the connection behind a whole piece, since each is one write, and say so. What the
+        gateway does not read in time, because its client does not, is lost to it. A stream that the
+        gateway has left already, to park it, is left alone."""
+        if self.has_ended or self._transport.is_closing():
+            return
+        if self.has_begun:
+            self._transport.write(b"%x\r\n%b\r\n" % (len(hop.HANDED_OVER), hop.HANDED_OVER))
+        self._transport.close()
+        asyncio.get_running_loop().call_later(LEAVE_S, self._transport.abort)
+
+
+async def pieces_of(
+    replayed: Piece | None, generation: Generation | None, answer: AnswerText
+) -> AsyncIterator[Piece]:
+    """The whole answer: what existed before, then what the model makes, up to and including the
+    piece with the finish reason. `generation` may be None if `replayed` has that."""
+    piece = replayed
+    if piece is not None:
+        yield piece
+    while piece is None or piece.finish_reason is None:
+        assert generation is not None
+        piece = answer.push(await generation.next())
+        yield piece
+
+
+async def send_stream(
+    request: web.Request,
+    pieces: AsyncIterator[Piece],
+    usage: TokenUsage,
+    reply: OpenAiReply,
+    marked: MarkedStream | None,
+) -> web.StreamResponse:
+    """`usage` is that of the newest piece. `marked`: it is for a gateway.
+
+    The headers leave with the first token. An engine that dies before has sent nothing, and the
+    client sees a connection error, not a broken answer.
+    """
+    response = web.StreamResponse(headers=SSE_HEADERS)
+    if marked is not None:
+        response.headers[hop.CONTINUATION] = hop.Continuation.EXACT
+    async for piece in pieces:
+        events, reason = b"", piece.finish_reason
+        if not response.prepared:
+            await response.prepare(request)
+            if opening := reply.opening():
+                events += sse(opening)
+        if piece.text:
+            events += sse(reply.chunk(piece.text, usage))
+        if reason is not None:
+            events += sse(reply.last_chunk(reason, usage))
+        if marked is not None:
+            events += hop.group_end(piece.tokens, (len(piece.tokens),))
+            marked.has_begun, marked.has_ended = True, reason is not None
+        if reason is not None:
+            events += sse(reply.usage_chunk(usage)) if reply.wants_usage else b""
+            events += DONE if marked is None else DONE + hop.END
+        if events:
+            await response.write(events)
+    await response.write_eof()
+    return response
+
+
+# ---------------------------------------------------------------------- routes
 
 
 def make_app(served: ServedModel) -> web.Application:
@@ -180,7 +251,6 @@ class _Routes:
 
     @web.middleware
     async def errors_as_json(self, request: web.Request, handler: HandlerFn) -> web.StreamResponse:
-        self._served.on_request(request.protocol)
         self._served.requests_open += 1
         try:
             return await handler(request)
@@ -219,7 +289,7 @@ class _Routes:
         """OpenAI's keys, vLLM's `max_model_len`, llama-swap's `status`."""
         served = self._served
         return {
-            "id": served.model_name,
+            "id": served.names[0],
             "object": "model",
             "created": served.created,
             "owned_by": "understudy",
@@ -237,7 +307,7 @@ class _Routes:
             "num_requests_waiting": link.in_flight - running,
             "kv_cache_usage_perc": running / link.slots,
         }
-        labels = f'engine="0",model_name={json.dumps(self._served.model_name)}'
+        labels = f'engine="0",model_name={json.dumps(self._served.names[0])}'
         lines = [
             f"# HELP vllm:{name} As vLLM's.\n"
             f"# TYPE vllm:{name} gauge\nvllm:{name}{{{labels}}} {value}\n"
@@ -256,7 +326,7 @@ class _Routes:
             continuation_id=served.continuation_id,
             continuation=hop.Continuation.EXACT,
             body_bytes_max=BODY_BYTES_MAX,
-            models=(served.model_name,),
+            models=(served.names[0],),
             version=hop.VERSION,
             backend_version=__version__,
         )
@@ -294,15 +364,20 @@ class _Routes:
         reply = self._reply(body, given_id or uuid.uuid4().hex)
         least = wanted.sampling.min_tokens
         answer = AnswerText(served.tokenizer, wanted.stops, len(wanted.prompt), least)
-        replayed = await self._replay(wanted, answer, journal)
+        replayed = None
+        if journal is not None and (tokens := journal.tokens):
+            vocab_size, is_large = served.limits.vocab_size, len(tokens) > INLINE_TOKENS_MAX
+            replayed = await self._apart(
+                is_large, lambda: replay(tokens, wanted, answer, vocab_size)
+            )
         with (
             self._mark(request) if is_marked and body.stream else nullcontext() as marked,
             self._generate(wanted, replayed, hop.read_attempt(attempt)) as generation,
         ):
-            groups = groups_of(replayed, generation, answer)
+            pieces = pieces_of(replayed, generation, answer)
             if body.stream:
-                return await send_stream(request, groups, answer.usage, reply, marked)
-            whole = [group.piece async for group in groups]
+                return await send_stream(request, pieces, answer.usage, reply, marked)
+            whole = [piece async for piece in pieces]
         text = "".join(piece.text for piece in whole)
         return web.json_response(reply.whole(text, whole[-1].finish_reason, answer.usage))
 
@@ -311,22 +386,22 @@ class _Routes:
         header = request.headers.get(hop.JOURNAL) if self._served.is_marked(request) else None
         if header is not None:
             request = request.clone(client_max_size=BODY_BYTES_MAX + JOURNAL_BYTES_MAX)
-        body, journal = await _read(request), None
+        try:
+            body, journal = await request.read(), None
+        except (web.RequestPayloadError, HttpProcessingError) as error:
+            what = f"The request's body cannot be read: {error}"
+            raise ApiError(400, what, code="bad_body") from error
         if header is not None:
             try:
                 body, journal = hop.without_journal(body, header)
             except ValueError as error:
                 what = f"The journal of this request cannot be read: {error}."
                 raise ApiError(400, what, code="resume.bad_journal") from None
-        if len(body) <= INLINE_CHARS_MAX:
-            return parse_json(body), journal
-        async with self._large:
-            await asyncio.sleep(0)  # a probe that has arrived meanwhile is answered first
-            return parse_json(body), journal
+        return parse_json(body), journal
 
     async def _model_request(self, body: AnyBody, request_id: str) -> ModelRequest:
         """Checks `body` against the model's limits. Raises ApiError, UnderstudyError."""
-        served, limits = self._served, self._served.limits
+        limits = self._served.limits
         prompt = await self._prompt_tokens(body)
         max_tokens = body.max_tokens or limits.max_context - len(prompt)
         if body.min_tokens > max_tokens:
@@ -336,11 +411,7 @@ class _Routes:
         if outside:
             what = f"stop_token_ids: {outside[0]} is not a token id below {limits.vocab_size}."
             raise bad_value("stop_token_ids", what)
-
-        def encode_word(word: str) -> Sequence[int]:
-            return served.tokenizer.encode(word, special=False)
-
-        sampling = body.sampling(_seed_of(request_id), encode_word, limits.vocab_size)
+        sampling = body.sampling(_seed_of(request_id), limits.vocab_size)
         ends = () if body.ignore_eos else limits.stop_token_ids
         stop_token_ids = tuple(dict.fromkeys((*ends, *body.stop_token_ids)))
         return ModelRequest(prompt, max_tokens, sampling, stop_token_ids, body.stops)
@@ -375,27 +446,21 @@ class _Routes:
             text = body.prompt
         else:
             return body.prompt
-        if len(text) <= INLINE_CHARS_MAX:
-            return tokenizer.encode(text, special=not is_chat)
-        async with self._large:
-            return await asyncio.to_thread(tokenizer.encode, text, special=not is_chat)
+        is_large = len(text) > INLINE_CHARS_MAX
+        return await self._apart(is_large, lambda: tokenizer.encode(text, special=not is_chat))
 
-    async def _replay(
-        self, wanted: ModelRequest, answer: AnswerText, journal: hop.Journal | None
-    ) -> TokenGroup | None:
-        if journal is None or not journal.tokens:
-            return None
-        arguments = (journal.tokens, wanted, answer, self._served.limits.vocab_size)
-        if len(journal.tokens) <= INLINE_TOKENS_MAX:
-            return replay(*arguments)
+    async def _apart(self, is_large: bool, work: Callable[[], T]) -> T:
+        """Do large work on a thread, so that probes and streams go on meanwhile."""
+        if not is_large:
+            return work()
         async with self._large:
-            return await asyncio.to_thread(replay, *arguments)
+            return await asyncio.to_thread(work)
 
     def _generate(
-        self, wanted: ModelRequest, replayed: TokenGroup | None, attempt: bytes
+        self, wanted: ModelRequest, replayed: Piece | None, attempt: bytes
     ) -> AbstractContextManager[Generation | None]:
         """Ask the model, unless what was replayed is the whole answer."""
-        if replayed is not None and replayed.piece.finish_reason is not None:
+        if replayed is not None and replayed.finish_reason is not None:
             return nullcontext()
         made = () if replayed is None else replayed.tokens
         generation = self._served.link.generate(
@@ -425,23 +490,11 @@ class _Routes:
         return OpenAiReply(
             is_chat=is_chat,
             id=f"{'chatcmpl' if is_chat else 'cmpl'}-{request_id}",
-            model=self._served.model_name,
+            model=self._served.names[0],
             created=int(time.time()),
             wants_usage=wants_usage,
             has_usage=wants_usage and bool(options.continuous_usage_stats),
         )
-
-
-async def _read(request: web.Request) -> bytes:
-    try:
-        async with asyncio.timeout(BODY_DEADLINE_S):
-            return await request.read()
-    except TimeoutError as error:
-        what = f"The request's body did not arrive within {BODY_DEADLINE_S:g} s."
-        raise ApiError(408, what, code="body_deadline") from error
-    except (web.RequestPayloadError, HttpProcessingError) as error:
-        what = f"The request's body cannot be read: {error}"
-        raise ApiError(400, what, code="bad_body") from error
 
 
 def _seed_of(request_id: str) -> int:
