@@ -414,7 +414,7 @@ LINES_MAX = {
     "plumbing": 6_780,
     "lockserver": 9_450,
     "gms": 11_850,
-    "engine": 22_860,
+    "engine": 22_370,
     "gateway": 11_000,
     "pool": 9_740,
     "understudy": 11_960,
