@@ -17,7 +17,7 @@ from gateway.core import client_request as gateway_states
 from gms.core import kv_state
 from gms.core import state as gms_state
 from lockserver.core import lock
-from pool.core import model as model_table
+from pool.core import model
 
 PAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "docs/states.md")
 
@@ -112,15 +112,16 @@ def child_edges() -> list[Edge]:
     return [(str(source), turn, str(target)) for (source, turn), target in found]
 
 
-def model_edges() -> list[Edge]:
-    """Each state that a signal may lead to, once."""
-    found = model_table.TRANSITIONS.items()
-    edges = [
-        (str(source), str(signal), str(row.target))
-        for (source, signal), first in found
-        for row in first.all()
+def phase_table() -> list[str]:
+    """A model's states follow from facts, so there are no transitions to list."""
+    return [
+        "The pool derives a model's state after every event. The first line that holds counts.",
+        "",
+        "| state | when |",
+        "|---|---|",
+        *(f"| {row.state} | {row.when} |" for row in model.PHASES),
+        "",
     ]
-    return list(dict.fromkeys(edges))
 
 
 def probe_table() -> list[str]:
@@ -170,13 +171,7 @@ def page() -> str:
         "takes its place at once. A `retiring` one finishes its requests.",
         "",
     ]
-    lines += ["## A model in a pool", "", *diagram(model_edges()), *table(model_edges())]
-    lines += [
-        "Where a signal may lead to several states, it depends on how much of the model is",
-        "resident, whether somebody waits for it, and how often it has failed. Only proof that",
-        "memory is free gives `freed`.",
-        "",
-    ]
+    lines += ["## A model in a pool", "", *phase_table()]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -107,22 +107,22 @@ def events(config: Resolved, as_json: bool, follow: bool) -> None:
     print_events(path, CATALOGUE, follow=follow, as_json=as_json)
 
 
-@main.command()
-@options((DIR,))
-@model_argument
-@json_flag
-def load(config: Resolved, model: str, as_json: bool) -> None:
-    """Load and wake MODEL, as a request for it would. This may evict other models."""
-    _order(config, OrderMsg(model, Order.LOAD), as_json=as_json)
+def _add_order(order: Order, about: str) -> None:
+    @main.command(order.value, help=about)
+    @options((DIR,))
+    @model_argument
+    @json_flag
+    def command(config: Resolved, model: str, as_json: bool) -> None:
+        _order(config, OrderMsg(model, order), as_json=as_json)
 
 
-@main.command()
-@options((DIR,))
-@model_argument
-@json_flag
-def sleep(config: Resolved, model: str, as_json: bool) -> None:
-    """Put MODEL to sleep once it has no requests. The next request wakes it."""
-    _order(config, OrderMsg(model, Order.SLEEP), as_json=as_json)
+_add_order(
+    Order.LOAD, "Load and wake MODEL, as a request for it would. This may evict other models."
+)
+_add_order(Order.SLEEP, "Put MODEL to sleep once it has no requests. The next request wakes it.")
+_add_order(Order.PIN, "Never evict MODEL or put it to sleep. Survives restarts of the pool.")
+_add_order(Order.UNPIN, "Allow MODEL to be evicted and put to sleep again.")
+_add_order(Order.RESET, "Retry a failed MODEL.")
 
 
 @main.command()
@@ -137,33 +137,6 @@ def unload(config: Resolved, model: str, force: bool, as_json: bool) -> None:
     error.
     """
     _order(config, OrderMsg(model, Order.UNLOAD, force), as_json=as_json)
-
-
-@main.command()
-@options((DIR,))
-@model_argument
-@json_flag
-def pin(config: Resolved, model: str, as_json: bool) -> None:
-    """Never evict MODEL or put it to sleep. Survives restarts of the pool."""
-    _order(config, OrderMsg(model, Order.PIN), as_json=as_json)
-
-
-@main.command()
-@options((DIR,))
-@model_argument
-@json_flag
-def unpin(config: Resolved, model: str, as_json: bool) -> None:
-    """Allow MODEL to be evicted and put to sleep again."""
-    _order(config, OrderMsg(model, Order.UNPIN), as_json=as_json)
-
-
-@main.command()
-@options((DIR,))
-@model_argument
-@json_flag
-def reset(config: Resolved, model: str, as_json: bool) -> None:
-    """Retry a failed MODEL."""
-    _order(config, OrderMsg(model, Order.RESET), as_json=as_json)
 
 
 @main.command("set")

@@ -24,7 +24,7 @@ from plumbing.errors import RemoteError, UnderstudyError
 from plumbing.pod.paths import pool_socket
 from plumbing.wire.connection import Connection, Handler, connect
 from plumbing.wire.fds import OwnedFd, close_all
-from plumbing.wire.messages import FaultMsg, Message
+from plumbing.wire.messages import Catalogue, FaultMsg, Message
 from pool.core.events import ModelDemand
 from pool.messages import CATALOGUE, DemandMsg, DoorsMsg
 
@@ -48,7 +48,63 @@ class PoolCallbacks:
     on_refused: Callable[[UnderstudyError], object] = _ignore
 
 
-class PoolLink(Handler):
+class KeptLink(Handler):
+    """A connection that is made again whenever it ends: `begin` is called on each, and `lose` after
+    it. `problem`: why its server cannot be heard."""
+
+    def __init__(self, path: str, catalogue: Catalogue) -> None:
+        """Connect later, in `run`."""
+        self.problem: str | None = "not connected yet"
+        self.conn: Connection | None = None
+        self.path, self._catalogue = path, catalogue
+        self._ended = asyncio.Event()
+
+    @property
+    def is_connected(self) -> bool:
+        return self.conn is not None
+
+    def begin(self, conn: Connection) -> None:
+        """It is connected."""
+
+    def lose(self, reason: str) -> None:
+        """It is connected no more."""
+
+    async def run(self) -> None:
+        """Stay connected until cancelled."""
+        try:
+            await keep_connected(self._connect, self._ended, self._failed)
+        finally:
+            conn, self.conn = self.conn, None
+            if conn is not None:
+                conn.close("its program is ending")
+
+    def drop(self, reason: str) -> None:
+        """End this connection, for another one."""
+        if self.conn is not None:
+            self.conn.close(reason)
+            self._forget(self.conn, reason)
+
+    async def _connect(self) -> None:
+        await connect(self.path, self._catalogue, self)
+
+    def _failed(self, why: str) -> None:
+        self.problem = why
+
+    def _forget(self, conn: Connection | None, reason: str) -> None:
+        if conn is not None and conn is self.conn:
+            self.conn, self.problem = None, f"the connection ended: {reason}"
+            self.lose(reason)
+
+    def opened(self, conn: Connection) -> None:
+        self.conn = conn
+        self.begin(conn)
+
+    def closed(self, conn: Connection, reason: str) -> None:
+        self._forget(conn, reason)
+        self._ended.set()
+
+
+class PoolLink(KeptLink):
     """Keeps one gateway's connection to the pool of `directory`."""
 
     def __init__(
@@ -65,63 +121,39 @@ class PoolLink(Handler):
             demand: what this gateway has, by model; called whenever it is sent.
             gateway: this process's id, 16 hex digits; random unless given.
         """
+        super().__init__(pool_socket(directory), CATALOGUE)
         self.gateway = gateway or secrets.token_hex(8)
-        self.problem: str | None = "not connected yet"  # why the pool cannot be heard
-        self._path = pool_socket(directory)
         self._demand, self._callbacks = demand, callbacks
-        self._conn: Connection | None = None
-        self._ended = asyncio.Event()
         self._due: asyncio.TimerHandle | None = None
         self._said: dict[str, ModelDemand] | None = None  # on this connection, last
         self._pace = DemandPace()
 
-    @property
-    def is_connected(self) -> bool:
-        return self._conn is not None
-
     def changed(self) -> None:
         """The demand may be another one: send it if so, with what changes in the next moment."""
-        if self._conn is not None and self._due is None:
+        if self.conn is not None and self._due is None:
             loop = asyncio.get_running_loop()
             self._due = loop.call_at(self._pace.next_s(loop.time()), self._send)
 
-    async def run(self) -> None:
-        """Stay connected until cancelled."""
-        try:
-            await keep_connected(self._connect, self._ended, self._failed)
-        finally:
-            if self._conn is not None:
-                self._conn.close("the gateway is ending")
-                self._forget_conn()
+    def begin(self, conn: Connection) -> None:
+        self._send()
+        self._callbacks.on_connected()
 
-    async def _connect(self) -> None:
-        await connect(self._path, CATALOGUE, self)
-
-    def _failed(self, why: str) -> None:
-        self.problem = why
+    def lose(self, reason: str) -> None:
+        self._said = None
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
+        self._callbacks.on_lost(reason)
 
     def _send(self) -> None:
         self._due = None
-        if self._conn is None:
+        if self.conn is None:
             return
         demand = dict(self._demand())
         if demand != self._said:
             self._said = demand
             self._pace.said(asyncio.get_running_loop().time())
-            self._conn.send(DemandMsg(self.gateway, demand))
-
-    def _forget_conn(self) -> None:
-        self._conn = self._said = None
-        if self._due is not None:
-            self._due.cancel()
-            self._due = None
-
-    # ------------------------------------------------------------------ as the wire's handler
-
-    def opened(self, conn: Connection) -> None:
-        self._conn = conn
-        self._send()
-        self._callbacks.on_connected()
+            self.conn.send(DemandMsg(self.gateway, demand))
 
     def received(
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
@@ -137,11 +169,9 @@ class PoolLink(Handler):
                 self._callbacks.on_refused(error)
 
     def closed(self, conn: Connection, reason: str) -> None:
-        if self._conn is conn:
-            self._forget_conn()
-            self.problem = self.problem or f"the connection ended: {reason}"
-            self._callbacks.on_lost(reason)
-        self._ended.set()
+        refusal = self.problem
+        super().closed(conn, reason)
+        self.problem = refusal or self.problem
 
 
 DEMAND_S = 0.005  # between two words, on average

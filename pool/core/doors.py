@@ -41,9 +41,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
+from plumbing.pod.messages import Tier
 from pool.core.events import Door, OpenDoor, RefusedDoor, Running, ShutDoor
 from pool.core.model import KnownModel
-from pool.core.states import ModelState
+from pool.core.states import FALLING, RISING, ModelState
 from pool.core.victims import IDLE_MS_MAX, protection_ms
 from pool.core.view import Decision, ModelView, PoolRules, Raise, Wait, Yield
 
@@ -53,46 +54,41 @@ NO_ROOM_RETRY_S = 60
 
 def door_of(known: KnownModel, now_ms: float) -> Door:
     """The door of a model whose state is known."""
-    model = known.model
-    match model.state:
+    match known.state:
         case ModelState.AWAKE | ModelState.WAKING | ModelState.LOADING if _is_open(known):
             return _open(known) or _shut(known, now_ms)
         case ModelState.FAILED:
-            retry_s = None if model.is_permanent else FAILED_RETRY_S
+            retry_s = None if known.is_permanent else FAILED_RETRY_S
             why = (
-                f"model {known.name} has failed: {model.fault.rstrip('.')};"
+                f"model {known.name} has failed: {known.fault.rstrip('.')};"
                 f" `understudy pool reset {known.name}` lets it try again"
             )
             return RefusedDoor("pool.failed", why, retry_s)
         case ModelState.UNLOADING | ModelState.RELEASING | ModelState.DRAINING if (
             known.is_unload_ordered
         ):
-            if model.state is ModelState.UNLOADING:
+            if known.state is ModelState.UNLOADING:
                 return RefusedDoor("pool.not_loaded", reason_of(known), None)
-        case ModelState.COLD | ModelState.PENDING if (
-            not known.rules.is_on_demand and known.load_ordered_ms is None and _is_cold(known)
+        case ModelState.COLD | ModelState.PENDING if known.goal is Tier.COLD and not (
+            known.rules.is_on_demand or known.load_ordered_ms is not None
         ):
             why = (
                 f"model {known.name} is not loaded, and is not loaded on demand; an operator can:"
                 f" `understudy pool load {known.name}`"
             )
             return RefusedDoor("pool.not_loaded", why, None)
-    if known.never is not None and model.state is ModelState.PENDING:
+    if known.never is not None and known.state is ModelState.PENDING:
         why = f"model {known.name} does not fit: {known.never}"
         return RefusedDoor("pool.no_room", why, NO_ROOM_RETRY_S)
     return _shut(known, now_ms)
 
 
-def _is_cold(known: KnownModel) -> bool:
-    return known.model.floor.value == "cold"
-
-
 def _is_open(known: KnownModel) -> bool:
     """An open door stays open over a failover: the gateway replaces its engine by itself, and
     nobody waits for the pool."""
-    if known.model.state is ModelState.AWAKE:
+    if known.state is ModelState.AWAKE:
         return True
-    return known.model.is_again and isinstance(known.door, OpenDoor)
+    return known.is_again and isinstance(known.door, OpenDoor)
 
 
 def _open(known: KnownModel) -> OpenDoor | None:
@@ -103,40 +99,36 @@ def _open(known: KnownModel) -> OpenDoor | None:
 
 
 def _shut(known: KnownModel, now_ms: float) -> ShutDoor:
-    model = known.model
-    running = model.running if model.state in WITH_REQUESTS else Running.FINISH
+    running = known.running if known.state in FALLING else Running.FINISH
     return ShutDoor(running, expected_ms(known, now_ms), reason_of(known))
 
 
 def expected_ms(known: KnownModel, now_ms: float) -> float | None:
     """Until it is awake, as far as is known; None also where nobody waits for it."""
     at_ms = awake_ms(known, now_ms) or known.expected_ms
-    if at_ms is None or known.is_unload_ordered or known.model.state is ModelState.AWAKE:
+    if at_ms is None or known.is_unload_ordered or known.state is ModelState.AWAKE:
         return None
     return max(0.0, at_ms - now_ms)
 
 
-WITH_REQUESTS = frozenset({ModelState.DRAINING, ModelState.RELEASING, ModelState.UNLOADING})
-
-
 def reason_of(known: KnownModel) -> str:
     """Why requests wait, in one sentence."""
-    name, model = known.name, known.model
+    name = known.name
     if known.is_unload_ordered:
         return f"an operator is unloading model {name}"
-    match model.state:
+    match known.state:
         case ModelState.PENDING:
             return f"model {name} waits for room: {known.wait or 'it has just been asked for'}"
         case ModelState.LOADING:
-            return f"model {name} is being loaded: {model.reason}"
+            return f"model {name} is being loaded: {known.reason}"
         case ModelState.WAKING:
             return f"model {name} is waking up"
         case ModelState.DRAINING:
-            return f"model {name} is finishing its requests: {model.reason}"
+            return f"model {name} is finishing its requests: {known.reason}"
         case ModelState.RELEASING | ModelState.UNLOADING:
-            return f"model {name} is freeing its memory: {model.reason}"
+            return f"model {name} is freeing its memory: {known.reason}"
         case _:
-            return f"model {name} is {model.state}"
+            return f"model {name} is {known.state}"
 
 
 def is_other_door(known: KnownModel, door: Door, now_ms: float) -> bool:
@@ -144,7 +136,7 @@ def is_other_door(known: KnownModel, door: Door, now_ms: float) -> bool:
     A number that nobody waits for to be obeyed may grow."""
     if door_key(known, door) != known.door_key:
         return True
-    is_pending = known.model.state is ModelState.PENDING
+    is_pending = known.state is ModelState.PENDING
     return is_pending and isinstance(door, ShutDoor) and is_news(door, known, now_ms)
 
 
@@ -152,15 +144,13 @@ def door_key(known: KnownModel, door: Door) -> tuple[object, ...]:
     """What makes it another door. A reason that changes is no news for those who wait."""
     match door:
         case ShutDoor():
-            return known.model.state, door.running
+            return known.state, door.running
         case _:
-            return known.model.state, door
+            return known.state, door
 
 
 NEWS_MS = 1_000.0  # less is no news for somebody who waits,
 NEWS_SHARE = 0.25  # nor is this part of what is left
-_GOES_UP = (ModelState.LOADING, ModelState.WAKING)
-_GOES_DOWN = (ModelState.DRAINING, ModelState.RELEASING, ModelState.UNLOADING)
 
 
 def expect(
@@ -178,15 +168,8 @@ def expect(
 
 def awake_ms(known: KnownModel, now_ms: float) -> float | None:
     """Of a model that is being raised."""
-    costs, model = known.costs, known.model
-    match model.state:
-        case ModelState.WAKING:
-            takes_ms = costs.waking_ms(model.floor)
-        case ModelState.LOADING:
-            takes_ms = costs.raise_ms(model.floor)
-        case _:
-            takes_ms = None
-    return None if takes_ms is None else max(now_ms, model.since_ms + takes_ms)
+    takes_ms = known.costs.raise_ms(known.floor) if known.state in RISING else None
+    return None if takes_ms is None else max(now_ms, known.stage_since_ms + takes_ms)
 
 
 def is_news(door: ShutDoor, known: KnownModel, now_ms: float) -> bool:
@@ -205,7 +188,7 @@ def _expected(
     found: Mapping[str, float | None],
     now_ms: float,
 ) -> float | None:
-    own_ms = known.costs.raise_ms(known.model.floor)
+    own_ms = known.costs.raise_ms(known.held)
     room_ms: float | None = None
     match decision:
         case Raise():
@@ -216,7 +199,7 @@ def _expected(
             other, first_ms = models.get(decision.behind), found.get(decision.behind)
             if other is not None and first_ms is not None and other.costs.turn_ms is not None:
                 room_ms = first_ms + other.costs.turn_ms + _leaves_ms(other)
-        case Wait() if known.model.state in _GOES_DOWN:
+        case Wait() if known.state in FALLING:
             room_ms = _left_ms((known,), now_ms)
         case Wait() if not decision.is_outranked:  # else only its competitor's last answer tells
             asked = [models[name] for name in decision.victims if name in models]
@@ -229,7 +212,7 @@ def _expected(
 
 def _turn_over_ms(victim: KnownModel, until_ms: float | None, now_ms: float) -> float | None:
     """When a model that cannot be asked before `until_ms` has left."""
-    if victim.model.state in _GOES_UP:
+    if victim.state in RISING:
         up_ms, turn_ms = awake_ms(victim, now_ms), victim.costs.turn_ms
         return None if up_ms is None or turn_ms is None else up_ms + turn_ms + _leaves_ms(victim)
     if until_ms is None:
@@ -245,13 +228,13 @@ def _left_ms(leaving: Iterable[KnownModel | None], now_ms: float) -> float:
     """When the memory of all of these is free."""
     found = [now_ms]
     for known in leaving:
-        if known is None or known.model.state not in _GOES_DOWN:
+        if known is None or known.state not in FALLING:
             continue
-        if known.model.state is ModelState.DRAINING:
+        if known.state is ModelState.DRAINING:
             began_ms = now_ms if known.drained_ms is None else known.drained_ms
             found.append(max(now_ms, began_ms + _drains_ms(known)) + _releases_ms(known))
         else:
-            found.append(known.model.since_ms + _releases_ms(known))
+            found.append(known.stage_since_ms + _releases_ms(known))
     return max(found)
 
 

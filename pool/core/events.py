@@ -251,7 +251,7 @@ class SetModelDoor(PoolEffect, frozen=True):
 
     model: str
     number: int
-    door: Door
+    door: Door | None  # None: nothing was told yet
     state: ModelState
 
 

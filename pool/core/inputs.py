@@ -1,17 +1,17 @@
 """What neighbours send, taken in: each message is judged whole before anything of it is believed.
 
 A wrong message raises `WrongMessage` and changes nothing. What follows from the new facts is
-decided by the signals (`world.py`) and the policy.
+decided by `world.py` and the policy.
 """
 
 from __future__ import annotations
 
 from plumbing.pod.messages import Tier
 from pool.core import events as ev
-from pool.core.model import REST, WITHOUT_KV, KnownEngine, KnownModel, ModelSignal, Stander
-from pool.core.states import EntryKey, EntryKind, GoalGeneration, ModelState
+from pool.core.model import WITHOUT_KV, KnownEngine, KnownModel, Stander
+from pool.core.states import REST, EntryKey, EntryKind, GoalGeneration, ModelState
 from pool.core.view import ModelRules, PoolRules
-from pool.core.world import DueSignal, OrderRefused, PoolLease, PoolSituation, WrongMessage
+from pool.core.world import OrderRefused, PoolLease, PoolSituation, WrongMessage
 
 # States in which an engine that has rested under our last goal cannot be awake again.
 ASLEEP = frozenset({ModelState.COLD, *REST, ModelState.PENDING, ModelState.FAILED})
@@ -47,7 +47,7 @@ def hear(pool: PoolSituation, event: ev.PoolEvent) -> None:
             pool.touch_all()
         case ev.DeviceIs():
             _check_device(pool, event.device)
-            pool.books.hear_device(event)
+            pool.books.ledger.set_device(event.device, event.total_bytes, event.outside_bytes)
             pool.touch_all()
         case ev.Ordered():
             _order(pool, event)
@@ -106,7 +106,7 @@ def _engine(pool: PoolSituation, said: ev.EngineSaid) -> None:
     if known.blamed == engine.name:
         # Its witness was free before its supervisor could say that a disk had failed it.
         if said.is_machine:
-            known.model.forgive()
+            known.faults_ms, known.is_permanent = known.faults_ms[:-1], False
         if said.is_machine or said.incarnation:
             known.blamed = ""
     if said.is_leaving and said.incarnation:
@@ -155,11 +155,11 @@ def _judge(known: KnownModel, engine: KnownEngine, said: ev.EngineSaid) -> None:
         raise WrongMessage(f"{said.engine} is awake without the lock active:{known.name}")
     if known.is_unknown or said.goal_seen != engine.generation or said.incarnation in engine.dead:
         return
-    is_asleep = known.model.state in ASLEEP and engine.has_rested
+    is_asleep = known.state in ASLEEP and engine.has_rested
     if said.tier is Tier.AWAKE and is_asleep and said.incarnation:
         raise WrongMessage(
             f"{said.engine} is awake, and has obeyed a goal below that: model {known.name} is"
-            f" {known.model.state}"
+            f" {known.state}"
         )
 
 
@@ -212,16 +212,15 @@ def _order(pool: PoolSituation, event: ev.Ordered) -> None:
     known = pool.models.get(event.model)
     if known is None:
         raise OrderRefused("model_not_found", f"this pool has no model {event.model}")
-    model = known.model
     match event.order:
-        case ev.Order.LOAD if model.state is ModelState.FAILED:
+        case ev.Order.LOAD if known.state is ModelState.FAILED:
             raise OrderRefused(
                 "pool.failed",
-                f"model {known.name} has failed: {model.fault.rstrip('.')}; `understudy pool reset"
+                f"model {known.name} has failed: {known.fault.rstrip('.')}; `understudy pool reset"
                 f" {known.name}` first",
             )
         case ev.Order.LOAD:
-            if model.state is not ModelState.AWAKE and known.load_ordered_ms is None:
+            if known.state is not ModelState.AWAKE and known.load_ordered_ms is None:
                 known.load_ordered_ms = pool.now_ms
             known.is_sleep_ordered = known.is_unload_ordered = False
         case ev.Order.SLEEP:
@@ -231,11 +230,12 @@ def _order(pool: PoolSituation, event: ev.Ordered) -> None:
             if not event.is_forced:
                 _check_pinned(known, "unload it with --force")
             known.load_ordered_ms, known.is_sleep_ordered = None, False
-            known.is_unload_ordered = model.state not in (ModelState.COLD, ModelState.FAILED)
+            known.is_unload_ordered = known.state not in (ModelState.COLD, ModelState.FAILED)
         case ev.Order.PIN | ev.Order.UNPIN:
             known.pinned, pool.is_news_for_file = event.order is ev.Order.PIN, True
         case ev.Order.RESET:
-            pool.fire(known, DueSignal(ModelSignal.RESET, "an operator has reset it"))
+            known.forget_faults()
+            pool.settle(known, "an operator has reset it")
     pool.touch(known.name)
 
 

@@ -1,12 +1,12 @@
 """The pool: who is awake, who yields, what is booked. Events in, effects out.
 
-    neighbours ──▶ inputs.py ──▶ facts ──▶ world.py ──▶ model.py (the table) ──▶ goals, doors
-                                  │                       ▲
+    neighbours ──▶ inputs.py ──▶ facts ──▶ world.py (steps) ──▶ model.py (phase) ──▶ goals, doors
+                                  │             ▲
                                   └──▶ planning.py (views) ──▶ policy.py, victims.py
 
-After every event each model's table is fired until it agrees with the facts, then the policy is
-asked, and again, until nothing changes. So no message depends on another one, and every wait has
-an event or a deadline that ends it (`due_ms`).
+After every event the facts about each model are followed until nothing more follows, then the
+policy is asked, and again, until nothing changes. So no message depends on another one, and every
+wait has an event or a deadline that ends it (`due_ms`).
 
 What is surely true at every step:
 
@@ -29,18 +29,17 @@ from pool.core import events as ev
 from pool.core import policy, recovery
 from pool.core.doors import door_key, door_of, is_other_door
 from pool.core.inputs import hear
-from pool.core.model import KnownModel, ModelSignal
+from pool.core.model import KnownModel
 from pool.core.planning import Planner, decide, ticket_of
 from pool.core.recovery import PoolSnapshot, recover, saved
 from pool.core.reservations import Entries
-from pool.core.states import EntryKind, ModelState
+from pool.core.states import FALLING, RISING, EntryKind, ModelState
 from pool.core.view import Leaving
-from pool.core.world import HEADLESS_MS, DueSignal, PoolSetup, deadline_ms, next_signal
+from pool.core.world import HEADLESS_MS, PoolSetup, deadline_ms, may_break_off, next_step
 
 NEVER_MS = float("inf")
-GOES_DOWN = (ModelState.DRAINING, ModelState.RELEASING)  # to its floor
-SIGNALS_MAX = 24  # of one model, after one event: longer than any path through the table
-ROUNDS_MAX = 200  # of signals and plan after one event: each changes at least one model
+STEPS_MAX = 24  # of one model, after one event: more than any path through its phases
+ROUNDS_MAX = 200  # of steps and plan after one event: each changes at least one model
 
 
 class ModelPool:
@@ -115,25 +114,22 @@ class ModelPool:
                 pool.touch(known.name)
 
     def _follow(self, known: KnownModel) -> None:
-        """Fire its table until it agrees with the facts."""
+        """Do what the facts about it lead to, until nothing more follows."""
         pool = self.situation
         recover(pool, known)
         pool.to_follow.discard(known.name)
         if known.is_unknown:
             return
-        for _ in range(SIGNALS_MAX):
+        for _ in range(STEPS_MAX):
             self._keep_books(known)
             ticket = ticket_of(known, pool.demand, pool.now_ms, pool.rules)
-            due = next_signal(
-                known, pool.demand, pool.books, pool.now_ms, is_wanted=ticket is not None
-            )
-            if due is not None:
-                pool.fire(known, due)
-            elif not (self._unload(known) or self._sleep(known)):
+            if next_step(pool, known, is_wanted=ticket is not None):
+                continue
+            if not (self._unload(known) or self._sleep(known)):
                 self._begin_turn(known)
                 pool.to_follow.discard(known.name)
                 return
-        raise InvariantError(f"model {known.name} does not come to rest in {known.model.state}")
+        raise InvariantError(f"model {known.name} does not come to rest in {known.state}")
 
     def _begin_turn(self, known: KnownModel) -> None:
         """Its protection counts from when its streams have resumed: one that only replays its
@@ -154,29 +150,22 @@ class ModelPool:
 
     def _unload(self, known: KnownModel) -> bool:
         """An operator's order to unload: obeyed at once, but not behind an open door."""
-        pool, model = self.situation, known.model
-        is_done = model.state is ModelState.UNLOADING or (
-            model.state in GOES_DOWN and model.floor is Tier.COLD
-        )
+        pool = self.situation
+        is_done = known.state in FALLING and known.held is Tier.COLD
         if not known.is_unload_ordered or is_done or pool.is_sent_to(known):
             return False
-        pool.fire(known, DueSignal(ModelSignal.ORDER_COLD, "an operator unloads it"))
-        known.leaving = Leaving.ORDER
+        pool.unload(known)
         return True
 
     def _sleep(self, known: KnownModel) -> bool:
         """An operator's order to sleep, once nobody needs the model."""
-        pool, model = self.situation, known.model
-        if not known.is_sleep_ordered:
+        pool, is_awake = self.situation, known.state is ModelState.AWAKE
+        if not known.is_sleep_ordered or known.state in RISING:
             return False
-        if model.state in (ModelState.LOADING, ModelState.WAKING):
-            return False
-        if model.state is ModelState.AWAKE and (
-            model.is_wanted or pool.demand.in_flight(known.name)
-        ):
+        if is_awake and (known.is_wanted or pool.demand.in_flight(known.name)):
             return False
         known.is_sleep_ordered = False
-        if model.state is not ModelState.AWAKE:
+        if not is_awake:
             return False
         rest = Tier.WARM if known.rules.rest is Tier.AWAKE else known.rules.rest
         pool.yields(known, rest, Leaving.ORDER, "an operator sends it to sleep")
@@ -185,13 +174,13 @@ class ModelPool:
     # ------------------------------------------------------------------ books
 
     def _keep_books(self, known: KnownModel) -> None:
-        pool, model = self.situation, known.model
-        wanted = pool.books.entries_at(known, model.goal)
-        if model.goal is Tier.OFFLOADED and model.state is not ModelState.RELEASING:
+        pool = self.situation
+        wanted = pool.books.entries_at(known, known.goal)
+        if known.goal is Tier.OFFLOADED and known.frees is None:
             wanted |= self._reloaded(known)
         before = len(pool.books.ledger.entries)
-        is_draining = model.state is ModelState.DRAINING
-        stays = pool.books.entries_at(known, model.floor) if is_draining else wanted
+        falls_to = known.falls_to
+        stays = wanted if falls_to is None else pool.books.entries_at(known, falls_to)
         for effect in pool.books.let_go(known, wanted, stays):
             pool.say(effect)
         if len(pool.books.ledger.entries) != before:
@@ -213,10 +202,10 @@ class ModelPool:
         }
         if not starting or pool.books.book(weights):
             return weights if starting else {}
-        if known.model.state is ModelState.LOADING:
+        if known.state is ModelState.LOADING:
             why = "there is no room to load its weights again"
-            if known.model.may(ModelSignal.YIELD, Tier.COLD):
-                pool.fire(known, DueSignal(ModelSignal.YIELD, why, Tier.COLD))
+            if may_break_off(known):
+                pool.fall(known, Tier.COLD, why, ModelState.UNLOADING)
             return {}
         for engine in starting:
             if engine in known.shadows():
@@ -232,12 +221,12 @@ class ModelPool:
         pool = self.situation
         for name in [name for name in pool.models if name in pool.to_show]:
             known = pool.models[name]
-            stands = known.door is not None and known.model.is_recovering
+            stands = known.door is not None and known.is_recovering
             is_other = not known.is_unknown and not stands and self._is_other_door(known)
             if not (is_other or says_again):
                 continue
             if known.door is not None:
-                state = known.model.state
+                state = known.state
                 pool.say(ev.SetModelDoor(name, known.door_number, known.door, state))
         pool.to_show.clear()
 

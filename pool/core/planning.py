@@ -16,9 +16,9 @@ from pool.core import events as ev
 from pool.core import reasons
 from pool.core.doors import expect
 from pool.core.inputs import lease_key
-from pool.core.model import RANK, KnownModel, ModelSignal
+from pool.core.model import RANK, KnownModel
 from pool.core.reservations import Books, Entries, needs_of
-from pool.core.states import HOST, EntryKey, EntryKind, ModelState
+from pool.core.states import FALLING, HOST, RISING, EntryKey, EntryKind, ModelState
 from pool.core.tickets import LEASE_PREFIX, Demand, first_ticket, lease_view, next_change_ms
 from pool.core.view import (
     Decision,
@@ -34,7 +34,7 @@ from pool.core.view import (
     Wait,
     Yield,
 )
-from pool.core.world import DueSignal, PoolLease, PoolSituation, raise_budget_ms
+from pool.core.world import PoolLease, PoolSituation, raise_budget_ms
 
 Planner = Callable[[float, Sequence[ModelView], Mapping[str, DeviceView], PoolRules], Plan]
 
@@ -49,7 +49,7 @@ def blind_models(pool: PoolSituation) -> set[str]:
     return {
         name
         for name, known in pool.models.items()
-        if known.model.is_recovering or not devices.isdisjoint(known.rules.devices)
+        if known.is_recovering or not devices.isdisjoint(known.rules.devices)
     }
 
 
@@ -74,7 +74,11 @@ def decide(pool: PoolSituation, planner: Planner) -> None:
             )
     pool.to_view.clear()
     pool.is_lease_changed = False
-    leases = [_lease_view(lease) for lease in pool.leases.values() if _is_seen(pool, lease)]
+    leases = [
+        lease_view(lease.asked, is_granted=lease.is_granted, has_plan=lease.has_plan)
+        for lease in pool.leases.values()
+        if _is_seen(pool, lease)
+    ]
     for name, lease in pool.leases.items():
         if not _is_seen(pool, lease):
             _lease_waits(pool, name, lease, reasons.unheard(lease.asked.device))
@@ -96,7 +100,7 @@ def decide(pool: PoolSituation, planner: Planner) -> None:
             pool.to_show.add(known.name)
     # Of a pool that has just started: who needed the room may not have been heard yet.
     for name in plan.unyields if pool.demand.is_heard and not blind else ():
-        _unyield(pool, pool.models[name])
+        pool.unyield(pool.models[name])
     for victim in plan.rests:
         _yield(pool, victim, Leaving.IDLE, "nobody has asked for it")
     for name in plan.shadows:
@@ -151,9 +155,9 @@ def _set_never(pool: PoolSituation, known: KnownModel, why: str | None) -> None:
 
 
 def _raise(pool: PoolSituation, known: KnownModel) -> None:
-    if known.name in pool.blind or not known.model.may(ModelSignal.ROOM):
+    if known.name in pool.blind or known.state is not ModelState.PENDING:
         return
-    if known.model.floor is Tier.COLD:
+    if known.goal is Tier.COLD:
         _choose_engine(known)
     wanted = pool.books.entries_at(known, Tier.AWAKE)
     if not pool.books.book(wanted):
@@ -161,7 +165,7 @@ def _raise(pool: PoolSituation, known: KnownModel) -> None:
     ticket = ticket_of(known, pool.demand, pool.now_ms, pool.rules)
     known.wanted_since_ms = ticket.since_ms if ticket is not None else pool.now_ms
     known.is_raised_for_ticket = True
-    pool.fire(known, DueSignal(ModelSignal.ROOM, "there is room for it"))
+    pool.raise_(known)
 
 
 def _choose_engine(known: KnownModel) -> None:
@@ -179,7 +183,7 @@ def _choose_engine(known: KnownModel) -> None:
 def launch_shadows(pool: PoolSituation, known: KnownModel) -> None:
     """There is room for a shadow that nobody else needs. While it starts it maps the weights, so
     an offloaded model launches none."""
-    if known.model.state not in (ModelState.WARM, ModelState.AWAKE):
+    if known.state not in (ModelState.WARM, ModelState.AWAKE):
         return
     for engine in known.shadows():
         if engine.cap is not Tier.COLD:
@@ -208,11 +212,6 @@ def _yield(pool: PoolSituation, victim: Victim, why: Leaving, reason: str) -> No
             pool.touch(known.name)
 
 
-def _unyield(pool: PoolSituation, known: KnownModel) -> None:
-    if known.model.state is ModelState.DRAINING and known.leaving is not Leaving.ORDER:
-        pool.fire(known, DueSignal(ModelSignal.UNYIELD, "its memory is no longer needed"))
-
-
 # ------------------------------------------------------------------ leases
 
 
@@ -223,19 +222,6 @@ def _is_seen(pool: PoolSituation, lease: PoolLease) -> bool:
     return all(pool.books.is_known(each) for each in pool.books.devices) and not any(
         known.is_unknown and device in known.rules.devices for known in pool.models.values()
     )
-
-
-def _lease_view(lease: PoolLease) -> ModelView:
-    asked = lease.asked
-    view = lease_view(
-        asked.lease,
-        asked.device,
-        asked.bytes,
-        asked.priority,
-        asked.since_ms,
-        is_granted=lease.is_granted,
-    )
-    return replace(view, has_plan=lease.has_plan)
 
 
 def _decide_lease(pool: PoolSituation, name: str, decision: Decision) -> None:
@@ -271,17 +257,13 @@ def _lease_waits(pool: PoolSituation, name: str, lease: PoolLease, why: str) -> 
         pool.say(ev.LeaseWaits(name, why))
 
 
-GOING_UP = frozenset({ModelState.LOADING, ModelState.WAKING})
-GOING_DOWN = frozenset({ModelState.DRAINING, ModelState.RELEASING, ModelState.UNLOADING})
-
-
 def ticket_of(
     known: KnownModel, demand: Demand, now_ms: float, rules: PoolRules
 ) -> TicketView | None:
     """The ticket that decides for this model; an order to load it is one."""
-    model, load_ms = known.model, known.load_ordered_ms
+    load_ms = known.load_ordered_ms
     is_refused = (
-        not known.rules.is_on_demand and model.floor is Tier.COLD and load_ms is None
+        not known.rules.is_on_demand and known.goal is Tier.COLD and load_ms is None
     ) or known.is_unload_ordered
     tickets = demand.tickets(known.name) if not is_refused else []
     first = first_ticket(tickets, known.drained_ms, now_ms, rules)
@@ -302,7 +284,7 @@ def view_of(
 ) -> ModelView:
     """`is_blind`: nobody knows what is on its devices, or what it is: it neither goes up nor
     down."""
-    model, name, costs = known.model, known.name, known.costs
+    name, costs = known.name, known.costs
     shadows = known.shadows()
     shadow_names = {engine.name for engine in shadows}
     booked: dict[str, int] = {}
@@ -315,10 +297,10 @@ def view_of(
     if shadow is not None and not shadow_bytes and known.sizes is not None:
         shadow_bytes = dict(known.sizes.base)
     if shadow is not None:
-        held = Tier.WARM if model.state is ModelState.AWAKE else model.floor
+        held = Tier.WARM if known.state is ModelState.AWAKE else known.held
         shadow = Tier.COLD if shadow is Tier.COLD else held
     host = books.memory.get(HOST)
-    raise_ms = costs.raise_ms(model.floor)
+    raise_ms = costs.raise_ms(known.held)
     rules = known.rules
     if known.is_pinned is not rules.is_pinned:
         rules = replace(rules, is_pinned=known.is_pinned)
@@ -330,10 +312,8 @@ def view_of(
     return ModelView(
         name=name,
         rules=rules,
-        state=model.state,
-        tier=model.goal
-        if model.state in GOING_UP or model.state is ModelState.AWAKE
-        else model.floor,
+        state=known.state,
+        tier=known.goal if known.falls_to is None else known.falls_to,
         needs=needs_of(known.sizes, has_copy=books.copies(known)),
         booked=booked,
         ticket=None if is_blind else ticket,
@@ -343,16 +323,16 @@ def view_of(
         last_request_ms=known.last_request_ms,
         in_flight=in_flight,
         cannot_park=cannot_park,
-        is_raised_for_ticket=known.is_raised_for_ticket and model.state in GOING_UP,
-        is_loading_again=model.is_again and model.state is ModelState.LOADING,
+        is_raised_for_ticket=known.is_raised_for_ticket and known.state in RISING,
+        is_loading_again=known.is_again and known.state is ModelState.LOADING,
         has_plan=known.has_plan,
         has_copy=host is not None and host.copy_bytes.get(name, 0) > 0,
-        leaving=known.leaving if model.state in GOING_DOWN else None,
+        leaving=known.leaving if known.state in FALLING else None,
         back_off_until_ms=known.back_off_until_ms,
         keep_alive_ms=demand.keep_alive_ms(name),
         shadow=shadow,
         shadow_bytes=shadow_bytes,
-        switch_ms=costs.switch_ms(model.floor),
+        switch_ms=costs.switch_ms(known.held),
         load_ms=raise_budget_ms(known),
         raise_ms=None if raise_ms is None else raise_ms + (costs.resume_ms or 0.0),
         release_ms=costs.release_ms or 0.0,

@@ -32,7 +32,7 @@ from types import MappingProxyType
 
 from plumbing.pod.messages import Tier
 from pool.core import reasons, victims
-from pool.core.states import HOST, ModelState
+from pool.core.states import FALLING, HOST, REST, ModelState, sums
 from pool.core.tickets import next_level_ms, order_of
 from pool.core.victims import Head, Obstacle, choose_idle_soon, quiet_since_ms, unloaded
 from pool.core.view import (
@@ -49,11 +49,8 @@ from pool.core.view import (
     Yield,
 )
 
-MAY_BE_RAISED = frozenset(
-    {ModelState.COLD, ModelState.OFFLOADED, ModelState.WARM, ModelState.PENDING}
-)
+MAY_BE_RAISED = frozenset({ModelState.COLD, *REST, ModelState.PENDING})
 _CLAIMS_NOTHING = frozenset({ModelState.AWAKE, ModelState.WAKING, ModelState.FAILED})
-_GOES_DOWN = frozenset({ModelState.DRAINING, ModelState.RELEASING, ModelState.UNLOADING})
 # A shadow maps the weights while it starts: an offloaded model's would need room for them.
 _MAY_LAUNCH_SHADOW = frozenset({ModelState.WARM, ModelState.AWAKE})
 _NEVER_MS = float("inf")
@@ -173,12 +170,12 @@ class _Planner:
         if needs is None:
             return {name: self.usable.get(name, 0) for name in model.rules.devices}
         if model.rules.shadow_keeps and model.shadow is Tier.COLD:
-            return _sum(needs, model.shadow_bytes)
+            return sums(needs, model.shadow_bytes)
         return needs
 
     def _extra(self, model: ModelView) -> dict[str, int]:
         """What is to be booked to raise it; on its way down, on top of where that ends."""
-        held = model.needs.get(model.tier, {}) if model.state in _GOES_DOWN else model.booked
+        held = model.needs.get(model.tier, {}) if model.state in FALLING else model.booked
         return {
             name: needed - held.get(name, 0)
             for name, needed in self._awake(model).items()
@@ -198,7 +195,7 @@ class _Planner:
         if model.state is ModelState.UNLOADING:
             return Wait(None, f"{model.name} is being unloaded")
         for name, more in claim.extra.items():
-            needed = more if model.state in _GOES_DOWN else more + model.booked.get(name, 0)
+            needed = more if model.state in FALLING else more + model.booked.get(name, 0)
             others = self.held_for_ever[name]
             if model.rules.is_pinned:
                 others -= reasons.held_for_ever(model).get(name, 0)
@@ -340,10 +337,6 @@ class _Planner:
                 found.append(model.name)
                 self._take(model.shadow_bytes)
         return tuple(found)
-
-
-def _sum(some: Mapping[str, int], more: Mapping[str, int]) -> Mapping[str, int]:
-    return {name: some.get(name, 0) + more.get(name, 0) for name in {**some, **more}}
 
 
 def rests_of(

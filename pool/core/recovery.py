@@ -29,17 +29,29 @@ from plumbing.pod.messages import Tier
 from pool.core import events as ev
 from pool.core.doors import door_key
 from pool.core.events import LeaseAsked, OpenDoor, Running
-from pool.core.model import SETTLED, Costs, KnownEngine, KnownModel, Model, ModelSignal
+from pool.core.model import SETTLED, Costs, KnownEngine, KnownModel, lower
 from pool.core.reservations import Books
 from pool.core.states import EngineSizes, EntryKey, EntryKind, GoalGeneration, ModelState
 from pool.core.view import Leaving
-from pool.core.world import DueSignal, ModelSetup, PoolLease, PoolSetup, PoolSituation
+from pool.core.world import ModelSetup, PoolLease, PoolSetup, PoolSituation
 
 TEXT_MAX = 100  # characters of a reason or a fault on file
 
 MORE_COSTS = ("restage_ms", "resume_ms", "turn_ms", "drain_ms")
 
 Sizes = tuple[tuple[int, ...], ...]  # base, weights and KV, each by device
+
+
+# Of a model: what is on file just as it is in memory, and what a new pod keeps of an old one.
+SAVED_AS_IT_IS = (
+    *("state", "floor", "goal", "running", "is_again", "is_wanted", "faults_ms", "is_permanent"),
+    *("pinned", "load_ordered_ms", "is_unload_ordered", "leaving", "last_request_ms"),
+    "door_number",
+)
+KEPT_ANEW = (
+    *("pinned", "load_ms", "wake_ms", "release_ms", "more_costs", "sizes", "is_estimated"),
+    *("last_request_ms", "door_number"),
+)
 
 
 class SavedEngine(Struct, frozen=True, array_like=True):
@@ -51,31 +63,33 @@ class SavedEngine(Struct, frozen=True, array_like=True):
 
 
 class SavedModel(Struct, frozen=True, array_like=True):
+    """`state` is its phase, which says with `floor` and `goal` what was decided and learned."""
+
     shape: int  # its devices and engines
-    state: ModelState
-    floor: Tier
-    aim: Tier
-    running: Running
-    is_again: bool
-    is_wanted: bool
-    faults_ms: tuple[float, ...]
-    fault: str
-    is_permanent: bool
-    reason: str
-    pinned: bool | None
-    load_ordered_ms: float | None
-    is_unload_ordered: bool
-    leaving: str | None
-    load_ms: float | None
-    wake_ms: float | None
-    release_ms: float | None
-    last_request_ms: float
-    sizes: Sizes | None
-    is_estimated: bool
-    booked: tuple[int | None, ...]  # in the order of `KnownModel.keys`
-    door: OpenDoor | None  # any other one is made anew
-    door_number: int
-    engines: tuple[SavedEngine, ...]
+    state: ModelState = ModelState.COLD
+    floor: Tier = Tier.COLD  # that it holds, or is falling to
+    goal: Tier = Tier.COLD
+    running: Running = Running.FINISH
+    is_again: bool = False
+    is_wanted: bool = False
+    faults_ms: tuple[float, ...] = ()
+    fault: str = ""
+    is_permanent: bool = False
+    reason: str = ""
+    pinned: bool | None = None
+    load_ordered_ms: float | None = None
+    is_unload_ordered: bool = False
+    leaving: Leaving | None = None
+    load_ms: float | None = None
+    wake_ms: float | None = None
+    release_ms: float | None = None
+    last_request_ms: float = 0.0
+    sizes: Sizes | None = None
+    is_estimated: bool = False
+    booked: tuple[int | None, ...] = ()  # in the order of `KnownModel.keys`
+    door: OpenDoor | None = None  # any other one is made anew
+    door_number: int = 0
+    engines: tuple[SavedEngine, ...] = ()
     more_costs: tuple[float | None, ...] = ()  # of `MORE_COSTS`, in their order
     awake_since_ms: float | None = None
     drained_ms: float | None = None
@@ -117,26 +131,11 @@ def anew(old: PoolSnapshot) -> PoolSnapshot:
     pinned, and leases, whose processes may live on. Its models are cold, and have no faults."""
     gone = SavedEngine(goal=None, start=0, number=0, cap=Tier.AWAKE, is_gone=True)
     models = {
-        name: replace(
-            each,
-            state=ModelState.COLD,
-            floor=Tier.COLD,
-            aim=Tier.AWAKE,
-            running=Running.FINISH,
-            is_again=False,
-            is_wanted=False,
-            faults_ms=(),
-            fault="",
-            is_permanent=False,
-            reason="",
-            load_ordered_ms=None,
-            is_unload_ordered=False,
-            leaving=None,
+        name: SavedModel(
+            each.shape,
             booked=(None,) * len(each.booked),
-            door=None,
             engines=(gone,) * len(each.engines),
-            awake_since_ms=None,
-            drained_ms=None,
+            **{kept: getattr(each, kept) for kept in KEPT_ANEW},
         )
         for name, each in old.models.items()
     }
@@ -165,38 +164,25 @@ def _saved_sizes(known: KnownModel) -> Sizes | None:
 
 
 def _saved_model(pool: PoolSituation, known: KnownModel) -> SavedModel:
-    model, costs = known.model, known.costs
-    entries = pool.books.ledger.entries
-    return SavedModel(
-        shape=shape_of(known),
-        state=model.state,
-        floor=model.floor,
-        aim=model.aim,
-        running=model.running,
-        is_again=model.is_again,
-        is_wanted=model.is_wanted,
-        faults_ms=model.faults_ms,
-        fault=model.fault[:TEXT_MAX],
-        is_permanent=model.is_permanent,
-        reason=model.reason[:TEXT_MAX],
-        pinned=known.pinned,
-        load_ordered_ms=known.load_ordered_ms,
-        is_unload_ordered=known.is_unload_ordered,
-        leaving=known.leaving,
+    costs, entries = known.costs, pool.books.ledger.entries
+    found = SavedModel(
+        shape_of(known),
+        fault=known.fault[:TEXT_MAX],
+        reason=known.reason[:TEXT_MAX],
         load_ms=_rounded(costs.load_ms),
         wake_ms=_rounded(costs.wake_ms),
         release_ms=_rounded(costs.release_ms),
-        last_request_ms=known.last_request_ms,
         sizes=_saved_sizes(known),
         is_estimated=known.sizes is not None and known.sizes.is_estimated,
         booked=tuple(entries.get(key) for key in known.keys),
         door=known.door if isinstance(known.door, OpenDoor) else None,
-        door_number=known.door_number,
         engines=tuple(_saved_engines(pool, known)),
         more_costs=tuple(_rounded(getattr(costs, name)) for name in MORE_COSTS),
         awake_since_ms=_rounded(known.awake_since_ms),
         drained_ms=_rounded(known.drained_ms),
+        **{name: getattr(known, name) for name in SAVED_AS_IT_IS},
     )
+    return replace(found, floor=known.held)
 
 
 def _rounded(spent_ms: float | None) -> float | None:
@@ -228,14 +214,10 @@ def begin(
 
 
 def _new_model(name: str, setup: ModelSetup, now_ms: float) -> KnownModel:
-    return KnownModel(
-        model=Model(name, since_ms=now_ms, is_recovering=True),
-        rules=setup.rules,
-        engines=tuple(KnownEngine(engine, name) for engine in setup.engines),
-        sizes=setup.sizes,
-        is_unknown=True,
-        last_request_ms=now_ms,
-    )
+    engines = tuple(KnownEngine(engine, name) for engine in setup.engines)
+    known = KnownModel(name, setup.rules, engines, setup.sizes)
+    known.since_ms = known.stage_since_ms = known.last_request_ms = now_ms
+    return known
 
 
 def _restore(pool: PoolSituation, snapshot: PoolSnapshot) -> None:
@@ -261,37 +243,50 @@ def _restore_engine(engine: KnownEngine, saved: SavedEngine, era: str) -> None:
 
 
 def _restore_model(pool: PoolSituation, known: KnownModel, saved: SavedModel) -> None:
-    model, now_ms = known.model, pool.now_ms
+    now_ms = pool.now_ms
     for key, size_bytes in zip(known.keys, saved.booked, strict=True):
         if size_bytes is not None:
             pool.books.ledger.settle(key, size_bytes)
-    model.state, model.floor, model.aim = saved.state, saved.floor, saved.aim
-    model.running, model.is_again, model.reason = saved.running, saved.is_again, saved.reason
-    model.is_wanted = saved.is_wanted
-    model.faults_ms = tuple(ms for ms in saved.faults_ms if ms <= now_ms)
-    model.fault, model.is_permanent = saved.fault, saved.is_permanent
-    model.since_ms, known.is_unknown = now_ms, False
-    known.pinned, known.load_ordered_ms = saved.pinned, saved.load_ordered_ms
-    known.is_unload_ordered = saved.is_unload_ordered
-    known.leaving = Leaving(saved.leaving) if saved.leaving else None
+    for name in (*SAVED_AS_IT_IS, "fault", "reason"):
+        setattr(known, name, getattr(saved, name))
+    known.faults_ms = tuple(ms for ms in saved.faults_ms if ms <= now_ms)
+    known.last_request_ms = min(saved.last_request_ms, now_ms)
+    known.since_ms = known.stage_since_ms = now_ms
+    known.is_unknown = False
+    _restore_goal(known, saved.goal)
     known.costs = Costs(saved.load_ms, saved.wake_ms, release_ms=saved.release_ms)
     for cost, spent_ms in zip(MORE_COSTS, saved.more_costs, strict=False):
         setattr(known.costs, cost, spent_ms)
-    known.last_request_ms = min(saved.last_request_ms, now_ms)
     if saved.sizes is not None:
         known.sizes = sizes_on(known, saved.sizes, is_estimated=saved.is_estimated)
-    known.door_number = saved.door_number
     if saved.door is not None:
         known.door, known.door_key = saved.door, door_key(known, saved.door)
     # A pool that is restarted again and again must not let one turn, or its drain, last for ever.
     known.drained_ms = _not_after(now_ms, saved.drained_ms)
-    if model.state is ModelState.DRAINING and model.running is Running.FINISH:
-        model.since_ms = known.drained_ms or now_ms
-    if model.state in (ModelState.AWAKE, ModelState.DRAINING):
+    if known.state is ModelState.DRAINING and known.running is Running.FINISH:
+        known.stage_since_ms = known.drained_ms or now_ms
+    if known.state in (ModelState.AWAKE, ModelState.DRAINING):
         known.awake_since_ms = awake_ms = _not_after(now_ms, saved.awake_since_ms) or now_ms
         known.turn_since_ms = min(awake_ms + (known.costs.resume_ms or 0.0), now_ms)
     else:
         known.asleep_since_ms = now_ms
+
+
+def _restore_goal(known: KnownModel, goal: Tier) -> None:
+    """What leads to the phase that is on file."""
+    match known.state:
+        case ModelState.LOADING:
+            known.goal, known.floor = goal, Tier.COLD
+        case ModelState.WAKING:
+            known.goal = Tier.AWAKE
+        case ModelState.AWAKE:
+            known.goal, known.is_serving = Tier.AWAKE, True
+        case ModelState.DRAINING:
+            known.goal, known.falls_to, known.is_serving = Tier.AWAKE, known.floor, True
+        case ModelState.RELEASING | ModelState.UNLOADING:
+            known.goal, known.frees = known.floor, known.state
+        case _:
+            known.goal, known.has_failed = known.floor, known.state is ModelState.FAILED
 
 
 def _not_after(now_ms: float, saved_ms: float | None) -> float | None:
@@ -311,13 +306,13 @@ def say_again(pool: PoolSituation) -> None:
 
 def recover(pool: PoolSituation, known: KnownModel) -> None:
     """End its recovery, if enough has been heard."""
-    if not known.model.is_recovering:
+    if not known.is_recovering:
         return
     if known.is_unknown:
         if all(_is_settled(engine) for engine in known.engines):
             _adopt(pool, known)
     elif all(engine.is_gone or engine.said is not None for engine in known.engines):
-        known.model.is_recovering = False
+        known.is_recovering = False
         pool.touch(known.name)
 
 
@@ -338,14 +333,10 @@ def _adopt(pool: PoolSituation, known: KnownModel) -> None:
         engine.cap = Tier.AWAKE if engine in living else Tier.COLD
     words = [engine.said for engine in living if engine.said is not None]
     tier = max((said.tier for said in words), key=list(Tier).index, default=Tier.COLD)
-    known.is_unknown = False
-    why = "found so at the start of the pool"
-    if tier is Tier.AWAKE:
-        pool.fire(known, DueSignal(ModelSignal.IS_AWAKE, why))
-    elif tier is not Tier.COLD:
-        pool.fire(known, DueSignal(ModelSignal.IS_REST, why, tier))
-    known.model.is_recovering = False
-    for key, size_bytes in pool.books.entries_at(known, known.model.goal).items():
+    known.is_unknown = known.is_recovering = False
+    known.goal, known.floor = tier, lower(tier, Tier.WARM)
+    known.is_serving = tier is Tier.AWAKE
+    for key, size_bytes in pool.books.entries_at(known, known.goal).items():
         pool.books.ledger.settle(key, max(size_bytes, pool.books.ledger.entries.get(key, 0)))
-    pool.aim(known)
+    pool.settle(known, "found so at the start of the pool")
     pool.touch_all()

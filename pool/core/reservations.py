@@ -23,21 +23,20 @@ Must not know of states, tickets or doors.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 from plumbing.errors import InvariantError
 from plumbing.pod.messages import Tier
 from pool.core.events import (
     AskMemory,
     AskWitness,
-    DeviceIs,
     FreeKv,
     FreeWeights,
     MemoryIs,
     PoolEffect,
 )
 from pool.core.model import RANK, WITHOUT_KV, KnownEngine, KnownModel
-from pool.core.states import HOST, EngineSizes, EntryKey, EntryKind
+from pool.core.states import HOST, EngineSizes, EntryKey, EntryKind, sums
 from pool.core.view import DeviceView
 
 
@@ -74,14 +73,6 @@ class PoolLedger:
             more = size_bytes - self.entries.get(key, 0)
             added[key.device] = added.get(key.device, 0) + more
         return all(more <= 0 or more <= self.free_bytes(name) for name, more in added.items())
-
-    def held_by(self, owners: Collection[str], kinds: Collection[EntryKind]) -> dict[str, int]:
-        """Bytes by device that these have booked."""
-        found: dict[str, int] = {}
-        for key, size_bytes in self.entries.items():
-            if key.owner in owners and key.kind in kinds:
-                found[key.device] = found.get(key.device, 0) + size_bytes
-        return found
 
     def views(self) -> dict[str, DeviceView]:
         """Every measured device, for the policy."""
@@ -134,16 +125,6 @@ class PoolLedger:
         and the policy does not count on them."""
         self.leaving.difference_update(keys)
 
-    # ------------------------------------------------------------------ on file
-
-    def snapshot(self) -> tuple[tuple[EntryKey, int], ...]:
-        return tuple(self.entries.items())
-
-    def restore(self, entries: Sequence[tuple[EntryKey, int]]) -> None:
-        """What was on file is booked, whatever there is room for."""
-        for key, size_bytes in entries:
-            self.settle(key, size_bytes)
-
 
 def needs_of(sizes: EngineSizes | None, *, has_copy: bool = True) -> dict[Tier, Mapping[str, int]]:
     """What one engine of a model has booked at each tier. A tier whose size nobody knows is left
@@ -153,16 +134,12 @@ def needs_of(sizes: EngineSizes | None, *, has_copy: bool = True) -> dict[Tier, 
     if sizes is None or not sizes.base:
         return needs
     copy_bytes = {HOST: sum(sizes.weights.values())} if has_copy else {}
-    needs[Tier.OFFLOADED] = offloaded = _sum(sizes.base, copy_bytes)
+    needs[Tier.OFFLOADED] = offloaded = sums(sizes.base, copy_bytes)
     if sizes.weights:
-        needs[Tier.WARM] = warm = _sum(offloaded, sizes.weights)
+        needs[Tier.WARM] = warm = sums(offloaded, sizes.weights)
         if sizes.kv:
-            needs[Tier.AWAKE] = _sum(warm, sizes.kv)
+            needs[Tier.AWAKE] = sums(warm, sizes.kv)
     return needs
-
-
-def _sum(some: Mapping[str, int], more: Mapping[str, int]) -> dict[str, int]:
-    return {name: some.get(name, 0) + more.get(name, 0) for name in {**some, **more}}
 
 
 Entries = dict[EntryKey, int]
@@ -247,9 +224,6 @@ class Books:
 
     # ------------------------------------------------------------------ what is said
 
-    def hear_device(self, event: DeviceIs) -> None:
-        self.ledger.set_device(event.device, event.total_bytes, event.outside_bytes)
-
     def hear_memory(self, event: MemoryIs, models: Mapping[str, KnownModel]) -> None:
         """What is held is booked, whatever there is room for."""
         self.memory[event.device] = event
@@ -318,7 +292,7 @@ class Books:
         yield from self._ask_witnesses(known)
         booked = self.booked(known)
         leaving = [key for key in booked if key not in wanted]
-        going = [] if known.is_overdue else [key for key in booked if key not in stays]
+        going = [] if known.alarm else [key for key in booked if key not in stays]
         self.ledger.mark_staying(booked)
         self.ledger.mark_leaving(going)
         if not leaving:

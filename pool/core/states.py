@@ -41,6 +41,11 @@ class ModelState(StrEnum):
     FAILED = "failed"
 
 
+REST = (ModelState.OFFLOADED, ModelState.WARM)
+RISING = frozenset({ModelState.LOADING, ModelState.WAKING})
+FALLING = frozenset({ModelState.DRAINING, ModelState.RELEASING, ModelState.UNLOADING})
+
+
 class EntryKind(StrEnum):
     """What memory is booked for."""
 
@@ -58,6 +63,11 @@ class EntryKey(Struct, frozen=True):
     device: str
     kind: EntryKind
     owner: str
+
+
+def sums(some: Mapping[str, int], more: Mapping[str, int]) -> dict[str, int]:
+    """Both, by device."""
+    return {name: some.get(name, 0) + more.get(name, 0) for name in {**some, **more}}
 
 
 class EngineSizes(Struct, frozen=True):

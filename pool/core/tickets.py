@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from plumbing.pod.messages import Tier
-from pool.core.events import DemandCame, ModelDemand, Ticket, TicketKind
+from pool.core.events import DemandCame, LeaseAsked, ModelDemand, Ticket, TicketKind
 from pool.core.states import ModelState
 from pool.core.view import ModelRules, ModelView, PoolRules, TicketView
 
@@ -91,10 +91,6 @@ class Demand:
             for demand in self._of(model)
         )
 
-    def last_request_ms(self, model: str) -> float | None:
-        found = [demand.last_request_ms for demand in self._of(model)]
-        return max((ms for ms in found if ms is not None), default=None)
-
     def keep_alive_ms(self, model: str) -> float | None:
         found = [demand.keep_alive_ms for demand in self._of(model)]
         return max((ms for ms in found if ms is not None), default=None)
@@ -162,29 +158,20 @@ def next_change_ms(
     return min(next_level_ms(max(ticket.since_ms, floor_ms), now_ms, rules) for ticket in tickets)
 
 
-def lease_view(
-    lease: str,
-    device: str,
-    size_bytes: int,
-    priority: int,
-    since_ms: float,
-    *,
-    is_granted: bool,
-    has_plan: bool = False,
-) -> ModelView:
+def lease_view(asked: LeaseAsked, *, is_granted: bool, has_plan: bool = False) -> ModelView:
     """A lease as the policy sees it: a model of one tier, which waits like any other, and which
     nobody can make yield once it is there."""
-    needs = {device: size_bytes}
-    rules = ModelRules(devices=(device,), priority=priority, is_pinned=is_granted)
+    needs = {asked.device: asked.bytes}
+    rules = ModelRules((asked.device,), priority=asked.priority, is_pinned=is_granted)
     return ModelView(
-        name=LEASE_PREFIX + lease,
+        name=LEASE_PREFIX + asked.lease,
         rules=rules,
         state=ModelState.AWAKE if is_granted else ModelState.PENDING,
         tier=Tier.AWAKE if is_granted else Tier.COLD,
         needs={Tier.COLD: {}, Tier.AWAKE: needs},
         booked=needs if is_granted else {},
-        ticket=None if is_granted else TicketView(priority, since_ms),
-        awake_since_ms=since_ms if is_granted else None,
+        ticket=None if is_granted else TicketView(asked.priority, asked.since_ms),
+        awake_since_ms=asked.since_ms if is_granted else None,
         has_plan=has_plan,
         is_lease=True,
     )

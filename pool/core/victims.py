@@ -39,19 +39,15 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from plumbing.pod.messages import Tier
-from pool.core.states import ModelState
+from pool.core.states import REST, RISING, ModelState
 from pool.core.tickets import order_of
 from pool.core.view import ModelView, PoolRules, TicketView, Victim
 
 # Awake and quiet for so long is idle, however costly it is to wake again; so a head need not wait
 # longer for that.
 IDLE_MS_MAX = 2_000.0
-_KEEPS_ITS_TIER = frozenset(
-    {
-        *(ModelState.OFFLOADED, ModelState.WARM, ModelState.PENDING),
-        *(ModelState.DRAINING, ModelState.RELEASING),
-    }
-)
+# These hold their tier, or fall to it, and may be asked to go deeper.
+_AT_REST = frozenset({*REST, ModelState.PENDING, ModelState.DRAINING, ModelState.RELEASING})
 
 # By what it is, or the tier that it holds or falls to, and whether its weights are in host memory
 # too: the way down, each step with its class.
@@ -181,9 +177,7 @@ def _candidate(
     head: Head, names: Sequence[str], model: ModelView, now_ms: float, rules: PoolRules
 ) -> Candidate | None:
     match model.state:
-        case ModelState.OFFLOADED | ModelState.WARM | ModelState.PENDING:
-            return Candidate(model, _steps(model, names, model.tier), now_ms)
-        case ModelState.DRAINING | ModelState.RELEASING:
+        case state if state in _AT_REST:
             return Candidate(model, _steps(model, names, model.tier), now_ms)
         case ModelState.AWAKE:
             idle_ms = idle_from_ms(model)
@@ -195,7 +189,7 @@ def _candidate(
             return Candidate(model, _steps(model, names, "working"), ready_ms, idle_ms, obstacle)
         case ModelState.LOADING if _may_unload(head, model, now_ms, rules):
             return Candidate(model, _steps(model, names, "loading"), now_ms)
-        case ModelState.LOADING | ModelState.WAKING:
+        case state if state in RISING:
             steps = _steps(model, names, "working")
             return Candidate(model, steps, float("inf"), obstacle=Obstacle.RAISED)
         case _:
@@ -257,7 +251,7 @@ def has_shadow(model: ModelView) -> bool:
 def _holds(model: ModelView) -> Mapping[str, int]:
     """What it will hold if it is not asked. At rest that is its tier's, so that nobody counts on
     memory of a dead engine twice: it is booked, and leaves already."""
-    if model.state in _KEEPS_ITS_TIER:
+    if model.state in _AT_REST:
         return model.needs.get(model.tier, model.booked)
     return model.booked
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from lockserver.client.reconnect import keep_connected
 from plumbing.errors import ProtocolError
 from plumbing.pod.messages import (
     GOAL_CATALOGUE,
@@ -24,9 +23,10 @@ from plumbing.pod.messages import (
 from plumbing.pod.paths import engine_socket
 from plumbing.service.clock import Clock
 from plumbing.text import duration
-from plumbing.wire.connection import Connection, Handler, connect
+from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import FaultMsg, Message
+from pool.client.link import KeptLink
 from pool.core.events import EngineDead, EngineLost, EngineSaid, PoolEvent
 from pool.server.locks import WitnessWatch
 
@@ -137,7 +137,7 @@ ANSWER_MS = 3_000.0  # a supervisor answers within a millisecond, and is never b
 LOOK_MS, IDLE_LOOK_MS = 1_000.0, 10_000.0
 
 
-class EngineLink(Handler):
+class EngineLink(KeptLink):
     """`on_said(link, am, word)` and `on_lost(link)` are called on the loop."""
 
     def __init__(
@@ -149,14 +149,11 @@ class EngineLink(Handler):
         on_said: Callable[[EngineLink, EngineReportMsg, PoolWord], None],
         on_lost: Callable[[EngineLink], None],
     ) -> None:
-        self.engine, self.model = engine, model
+        super().__init__(engine_socket(directory, engine), GOAL_CATALOGUE)
+        self.engine, self.model, self._clock = engine, model, clock
         self.said: EngineReportMsg | None = None  # its last word, while it is connected
-        self.problem: str | None = "not connected yet"
-        self._path, self._clock = engine_socket(directory, engine), clock
         self._on_said, self._on_lost = on_said, on_lost
         self._goal = SetGoalMsg()
-        self._conn: Connection | None = None
-        self._ended = asyncio.Event()
         self._asked_ms: float | None = None  # since when an answer is due
         self._heard_ms = 0.0
         self._request = 0
@@ -176,20 +173,11 @@ class EngineLink(Handler):
         now_ms = self._clock.now_ms()
         if self._asked_ms is not None and now_ms - self._asked_ms > ANSWER_MS:
             silent = duration(now_ms - self._asked_ms)
-            self._close(f"its supervisor has not answered for {silent}")
+            self.drop(f"its supervisor has not answered for {silent}")
         elif self._asked_ms is None:
             every_ms = IDLE_LOOK_MS if self._is_obeyed else LOOK_MS
             if now_ms - self._heard_ms > every_ms:
                 self._ask(SetGoalMsg())
-
-    async def run(self) -> None:
-        """Stay connected until cancelled."""
-        try:
-            await keep_connected(self._connect, self._ended, self._failed)
-        finally:
-            if self._conn is not None:
-                conn, self._conn = self._conn, None
-                conn.close("the pool is ending")
 
     @property
     def _is_obeyed(self) -> bool:
@@ -198,30 +186,27 @@ class EngineLink(Handler):
             return True
         return said is not None and said.pool is not None and said.tier == self._goal.goal
 
-    async def _connect(self) -> None:
-        await connect(self._path, GOAL_CATALOGUE, self)
-
-    def _failed(self, why: str) -> None:
-        self.problem = why
-
     def _ask(self, question: SetGoalMsg) -> None:
-        if self._conn is not None:
+        if self.conn is not None:
             self._request += 1
             if self._asked_ms is None:
                 self._asked_ms = self._clock.now_ms()
-            self._conn.send(question, self._request)
+            self.conn.send(question, self._request)
 
-    # ------------------------------------------------------------------ as the wire's handler
-
-    def opened(self, conn: Connection) -> None:
-        self._conn = conn
+    def begin(self, conn: Connection) -> None:
         self._ask(self._goal)
+
+    def lose(self, reason: str) -> None:
+        was_heard = self.said is not None
+        self.said = self._asked_ms = None
+        if was_heard:
+            self._on_lost(self)
 
     def received(
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
     ) -> None:
         close_all(fds)
-        if conn is not self._conn:
+        if conn is not self.conn:
             return
         if request_id == self._request:
             self._asked_ms = None
@@ -237,20 +222,3 @@ class EngineLink(Handler):
                 self.problem = f"it runs with {found}; start it with --model-name {self.model}"
             case _:
                 raise ProtocolError("pool.not_an_answer", f"{message.TYPE} is no word of an engine")
-
-    def closed(self, conn: Connection, reason: str) -> None:
-        if conn is self._conn:
-            self._lost(reason)
-        self._ended.set()
-
-    def _close(self, reason: str) -> None:
-        if self._conn is not None:
-            self._conn.close(reason)
-            self._lost(reason)
-
-    def _lost(self, reason: str) -> None:
-        was_heard = self.said is not None
-        self._conn = self.said = self._asked_ms = None
-        self.problem = f"the connection ended: {reason}"
-        if was_heard:
-            self._on_lost(self)

@@ -45,7 +45,7 @@ DONE = {
 
 def document(parts: PoolParts, model: str | None) -> dict[str, Any]:
     """What `pool explain` shows."""
-    names = [model] if model is not None else list(parts.told.models)
+    names = [model] if model is not None else list(parts.doors)
     leases = [] if model is not None else list(parts.leases.leases.values())
     return {
         "schema": 1,
@@ -71,20 +71,19 @@ def views(parts: PoolParts) -> list[ModelView]:
     ]
 
 
-def bound_of(parts: PoolParts, name: str, seen: list[ModelView]) -> WaitBound | None:
-    """How long a ticket of this model can wait; None while that is not known."""
+def bounds_of(
+    parts: PoolParts, name: str, seen: list[ModelView]
+) -> tuple[WaitBound | None, WaitBound | None]:
+    """How long a ticket of this model can wait, and how long if nothing takes longer than it did;
+    None while that is not known."""
     pool = parts.pool.situation
     if all(view.name != name for view in seen):
-        return None
-    return bound(name, pool.models[name].rules.priority, seen, pool.rules)
-
-
-def measured_bound_of(parts: PoolParts, name: str, seen: list[ModelView]) -> WaitBound | None:
-    """If nothing takes longer than it did; None while something of it was never measured."""
-    pool = parts.pool.situation
-    if all(view.name != name for view in seen):
-        return None
-    return measured_bound(name, pool.models[name].rules.priority, seen, pool.rules)
+        return None, None
+    priority = pool.models[name].rules.priority
+    return (
+        bound(name, priority, seen, pool.rules),
+        measured_bound(name, priority, seen, pool.rules),
+    )
 
 
 def bounds_ms(parts: PoolParts) -> dict[str, float]:
@@ -103,29 +102,30 @@ def bounds_ms(parts: PoolParts) -> dict[str, float]:
 def sentence(parts: PoolParts, name: str) -> str:
     """One sentence: the state, why, and what it waits for."""
     known = parts.pool.situation.models[name]
-    told = parts.told.models[name]
-    since = duration(parts.clock.now_ms() - told.since_ms)
-    text = f"{name} has been {known.model.state} for {since}"
-    if told.reason:
-        text += f" ({told.reason})"
+    since = duration(parts.clock.now_ms() - known.since_ms)
+    text = f"{name} has been {known.state} for {since}"
+    if known.reason:
+        text += f" ({known.reason})"
     why = wait_of(parts.pool.situation, known)
     if why:
         text += f"; {why}"
-    if told.alarm is not None:
-        text += f"; {told.alarm}"
-    return text
+    return f"{text}; {known.alarm}" if known.alarm else text
 
 
 def _model(parts: PoolParts, name: str) -> dict[str, Any]:
     pool = parts.pool.situation
-    known, told, now_ms = pool.models[name], parts.told.models[name], parts.clock.now_ms()
+    known, door, now_ms = pool.models[name], parts.doors[name].door, parts.clock.now_ms()
     tickets = pool.demand.tickets(name)
     seen = views(parts)
-    found, measured = bound_of(parts, name, seen), measured_bound_of(parts, name, seen)
+    found, measured = bounds_of(parts, name, seen)
     in_flight = pool.demand.in_flight(name)
-    lines = [sentence(parts, name), _door(known, told.door), _pins(known)]
+    lines = [sentence(parts, name), _door(known, door)]
+    if known.is_pinned:
+        lines.append(
+            "it is pinned: it is never evicted or put to sleep, and is unloaded only with --force"
+        )
     if in_flight:
-        is_full = tickets and isinstance(told.door, OpenDoor)
+        is_full = tickets and isinstance(door, OpenDoor)
         full = ", as many as it may have (`max_in_flight`)" if is_full else ""
         lines.append(f"its engine has {in_flight} request{'s' * (in_flight > 1)}{full}")
     if tickets:
@@ -145,8 +145,8 @@ def _model(parts: PoolParts, name: str) -> dict[str, Any]:
         lines += _bounds(found, measured, unmeasured(name, seen))
     return {
         "model": name,
-        "state": known.model.state.value,
-        "lines": [line for line in lines if line],
+        "state": known.state.value,
+        "lines": lines,
         "expected_ms": None if soon_ms is None else round(soon_ms),
         "bound_ms": bound_ms(found),
         "measured_bound_ms": bound_ms(measured),
@@ -189,14 +189,6 @@ def _is_active(known: KnownModel, engine: str) -> bool:
     return any(each is not None and each.state == "active" for each in said)
 
 
-def _pins(known: KnownModel) -> str:
-    if known.is_pinned:
-        return (
-            "it is pinned: it is never evicted or put to sleep, and is unloaded only with --force"
-        )
-    return ""
-
-
 def _device(parts: PoolParts, device: str) -> str:
     """`HOST-0: 1.2 GiB free of 8.0 GiB; chat 3.0 GiB (pinned), coder 2.0 GiB (leaving), …`"""
     pool = parts.pool.situation
@@ -204,20 +196,15 @@ def _device(parts: PoolParts, device: str) -> str:
     if device not in ledger.totals:
         return f"{device}: the memory service has not reported its size yet"
     held: dict[str, int] = {}
-    leaving: set[str] = set()
-    for key, size_bytes in ledger.entries.items():
-        if key.device == device and size_bytes:
-            engine = pool.engines.get(key.owner)
-            owner = engine.model if engine is not None else key.owner
-            owner = f"lease {owner}" if key.kind is EntryKind.LEASE else owner
-            held[owner] = held.get(owner, 0) + size_bytes
-            if key in ledger.leaving:
-                leaving.add(owner)
+    rows = booked_on(parts, device)
+    leaving = {row["owner"] for row in rows if row["leaving"]}
+    for row in rows:
+        held[row["owner"]] = held.get(row["owner"], 0) + row["bytes"]
     if ledger.outside.get(device):
         held["programs outside the pool"] = ledger.outside[device]
     words = []
     for owner, size_bytes in sorted(held.items(), key=lambda each: -each[1]):
-        notes = [name for name, found in (("leaving", owner in leaving),) if found]
+        notes = ["leaving"] if owner in leaving else []
         known = pool.models.get(owner)
         if known is not None and known.is_pinned:
             notes.append("pinned")
@@ -225,6 +212,25 @@ def _device(parts: PoolParts, device: str) -> str:
     free = size(max(0, ledger.free_bytes(device)))
     who = "; ".join(words) or "nothing is booked"
     return f"{device}: {free} free of {size(ledger.totals[device])}; {who}"
+
+
+def booked_on(parts: PoolParts, device: str) -> list[dict[str, Any]]:
+    """Who holds what of a device, by owner: a model, or `lease ID`; the largest first."""
+    pool, ledger = parts.pool.situation, parts.pool.situation.books.ledger
+    rows = []
+    for key, size_bytes in ledger.entries.items():
+        if key.device != device or not size_bytes:
+            continue
+        owner = pool.engines[key.owner].model if key.kind is EntryKind.BASE else key.owner
+        rows.append(
+            {
+                "owner": f"lease {key.owner}" if key.kind is EntryKind.LEASE else owner,
+                "kind": key.kind.value,
+                "bytes": size_bytes,
+                "leaving": key in ledger.leaving,
+            }
+        )
+    return sorted(rows, key=lambda row: (row["owner"], -row["bytes"]))
 
 
 def _no_room(parts: PoolParts, name: str, seen: list[ModelView]) -> str:
@@ -301,13 +307,13 @@ _STEPS = {"dead": "start", "init": "start", "standby": "wake", "waking": "wake",
 
 def wait_of(pool: PoolSituation, known: KnownModel) -> str | None:
     """None: nothing is awaited."""
-    if known.is_unknown or known.model.is_recovering:
+    if known.is_unknown or known.is_recovering:
         missing = [each.name for each in known.engines if each.said is None and not each.is_gone]
         if missing:
             have = "has" if len(missing) == 1 else "have"
             return f"{', '.join(missing)} {have} not been heard since the pool started"
         return "an engine is changing its state, and has not said yet what it will be"
-    match known.model.state:
+    match known.state:
         case ModelState.PENDING:
             if is_blind(pool, known):
                 return reasons.unheard(known.rules.devices[0])
@@ -323,14 +329,14 @@ def wait_of(pool: PoolSituation, known: KnownModel) -> str | None:
 
 def next_of(pool: PoolSituation, known: KnownModel) -> str:
     """Why a model that somebody waits for does not serve yet."""
-    if known.model.state is ModelState.FAILED:
-        return known.model.fault
+    if known.state is ModelState.FAILED:
+        return known.fault
     return wait_of(pool, known) or reason_of(known)
 
 
 def _also(known: KnownModel, why: str | None) -> str | None:
     """A model that makes room, and is wanted again already."""
-    after = known.never or (known.wait if known.model.is_wanted else "")
+    after = known.never or (known.wait if known.is_wanted else "")
     return "; ".join(each for each in (why, after) if each) or None
 
 
@@ -369,7 +375,7 @@ def _freed(pool: PoolSituation, known: KnownModel) -> str | None:
     busy = [each for each in known.engines if not each.is_without_kv]
     if busy:
         return f"{_names(busy)} has not let go of its KV memory"
-    wanted = pool.books.entries_at(known, known.model.goal)
+    wanted = pool.books.entries_at(known, known.goal)
     left = [key for key in pool.books.booked(known) if key not in wanted]
     owners = {key.owner for key in left if key.kind is EntryKind.BASE}
     alive = [each for each in known.engines if each.name in owners and each.goal is Tier.COLD]

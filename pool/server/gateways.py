@@ -4,9 +4,6 @@ A gateway is one process; its newest connection counts. One that disconnects may
 so only the end of its process, which the kernel tells, ends its requests. There may be several, as
 while one drains and its successor serves: what they have is summed, and a door counts as shut once
 all of them obey it.
-
-`ToldModels` holds what is sent of each model: its door, since when it is in its state, and why. The
-status document has the same.
 """
 
 from __future__ import annotations
@@ -14,26 +11,21 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 
 from msgspec.structs import replace
 
 from plumbing.errors import ProtocolError, UnderstudyError
-from plumbing.service.clock import Clock
 from plumbing.wire.connection import Connection
 from plumbing.wire.peer import ProcessWatch
 from pool.core.events import (
-    Alarm,
     DemandCame,
-    Door,
     GatewayGone,
-    ModelChanged,
     ModelDemand,
     PoolEvent,
     SetModelDoor,
 )
 from pool.core.machine import ModelPool
-from pool.core.states import PooledRules
+from pool.core.states import ModelState, PooledRules
 from pool.messages import DemandMsg, DoorsMsg, PooledModel
 from pool.settings import PoolFile
 
@@ -136,59 +128,35 @@ def _settled(demand: ModelDemand, now_ms: float) -> ModelDemand:
     return demand
 
 
-@dataclass
-class ToldModel:
-    since_ms: float
-    reason: str = ""
-    door: Door | None = None
-    number: int = 0
-    alarm: str | None = None
+def nothing_told(model: str) -> SetModelDoor:
+    """Before the pool has told anything."""
+    return SetModelDoor(model, 0, None, ModelState.COLD)
 
 
-class ToldModels:
-    """All models of `pool`."""
-
-    def __init__(self, models: Collection[str], clock: Clock) -> None:
-        self._clock = clock
-        self.models = {name: ToldModel(clock.now_ms()) for name in models}
-
-    def changed(self, record: ModelChanged) -> None:
-        told = self.models[record.model]
-        told.since_ms, told.reason, told.alarm = self._clock.now_ms(), record.reason, None
-
-    def set_door(self, effect: SetModelDoor) -> bool:
-        """Whether gateways have to obey it anew."""
-        told = self.models[effect.model]
-        is_new = effect.number != told.number
-        told.door, told.number = effect.door, effect.number
-        return is_new
-
-    def alarmed(self, record: Alarm) -> None:
-        if record.model in self.models:
-            self.models[record.model].alarm = record.sentence
-
-    def for_gateways(self, pool: ModelPool, file: PoolFile) -> dict[str, PooledModel]:
-        """As the message `doors` has them. `file`: with what was set at runtime."""
-        found = {}
-        for name, told in self.models.items():
-            known = pool.situation.models[name]
-            memory: dict[str, int] = {}
-            for key, size_bytes in pool.situation.books.booked(known).items():
-                memory[key.device] = memory.get(key.device, 0) + size_bytes
-            found[name] = PooledModel(
-                number=told.number,
-                door=told.door,
-                state=known.model.state,
-                since_ms=told.since_ms,
-                reason=told.reason,
-                tier=known.model.goal,
-                memory=memory,
-                rules=PooledRules(
-                    priority=file.models[name].priority,
-                    keep_alive_ms=file.models[name].keep_alive * 1000,
-                    starve_after_ms=file.starve_after * 1000,
-                    max_in_flight=file.models[name].max_in_flight,
-                    client_priority=file.models[name].client_priority,
-                ),
-            )
-        return found
+def for_gateways(
+    pool: ModelPool, doors: Mapping[str, SetModelDoor], file: PoolFile
+) -> dict[str, PooledModel]:
+    """All models, as the message `doors` has them. `file`: with what was set at runtime."""
+    found = {}
+    for name, told in doors.items():
+        known, settings = pool.situation.models[name], file.models[name]
+        memory: dict[str, int] = {}
+        for key, size_bytes in pool.situation.books.booked(known).items():
+            memory[key.device] = memory.get(key.device, 0) + size_bytes
+        found[name] = PooledModel(
+            number=told.number,
+            door=told.door,
+            state=known.state,
+            since_ms=known.since_ms,
+            reason=known.reason,
+            tier=known.goal,
+            memory=memory,
+            rules=PooledRules(
+                priority=settings.priority,
+                keep_alive_ms=settings.keep_alive * 1000,
+                starve_after_ms=file.starve_after * 1000,
+                max_in_flight=settings.max_in_flight,
+                client_priority=settings.client_priority,
+            ),
+        )
+    return found

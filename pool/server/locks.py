@@ -22,19 +22,20 @@ from typing import Any
 
 from lockserver.client import messages as lock
 from lockserver.client import witness
-from lockserver.client.reconnect import NewestGrants, keep_connected
+from lockserver.client.reconnect import NewestGrants
 from plumbing.errors import UnderstudyError
 from plumbing.pod.messages import WitnessRef
 from plumbing.pod.models import ACTIVE, kind_of, lock_of, model_of
 from plumbing.pod.paths import lockserver_socket
-from plumbing.wire.connection import Connection, Handler, connect
+from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import FaultMsg, Message
+from pool.client.link import KeptLink
 
 LOOK_S = 0.05  # between two looks at the status: it costs the lock server a walk through /proc
 
 
-class PoolLockSide(Handler):
+class PoolLockSide(KeptLink):
     """`on_holder(model, engine, token, era)`; nobody: "" and 0."""
 
     def __init__(
@@ -43,39 +44,13 @@ class PoolLockSide(Handler):
         models: Collection[str],
         on_holder: Callable[[str, str, int, str], None],
     ) -> None:
-        self.problem: str | None = "not connected yet"
+        super().__init__(lockserver_socket(directory), lock.CATALOGUE)
         self.holders: dict[str, tuple[str, int, str]] = {}
-        self._path, self._models, self._on_holder = lockserver_socket(directory), models, on_holder
+        self._models, self._on_holder = models, on_holder
         self._grants = NewestGrants()
-        self._conn: Connection | None = None
-        self._ended = asyncio.Event()
         self._due: asyncio.TimerHandle | None = None
 
-    @property
-    def is_connected(self) -> bool:
-        return self._conn is not None
-
-    async def run(self) -> None:
-        """Stay connected until cancelled."""
-        try:
-            await keep_connected(self._connect, self._ended, self._failed)
-        finally:
-            if self._due is not None:
-                self._due.cancel()
-            if self._conn is not None:
-                conn, self._conn = self._conn, None
-                conn.close("the pool is ending")
-
-    async def _connect(self) -> None:
-        await connect(self._path, lock.CATALOGUE, self)
-
-    def _failed(self, why: str) -> None:
-        self.problem = why
-
-    # ------------------------------------------------------------------ as the wire's handler
-
-    def opened(self, conn: Connection) -> None:
-        self._conn = conn
+    def begin(self, conn: Connection) -> None:
         conn.send(lock.WatchMsg(), 1)
 
     def received(
@@ -93,22 +68,14 @@ class PoolLockSide(Handler):
             case FaultMsg():
                 self.problem = message.message
 
-    def closed(self, conn: Connection, reason: str) -> None:
-        if conn is self._conn:
-            self._conn = None
-            self.problem = f"the connection ended: {reason}"
-        self._ended.set()
-
-    # ------------------------------------------------------------------ inside
-
     def _look_soon(self) -> None:
         if self._due is None:
             self._due = asyncio.get_running_loop().call_later(LOOK_S, self._look)
 
     def _look(self) -> None:
         self._due = None
-        if self._conn is not None:
-            self._conn.send(lock.StatusMsg(), 1)
+        if self.conn is not None:
+            self.conn.send(lock.StatusMsg(), 1)
 
     def _granted(self, grant: lock.GrantedMsg) -> None:
         refusal = self._grants.check(grant)

@@ -20,15 +20,15 @@ from typing import Any
 from gms.client import kv_messages as kv
 from gms.client import messages as weights
 from gms.client import offload_device
-from lockserver.client.reconnect import keep_connected
 from plumbing.errors import UnderstudyError
 from plumbing.pod.messages import EventMsg, StatusMsg, StatusReplyMsg, WatchMsg
 from plumbing.pod.models import model_at, place_of
 from plumbing.pod.observers import ask
 from plumbing.pod.paths import KV, WEIGHTS, gms_socket
-from plumbing.wire.connection import Connection, Handler, connect
+from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import FaultMsg, Message
+from pool.client.link import KeptLink
 from pool.core.events import DeviceIs, MemoryIs, PoolEvent
 from pool.core.states import HOST
 
@@ -188,7 +188,7 @@ LEAVING = ("discarded", "releasing", "making")  # states of a KV server that pas
 DeviceSample = tuple[int, int | None]
 
 
-class PlaceLink(Handler):
+class PlaceLink(KeptLink):
     """`on_change(link)` is called when `held_bytes` or `device` is another one."""
 
     def __init__(
@@ -202,18 +202,15 @@ class PlaceLink(Handler):
     ) -> None:
         """`is_copy`: of weights, in host memory. It has a keeper, which maps it as long as the copy
         is in service."""
+        catalogue = kv.CATALOGUE if tag == KV else weights.CATALOGUE
+        super().__init__(gms_socket(directory, place, tag), catalogue)
         self.place, self.tag = place, tag
         self._is_copy = is_copy
         self.held_bytes: int | None = None  # None: not known yet
         self.device: DeviceSample | None = None
-        self.problem: str | None = "not connected yet"
         self.is_to_free = self.is_copy_to_stay = False
         self._is_to_forget = False  # also what stands for offloaded weights
-        self._path = gms_socket(directory, place, tag)
         self._on_change = on_change
-        self._catalogue = kv.CATALOGUE if tag == KV else weights.CATALOGUE
-        self._conn: Connection | None = None
-        self._ended = asyncio.Event()
         self._due: asyncio.TimerHandle | None = None
         self._freeing: asyncio.Task[None] | None = None
         self._restless_s = RESTLESS_S
@@ -240,42 +237,33 @@ class PlaceLink(Handler):
     async def run(self) -> None:
         """Stay connected until cancelled."""
         try:
-            await keep_connected(self._connect, self._ended, self._failed)
+            await super().run()
         finally:
             for each in (self._due, self._freeing):
                 if each is not None:
                     each.cancel()
-            if self._conn is not None:
-                conn, self._conn = self._conn, None
-                conn.close("the pool is ending")
 
     def look_soon(self, delay_s: float = LOOK_S) -> None:
         if self._due is None:
             self._due = asyncio.get_running_loop().call_later(delay_s, self._look)
 
-    async def _connect(self) -> None:
-        await connect(self._path, self._catalogue, self)
-
-    def _failed(self, why: str) -> None:
-        self.problem = why
-
     def _look(self, question: Message | None = None) -> None:
         if self._due is not None:
             self._due.cancel()
             self._due = None
-        if self._conn is not None:
+        if self.conn is not None:
             self._asked = self._asked[0] + 1, self._question
-            self._conn.send(question or StatusMsg(), self._asked[0])
+            self.conn.send(question or StatusMsg(), self._asked[0])
 
     async def _free(self) -> None:
         try:
             if self.tag == KV:
-                await ask(self._path, kv.CATALOGUE, kv.DropPoolMsg())
+                await ask(self.path, kv.CATALOGUE, kv.DropPoolMsg())
             elif self.is_copy_to_stay:
-                await ask(self._path, weights.CATALOGUE, weights.OffloadMsg())
+                await ask(self.path, weights.CATALOGUE, weights.OffloadMsg())
             else:
                 drop = weights.DropMsg(even_if_mapped=self._is_copy)
-                await ask(self._path, weights.CATALOGUE, drop)
+                await ask(self.path, weights.CATALOGUE, drop)
         except UnderstudyError as error:
             self.problem = f"{self.place} is not freed yet: {error.message}"
             if error.code == "gms.no_copy":
@@ -284,10 +272,7 @@ class PlaceLink(Handler):
         self._freeing = None
         self.look_soon()
 
-    # ------------------------------------------------------------------ as the wire's handler
-
-    def opened(self, conn: Connection) -> None:
-        self._conn = conn
+    def begin(self, conn: Connection) -> None:
         self._look(WatchMsg())
 
     def received(
@@ -302,14 +287,6 @@ class PlaceLink(Handler):
                 self.look_soon()
             case FaultMsg():
                 self.problem = message.message
-
-    def closed(self, conn: Connection, reason: str) -> None:
-        if conn is self._conn:
-            self._conn = None
-            self.problem = f"the connection ended: {reason}"
-        self._ended.set()
-
-    # ------------------------------------------------------------------ inside
 
     def _look_at(self, document: dict[str, Any], *, is_newest: bool) -> None:
         state = document["state"]

@@ -10,19 +10,47 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from plumbing.service.metrics import Metrics
 from pool.core.events import ModelChanged, PoolRecord, Switched
-from pool.core.machine import ModelPool
 from pool.core.model import KnownModel
 from pool.core.reservations import PoolLedger
 from pool.core.states import HOST, EntryKind, ModelState
 from pool.core.tickets import Demand
 from pool.core.view import Leaving
+from pool.core.world import PoolSituation
 
 PHASES = ("wait", "drain", "release", "raise")
 STATES = tuple(each.value for each in ModelState)
+BOOKED = tuple(each.value for each in EntryKind if each is not EntryKind.OUTSIDE)
+
+# Name and help.
+OF_MODEL = {
+    "pool_tickets": "Requests and parked streams that wait for a model.",
+    "pool_ticket_oldest_seconds": "How long the oldest of them has waited.",
+    "pool_in_flight_requests": "Requests that a model's engine has.",
+    "pool_parked_streams": "Streams that are parked while their model yields.",
+    "pool_bound_seconds": "How long a request for a model can wait at most; NaN while that is not"
+    " known.",
+    "pool_memory_not_freed": "1 while memory of an unloaded model is not free.",
+}
+OF_DEVICE = {
+    "pool_outside_bytes": "Memory of a device that is used by nobody that the pool knows.",
+    "pool_device_bytes": "Size of a device.",
+    "pool_free_bytes": "What may still be booked on a device; below 0, more is in use than fits.",
+}
+OF_SERVED_DEVICE = {
+    "pool_wanted_ratio": "Share of the last ten minutes in which a device had requests, waiting or"
+    " running.",
+    "pool_serving_ratio": "Share of that time in which one of its engines had requests; 1 if nobody"
+    " wanted it.",
+}
+OF_POOL = {
+    "pool_recovering": "1 while a model's engines have not all been heard since the start.",
+    "pool_write_problem": "1 while the state file cannot be written, and nothing is decided.",
+    "pool_gateways": "Gateways that are connected.",
+}
 
 
 class PoolMetrics:
@@ -31,8 +59,18 @@ class PoolMetrics:
     def __init__(self, models: Collection[str], devices: Collection[str]) -> None:
         self.metrics = made = Metrics()
         self._devices = devices
-        by_model = {"model": tuple(models)}
+        by_model, by_device = {"model": tuple(models)}, {"device_uuid": tuple(devices)}
         served = {"device_uuid": tuple(device for device in devices if device != HOST)}
+        self._gauges = {
+            name: made.gauge(name, about, labels)
+            for names, labels in (
+                (OF_MODEL, by_model),
+                (OF_DEVICE, by_device),
+                (OF_SERVED_DEVICE, served),
+                (OF_POOL, {}),
+            )
+            for name, about in names.items()
+        }
         self._state = made.one_hot(
             "pool_model_state", "State of a model; the current one is 1.", STATES, by_model
         )
@@ -40,18 +78,6 @@ class PoolMetrics:
             "pool_transitions_total",
             "Changes of a model's state, by the new one.",
             ("model", "state"),
-        )
-        self._tickets = made.gauge(
-            "pool_tickets", "Requests and parked streams that wait for a model.", by_model
-        )
-        self._oldest = made.gauge(
-            "pool_ticket_oldest_seconds", "How long the oldest of them has waited.", by_model
-        )
-        self._in_flight = made.gauge(
-            "pool_in_flight_requests", "Requests that a model's engine has.", by_model
-        )
-        self._parked = made.gauge(
-            "pool_parked_streams", "Streams that are parked while their model yields.", by_model
         )
         self._switch = made.histogram(
             "pool_switch_seconds",
@@ -69,47 +95,8 @@ class PoolMetrics:
         self._booked = made.gauge(
             "pool_booked_bytes",
             "Memory that is booked on a device, by kind.",
-            {"device_uuid": tuple(devices), "kind": tuple(each.value for each in EntryKind)[:-1]},
+            {**by_device, "kind": BOOKED},
         )
-        self._outside = made.gauge(
-            "pool_outside_bytes",
-            "Memory of a device that is used by nobody that the pool knows.",
-            {"device_uuid": tuple(devices)},
-        )
-        self._total = made.gauge(
-            "pool_device_bytes", "Size of a device.", {"device_uuid": tuple(devices)}
-        )
-        self._free = made.gauge(
-            "pool_free_bytes",
-            "What may still be booked on a device; below 0, more is in use than fits.",
-            {"device_uuid": tuple(devices)},
-        )
-        self._wanted = made.gauge(
-            "pool_wanted_ratio",
-            "Share of the last ten minutes in which a device had requests, waiting or running.",
-            served,
-        )
-        self._serving = made.gauge(
-            "pool_serving_ratio",
-            "Share of that time in which one of its engines had requests; 1 if nobody wanted it.",
-            served,
-        )
-        self._bound = made.gauge(
-            "pool_bound_seconds",
-            "How long a request for a model can wait at most; NaN while that is not known.",
-            by_model,
-        )
-        self._not_freed = made.gauge(
-            "pool_memory_not_freed", "1 while memory of an unloaded model is not free.", by_model
-        )
-        self._recovering = made.gauge(
-            "pool_recovering", "1 while a model's engines have not all been heard since the start."
-        )
-        self._unwritten = made.gauge(
-            "pool_write_problem",
-            "1 while the state file cannot be written, and nothing is decided.",
-        )
-        self._gateways = made.gauge("pool_gateways", "Gateways that are connected.")
 
     def count(self, record: PoolRecord, leaving: str | None = None) -> None:
         """`leaving`: why a model that has begun to drain does so."""
@@ -123,40 +110,41 @@ class PoolMetrics:
                     self._switch.labels(phase=phase).observe(getattr(record, f"{phase}_ms") / 1000)
                 self._waited.labels(model=record.model).observe(record.wait_ms / 1000)
 
-    def update(self, pool: ModelPool, now_ms: float) -> None:
-        """Call this before each scrape, and `update_around` too."""
-        situation = pool.situation
-        for name, known in situation.models.items():
-            tickets = situation.demand.tickets(name)
-            oldest_ms = min((each.since_ms for each in tickets), default=now_ms)
-            self._state.set(known.model.state.value, model=name)
-            self._tickets.labels(model=name).set(len(tickets))
-            self._oldest.labels(model=name).set(max(0.0, now_ms - oldest_ms) / 1000)
-            self._parked.labels(model=name).set(sum(each.kind == "parked" for each in tickets))
-            self._in_flight.labels(model=name).set(situation.demand.in_flight(name))
-        self._update_devices(situation.books.ledger)
-        is_recovering = any(each.model.is_recovering for each in situation.models.values())
-        self._recovering.set(is_recovering)
-
-    def update_around(
+    def update(
         self,
+        pool: PoolSituation,
+        now_ms: float,
         bounds_ms: Mapping[str, float],
-        not_freed: Mapping[str, bool],
         shares: Mapping[str, tuple[float, float]],
         *,
         is_unwritten: bool,
         gateways: int,
     ) -> None:
-        """What the core does not know. `bounds_ms`: of those models whose bound is known;
+        """Call this before each scrape. `bounds_ms`: of those models whose bound is known;
         `shares`: as `ServingShare` has them."""
-        for name, is_stuck in not_freed.items():
-            self._bound.labels(model=name).set(bounds_ms.get(name, math.nan) / 1000)
-            self._not_freed.labels(model=name).set(is_stuck)
-        for device, (wanted, serving) in shares.items():
-            self._wanted.labels(device_uuid=device).set(wanted)
-            self._serving.labels(device_uuid=device).set(serving)
-        self._unwritten.set(is_unwritten)
-        self._gateways.set(gateways)
+        for name, known in pool.models.items():
+            tickets = pool.demand.tickets(name)
+            oldest_ms = min((each.since_ms for each in tickets), default=now_ms)
+            found = (
+                len(tickets),
+                max(0.0, now_ms - oldest_ms) / 1000,
+                pool.demand.in_flight(name),
+                sum(each.kind == "parked" for each in tickets),
+                bounds_ms.get(name, math.nan) / 1000,
+                bool(known.alarm),
+            )
+            self._set(OF_MODEL, found, model=name)
+            self._state.set(known.state.value, model=name)
+        for device, share in shares.items():
+            self._set(OF_SERVED_DEVICE, share, device_uuid=device)
+        is_recovering = any(each.is_recovering for each in pool.models.values())
+        self._set(OF_POOL, (is_recovering, is_unwritten, gateways))
+        self._update_devices(pool.books.ledger)
+
+    def _set(self, names: Iterable[str], values: Sequence[float], **labels: str) -> None:
+        for name, value in zip(names, values, strict=True):
+            gauge = self._gauges[name]
+            (gauge.labels(**labels) if labels else gauge).set(value)
 
     def _update_devices(self, ledger: PoolLedger) -> None:
         sums: dict[tuple[str, str], int] = {}
@@ -164,13 +152,12 @@ class PoolMetrics:
             place = (key.device, key.kind.value)
             sums[place] = sums.get(place, 0) + size_bytes
         for device in self._devices:
-            for kind in tuple(EntryKind)[:-1]:
-                found = sums.get((device, kind.value), 0)
-                self._booked.labels(device_uuid=device, kind=kind.value).set(found)
-            self._outside.labels(device_uuid=device).set(ledger.outside.get(device, 0))
-            self._total.labels(device_uuid=device).set(ledger.totals.get(device, 0))
-            is_known = device in ledger.totals
-            self._free.labels(device_uuid=device).set(ledger.free_bytes(device) if is_known else 0)
+            for kind in BOOKED:
+                found = sums.get((device, kind), 0)
+                self._booked.labels(device_uuid=device, kind=kind).set(found)
+            free = ledger.free_bytes(device) if device in ledger.totals else 0
+            values = (ledger.outside.get(device, 0), ledger.totals.get(device, 0), free)
+            self._set(OF_DEVICE, values, device_uuid=device)
 
 
 STEP_MS = 10_000.0

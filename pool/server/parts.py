@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 from plumbing.service.clock import Clock
 from plumbing.service.events import EventLog
+from pool.core.events import SetModelDoor
 from pool.core.machine import ModelPool
 from pool.server.engines import EngineSide
-from pool.server.gateways import PoolGateways, ToldModels
+from pool.server.gateways import PoolGateways
 from pool.server.leases import LeaseDesk
 from pool.server.locks import PoolLockSide
 from pool.server.memory import MemorySide
@@ -30,7 +31,7 @@ class PoolParts:
     pool: ModelPool
     file: PoolFile
     changed: dict[str, dict[str, str]]  # at runtime, by model ("": the pool) and setting
-    told: ToldModels
+    doors: dict[str, SetModelDoor]  # that gateways were told, by model
     metrics: PoolMetrics
     serving: ServingShare
     gateways: PoolGateways

@@ -16,7 +16,7 @@ from plumbing.service.http import Probe
 from plumbing.service.notify import restarts
 from pool.core.doors import expected_ms
 from pool.core.model import Costs, KnownModel
-from pool.core.states import HOST, EntryKey, EntryKind, ModelState
+from pool.core.states import FALLING, HOST, RISING, ModelState
 from pool.core.view import ModelView
 from pool.server import explain
 from pool.server.explain import next_of, wait_of
@@ -42,7 +42,7 @@ def document(parts: PoolParts) -> dict[str, Any]:
         "era": parts.pool.situation.era,
         "start": parts.pool.situation.start,
         "recovering": is_recovering(parts),
-        "models": [_model(parts, name, seen) for name in parts.told.models],
+        "models": [_model(parts, name, seen) for name in parts.doors],
         "devices": [_device(parts, name) for name in parts.pool.situation.books.devices],
         "leases": [_lease(parts, each) for each in parts.leases.leases],
         "plan": plan(parts),
@@ -58,7 +58,7 @@ def document(parts: PoolParts) -> dict[str, Any]:
 def problems(parts: PoolParts) -> list[str]:
     """One sentence for each thing that does not work now."""
     found: list[str | None] = [parts.problem]
-    found += [told.alarm for told in parts.told.models.values()]
+    found += [each.alarm for each in parts.pool.situation.models.values()]
     if parts.locks.problem is not None:
         found.append(f"the lock server cannot be heard: {parts.locks.problem}")
     if not parts.gateways.conns:
@@ -69,7 +69,7 @@ def problems(parts: PoolParts) -> list[str]:
 
 
 def is_recovering(parts: PoolParts) -> bool:
-    return any(each.model.is_recovering for each in parts.pool.situation.models.values())
+    return any(each.is_recovering for each in parts.pool.situation.models.values())
 
 
 # -------------------------------------------------------------------------------------- probes
@@ -98,30 +98,33 @@ def ready(parts: PoolParts) -> Probe:
 
 def _model(parts: PoolParts, name: str, seen: list[ModelView]) -> dict[str, Any]:
     pool = parts.pool.situation
-    known, told = pool.models[name], parts.told.models[name]
+    known, told = pool.models[name], parts.doors[name]
+    bound, measured = explain.bounds_of(parts, name, seen)
     tickets = pool.demand.tickets(name)
     now_ms = parts.clock.now_ms()
     oldest_ms = min((each.since_ms for each in tickets), default=None)
     sizes = known.sizes
     return {
         "model": name,
-        "state": known.model.state.value,
-        **moment(told.since_ms, parts.clock),
-        "reason": told.reason or None,
+        "state": known.state.value,
+        **moment(known.since_ms, parts.clock),
+        "reason": known.reason or None,
         "waits_for": wait_of(pool, known),
-        "fault": known.model.fault or None,
-        "tier": known.model.goal.value,
-        "floor": known.model.floor.value,
+        "fault": known.fault or None,
+        "tier": known.goal.value,
+        "floor": known.floor.value,
         "pinned": known.is_pinned,
         "priority": known.rules.priority,
-        "recovering": known.model.is_recovering,
+        "recovering": known.is_recovering,
         "leaving": known.leaving,
         "tickets": len(tickets),
         "oldest_ticket_ms": None if oldest_ms is None else round(now_ms - oldest_ms),
         "parked": sum(each.kind == "parked" for each in tickets),
         "in_flight": pool.demand.in_flight(name),
         "door": {"number": told.number, **(msgspec.to_builtins(told.door) if told.door else {})},
-        "holder": _holder(known),
+        "holder": None
+        if known.holder is None
+        else {"engine": known.holder.engine, "token": known.holder.token},
         "engines": [_engine(parts, known, each.name) for each in known.engines],
         "bytes": _booked(parts, known),
         "estimated": sizes is None or sizes.is_estimated,
@@ -130,19 +133,14 @@ def _model(parts: PoolParts, name: str, seen: list[ModelView]) -> dict[str, Any]
         else {kind: dict(getattr(sizes, kind)) for kind in ("base", "weights", "kv")},
         "expected_ms": _rounded(expected_ms(known, now_ms)),
         "costs": {field.name: _rounded(getattr(known.costs, field.name)) for field in COSTS},
-        "bound_ms": explain.bound_ms(explain.bound_of(parts, name, seen)),
-        "measured_bound_ms": explain.bound_ms(explain.measured_bound_of(parts, name, seen)),
-        "alarm": told.alarm,
+        "bound_ms": explain.bound_ms(bound),
+        "measured_bound_ms": explain.bound_ms(measured),
+        "alarm": known.alarm or None,
     }
 
 
 def _rounded(spent_ms: float | None) -> int | None:
     return None if spent_ms is None else round(spent_ms)
-
-
-def _holder(known: KnownModel) -> dict[str, Any] | None:
-    holder = known.holder
-    return None if holder is None else {"engine": holder.engine, "token": holder.token}
 
 
 def _engine(parts: PoolParts, known: KnownModel, name: str) -> dict[str, Any]:
@@ -182,8 +180,8 @@ def _device(parts: PoolParts, device: str) -> dict[str, Any]:
         "booked_bytes": booked,
         "leaving_bytes": leaving,
         "outside_bytes": ledger.outside.get(device, 0),
-        "margin_bytes": margin_of(parts, device),
-        "booked": booked_on(parts, device),
+        "margin_bytes": 0 if device == HOST else ledger.margin_bytes,
+        "booked": explain.booked_on(parts, device),
     }
 
 
@@ -202,10 +200,6 @@ def _lease(parts: PoolParts, lease: str) -> dict[str, Any]:
     }
 
 
-RISING = frozenset({ModelState.LOADING, ModelState.WAKING})
-LEAVING = frozenset({ModelState.DRAINING, ModelState.RELEASING, ModelState.UNLOADING})
-
-
 def plan(parts: PoolParts) -> list[dict[str, Any]]:
     """What happens next to each model that somebody waits for and that does not serve yet; who has
     waited longest, counted in steps of priority, is first."""
@@ -216,7 +210,7 @@ def plan(parts: PoolParts) -> list[dict[str, Any]]:
         since_ms = [each.since_ms for each in tickets]
         if known.load_ordered_ms is not None:
             since_ms.append(known.load_ordered_ms)
-        if not since_ms or known.model.state is ModelState.AWAKE:
+        if not since_ms or known.state is ModelState.AWAKE:
             continue
         priority = min((each.priority for each in tickets), default=known.rules.priority)
         waited_ms = max(0.0, now_ms - min(since_ms))
@@ -235,8 +229,8 @@ def plan(parts: PoolParts) -> list[dict[str, Any]]:
 
 def _step(known: KnownModel) -> str:
     """In one word."""
-    state = known.model.state
-    if known.is_unknown or known.model.is_recovering:
+    state = known.state
+    if known.is_unknown or known.is_recovering:
         return "recovering"
     if state is ModelState.FAILED:
         return "failed"
@@ -244,34 +238,6 @@ def _step(known: KnownModel) -> str:
         return "refused"
     if state in RISING:
         return "rises"
-    if state in LEAVING:
+    if state in FALLING:
         return "next_turn"
     return "switches" if known.has_plan else "waits"
-
-
-def booked_on(parts: PoolParts, device: str) -> list[dict[str, Any]]:
-    """Who holds what of a device, the largest first."""
-    ledger = parts.pool.situation.books.ledger
-    rows = [
-        {
-            "owner": owner_of(parts, key),
-            "kind": key.kind.value,
-            "bytes": size_bytes,
-            "leaving": key in ledger.leaving,
-        }
-        for key, size_bytes in ledger.entries.items()
-        if key.device == device and size_bytes
-    ]
-    return sorted(rows, key=lambda row: (row["owner"], -row["bytes"]))
-
-
-def owner_of(parts: PoolParts, key: EntryKey) -> str:
-    """A model, or `lease ID`."""
-    if key.kind is EntryKind.LEASE:
-        return f"lease {key.owner}"
-    engine = parts.pool.situation.engines.get(key.owner)
-    return engine.model if engine is not None and key.kind is EntryKind.BASE else key.owner
-
-
-def margin_of(parts: PoolParts, device: str) -> int:
-    return 0 if device == HOST else parts.pool.situation.rules.margin_bytes

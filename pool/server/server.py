@@ -1,15 +1,11 @@
-"""The pool as a process: the shell around its core, its socket, what performs its effects, and the
-program that runs them with the HTTP endpoints.
+"""The pool as a process: the shell around its core, its socket, and the program that runs them with
+the HTTP endpoints.
 
 Owns the order of things. Must not decide who is awake: every question goes to `core`. Everything
 runs as callbacks on one loop, and an event that comes while another one is handled waits its turn.
 
 The surprising thing: a state that cannot be written stops everything behind it. What nobody has on
 file is told to nobody; the write is repeated, and events wait meanwhile.
-
-`PoolDesk` is the pool's socket for gateways, leases and users: it owns the answers and decides
-nothing. `PoolPerformer` carries out what the core has decided: to gateways, engines, memory,
-leases, and the log.
 """
 
 from __future__ import annotations
@@ -19,7 +15,7 @@ import functools
 import gc
 import secrets
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import msgspec
 
@@ -38,14 +34,14 @@ from plumbing.wire.messages import Message
 from plumbing.wire.server import Server
 from pool import messages as msg
 from pool.core import events as ev
-from pool.core.events import Order, Ordered, PoolEvent
+from pool.core.events import Order
 from pool.core.machine import ModelPool
 from pool.core.recovery import PoolSnapshot
 from pool.messages import PooledModel
 from pool.pool_file import with_changes
 from pool.server import explain, report
 from pool.server.engines import EngineSide
-from pool.server.gateways import PoolGateways, ToldModels
+from pool.server.gateways import PoolGateways, for_gateways, nothing_told
 from pool.server.leases import LeaseDesk
 from pool.server.locks import PoolLockSide
 from pool.server.memory import SAMPLE_S, MemorySide
@@ -57,13 +53,15 @@ from pool.settings import PoolFile, engines_of
 
 INBOX_MAX = 10_000  # events that wait for a disk; a pool whose disk is gone for longer ends
 SAVE_RETRY_S = 1.0
+_DONE_NAMES = {Order.PIN: "pinned", Order.UNPIN: "unpinned"}
+SPARE_FDS = 4  # so that at the limit two more may connect, and ask what is wrong
 LOG_ONLY = (ev.ModelChanged, ev.Switched, ev.Alarm)
 DUE_S_MIN = 0.001  # the core may ask to be called at once, and others must get their turn
 DUE_S_MAX = 3600.0
 
 
-class PoolServer:
-    """One directory's pool."""
+class PoolServer(Handler):
+    """One directory's pool, and its socket for gateways, leases and users."""
 
     parts: PoolParts  # from `start` on
 
@@ -72,9 +70,9 @@ class PoolServer:
         self.clock = clock or SystemClock()
         self.log = EventLog("pool", self.clock)
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.desk = PoolDesk(
-            settings.directory, self.log, lambda: self.parts, self.feed, self.change
-        )
+        path = pool_socket(settings.directory)
+        self.server = Server(path, msg.CATALOGUE, self, service="pool", spare_fds=SPARE_FDS)
+        self._observers = Observers(self.log, lambda: report.document(self.parts))
         self._inbox: deque[ev.PoolEvent] = deque()
         self._effects: deque[ev.PoolEffect] = deque()
         self._is_busy = False
@@ -88,14 +86,12 @@ class PoolServer:
         Raises:
             UnderstudyError: another pool is here, or the state cannot be kept.
         """
-        await self.desk.server.start()  # first: it guards everything below against a second pool
+        await self.server.start()  # first: it guards everything below against a second pool
         try:
-            self.parts = self._open()
+            self.parts = parts = self._open()
         except BaseException:
-            await self.desk.server.close()
+            await self.server.close()
             raise
-        parts = self.parts
-        self._performer = PoolPerformer(parts, self._save)
         parts.metrics.metrics.refresh = lambda: self._refresh(parts)
         loop = asyncio.get_running_loop()
         self._tasks = [
@@ -122,7 +118,7 @@ class PoolServer:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for part in (self.parts.leases, self.parts.engines, self.parts.gateways, self.parts.state):
             part.close()
-        await self.desk.server.close()
+        await self.server.close()
 
     # ------------------------------------------------------------------ events
 
@@ -187,10 +183,10 @@ class PoolServer:
 
     def _refresh(self, parts: PoolParts) -> None:
         self._look_at_serving()
-        parts.metrics.update(parts.pool, self.clock.now_ms())
-        parts.metrics.update_around(
+        parts.metrics.update(
+            parts.pool.situation,
+            self.clock.now_ms(),
             explain.bounds_ms(parts),
-            {name: each.alarm is not None for name, each in parts.told.models.items()},
             parts.serving.shares(),
             is_unwritten=parts.problem is not None,
             gateways=len(parts.gateways.conns),
@@ -199,7 +195,7 @@ class PoolServer:
     def _perform(self) -> None:
         while self._effects:
             try:
-                self._performer.perform(self._effects[0])
+                self._perform_one(self._effects[0])
             except OSError as error:
                 self._hold(error)
                 return
@@ -258,7 +254,6 @@ class PoolServer:
         snapshot = msgspec.convert(record["pool"], PoolSnapshot) if record else None
         setup = settings.setup_of(file)
         pool = ModelPool(setup, clock.now_ms(), secrets.token_hex(8), snapshot)
-        told = ToldModels(models, clock)
         engines = EngineSide(
             settings.directory,
             {name: engines_of(name, each) for name, each in models.items()},
@@ -273,7 +268,7 @@ class PoolServer:
             pool=pool,
             file=file,
             changed=changed,
-            told=told,
+            doors={name: nothing_told(name) for name in models},
             metrics=PoolMetrics(models, setup.devices),
             serving=ServingShare(file.devices, clock.now_ms()),
             gateways=PoolGateways(models, self._doors, feed, clock.now_ms),
@@ -291,7 +286,7 @@ class PoolServer:
         )
         granted = {each.lease for each in snapshot.leases} if snapshot is not None else set()
         parts.leases.recover(record.get("leases", {}), granted)
-        parts.troubles = [lambda: self.desk.server.problem]
+        parts.troubles = [lambda: self.server.problem]
         if state.loaded.problem is not None:
             kept = f"; moved to {state.loaded.aside}" if state.loaded.aside else ""
             message = f"{state.path}: {state.loaded.problem}{kept}"
@@ -301,7 +296,7 @@ class PoolServer:
     # ------------------------------------------------------------------ neighbours and time
 
     def _doors(self) -> Mapping[str, PooledModel]:
-        return self.parts.told.for_gateways(self.parts.pool, self.parts.file)
+        return for_gateways(self.parts.pool, self.parts.doors, self.parts.file)
 
     def _held(self, model: str, engine: str, token: int, era: str) -> None:
         self.feed(ev.HolderNamed(model, engine, token, era))
@@ -340,48 +335,23 @@ class PoolServer:
         self.parts.engines.look()
         self.parts.memory.sample()
         self._look_at_serving()
-        self.desk.server.reserve.refill()
+        self.server.reserve.refill()
 
+    # ------------------------------------------------------------------ effects
 
-def _as_changed(
-    settings: PoolSettings, changed: dict[str, dict[str, str]], log: EventLog
-) -> PoolFile:
-    """The pool file with what was set before the restart; what does not fit it any more is
-    dropped from `changed`."""
-    file = settings.file
-    for model, settings_of in [*changed.items()]:
-        for setting, value in [*settings_of.items()]:
-            try:
-                file = with_changes(file, {model: {setting: value}})
-            except UnderstudyError as error:
-                del settings_of[setting]
-                what = f"{setting}={value}{f' of {model}' if model else ''}"
-                message = f"{what} was set and is dropped, for the pool file has changed:"
-                data = {"error_code": error.code}
-                log.record("pool.change_dropped", f"{message} {error.message}", "warning", data)
-        if not settings_of:
-            del changed[model]
-    return file
-
-
-class PoolPerformer:
-    """`save` writes the state, to survive a power cut if it is told True, and raises OSError where
-    that fails."""
-
-    def __init__(self, parts: PoolParts, save: Callable[[bool], None]) -> None:
-        self._parts, self._save = parts, save
-
-    def perform(self, effect: ev.PoolEffect) -> None:
+    def _perform_one(self, effect: ev.PoolEffect) -> None:
         """
         Raises:
             OSError: the state could not be written; nothing behind this may be performed.
         """
-        parts = self._parts
+        parts = self.parts
         match effect:
             case ev.SaveState():
                 self._save(effect.is_order)
             case ev.SetModelDoor():
-                parts.gateways.tell(is_urgent=parts.told.set_door(effect))
+                is_new = effect.number != parts.doors[effect.model].number
+                parts.doors[effect.model] = effect
+                parts.gateways.tell(is_urgent=is_new)
             case ev.TellEngine():
                 self._tell(effect)
             case ev.KillEngine():
@@ -405,17 +375,16 @@ class PoolPerformer:
                 self._note(effect)
 
     def _tell(self, effect: ev.TellEngine) -> None:
-        parts = self._parts
+        parts = self.parts
         model = parts.engines.links[effect.engine].model
         if effect.goal is not Tier.COLD:
             parts.memory.keep(model, and_kv=effect.goal is Tier.AWAKE)
         parts.engines.tell(effect.engine, effect.goal, effect.generation)
 
     def _note(self, record: ev.PoolRecord) -> None:
-        parts = self._parts
+        parts = self.parts
         match record:
             case ev.ModelChanged():
-                parts.told.changed(record)
                 parts.gateways.tell(is_urgent=False)
                 known = parts.pool.situation.models[record.model]
                 parts.metrics.count(record, known.leaving)
@@ -435,7 +404,6 @@ class PoolPerformer:
             case ev.LeaseWaits():
                 parts.leases.waits(record.lease, record.why)
             case ev.Alarm():
-                parts.told.alarmed(record)
                 self._record(
                     "pool.alarm",
                     record.sentence,
@@ -446,39 +414,21 @@ class PoolPerformer:
 
     def _record(self, kind: str, message: str, severity: str = "info", **data: object) -> None:
         """Behind what is sent in this turn of the loop: gateways wait for their doors."""
-        record = functools.partial(self._parts.log.record, kind, message, severity, data)
+        record = functools.partial(self.log.record, kind, message, severity, data)
         asyncio.get_running_loop().call_soon(record)
 
-
-SPARE_FDS = 4  # so that at the limit two more may connect, and ask what is wrong
-
-
-class PoolDesk(Handler):
-    """Serves the socket in `directory`. `change(model, setting, value)` sets something."""
-
-    def __init__(
-        self,
-        directory: str,
-        log: EventLog,
-        parts: Callable[[], PoolParts],
-        feed: Callable[[PoolEvent], None],
-        change: Callable[[str, str, str | None], None],
-    ) -> None:
-        self._log, self._parts, self._feed, self._change = log, parts, feed, change
-        self._observers = Observers(log, lambda: report.document(parts()))
-        path = pool_socket(directory)
-        self.server = Server(path, msg.CATALOGUE, self, service="pool", spare_fds=SPARE_FDS)
+    # ------------------------------------------------------------------ its socket
 
     def closed(self, conn: Connection, reason: str) -> None:
         self._observers.leave(conn)
-        self._parts().gateways.left(conn)
-        self._parts().leases.left(conn)
+        self.parts.gateways.left(conn)
+        self.parts.leases.left(conn)
 
     def received(
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
     ) -> None:
         close_all(fds)
-        parts = self._parts()
+        parts = self.parts
         match message:
             case msg.DemandMsg():
                 parts.gateways.said(conn, message)
@@ -503,9 +453,9 @@ class PoolDesk(Handler):
         Raises:
             UnderstudyError: it is not obeyed, and nothing has changed.
         """
-        parts = self._parts()
-        if message.model is not None and message.model not in parts.told.models:
-            known = ", ".join(parts.told.models)
+        parts = self.parts
+        if message.model is not None and message.model not in parts.doors:
+            known = ", ".join(parts.doors)
             raise UsageError(
                 "model_not_found", f"this pool has no model {message.model}; it has {known}"
             )
@@ -514,24 +464,24 @@ class PoolDesk(Handler):
                 return self._order(message)
             case msg.SetMsg():
                 try:
-                    self._change(message.model or "", message.setting, message.value)
+                    self.change(message.model or "", message.setting, message.value)
                 except OSError as error:
                     why = f"it cannot be written to the state file: {error.strerror}"
                     raise UnderstudyError("pool.state_unwritable", why) from error
                 whose = f"of {message.model}" if message.model else "of the pool"
                 value = "as in the pool file" if message.value is None else f"now {message.value}"
                 sentence = f"{message.setting} {whose} is {value}"
-                self._log.record("pool.set", sentence, data={"setting": message.setting})
+                self.log.record("pool.set", sentence, data={"setting": message.setting})
                 return msg.OrderedMsg("accepted", None, sentence)
             case msg.ExplainMsg():
                 return msg.ExplainedMsg(explain.document(parts, message.model))
 
     def _order(self, message: msg.OrderMsg) -> msg.OrderedMsg:
-        parts = self._parts()
+        parts = self.parts
         known = parts.pool.situation.models[message.model]
-        before, was_pinned = known.model.state, known.is_pinned
-        self._feed(Ordered(message.model, message.order, message.is_forced))
-        now = known.model.state
+        before, was_pinned = known.state, known.is_pinned
+        self.feed(ev.Ordered(message.model, message.order, message.is_forced))
+        now = known.state
         is_same = now is before and before in explain.DONE.get(message.order, ())
         if message.order in (Order.PIN, Order.UNPIN):
             is_same = was_pinned is (message.order is Order.PIN)
@@ -540,11 +490,29 @@ class PoolDesk(Handler):
         if not is_same:
             text = f"an operator orders: {message.order} {message.model}"
             data = {"model": message.model, "order": message.order}
-            self._log.record("pool.order", text, data=data)
+            self.log.record("pool.order", text, data=data)
         return msg.OrderedMsg(result, now, sentence[: msg.SENTENCE_CHARS_MAX])
 
 
-_DONE_NAMES = {Order.PIN: "pinned", Order.UNPIN: "unpinned"}
+def _as_changed(
+    settings: PoolSettings, changed: dict[str, dict[str, str]], log: EventLog
+) -> PoolFile:
+    """The pool file with what was set before the restart; what does not fit it any more is
+    dropped from `changed`."""
+    file = settings.file
+    for model, settings_of in [*changed.items()]:
+        for setting, value in [*settings_of.items()]:
+            try:
+                file = with_changes(file, {model: {setting: value}})
+            except UnderstudyError as error:
+                del settings_of[setting]
+                what = f"{setting}={value}{f' of {model}' if model else ''}"
+                message = f"{what} was set and is dropped, for the pool file has changed:"
+                data = {"error_code": error.code}
+                log.record("pool.change_dropped", f"{message} {error.message}", "warning", data)
+        if not settings_of:
+            del changed[model]
+    return file
 
 
 async def run(settings: PoolSettings) -> None:

@@ -226,4 +226,4 @@ class Pod:
                 return
 
     def state(self, model: str) -> ModelState:
-        return self.pool.situation.models[model].model.state
+        return self.pool.situation.models[model].state

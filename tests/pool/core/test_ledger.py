@@ -61,16 +61,6 @@ def test_nothing_is_free_where_nobody_has_measured_and_host_memory_has_no_margin
     assert not ledger.fits({EntryKey("9", EntryKind.KV, "a"): 1})
 
 
-def test_file_gives_back_what_was_booked():
-    ledger = a_ledger()
-    ledger.book({KV: 50})
-    ledger.settle(WEIGHTS, 99)
-    other = a_ledger()
-    other.restore(ledger.snapshot())
-    assert other.entries == ledger.entries
-    assert other.free_bytes("1") == ledger.free_bytes("1") == -9
-
-
 KEYS = st.builds(EntryKey, st.sampled_from("01"), st.sampled_from(EntryKind), st.sampled_from("ab"))
 
 

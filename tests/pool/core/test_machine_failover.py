@@ -26,7 +26,7 @@ def doors(pod):
 
 
 def faults(pod):
-    return pod.pool.situation.models["a"].model.faults_ms
+    return pod.pool.situation.models["a"].faults_ms
 
 
 def test_shadow_has_the_goal_of_its_model_so_that_nobody_needs_the_pool():
@@ -63,7 +63,7 @@ def test_failover_is_no_fault_and_its_order_does_not_matter():
     pod.holders["a"] = new
     pod.settle()
     assert pod.state("a") is S.AWAKE
-    assert pod.pool.situation.models["a"].model.faults_ms == ()
+    assert pod.pool.situation.models["a"].faults_ms == ()
 
 
 def test_holder_that_is_named_late_replaces_nobody_unless_the_lock_server_has_lost_its_state():

@@ -157,4 +157,4 @@ def test_tickets_of_a_model_that_is_being_unloaded_do_not_bring_it_back():
     pod.ask("a")
     assert pod.state("a") is S.LOADING
     pod.handle(ev.Ordered("a", ev.Order.UNLOAD))
-    assert not pod.pool.situation.models["a"].model.is_wanted
+    assert not pod.pool.situation.models["a"].is_wanted

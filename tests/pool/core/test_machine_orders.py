@@ -58,7 +58,7 @@ def test_engine_that_ends_as_it_was_told_is_not_called_dead():
     pod.settle()
     order(pod, "unload")
     pod.settle()
-    model = pod.pool.situation.models["a"].model
+    model = pod.pool.situation.models["a"]
     assert (model.state, model.reason) == (S.COLD, "an operator unloads it")
 
 
@@ -92,7 +92,7 @@ def test_unknown_model_and_failed_model_refuse_orders():
     pod = pod_of()
     with pytest.raises(OrderRefused):
         pod.handle(ev.Ordered("c", ev.Order.LOAD))
-    pod.pool.situation.models["a"].model.state = S.FAILED
+    pod.pool.situation.models["a"].state = S.FAILED
     with pytest.raises(OrderRefused) as caught:
         order(pod, "load")
     assert "reset" in caught.value.message

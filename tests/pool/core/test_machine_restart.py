@@ -63,7 +63,7 @@ def test_nothing_changes_for_engines_and_clients_when_all_have_been_heard():
     pod = restart(served())
     hear_all(pod)
     assert pod.state("a") is S.AWAKE
-    assert not pod.pool.situation.models["a"].model.is_recovering
+    assert not pod.pool.situation.models["a"].is_recovering
     told = [each for each in pod.all if isinstance(each, ev.TellEngine)]
     assert [each.generation.start for each in told] == [1] * 4
     assert {each.name: each.state for each in pod.supervisors.values()}["a0"] == "active"
@@ -83,12 +83,12 @@ def test_turn_ends_however_often_the_pool_is_restarted_in_it():
     assert pod.state("a") is S.DRAINING
     known = pod.pool.situation.models["a"]
     began_ms, park_ms = known.drained_ms, known.rules.park_ms
-    assert known.model.running is ev.Running.FINISH
+    assert known.running is ev.Running.FINISH
     for _ in range(2):
         pod.tick(park_ms / 2)
         hear_all(restart(pod))
     known = pod.pool.situation.models["a"]
-    assert (known.drained_ms, known.model.running) == (began_ms, ev.Running.PARK)
+    assert (known.drained_ms, known.running) == (began_ms, ev.Running.PARK)
 
 
 def test_generations_after_a_restart_are_newer_than_all_before():
@@ -162,8 +162,8 @@ def test_lost_file_adopts_what_lives_and_restarts_nothing():
     assert pod.state("a") is S.AWAKE
     told = {each.engine: each.goal for each in pod.all if isinstance(each, ev.TellEngine)}
     assert told["a0"] is told["a1"] is Tier.AWAKE
-    held = pod.pool.situation.books.ledger.held_by(["a", "a0", "a1"], ["base", "weights", "kv"])
-    assert held == {GPU: 620 * MIB}
+    held = pod.pool.situation.books.booked(pod.pool.situation.models["a"])
+    assert sum(held.values()) == 620 * MIB
 
 
 def test_lost_file_waits_for_an_engine_that_is_on_its_way():
@@ -208,9 +208,9 @@ def test_pins_costs_and_faults_are_on_file():
     pod = served()
     pod.handle(ev.Ordered("a", ev.Order.PIN))
     before = pod.pool.situation.models["a"]
-    before.model.faults_ms, before.costs.wake_ms = (pod.now_ms,), 123.0
+    before.faults_ms, before.costs.wake_ms = (pod.now_ms,), 123.0
     known = restart(pod).pool.situation.models["a"]
-    assert (known.is_pinned, known.model.faults_ms, known.costs.wake_ms) == (
+    assert (known.is_pinned, known.faults_ms, known.costs.wake_ms) == (
         True,
         (pod.now_ms,),
         123.0,
@@ -339,7 +339,7 @@ def test_tickets_are_not_forgotten_while_no_gateway_is_heard(model):
     pod.ask(model)
     assert pod.state(model) is S.LOADING
     restart(pod).handle(ev.PoolTick())
-    assert pod.pool.situation.models[model].model.is_wanted
+    assert pod.pool.situation.models[model].is_wanted
     pod.tickets[model] = []
     hear_all(pod)
-    assert not pod.pool.situation.models[model].model.is_wanted
+    assert not pod.pool.situation.models[model].is_wanted

@@ -4,6 +4,7 @@ whom. Method: one small pool for each, on devices of whole GiB."""
 import pytest
 
 from plumbing.pod.messages import Tier
+from pool.core.events import LeaseAsked
 from pool.core.policy import plan
 from pool.core.states import HOST, ModelState
 from pool.core.tickets import lease_view
@@ -347,11 +348,12 @@ def test_nothing_is_raised_where_too_much_is_booked():
 
 
 def test_lease_waits_and_then_never_yields():
-    waiting = lease_view("train", "0", 10 * GIB, 0, NOW, is_granted=False)
+    asked = LeaseAsked("train", "0", 10 * GIB, NOW)
+    waiting = lease_view(asked, is_granted=False)
     idle = a_model("x", S.AWAKE)
     found = planned([waiting, idle], {"0": 15})
     assert found.decisions == {"lease/train": Yield((Victim("x", Tier.WARM),))}
-    granted = lease_view("train", "0", 10 * GIB, 0, NOW, is_granted=True)
+    granted = lease_view(asked, is_granted=True)
     found = planned([granted, a_model("a", waits_since=NOW)], {"0": 15})
     assert found.decisions["a"].why.endswith("15.0 GiB: lease train holds 10.0 GiB")
 

@@ -1,6 +1,6 @@
 """Goal: who is before whom. Method: tickets of known ages and priorities."""
 
-from pool.core.events import Ticket, TicketKind
+from pool.core.events import LeaseAsked, Ticket, TicketKind
 from pool.core.states import ModelState
 from pool.core.tickets import first_ticket, lease_view, level_of, next_change_ms
 from pool.core.view import PoolRules, TicketView
@@ -37,9 +37,10 @@ def test_change_is_due_only_between_priorities():
 
 
 def test_lease_waits_like_a_model_and_then_stays():
-    waiting = lease_view("train", "0", 20 * GIB, 1, NOW, is_granted=False)
+    asked = LeaseAsked("train", "0", 20 * GIB, NOW, 1)
+    waiting = lease_view(asked, is_granted=False)
     assert (waiting.name, waiting.state) == ("lease/train", ModelState.PENDING)
-    granted = lease_view("train", "0", 20 * GIB, 1, NOW, is_granted=True)
+    granted = lease_view(asked, is_granted=True)
     assert granted.rules.is_pinned
     assert granted.booked == {"0": 20 * GIB}
     assert granted.ticket is None

@@ -186,7 +186,7 @@ def plan_kept_for_a_gone_head(patch: Patch) -> None:
 
     def view_of(known: KnownModel, ticket: Any, demand: Demand, *args: Any, **options: Any) -> Any:
         kept = vars(demand).setdefault("kept", {})
-        if known.model.state is ModelState.AWAKE or options["is_blind"]:
+        if known.state is ModelState.AWAKE or options["is_blind"]:
             kept.pop(known.name, None)
         elif ticket is not None:
             kept[known.name] = ticket
@@ -205,7 +205,7 @@ def a_raise_per_request(patch: Patch) -> None:
     def decide(pool: PoolSituation, planner: Any) -> None:
         for known in pool.models.values():
             tickets = len(pool.demand.tickets(known.name))
-            if known.model.state is ModelState.LOADING and tickets > 1 and known.door_number % 2:
+            if known.state is ModelState.LOADING and tickets > 1 and known.door_number % 2:
                 pool.tell(known.main(), Tier.AWAKE)
                 known.door_number += 1
         real(pool, planner)
@@ -251,7 +251,7 @@ def recovery_by_deadline(patch: Patch) -> None:
 
     def recover(pool: PoolSituation, known: KnownModel) -> None:
         if not known.is_unknown:
-            known.model.is_recovering = False
+            known.is_recovering = False
         real(pool, known)
 
     patch.setattr(machine, "recover", recover)

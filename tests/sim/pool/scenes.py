@@ -126,7 +126,7 @@ def the_disk_is_full_while_a_model_loads() -> None:
     world.ask("m1", SHORT_MS)
     world.pass_time(100_000)
     assert world.pool.core is not None
-    model = world.pool.core.situation.models["m1"].model
+    model = world.pool.core.situation.models["m1"]
     assert model.state is not ModelState.FAILED, "no model fails by the machine's fault"
     assert not model.faults_ms, "a fault of the machine is a model's"
     served = world.ask("m0", SHORT_MS)

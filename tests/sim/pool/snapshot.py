@@ -19,7 +19,17 @@ from tests.sim.pool.timeline import Line, Timeline
 from tests.sim.pool.world import Shape, World
 
 SKIPPED = {"rng", "law", "story", "made", "world", "steps", "spins", "numbers", "tokens", "eras"}
-SKIPPED |= {"last_ms", "since_ms", "came_ms", "due_ms", "spent_ms", "costs", "tries", "changes"}
+SKIPPED |= {
+    "last_ms",
+    "since_ms",
+    "stage_since_ms",
+    "came_ms",
+    "due_ms",
+    "spent_ms",
+    "costs",
+    "tries",
+    "changes",
+}
 SKIPPED |= {"out", "reason", "wait", "file"}
 COUNTERS = {
     "number",

@@ -1,0 +1,56 @@
+"""Goal: a model's phase follows from facts alone, and every phase from some.
+
+Method: every combination of the facts that a phase looks at.
+"""
+
+import itertools
+
+from plumbing.pod.messages import Tier
+from pool.core.model import PHASES, KnownEngine, KnownModel, phase_of
+from pool.core.states import ModelState
+from pool.core.view import ModelRules
+
+S, T = ModelState, Tier
+
+
+def every_model():
+    facts = itertools.product(
+        list(T),
+        (T.COLD, T.OFFLOADED, T.WARM),
+        (None, T.COLD, T.WARM),
+        (None, S.RELEASING, S.UNLOADING),
+        *[(False, True)] * 3,
+    )
+    for goal, floor, falls_to, frees, is_serving, has_failed, is_wanted in facts:
+        found = KnownModel("m", ModelRules(("0",)), (KnownEngine("m-0", "m"),), None)
+        found.goal, found.floor, found.falls_to, found.frees = goal, floor, falls_to, frees
+        found.is_serving, found.has_failed, found.is_wanted = is_serving, has_failed, is_wanted
+        yield found
+
+
+def test_every_phase_follows_from_some_facts_and_all_facts_lead_to_a_phase():
+    assert {phase_of(model) for model in every_model()} == set(S)
+    assert {row.state for row in PHASES} == set(S)
+
+
+def test_memory_that_is_not_proven_free_is_never_hidden_by_another_phase():
+    for model in every_model():
+        if model.frees is not None:
+            assert phase_of(model) is model.frees
+
+
+def test_only_a_model_whose_goal_is_awake_rises_serves_or_drains():
+    for model in every_model():
+        phase = phase_of(model)
+        if phase in (S.WAKING, S.AWAKE, S.DRAINING):
+            assert model.goal is T.AWAKE
+        if phase in (S.COLD, S.OFFLOADED, S.WARM):
+            assert model.goal is T(phase.value)
+            assert not model.is_wanted
+
+
+def test_a_shut_door_goes_before_what_an_engine_serves():
+    for model in every_model():
+        if phase_of(model) is S.AWAKE:
+            assert model.is_serving
+            assert model.falls_to is None
