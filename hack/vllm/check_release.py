@@ -23,8 +23,7 @@ from typing import NamedTuple
 
 from engine.backends.vllm import contracts
 from engine.backends.vllm import versions as runners
-from engine.backends.vllm.contract_list import CONTRACTS
-from engine.backends.vllm.contracts import Sources
+from engine.backends.vllm.contracts import CONTRACTS, Sources
 from hack.rig import ROOT
 
 # What an engine does without if a contract of these files is broken; of others: it does not start.
@@ -128,7 +127,8 @@ def changed_lines(old: Sources, new: Sources) -> Iterator[str]:
     about: dict[tuple[str, str], set[str]] = {}
     for user, found in CONTRACTS.items():
         for each in found:
-            about.setdefault((each.file, each.qualname), set()).add(user)
+            if each.file:
+                about.setdefault((each.file, each.qualname), set()).add(user)
     for (file, qualname), users in sorted(about.items()):
         if code(old, file, qualname) not in (None, code(new, file, qualname)):
             yield f"read the difference: {file}: {qualname} ({', '.join(sorted(users))})"

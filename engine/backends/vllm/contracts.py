@@ -4,7 +4,7 @@
 
 Every name that a file of this package imports from vLLM must exist: that list is read from our own
 sources. And what we call, override or rely on without calling must have the form it had when it was
-read (`contract_list.py`). Needs neither vLLM nor torch, so it can check the wheel of a version that
+read (`contracts.txt`). Needs neither vLLM nor torch, so it can check the wheel of a version that
 is not installed.
 """
 
@@ -14,21 +14,110 @@ import ast
 import functools
 import importlib.util
 import os
+import re
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from engine.backends.vllm import versions
-from engine.backends.vllm.contract_forms import Contract, Node
-from engine.backends.vllm.contract_list import CONTRACTS, PLACES
 from engine.backends.vllm.versions import FILES, runner_of
-from plumbing.errors import UsageError
+from plumbing.errors import InvariantError, UsageError
 
 HERE = Path(__file__).resolve().parent
 PACKAGE = "vllm"
+OTHERS = "..."  # as a parameter: there may be more
+
+Node = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+class Contract(Struct, frozen=True):
+    """`name` says what holds of the class or function `qualname` of vLLM's `file`: its parameters
+    but `self`, None where they do not count, and texts in its source. With `places` instead, one of
+    these modules has the name that follows it."""
+
+    name: str
+    file: str = ""
+    qualname: str = ""
+    parameters: tuple[str, ...] | None = None
+    texts: tuple[str, ...] = ()
+    places: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def where(self) -> str:
+        modules = " or ".join(module for module, _ in self.places)
+        return modules or f"{self.file}: {self.qualname}"
+
+    def is_kept_by(self, node: Node) -> bool:
+        return self._has_parameters(node) and all(map(_is_in(ast.unparse(node)), self.texts))
+
+    def _has_parameters(self, node: Node) -> bool:
+        if self.parameters is None:
+            return True
+        if isinstance(node, ast.ClassDef):
+            return False
+        given = node.args
+        found = [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+        if self.parameters[-1:] == (OTHERS,):
+            return set(self.parameters[:-1]) <= set(found)
+        # An override of ours has exactly these.
+        is_open = given.vararg is not None or bool(given.kwonlyargs)
+        return not is_open and found == ["self", *self.parameters]
+
+
+def _is_in(source: str) -> Callable[[str], bool]:
+    def check(text: str) -> bool:
+        counted = re.fullmatch(r"(\d+)x (.+)", text)
+        if counted is not None:
+            return source.count(counted[2]) == int(counted[1])
+        return any(each in source for each in text.split(" || "))
+
+    return check
+
+
+def read_contracts(text: str) -> dict[str, tuple[Contract, ...]]:
+    """The contracts by our file that relies on them, from `contracts.txt`, which says its form."""
+    found: dict[str, tuple[Contract, ...]] = {}
+    user = ""
+    for line in text.splitlines():
+        depth, said = len(line) - len(line.lstrip()), line.strip()
+        if not said or line.startswith("#"):
+            continue
+        if depth == 0:
+            user, found[said] = said, ()
+            continue
+        *others, last = found[user] or (Contract(""),)
+        match depth:
+            case 2:
+                others, last = list(found[user]), Contract(said)
+            case 4:
+                last = structs.replace(last, **_about(said))
+            case 6:
+                last = structs.replace(last, texts=(*last.texts, said))
+            case _:
+                raise InvariantError(f"contracts.txt: {line!r} is indented by {depth}")
+        found[user] = (*others, last)
+    return found
+
+
+def _about(said: str) -> dict[str, Any]:
+    if said.startswith("import "):
+        modules = (each.rpartition(".") for each in said.removeprefix("import ").split(" or "))
+        return {"places": tuple((module, name) for module, _, name in modules)}
+    file, _, of = said.partition(": ")
+    qualname, has_parameters, parameters = of.removesuffix(")").partition(" (")
+    names = tuple(each for each in parameters.split(", ") if each)
+    return {
+        "file": file,
+        "qualname": qualname,
+        "parameters": names if has_parameters else None,
+    }
+
+
+CONTRACTS = read_contracts((HERE / "contracts.txt").read_text(encoding="utf-8"))
 
 
 class Sources:
@@ -71,8 +160,10 @@ class Sources:
         return {name for name, (file, *_) in FILES.items() if self.module(file)} or {*FILES}
 
     def keep(self, contract: Contract) -> bool:
+        if contract.places:
+            return any(self.has_name(*place) for place in contract.places)
         node = self.find(contract.file, contract.qualname)
-        return node is not None and contract.check(node)
+        return node is not None and contract.is_kept_by(node)
 
     def has_name(self, module: str, name: str) -> bool:
         """Whether `from module import name` works: `name` is a submodule or a name in `module`."""
@@ -133,13 +224,8 @@ def broken(
         for user, module, name in sorted(imported(users))
         if concerns(user, f"{_base_of(module)}.py") and not sources.has_name(module, name)
     ]
-    for name, user, places in PLACES:
-        if user.startswith(users) and not any(
-            sources.has_name(module, each) for module, each in places
-        ):
-            found.append(BrokenContract(name, user, " or ".join(module for module, _ in places)))
     found += [
-        BrokenContract(contract.name, user, f"{contract.file}: {contract.qualname}")
+        BrokenContract(contract.name, user, contract.where)
         for user, contracts in CONTRACTS.items()
         if user.startswith(users)
         for contract in contracts

@@ -5,7 +5,7 @@ block out again. `block_pool.py` hears of both and turns that into records that 
 believe (`engine.kv`); `scheduler.py` hears of the steps. `facts.py` runs in the workers: what the
 bytes of a block depend on. `eligible.py` says for which models nothing is published.
 
-Everything here relies on private parts of vLLM; `contract_list_kv.py` says on which. If one of them
+Everything here relies on private parts of vLLM; `contracts.txt` says on which. If one of them
 has changed, nothing is published: the next engine starts with an empty cache.
 """
 

@@ -5,7 +5,7 @@ KV cache must be computed again. Three of vLLM's processes have a part in it: `s
 the engine core, `batch.py` in the workers, and `llm.py` in the API process. The tokens travel in
 `SamplingParams.extra_args` (`answer.py`).
 
-Everything here relies on private parts of vLLM; `contract_list_resume.py` says on which. If one of
+Everything here relies on private parts of vLLM; `contracts.txt` says on which. If one of
 them has changed, nothing of this is installed: the engine serves, and its answers end with it.
 """
 

@@ -3,7 +3,7 @@ prompt and output in one list of tokens.
 
 From that list V2 derives all that a request's output shapes: the counts of penalties, bad words,
 minimum lengths. Its noise is a function of seed, position and token, so nothing is drawn again.
-Grammars are the scheduler's. `contract_list_resume.py` checks all of this in vLLM's sources.
+Grammars are the scheduler's. `contracts.txt` checks all of this in vLLM's sources.
 """
 
 from __future__ import annotations

@@ -7,10 +7,9 @@ Two public methods of vLLM's own loader are hooked, on that one object and for o
 between creating a model and reading its weights can the CPU build be kept from packing them.
 
 Weights can be shared if they are still tensors of the layer after processing. vLLM's quantisation
-methods declare that (`supports_pre_processed_weights`); `SHAREABLE` lists those of the supported
-versions, for the documentation and a test that reads the installed vLLM. Most kernels of the CPU
-build pack weights into memory of their own, even unquantised ones (oneDNN). Such layers get a
-method here that leaves the weight in place, at about half of oneDNN's speed.
+methods declare that (`supports_pre_processed_weights`). Most kernels of the CPU build pack weights
+into memory of their own, even unquantised ones (oneDNN). Such layers get a method here that leaves
+the weight in place, at about half of oneDNN's speed.
 """
 
 from __future__ import annotations
@@ -237,22 +236,6 @@ def _torch_device(vllm_config: Any) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
-
-
-# By vLLM's class of the method. Everything else loads privately or not at all: GPTQ, AWQ,
-# compressed-tensors, Quark, INC, torchao, bitsandbytes, quantisation while loading, the mixtures of
-# experts of GPT-OSS (MXFP4) and of ModelOpt FP8, Humming and FBGEMM.
-SHAREABLE: Mapping[str, str] = {
-    "UnquantizedLinearMethod": "no quantisation",
-    "UnquantizedEmbeddingMethod": "no quantisation, embeddings and output heads",
-    "UnquantizedFusedMoEMethod": "no quantisation, experts (CUDA; not with the MoonEP kernels)",
-    "Fp8LinearMethod": "FP8 (CUDA)",
-    "Fp8MoEMethod": "FP8, experts (CUDA)",
-    "ModelOptNvFp4FusedMoE": "ModelOpt NVFP4, experts (CUDA)",
-    "ModelOptLinearMethod": "ModelOpt, where the kernel can (CUDA: MXFP8 by FlashInfer, emulation)",
-    "Mxfp4MoEMethod": "MXFP4, experts (CUDA)",
-    "BaseKVCacheMethod": "scales of a quantised KV cache",
-}
 
 
 class SharedLinearMethod(UnquantizedLinearMethod):
