@@ -14,8 +14,7 @@ import click
 from engine.backends.registry import asks_for_help, command_line
 from engine.core.health import percent
 from engine.messages import CONTROL, LeaveMsg, OkMsg
-from engine.supervisor.pool_config import place_in_pool, placed
-from engine.supervisor.settings import OPTIONS, PORT_FIRST, EngineSettings, settle
+from engine.supervisor.settings import OPTIONS, EngineSettings, place_in_pool, placed, settle
 from plumbing.errors import UnreachableError, WaitTimeoutError
 from plumbing.pod.cli import (
     ANSWER_TIMEOUT_S,
@@ -71,7 +70,7 @@ def run(config: Resolved, arguments: tuple[str, ...]) -> None:
     directory = runtime_dir(config["dir"])
     if config["pool"] is not None:
         place = place_in_pool(config["pool"], config["engine_id"], directory)
-        config = placed(config, place, PORT_FIRST)
+        config = placed(config, place)
         arguments = (*place.arguments, *arguments)
         os.environ.update(place.environment)  # for the backend
     settings = settle(config, command_line(config["backend"], arguments), directory)

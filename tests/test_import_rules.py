@@ -44,7 +44,10 @@ LAYERS = {
     "gms": ("gms", *PLUMBING),
     "pool": ("pool", *CLIENTS, *PLUMBING),
     "engine": ("engine", "pool.client", *CLIENTS, *PLUMBING),
-    "engine.supervisor.pool_config": ("engine", "pool.pool_file", "pool.settings", *PLUMBING),
+    "engine.supervisor.settings": (
+        *("engine", "pool.pool_file", "pool.settings"),
+        *(*CLIENTS, *PLUMBING),
+    ),
     "gateway": ("gateway", "pool.client", *POOL_WORDS, "lockserver.client", *PLUMBING),
     "gateway.supervisor.pool_config": ("gateway.core", "pool.pool_file"),
     "understudy": (

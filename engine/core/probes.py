@@ -27,47 +27,25 @@ class Rule(StrEnum):
     UNLESS_CRASH_LOOP = "200 until the budget is spent or a crash loop is declared"
 
 
+ALWAYS, NEVER = (dict.fromkeys(State, rule) for rule in (Rule.YES, Rule.NO))
+
 TABLE: Mapping[str, Mapping[State, Rule]] = {
     "startup": {
+        **ALWAYS,
         State.INIT: Rule.UNLESS_FIRST,
-        State.STANDBY: Rule.YES,
-        State.WAKING: Rule.YES,
-        State.ACTIVE: Rule.YES,
-        State.DRAINING: Rule.YES,
-        State.RELEASING: Rule.YES,
-        State.RESTING: Rule.YES,
         State.DEAD: Rule.UNLESS_FIRST_OR_COLD,
     },
     "live": {
+        **ALWAYS,
         State.INIT: Rule.UNLESS_FIRST_WITHIN_BUDGET,
-        State.STANDBY: Rule.YES,
         State.WAKING: Rule.WITHIN_BUDGET,
         State.ACTIVE: Rule.WHILE_HEALTHY,
         State.DRAINING: Rule.WITHIN_BUDGET,
         State.RELEASING: Rule.WITHIN_BUDGET,
-        State.RESTING: Rule.YES,
         State.DEAD: Rule.UNLESS_CRASH_LOOP,
     },
-    "ready": {
-        State.INIT: Rule.NO,
-        State.STANDBY: Rule.YES,
-        State.WAKING: Rule.NO,
-        State.ACTIVE: Rule.YES,
-        State.DRAINING: Rule.NO,
-        State.RELEASING: Rule.NO,
-        State.RESTING: Rule.YES,
-        State.DEAD: Rule.NO,
-    },
-    "serving": {
-        State.INIT: Rule.NO,
-        State.STANDBY: Rule.NO,
-        State.WAKING: Rule.NO,
-        State.ACTIVE: Rule.WHERE_SERVED,
-        State.DRAINING: Rule.NO,
-        State.RELEASING: Rule.NO,
-        State.RESTING: Rule.NO,
-        State.DEAD: Rule.NO,
-    },
+    "ready": {**NEVER, **dict.fromkeys((State.STANDBY, State.ACTIVE, State.RESTING), Rule.YES)},
+    "serving": {**NEVER, State.ACTIVE: Rule.WHERE_SERVED},
 }
 
 

@@ -27,10 +27,9 @@ from engine.supervisor.channel import BackendChannel
 from engine.supervisor.cpu_share import CpuShare
 from engine.supervisor.kv_layout import KvLayout
 from engine.supervisor.leftovers import Leftovers
-from engine.supervisor.serving_session import Canaries, Residency
+from engine.supervisor.serving_session import Canaries, Placing, Residency
 from engine.supervisor.settings import EngineSettings
 from engine.supervisor.tree import ProcessDeath, Tree
-from engine.supervisor.weights_offload import Placing
 from lockserver.client import witness
 from plumbing.errors import UnderstudyError, is_disk_fault
 from plumbing.service.events import EventLog

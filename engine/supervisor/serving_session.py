@@ -1,5 +1,5 @@
-"""What one incarnation holds while it is awake: KV memory, a socket, and the proof of both; and the
-canaries that test it.
+"""What one incarnation holds while it is awake: KV memory, a socket, and the proof of both; the
+canaries that test it; and where its weights are.
 
 Owns the serving file and what must be true of it (docs/lock.md, H15 and H18): between waking and
 serving every process of the backend holds it, and after a sleep none does. Does not know the
@@ -13,6 +13,10 @@ a gateway requests arrive on a socket that other engines have too, and only the 
 one. Only a verdict in the answer's body ends an HTTP canary: it is repeated until the owner's
 patience ends, because a busy machine fails in the same way. If the backend has no such path, or
 this process no descriptor, the canary takes the channel.
+
+Requests to release the weights are repeated while something prevents it: a copy that is not made
+yet, or another engine that still maps them. Only the tier that is shown waits for it, so what is in
+the way is a note.
 """
 
 from __future__ import annotations
@@ -386,3 +390,73 @@ async def _answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
         raise Unanswered("the backend closed the connection without an answer") from error
     except (asyncio.LimitOverrunError, ValueError) as error:
         raise Unanswered("what the backend answers is not HTTP") from error
+
+
+# A copy of the weights is made within seconds of the first load. Later, what is in the way may stay
+# for hours, and vLLM's workers spin for a second after every question.
+AGAIN_S_MIN = 1.0
+AGAIN_S_MAX = 16.0
+
+
+class Placing:
+    """Of one incarnation; posts `WeightsPlaced`, and `Failed` when a budget is spent."""
+
+    def __init__(
+        self, channel: BackendChannel, *, post: Callable[[EngineEvent], None], log: EventLog
+    ) -> None:
+        self.note = ""  # why the weights are not away, or their memory is not free
+        self._channel, self._post, self._log = channel, post, log
+        self._is_away = False  # what is wanted
+        self._budget_ms = 0
+        self._again_s = AGAIN_S_MIN
+        self._timer: asyncio.TimerHandle | None = None
+        self._asked = 0  # which request the answer is awaited of
+
+    def place(self, budget_ms: int, *, is_away: bool) -> None:
+        """Ask, and ask again until the memory is free or something else is wanted."""
+        self._budget_ms, self._is_away = budget_ms, is_away
+        self._again_s = AGAIN_S_MIN
+        self._ask()
+
+    def stop(self) -> None:
+        """The backend is woken or gone: it is asked no more."""
+        self._is_away, self.note = False, ""
+        self._asked += 1
+        self._cancel()
+
+    def _ask(self) -> None:
+        self._cancel()
+        self._asked += 1
+        number = self._asked
+        message = messages.PlaceWeightsMsg(self._is_away, self._budget_ms)
+        reply = messages.WeightsPlacedMsg
+        self._channel.ask(message, reply, lambda placed: self._placed(number, placed))
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(self._budget_ms / 1000, self._spent)
+
+    def _placed(self, number: int, placed: messages.WeightsPlacedMsg) -> None:
+        if number == self._asked:
+            self._cancel()
+            self.note = placed.note if self._is_away else ""
+        self._post(ev.WeightsPlaced(placed.is_away))  # which shows the note, too
+        if number != self._asked:
+            return
+        if placed.freed_bytes:
+            self._log.record(
+                "engine.offloaded",
+                f"{size(placed.freed_bytes)} of weights are offloaded to host memory",
+                data={"freed_bytes": placed.freed_bytes},
+            )
+        if self.note:
+            self._timer = asyncio.get_running_loop().call_later(self._again_s, self._ask)
+            self._again_s = min(2 * self._again_s, AGAIN_S_MAX)
+
+    def _spent(self) -> None:
+        verb = "released" if self._is_away else "mapped again"
+        why = f"the weights were not {verb} within {self._budget_ms / 1000:g} s"
+        self._post(Failed("weights_not_placed", why))
+
+    def _cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

@@ -1,5 +1,5 @@
 """The options of `engine run`, their defaults and reasons, their checks, and the values they lead
-to.
+to; and what the pool file says of one engine in their place: its model, its backend, its devices.
 
 Does not know how the values are used.
 """
@@ -10,13 +10,15 @@ import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+from engine.backends.registry import model_arguments
 from engine.core import health, relaunch
-from engine.core import health as patience
 from engine.core.events import State
 from engine.core.loading import Role
 from lockserver.client import messages as lock
 from plumbing.errors import UsageError
+from plumbing.pod.gms_files import HOST_DEVICES_ENV
 from plumbing.pod.messages import Tier
 from plumbing.pod.models import ACTIVE, LOADER, lock_of, model_name
 from plumbing.pod.paths import DIRECTORY, engine_http_socket, engine_socket, lockserver_socket
@@ -162,13 +164,13 @@ OPTIONS = (
     ),
     duration(
         "hang_ms",
-        patience.HANG_MS,
+        health.HANG_MS,
         "Longest time without a new token while requests are in flight; CPU pressure stretches it,"
-        f" up to {patience.STRETCH_MAX:g} times.",
+        f" up to {health.STRETCH_MAX:g} times.",
     ),
     duration(
         "hang_alone_ms",
-        patience.HANG_ALONE_MS,
+        health.HANG_ALONE_MS,
         "The same while no standby is ready, unless --hang-ms is longer.",
     ),
     duration(
@@ -354,3 +356,82 @@ def number_of(engine: str) -> int:
     """The number that ends the id of an engine (`engine-1` → 1), 0 if none does."""
     found = re.search(r"\d{1,3}$", engine)
     return int(found.group()) if found else 0
+
+
+# With a pool file every engine of a pod has the same command line, but for its id. The supervisor
+# reads the file when it starts; a change takes effect when the engine is started again.
+HOST_PREFIX = "HOST-"
+CUDA_DEVICES_ENV = "CUDA_VISIBLE_DEVICES"
+ORIGIN = "pool file"
+
+
+class PoolPlace(NamedTuple):
+    """`number`: of the engine among all of the pool, in the file's order. `is_alone`: its model has
+    no shadow."""
+
+    model: str
+    backend: str
+    arguments: tuple[str, ...]
+    environment: dict[str, str]
+    number: int
+    is_alone: bool
+
+
+def place_in_pool(path: str, engine: str, directory: str) -> PoolPlace:
+    """What the pool file at `path` says of `engine`.
+
+    Raises:
+        UsageError: what is wrong with the file; `engine.not_in_pool`.
+    """
+    from pool.pool_file import read_pool_file, with_served_names  # YAML: only a pool needs it
+    from pool.settings import engines_of
+
+    file = with_served_names(read_pool_file(path), directory)
+    ids = [(each, name) for name, model in file.models.items() for each in engines_of(name, model)]
+    name = dict(ids).get(engine)
+    if name is None:
+        raise UsageError(
+            "engine.not_in_pool",
+            f"{path} has no engine {engine}, but {', '.join(each for each, _ in ids)}: set"
+            " --engine-id to one of these, or add a model or its shadow to the file",
+        )
+    model = file.models[name]
+    devices = ",".join(model.devices)
+    variable = HOST_DEVICES_ENV if devices.startswith(HOST_PREFIX) else CUDA_DEVICES_ENV
+    return PoolPlace(
+        model=name,
+        backend=model.backend,
+        arguments=(
+            *model_arguments(model.backend, model.model, model.tensor_parallel),
+            *("--served-model-name", name, *model.aliases),
+            *map(str, model.args),
+        ),
+        environment={variable: devices},
+        number=ids.index((engine, name)),
+        is_alone=len(engines_of(name, model)) == 1,
+    )
+
+
+def placed(config: Resolved, place: PoolPlace) -> Resolved:
+    """The settings of an engine that the pool file describes. It begins cold: the pool says when it
+    starts.
+
+    Raises:
+        UsageError: `engine.pool_decides`.
+    """
+    told: dict[str, Any] = {
+        "backend": place.backend,
+        "model_name": place.model,
+        "goal": Tier.COLD.value,
+    }
+    given = [f"--{each.replace('_', '-')}" for each in told if config.origin(each) == "flag"]
+    if given:
+        raise UsageError(
+            "engine.pool_decides",
+            f"{', '.join(given)}: with --pool the pool file says it; leave it out, or --pool",
+        )
+    if config["http_port"] is None:
+        told["http_port"] = PORT_FIRST + place.number
+    if place.is_alone and config.origin("yield_ms") == "default":
+        told["yield_ms"] = 1  # nobody takes over, so it is relaunched at once
+    return config.changed(told, ORIGIN)
