@@ -1,7 +1,8 @@
-"""Faults that a resume, a reuse of KV blocks or a wake could have, for one model runner or both.
+"""Faults that a resume, a reuse of KV blocks or a wake could have.
 
-Each is planted in the process of the scheduler and the worker. It concerns only steps in which a
-resumed request is (`_resumed`), or what follows a sleep; so answers without interruption are right.
+Each is planted in the process of the scheduler and the worker, into files of vLLM's that both model
+runners use (`OF_BOTH`) or into those of V2. It concerns only steps in which a resumed request is
+(`is_resuming`), or what follows a sleep; so answers without interruption are right.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 Plant = Callable[["Site"], None]
 FAULTS: dict[str, Plant] = {}
+OF_BOTH: list[str] = []
 MINUTE_CHANGE = 0.5  # of each number in a KV block
 
 
@@ -60,6 +62,11 @@ def fault(plant: Plant) -> Plant:
     return plant
 
 
+def fault_of_both(plant: Plant) -> Plant:
+    OF_BOTH.append(plant.__name__.replace("_", " "))
+    return fault(plant)
+
+
 def _by_slot(site: Site, owner: str, change: Callable[[Any, int, Any], None]) -> None:
     """V2: `change(state, slot, parameters)` behind `add_request` of a resumed request."""
     states = site.runner.req_states
@@ -81,37 +88,22 @@ def _by_slot(site: Site, owner: str, change: Callable[[Any, int, Any], None]) ->
 
 @fault
 def one_token_of_the_answer_is_dropped(site: Site) -> None:
-    places = ["scheduler"] if site.is_v2 else ["scheduler", "batch"]
-    for place in places:
-        name = f"engine.backends.vllm.resume.{place}"
-        site.put(name, "made_by", lambda old: lambda params: old(params)[:-1])
+    name = "engine.backends.vllm.resume.scheduler"
+    site.put(name, "made_by", lambda old: lambda params: old(params)[:-1])
 
 
 @fault
 def the_worker_does_not_know_where_the_prompt_ends(site: Site) -> None:
-    if site.is_v2:
+    def made(old: Any) -> Any:
+        def add_request(self: Any, **named: Any) -> Any:
+            return old(self, **{**named, "prompt_len": len(named["all_token_ids"])})
 
-        def made(old: Any) -> Any:
-            def add_request(
-                self: Any, req_id: str, prompt_len: int, tokens: Any, *more: Any
-            ) -> Any:
-                return old(self, req_id, len(tokens), tokens, *more)
+        return add_request
 
-            return lambda self, **named: add_request(
-                self,
-                named["req_id"],
-                named["prompt_len"],
-                named["all_token_ids"],
-                named["num_computed_tokens"],
-                named["max_tokens"],
-            )
-
-        site.put("vllm.v1.worker.gpu.states:RequestState", "add_request", made)
-    else:
-        site.put("engine.backends.vllm.resume.batch", "made_by", lambda old: lambda params: ())
+    site.put("vllm.v1.worker.gpu.states:RequestState", "add_request", made)
 
 
-@fault
+@fault_of_both
 def the_grammar_begins_again(site: Site) -> None:
     site.put(
         "engine.backends.vllm.resume.scheduler:_Resuming",
@@ -129,75 +121,32 @@ def the_grammar_begins_again(site: Site) -> None:
 
 @fault
 def the_seed_is_not_carried(site: Site) -> None:
-    if site.is_v2:
+    def change(self: Any, slot: int, params: Any) -> None:
+        self.seeds.np[slot] += 1
 
-        def change(self: Any, slot: int, params: Any) -> None:
-            self.seeds.np[slot] += 1
-
-        _by_slot(site, "vllm.v1.worker.gpu.sample.states:SamplingStates", change)
-    else:
-        site.put("engine.backends.vllm.resume.batch", "_draw", lambda old: lambda *asked: None)
+    _by_slot(site, "vllm.v1.worker.gpu.sample.states:SamplingStates", change)
 
 
 @fault
 def penalties_count_the_prompt_alone(site: Site) -> None:
-    if site.is_v2:
-        site.put(
-            "vllm.v1.worker.gpu.sample.penalties",
-            "bincount",
-            lambda old: (
-                lambda rows, tokens, prompt, prefill, *more: old(
-                    rows, tokens, prompt, prompt, *more
-                )
-            ),
-        )
-    else:
-        _without_output(site, "apply_penalties")
-
-
-def _without_output(site: Site, name: str) -> None:
-    """V1: a step of the sampler sees no output while a request is resumed."""
-
     def made(old: Any) -> Any:
-        def apply(*asked: Any) -> Any:
-            if site.is_resuming:
-                asked = (*asked[:-1], [[] for _ in asked[-1]])
-            return old(*asked)
+        return lambda rows, tokens, prompt, prefill, *more: old(rows, tokens, prompt, prompt, *more)
 
-        return staticmethod(apply) if name == "apply_penalties" else apply
-
-    owner = "vllm.v1.sample.sampler"
-    site.put(f"{owner}:Sampler" if name == "apply_penalties" else owner, name, made)
+    site.put("vllm.v1.worker.gpu.sample.penalties", "bincount", made)
 
 
 @fault
 def minimum_lengths_count_from_the_cut(site: Site) -> None:
-    if site.is_v2:
-        states = site.runner.req_states
+    states = site.runner.req_states
 
-        def change(self: Any, slot: int, params: Any) -> None:
-            self.min_lens.np[slot] = states.prefill_len.np[slot] + params.min_tokens
+    def change(self: Any, slot: int, params: Any) -> None:
+        self.min_lens.np[slot] = states.prefill_len.np[slot] + params.min_tokens
 
-        _by_slot(site, "vllm.v1.worker.gpu.sample.logit_bias:LogitBiasState", change)
-    else:
-
-        def made(old: Any) -> Any:
-            def add_request(params: Any, prompt: Any, output: Any) -> Any:
-                found = old(params, prompt, output)
-                return found and (found[0] + len(output), *found[1:])
-
-            return staticmethod(add_request)
-
-        name = "vllm.v1.sample.logits_processor.builtin:MinTokensLogitsProcessor"
-        site.put(name, "add_request", made)
+    _by_slot(site, "vllm.v1.worker.gpu.sample.logit_bias:LogitBiasState", change)
 
 
 @fault
 def bad_words_see_no_output(site: Site) -> None:
-    if not site.is_v2:
-        _without_output(site, "apply_bad_words")
-        return
-
     def made(old: Any) -> Any:
         def apply(self: Any, logits: Any, context: Any) -> Any:
             return logits if site.is_resuming else old(self, logits, context)
@@ -209,67 +158,37 @@ def bad_words_see_no_output(site: Site) -> None:
 
 @fault
 def the_bias_is_lost(site: Site) -> None:
-    if site.is_v2:
+    def change(self: Any, slot: int, params: Any) -> None:
+        self.num_logit_bias.np[slot] = 0
 
-        def change(self: Any, slot: int, params: Any) -> None:
-            self.num_logit_bias.np[slot] = 0
-
-        _by_slot(site, "vllm.v1.worker.gpu.sample.logit_bias:LogitBiasState", change)
-    else:
-
-        def made(old: Any) -> Any:
-            def apply(self: Any, logits: Any) -> Any:
-                return logits if site.is_resuming else old(self, logits)
-
-            return apply
-
-        name = "vllm.v1.sample.logits_processor.builtin:LogitBiasLogitsProcessor"
-        site.put(name, "apply", made)
+    _by_slot(site, "vllm.v1.worker.gpu.sample.logit_bias:LogitBiasState", change)
 
 
 @fault
 def the_penalties_of_the_last_owner_of_a_slot_survive(site: Site) -> None:
-    if site.is_v2:
-
-        def made_v2(old: Any) -> Any:
-            def add_request(self: Any, slot: int, params: Any) -> Any:
-                before = {name: getattr(self, name).np[slot].copy() for name in PENALTIES}
-                answer = old(self, slot, params)
-                if self.use_penalty[slot] or before["repetition_penalty"] == 1.0:
-                    return answer
-                for name, value in before.items():
-                    getattr(self, name).np[slot] = value
-                self.use_penalty[slot] = True
-                return True
-
-            return add_request
-
-        site.put("vllm.v1.worker.gpu.sample.penalties:PenaltiesState", "add_request", made_v2)
-        return
-
     def made(old: Any) -> Any:
-        def add_request(self: Any, request: Any) -> Any:
-            before = {name: getattr(self, f"{name}_cpu").copy() for name in KEPT}
-            index = old(self, request)
-            if request.sampling_params.repetition_penalty == 1.0:
-                for name, values in before.items():
-                    getattr(self, f"{name}_cpu")[index] = values[index]
-                    getattr(self, f"{name}_reqs").add(request.req_id)
-            return index
+        def add_request(self: Any, slot: int, params: Any) -> Any:
+            before = {name: getattr(self, name).np[slot].copy() for name in PENALTIES}
+            answer = old(self, slot, params)
+            if self.use_penalty[slot] or before["repetition_penalty"] == 1.0:
+                return answer
+            for name, value in before.items():
+                getattr(self, name).np[slot] = value
+            self.use_penalty[slot] = True
+            return True
 
         return add_request
 
-    site.put("engine.backends.vllm.resume.batch:ResumingBatch", "add_request", made)
+    site.put("vllm.v1.worker.gpu.sample.penalties:PenaltiesState", "add_request", made)
 
 
 PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
-KEPT = ("repetition_penalties", "frequency_penalties", "presence_penalties")
 
 
 # ---------------------------------------------------------------------- memory
 
 
-@fault
+@fault_of_both
 def positions_are_off_by_one(site: Site) -> None:
     def made(old: Any) -> Any:
         def forward(*asked: Any, **named: Any) -> Any:
@@ -284,34 +203,19 @@ def positions_are_off_by_one(site: Site) -> None:
 
 @fault
 def the_block_table_is_off_by_one(site: Site) -> None:
-    def turned(blocks: Any) -> Any:
-        return tuple([*group[1:], *group[:1]] for group in blocks)
-
-    def made_v2(old: Any) -> Any:
+    def made(old: Any) -> Any:
         def append(self: Any, slot: int, blocks: Any, overwrite: bool) -> None:
             state = site.runner.req_states
-            is_resumed = state.prefill_len.np[slot] > state.prompt_len.np[slot]
-            old(self, slot, turned(blocks) if overwrite and is_resumed else blocks, overwrite)
+            if overwrite and state.prefill_len.np[slot] > state.prompt_len.np[slot]:
+                blocks = tuple([*group[1:], *group[:1]] for group in blocks)
+            old(self, slot, blocks, overwrite)
 
         return append
 
-    def made(old: Any) -> Any:
-        def add_request(self: Any, request: Any) -> Any:
-            from engine.backends.vllm.resume.answer import made_by
-
-            if made_by(request.sampling_params):
-                request.block_ids = turned(request.block_ids)
-            return old(self, request)
-
-        return add_request
-
-    if site.is_v2:
-        site.put("vllm.v1.worker.gpu.block_table:BlockTables", "append_block_ids", made_v2)
-    else:
-        site.put("engine.backends.vllm.resume.batch:ResumingBatch", "add_request", made)
+    site.put("vllm.v1.worker.gpu.block_table:BlockTables", "append_block_ids", made)
 
 
-@fault
+@fault_of_both
 def a_block_that_is_reused_was_altered(site: Site) -> None:
     is_done: list[bool] = []
 
@@ -328,7 +232,7 @@ def a_block_that_is_reused_was_altered(site: Site) -> None:
     site.put(site.runner.model, "forward", made)
 
 
-@fault
+@fault_of_both
 def another_prompts_block_is_reused(site: Site) -> None:
     def made(old: Any) -> Any:
         def get_cached_block(self: Any, block_hash: Any, groups: Any) -> Any:
@@ -343,7 +247,7 @@ def another_prompts_block_is_reused(site: Site) -> None:
     site.put("vllm.v1.core.block_pool:BlockPool", "get_cached_block", made)
 
 
-@fault
+@fault_of_both
 def weights_are_zero_after_a_wake(site: Site) -> None:
     wakes: list[bool] = []
 
@@ -362,13 +266,13 @@ def weights_are_zero_after_a_wake(site: Site) -> None:
     site.put(site.worker, "wake_up", made)
 
 
-@fault
+@fault_of_both
 def the_cache_is_believed_after_a_sleep(site: Site) -> None:
     name = "vllm.v1.core.block_pool:BlockPool"
     site.put(name, "reset_prefix_cache", lambda old: lambda self: True)
 
 
-@fault
+@fault_of_both
 def memory_is_not_the_same_at_two_layers(site: Site) -> None:
     """What two layers wrote lies at the same place, as in scratch memory that is too small."""
     caches = site.runner.kv_caches

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.backends.vllm import versions
 from engine.backends.vllm.api import arguments
 from plumbing.errors import UsageError
 
@@ -52,14 +51,6 @@ def test_every_owned_flag_is_one_of_vllms():
     them against the parser."""
     known = {action.dest for action in arguments._parser()._actions}
     assert set(arguments.OWNED) <= known
-
-
-def test_an_owned_flag_in_a_file_is_refused_too(tmp_path):
-    """Goal: `--config` is no way around; method: a file of vLLM's own kind."""
-    path = tmp_path / "serve.yaml"
-    path.write_text("port: 9999\n")
-    with pytest.raises(UsageError, match="--port"):
-        arguments.parse([MODEL, "--config", str(path)], {})
 
 
 @pytest.mark.parametrize(
@@ -151,14 +142,6 @@ def test_memory_of_gms_is_refused_on_gpus_that_share_one_context(monkeypatch, tm
 def _kv_of(given):
     kv = arguments.parse([MODEL, *given], {}).kv
     return kv.is_shared, kv.may_be_private
-
-
-def test_our_own_flags_are_explained():
-    """Goal: `engine run --backend vllm -- --help` says all; method: the text."""
-    text = arguments.help_text()
-    assert arguments.UNSHAREABLE_FLAG in text
-    assert versions.OVERRIDE_FLAG in text
-    assert arguments.BODY_FLAG in text
 
 
 def test_each_feature_can_be_switched_off_and_the_self_test_asked_for():

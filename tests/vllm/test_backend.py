@@ -134,15 +134,6 @@ def test_without_a_proof_nothing_is_continued_published_or_put_to_sleep(engine, 
     assert (engine.abilities == "all") == (not why)
 
 
-def test_a_rank_that_fails_is_named(engine):
-    """Goal: the sentence of the rank reaches the supervisor; method: rank 1 answers with one."""
-    failed = {**FINE, "rank": 1, "ok": False, "code": "engine.kv_memory_busy", "error": "full"}
-    engine.answers["understudy_status"] = [STATUS, failed]
-    with pytest.raises(UnderstudyError, match="rank 1: full") as error:
-        asyncio.run(_backend(engine).prepare())
-    assert error.value.code == "engine.kv_memory_busy"
-
-
 def test_a_parked_engine_that_falls_silent_is_reported_dead(engine, monkeypatch):
     """Goal: a standby that could not take over is found before it is needed; method: a call to the
     ranks that never ends, after the engine has been prepared."""
@@ -196,15 +187,6 @@ def test_a_loop_that_does_not_turn_counts_as_work_without_progress(engine, monke
     later = backend_module.time.monotonic() + 2 * backend_module.LATE_S
     monkeypatch.setattr(backend_module, "time", SimpleNamespace(monotonic=lambda: later))
     assert backend.health().in_flight == 1
-
-
-def test_every_step_of_the_engine_core_is_progress(engine):
-    """Goal: a long prefill is no hang; method: the stat logger, told as vLLM tells it."""
-    steps = StepCounter()
-    backend = VllmBackend(engine, Front(), steps)
-    logger = steps.factory(None, 0)
-    logger.record(scheduler_stats=None, iteration_stats=None, mm_cache_stats=None, engine_idx=0)
-    assert backend.health().progress == 1
 
 
 def test_logits_are_not_judged_as_log_probabilities(engine):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,16 +20,13 @@ import tests.vllm.ranks  # noqa: F401  # first: it imports vLLM quietly
 import torch
 from torch import nn
 
-from engine.backends.vllm.worker import model_load as sharing
 from engine.backends.vllm.worker.binding import (
-    ABOUT,
     About,
     Binding,
     forms_of,
     name_in_epoch,
     rehome,
 )
-from engine.backends.vllm.worker.model_load import Registries
 from engine.backends.vllm.worker.pulse import Meter
 from engine.backends.vllm.worker.tensors import Layout, bytes_of, tensor_at
 from gms.client import TensorRecord
@@ -132,18 +128,6 @@ def test_model_is_moved_and_bound_with_its_ties_and_strides():
         assert not first <= tensor.data_ptr() < first + len(memory.buffer)
     assert "table" not in model.state_dict()
     assert about.buffers == ["table"]
-
-
-def test_moved_model_is_left_without_memory():
-    """Storages of parameters are freed one by one, also behind other references to them; what is
-    told grows with each."""
-    loaded = Tied()
-    behind = loaded.turned.data
-    memory, _ = moved(loaded)
-    assert behind.untyped_storage().nbytes() == 0
-    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in loaded.parameters())
-    done = [each[0] for each in memory.told]
-    assert done == sorted(set(done))
 
 
 def test_tensor_without_a_module_is_an_error():
@@ -262,24 +246,6 @@ def test_write_to_shared_weights_is_an_error_by_name():
     assert found.value.code == "model.written"
 
 
-def test_flags_of_the_load_are_set():
-    """What vLLM's load says of a draft model reaches one that was never loaded."""
-    memory, about = moved(Tied())
-    with on_meta():
-        model = Tied()
-    bound(model, memory, About("Test", buffers=about.buffers, flags={"has_own_lm_head": True}))
-    assert model.has_own_lm_head is True
-
-
-def test_record_about_a_model_is_not_bound_as_a_tensor():
-    """No parameter can have its name."""
-    memory, about = moved(Tied())
-    memory.place(name_in_epoch(0, ABOUT), 2, (2,), "uint8")
-    with on_meta():
-        model = Tied()
-    bound(model, memory, about)
-
-
 @pytest.mark.parametrize(
     "tensor",
     [
@@ -304,50 +270,3 @@ def test_tensor_survives_the_way_through_bytes(tensor: torch.Tensor):
     back = tensor_at(raw.data_ptr(), record, CPU)
     assert torch.equal(back, tensor)
     assert strides is None or back.stride() == tensor.stride()
-
-
-def test_registries_are_restored_in_place():
-    """In place, because vLLM's parts hold the objects."""
-    layers: dict[str, Any] = {"a": 1}
-    experts = ["a"]
-    compilation = SimpleNamespace(static_forward_context=layers, static_all_moe_layers=experts)
-    registries = Registries(SimpleNamespace(compilation_config=compilation))
-    before = registries.snapshot()
-    layers["b"] = 2
-    experts.append("b")
-    registries.restore(before)
-    assert (layers, experts) == ({"a": 1}, ["a"])
-    assert compilation.static_forward_context is layers
-
-
-def test_list_of_shareable_methods_matches_vllm():
-    """Read vLLM's sources: the classes that say that their processed weights can be taken over are
-    those that the list names, so that documents and errors say what is so."""
-    import vllm.model_executor.layers as layers
-
-    found = set()
-    for path in Path(str(layers.__file__)).parent.rglob("*.py"):
-        source = path.read_text()
-        if "supports_pre_processed_weights" in source:
-            found |= _that_share(source)
-    assert found == set(sharing.SHAREABLE)
-
-
-def _that_share(source: str) -> set[str]:
-    """Names of classes in `source` that set `supports_pre_processed_weights` to other than False:
-    in the class, in its constructor, or as a property."""
-    import ast
-
-    found = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ClassDef) and node.name != "QuantizeMethodBase":
-            for inner in ast.walk(node):
-                text = ast.unparse(inner) if isinstance(inner, ast.Assign) else ""
-                is_set = "supports_pre_processed_weights =" in text and not text.endswith("False")
-                is_property = (
-                    isinstance(inner, ast.FunctionDef)
-                    and inner.name == "supports_pre_processed_weights"
-                )
-                if is_set or is_property:
-                    found.add(node.name)
-    return found

@@ -49,11 +49,3 @@ def test_plugin_resumes_it_in_spawned_processes(is_spawned: bool, monkeypatch: p
     plugin.register()
     assert gc.isenabled() is is_spawned
     assert (gc.get_freeze_count() >= frozen + len(new)) is is_spawned
-
-
-def test_who_has_not_paused_it_keeps_what_it_has():
-    """An engine that is embedded in another program, such as a test, freezes nothing."""
-    new, frozen = [[number] for number in range(COUNT)], gc.get_freeze_count()
-    process_tuning.resume_collector()
-    assert gc.isenabled()
-    assert gc.get_freeze_count() < frozen + len(new)

@@ -68,12 +68,3 @@ def test_limited_process_counts_all_cpus_and_stays_limited():
     assert counted(LIMIT)[0] != threads
     told = {CPUS_ENV: ",".join(map(str, ALL))}
     assert counted(LIMIT, **told) == [threads, ALL, str(LIMIT[0])]
-
-
-def test_threads_that_openmp_binds_are_bound_where_they_would_be():
-    """Goal: vLLM's binding of its CPU workers holds. Method: one CPU outside of the limit."""
-    bound = {"OMP_PLACES": f"{{{ALL[0]}}}", "OMP_PROC_BIND": "true", "OMP_NUM_THREADS": "1"}
-    told = {CPUS_ENV: ",".join(map(str, ALL))}
-    unlimited = counted(ALL, **bound)
-    assert counted(LIMIT, **bound, **told) == unlimited
-    assert unlimited[2] == str(ALL[0])

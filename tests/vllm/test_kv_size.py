@@ -1,18 +1,30 @@
-"""The proposal for a size that was not given, from vLLM's own configuration; and the warnings."""
+"""The size of a KV cache: the proposal where none was given, the refusal of one that is too small,
+and the checksum of a block."""
 
 from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what torch and vLLM say of themselves as they are imported
-    from vllm.engine.arg_utils import EngineArgs
+    from engine.backends.vllm.worker.worker_cpu import CPUWorker
 
-from engine.backends.vllm import kv_size
+# isort: split
+import torch
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+from engine.backends.vllm import kv_size, membership, versions
+from engine.backends.vllm.kv.facts import checksums
+from engine.backends.vllm.kv_size import check_holds_a_sequence
+from engine.backends.vllm.worker.worker_gpu import GPUWorker
+from plumbing.errors import UsageError
+from tests.vllm.ranks import config_of
 
 LAYERS, KV_HEADS, HEAD = 2, 2, 64  # of the small random checkpoint
 
@@ -50,18 +62,6 @@ def test_proposal_is_a_few_full_sequences_in_round_numbers(configure: Any):
     assert kv_size.propose(configure(max_num_seqs=1)).sequences == 1
 
 
-def test_refusal_shows_the_arithmetic(configure: Any):
-    """A flag to copy, and every factor of it."""
-    error = kv_size.refusal(configure())
-    assert (error.code, error.exit_code) == ("vllm.no_kv_size", 2)
-    size, per_token = error.details["proposed_bytes"], error.details["bytes_per_token"]
-    assert f"--kv-cache-memory-bytes {size}: 4 sequences of 1056 tokens" in error.message
-    assert (
-        f"at {per_token} bytes per token, rounded up to 64 MiB; each of the engine's ranks (1)"
-        in error.message
-    )
-
-
 def test_pinned_memory_is_warned_about(configure: Any):
     """Each setting by its flag; none by default."""
     assert kv_size.warnings(configure()) == []
@@ -89,3 +89,103 @@ def test_what_v2_keeps_for_its_requests_is_said_with_a_proposal(
     assert all("--max-num-seqs 1024" in each and "--max-num-seqs 32 " in each for each in found)
     config.scheduler_config.max_num_seqs = 16
     assert kv_size.warnings(config) == []
+
+
+# ---------------------------------------------------------------------- a size that is too small
+
+
+LAYERS, BLOCK = 2, 16
+TOKENS = 256  # of `config_of`
+BLOCK_BYTES = LAYERS * 2 * BLOCK * 2 * 32 * 4  # keys and values, two heads of 32, float32
+NEEDED_BYTES = (TOKENS // BLOCK + 1) * BLOCK_BYTES  # vLLM keeps one block to itself
+
+
+def layers(kind: Any = FullAttentionSpec, **more: Any) -> dict[str, Any]:
+    spec = kind(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32, **more)
+    return {f"layers.{number}": spec for number in range(LAYERS)}
+
+
+@pytest.fixture
+def config(model: Any) -> Any:
+    made = config_of(model, block_size=BLOCK)
+    made.cache_config.kv_cache_layout = "LBHNC"  # what the engine core tells its workers
+    return made
+
+
+def test_size_is_refused_to_the_last_missing_byte(config: Any):
+    """The sentence has both sizes and both ways out; what it asks for is taken, a byte less not."""
+    check_holds_a_sequence(config, layers(), NEEDED_BYTES)
+    for given in (0, 1, NEEDED_BYTES - 1):
+        with pytest.raises(UsageError) as found:
+            check_holds_a_sequence(config, layers(), given)
+        assert (found.value.code, found.value.exit_code) == ("vllm.kv_too_small", 2)
+        details = found.value.details
+        assert (details["given_bytes"], details["needed_bytes"]) == (given, NEEDED_BYTES)
+        for part in (str(given), str(NEEDED_BYTES), f"{TOKENS} tokens", "--max-model-len"):
+            assert part in found.value.message
+
+
+@pytest.mark.parametrize("given", [BLOCK_BYTES, 8 * BLOCK_BYTES, 64 * BLOCK_BYTES])
+def test_answer_is_the_engine_cores_own(config: Any, given: int):
+    """Layers of two kinds, which vLLM groups: refused if, and only if, its core would refuse."""
+    mixed = layers() | {
+        f"windows.{number}": each
+        for number, each in enumerate(layers(SlidingWindowSpec, sliding_window=64).values())
+    }
+    try:
+        versions.get_kv_cache_configs(config, [dict(mixed)], [given])
+        is_enough = True
+    except ValueError:
+        is_enough = False
+    try:
+        check_holds_a_sequence(config, mixed, given)
+    except UsageError as error:
+        assert not is_enough
+        check_holds_a_sequence(config, mixed, error.details["needed_bytes"])
+    else:
+        assert is_enough
+
+
+@pytest.mark.parametrize("kind", [CPUWorker, GPUWorker])
+def test_worker_reports_to_the_supervisor_before_it_measures(
+    config: Any, kind: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """The engine core asks its workers for sizes first: ours reports the refusal, and raises."""
+    told: list[Any] = []
+    monkeypatch.setattr(membership, "_member", SimpleNamespace(report=told.append))
+    worker = object.__new__(kind)
+    config.cache_config.kv_cache_memory_bytes = NEEDED_BYTES - 1
+    worker.vllm_config, worker.cache_config = config, config.cache_config
+    worker.model_runner = SimpleNamespace(get_kv_cache_spec=layers)
+    with pytest.raises(UsageError) as found:
+        worker.determine_available_memory()
+    assert [error.code for error in told] == ["vllm.kv_too_small"]
+    assert told == [found.value]
+
+
+# ---------------------------------------------------------------------- checksums
+
+
+BLOCKS = 6
+# As the CPU and FlashAttention keep them; keys and values of all blocks apart; packed by blocks.
+LAYOUTS = {
+    "blocks first": lambda: torch.zeros(BLOCKS, 2, 4, 8, dtype=torch.bfloat16),
+    "keys first": lambda: torch.zeros(2, BLOCKS, 4, 8, dtype=torch.float32),
+    "packed": lambda: torch.zeros(BLOCKS, 3, 2, 4, dtype=torch.float32)[:, 1],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_byte_of_a_block_and_no_other_counts(layout: str):
+    """Change every element of the second layer in turn: only the checksum of its block changes."""
+    caches = [LAYOUTS[layout](), LAYOUTS[layout]()]
+    place = tuple(caches[1].shape).index(BLOCKS)
+    everyone = list(range(BLOCKS))
+    before = checksums(caches, BLOCKS, everyone)
+    for block in everyone:
+        part = caches[1].select(place, block)
+        for element in range(part.numel()):
+            part[tuple(torch.unravel_index(torch.tensor(element), part.shape))] += 1
+            after = checksums(caches, BLOCKS, everyone)
+            part.zero_()
+            assert [each for each in everyone if after[each] != before[each]] == [block]

@@ -109,21 +109,6 @@ def test_an_engine_whose_turn_does_not_come_does_without(tmp_path: Path, monkeyp
     assert test.times == 0
 
 
-@pytest.mark.parametrize("content", ["", "{", '{"a": 1}'])
-def test_a_file_that_cannot_be_read_counts_as_none(content: str, tmp_path: Path):
-    (tmp_path / NAME).write_text(content)
-    assert obtain(tmp_path, Test()) == ""
-    assert len(json.loads((tmp_path / NAME).read_text())) == 1
-
-
-def test_the_file_keeps_a_limited_number_of_results(tmp_path: Path):
-    for driver in range(self_test.RESULTS_MAX + 2):
-        assert obtain(tmp_path, Test(), {"driver": driver}) == ""
-    found = json.loads((tmp_path / NAME).read_text())
-    assert len(found) == self_test.RESULTS_MAX
-    assert [each["about"]["driver"] for each in found.values()][-1] == self_test.RESULTS_MAX + 1
-
-
 @pytest.mark.parametrize(
     "other",
     [

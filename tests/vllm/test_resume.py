@@ -192,12 +192,6 @@ def test_what_cannot_be_resumed_says_so(engine: Engine, about: Any):
     assert engine.ask(body, Journal([65], [1]))[0] == 409
 
 
-def test_an_answer_without_a_stream_is_asked_again(engine: Engine):
-    status, continuation, text = engine.ask(ASKED)
-    assert (status, continuation) == (200, "retry")
-    assert json.loads(text)["usage"]["completion_tokens"] == 12
-
-
 @pytest.mark.parametrize("value", [[65, 66, 67], "AAAABBBB", 65])
 def test_a_client_cannot_make_up_output(engine: Engine, value: Any):
     """What it sets under our name changes nothing."""

@@ -23,7 +23,6 @@ from torch import nn
 
 from engine.backends import memory_session as session
 from engine.backends.reference.random_model import write_random_model
-from engine.backends.vllm.worker import binding as rehome
 from engine.backends.vllm.worker import identity, model_load
 from engine.backends.vllm.worker.binding import SHARED_BYTES_MIN
 from gms import names
@@ -119,19 +118,6 @@ def test_second_engine_maps_what_the_first_has_written(
     assert first.weights.bytes == second.weights.bytes > 0
 
 
-def test_model_computes_on_shared_weights(rank: Callable[[str], Rank], checkpoint: Path):
-    """The reader's layers give what the checkpoint's numbers give, with the weights where they
-    are: nothing has packed them away."""
-    rank("engine-0").load(checkpoint)
-    (model,) = rank("engine-1").load(checkpoint)
-    stored = load_file(checkpoint / "model.safetensors")
-    inputs = torch.randn(3, SHAPE["intermediate"])
-    down = model.model.layers[0].mlp.down_proj
-    wanted = nn.functional.linear(inputs, stored["model.layers.0.mlp.down_proj.weight"].float())
-    torch.testing.assert_close(down(inputs)[0], wanted)
-    assert is_shared(down.weight)
-
-
 def test_draft_model_belongs_to_the_epoch_of_its_target(
     rank: Callable[[str], Rank], checkpoint: Path, draft: Path, gms: GmsProcess
 ):
@@ -215,21 +201,6 @@ def test_weights_of_a_model_come_back_where_they_were(
         host.stop()
 
 
-def test_canary_failures_of_two_incarnations_condemn_the_epoch(
-    rank: Callable[[str], Rank], checkpoint: Path
-):
-    """Both distrust the bytes; the next engine is a writer."""
-    for engine in ("engine-0", "engine-1"):
-        one = rank(engine)
-        one.load(checkpoint)
-        one.weights.distrust("a canary failed")
-        old = one.weights.epoch
-    third = rank("engine-2")
-    third.load(checkpoint)
-    assert third.reader.is_author
-    assert third.weights.epoch != old
-
-
 # ------------------------------------------------------------------ what is refused
 
 
@@ -238,15 +209,6 @@ def refused(rank: Rank, model: Path, **flags: Any) -> str:
         rank.load(model, **flags)
     assert found.value.code == "gms.identity_mismatch"
     return found.value.message
-
-
-def test_another_model_is_refused_by_its_name(
-    rank: Callable[[str], Rank], checkpoint: Path, draft: Path
-):
-    """The sentence names the model that is there and the one that was asked for."""
-    rank("engine-0").load(checkpoint)
-    said = refused(rank("engine-1"), draft)
-    assert "models.target.name is 'model' there and 'draft' here" in said
 
 
 def test_another_fine_tune_of_the_same_shape_is_refused(
@@ -265,16 +227,6 @@ def test_another_tensor_parallel_size_is_refused(rank: Callable[[str], Rank], ch
     assert "parallel.tensor is 1 there and 2 here" in said
 
 
-def test_a_draft_model_that_the_other_engine_lacks_is_refused(
-    rank: Callable[[str], Rank], checkpoint: Path, draft: Path
-):
-    """By name, not with a page of settings."""
-    rank("engine-0").load(checkpoint)
-    speculative = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 2}
-    said = refused(rank("engine-1"), checkpoint, speculative_config=speculative)
-    assert "draft is 'none' there and 'draft' here" in said
-
-
 def test_checkpoint_that_changes_while_it_is_loaded_is_not_published(
     rank: Callable[[str], Rank], tmp_path: Path, gms: GmsProcess
 ):
@@ -288,21 +240,6 @@ def test_checkpoint_that_changes_while_it_is_loaded_is_not_published(
         one.weights.settle()
     assert found.value.code == "model.changed"
     until(lambda: gms.status()["state"] == "empty", "the staging epoch to be dropped")
-
-
-def test_tensor_that_was_never_written_is_named(
-    rank: Callable[[str], Rank], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """A writer that forgets a tensor finds out itself, before anything is published."""
-    found = rehome.tensors_of
-    lost = "model.layers.1.mlp.down_proj.weight"
-    monkeypatch.setattr(
-        rehome, "tensors_of", lambda model: (each for each in found(model) if each[0] != lost)
-    )
-    with pytest.raises(UnderstudyError, match=lost) as error:
-        rank("engine-0").load(checkpoint)
-    assert error.value.code == "model.unbound"
-    assert error.value.details == {"tensor": lost}
 
 
 def test_model_of_other_shapes_is_refused_despite_an_equal_identity(
@@ -319,17 +256,6 @@ def test_model_of_other_shapes_is_refused_despite_an_equal_identity(
         rank("engine-1").load(other)
     assert found.value.code == "model.unbound"
     assert found.value.details == {"tensor": "model.layers.0.mlp.gate_up_proj.weight"}
-
-
-def test_device_that_is_too_small_is_named_with_both_sizes(
-    rank: Callable[[str], Rank], tmp_path: Path
-):
-    """Weights of more than the device's 64 MiB: the sentence has what they need and what it has."""
-    model = tmp_path / "large"
-    write_random_model(str(model), hidden=512, heads=8, intermediate=2048, layers=6)
-    with pytest.raises(UnderstudyError, match=r"need 8\d\.\d MiB .* has 64\.0 MiB") as found:
-        rank("engine-0").load(model)
-    assert found.value.code == "gms.larger_than_device"
 
 
 # ------------------------------------------------------------------ what cannot be shared
