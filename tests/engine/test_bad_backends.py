@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from plumbing.service import procfs
-from tests.engine.pod import Engine, stub_lock
+from tests.engine.pod import Engine, LoopThread, stub_lock
+from tests.engine.stub_lock import StubLock
 from tests.helpers import open_fds, until
 
 # Hung after 0.3 s, although no standby is ready.
@@ -19,9 +20,9 @@ QUICK = ("--backoff-first-ms", "50", "--yield-ms", "50")
 
 @pytest.fixture
 def lock(directory: Path):
-    """A lock server that grants everything at once."""
-    with stub_lock(directory, auto=("loader", "active")) as (stub, _):
-        yield stub
+    """A lock server that grants everything at once, and its thread."""
+    with stub_lock(directory, auto=("loader", "active")) as found:
+        yield found
 
 
 def last_death(engine: Engine, deaths: int = 1) -> dict[str, object]:
@@ -61,19 +62,6 @@ def test_bad_backend_dies_and_is_launched_again(pod, lock, switches, flags, caus
     until(lambda: engine.status()["engine"]["number"] >= 2, "the relaunch")
 
 
-@pytest.mark.slow
-def test_hung_generation_is_killed_by_the_supervisor(pod, lock, directory):
-    """Requests in flight and no progress: the tree is killed within hang_ms and a look."""
-    switch = directory / "hang"
-    engine = pod.engine("e-0", "--hang-generation-if", str(switch), flags=(*QUICK, *HASTY))
-    engine.until("active")
-    assert engine.get("/live")[0] == 200
-    switch.touch()
-    engine.until_death("unhealthy", "1 request in flight and no token")
-    switch.unlink()
-    engine.until("active", number=2)
-
-
 def test_idle_canary_that_fails_ends_the_incarnation(pod, lock, directory):
     """The first canary passes, the idle one does not: the tree is killed."""
     switch = directory / "bad"
@@ -87,27 +75,10 @@ def test_idle_canary_that_fails_ends_the_incarnation(pod, lock, directory):
     assert "the idle canary failed" in str(last_death(engine)["message"])
 
 
-def test_ranks_with_the_same_weights_stand_by_together(pod, lock):
-    """Two ranks attach one after the other, under one grant of the loader lock."""
-    engine = pod.engine("e-0", "--ranks", "a", "a")
-    assert engine.until("active")["deaths"] == []
-
-
 def test_short_lived_helpers_are_no_deaths(pod, lock):
     """A backend runs a program while it starts: it becomes active as if nothing had been."""
     engine = pod.engine("e-0", "--grandchild", "brief")
     assert engine.until("active")["deaths"] == []
-
-
-def test_whole_tree_dies_with_one_process(pod, lock):
-    """Kill the model process: the other one is killed too, although it is well."""
-    engine = pod.engine("e-0", "--grandchild", "joined", flags=QUICK)
-    engine.until("active")
-    pids = engine.pids()
-    os.kill(pids["model"], signal.SIGKILL)
-    until(lambda: not procfs.is_alive(pids["http"]), "the other process to be gone")
-    assert last_death(engine)["is_rehearsed"] is False
-    engine.until("active", number=2)
 
 
 def test_tree_dies_as_soon_as_one_process_begins_to(pod, lock):
@@ -122,17 +93,6 @@ def test_tree_dies_as_soon_as_one_process_begins_to(pod, lock):
     death = last_death(engine)
     assert (death["cause"], death["is_rehearsed"]) == ("child_exit", False)
     assert f"model (pid {pids['model']})" in str(death["message"])
-
-
-def test_hearing_of_another_grant_kills_the_tree(pod, directory):
-    """The stub grants `active` to another engine: the holder's tree is gone at once."""
-    with stub_lock(directory, auto=("loader", "active")) as (stub, thread):
-        engine = pod.engine("e-0", flags=(*QUICK, "--yield-ms", "5000"))
-        engine.until("active")
-        pid = engine.pids()["http"]
-        thread.call(stub.grant, "active", "e-1", "e-1-0123456789abcdef")
-        until(lambda: not procfs.is_alive(pid), "the tree to be gone")
-        assert last_death(engine)["cause"] == "lock_lost"
 
 
 def test_reconnect_claims_the_token_and_hands_the_socket_back(pod, directory):
@@ -194,3 +154,72 @@ def test_no_descriptor_leaks_over_launches(pod, lock):
         engine.kill("backend-http")
     assert engine.until("active", number=9)["deaths"][-1]["is_rehearsed"]
     until(lambda: len(open_fds(engine.process.pid)) <= before, "every descriptor to be closed")
+
+
+# ---------------------------------------------------------------- a busy machine kills nobody
+
+
+# Hung after 0.3 s with a standby, and without one only long after the end of any test.
+IMPATIENT = ("--answer-ms", "100", "--hang-ms", "300", "--hang-alone-ms", "3600000")
+LATE_MS = 2_000  # more than twice the stretched budget
+
+
+@pytest.fixture
+def late(directory: Path) -> Path:
+    """While this file exists the backend answers no health check."""
+    return directory / "late"
+
+
+def engine_of(pod, late: Path, *switches: str) -> Engine:
+    engine: Engine = pod.engine(
+        "e-0", "--answer-late-if", str(late), *switches, flags=(*QUICK, *IMPATIENT)
+    )
+    engine.until("active")
+    return engine
+
+
+def tell(lock: tuple[StubLock, LoopThread], engine: Engine, *, is_ready: bool) -> None:
+    stub, thread = lock
+    thread.call(stub.tell_standby, is_ready)
+    until(lambda: engine.status()["health"]["has_standby"] is is_ready, "the news of a standby")
+
+
+def is_late(engine: Engine) -> bool:
+    return engine.status()["health"]["answer_late_ms"] > LATE_MS
+
+
+def unhealthy_death(engine: Engine) -> str:
+    deaths = until(lambda: engine.status()["deaths"], "a death")
+    assert deaths[-1]["cause"] == "unhealthy"
+    return str(deaths[-1]["message"])
+
+
+@pytest.mark.slow
+def test_engine_that_makes_tokens_lives_however_late_it_answers(pod, lock, late):
+    """Goal: progress is life. Method: a standby is ready, the backend's main thread answers
+    nothing for many times hang_ms, and another one goes on making tokens."""
+    engine = engine_of(pod, late, "--advance")
+    tell(lock, engine, is_ready=True)
+    late.touch()
+    until(lambda: is_late(engine), "an answer that is late")
+    assert "late" in engine.status()["engine"]["reason"]
+    late.unlink()
+    until(lambda: engine.status()["health"]["answer_late_ms"] == 0, "the late answer")
+    assert (engine.state, engine.status()["deaths"]) == ("active", [])
+
+
+@pytest.mark.slow
+def test_engine_that_is_alone_is_judged_once_a_standby_is_ready(pod, lock, late):
+    """Goal: without a standby no kill makes an outage certain. Method: a backend that shows
+    nothing at all, alone for many times hang_ms; then a standby appears."""
+    engine = engine_of(pod, late)
+    health = engine.status()["health"]
+    assert health["has_standby"] is False
+    assert health["hang_budget_ms"] == 3_600_000
+    assert health["hang_budget"].endswith("no standby is ready")
+    late.touch()
+    until(lambda: is_late(engine), "an answer that is late")
+    assert engine.state == "active"
+    stub, thread = lock
+    thread.call(stub.tell_standby, True)
+    assert "(budget 0." in unhealthy_death(engine)

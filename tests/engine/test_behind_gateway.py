@@ -14,7 +14,6 @@ import pytest
 
 from engine.backends.registry import objection_behind_gateway
 from engine.messages import LeaveMsg
-from lockserver.messages import HandOverMsg
 from plumbing.pod.paths import engine_http_socket
 from plumbing.wire.limits import SOCKET_PATH_BYTES_MAX
 from tests.engine.pod import ROOT, LoopThread, Pod, environment, program, stub_lock
@@ -122,31 +121,6 @@ def test_backend_that_does_not_accept_is_found(pod: Pod, lock: Lock, directory: 
     engine.until("active")
     stuck.touch()
     engine.until_death("unhealthy", "the idle canary made no token")
-
-
-def test_socket_that_was_removed_is_found(pod: Pod, lock: Lock, private: Path):
-    """Goal: an engine that the gateway cannot reach is not healthy, and the reason is told. Method:
-    somebody removes the file of its socket."""
-    engine = pod.engine("e-0", flags=(*QUICK, *HASTY))
-    engine.until("active")
-    private.unlink()
-    engine.until_death("unhealthy", f"cannot connect to {private}")
-    engine.until("active", number=2)
-
-
-def test_hand_over_leaves_streams_as_it_is_told(pod: Pod, lock: Lock, private: Path):
-    """Goal: what the lock server decides reaches the backend. Method: a hand-over that resumes, to
-    a backend that writes down what it was told."""
-    stub, loop = lock
-    note = private.with_name("note")
-    engine = pod.engine("e-0", "--note-drain", str(note), flags=QUICK)
-    engine.until("active")
-    assert stub.want is not None
-    hand_over = HandOverMsg("active", str(stub.want.incarnation), "e-1", resume=True)
-    for conn in stub.server.connections:
-        loop.call(conn.send, hand_over)
-    engine.until("active", number=2)
-    assert note.read_text() == "resume"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from engine import messages as m
 from plumbing.errors import RemoteError
 from plumbing.pod.messages import EngineReportMsg, GoalGeneration, PoolGoal, SetGoalMsg, Tier
 from plumbing.wire.blocking import BlockingClient
@@ -125,25 +124,3 @@ def test_first_load_of_an_engine_that_was_cold_is_not_taken_for_a_hang(pod, lock
     engine = pod.engine("chat-0", *hangs, flags=(*QUICK, *MODEL))
     engine.until("init")
     assert engine.get("/startup")[0] == engine.get("/live")[0] == 200
-
-
-def test_engine_that_is_to_be_killed_is_killed_while_it_serves(pod, lock):
-    engine = pod.engine("chat-0", *RESTS, flags=(*QUICK, *MODEL))
-    engine.until("active")
-    with engine.client() as client:
-        told(client, Tier.COLD, 1, is_kill=True)
-        assert [am.state for am in heard_until(client, "dead")] == ["dead"]
-    until(lambda: is_cold(engine), "the end of all processes")
-
-
-def test_pod_without_models_sends_what_it_sent_before(pod, directory):
-    """Goal: an older gateway understands every `am`. Method: the fields that travel."""
-    with stub_lock(directory, ("loader", "active"), has_gateway=True):
-        engine = pod.engine("e-0", *RESTS, flags=QUICK)
-        engine.until("active")
-        with engine.client() as client:
-            am = shall(client, None)
-    assert am.pool is None
-    assert b"pool" not in m.CONTROL.encode(am)
-    assert b"pool" not in m.CONTROL.encode(SetGoalMsg(Tier.WARM, "x"))
-    assert b"place" not in m.CONTROL.encode(m.AttachedMsg("e-0-0123456789abcdef", 0, "e", {}))

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import shutil
-import signal
 
 import pytest
 
 from engine.supervisor.cpu_share import cpu_list, half_of
-from engine.supervisor.engine import TICK_MS
 from plumbing.service import procfs
 from tests.engine.pod import Engine, Pod
 from tests.helpers import until
@@ -19,7 +16,6 @@ LOWEST = min(ALL)
 SAID = "limited to CPUs"
 
 needs_two_cpus = pytest.mark.skipif(len(ALL) < 2, reason="one CPU cannot be halved")
-needs_taskset = pytest.mark.skipif(shutil.which("taskset") is None, reason="no taskset here")
 
 
 def half() -> frozenset[int]:
@@ -92,51 +88,6 @@ def test_limit_is_lifted_when_the_active_engine_dies(pod, target):
     assert "no other engine holds the lock" in second.errors.read_text()
 
 
-@pytest.mark.slow
-@needs_two_cpus
-def test_supervisor_that_comes_back_limits_its_backend(pod):
-    """Goal: the death of a supervisor is no exception. Method: kill the standby's and start another
-    one, which is not connected yet when it launches."""
-    _, second = serving_and_loading(pod)
-    second.process.send_signal(signal.SIGKILL)
-    second.wait()
-    again = pod.engine("engine-1", "--hang-at", "prepare")
-    again.until("init", number=3)
-    assert set(until(lambda: masks(again), "its backend")) == {half()}
-
-    def has_ticked() -> bool:
-        status = again.status()
-        assert status is not None
-        return status["lock"]["connected"] and status["budget"]["spent_ms"] > 2 * TICK_MS
-
-    until(has_ticked, "two ticks with the lock server's connection")
-    assert set(masks(again)) == {half()}
-
-
-def test_engine_that_is_alone_has_all_cpus(pod):
-    """Goal: neither the first launch nor a relaunch is limited while nobody serves. Method: one
-    engine, killed once."""
-    pod.start_lock()
-    alone = pod.engine("engine-0")
-    alone.until("active")
-    alone.kill("backend-http")
-    alone.until("active", number=2)
-    assert set(masks(alone)) == {ALL}
-    assert SAID not in alone.errors.read_text()
-
-
-@needs_taskset
-def test_one_cpu_is_not_halved(pod):
-    """Method: both engines are bound to one CPU from outside."""
-    bound = ("taskset", "--cpu-list", str(LOWEST))
-    _, second = serving_and_loading(pod, wrapper=bound)
-    assert set(masks(second)) == {frozenset({LOWEST})}
-    assert SAID not in second.errors.read_text()
-    status = second.status()
-    assert status is not None
-    assert status["cpus"] == {"available": str(LOWEST), "limit": None}
-
-
 def test_half_is_half_of_the_cores(monkeypatch):
     """Goal: with two CPUs per core the other engine has cores of its own. Method: both usual ways
     of numbering them."""
@@ -148,12 +99,3 @@ def test_half_is_half_of_the_cores(monkeypatch):
     assert half_of(range(8)) == {2, 3, 6, 7}
     monkeypatch.setattr("engine.supervisor.cpu_share._core_of", lambda cpu: cpu - cpu % 2)
     assert half_of(range(8)) == {4, 5, 6, 7}
-
-
-def test_cpus_are_shown_as_the_kernel_shows_them():
-    assert [cpu_list(cpus) for cpus in ([3], [3, 2, 0], range(8, 16), [0, 2, 4])] == [
-        "3",
-        "0,2-3",
-        "8-15",
-        "0,2,4",
-    ]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
-import socket
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ from plumbing.pod.paths import engine_socket
 from plumbing.service import procfs
 from plumbing.wire.blocking import BlockingClient
 from tests.engine.pod import Engine, environment, program, stub_lock
-from tests.engine.test_lease import NAMESPACE, may_unshare
 from tests.helpers import until
 
 # Hung after a second, although no standby is ready; less would kill healthy ones on a busy machine.
@@ -52,24 +49,6 @@ def test_permanent_fault_ends_with_its_sentence(pod, lock, directory):
     assert log.read_text() == "engine e-0: model.safetensors is cut short\n"
 
 
-def test_missing_backend_program_is_a_sentence(pod, lock):
-    """A program that does not exist: exit code 2 and its name."""
-    done = subprocess.run(
-        [
-            *(*program("engine"), "run", "--backend", "command", "--dir", str(pod.directory)),
-            *("--http-port", "0", "--", "/no/such/program"),
-        ],
-        env=environment(ENGINE_ID="e-9"),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "cannot start the backend /no/such/program: No such file" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 @pytest.mark.slow
 def test_crash_loop_ends_with_a_verdict(pod, lock, directory):
     """Five deaths in a row: exit code 69 and the verdict on stderr and in the log."""
@@ -79,15 +58,6 @@ def test_crash_loop_ends_with_a_verdict(pod, lock, directory):
     assert engine.wait() == GivenUpError.exit_code
     assert "crash loop: 5 deaths within 10 minutes" in errors_of(engine)
     assert "exited with code 13" in log.read_text()
-
-
-def test_rehearsed_deaths_are_no_crash_loop(pod, lock):
-    """As many rehearsed deaths as make a loop, and one more: the engine comes back."""
-    engine = pod.engine("e-0", flags=(*QUICK, "--deaths-max", "2"))
-    for number in (1, 2, 3):
-        engine.until("active", number=number)
-        engine.kill("backend-http")
-    engine.until("active", number=4)
 
 
 def test_second_signal_kills_at_once(pod, lock):
@@ -103,15 +73,6 @@ def test_second_signal_kills_at_once(pod, lock):
     assert procfs.is_alive(pid)
     engine.terminate_at_once()
     assert not procfs.is_alive(pid)
-
-
-def test_drain_has_a_budget(pod, lock):
-    """The same backend, one SIGTERM and a short budget: the tree is killed when it is spent."""
-    engine = pod.engine("e-0", "--hang-at", "drain", flags=("--drain-ms", "200"))
-    engine.until("active")
-    engine.terminate()
-    assert engine.wait() == 0
-    assert "has exceeded its budget of 0.2 s" in errors_of(engine)
 
 
 def test_drain_command_ends_the_engine(pod, lock):
@@ -144,27 +105,6 @@ def test_engine_ends_after_the_command_that_asked_for_it(pod, lock, directory):
             else:
                 assert engine.process.poll() is None
         assert engine.wait() == 0
-
-
-@pytest.mark.skipif(shutil.which("nsenter") is None, reason="needs nsenter")
-@may_unshare
-def test_drain_command_inside_the_engines_container_exits_with_0(pod, lock):
-    """Goal: the same with the kernel. Method: an engine as PID 1; the command in its namespace."""
-    engine = pod.engine("e-0", wrapper=NAMESPACE)
-    engine.until("active")
-    (first,) = procfs.children(engine.process.pid)
-    command = [*program("engine"), "drain", "--dir", str(pod.directory), "--engine-id", "e-0"]
-    done = subprocess.run(
-        ["nsenter", "--target", str(first), "--pid", "--mount", *command],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "e-0 exited (active → draining)" in done.stdout
-    assert engine.wait() == 0
 
 
 @pytest.mark.slow
@@ -219,30 +159,6 @@ def test_probes_of_a_first_and_of_a_later_life(pod, directory):
         assert [engine.get(path)[0] for path in ("/ready", "/serving")] == [503, 503]
 
 
-def test_stopped_backend_does_not_block_the_supervisor(pod, directory):
-    """SIGSTOP the backend of a standby: probes, status and metrics are answered all the same."""
-    with stub_lock(directory, auto=()):
-        engine = pod.engine("e-0")
-        engine.until("standby")
-        pid = engine.pids()["http"]
-        os.kill(pid, signal.SIGSTOP)
-        assert engine.get("/ready")[0] == 200
-        assert engine.get("/status")[1]["engine"]["state"] == "standby"
-        assert "understudy_engine_state" in engine.get("/metrics")[1]
-        engine.terminate()
-        assert engine.wait() == 0
-        assert not procfs.is_alive(pid)
-
-
-def test_unwritable_state_file_is_reported_never_fatal(pod, lock, directory):
-    """A directory lies where the state file should be: the engine serves, status names it."""
-    (directory / "engine_e-0.json").mkdir()
-    engine = pod.engine("e-0")
-    engine.until("active")
-    problems = until(lambda: engine.status()["problems"], "the problem to be reported")
-    assert "cannot write" in problems[0]
-
-
 def test_broken_state_file_is_started_over(pod, lock, directory):
     """Half a state file: the engine starts without memory, says so, and writes a good one."""
     path = directory / "engine_e-0.json"
@@ -251,25 +167,6 @@ def test_broken_state_file_is_started_over(pod, lock, directory):
     engine.until("active")
     assert "starting without the saved state" in engine.errors.read_text()
     until(lambda: '"active"' in path.read_text(), "a good state file")
-
-
-def test_second_supervisor_of_one_engine_is_refused(pod, lock):
-    """Two supervisors with one id: the second one ends with a sentence that names the first."""
-    first = pod.engine("e-0")
-    first.until("active")
-    second = pod.engine("e-0")
-    assert second.wait() == 1
-    assert f"pid {first.process.pid} holds" in errors_of(second)
-    assert first.state == "active"
-
-
-def test_port_in_use_is_a_sentence(pod, lock):
-    """Somebody listens on the probe port: exit code 1 and the port's number."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        engine = pod.engine("e-0", flags=("--http-port", port))
-        assert engine.wait() == 1
-        assert f"port {port} on 127.0.0.1 is in use" in errors_of(engine)
 
 
 def test_control_socket_refuses_strangers(pod, lock):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
+import sys
 import time
+from typing import Any
 
 import pytest
 
+from lockserver.client import witness
+from plumbing.errors import UnreachableError
 from plumbing.service import procfs
-from tests.engine.pod import Engine, Pod
+from tests.engine.pod import FAKE, Engine, Pod
 from tests.helpers import is_over, until
 
 
@@ -60,57 +63,6 @@ def test_backend_is_woken_with_the_token_of_its_grant_and_its_era(pod: Pod):
 
 
 @pytest.mark.slow
-def test_sigterm_drains_reaps_releases_exits(pair):
-    """SIGTERM to the active engine: exit 0, the other one serves, nothing is relaunched."""
-    pod, first, _ = pair
-    old = procfs.descendants(first.process.pid)
-    first.terminate()
-    assert first.wait() == 0
-    assert all(map(is_over, old))
-    assert pod.ask()[0] == "engine-1"
-
-
-@pytest.mark.slow
-def test_sigterm_on_standby_leaves_the_active_one_alone(pair):
-    """SIGTERM to the standby: it leaves and exits 0; the active one keeps its token."""
-    pod, _, second = pair
-    token = pod.ask()[1]
-    second.terminate()
-    assert second.wait() == 0
-    assert pod.ask() == ("engine-0", token)
-
-
-@pytest.mark.slow
-def test_lock_server_death_and_restart_is_no_failover(pair):
-    """SIGKILL the lock server: the active one serves on under its token, before and after."""
-    pod, first, second = pair
-    before = pod.ask()
-    pod.kill_lock()
-    assert pod.ask() == before
-    pod.start_lock()
-    for engine in (first, second):
-        until(lambda engine=engine: engine.status()["lock"]["connected"], "the reconnect")
-    assert pod.ask() == before
-    first.kill("backend-http")
-    second.until("active")
-    assert pod.ask()[0] == "engine-1"
-
-
-@pytest.mark.slow
-def test_stopped_supervisor_is_not_taken_over(pair):
-    """SIGSTOP the active supervisor: its tree lives, so no other engine is granted."""
-    pod, first, second = pair
-    before = pod.ask()
-    os.kill(first.process.pid, signal.SIGSTOP)
-    try:
-        until(lambda: pod.lock()["holder"]["unresponsive"], "the silence to be noticed")
-        assert second.state == "standby"
-        assert pod.ask() == before
-    finally:
-        os.kill(first.process.pid, signal.SIGCONT)
-
-
-@pytest.mark.slow
 def test_memory_and_metrics_of_a_takeover(pair):
     """After a takeover: the figures on /metrics and in the state."""
     _, first, second = pair
@@ -150,33 +102,6 @@ def test_grants_of_an_incarnation_that_died_meanwhile_crash_no_supervisor(pair):
         second.until("active", number=number + 1)  # fails if its supervisor has ended
         first, second = second, pod.engine(first.name, "--grandchild", "joined", "--load")
         second.until("standby")
-
-
-NAMESPACE = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    subprocess.run([*NAMESPACE, "true"], check=False, capture_output=True).returncode != 0,
-    reason="this machine does not let us make a PID namespace",
-)
-def test_supervisor_as_pid_1_of_a_container(pod):
-    """Both kinds of death in a PID namespace of its own, where every pid means something else to
-    the lock server: a backend's process, then the supervisor, which is deaf to its own SIGKILL."""
-    pod.start_lock()
-    first = pod.engine("engine-0", "--grandchild", "joined", wrapper=NAMESPACE)
-    assert first.until("active")["engine"]["pid"] == 1
-    assert pod.lock()["holder"]["evidence"].startswith("pidfd")
-    second = pod.engine("engine-1")
-    second.until("standby")
-    first.kill("backend-model")
-    second.until("active")
-    first.until("standby", number=2)
-    second.kill("supervisor")
-    first.until("active")
-    tree = procfs.descendants(first.process.pid)
-    first.kill("supervisor")
-    until(lambda: not any(procfs.is_alive(pid) for pid in tree), "the container to be gone")
 
 
 def has_standby(engine: Engine) -> bool | None:
@@ -225,3 +150,35 @@ def test_model_that_makes_no_token_hands_over_only_to_a_standby(pod, directory):
     assert death["cause"] == "unhealthy"
     assert "1 request in flight and no token in" in death["message"]
     assert "(budget 0." in death["message"]
+
+
+# ---------------------------------------------------------------------- first start
+
+
+SLOW_TO_COME = 'until [ -e "$0" ]; do sleep 0.01; done; exec "$@"'
+
+
+def lock_of(pod: Pod) -> dict[str, Any] | None:
+    try:
+        return pod.lock()
+    except UnreachableError:
+        return None
+
+
+def test_lock_server_without_a_state_does_not_seal_a_starting_backend(pod):
+    """The server scans the directory while a supervisor has started its backend, has not
+    connected, and no process has joined: the witness is not sealed, so the first launch serves."""
+    go = pod.directory / "go"
+    shell = ("command", "sh", "-c", SLOW_TO_COME, str(go), sys.executable, FAKE)
+    engine = pod.engine("engine-0", backend=shell)
+    until(lambda: engine.status() is not None and engine.pids(), "the backend's start")
+    engine.process.send_signal(signal.SIGSTOP)
+    try:
+        pod.start_lock()
+        assert until(lambda: lock_of(pod), "the lock server")["state"] == "recovering"
+        files = [each for each in os.listdir(pod.directory) if each.startswith(witness.PREFIX)]
+        assert [(pod.directory / each).stat().st_size for each in files] == [0]
+    finally:
+        engine.process.send_signal(signal.SIGCONT)
+        go.touch()
+    assert engine.until("active")["engine"]["number"] == 1

@@ -11,7 +11,6 @@ import pytest
 from engine.backends.process_memory import (
     RESERVE_BYTES,
     Room,
-    allocate,
     check_can_ever_fit,
     has_room_for,
     read_room,
@@ -74,12 +73,6 @@ def test_group_limit_in_version_1(tmp_path: Path):
     assert read_room(str(root), 7).free_bytes == 900 * MIB  # of a process outside of the group
 
 
-def test_this_machine_can_be_read():
-    """Goal: the real files parse. Method: read them."""
-    room = read_room()
-    assert 0 < room.free_bytes <= room.limit_bytes or room.limit_bytes > 0
-
-
 def test_wait_ends_when_another_gives_memory_back():
     """Goal: a wait for a dying process. Method: readings that grow at the third look."""
     looks = itertools.chain([0, 0], itertools.repeat(200 * MIB))
@@ -106,14 +99,6 @@ def test_what_can_never_fit_is_refused_at_once():
     with pytest.raises(UnderstudyError, match=r"100\.0 MiB in total; ask for less") as caught:
         check_can_ever_fit(100 * MIB, Room(0, 100 * MIB, "a test"), "ask for less")
     assert caught.value.code == "engine.kv_too_large"
-
-
-def test_allocated_memory_is_zero_and_writable():
-    """Goal: KV memory is private and anonymous. Method: allocate, read, write."""
-    with allocate(MIB) as memory:
-        assert memory[MIB - 1] == 0
-        memory[0] = 7
-        assert memory[0] == 7
 
 
 @pytest.mark.parametrize(

@@ -144,18 +144,3 @@ def test_our_own_shortage_blames_nobody(path):
             assert found.verdict is None
 
     asyncio.run(scenario())
-
-
-def test_closed_canary_ends_silently(path):
-    """Goal: nobody is told once nobody asks. Method: a backend that is silent, then answers."""
-
-    async def scenario() -> None:
-        async with serving(path, b"") as asked:
-            found = Asked(path)
-            await auntil(lambda: asked, "the request")
-            found.canary.close()
-            found.canary.close()
-        await auntil(lambda: len(asyncio.all_tasks()) == 1, "the end of its task")
-        assert (found.verdict, found.has_no_way) == (None, False)
-
-    asyncio.run(scenario())

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 
@@ -128,20 +127,6 @@ def test_borrowed_memory_is_mapped_as_it_is_and_stays_its_owners(addresses: Cuda
     release_all(slabs)
 
 
-def test_memory_that_was_another_processes_is_cleared(addresses: CudaRange):
-    """The driver does not promise zeroes: whatever comes is cleared. The stand-in's memory is made
-    dirty on its way."""
-    real = addresses._range.map
-
-    def dirty(*args: object, **kwargs: object) -> None:
-        real(*args, **kwargs)  # type: ignore[arg-type]  # as they came
-        ctypes.memset(addresses.address, 3, 6 * STEP)
-
-    addresses._range.map = dirty  # type: ignore[method-assign]  # a driver that gives used memory
-    addresses.take(0)
-    assert content(addresses) == {0}
-
-
 # What a child does with `r`; each but the last has to end in SIGSEGV.
 TOUCHES = {
     "before_scratch": "write()",
@@ -199,22 +184,6 @@ def test_full_device_is_a_sentence_and_still_parked(
         process.kill()
     addresses.take(0)
     assert content(addresses) == {0}
-
-
-def test_dying_process_is_waited_for(machine: None, monkeypatch: pytest.MonkeyPatch):
-    """The memory comes free while we ask again and again: the other process is killed by the
-    first question about how much is free."""
-    monkeypatch.setenv("STANDIN_MEMORY", str(8 * STEP))
-    with other(3 * STEP) as process:
-
-        def look() -> Room:
-            process.kill()
-            return free()
-
-        addresses = CudaRange(build.GPU_A, SIZE, look)
-        addresses.take(30)
-        assert content(addresses) == {0}
-        addresses.free()
 
 
 FAILURES = {
@@ -279,36 +248,3 @@ def test_the_smallest_size_modulo_which_all_parts_are_apart(
     if fits is not None:
         places = [byte % fits for start, end in used for byte in range(start, end)]
         assert len(set(places)) == len(places)
-
-
-@pytest.mark.parametrize("is_block_outermost", [False, True])
-def test_the_parts_of_a_cache_are_the_first_blocks_of_every_layer(is_block_outermost: bool):
-    """Layer by layer, or block by block, where all layers' parts of a block are one after another;
-    and a layout whose blocks lie in parts cannot be told."""
-    page, layers, blocks = 8, 3, 1000
-    strides = (page, page * layers) if is_block_outermost else (page * blocks, page)
-    tensor = SimpleNamespace(
-        size=page * layers * blocks,
-        layers=["a", "b", "c"],
-        layer_stride=strides[0],
-        block_stride=strides[1],
-        offset=0,
-    )
-    spec = SimpleNamespace(page_size_bytes=page)
-    config = SimpleNamespace(
-        num_blocks=blocks,
-        kv_cache_tensors=[tensor],
-        kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)],
-    )
-    found = scratch.ranges(config)
-    wanted = {
-        layer * strides[0] + block * strides[1] + at
-        for layer in range(layers)
-        for block in range(scratch.BLOCKS)
-        for at in range(page)
-    }
-    assert found is not None
-    assert wanted <= {byte for start, end in found for byte in range(start, end)}
-    assert len(found) == (1 if is_block_outermost else layers)
-    tensor.block_stride = page // 2
-    assert scratch.ranges(config) is None

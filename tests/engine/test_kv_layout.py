@@ -61,32 +61,6 @@ def test_same_size_is_agreed_and_another_is_refused_with_both(layouts: Layouts):
     assert layouts.of("engine-2").agree(SMALL, 2)
 
 
-def test_size_is_kept_for_as_long_as_its_engine_lives(layouts: Layouts):
-    """Asked again after a relaunch, the size still stands; another engine that comes is refused,
-    and once the only holder ends, nothing binds it."""
-    first, second = layouts.of("engine-0"), layouts.of("engine-1")
-    assert first.agree(SMALL, 1)
-    assert first.agree(SMALL, 1)
-    with pytest.raises(UsageError):
-        second.agree(LARGE, 1)
-    first.close()
-    first.close()
-    assert second.agree(LARGE, 1)
-    with pytest.raises(UsageError, match="engine-0 has"):
-        first.agree(SMALL, 1)
-
-
-def test_engine_that_is_alone_may_change_its_size(layouts: Layouts):
-    """Its checkpoint was replaced between two launches: no other engine is there to disagree; with
-    another one there it is the odd one out."""
-    first, second = layouts.of("engine-0"), layouts.of("engine-1")
-    assert first.agree(SMALL, 1)
-    assert first.agree(LARGE, 1)
-    assert second.agree(LARGE, 1)
-    with pytest.raises(UsageError):
-        first.agree(SMALL, 1)
-
-
 def test_record_of_dead_engines_binds_no_one(layouts: Layouts):
     """SIGKILL the process that wrote it: the record is still there, and another size is taken."""
     program = f"""
@@ -145,14 +119,6 @@ def test_damaged_record_stops_no_engine(layouts: Layouts, damage: bytes):
     assert second.agree(LARGE, 1)
     assert second.note is not None
     assert "is not valid" in second.note
-
-
-def test_disk_that_fails_stops_no_engine(layouts: Layouts):
-    """The directory is gone: an engine stands by all the same, and says what is not compared."""
-    layout = KvLayout(str(layouts.path / "gone"), "engine-0", may_change=False)
-    assert layout.agree(SMALL, 1)
-    assert layout.note is not None
-    assert "not compared: No such file" in layout.note
 
 
 RACER = """
@@ -221,26 +187,6 @@ def test_engine_of_another_size_ends_with_a_sentence(pod: Pod):
     (problem,) = changed.until("standby")["problems"]
     assert "--kv-change: the KV cache is 4096 bytes" in problem
     assert first.state == "active"
-
-
-@pytest.mark.slow
-def test_relaunched_backend_keeps_its_size_against_newcomers(pod: Pod):
-    """The only engine's backend dies: while it is launched anew its size still counts, and it comes
-    back with it."""
-    pod.start_lock()
-    first = pod.engine("engine-0")
-    first.until("active")
-    first.kill("backend-http")
-    refused = pod.engine("engine-1", "--kv-bytes", "4096")
-    assert refused.wait() == 2
-    first.until("active", number=2)
-
-
-def test_what_a_backend_warns_of_is_in_the_status(pod: Pod):
-    """Pinned memory, say: a standby tells of it for as long as that backend lives."""
-    pod.start_lock()
-    engine = pod.engine("engine-0", "--warn", "slow to die", "--warn", "and thirsty")
-    assert engine.until("active")["problems"] == ["slow to die", "and thirsty"]
 
 
 def test_engine_waits_visibly_for_a_writer_that_was_stopped(pod: Pod):

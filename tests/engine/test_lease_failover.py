@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import tempfile
 import urllib.request
@@ -187,21 +186,6 @@ def test_a_dead_supervisor_is_replaced_when_its_lease_has_run_out(pair):
 
 @pytest.mark.slow
 @long_leases
-def test_a_dead_backend_is_replaced_at_once(pair):
-    """Goal: a supervisor that has reaped says so, and no lease is waited out. Method: kill the
-    backend; the grant comes after the reaping, and no lease has run out."""
-    host, first, second = pair
-    first.kill("backend-model")
-    granted = host.grant_of("engine-1")
-    assert reaped_ms(first) < granted["mono_ms"]
-    assert host.events("lock.lease_expired") == []
-    second.until("active")
-    assert say(host)[0] == "engine-1"
-    first.until("standby", number=2)
-
-
-@pytest.mark.slow
-@long_leases
 def test_leaving_and_handing_over_wait_for_no_lease(pair):
     """Goal: a holder that releases in order costs no waiting time. Method: switch over, then
     SIGTERM to the new holder; each grant follows a reaping, no lease has run out."""
@@ -219,26 +203,6 @@ def test_leaving_and_handing_over_wait_for_no_lease(pair):
     first.until("active")
     assert say(host)[0] == "engine-0"
     assert host.events("lock.lease_expired") == []
-
-
-@pytest.mark.slow
-@long_leases
-def test_the_death_of_the_server_costs_no_request(pair):
-    """Goal: a restart of the lock server within a lease is no failover. Method: SIGKILL and start;
-    the same holder under the same token, in the same launch, and it has answered all along."""
-    host, first, second = pair
-    token = host.server.lock()["holder"]["token"]
-    host.server.kill()
-    assert say(host)[0] == "engine-0"
-    host.server.start()
-    for engine in (first, second):
-        until(lambda engine=engine: engine.status()["lock"]["connected"], "the reconnect")
-    until(lambda: host.server.lock()["state"] == "held", "the holder to be heard")
-    assert host.server.lock()["holder"]["token"] == token
-    assert [each.status()["engine"]["number"] for each in (first, second)] == [1, 1]
-    assert say(host)[0] == "engine-0"
-    first.kill("backend-http")
-    second.until("active")
 
 
 @pytest.fixture
@@ -272,22 +236,6 @@ def test_a_partitioned_holder_has_stopped_before_another_is_granted(host, proxy)
     first.until("standby", number=2)
     second.kill("backend-http")
     first.until("active")
-
-
-@pytest.mark.slow
-def test_a_stopped_holder_is_dead_before_another_is_granted(host):
-    """Goal: the same of a supervisor that cannot do anything by itself. Method: SIGSTOP; at the
-    first sight of the next grant neither it nor its backend is there."""
-    first = host.pod.engine("engine-0", "--grandchild", "joined", flags=host.flags())
-    first.until("active")
-    second = host.pod.engine("engine-1", flags=host.flags())
-    second.until("standby")
-    tree = [first.process.pid, *procfs.descendants(first.process.pid)]
-    os.kill(first.process.pid, signal.SIGSTOP)
-    host.grant_of("engine-1")
-    assert all(map(is_over, tree))
-    assert first.wait() == -signal.SIGKILL
-    second.until("active")
 
 
 @pytest.fixture
@@ -325,29 +273,3 @@ def test_a_lost_member_takes_its_engine_with_it_and_another_engine_serves(host, 
     for member in (zero, again):
         member.until("active")
     assert host.pod.ask()[0] == "engine-0"
-
-
-@pytest.mark.slow
-def test_members_with_the_reference_backend_come_back_and_say_the_same(host, other_node, tmp_path):
-    """Goal: the same with a real backend, each member with its own on memory of its own node; the
-    one that serves nothing is awake, too. Method: kill a process of member 1's backend; both come
-    back in a second launch, and the answer is what it was."""
-    model = tmp_path / "tiny"
-    write_random_model(str(model))
-    for directory in (host.pod.directory, other_node.directory):
-        host.start_gms(directory)
-    backend = ("reference", "--model", str(model))
-    two = ("--members", "2")
-    flags = host.flags()[:-2]  # without a service address
-    zero = host.pod.engine("engine-0", flags=(*host.flags(), *two), backend=backend)
-    one = other_node.engine("engine-0", flags=(*flags, *two, "--member", "1"), backend=backend)
-    for member in (zero, one):
-        member.until("active")
-    before = say(host)
-    one.kill("backend-model")
-    for member in (zero, one):
-        member.until("active", number=2)
-    assert say(host) == before
-    assert zero.status()["deaths"][-1]["cause"] == "member_lost"
-    # What its HTTP process says of the closed link may come before the word of the kernel.
-    assert one.status()["deaths"][-1]["cause"] in ("child_exit", "backend_fault")

@@ -3,26 +3,19 @@ make the files, are killed with SIGKILL, and the files are looked for."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import mmap
 import os
 import secrets
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from engine.supervisor import leftovers
 from engine.supervisor import leftovers as held_files
-from plumbing.service.clock import SystemClock
-from plumbing.service.events import EventLog
-from plumbing.wire.fds import OwnedFd
 from tests.engine.pod import Engine, Pod, stub_lock
-from tests.helpers import auntil, until
+from tests.helpers import until
 
 QUICK = ("--backoff-first-ms", "20", "--backoff-max-ms", "20", "--yield-ms", "20")
 
@@ -136,42 +129,6 @@ def contents_of(directory: Path) -> dict[str, tuple[int, bytes]]:
     }
 
 
-def test_look_at_a_busy_thread_is_repeated_with_the_next_tick(
-    directory: Path, prefix: str, monkeypatch: pytest.MonkeyPatch
-):
-    """Goal: files of a tree that was just prepared are known soon, not with the next turn. Method:
-    work is queued, as after a report of a file, when the look is asked for; turns never come."""
-    monkeypatch.setattr(leftovers, "TICKS_BETWEEN_LOOKS", sys.maxsize)
-    path, told, pids = directory / "leftovers_e-0.json", directory / "told", [os.getpid()]
-    told.touch()
-
-    shared = os.path.join(held_files.SHM, prefix)
-    Path(shared).write_bytes(bytes(4096))
-
-    async def scenario() -> None:
-        found = leftovers.Leftovers(str(path), EventLog("e-0", SystemClock()))
-
-        def is_known() -> bool:
-            found.tick(pids, is_prepared=True)
-            return path.exists() and prefix in path.read_text()
-
-        fd = os.open(shared, os.O_RDWR)
-        with OwnedFd(fd), mmap.mmap(fd, 4096):
-            found.reported(str(told))
-            found.look(pids)
-            found.start()
-            await auntil(is_known, "the mapped file to be on the list")
-        await found.close()
-
-    asyncio.run(scenario())
-
-
-def test_an_unreadable_list_stops_no_engine(pod, lock, prefix):
-    """Garbage where the list should be: the engine starts all the same and writes it anew."""
-    (pod.directory / "leftovers_e-0.json").write_text('{"names": [[1, 2]]}')
-    started(pod, prefix)
-
-
 def test_another_file_under_the_same_name_is_not_removed(prefix):
     """Replace a file by one of the same name after it was seen: it is not that one, and stays."""
     path = os.path.join(held_files.SHM, prefix)
@@ -185,26 +142,3 @@ def test_another_file_under_the_same_name_is_not_removed(prefix):
     os.rename(f"{path}-aside", path)
     assert held_files.remove(name) == 0
     assert not os.path.exists(path)
-
-
-def test_a_directory_and_its_contents_are_never_removed(prefix, tmp_path):
-    """Somebody keeps a model in a folder in shared memory and a process maps it: no leftover."""
-    folder = os.path.join(held_files.SHM, prefix)
-    model = os.path.join(folder, "model.safetensors")
-    os.mkdir(folder)
-    try:
-        with open(model, "w+b") as file:
-            file.truncate(4096)
-            with mmap.mmap(file.fileno(), 4096):
-                held = held_files.held_by([os.getpid()])
-        assert not [name for name in held if prefix in name.path]
-    finally:
-        os.unlink(model)
-        os.rmdir(folder)
-
-
-def test_a_process_that_is_gone_holds_nothing(prefix):
-    """Look at a process that has ended: an empty answer, no error."""
-    child = subprocess.Popen([sys.executable, "-c", ""])
-    child.wait()
-    assert held_files.held_by([child.pid]) == set()

@@ -10,7 +10,7 @@ import pytest
 
 from engine.backends import memory_session as session
 from gms.client import Writer
-from plumbing.errors import UnderstudyError, UnreachableError
+from plumbing.errors import UnderstudyError
 from tests.gms.bench import GmsProcess
 from tests.helpers import until
 
@@ -40,23 +40,6 @@ def test_service_that_comes_later_is_waited_for(directory: str, caplog):
         assert isinstance(attached, Writer)
     server.stop()
     assert caplog.text.count("waiting up to") == 1
-
-
-def test_service_that_never_comes_is_an_error(directory: str, monkeypatch):
-    """After the time that a restart may take, with the sentence that names the socket."""
-    monkeypatch.setattr(session, "RESTART_WAIT_S", 0.0)
-    with pytest.raises(UnreachableError, match=r"gms_HOST-0_weights\.sock"):
-        session.attach(MEMBER, DEVICE, "ro", {}, 0)
-
-
-def test_service_that_ends_under_a_load_is_said_so():
-    """What was written is lost, and the sentence names the device."""
-    with (
-        pytest.raises(UnderstudyError, match="memory service of HOST-0 ended") as found,
-        session.loading(DEVICE, "m", "float32", 1),
-    ):
-        raise UnreachableError("wire.closed", "the peer closed the connection")
-    assert found.value.code == "engine.gms_lost"
 
 
 def test_device_that_is_too_small_is_told_from_one_that_is_full():

@@ -5,7 +5,6 @@ that was there before), and afterwards the engine is whole without help."""
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import sys
@@ -16,10 +15,9 @@ from typing import Any
 import pytest
 
 from engine import messages as m
-from engine.supervisor import leftovers as held_files
 from plumbing.wire.blocking import BlockingClient
 from tests.engine.pod import Engine, stub_lock
-from tests.engine.test_leftovers import files_of, prefix
+from tests.engine.test_leftovers import prefix
 from tests.helpers import descriptors_below, open_fds, steady_fds, until
 
 LIMIT = "at its limit of"
@@ -106,26 +104,6 @@ def test_a_relaunch_at_a_limit_of_descriptors_fails_with_its_reason_or_succeeds(
     assert engine.process.poll() is None
 
 
-def test_a_launch_without_descriptors_is_a_death_that_says_so(pod, lock):
-    """Goal: the reason is visible and the launch is repeated. Method: kill the backend while
-    its supervisor can open nothing."""
-    engine = pod.engine("e-0", flags=QUICK)
-    engine.until("active")
-    with observer(engine) as watcher:
-        with descriptors_below(NONE, engine.process.pid):
-            os.kill(watcher.status()["backend"]["pids"]["http"], signal.SIGKILL)
-            until(
-                lambda: any(
-                    each["cause"] == "cannot_start" and LIMIT in each["message"]
-                    for each in watcher.status()["deaths"]
-                ),
-                "a launch that fails",
-            )
-            assert engine.process.poll() is None
-        engine.until("active", number=2)
-        watcher.without_problems()
-
-
 def test_a_backend_is_not_prepared_before_its_witness_can_be_checked(pod, lock, directory):
     """Goal: what cannot be looked at is no proof. Method: a backend finishes loading while its
     supervisor can open nothing: it stays in `init` and says why, then stands by."""
@@ -199,57 +177,6 @@ def test_an_active_engine_without_descriptors_outlives_its_lock_server(pod, dire
             until(lambda: stub.handed_back > 0, "the socket that it was lent to come back")
 
 
-def test_an_engine_at_its_limit_of_descriptors_still_tells_its_status(pod, lock):
-    """Goal: who asks what is wrong is answered. Method: no free descriptor but the reserve, and one
-    new connection after the other."""
-    engine = pod.engine("e-0", flags=QUICK)
-    engine.until("active")
-    with observer(engine) as watcher:
-        (limit,) = below_each_free_descriptor(engine.process.pid, 1)
-        with descriptors_below(limit, engine.process.pid):
-            watcher.problem("look for processes of the backend")
-            for _ in range(5):
-                document = engine.status()
-                assert document is not None
-                assert document["engine"]["state"] == "active"
-        watcher.without_problems()
-
-
-def test_an_idle_supervisor_without_descriptors_says_what_it_cannot_do(pod, lock):
-    """Goal: no silent shortage. Method: an active engine without descriptors, and a client;
-    then room again: the problems end, and clients are answered."""
-    engine = pod.engine("e-0", flags=QUICK)
-    engine.until("active")
-    with observer(engine) as watcher:
-        with descriptors_below(NONE, engine.process.pid):
-            watcher.problem("look for processes of the backend")
-            with engine.client() as newcomer:
-                watcher.problem("accept new connections")
-        assert engine.get("/serving")[0] == 200
-        with engine.client() as newcomer:
-            newcomer.request(m.StatusMsg())
-        watcher.without_problems()
-
-
-@pytest.mark.slow
-def test_leftovers_are_removed_after_a_shortage(pod, lock, directory, prefix):
-    """Goal: work on leftovers that fails is done again. Method: a backend that leaves files behind
-    dies while its supervisor can open nothing, and does not come back at first."""
-    crashes = directory / "crash"
-    switches = ("--leave-behind", prefix, "--crash-if", str(crashes))
-    with open(os.path.join(held_files.SHM, f"{prefix}-before"), "wb"):
-        engine = pod.engine("e-0", *switches, flags=QUICK)
-    engine.until("active")
-    path = directory / "leftovers_e-0.json"
-    until(lambda: path.exists() and len(json.loads(path.read_text())["names"]) == 4, "the list")
-    crashes.touch()
-    with observer(engine) as watcher:
-        with descriptors_below(NONE, engine.process.pid):
-            os.kill(watcher.status()["backend"]["pids"]["http"], signal.SIGKILL)
-            watcher.problem("look for files")
-        until(lambda: files_of(prefix, directory) == {"-before"}, "the files to be removed")
-
-
 @pytest.mark.slow
 def test_a_state_file_that_could_not_be_written_is_written_later(pod, lock, directory):
     """Goal: the file shows the last state, without waiting for the next. Method: a directory in its
@@ -300,40 +227,3 @@ Incarnation.start = fail
     assert death["cause"] == "own_fault"
     assert "StartTree" in death["message"]
     assert "injected" in death["message"]
-
-
-def test_an_error_on_the_thread_for_leftovers_ends_the_supervisor(pod, lock):
-    """Goal: a thread of ours does not end in silence. Method: an error that is no shortage."""
-    patch = """
-from engine.supervisor.leftovers import Leftovers
-def look(*_, **__):
-    raise ValueError("injected")
-Leftovers._look = look
-"""
-    engine = pod.engine("e-0", flags=QUICK, wrapper=patched(patch))
-    assert engine.wait() == 1
-    assert "the work on leftovers failed: injected" in engine.errors.read_text()
-
-
-@pytest.mark.slow
-def test_a_state_file_is_written_once_a_thread_can_be_started(pod, lock, directory):
-    """Goal: no thread is a problem that ends. Method: starting the state file's thread fails once
-    the engine is active, and later succeeds."""
-    refusal = directory / "refuse"
-    patch = f"""
-import os, threading
-start = threading.Thread.start
-def refuse(self):
-    if self.name == "state-file" and os.path.exists({str(refusal)!r}):
-        raise RuntimeError("can't start new thread")
-    start(self)
-threading.Thread.start = refuse
-"""
-    refusal.touch()
-    engine = pod.engine("e-0", flags=QUICK, wrapper=patched(patch))
-    engine.until("active")
-    until(lambda: "no process or thread" in str(engine.status()["problems"]), "the problem")
-    assert not (directory / "engine_e-0.json").exists()
-    refusal.unlink()
-    until((directory / "engine_e-0.json").exists, "the state file")
-    until(lambda: not engine.status()["problems"], "the problem to be over")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from engine.supervisor.tree import Tree
-from plumbing.errors import UnderstudyError, UsageError
+from plumbing.errors import UsageError
 from plumbing.service import procfs
 from plumbing.service.signals import ENDING
 from tests.helpers import room_for, until
@@ -84,24 +84,6 @@ async def no_proof() -> None:
         with room_for(left), pytest.raises(OSError, match="Too many open files"):
             watched.tree.check_witness(1, 1)
     assert "does not hold the witness" in str(watched.tree.check_witness(1, 1))
-    await watched.end()
-
-
-def test_a_look_without_descriptors_is_a_problem_until_the_next():
-    """Goal: a supervisor says that it may not know every process. Method: look with none left, and
-    with room again."""
-    run(problem)
-
-
-async def problem() -> None:
-    watched = Watched().start()
-    for left in (0, 1):
-        with room_for(left):
-            watched.tree.scan()
-            assert "open files; raise the limit" in str(watched.tree.problem)
-    watched.tree.scan()
-    assert watched.tree.problem is None
-    assert len(watched.tree.everyone()) == 2
     await watched.end()
 
 
@@ -182,20 +164,3 @@ async def launches() -> None:
         Watched().start()
     with pytest.raises(UsageError):
         Watched().tree.start(["/no/such"], os.environ, subprocess.DEVNULL, [])
-
-
-def test_registering_without_descriptors_names_the_limit():
-    """Goal: a backend's process is told the true reason. Method: register one with none left."""
-    run(registering)
-
-
-async def registering() -> None:
-    watched = Watched().start()
-    _, child = procfs.descendants(os.getpid())
-    for left in (0, 1):
-        with room_for(left), pytest.raises(UnderstudyError) as caught:
-            watched.tree.register("child", child)
-        assert caught.value.code == "wire.no_descriptors"
-    watched.tree.register("child", child)
-    assert watched.tree.pid_of("child") == child
-    await watched.end()

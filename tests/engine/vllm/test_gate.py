@@ -60,11 +60,6 @@ def test_a_response_carries_engine_and_token(traffic):
     ]
 
 
-def test_responses_before_the_first_grant_have_no_headers(traffic):
-    """Goal: the trial on the private socket claims no token; method: the headers."""
-    assert asyncio.run(_call(traffic, App()))[0]["headers"] == [(b"a", b"b")]
-
-
 def test_a_drain_serves_open_connections_and_closes_them_after_the_answer(traffic):
     """Goal: no request on an open connection is refused, and the next goes elsewhere. Method: one
     request is held in the application while a second one arrives."""
@@ -99,14 +94,6 @@ def test_a_request_that_fails_is_no_longer_in_flight(traffic):
         asyncio.run(_call(traffic, broken))
     assert traffic.in_flight == 0
     assert traffic.idle.is_set()
-
-
-def test_scopes_that_are_not_requests_pass(traffic):
-    """Goal: lifespan events reach vLLM, also while draining; method: one of them."""
-    traffic.is_draining = True
-    app = App()
-    asyncio.run(_call(traffic, app, {"type": "lifespan"}))
-    assert app.calls == 1
 
 
 def test_a_websocket_is_counted_and_marked_and_refused_in_a_drain(traffic):
@@ -163,13 +150,6 @@ def test_a_body_of_undeclared_length_is_read_to_the_limit(traffic, parts):
     sent = asyncio.run(_call(traffic, app, receive=receive))
     assert sent[0]["status"] == (200 if parts == 2 else 413)
     assert traffic.in_flight == 0
-
-
-def test_the_default_limit_depends_on_the_model():
-    """Goal: what a model can use is read; method: a small model, a large one, one with pictures."""
-    assert gate.body_bytes_max(2048, is_multimodal=False) > 8 << 20
-    assert gate.body_bytes_max(1 << 20, is_multimodal=False) > 32 << 20
-    assert gate.body_bytes_max(2048, is_multimodal=True) == 64 << 20
 
 
 def test_a_dead_engine_answers_and_accepts_nothing(traffic):

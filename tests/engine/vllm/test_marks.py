@@ -176,21 +176,6 @@ def test_an_answer_that_broke_off_has_no_end(made):
     assert found.sent[-1].get("more_body", False) is False
 
 
-def test_a_dead_engine_says_nothing_more():
-    """It dies within the stream: the last write is the last whole group."""
-
-    async def scenario() -> Hop:
-        serving = Serving(output(5), RuntimeError("dead"))
-        found = Hop(serving)
-        found.traffic.is_dead = lambda: len(found.sent) >= 2
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.2):
-                await found.ask(b"{}", GATEWAYS)
-        return found
-
-    assert asyncio.run(scenario()).bodies == [b"data: role\n\ndata: [5]\n\n: u=5|1\n\n"]
-
-
 @pytest.mark.parametrize("questions", [1, 2])
 def test_what_cannot_be_continued_is_not_marked(questions):
     """One output of a kind that cannot, and an answer made of several: plain events."""

@@ -9,21 +9,6 @@ from engine.backends.vllm import membership
 from plumbing.errors import InvariantError
 
 
-@pytest.mark.parametrize(
-    ("theirs", "ours"),
-    [
-        ("VllmWorker-0", "worker"),
-        ("VllmWorker-1", "worker-1"),
-        ("VllmWorker-12", "worker-12"),
-        ("EngineCore", "core"),
-        ("EngineCore_DP0", "core"),
-    ],
-)
-def test_processes_are_named_by_their_role(theirs, ours):
-    """Goal: kill targets and pids in status mean something; method: a table."""
-    assert membership.name_of(theirs) == ours
-
-
 def test_a_process_that_was_not_spawned_does_not_join():
     """Goal: vLLM's main process, which has joined by itself, and a vLLM without a supervisor are
     left alone; method: this process."""

@@ -43,16 +43,6 @@ def test_computing_is_a_sign_of_life_and_waiting_is_not():
     assert len(writer.told) == told
 
 
-def test_reading_from_the_disk_is_a_sign_of_life():
-    """Without any time spent: a read that the kernel waits for."""
-    writer = Writer()
-    _, pulse = pulse_of(writer)
-    cpu_s, read_bytes = pulse._seen
-    pulse._signs = lambda: (cpu_s, read_bytes + 4096)  # type: ignore[method-assign]  # the same
-    assert pulse.beat()
-    assert len(writer.told) == 1
-
-
 def test_reported_progress_only_grows():
     """The service takes nothing else for progress: also where nothing is counted."""
     writer = Writer()

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
+from engine.backends.process import PROGRESS_ENV, ProgressPage
 from engine.backends.process_memory import into_huge_pages
+from engine.backends.vllm import process_tuning
 from engine.supervisor.incarnation import TUNABLES_ENV, huge_pages
-from tests.helpers import until
+from tests.engine.pod import environment
+from tests.helpers import open_fds, until
 
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-CHILD = """
-kept = [bytes(60_000) for _ in range(1000)]
-for line in open("/proc/self/smaps_rollup"):
-    if line.startswith("AnonHugePages"):
-        print(line.split()[1])
-"""
+
+
 # 60 MB in Python's arenas, and 16 MiB of which one page in each huge page is used.
 OF_PYTHON = """
 import ctypes, mmap
@@ -57,15 +58,6 @@ def huge_kib(child: str, environ: dict[str, str]) -> int:
 
 
 @pytest.mark.skipif(not is_allowed(), reason="this kernel gives no transparent huge pages")
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="not the GNU C library")
-def test_most_of_what_a_child_allocates_is_in_huge_pages():
-    """Goal: the memory of a killed backend is given back in large pieces. Method: a child that
-    takes 60 MB in pieces of 60 kB, again where the kernel had too few at that moment."""
-    environ = {**os.environ, **huge_pages({})}
-    until(lambda: huge_kib(CHILD, environ) > 40 << 10, "most of it to be in huge pages")
-
-
-@pytest.mark.skipif(not is_allowed(), reason="this kernel gives no transparent huge pages")
 @pytest.mark.skipif(kernel() < (6, 1), reason="this kernel has no MADV_COLLAPSE")
 def test_what_python_allocated_is_moved_and_what_is_hardly_used_is_not():
     """Goal: as above, of what malloc does not allocate, and the process does not grow. Method: a
@@ -92,3 +84,83 @@ def test_what_the_user_has_tuned_stays(given: str, added: str | None):
     environ = {TUNABLES_ENV: given} if given else {}
     wanted = {} if added is None else {TUNABLES_ENV: added}
     assert huge_pages(environ) == wanted
+
+
+# ---------------------------------------------------------------------- timer slack
+
+
+def slack_of_a_new_thread() -> int:
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(process_tuning.current_ns()))
+    thread.start()
+    thread.join()
+    (slack_ns,) = found
+    return slack_ns
+
+
+def test_only_threads_that_are_started_in_the_block_may_wake_late():
+    """Goal: a library's polling threads, and no others. Method: threads before, in and after."""
+    before_ns = process_tuning.current_ns()
+    assert slack_of_a_new_thread() == before_ns
+    with process_tuning.new_threads_may_wake_late(123_000_000):
+        assert slack_of_a_new_thread() == 123_000_000
+    assert process_tuning.current_ns() == before_ns
+    assert slack_of_a_new_thread() == before_ns
+
+
+def test_a_start_that_fails_leaves_no_slack_behind():
+    """Goal: a failure is reported without delay. Method: an error in the block."""
+    before_ns = process_tuning.current_ns()
+    with pytest.raises(ValueError, match="boom"), process_tuning.new_threads_may_wake_late():
+        raise ValueError("boom")
+    assert process_tuning.current_ns() == before_ns
+
+
+# ---------------------------------------------------------------------- progress page
+
+
+BACKEND = """
+import os
+from engine.backends.process import PROGRESS_ENV, ProgressPage
+number = int(os.environ[PROGRESS_ENV])
+try:
+    os.ftruncate(number, 0)
+except OSError as error:
+    print(error.errno)
+page = ProgressPage.take()
+assert PROGRESS_ENV not in os.environ
+page.count = 2**63
+"""
+
+
+def test_supervisor_sees_what_a_backend_counts():
+    """Goal: another process's count arrives, and it cannot shorten the page. Method: a child."""
+    page, lent = ProgressPage.create()
+    assert lent is not None
+    with lent:
+        done = subprocess.run(
+            [sys.executable, "-c", BACKEND],
+            env=environment(**{PROGRESS_ENV: str(lent.fileno())}),
+            pass_fds=[lent.fileno()],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    assert int(done.stdout) == errno.EPERM
+    assert page.count == 2**63
+    page.close()
+
+
+def test_page_leaves_no_descriptor_open():
+    """Goal: as many descriptors after a launch as before it. Method: count them."""
+    before = open_fds(os.getpid())
+    page, lent = ProgressPage.create()
+    assert lent is not None
+    environ = {PROGRESS_ENV: str(lent.detach())}
+    backend = ProgressPage.take(environ)
+    assert environ == {}
+    backend.count = 7
+    assert page.count == 7
+    page.close()
+    backend.close()
+    assert open_fds(os.getpid()) == before
