@@ -61,16 +61,6 @@ def test_every_flag_that_vllm_users_meet_is_in_its_page():
     assert missing == []
 
 
-def test_every_quantisation_that_can_be_shared_is_in_the_page_and_no_other():
-    """docs/vllm.md against the source of `sharing.py`, which needs torch to be imported."""
-    source = (ROOT / "engine/backends/vllm/worker/model_load.py").read_text()
-    known = set(re.findall(r'^    "(\w+)": "', source, re.MULTILINE))
-    assert len(known) >= 5
-    section = VLLM.partition("## Quantisation")[2].partition("\n## ")[0]
-    table = "\n".join(line for line in section.splitlines() if line.startswith("| `"))
-    assert set(re.findall(r"`(\w+)`", table)) == known
-
-
 def test_error_codes_versions_and_files_of_the_vllm_page_exist():
     """docs/vllm.md: every code in its table is in the sources; so are the versions and files."""
     rows = "\n".join(line for line in VLLM.splitlines() if line.startswith("| `"))

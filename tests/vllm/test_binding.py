@@ -6,9 +6,12 @@ is easy to make.
 
 from __future__ import annotations
 
+import ast
 import ctypes
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +34,7 @@ from engine.backends.vllm.worker.pulse import Meter
 from engine.backends.vllm.worker.tensors import Layout, bytes_of, tensor_at
 from gms.client import TensorRecord
 from plumbing.errors import UnderstudyError
+from tests.engine.pod import ROOT
 
 CPU = torch.device("cpu")
 MODEL_CONFIG: Any = SimpleNamespace(
@@ -270,3 +274,22 @@ def test_tensor_survives_the_way_through_bytes(tensor: torch.Tensor):
     back = tensor_at(raw.data_ptr(), record, CPU)
     assert torch.equal(back, tensor)
     assert strides is None or back.stride() == tensor.stride()
+
+
+def test_page_lists_the_methods_that_vllm_declares_shareable():
+    """docs/vllm.md against vLLM's sources: the classes that set `supports_pre_processed_weights` to
+    other than False, in the class, in its constructor, or as a property."""
+    import vllm.model_executor.layers as layers
+
+    name, found = "supports_pre_processed_weights", set()
+    for path in Path(str(layers.__file__)).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and node.name != "QuantizeMethodBase":
+                inside = [*ast.walk(node)]
+                set_to = [ast.unparse(each) for each in inside if isinstance(each, ast.Assign)]
+                is_set = any(f"{name} =" in each and "False" not in each for each in set_to)
+                if is_set or name in [getattr(each, "name", "") for each in inside]:
+                    found.add(node.name)
+    section = (Path(ROOT) / "docs/vllm.md").read_text().partition("## Quantisation")[2]
+    table = [line for line in section.partition("\n## ")[0].splitlines() if line.startswith("| `")]
+    assert set(re.findall(r"`(\w+)`", "\n".join(table))) == found
