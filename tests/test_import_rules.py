@@ -417,12 +417,12 @@ LINES_MAX = {
     "plumbing": 6_780,
     "lockserver": 9_450,
     "gms": 11_850,
-    "engine": 22_370,
+    "engine": 21_320,
     "gateway": 11_000,
     "pool": 9_290,
     "understudy": 11_960,
     "hack": 7_270,
-    "tests": 96_740,  # with the sweep, which hack had
+    "tests": 93_970,  # with the sweep, which hack had
 }
 
 
