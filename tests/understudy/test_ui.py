@@ -26,6 +26,8 @@ from understudy.ui.server import PAGE, Hub, application
 
 SIZE_MAX_BYTES = 40_000  # read as often as changed, and sent with every request; with pools
 
+SOUNDNESS = """(() => { const found = document.getElementById('soundness');
+    return `${found.textContent} ${getComputedStyle(found).color}`; })()"""
 CARDS = """JSON.stringify([...document.querySelectorAll('#cards .card')].map((card) => [
     card.querySelector('.name').textContent, card.dataset.state,
     Object.fromEntries([...card.querySelectorAll('dt')].map((term) =>
@@ -141,17 +143,22 @@ def test_stream_says_what_is_known_what_happened_and_which_part_is_gone(tmp_path
 @pytest.mark.slow
 @needs_chromium
 def test_page_follows_deaths_without_a_reload(home: PodHome, tmp_path: Path):
-    """Goal: the page follows deaths live. Method: a real pod and a real browser; kill the active
-    engine's supervisor and the memory server; the other engine's card turns active, then the pod is
-    complete again."""
+    """Goal: the page follows deaths live, also paused. Method: a real pod and a real browser; kill
+    the active engine's supervisor and the memory server; the other engine's card turns active, then
+    the pod is complete again. Keys, a pause and both colour schemes on the way."""
 
     async def scenario(pod: Pod) -> None:
         whole = await pod.whole()
         (other,) = whole.standbys
         async with page_of(pod.directory) as address, tab(tmp_path) as page:
+            await page.tell("Network.setBlockedURLs", urls=["*/stream"])
             await page.go(address)
             await page.evaluate("window.wasHere = true")
+            assert await page.evaluate(SOUNDNESS) == "connecting rgb(87, 96, 106)"  # grey
+            await page.tell("Network.setBlockedURLs", urls=[])
             await page.wait("document.getElementById('soundness').textContent === 'healthy'")
+            await look_by_keyboard(page)
+            await look_in_the_dark(page)
             await page.wait(
                 "document.getElementById('cards').textContent.includes('streams: exact')"
             )
@@ -189,9 +196,12 @@ def test_page_follows_deaths_without_a_reload(home: PodHome, tmp_path: Path):
             assert f"KV cache {memory.partition('KV ')[2]}, free" in bar  # one cache, not two
 
             old = await pod.memory()
+            await press(page, "p")
             kill(pod.pid(whole.engine), pod.gms_server())  # a supervisor and a memory server
             states = f"transitions.filter((each) => each.lane === '{whole.engine}')"
             await page.wait(f"{states}.some((each) => each.state === 'gone')")
+            assert (await cards(page))[whole.engine][0] == "active"  # paused, and nothing is lost
+            await press(page, "p")
             await page.wait(_serves(other))
             await page.wait(
                 "[...document.querySelectorAll('#rows tr')].some((row) => "
@@ -230,6 +240,28 @@ def test_page_follows_deaths_without_a_reload(home: PodHome, tmp_path: Path):
             assert page.hosts() == {"127.0.0.1"}
 
     home.run(scenario)
+
+
+async def press(page: Tab, key: str) -> None:
+    text = {"text": key} if len(key) == 1 else {}
+    for kind in ("keyDown", "keyUp"):
+        await page.tell("Input.dispatchKeyEvent", type=kind, key=key, code=key, **text)
+
+
+async def look_by_keyboard(page: Tab) -> None:
+    """The help opens and closes, and the first Tab offers to skip to the engines."""
+    await press(page, "?")
+    assert await page.evaluate("document.getElementById('helping').open")
+    await page.evaluate("document.getElementById('close').click()")
+    await page.evaluate("document.activeElement.blur(); document.querySelector('.skip').focus()")
+    assert await page.evaluate("document.activeElement.getBoundingClientRect().left >= 0")
+
+
+async def look_in_the_dark(page: Tab) -> None:
+    for scheme, paper in (("dark", "rgb(18, 22, 27)"), ("light", "rgb(255, 255, 255)")):
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        await page.tell("Emulation.setEmulatedMedia", features=features)
+        assert await page.evaluate("getComputedStyle(document.body).backgroundColor") == paper
 
 
 def _serves(engine: str) -> str:
