@@ -109,7 +109,6 @@ class StubEngine:
     continuation_id: str = "one"
     version: int = hop.VERSION  # of the hop; a stub of another one does not mark its streams
     chunk_tokens: int = 1  # of each group
-    interval_s: float = 0.0  # between two groups
     cut_after_groups: int | None = None  # die then, with `cut_bytes` of the next group written
     cut_bytes: int = 0
     hold_after_groups: int | None = None  # wait for `released`
@@ -117,7 +116,6 @@ class StubEngine:
     routes: dict[str, Route] = field(default_factory=dict)
     requests: list[StubRequest] = field(default_factory=list)
     accepted: int = 0  # connections, with those for a hello
-    gone: int = 0  # requests whose connection ended before their answer; not with `keeps_alive`
 
     def __post_init__(self) -> None:
         self.released = asyncio.Event()
@@ -178,10 +176,8 @@ class StubEngine:
         try:
             while await self._serve(reader, writer) and self.keeps_alive:
                 pass
-        except (asyncio.IncompleteReadError, ConnectionError):
-            self.gone += not self.keeps_alive
-        except asyncio.CancelledError:
-            pass  # `die`
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+            pass  # the gateway has left, or `die`
         finally:
             self._writers.discard(writer)
             writer.close()
@@ -213,8 +209,6 @@ class StubEngine:
         for result in await asyncio.gather(work, leaving, return_exceptions=True):
             if isinstance(result, Exception) and not isinstance(result, ConnectionError):
                 raise result
-        if not is_done:
-            self.gone += not self.keeps_alive
         return is_done
 
     async def _leave(self, request: StubRequest, reader: asyncio.StreamReader) -> None:
@@ -270,8 +264,6 @@ class StubEngine:
             reply.write(group_of(request, done, size))
             done += size
             await reply.writer.drain()
-            if self.interval_s:
-                await asyncio.sleep(self.interval_s)
         if self.cut_after_groups == len(sizes):
             self.die()
             return

@@ -78,22 +78,6 @@ class Bench:
         return self
 
 
-@pytest.mark.parametrize("why", ["stopped", ""])
-def test_a_silent_child_is_killed_and_the_spare_accepts_before_it_is_reaped(why: str):
-    """Goal: a hang is as short as a death; method: the limit of silence, and one more."""
-    bench = Bench().served()
-    bench.feed(ev.ChildSilent(1, SILENT_MS, why))
-    assert bench.done == []
-    bench.feed(ev.ChildSilent(1, SILENT_MS + 1, why))
-    assert [each.child for each in bench.of(ev.KillChild)] == [1]
-    assert [each.child for each in bench.of(ev.LetAccept)] == [2]
-    assert bench.places() == {1: "killed", 2: "serving", 3: "starting"}
-    bench.feed(ev.ChildSilent(1, SILENT_MS + 100, why))
-    assert len(bench.of(ev.KillChild)) == 1
-    bench.feed(ev.ChildEnded(1, KILL))
-    assert "killed because it had not answered for 3" in bench.told()[-1]
-
-
 def test_a_child_may_take_longer_to_start_than_to_answer():
     """Goal: imports on a busy machine are no hang; method: silence from the start on."""
     bench = Bench()
@@ -138,23 +122,6 @@ def test_a_spare_that_cannot_start_never_ends_a_gateway_that_serves():
     assert "the certificate is bad" in (bench.core.problem or "")
 
 
-def test_restart_keeps_the_old_spare_until_the_fresh_child_accepts():
-    """Goal: no gap, no request lost; method: restart, and its order."""
-    bench = Bench().served()
-    bench.feed(ev.RestartAsked())
-    assert bench.places() == {1: "serving", 2: "spare", 3: "starting"}
-    bench.feed(ev.RestartAsked())  # both who asked hear the one answer
-    bench.done.clear()
-    found = bench.feed(ev.ChildReady(3))
-    kinds = [type(each) for each in found]
-    assert kinds == [ev.KillChild, ev.LetAccept, ev.LetFinish, ev.RestartDone, ev.StartChild]
-    assert found[3] == ev.RestartDone(1, 3)
-    assert bench.places() == {1: "retiring", 2: "killed", 3: "serving", 4: "starting"}
-    bench.feed(ev.ChildEnded(2, KILL))
-    bench.feed(ev.ChildEnded(1, 0))
-    assert bench.told() == ["pid 101, which finished its streams, ended with code 0"]
-
-
 def test_too_many_restarts_are_refused_and_a_child_that_never_finishes_is_killed():
     """Goal: no pile of old children; method: restarts while all have streams that last."""
     bench = Bench().served()
@@ -180,16 +147,6 @@ def test_stop_kills_what_is_late_and_does_not_wait_for_what_cannot_be_reaped():
     assert not bench.of(ev.EndGateway)
     bench.wait(REAP_MS)
     assert bench.of(ev.EndGateway) == [ev.EndGateway(0)]
-
-
-def test_a_second_stop_kills_at_once_and_a_restart_is_refused_meanwhile():
-    """Goal: the second SIGTERM is final; method: both requests during a drain."""
-    bench = Bench().served()
-    bench.feed(ev.StopAsked(30_000))
-    bench.feed(ev.RestartAsked())
-    assert bench.of(ev.RestartRefused)[0].code == "gateway.stopping"
-    bench.feed(ev.StopAsked(30_000))
-    assert set(bench.places().values()) == {"killed"}
 
 
 def test_no_other_move_is_possible_and_no_other_event_known():

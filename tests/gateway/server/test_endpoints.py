@@ -96,23 +96,27 @@ def version(answer: Answer) -> str | None:
 
 
 @scene()
-async def test_all_four_answer_before_any_engine_was_active(bench):
+async def test_all_four_answer_before_any_engine_was_active_through_a_rest_and_a_failover(bench):
+    """Goal: a takeover is healthy for the hold time, the gauges keep their labels, what waits in
+    the gateway is counted; an engine that rests is neither asked nor woken for any of the four."""
     assert await health(bench) == 503
     assert version(await bench.once("/version")) is None
     assert await gauges(bench) == {("", "0"): [0.0, 0.0, 0.0]}
     assert bench.load.in_flight == 0
-
-
-@scene()
-async def test_all_four_answer_through_a_failover(bench):
-    """Goal: the takeover is healthy for the hold time, and the gauges keep their labels; what waits
-    in the gateway is counted."""
     engine = await bench.active(hold_after_groups=2, routes={"/metrics": page()})
     assert await health(bench) == 200
     assert version(await bench.once("/version")) == "0.32.0"
     found = await metrics(bench)
     assert {"python_info", "vllm:cache_config_info", "vllm:prompt_tokens"} < set(found)
     assert await gauges(bench) == {("stub", "0"): [3.0, 2.0, 0.25]}
+    for number, does_open in enumerate((True, False), 1):
+        bench.doors.told(DoorSet(number, engine.token, GatewayDoor.SHUT, does_open, "it sleeps"))
+        assert await health(bench) == (200 if does_open else 503)
+    asked = engine.accepted
+    assert await gauges(bench) == {("stub", "0"): [0.0, 0.0, 0.25]}
+    assert version(await bench.once("/version")) == "0.32.0"
+    assert engine.accepted == asked
+    bench.doors.told(DoorSet(3, engine.token))
     client = await bench.client()
     client.ask(CHAT, STREAM)
     await client.head()
@@ -122,8 +126,7 @@ async def test_all_four_answer_through_a_failover(bench):
     assert await health(bench) == 200
     assert version(await bench.once("/version")) == "0.32.0"
     assert await gauges(bench) == {("stub", "0"): [0.0, 1.0, 0.25]}
-    successor = await bench.engine("engine-1", 2, routes={"/metrics": page()})
-    await bench.grant(successor)
+    await bench.grant(await bench.engine("engine-1", 2, routes={"/metrics": page()}))
     await client._chunks()
     assert await gauges(bench) == {("stub", "0"): [3.0, 2.0, 0.25]}
 
@@ -136,20 +139,6 @@ async def test_health_fails_once_no_takeover_has_come_in_the_hold_time(bench):
     refused = await bench.once("/health")
     assert (refused.status, refused.headers["retry-after"]) == (503, "1")
     assert await gauges(bench) == {("stub", "0"): [0.0, 0.0, 0.0]}
-
-
-@scene()
-async def test_an_engine_that_rests_is_healthy_if_a_request_wakes_it(bench):
-    """Goal: it is neither asked nor woken for any of the four."""
-    engine = await bench.active(routes={"/metrics": page()})
-    for number, does_open in enumerate((True, False), 1):
-        shut = DoorSet(number, engine.token, GatewayDoor.SHUT, does_open, "it sleeps")
-        bench.doors.told(shut)
-        assert await health(bench) == (200 if does_open else 503)
-    asked = engine.accepted
-    assert await gauges(bench) == {("stub", "0"): [0.0, 0.0, 0.0]}
-    assert version(await bench.once("/version")) == "0.32.0"
-    assert engine.accepted == asked
 
 
 def test_waiting_requests_are_added_to_what_the_engine_says(tmp_path):
@@ -167,7 +156,8 @@ def test_waiting_requests_are_added_to_what_the_engine_says(tmp_path):
     assert found["vllm:num_requests_waiting_by_reason"].samples[0].value == 2.0
 
 
-def test_an_engine_that_does_not_give_its_page_delays_it_only_so_long(tmp_path, monkeypatch):
+@scene()
+async def test_an_engine_that_does_not_give_its_page_delays_it_only_so_long(bench, monkeypatch):
     monkeypatch.setattr(endpoints, "PAGE_S", 0.05)
 
     async def hang(request: StubRequest, reply: StubReply) -> None:
@@ -176,17 +166,14 @@ def test_an_engine_that_does_not_give_its_page_delays_it_only_so_long(tmp_path, 
     async def refuse(request: StubRequest, reply: StubReply) -> None:
         reply.head(status=404, length=0)
 
-    async def scenario(bench: Bench) -> None:
-        engine = await bench.active(hold_after_groups=1)
-        client = await bench.client()
-        client.ask(CHAT, STREAM)
-        await client.head()
-        for route in (hang, refuse):
-            engine.routes["/metrics"] = route
-            assert await gauges(bench) == {("stub", "0"): [1.0, 0.0, 0.0]}
-        client.close()
-
-    with_bench(tmp_path, scenario)
+    engine = await bench.active(hold_after_groups=1)
+    client = await bench.client()
+    client.ask(CHAT, STREAM)
+    await client.head()
+    for route in (hang, refuse):
+        engine.routes["/metrics"] = route
+        assert await gauges(bench) == {("stub", "0"): [1.0, 0.0, 0.0]}
+    client.close()
 
 
 def test_the_four_need_no_key_as_with_vllm(tmp_path):

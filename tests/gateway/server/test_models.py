@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
 from gateway.core.events import EngineGranted, LaneRules
 from gateway.messages import ModelDoorsMsg
 from plumbing.gateway_protocol import Continuation
@@ -29,7 +27,7 @@ from pool.client import (
     Running,
     ShutDoor,
 )
-from tests.gateway.server.harness import CHAT, ERA, Answer, Bench, scene
+from tests.gateway.server.harness import CHAT, ERA, Bench, scene
 from tests.gateway.stub_engine import StubEngine, StubReply, text_of
 from tests.helpers import auntil
 
@@ -109,90 +107,49 @@ def body(model: str | None = "chat", **fields: Any) -> dict[str, Any]:
     return {**named, "messages": [], "stream": True, "max_tokens": TOKENS, **fields}
 
 
-def check_stream(answer: Answer, document: dict[str, Any]) -> None:
-    assert answer.is_whole
-    assert answer.text() == text_of(json.dumps(document).encode(), TOKENS)
-    assert b"[DONE]" in answer.body
-
-
-@pytest.mark.parametrize(
-    ("path", "document", "headers"),
-    [
+@models_scene()
+async def test_a_model_is_named_in_the_body_the_path_or_a_header(models):
+    models.open("coder")
+    for path, document, headers in (
         (CHAT, body("coder"), {}),
         (f"/m/coder{CHAT}", body(None), {}),
         (CHAT, body(None), {"X_Understudy_Model": "coder"}),
-    ],
-)
+    ):
+        answer = await models.bench.once(path, document, **headers)
+        assert (answer.status, answer.headers["x-understudy-engine"]) == (200, "coder-0")
+        assert answer.text() == text_of(json.dumps(document).encode(), TOKENS)
+        request = models.engines["coder"].requests[-1]
+        assert request.target == CHAT
+        assert "x-understudy-model" not in request.headers
+
+
+NOT_FOUND = (404, "model_not_found")
+BAD_JSON, BAD_PRIORITY = (400, "gateway.bad_json"), (400, "gateway.bad_priority")
+BAD_KEEP_ALIVE = (400, "gateway.bad_keep_alive")
+REFUSED = [
+    *((path, None, {}, NOT_FOUND) for path in ("/v1/models/other", "/m/other/status")),
+    *((path, body("other"), {}, NOT_FOUND) for path in (CHAT, f"/m/other{CHAT}")),
+    (CHAT, body(None), {}, (400, "gateway.no_model")),
+    *((CHAT, bad, {}, BAD_JSON) for bad in (b'{"model": "chat"', b'["chat"]', b'{"model":"\xff"}')),
+    ("/v1/messages", b"model=chat", {}, BAD_JSON),
+    *((path, None, {}, (404, "gateway.not_found")) for path in ("/tokenize", "/m/chat/understudy")),
+    ("/m/chat/./understudy/hello", None, {}, (404, "gateway.not_found")),
+    (CHAT, body(keep_alive="soon"), {}, BAD_KEEP_ALIVE),
+    (CHAT, body(keep_alive={"a": "b" * 5000}), {}, BAD_KEEP_ALIVE),
+    (CHAT, body(), {"X_Understudy_Keep_Alive": "5 minutes"}, BAD_KEEP_ALIVE),
+    (CHAT, body(priority="high"), {}, BAD_PRIORITY),
+    (CHAT, body(priority=[[]]), {}, BAD_PRIORITY),
+    (CHAT, body(), {"X_Understudy_Priority": "1.5"}, BAD_PRIORITY),
+]
+
+
 @models_scene()
-async def test_a_model_is_named_in_the_body_the_path_or_a_header(models, path, document, headers):
-    models.open("coder")
-    answer = await models.bench.once(path, document, **headers)
-    assert (answer.status, answer.headers["x-understudy-engine"]) == (200, "coder-0")
-    check_stream(answer, document)
-    (request,) = models.engines["coder"].requests
-    assert request.target == CHAT
-    assert not [name for name in request.headers if name == "x-understudy-model"]
-
-
-@pytest.mark.parametrize(
-    ("path", "document"),
-    [
-        (CHAT, body("other")),
-        (f"/m/other{CHAT}", None),
-        ("/v1/models/other", None),
-        ("/m/other/status", None),
-    ],
-)
-@models_scene()
-async def test_an_unknown_model_is_not_found(models, path, document):
-    answer = await models.bench.once(path, document)
-    assert (answer.status, answer.error()["code"]) == (404, "model_not_found")
-    assert answer.error()["type"] == "invalid_request_error"
-    assert models.engines["chat"].requests == []
-
-
-@pytest.mark.parametrize(
-    ("path", "document", "status", "code"),
-    [
-        (CHAT, body(None), 400, "gateway.no_model"),
-        (CHAT, b'{"model": "chat"', 400, "gateway.bad_json"),
-        (CHAT, b'["chat"]', 400, "gateway.bad_json"),
-        (CHAT, b'{"model": "\xff"}', 400, "gateway.bad_json"),
-        ("/v1/messages", b"model=chat", 400, "gateway.bad_json"),
-        ("/tokenize", None, 404, "gateway.not_found"),
-        ("/m/chat/understudy/hello", None, 404, "gateway.not_found"),
-        ("/m/chat/./understudy/hello", None, 404, "gateway.not_found"),
-    ],
-)
-@models_scene()
-async def test_what_names_no_model_is_refused_with_a_reason(models, path, document, status, code):
-    answer = await models.bench.once(path, document)
-    error = answer.error()
-    assert (answer.status, error["type"]) == (
-        status,
-        "invalid_request_error",
-    ), error
-    assert code in (error.get("code"), error["message"].rpartition("[")[2].rstrip("]"))
-    assert models.engines["chat"].requests == []
-
-
-@pytest.mark.parametrize(
-    ("wish", "headers", "code"),
-    [
-        ({"keep_alive": "soon"}, {}, "gateway.bad_keep_alive"),
-        ({"priority": "high"}, {}, "gateway.bad_priority"),
-        ({"priority": [[]]}, {}, "gateway.bad_priority"),
-        ({"keep_alive": {"a": "b" * 5000}}, {}, "gateway.bad_keep_alive"),
-        ({}, {"X_Understudy_Keep_Alive": "5 minutes"}, "gateway.bad_keep_alive"),
-        ({}, {"X_Understudy_Priority": "1.5"}, "gateway.bad_priority"),
-    ],
-)
-@models_scene()
-async def test_a_wish_that_nobody_can_read_is_refused_with_its_name(models, wish, headers, code):
-    answer = await models.bench.once(CHAT, body("chat", **wish), **headers)
-    error = answer.error()
-    assert (answer.status, error["code"], error["type"]) == (400, code, "invalid_request_error")
-    assert "must be" in error["message"]
+async def test_what_names_no_model_or_wishes_what_nobody_can_read_is_refused_with_a_reason(models):
+    for path, document, headers, (status, code) in REFUSED:
+        answer = await models.bench.once(path, document, **headers)
+        error = answer.error()
+        assert (answer.status, error["type"]) == (status, "invalid_request_error"), error
+        assert code in (error.get("code"), error["message"].rpartition("[")[2].rstrip("]"))
     assert models.engines["chat"].requests == []
 
 

@@ -75,29 +75,6 @@ def test_long_replays_are_read_in_slices_and_in_turns(
     assert max(groups_a_turn) <= SLICE_BYTES // 100 + 1
 
 
-@scene()
-async def test_client_leaves_and_engine_dies_while_a_replay_waits_for_its_turn(
-    bench, groups_a_turn
-):
-    """Goal: what is postponed is forgotten, and the stream that stays goes on. Method: both, in the
-    middle of replays."""
-    dying = await bench.active(cut_after_groups=TOKENS - 100)
-    clients = [await bench.client() for _ in range(STREAMS)]
-    for client in clients:
-        client.ask(CHAT, ASKED)
-    answers = [asyncio.ensure_future(client.answer()) for client in clients[1:]]
-    await dying.died.wait()
-    second = await bench.engine("engine-1", 2)
-    await bench.grant(second)
-    await auntil(lambda: sum(groups_a_turn), "a replay to begin")
-    clients[0].close()
-    second.die()
-    await bench.grant(await bench.engine("engine-0", 3))
-    for answer in await asyncio.gather(*answers):
-        assert answer.is_whole
-        assert answer.text() == WANTED
-
-
 @pytest.mark.parametrize("chunk_tokens", [1, TOKENS])
 @scene()
 async def test_a_resume_reads_what_the_engine_plays_and_nothing_that_was_sent(
