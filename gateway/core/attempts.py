@@ -13,7 +13,7 @@ from gateway.core.client_request import PROGRESS_TOKENS, ClientRequest, RequestS
 from gateway.core.events import BreakCause
 from gateway.core.hot_path import Attempt
 from gateway.core.replay import Replay
-from gateway.core.requests import Desk
+from gateway.core.requests import Requests
 from gateway.core.shared import Numbers
 from plumbing.gateway_protocol import Continuation, Hello, Journal
 
@@ -44,27 +44,27 @@ def objection(request: ClientRequest, hello: Hello) -> answers.Failure | None:
     return None if hello.continuation in CONTINUING else answers.CANNOT_CONTINUE
 
 
-class Course:
+class Attempts:
     """What attempts report (`attempt.ColdPath`), and what follows for their requests."""
 
-    def __init__(self, desk: Desk, numbers: Numbers) -> None:
-        self.desk = desk
+    def __init__(self, requests: Requests, numbers: Numbers) -> None:
+        self.requests = requests
         self._numbers = numbers
 
-    def ask(self, request: ClientRequest, token: int, hello: Hello, now_ms: float) -> None:
+    def send(self, request: ClientRequest, token: int, hello: Hello, now_ms: float) -> None:
         """Send it to the engine of `hello`, from the start or with its journal."""
         is_resume = request.state is RequestState.PARKED
-        self.desk.fire(request, Turn.ASK)
+        self.requests.fire(request, Turn.SEND)
         number = self._numbers.next()
         attempt = Attempt(number, request, hello.engine, token, hello.continuation_id, self)
-        self.desk.attempts[attempt.number] = request.attempt = attempt
+        self.requests.attempts[attempt.number] = request.attempt = attempt
         request.entered_as = 0 if request.is_inside else number
         # An engine that has handed it over does not work on it again, though it may be asked.
-        request.is_inside, request.asked_ms = not request.is_handed_over, now_ms
-        self.desk.line.remove(request)
+        request.is_inside, request.sent_ms = not request.is_handed_over, now_ms
+        self.requests.queue.remove(request)
         journal = Journal(request.tokens, request.chunks) if is_resume else None
-        self.desk.outbox.append(
-            ev.AskEngine(request.number, attempt.number, hello.engine, token, journal)
+        self.requests.outbox.append(
+            ev.SendRequest(request.number, attempt.number, hello.engine, token, journal)
         )
 
     # ---- heads
@@ -74,9 +74,9 @@ class Course:
         request = attempt.owner
         request.is_inside = True
         is_signed = (came.engine, came.token) == (attempt.engine, attempt.token)
-        if not is_signed and not (came.is_unsigned_refusal and request.state is RequestState.ASKED):
+        if not is_signed and not (came.is_unsigned_refusal and request.state is RequestState.SENT):
             self.broke(attempt, BreakCause.WRONG_TOKEN, now_ms)
-        elif request.state not in (RequestState.ASKED, RequestState.RESUMING):
+        elif request.state not in (RequestState.SENT, RequestState.RESUMING):
             self.broke(attempt, BreakCause.GARBAGE, now_ms)
         elif came.status in BUSY and request.has_broken:
             self.refused(attempt, now_ms)
@@ -84,7 +84,7 @@ class Course:
             if came.is_marked and came.status == 200:
                 self._replay(request, now_ms)
             else:
-                self.desk.fail(request, answers.refused_resume(attempt.engine, came.status))
+                self.requests.fail(request, answers.refused_resume(attempt.engine, came.status))
         else:
             self._begin(attempt, came)
 
@@ -95,32 +95,34 @@ class Course:
         is_whole = came.continuation is Continuation.RETRY and request.is_inference
         if came.is_marked and attempt.continuation_id and not request.is_lean:
             request.continuation_id = attempt.continuation_id
-            self.desk.fire(request, Turn.STREAM)
-            self.desk.outbox.append(ev.SendHead(request.number, attempt.number, came.continuation))
-            self.desk.weigh(request)
+            self.requests.fire(request, Turn.STREAM)
+            self.requests.outbox.append(
+                ev.SendHead(request.number, attempt.number, came.continuation)
+            )
+            self.requests.weigh(request)
             self._watch(request)
         elif is_whole and not request.is_lean:
-            self.desk.fire(request, Turn.HOLD)
+            self.requests.fire(request, Turn.HOLD)
         else:
             self._pass_on(attempt)
 
     def _pass_on(self, attempt: Attempt) -> None:
         """From here on the answer is sent as it comes, and cannot be continued."""
         request = attempt.owner
-        self.desk.fire(request, Turn.RELAY)
+        self.requests.fire(request, Turn.RELAY)
         request.is_lean, request.held_bytes = True, 0
-        self.desk.outbox.append(ev.SendHead(request.number, attempt.number, Continuation.NONE))
-        self.desk.weigh(request)
+        self.requests.outbox.append(ev.SendHead(request.number, attempt.number, Continuation.NONE))
+        self.requests.weigh(request)
 
     def held(self, attempt: Attempt, size_bytes: int) -> None:
         """So many more bytes are held of an answer: within the limits, or pass it on."""
         request = attempt.owner
-        is_too_much = self.desk.memory_bytes + size_bytes > self.desk.rules.memory_bytes_max
+        is_too_much = self.requests.memory_bytes + size_bytes > self.requests.rules.memory_bytes_max
         if is_too_much or request.held_bytes + size_bytes > ANSWER_BYTES_MAX:
             self._pass_on(attempt)
             return
         request.held_bytes += size_bytes
-        self.desk.weigh(request)
+        self.requests.weigh(request)
 
     def answered(self, attempt: Attempt, now_ms: float) -> None:
         """A response is complete, as HTTP sees it."""
@@ -132,12 +134,12 @@ class Course:
 
     def finished(self, request: ClientRequest) -> None:
         """An answer is whole."""
-        self.desk.whole(request)
+        self.requests.whole(request)
 
     # ---- replays
 
     def _replay(self, request: ClientRequest, now_ms: float) -> None:
-        self.desk.fire(request, Turn.STREAM)
+        self.requests.fire(request, Turn.STREAM)
         delivered = request.transcript.joined
         request.replay = Replay(delivered, request.tokens)
         if delivered.is_empty and not request.tokens:
@@ -149,10 +151,10 @@ class Course:
         assert attempt is not None
         assert replay is not None
         assert since_ms is not None
-        self.desk.fire(request, Turn.JOIN)
+        self.requests.fire(request, Turn.JOIN)
         request.rewriter = replay.rewriter()
         tokens, pause_ms = len(request.tokens), now_ms - since_ms
-        self.desk.outbox.append(
+        self.requests.outbox.append(
             ev.StreamResumed(
                 request.number,
                 attempt.engine,
@@ -165,17 +167,17 @@ class Course:
         request.paused_ms += pause_ms
         request.paused_since_ms = request.replay = None
         request.refusals = 0
-        self.desk.weigh(request)
+        self.requests.weigh(request)
         self._watch(request)
-        self.desk.look()
+        self.requests.look()
 
     def mismatched(self, request: ClientRequest, why: str) -> None:
         """The replay is not what was delivered."""
         assert request.attempt is not None
-        self.desk.fail(request, answers.mismatch(request.attempt.engine, why))
+        self.requests.fail(request, answers.mismatch(request.attempt.engine, why))
 
     def weigh(self, request: ClientRequest) -> None:
-        self.desk.weigh(request)
+        self.requests.weigh(request)
 
     def _watch(self, request: ClientRequest) -> None:
         """Be told when a suspect, or a request that has broken here, has made progress."""
@@ -188,15 +190,15 @@ class Course:
         request.progress_at = request.breaks_here = request.deaths = 0
         request.was_tried = False
         request.steer()
-        self.desk.line.end_trial(request)
-        self.desk.look()
+        self.requests.queue.end_trial(request)
+        self.requests.look()
 
     def look_at_trial(self, now_ms: float) -> None:
         """Clear a suspect whose tokens are not seen, or let the next one have its turn."""
-        trial = self.desk.line.on_trial
+        trial = self.requests.queue.on_trial
         if trial is not None and trial.made_progress(now_ms):
             self.progressed(trial)
-        self.desk.line.limit_trial(now_ms)
+        self.requests.queue.limit_trial(now_ms)
 
     # ---- breaks and refusals
 
@@ -204,38 +206,38 @@ class Course:
         """The answer is not whole and no more of it comes: ask again, park, or end."""
         request = attempt.owner
         request.has_broken = True
-        request.lived_ms = now_ms - request.asked_ms
+        request.lived_ms = now_ms - request.sent_ms
         if cause is not BreakCause.ERROR_EVENT:
             request.engine_error = b""
         if cause in (BreakCause.HANDED_OVER, BreakCause.YIELDED):  # it is in no engine now
             request.is_inside = False
             request.is_handed_over = cause is BreakCause.HANDED_OVER
-        self.desk.drop(request)
+        self.requests.drop(request)
         if request.state is RequestState.RELAYING:
-            self.desk.fail(request, answers.BROKEN, event=request.engine_error)
+            self.requests.fail(request, answers.BROKEN, event=request.engine_error)
             return
         if request.state is RequestState.STREAMING:
             self._pause(attempt, cause, now_ms)
-        elif request.state in (RequestState.ASKED, RequestState.ANSWERING):
+        elif request.state in (RequestState.SENT, RequestState.ANSWERING):
             request.waits_anew(now_ms)
             request.held_bytes = 0
-            self.desk.weigh(request)
-        self.desk.fire(request, Turn.BREAK)
+            self.requests.weigh(request)
+        self.requests.fire(request, Turn.BREAK)
         request.replay = None
         is_once = request.is_lean or not request.is_inference
         if request.state is RequestState.WAITING and is_once:
-            self.desk.fail(request, answers.BROKEN)
+            self.requests.fail(request, answers.BROKEN)
             return
         self._wait_for_grant(request, cause, now_ms)
-        self.desk.line.add(request)
-        self.desk.look()
+        self.requests.queue.add(request)
+        self.requests.look()
 
     def _pause(self, attempt: Attempt, cause: BreakCause, now_ms: float) -> None:
         request = attempt.owner
         request.paused_since_ms, request.paused_under = now_ms, attempt.token
         request.pauses += 1
         tokens = len(request.tokens)
-        self.desk.outbox.append(
+        self.requests.outbox.append(
             ev.StreamPaused(request.number, cause, attempt.engine, attempt.token, tokens)
         )
 
@@ -256,10 +258,10 @@ class Course:
         """Not now: nothing of the request is in the engine."""
         request = attempt.owner
         request.is_inside = attempt.was_inside
-        self.desk.drop(request)
-        self.desk.fire(request, Turn.REFUSE)
+        self.requests.drop(request)
+        self.requests.fire(request, Turn.REFUSE)
         pause_ms = REFUSED_MS * 2.0 ** min(request.refusals, 10)
         request.refusals += 1
         request.not_before_ms = now_ms + min(pause_ms, REFUSED_MAX_MS)
-        self.desk.line.add(request)
-        self.desk.look()
+        self.requests.queue.add(request)
+        self.requests.look()

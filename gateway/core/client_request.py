@@ -1,15 +1,15 @@
 """One client's request, from the moment it is whole to its last byte: its states, its journal, its
 facts.
 
-    waiting ─ask→ asked ─hold→ answering ──whole──▶ done
+    waiting ─send→ sent ─hold→ answering ──whole──▶ done
        ▲            │  └─stream→ streaming ──whole──▶ done
        └─break, refusal┘           │    ▲
                               break│    │join
                                    ▼    │
-                parked ─ask→ resuming ─stream→ replaying
+                parked ─send→ resuming ─stream→ replaying
                    ▲──break, refusal──┘──break───┘
 
-Nothing was sent to the client in `waiting`, `asked` and `answering`, so a break there costs it
+Nothing was sent to the client in `waiting`, `sent` and `answering`, so a break there costs it
 nothing: the request is sent again. `streaming` has sent something, and a break parks. What is sent
 in `relaying` cannot be continued, and a break there is the end. `replaying` sends nothing. `fire`
 is the only way to change the state. `requests.py`, `attempts.py` and `queue.py` decide what
@@ -38,18 +38,18 @@ from plumbing.gateway_protocol import ITEM_BYTES, Continuation
 
 class RequestState(StrEnum):
     WAITING = "waiting"  # for an engine, or its turn
-    ASKED = "asked"  # no response yet
+    SENT = "sent"  # no response yet
     ANSWERING = "answering"  # the answer is held until it is whole
     STREAMING = "streaming"  # events go to the client and into the journal
     RELAYING = "relaying"  # class none: bytes go to the client and are forgotten
     PARKED = "parked"  # a paused stream, for an engine or its turn
-    RESUMING = "resuming"  # asked again with its journal, no response yet
+    RESUMING = "resuming"  # sent again with its journal, no response yet
     REPLAYING = "replaying"  # the engine plays what the client has
     DONE = "done"
 
 
 class Turn(StrEnum):
-    ASK = "ask"
+    SEND = "send"
     STREAM = "stream"  # the head of a marked stream
     HOLD = "hold"  # the head of an answer that is held
     RELAY = "relay"  # the head of any other, or an answer that outgrew its limit
@@ -65,17 +65,17 @@ class Turn(StrEnum):
 _S, _T = RequestState, Turn
 
 TRANSITIONS: Mapping[tuple[RequestState, Turn], RequestState] = {
-    (_S.WAITING, _T.ASK): _S.ASKED,
-    (_S.ASKED, _T.STREAM): _S.STREAMING,
-    (_S.ASKED, _T.HOLD): _S.ANSWERING,
-    (_S.ASKED, _T.RELAY): _S.RELAYING,
-    (_S.ASKED, _T.BREAK): _S.WAITING,
-    (_S.ASKED, _T.REFUSE): _S.WAITING,
+    (_S.WAITING, _T.SEND): _S.SENT,
+    (_S.SENT, _T.STREAM): _S.STREAMING,
+    (_S.SENT, _T.HOLD): _S.ANSWERING,
+    (_S.SENT, _T.RELAY): _S.RELAYING,
+    (_S.SENT, _T.BREAK): _S.WAITING,
+    (_S.SENT, _T.REFUSE): _S.WAITING,
     (_S.ANSWERING, _T.RELAY): _S.RELAYING,
     (_S.ANSWERING, _T.BREAK): _S.WAITING,
     (_S.STREAMING, _T.BREAK): _S.PARKED,
     (_S.STREAMING, _T.FORGET): _S.RELAYING,
-    (_S.PARKED, _T.ASK): _S.RESUMING,
+    (_S.PARKED, _T.SEND): _S.RESUMING,
     (_S.RESUMING, _T.STREAM): _S.REPLAYING,
     (_S.RESUMING, _T.BREAK): _S.PARKED,
     (_S.RESUMING, _T.REFUSE): _S.PARKED,
@@ -196,7 +196,7 @@ class ClientRequest:
     __slots__ = (
         *("number", "path", "body_bytes", "is_inference", "is_stream", "is_lean", "state"),
         *("attempt", "has_broken", "is_handed_over", "is_inside", "entered_as"),
-        *("asked_ms", "lived_ms"),
+        *("sent_ms", "lived_ms"),
         *("waits_since_ms", "held_ms", "not_before_ms"),
         *("breaks_here", "refusals", "gives_up_ms", "engine_error"),
         *("continuation", "continuation_id", "is_event_stream", "is_at_boundary"),
@@ -229,7 +229,7 @@ class ClientRequest:
         self.is_handed_over = False  # by the engine that is granted now
         self.is_inside = False  # an engine had it when it died, if that engine has died
         self.entered_as = 0  # the only attempt by which that engine got it; 0: there were more
-        self.asked_ms = now_ms
+        self.sent_ms = now_ms
         self.lived_ms = 0.0  # how long the last engine had it
         self.waits_since_ms = now_ms
         self.held_ms = 0.0  # of that, while no engine could be asked
@@ -316,7 +316,7 @@ class ClientRequest:
         """Whether it has lived long enough since the last death to be above suspicion."""
         if self.is_stream and self.state is not RequestState.RELAYING:
             return self.delivered_tokens - self.tokens_at_death >= PROGRESS_TOKENS
-        lived_ms = self.lived_ms if self.attempt is None else now_ms - self.asked_ms
+        lived_ms = self.lived_ms if self.attempt is None else now_ms - self.sent_ms
         return lived_ms >= PROGRESS_MS
 
     def weigh(self) -> int:

@@ -237,7 +237,7 @@ class DemandChanged(GatewayEffect, frozen=True):
     """`Lanes.demand` of a model is another one: tell the parent."""
 
 
-class AskEngine(GatewayEffect, frozen=True):
+class SendRequest(GatewayEffect, frozen=True):
     """Send the request to this engine, on a connection that no other request uses meanwhile.
 
     With a journal it is a resume. The journal is borrowed: it is true until the next event.

@@ -41,7 +41,7 @@ from gateway.core.events import (
 )
 from gateway.core.hot_path import Attempt
 from gateway.core.machine import Gateway
-from gateway.core.shared import Census, Commons
+from gateway.core.shared import Shared, Stats
 from plumbing.gateway_protocol import Hello
 from pool.core.events import (
     Door,
@@ -59,7 +59,7 @@ from pool.core.states import PooledRules
 GREET_UNHEARD_MS = 1_000.0
 NO_ROOM = "pool.no_room"  # as refused in `pool.core.doors`
 BEGUN = (RequestState.STREAMING, RequestState.RESUMING, RequestState.REPLAYING)
-UNANSWERED = (RequestState.ASKED, RequestState.ANSWERING)
+UNANSWERED = (RequestState.SENT, RequestState.ANSWERING)
 
 
 class Lane(Gateway):
@@ -71,13 +71,13 @@ class Lane(Gateway):
         rules: GatewayRules,
         lane_rules: LaneRules,
         *,
-        commons: Commons,
+        shared: Shared,
         place: int,
         step: int,
         is_full: Callable[[], bool],
     ) -> None:
         """`is_full`: whether too many requests wait in all lanes together."""
-        super().__init__(rules, commons, place, step)
+        super().__init__(rules, shared, place, step)
         self.model = model
         self.lane_rules = lane_rules
         self.door: Door | None = None  # None: unheard
@@ -94,22 +94,22 @@ class Lane(Gateway):
     @property
     def is_idle(self) -> bool:
         """Whether there is no request."""
-        return not self._desk.requests
+        return not self._requests.all
 
     @property
     def in_flight(self) -> int:
         """Requests that an engine has."""
-        return len(self._desk.attempts)
+        return len(self._requests.attempts)
 
     @property
     def queued(self) -> int:
         """New requests that wait: those that count against the limits."""
-        waiting = self._desk.line.waiting.values()
+        waiting = self._requests.queue.waiting.values()
         return sum(each.state is RequestState.WAITING and not each.has_broken for each in waiting)
 
     @property
     def parked(self) -> int:
-        waiting = self._desk.line.waiting.values()
+        waiting = self._requests.queue.waiting.values()
         return sum(each.state is RequestState.PARKED for each in waiting)
 
     def expected_wait_ms(self, now_ms: float) -> float | None:
@@ -124,13 +124,13 @@ class Lane(Gateway):
         if self._was_busy and not is_busy:
             self._last_ms = now_ms
         self._was_busy = is_busy
-        waiting = sorted(self._desk.line.waiting.values(), key=lambda each: each.number)
-        owners = [each.owner for each in self._desk.attempts.values()]
+        waiting = sorted(self._requests.queue.waiting.values(), key=lambda each: each.number)
+        owners = [each.owner for each in self._requests.attempts.values()]
         return ModelDemand(
             tickets=tuple(self._ticket(each) for each in waiting),
             in_flight=len(owners),
             cannot_park=sum(not self._may_yield(each) for each in owners),
-            resuming=self._desk.resuming,
+            resuming=self._requests.resuming,
             last_request_ms=self._last_ms,
             keep_alive_ms=self._keep_alive_ms,
             door=self.door_number,
@@ -159,14 +159,14 @@ class Lane(Gateway):
         super()._look()
         if self._is_busy:
             return
-        in_flight, waiting = self.in_flight, len(self._desk.line.waiting)
+        in_flight, waiting = self.in_flight, len(self._requests.queue.waiting)
         # Behind an open door the pool has nothing to decide, but when all is quiet.
         is_open = isinstance(self.door, OpenDoor)
         counts = (in_flight > 0, waiting > 0) if is_open else (in_flight, waiting)
-        told = (self.door_number, self._keep_alive_ms, self._desk.resuming > 0, *counts)
+        told = (self.door_number, self._keep_alive_ms, self._requests.resuming > 0, *counts)
         if told != self._told:
             self._told = told
-            self._desk.outbox.append(ev.DemandChanged())
+            self._requests.outbox.append(ev.DemandChanged())
 
     # ------------------------------------------------------------------ requests
 
@@ -174,7 +174,7 @@ class Lane(Gateway):
         self._note_keep_alive(came.keep_alive_ms)
         self._last_ms = now_ms
         super()._came(came, now_ms)
-        request = self._desk.requests.get(came.request)
+        request = self._requests.all.get(came.request)
         if request is None:
             return
         request.priority = priority = self.lane_rules.priority_for(came.priority)
@@ -182,7 +182,7 @@ class Lane(Gateway):
         request.order_key = (now_ms + priority * self.lane_rules.starve_after_ms, came.request)
         failure = self._refusal(request)
         if failure is not None:
-            self._desk.fail(request, failure)
+            self._requests.fail(request, failure)
 
     def _note_keep_alive(self, wanted_ms: float | None) -> None:
         """The longest of those requests that are here together."""
@@ -196,8 +196,8 @@ class Lane(Gateway):
         """Why this new request does not even wait."""
         if isinstance(self.door, RefusedDoor):
             return answers.refused_door(self.door)
-        is_first = len(self._desk.line.waiting) == 1
-        if is_first and self.hello is not None and self._may_ask() and self._has_room:
+        is_first = len(self._requests.queue.waiting) == 1
+        if is_first and self.hello is not None and self._may_send() and self._has_room:
             return None
         if self.queued > self.lane_rules.queue_max:
             return answers.queue_full(f"{self.queued - 1} requests wait for {self.model}")
@@ -214,7 +214,7 @@ class Lane(Gateway):
     def _has_room(self) -> bool:
         return self.in_flight < self.lane_rules.max_in_flight
 
-    def _may_ask(self) -> bool:
+    def _may_send(self) -> bool:
         return self.door is None or isinstance(self.door, OpenDoor)
 
     def _is_overdue(self, request: ClientRequest, now_ms: float) -> bool:
@@ -254,11 +254,11 @@ class Lane(Gateway):
                 self._shut(door, now_ms)
             case RefusedDoor():
                 self._part()
-                for request in list(self._desk.line.waiting.values()):
+                for request in list(self._requests.queue.waiting.values()):
                     # A lease or an order takes room for a while, and no stream is cut for that.
                     is_kept = request.state is RequestState.PARKED and door.code == NO_ROOM
                     if not is_kept:
-                        self._desk.fail(request, answers.refused_door(door))
+                        self._requests.fail(request, answers.refused_door(door))
 
     def _set_rules(self, rules: PooledRules) -> None:
         self.lane_rules = replace(
@@ -283,9 +283,9 @@ class Lane(Gateway):
             self._yield(now_ms)
         if door.running is Running.CUT:
             self._cut(door)
-        for request in list(self._desk.line.waiting.values()):
+        for request in list(self._requests.queue.waiting.values()):
             if request.state is RequestState.WAITING and self._is_hopeless(request):
-                self._desk.fail(request, self._no_engine)
+                self._requests.fail(request, self._no_engine)
 
     def _may_yield(self, request: ClientRequest) -> bool:
         """Whether its engine may be left now without harm to it."""
@@ -294,28 +294,28 @@ class Lane(Gateway):
 
     def _yield(self, now_ms: float) -> None:
         """Park streams behind a token, and let unanswered requests wait again."""
-        for attempt in list(self._desk.attempts.values()):
+        for attempt in list(self._requests.attempts.values()):
             request = attempt.owner
             if self._may_yield(request):
                 if request.state in UNANSWERED:
                     request.was_requeued = True
-                    self._desk.outbox.append(ev.RequestRequeued(request.number))
-                self._course.broke(attempt, BreakCause.YIELDED, now_ms)
+                    self._requests.outbox.append(ev.RequestRequeued(request.number))
+                self._attempts.broke(attempt, BreakCause.YIELDED, now_ms)
 
     def _cut(self, door: ShutDoor) -> None:
         """The last resort: end what could not yield."""
-        for attempt in list(self._desk.attempts.values()):
+        for attempt in list(self._requests.attempts.values()):
             request = attempt.owner
             if request.state in UNANSWERED:
-                self._desk.drop(request)
-                self._desk.fire(request, Turn.BREAK)
-            self._desk.fail(request, answers.cut(self.model, door.reason))
+                self._requests.drop(request)
+                self._requests.fire(request, Turn.BREAK)
+            self._requests.fail(request, answers.cut(self.model, door.reason))
 
     # ------------------------------------------------------------------ who stands for the model
 
     def _meet(self, grant: ev.EngineGranted, now_ms: float) -> None:
         self._part()
-        if self._may_ask():
+        if self._may_send():
             self._greet(now_ms)
 
     @property
@@ -329,14 +329,14 @@ class Lanes:
     def __init__(
         self, rules: GatewayRules, models: Mapping[str, LaneRules], queue_max: int = QUEUE_MAX
     ) -> None:
-        self._commons = Commons()
+        self._shared = Shared()
         self._queue_max = queue_max
         self.by_model = {
             model: Lane(
                 model,
                 rules,
                 lane_rules,
-                commons=self._commons,
+                shared=self._shared,
                 place=place,
                 step=len(models),
                 is_full=self._is_full,
@@ -354,15 +354,15 @@ class Lanes:
     @property
     def outbox(self) -> Sequence[GatewayEffect]:
         """What is to be performed; the same object at all times."""
-        return self._commons.outbox
+        return self._shared.outbox
 
     def attempt(self, number: int) -> Attempt:
         return self._lane_of(number).attempt(number)
 
     def take(self) -> Sequence[GatewayEffect]:
         """The effects in the outbox, which is empty then."""
-        found = self._commons.outbox.copy()
-        self._commons.outbox.clear()
+        found = self._shared.outbox.copy()
+        self._shared.outbox.clear()
         return found
 
     def handle(self, event: GatewayEvent, now_ms: float) -> Sequence[GatewayEffect]:
@@ -406,15 +406,15 @@ class Lanes:
         """All that the pool needs to know, by model."""
         return {model: lane.demand(now_ms) for model, lane in self.by_model.items()}
 
-    def census(self, now_ms: float) -> Census:
+    def stats(self, now_ms: float) -> Stats:
         """What there is now in all lanes; no engine is named."""
-        found = [lane.census(now_ms) for lane in self._lanes]
+        found = [lane.stats(now_ms) for lane in self._lanes]
         by_state: Counter[str] = Counter()
         for each in found:
             by_state.update(each.by_state)
-        return Census(
+        return Stats(
             by_state=dict(by_state),
-            memory_bytes=self._commons.memory_bytes,
+            memory_bytes=self._shared.memory_bytes,
             suspects=sum(each.suspects for each in found),
             oldest_paused_ms=max((each.oldest_paused_ms for each in found), default=0.0),
             engine="",

@@ -20,13 +20,13 @@ from collections.abc import Sequence, Set
 
 from gateway.core import answers
 from gateway.core import events as ev
-from gateway.core.attempts import Course, objection
+from gateway.core.attempts import Attempts, objection
 from gateway.core.client_request import ClientRequest, RequestState
 from gateway.core.events import BreakCause, GatewayEffect, GatewayEvent, GatewayRules
 from gateway.core.hot_path import Attempt
 from gateway.core.queue import EXPECTED_MS
-from gateway.core.requests import Desk
-from gateway.core.shared import Census, Commons, Numbers
+from gateway.core.requests import Requests
+from gateway.core.shared import Numbers, Shared, Stats
 from plumbing.gateway_protocol import HOP_PATHS, Hello
 
 TICK_MS = 20.0  # a tenth of the shortest wait here, 200 ms
@@ -37,12 +37,12 @@ class Gateway:
     """All requests of one child process; in a pool, those for one model (`lane.py`)."""
 
     def __init__(
-        self, rules: GatewayRules, commons: Commons | None = None, lane: int = 0, step: int = 1
+        self, rules: GatewayRules, shared: Shared | None = None, lane: int = 0, step: int = 1
     ) -> None:
         self.rules = rules
         self.hello: Hello | None = None  # of the engine that is granted now
-        self._desk = Desk(rules, self._look, commons or Commons())
-        self._course = Course(self._desk, Numbers(lane, step))
+        self._requests = Requests(rules, self._look, shared or Shared())
+        self._attempts = Attempts(self._requests, Numbers(lane, step))
         self._grant: ev.EngineGranted | None = None  # the newest
         self._is_granted = False  # nobody has lost it since
         self._is_final = False  # and no engine will be granted any more
@@ -59,20 +59,20 @@ class Gateway:
     @property
     def attempts(self) -> dict[int, Attempt]:
         """Those that are not over."""
-        return self._desk.attempts
+        return self._requests.attempts
 
     def attempt(self, number: int) -> Attempt:
-        return self._desk.attempts[number]
+        return self._requests.attempts[number]
 
     @property
     def outbox(self) -> Sequence[GatewayEffect]:
         """What is to be performed; the same object at all times."""
-        return self._desk.outbox
+        return self._requests.outbox
 
     def take(self) -> Sequence[GatewayEffect]:
         """The effects in the outbox, which is empty then."""
-        found = self._desk.outbox.copy()
-        self._desk.outbox.clear()
+        found = self._requests.outbox.copy()
+        self._requests.outbox.clear()
         return found
 
     def handle(self, event: GatewayEvent, now_ms: float) -> Sequence[GatewayEffect]:
@@ -92,8 +92,8 @@ class Gateway:
             case ev.RequestCame():
                 self._came(event, now_ms)
             case ev.ClientLeft():
-                if (request := self._desk.requests.get(event.request)) is not None:
-                    self._desk.left(request)
+                if (request := self._requests.all.get(event.request)) is not None:
+                    self._requests.left(request)
             case ev.EngineGranted():
                 self._granted(event, now_ms)
             case ev.DeathExpected():
@@ -117,16 +117,16 @@ class Gateway:
     @property
     def needs_ticks(self) -> bool:
         """Whether anything waits for time to pass."""
-        line = self._desk.line
+        line = self._requests.queue
         return bool(line.waiting) or line.on_trial is not None or self._greet_ms is not None
 
-    def census(self, now_ms: float) -> Census:
+    def stats(self, now_ms: float) -> Stats:
         """What there is now."""
-        requests = self._desk.requests.values()
+        requests = self._requests.all.values()
         paused = [each.paused_since_ms for each in requests if each.paused_since_ms is not None]
-        return Census(
+        return Stats(
             by_state=dict(Counter(str(each.state) for each in requests)),
-            memory_bytes=self._desk.memory_bytes,
+            memory_bytes=self._requests.memory_bytes,
             suspects=sum(each.is_suspect for each in requests),
             oldest_paused_ms=now_ms - min(paused) if paused else 0.0,
             engine=self._grant.engine if self._grant and self._is_granted else "",
@@ -149,57 +149,59 @@ class Gateway:
     # ---- requests
 
     def _came(self, came: ev.RequestCame, now_ms: float) -> None:
-        request = self._desk.add(came, now_ms)
+        request = self._requests.add(came, now_ms)
         if came.path.startswith(HOP_PATHS):
-            self._desk.fail(request, answers.NOT_FOUND)
-        elif request.is_lean and (self._waits_for or len(self._desk.line.waiting) > 1):
-            self._desk.fail(request, answers.NO_MEMORY)
+            self._requests.fail(request, answers.NOT_FOUND)
+        elif request.is_lean and (self._waits_for or len(self._requests.queue.waiting) > 1):
+            self._requests.fail(request, answers.NO_MEMORY)
 
     def _attempted(self, event: GatewayEvent, now_ms: float) -> None:
         """Something about one attempt."""
         assert isinstance(event, (ev.HeadCame, ev.AnswerCame, ev.AnswerBroke, ev.ConnectFailed))
-        attempt = self._desk.attempts.get(event.attempt)
+        attempt = self._requests.attempts.get(event.attempt)
         if attempt is None:
             return
         match event:
             case ev.HeadCame():
-                self._course.head(attempt, event, now_ms)
+                self._attempts.head(attempt, event, now_ms)
             case ev.AnswerCame():
-                self._course.answered(attempt, now_ms)
+                self._attempts.answered(attempt, now_ms)
             case ev.AnswerBroke():
-                self._course.broke(attempt, event.cause, now_ms)
+                self._attempts.broke(attempt, event.cause, now_ms)
             case ev.ConnectFailed():
-                self._course.refused(attempt, now_ms)
+                self._attempts.refused(attempt, now_ms)
 
     def _look(self) -> None:
         """Ask the engine for every request whose turn it is."""
         if self._is_final and not self._is_busy:
             self._is_busy = True
-            self._desk.fail_waiting(answers.ending())
+            self._requests.fail_waiting(answers.ending())
             self._is_busy = False
         if self._is_busy or not self._is_granted or self._grant is None:
             return
-        if not self._desk.line.waiting:  # nearly always, and looked at four times a request
+        if not self._requests.queue.waiting:  # nearly always, and looked at four times a request
             return
-        if not self._may_ask() or self.hello is None:
+        if not self._may_send() or self.hello is None:
             return
         self._is_busy = True
-        desk = self._desk
-        for request in desk.line.due(lambda: desk.resuming, lambda: desk.company, self._now_ms):
+        requests = self._requests
+        for request in requests.queue.due(
+            lambda: requests.resuming, lambda: requests.company, self._now_ms
+        ):
             if not self._has_room:
                 break
             failure = objection(request, self.hello)
             if failure is not None:
-                self._desk.fail(request, failure)
+                self._requests.fail(request, failure)
             else:
-                self._course.ask(request, self._grant.token, self.hello, self._now_ms)
+                self._attempts.send(request, self._grant.token, self.hello, self._now_ms)
         self._is_busy = False
 
-    def _may_ask(self) -> bool:
+    def _may_send(self) -> bool:
         """Whether the door is open. The parent is told of the first request behind it."""
         if not self._door.is_open and not self._is_wanted:
             self._is_wanted = True
-            self._desk.outbox.append(ev.WantEngine())
+            self._requests.outbox.append(ev.WantEngine())
         return self._door.is_open
 
     @property
@@ -237,7 +239,7 @@ class Gateway:
         if door.is_shut:
             self._part()
         elif old.is_shut:
-            for request in self._desk.line.waiting.values():
+            for request in self._requests.queue.waiting.values():
                 request.waits_anew(now_ms)  # for a wake
             self._begin_anew(is_death=False, now_ms=now_ms)  # while it rests nothing is in it
             self._greet(now_ms)
@@ -249,13 +251,13 @@ class Gateway:
 
     def _supersede(self, *, is_death: bool, now_ms: float, queued: Set[int] = frozenset()) -> None:
         """No engine of an older grant says anything any more."""
-        for attempt in list(self._desk.attempts.values()):
-            self._course.broke(attempt, BreakCause.SUPERSEDED, now_ms)
+        for attempt in list(self._requests.attempts.values()):
+            self._attempts.broke(attempt, BreakCause.SUPERSEDED, now_ms)
         self._begin_anew(is_death=is_death, now_ms=now_ms, queued=queued)
 
     def _begin_anew(self, *, is_death: bool, now_ms: float, queued: Set[int] = frozenset()) -> None:
         """What broke off before says nothing about the engine that is asked now."""
-        waiting = self._desk.line.waiting
+        waiting = self._requests.queue.waiting
         if is_death:
             for request in [each for each in waiting.values() if each.is_inside]:
                 if request.entered_as not in queued:
@@ -264,23 +266,23 @@ class Gateway:
             request.breaks_here = request.refusals = 0
             request.gives_up_ms, request.not_before_ms = None, now_ms
             request.is_inside = request.is_handed_over = False
-        self._desk.line.queue_again()
+        self._requests.queue.queue_again()
 
     def _died(self, request: ClientRequest, now_ms: float) -> None:
         """An engine that had this request is dead."""
         request.died(now_ms)
         if not request.is_suspect:
-            self._desk.line.end_trial(request)
-        elif self._desk.line.on_trial is request or request.was_tried:
-            self._desk.line.clear_waiting(request)
-            self._desk.fail(request, answers.suspect(request.deaths))
+            self._requests.queue.end_trial(request)
+        elif self._requests.queue.on_trial is request or request.was_tried:
+            self._requests.queue.clear_waiting(request)
+            self._requests.fail(request, answers.suspect(request.deaths))
         else:
-            self._desk.outbox.append(ev.SuspectFound(request.number, request.deaths))
+            self._requests.outbox.append(ev.SuspectFound(request.number, request.deaths))
 
     def _greet(self, now_ms: float) -> None:
         assert self._grant is not None
         self._greet_ms = None
-        self._desk.outbox.append(
+        self._requests.outbox.append(
             ev.GreetEngine(self._greetings.next(), self._grant.engine, self._grant.token)
         )
 
@@ -321,19 +323,19 @@ class Gateway:
         """End what has waited too long; greet again; clear a held answer that lives on."""
         if self._greet_ms is not None and now_ms >= self._greet_ms and self._is_granted:
             self._greet(now_ms)
-        self._course.look_at_trial(now_ms)
+        self._attempts.look_at_trial(now_ms)
         passed_ms, self._ticked_ms = now_ms - self._ticked_ms, now_ms
         keeps_breaking = answers.keeps_breaking(self._grant.engine if self._grant else "")
-        for request in list(self._desk.line.waiting.values()):
+        for request in list(self._requests.queue.waiting.values()):
             is_given_up = request.gives_up_ms is not None
             if request.state is RequestState.WAITING:
                 # An engine that refuses it, or breaks it off each time, cannot be asked for it.
                 if self._waits_for or is_given_up or request.refusals:
                     request.held_ms += min(passed_ms, now_ms - request.waits_since_ms)
                 if self._is_overdue(request, now_ms):
-                    self._desk.fail(request, keeps_breaking if is_given_up else self._no_engine)
+                    self._requests.fail(request, keeps_breaking if is_given_up else self._no_engine)
             elif now_ms - (request.paused_since_ms or 0.0) >= self.rules.park_timeout_ms:
                 timeout_s = self.rules.park_timeout_ms / 1000
-                self._desk.fail(request, answers.park_timeout(timeout_s, self._waits_for))
+                self._requests.fail(request, answers.park_timeout(timeout_s, self._waits_for))
             elif request.gives_up_ms is not None and now_ms >= request.gives_up_ms:
-                self._desk.fail(request, keeps_breaking, event=request.engine_error)
+                self._requests.fail(request, keeps_breaking, event=request.engine_error)

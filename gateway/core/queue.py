@@ -61,7 +61,7 @@ class Precedence(IntEnum):
         return cls.AGAIN if request.has_broken else cls.NEW
 
 
-class WaitingLine:
+class RequestQueue:
     """All waiting and parked requests, each in one queue or delayed."""
 
     def __init__(self, resumes_max: int) -> None:
@@ -87,7 +87,7 @@ class WaitingLine:
         """Let the next suspect have its turn. This one stays a suspect, and ends if an engine dies
         that has it."""
         trial = self.on_trial
-        if trial is not None and trial.attempt and now_ms - trial.asked_ms >= TRIAL_MS:
+        if trial is not None and trial.attempt and now_ms - trial.sent_ms >= TRIAL_MS:
             trial.was_tried, self.on_trial = True, None
 
     def clear_waiting(self, culprit: ClientRequest) -> None:

@@ -16,32 +16,32 @@ from gateway.core.answers import Failure
 from gateway.core.client_request import REQUEST_BYTES, ClientRequest, RequestState, Turn
 from gateway.core.events import Ending, GatewayRules
 from gateway.core.hot_path import Attempt
-from gateway.core.queue import WaitingLine
-from gateway.core.shared import Commons
+from gateway.core.queue import RequestQueue
+from gateway.core.shared import Shared
 from plumbing.gateway_protocol import JOURNAL_TOKENS_MAX
 
 REPLAYS = (RequestState.RESUMING, RequestState.REPLAYING)
-UNSENT = (RequestState.WAITING, RequestState.ASKED, RequestState.ANSWERING)
+UNSENT = (RequestState.WAITING, RequestState.SENT, RequestState.ANSWERING)
 
 
-class Desk:
+class Requests:
     """Owns the requests. `look` is called when another one may have its turn."""
 
-    def __init__(self, rules: GatewayRules, look: Callable[[], None], commons: Commons) -> None:
+    def __init__(self, rules: GatewayRules, look: Callable[[], None], shared: Shared) -> None:
         self.rules = rules
-        self.commons = commons
+        self.shared = shared
         self.look = look
-        self.requests: dict[int, ClientRequest] = {}
+        self.all: dict[int, ClientRequest] = {}
         self.attempts: dict[int, Attempt] = {}  # those that are not over
-        self.line = WaitingLine(rules.resumes_max)
-        self.outbox = commons.outbox
+        self.queue = RequestQueue(rules.resumes_max)
+        self.outbox = shared.outbox
         self.resuming = 0  # replays under way
-        commons.requests.append(self.requests)
+        shared.requests.append(self.all)
 
     @property
     def memory_bytes(self) -> int:
         """Of all lanes together."""
-        return self.commons.memory_bytes
+        return self.shared.memory_bytes
 
     @property
     def company(self) -> int:
@@ -57,11 +57,11 @@ class Desk:
             is_stream=came.is_stream,
             now_ms=now_ms,
         )
-        weight = self.commons.memory_bytes + REQUEST_BYTES + came.body_bytes
+        weight = self.shared.memory_bytes + REQUEST_BYTES + came.body_bytes
         request.is_lean = weight > self.rules.memory_bytes_max
-        self.commons.memory_bytes += request.weigh()
-        self.requests[request.number] = request
-        self.line.add(request)
+        self.shared.memory_bytes += request.weigh()
+        self.all[request.number] = request
+        self.queue.add(request)
         return request
 
     def fire(self, request: ClientRequest, turn: Turn) -> None:
@@ -110,7 +110,7 @@ class Desk:
 
     def fail_waiting(self, failure: Failure) -> None:
         """No engine will take those that wait: each ends now."""
-        for request in list(self.line.waiting.values()):
+        for request in list(self.queue.waiting.values()):
             self.fail(request, failure)
 
     def left(self, request: ClientRequest) -> None:
@@ -120,10 +120,10 @@ class Desk:
 
     def _forget(self, request: ClientRequest, ending: Ending, code: str) -> None:
         self.drop(request)
-        self.line.remove(request)
-        self.line.end_trial(request)
-        del self.requests[request.number]
-        self.commons.memory_bytes -= request.charged_bytes
+        self.queue.remove(request)
+        self.queue.end_trial(request)
+        del self.all[request.number]
+        self.shared.memory_bytes -= request.charged_bytes
         tokens = request.delivered_tokens
         self.outbox.append(
             ev.RequestEnded(request.number, ending, code, tokens, request.pauses, request.paused_ms)
@@ -134,13 +134,13 @@ class Desk:
 
     def weigh(self, request: ClientRequest) -> None:
         """Count its memory again, and stay below the cap."""
-        self.commons.memory_bytes += request.weigh()
+        self.shared.memory_bytes += request.weigh()
         if len(request.tokens) > JOURNAL_TOKENS_MAX:
             self._give_journal_up(request, "tokens")
-        while self.commons.memory_bytes > self.rules.memory_bytes_max:
+        while self.shared.memory_bytes > self.rules.memory_bytes_max:
             streams = [
                 each
-                for requests in self.commons.requests
+                for requests in self.shared.requests
                 for each in requests.values()
                 if each.state is RequestState.STREAMING
             ]
@@ -153,5 +153,5 @@ class Desk:
         request.forget_answer()
         request.is_lean = True
         change = request.weigh()
-        self.commons.memory_bytes += change
+        self.shared.memory_bytes += change
         self.outbox.append(ev.ContinuationLost(request.number, reason, -change))

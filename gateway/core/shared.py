@@ -12,7 +12,7 @@ from gateway.core.client_request import ClientRequest
 from gateway.core.events import GatewayEffect
 
 
-class Commons:
+class Shared:
     """Its lanes' desks count their memory here."""
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Numbers:
         return self.last
 
 
-class Census(msgspec.Struct, frozen=True):
+class Stats(msgspec.Struct, frozen=True):
     """What there is now."""
 
     by_state: dict[str, int]  # requests, by `RequestState`

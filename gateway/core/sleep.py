@@ -27,8 +27,8 @@ from plumbing.pod.messages import Tier
 from plumbing.text import duration
 
 
-class RestRules(Struct, frozen=True):
-    """The settings of `rest.RestPolicy`."""
+class SleepRules(Struct, frozen=True):
+    """The settings of `rest.SleepPolicy`."""
 
     sleep_after_ms: float = 0.0  # of quiet; 0: the gateway lets no engine rest
     wakes_on_request: bool = True
@@ -37,18 +37,18 @@ class RestRules(Struct, frozen=True):
 # -------------------------------------------------------------------------------------- events
 
 
-class RestEvent(Struct, frozen=True):
-    """What has happened, for `RestPolicy.handle`."""
+class SleepEvent(Struct, frozen=True):
+    """What has happened, for `SleepPolicy.handle`."""
 
 
-class HolderIs(RestEvent, frozen=True):
+class HolderIs(SleepEvent, frozen=True):
     """The lock server names who holds the lock; "" and 0: nobody. Repeats change nothing."""
 
     engine: str
     token: int
 
 
-class HolderSaid(RestEvent, frozen=True):
+class HolderSaid(SleepEvent, frozen=True):
     """What the holder says of itself (`plumbing.pod.messages.EngineReportMsg`). `is_answer`: to
     the last goal that it was sent."""
 
@@ -60,17 +60,17 @@ class HolderSaid(RestEvent, frozen=True):
     is_answer: bool = False
 
 
-class HolderLost(RestEvent, frozen=True):
+class HolderLost(SleepEvent, frozen=True):
     """It cannot be heard now: what it said counts no longer."""
 
 
-class GoalRefused(RestEvent, frozen=True):
+class GoalRefused(SleepEvent, frozen=True):
     """It does not take the goal, and says why."""
 
     reason: str
 
 
-class ChildSaid(RestEvent, frozen=True):
+class ChildSaid(SleepEvent, frozen=True):
     """A beat. `door`: the number of the last `DoorSet` that this child has obeyed."""
 
     child: int
@@ -80,34 +80,34 @@ class ChildSaid(RestEvent, frozen=True):
     quiet_ms: float  # since nothing was in flight
 
 
-class ChildGone(RestEvent, frozen=True):
+class ChildGone(SleepEvent, frozen=True):
     child: int
 
 
-class RestTick(RestEvent, frozen=True):
+class SleepTick(SleepEvent, frozen=True):
     pass
 
 
 # ------------------------------------------------------------------------------------- effects
 
 
-class RestEffect(Struct, frozen=True):
+class SleepEffect(Struct, frozen=True):
     """What the shell does, in the order given; a `DoorSet` is one too: it tells all children."""
 
 
-class SendGoal(RestEffect, frozen=True):
+class SendGoal(SleepEffect, frozen=True):
     """Answered by a `HolderSaid` that `is_answer`, by `GoalRefused`, or by `HolderLost`."""
 
     goal: Tier
 
 
-class HolderWoke(RestEffect, frozen=True):
+class HolderWoke(SleepEffect, frozen=True):
     """The engine is awake, so long after the gateway has asked for it."""
 
     ms: float
 
 
-class RestTold(RestEffect, frozen=True):
+class SleepTold(SleepEffect, frozen=True):
     """For the event log."""
 
     kind: str
@@ -131,10 +131,10 @@ class _ChildView(Struct):
     quiet_since_ms: float
 
 
-class RestPolicy:
+class SleepPolicy:
     """One gateway's rule. `now_ms` never goes back."""
 
-    def __init__(self, rules: RestRules) -> None:
+    def __init__(self, rules: SleepRules) -> None:
         self.rules = rules
         self.engine = ""
         self.token = 0
@@ -145,7 +145,7 @@ class RestPolicy:
         self._awake_since_ms = 0.0  # or since when it was last found not to be quiet
         self._closing_since_ms = 0.0
         self._woken_ms: float | None = None  # when it was told to wake, until it is awake
-        self._out: list[RestEffect | DoorSet] = []
+        self._out: list[SleepEffect | DoorSet] = []
 
     # ------------------------------------------------------------------ looking
 
@@ -177,7 +177,7 @@ class RestPolicy:
 
     # ------------------------------------------------------------------ what happens
 
-    def handle(self, event: RestEvent, now_ms: float) -> list[RestEffect | DoorSet]:
+    def handle(self, event: SleepEvent, now_ms: float) -> list[SleepEffect | DoorSet]:
         """What follows from `event`."""
         match event:
             case HolderIs():
@@ -191,14 +191,14 @@ class RestPolicy:
             case GoalRefused():
                 self.asked, self._awake_since_ms = None, now_ms
                 message = f"{self.engine} does not take its goal: {event.reason}"
-                self._out.append(RestTold("goal_refused", message, "warning"))
+                self._out.append(SleepTold("goal_refused", message, "warning"))
             case ChildSaid():
                 self._children[event.child] = _ChildView(
                     event.door, event.in_flight, event.wanting, now_ms - event.quiet_ms
                 )
             case ChildGone():
                 self._children.pop(event.child, None)
-            case RestTick():
+            case SleepTick():
                 pass
             case _:
                 raise InvariantError(f"{event} is not known here")
@@ -265,7 +265,7 @@ class RestPolicy:
             self._set(GatewayDoor.OPEN)
         elif all(each.door == self.door.number for each in self._children.values()):
             quiet = duration(self.quiet_ms(now_ms))
-            self._out.append(RestTold("sleep", f"no request for {quiet}: {self.engine} rests"))
+            self._out.append(SleepTold("sleep", f"no request for {quiet}: {self.engine} rests"))
             self._send(Tier.WARM)
             self._set(GatewayDoor.SHUT)
 
@@ -273,7 +273,7 @@ class RestPolicy:
         if not self.rules.wakes_on_request or self.goal is Tier.AWAKE or not self.wanting:
             return
         waiting = f"{self.wanting} requests wait" if self.wanting > 1 else "a request waits"
-        self._out.append(RestTold("wake", f"{waiting}: {self.engine} is woken"))
+        self._out.append(SleepTold("wake", f"{waiting}: {self.engine} is woken"))
         self._woken_ms = now_ms
         self._send(Tier.AWAKE)
         self._set(GatewayDoor.SHUT)  # as before; but it will open

@@ -1,6 +1,6 @@
 """The child of a gateway that serves clients: `python -m gateway.server`."""
 
-from gateway.server.client_listener import HttpDoors
+from gateway.server.client_listener import ClientListener
 from gateway.server.main import run
 
-run(HttpDoors)
+run(ClientListener)

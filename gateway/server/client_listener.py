@@ -1,7 +1,7 @@
 """The serving child's listener for clients: it accepts them, and runs the gateway around the core.
 
-`HttpDoors` owns the clients' connections and the sweep once a second. `gateway.core` decides what
-happens to a request, and `HttpExchange` performs it.
+`ClientListener` owns the clients' connections and the sweep once a second. `gateway.core` decides
+what happens to a request, and `HttpExchange` performs it.
 
 `ServiceListener` accepts from the service socket, of which other processes hold copies too. It does
 not use `create_server`, which calls `listen` again and accepts a whole backlog before anything else
@@ -70,7 +70,7 @@ class Parent(Protocol):
         """Tell it soon."""
 
 
-class HttpDoors:
+class ClientListener:
     """All clients' connections, and what the parent says and hears. Nothing here blocks."""
 
     def __init__(self, settings: ConfigureGatewayMsg, parent: Parent) -> None:
@@ -321,8 +321,8 @@ class HttpDoors:
         """A whole answer waits here for a client that reads slowly, and is no request any more. All
         of them together count as the cap does: above it those that hold most are cut."""
         waiting = {each: each.unsent_bytes for each in self.clients}
-        census = self._core.census(self.exchange.now_ms())
-        held_bytes = census.memory_bytes + self.body_memory.bytes
+        stats = self._core.stats(self.exchange.now_ms())
+        held_bytes = stats.memory_bytes + self.body_memory.bytes
         excess_bytes = held_bytes + sum(waiting.values()) - self._settings.memory_bytes
         for client in sorted(waiting, key=waiting.__getitem__, reverse=True):
             if excess_bytes <= 0 or waiting[client] <= WRITE_BUFFER_BYTES:
@@ -332,26 +332,26 @@ class HttpDoors:
             client.abort()
 
     def _load(self) -> GatewayLoad:
-        census = self._core.census(self.exchange.now_ms())
-        by_state = census.by_state
+        stats = self._core.stats(self.exchange.now_ms())
+        by_state = stats.by_state
         return GatewayLoad(
             connections=len(self.clients),
             in_flight=len(self.exchange.requests),
             waiting=by_state.get(WAITING, 0),
             parked=sum(by_state.get(state, 0) for state in PARKED),
-            parked_oldest_ms=census.oldest_paused_ms,
+            parked_oldest_ms=stats.oldest_paused_ms,
             replaying=by_state.get("replaying", 0),
-            suspects=census.suspects,
-            memory_bytes=census.memory_bytes,
+            suspects=stats.suspects,
+            memory_bytes=stats.memory_bytes,
         )
 
     def _upstream(self) -> UpstreamState | None:
         engine, token = self._granted
         if not engine:
             return None
-        hello, census = self._core.hello, self._core.census(self.exchange.now_ms())
+        hello, stats = self._core.hello, self._core.stats(self.exchange.now_ms())
         if hello is None:
-            return UpstreamState(engine, token, False, problem=census.waits_for or None)
+            return UpstreamState(engine, token, False, problem=stats.waits_for or None)
         problem = hello.problem and hello.problem[:PROBLEM_CHARS_MAX]
         return UpstreamState(
             engine, token, True, hello.continuation_id, hello.continuation, problem

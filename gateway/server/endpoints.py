@@ -181,7 +181,7 @@ class Endpoints:
             return b""
 
     def _load(self, model: str) -> RequestLoad:
-        by_state = self._lanes[model].census(0.0).by_state
+        by_state = self._lanes[model].stats(0.0).by_state
         waiting = sum(by_state.get(str(state), 0) for state in WAITING_STATES)
         hello = self._hellos.get(model)
         served = next(iter(hello.models), "") if hello is not None else ""

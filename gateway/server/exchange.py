@@ -88,8 +88,8 @@ class HttpExchange:
                 request.number,
                 http.path,
                 len(http.body),
-                request.may_be_asked_twice,
-                bool(http.body) and http.asks_for_stream,
+                request.may_be_sent_twice,
+                bool(http.body) and http.wants_stream,
                 wishes.model,
                 wishes.priority,
                 wishes.wait_ms,
@@ -177,8 +177,8 @@ class HttpExchange:
 
     def _perform(self, effect: ev.GatewayEffect) -> None:
         match effect:
-            case ev.AskEngine():
-                self._ask(effect)
+            case ev.SendRequest():
+                self._send_request(effect)
             case ev.DropAttempt():
                 self._drop(effect.attempt)
             case ev.SendHead():
@@ -198,7 +198,7 @@ class HttpExchange:
             case _:
                 raise NotImplementedError(type(effect).__name__)  # our own fault: it crashes
 
-    def _ask(self, effect: ev.AskEngine) -> None:
+    def _send_request(self, effect: ev.SendRequest) -> None:
         request = self.requests[effect.request]
         upstream = Upstream(
             self,
@@ -210,7 +210,7 @@ class HttpExchange:
         request.upstream = self.upstreams[effect.attempt] = upstream
         request.engine = effect.engine
         # A request that must not be asked twice meets no connection that may end at any time.
-        reusable = request.may_be_asked_twice
+        reusable = request.may_be_sent_twice
         idle = self.idle_connections.take((effect.engine, effect.token)) if reusable else None
         if idle is None or not upstream.reuse(idle):
             self.connect(upstream)

@@ -1,6 +1,6 @@
 """The main program of a gateway's child: `python -m gateway.server`, started by `gateway serve`.
 
-Owns the channel to the parent: what the parent says reaches `HttpDoors`, and what they say of
+Owns the channel to the parent: what the parent says reaches `ClientListener`, and what they say of
 themselves goes back, as beats. It decides nothing about requests. It dies with its parent, and
 exits when the channel ends.
 
@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable
 
 from gateway import messages as msg
-from gateway.server.client_listener import HttpDoors, Parent
+from gateway.server.client_listener import ClientListener, Parent
 from plumbing.errors import ProtocolError, UnderstudyError
 from plumbing.pod.cli import run_async
 from plumbing.service import log
@@ -35,18 +35,18 @@ ORPHANED = 1  # the exit code when the parent is gone
 logger = logging.getLogger(__name__)
 
 
-MakeDoors = Callable[[msg.ConfigureGatewayMsg, Parent], HttpDoors]
+MakeListener = Callable[[msg.ConfigureGatewayMsg, Parent], ClientListener]
 
 
 class ParentLink(Handler):
     """The channel: the first message configures, and every other one goes to the doors."""
 
-    def __init__(self, make_doors: MakeDoors) -> None:
+    def __init__(self, make_doors: MakeListener) -> None:
         self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.closed_event = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._make_doors = make_doors
-        self._doors: HttpDoors | None = None
+        self._doors: ClientListener | None = None
         self._conn: UnixConnection | None = None
         self._stopping: set[asyncio.Task[None]] = set()
         self._progress = 0
@@ -152,7 +152,7 @@ class ParentLink(Handler):
         if not self._conn.is_backed_up:  # else the parent is stopped, and has enough to read
             self._conn.send(self._doors.beat(self._progress))
 
-    async def _stop(self, doors: HttpDoors, budget_ms: float) -> None:
+    async def _stop(self, doors: ClientListener, budget_ms: float) -> None:
         await doors.stop(budget_ms)
         self._tell_demand()
         self._beat()  # the last word: what was counted
@@ -162,7 +162,7 @@ class ParentLink(Handler):
             self.ended.set_result(0)
 
 
-async def serve(make_doors: MakeDoors) -> int:
+async def serve(make_doors: MakeListener) -> int:
     """Be a child until told to stop; the exit code."""
     sock = socket.socket(fileno=int(os.environ.pop(msg.CHANNEL_ENV)))
     os.set_inheritable(sock.fileno(), False)
@@ -175,7 +175,7 @@ async def serve(make_doors: MakeDoors) -> int:
         await link.closed_event.wait()  # its last words are sent, or late
 
 
-def run(make_doors: MakeDoors) -> None:
+def run(make_doors: MakeListener) -> None:
     """The whole life of a child process."""
     arm_from_environment()
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

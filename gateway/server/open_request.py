@@ -53,7 +53,7 @@ class OpenRequest:
         self.sent_bytes = 0
 
     @property
-    def may_be_asked_twice(self) -> bool:
+    def may_be_sent_twice(self) -> bool:
         if self.http.is_tunnel:
             return False
         return self.http.method in SAFE_METHODS or self.http.path in INFERENCE_PATHS

@@ -226,7 +226,7 @@ class HttpRequest:
         return self._members
 
     @property
-    def asks_for_stream(self) -> bool:
+    def wants_stream(self) -> bool:
         return bytes(self.members[0].stream) == b"true"
 
 

@@ -1,6 +1,6 @@
 """The child processes of a gateway: started, told what they need, and counted.
 
-`Nursery` performs what `gateway.core.children` decides, and feeds it. It owns the listening
+`ChildProcesses` performs what `gateway.core.children` decides, and feeds it. It owns the listening
 socket's copy, the processes and their channels, and what a starting child receives: the socket only
 at that child's turn. `ChildLink` is one child as its parent sees it: its process, its channel, its
 last beat. A child's last messages may arrive after its end was seen, so its counts are read until
@@ -168,7 +168,7 @@ News: TypeAlias = EngineGranted | NobodyGranted | DeathExpected | DoorSet
 Restarted = Callable[[msg.ChildRestartedMsg | UnderstudyError], None]
 
 
-class Nursery:
+class ChildProcesses:
     """All children; `on_change` is called when who accepts may have changed, `on_beat` and
     `on_gone` for each of them."""
 

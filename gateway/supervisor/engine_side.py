@@ -12,8 +12,8 @@ from collections import Counter
 from gateway import messages as msg
 from gateway.core import sleep as ev
 from gateway.core.events import DoorSet, GatewayDoor
-from gateway.core.sleep import RestPolicy, RestRules
-from gateway.supervisor.child_processes import ChildLink, Nursery
+from gateway.core.sleep import SleepPolicy, SleepRules
+from gateway.supervisor.child_processes import ChildLink, ChildProcesses
 from plumbing.errors import UnderstudyError
 from plumbing.pod.messages import GOAL_CATALOGUE, EngineReportMsg, SetGoalMsg, Tier
 from plumbing.pod.paths import engine_socket
@@ -40,9 +40,14 @@ class GatewayEngineSide(Handler):
     """One gateway's connection to the engine that requests go to."""
 
     def __init__(
-        self, rules: RestRules, directory: str, nursery: Nursery, clock: Clock, log: EventLog
+        self,
+        rules: SleepRules,
+        directory: str,
+        children: ChildProcesses,
+        clock: Clock,
+        log: EventLog,
     ) -> None:
-        self.core = RestPolicy(rules)
+        self.core = SleepPolicy(rules)
         self.said: EngineReportMsg | None = (
             None  # the last word of this engine, while it is connected
         )
@@ -52,7 +57,7 @@ class GatewayEngineSide(Handler):
         self.goals: Counter[Tier] = Counter()  # sent
         self.wakes = msg.HistogramTally(WAKE_BUCKETS_S)
         self._directory = directory
-        self._nursery, self._clock, self._log = nursery, clock, log
+        self._children, self._clock, self._log = children, clock, log
         self._conn: Connection | None = None
         self._changed = asyncio.Event()  # there is another engine, or no connection
         self._retry_s = RETRY_S
@@ -91,7 +96,7 @@ class GatewayEngineSide(Handler):
         is_due = self._asked_ms is None and now_ms - self.said_ms > LOOK_MS
         if is_due and self.core.door.door is GatewayDoor.SHUT:
             self._ask(SetGoalMsg())
-        self._feed(ev.RestTick())
+        self._feed(ev.SleepTick())
 
     async def run(self) -> None:
         """Stay connected to the engine that holds the lock, until cancelled."""
@@ -170,14 +175,14 @@ class GatewayEngineSide(Handler):
                 self._asked_ms = self._clock.now_ms()
             self._conn.send(question, self._last_request)
 
-    def _feed(self, event: ev.RestEvent) -> None:
+    def _feed(self, event: ev.SleepEvent) -> None:
         for effect in self.core.handle(event, self._clock.now_ms()):
             self._perform(effect)
 
-    def _perform(self, effect: ev.RestEffect | DoorSet) -> None:
+    def _perform(self, effect: ev.SleepEffect | DoorSet) -> None:
         match effect:
             case DoorSet():
-                self._nursery.tell(effect)
+                self._children.tell(effect)
             case ev.SendGoal():
                 self.goals[effect.goal] += 1
                 self._ask(SetGoalMsg(effect.goal, BY))
@@ -186,6 +191,6 @@ class GatewayEngineSide(Handler):
                 message = f"{self.core.engine} is awake after {duration(effect.ms)}"
                 data = {"engine_id": self.core.engine, "duration_ms": round(effect.ms, 1)}
                 self._log.record("gateway.woken", message, data=data)
-            case ev.RestTold():
+            case ev.SleepTold():
                 data = {"engine_id": self.core.engine, "token": self.core.token}
                 self._log.record(f"gateway.{effect.kind}", effect.message, effect.severity, data)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gateway.core.events import EngineGranted, NobodyGranted
-from gateway.supervisor.child_processes import Nursery
+from gateway.supervisor.child_processes import ChildProcesses
 from lockserver.client import Borrower, BorrowerCallbacks
 from plumbing.errors import UnderstudyError
 from plumbing.service.clock import Clock
@@ -35,7 +35,7 @@ class GatewayLockSide:
         self,
         path: str,
         lock: str,
-        nursery: Nursery,
+        children: ChildProcesses,
         clock: Clock,
         log: EventLog,
         on_granted: Callable[[str, int], None],
@@ -48,7 +48,7 @@ class GatewayLockSide:
         self.is_final = False  # and that none will: every engine was told to end
         self.changed_ms = clock.now_ms()  # connected, or lost
         self.idle_ms = clock.now_ms()  # since when it is idle, if it is
-        self._nursery, self._clock, self._log = nursery, clock, log
+        self._children, self._clock, self._log = children, clock, log
         self._on_granted = on_granted
         self.is_served = False  # connected, and not refused
         self.refusal: str | None = None
@@ -85,7 +85,7 @@ class GatewayLockSide:
         self._heard()
         message = f"the lock server has lent {address}"
         self._log.record("gateway.socket_lent", message, data={"lock": self.lock})
-        self._nursery.lent(fd, address)
+        self._children.lent(fd, address)
 
     def _granted(self, engine: str, token: int, era: str) -> None:
         self._heard()
@@ -96,7 +96,7 @@ class GatewayLockSide:
             message = f"requests go to {engine}, token {token}"
             self._log.record("gateway.engine", message, data=data)
         self.idle, self.is_final = None, False
-        self._nursery.tell(EngineGranted(engine, token, era))
+        self._children.tell(EngineGranted(engine, token, era))
         self._on_granted(engine, token)
 
     def _model_granted(self, model: str, engine: str, token: int, era: str) -> None:
@@ -109,12 +109,12 @@ class GatewayLockSide:
             message = f"{engine} stands for {model}, token {token}"
             self._log.record("gateway.engine", message, data=data)
         self.is_final = False
-        self._nursery.tell(EngineGranted(engine, token, era, model))
+        self._children.tell(EngineGranted(engine, token, era, model))
 
     def _model_idle(self, model: str, reason: str, is_final: bool) -> None:
         self._heard()
         self.is_final = is_final
-        self._nursery.tell(NobodyGranted(reason, model, is_final))
+        self._children.tell(NobodyGranted(reason, model, is_final))
 
     def _is_idle(self, reason: str, is_final: bool) -> None:
         self._heard()
@@ -123,7 +123,7 @@ class GatewayLockSide:
             message = f"no engine is known to serve: {reason}"
             self._log.record("gateway.no_engine", message, "info" if is_final else "warning")
         self.idle, self.is_final = reason, is_final
-        self._nursery.tell(NobodyGranted(reason, is_final=is_final))
+        self._children.tell(NobodyGranted(reason, is_final=is_final))
 
     def _heard(self) -> None:
         """The server takes this gateway: a connection alone may be refused, and again and again."""

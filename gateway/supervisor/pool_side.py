@@ -13,7 +13,7 @@ import msgspec
 
 from gateway import messages as msg
 from gateway.core.demand import ChildDemands
-from gateway.supervisor.child_processes import ChildLink, Nursery
+from gateway.supervisor.child_processes import ChildLink, ChildProcesses
 from plumbing.errors import UnderstudyError
 from plumbing.service.clock import Clock
 from plumbing.service.events import EventLog
@@ -37,7 +37,7 @@ class GatewayPoolSide:
         self,
         directory: str,
         models: Mapping[str, object],
-        nursery: Nursery,
+        children: ChildProcesses,
         clock: Clock,
         log: EventLog,
     ) -> None:
@@ -47,7 +47,7 @@ class GatewayPoolSide:
         self.refusal: str | None = None
         self.lost: Counter[str] = Counter()  # by model: requests in children that died
         self._demands = ChildDemands(self.models)
-        self._nursery, self._clock, self._log = nursery, clock, log
+        self._children, self._clock, self._log = children, clock, log
         self._heard: dict[str, tuple[int, Door]] = {}  # each door with the pool's number
         self._strangers: frozenset[str] = frozenset()
         self._link = PoolLink(
@@ -101,7 +101,7 @@ class GatewayPoolSide:
         for model in self.models:
             said = doors.models.get(model) or _unknown(model)
             self._set(model, said)
-        self._nursery.set_model_doors(msg.ModelDoorsMsg(self.said))
+        self._children.set_model_doors(msg.ModelDoorsMsg(self.said))
         strangers = frozenset(doors.models) - frozenset(self.models)
         if strangers - self._strangers:
             names = ", ".join(sorted(strangers))

@@ -30,7 +30,7 @@ from gateway.messages import (
     GatewayTotals,
     PoolOutcome,
 )
-from gateway.supervisor.child_processes import ChildLink, Nursery
+from gateway.supervisor.child_processes import ChildLink, ChildProcesses
 from gateway.supervisor.engine_side import WAKE_BUCKETS_S, GatewayEngineSide
 from gateway.supervisor.lock_side import GatewayLockSide
 from gateway.supervisor.pool_side import GatewayPoolSide
@@ -53,7 +53,7 @@ class GatewayParts:
     settings: GatewaySettings
     clock: Clock
     log: EventLog
-    nursery: Nursery
+    children: ChildProcesses
     lock: GatewayLockSide
     engine: GatewayEngineSide
     pool: GatewayPoolSide
@@ -69,8 +69,8 @@ UNHEARD_MS = 5_000.0  # a supervisor that is restarted listens again in less
 
 def document(gateway: GatewayParts) -> dict[str, Any]:
     """The status document, the same for the CLI, `/status` and observers."""
-    nursery, lock = gateway.nursery, gateway.lock
-    serving = nursery.serving
+    children, lock = gateway.children, gateway.lock
+    serving = children.serving
     beat = serving.beat if serving is not None else None
     accepting_ms = serving.accepting_since_ms if serving is not None else None
     return {
@@ -88,20 +88,20 @@ def document(gateway: GatewayParts) -> dict[str, Any]:
             if beat is None or beat.upstream is None
             else beat.upstream.continuation or None,
         },
-        "accepting": nursery.is_accepting,
+        "accepting": children.is_accepting,
         "accepting_since": (
             None if accepting_ms is None else moment(accepting_ms, gateway.clock)["since"]
         ),
         "service": {
             "lock": lock.lock,
-            "address": nursery.address or None,
+            "address": children.address or None,
             "tls": bool(gateway.settings.child.tls_cert),
         },
         "child": None if serving is None else _child(gateway, serving),
-        "spare": next((_child(gateway, each) for each in nursery.at(Place.SPARE)), None),
-        "starting": [_child(gateway, each) for each in nursery.at(Place.STARTING)],
-        "retiring": [_child(gateway, each) for each in nursery.at(Place.RETIRING)],
-        "restarts_total": nursery.core.restarts.deaths_total,
+        "spare": next((_child(gateway, each) for each in children.at(Place.SPARE)), None),
+        "starting": [_child(gateway, each) for each in children.at(Place.STARTING)],
+        "retiring": [_child(gateway, each) for each in children.at(Place.RETIRING)],
+        "restarts_total": children.core.restarts.deaths_total,
         "upstream": None if beat is None else msgspec.to_builtins(beat.upstream),
         "lock_server": {
             "connected": lock.is_served,
@@ -123,13 +123,13 @@ def document(gateway: GatewayParts) -> dict[str, Any]:
 
 def problems(gateway: GatewayParts) -> list[str]:
     """One sentence for each thing that does not work now."""
-    nursery, lock = gateway.nursery, gateway.lock
-    serving = nursery.serving
-    found = [nursery.socket_problem, nursery.core.problem]
+    children, lock = gateway.children, gateway.lock
+    serving = children.serving
+    found = [children.socket_problem, children.core.problem]
     if lock.problem is not None:
         meanwhile = "requests go on, a takeover waits for it" if lock.grant else "nothing is served"
         found.append(f"{lock.problem}; {meanwhile}")
-    elif nursery.service is None:
+    elif children.service is None:
         found.append("the lock server has lent no socket yet; see `lockserver status`")
     if serving is not None and serving.beat is not None:
         found.append(serving.beat.problem)
@@ -140,7 +140,7 @@ def problems(gateway: GatewayParts) -> list[str]:
 
 def load(gateway: GatewayParts) -> GatewayLoad:
     """The load of all children together."""
-    links = gateway.nursery.links.values()
+    links = gateway.children.links.values()
     loads = [link.beat.load for link in links if link.beat is not None]
     sums = {
         name: sum(getattr(each, name) for each in loads)
@@ -165,9 +165,9 @@ def gauges(gateway: GatewayParts) -> dict[str, float]:
         "connections": found.connections,
         "held_bytes": found.memory_bytes,
         "held_bytes_max": gateway.settings.child.memory_bytes,
-        "accepting": gateway.nursery.is_accepting,
+        "accepting": gateway.children.is_accepting,
         "ready": ready(gateway).ok,
-        "spare_ready": gateway.nursery.core.spare is not None,
+        "spare_ready": gateway.children.core.spare is not None,
         "lock_server_connected": gateway.lock.is_served,
         "engine_resting": gateway.engine.core.door.is_shut,
     }
@@ -198,7 +198,7 @@ def probes(gateway: GatewayParts) -> Mapping[str, Callable[[], Probe]]:
 
 def startup(gateway: GatewayParts) -> Probe:
     """A process could accept. Engines start after this one, so none is asked for."""
-    if gateway.nursery.has_started:
+    if gateway.children.has_started:
         return Probe(True, "started")
     return Probe(False, "starting", {"problems": problems(gateway)})
 
@@ -209,7 +209,7 @@ def ready(gateway: GatewayParts) -> Probe:
     lock = gateway.lock
     if gateway.is_stopping or lock.is_final:
         return Probe(False, "stopping")
-    if not gateway.nursery.is_accepting:
+    if not gateway.children.is_accepting:
         return Probe(False, "not_accepting", {"problems": problems(gateway)})
     if gateway.pool.models:
         return _pool_ready(gateway)
@@ -328,7 +328,7 @@ def _child(gateway: GatewayParts, link: ChildLink) -> dict[str, Any]:
 
 
 def _totals(gateway: GatewayParts) -> dict[str, Any]:
-    totals = gateway.nursery.counted()
+    totals = gateway.children.counted()
     return {
         "requests": [msgspec.to_builtins(each) for each in totals.requests],
         "tokens": totals.tokens,
@@ -337,7 +337,7 @@ def _totals(gateway: GatewayParts) -> dict[str, Any]:
         "pause_ms": round(totals.pause_s.sum_s * 1000, 1),
         "resumes": totals.resumes,
         "continuations_lost": totals.continuations_lost,
-        "lost_requests": gateway.nursery.lost_requests,
+        "lost_requests": gateway.children.lost_requests,
         "limits": dict(totals.limits),
     }
 
@@ -384,16 +384,16 @@ class _Children(Collector):
         self._gateway = gateway
 
     def collect(self) -> Iterator[Metric]:
-        nursery = self._gateway.nursery
-        totals = nursery.counted()
+        children = self._gateway.children
+        totals = children.counted()
         counts = {
             "delivered_tokens": totals.tokens,
             "replayed_tokens": totals.replayed_tokens,
             "pauses": totals.pauses,
             "resumes": totals.resumes,
             "continuations_lost": totals.continuations_lost,
-            "lost_requests": nursery.lost_requests,
-            "child_restarts": nursery.core.restarts.deaths_total,
+            "lost_requests": children.lost_requests,
+            "child_restarts": children.core.restarts.deaths_total,
             "sleeps": self._gateway.engine.goals[Tier.WARM],
             "wakes": self._gateway.engine.goals[Tier.AWAKE],
         }

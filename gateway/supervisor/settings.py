@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 
 from gateway.core.events import QUEUE_MAX
-from gateway.core.sleep import RestRules
+from gateway.core.sleep import SleepRules
 from gateway.messages import ConfigureGatewayMsg
 from gateway.server.files import open_api_keys, open_certificate
 from gateway.server.tracing import MODES, OFF, check_tracing
@@ -154,7 +154,7 @@ class GatewaySettings:
     http_port: int
     allowed_hosts: tuple[str, ...]
     drain_ms: int
-    rest: RestRules
+    rest: SleepRules
     child: ConfigureGatewayMsg
 
 
@@ -179,7 +179,7 @@ def settle(config: Resolved) -> GatewaySettings:
         http_port=config["http_port"],
         allowed_hosts=config["http_allowed_host"],
         drain_ms=round(config["drain_timeout"] * 1000),
-        rest=RestRules(config["sleep_after"] * 1000, config["wake"] == ON_REQUEST),
+        rest=SleepRules(config["sleep_after"] * 1000, config["wake"] == ON_REQUEST),
         child=ConfigureGatewayMsg(
             directory=os.fsencode(directory),
             hold_ms=round(config["hold_ms"]),

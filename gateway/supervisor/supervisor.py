@@ -21,7 +21,7 @@ from gateway import messages as msg
 from gateway.core.children import StopAsked
 from gateway.core.events import DeathExpected
 from gateway.supervisor import report
-from gateway.supervisor.child_processes import COMMAND, ChildLink, Nursery
+from gateway.supervisor.child_processes import COMMAND, ChildLink, ChildProcesses
 from gateway.supervisor.engine_side import GatewayEngineSide
 from gateway.supervisor.lock_side import GatewayLockSide
 from gateway.supervisor.pool_side import GatewayPoolSide
@@ -58,7 +58,7 @@ class GatewaySupervisor:
         """`command`: how a child is started."""
         self.clock = clock or SystemClock()
         self.log = EventLog("gateway", self.clock)
-        self.nursery = Nursery(
+        self.children = ChildProcesses(
             settings.child,
             self.clock,
             self.log,
@@ -70,15 +70,15 @@ class GatewaySupervisor:
             command=command,
         )
         self.pool = GatewayPoolSide(
-            settings.directory, settings.child.lanes, self.nursery, self.clock, self.log
+            settings.directory, settings.child.lanes, self.children, self.clock, self.log
         )
         self.engine = GatewayEngineSide(
-            settings.rest, settings.directory, self.nursery, self.clock, self.log
+            settings.rest, settings.directory, self.children, self.clock, self.log
         )
         self.lock = GatewayLockSide(
             lockserver_socket(settings.directory),
             settings.lock,
-            self.nursery,
+            self.children,
             self.clock,
             self.log,
             self.engine.granted,
@@ -87,7 +87,7 @@ class GatewaySupervisor:
             settings,
             self.clock,
             self.log,
-            self.nursery,
+            self.children,
             self.lock,
             self.engine,
             self.pool,
@@ -137,7 +137,7 @@ class GatewaySupervisor:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self.nursery.close()
+            self.children.close()
             await self.http.stop()
             await self.control.server.close()
             inbox.close()
@@ -145,11 +145,11 @@ class GatewaySupervisor:
     def stop(self) -> None:
         """Accept no more, end when all streams have; again: end at once."""
         self.parts.is_stopping = True
-        self.nursery.feed(StopAsked(self.parts.settings.drain_ms))
+        self.children.feed(StopAsked(self.parts.settings.drain_ms))
 
     async def _tick(self) -> None:
         while True:
-            self.nursery.look()
+            self.children.look()
             self.engine.look()
             self.control.server.reserve.refill()
             self._tell_closed()
@@ -159,7 +159,7 @@ class GatewaySupervisor:
         while True:
             signum = signal.Signals(await inbox.get())
             if signum is signal.SIGHUP:
-                self.nursery.restart(_ignore)  # the log tells what came of it
+                self.children.restart(_ignore)  # the log tells what came of it
                 continue
             now_ms = self.clock.now_ms()
             if self.parts.is_stopping and now_ms - self._stopping_ms < SAME_ORDER_MS:
@@ -175,15 +175,15 @@ class GatewaySupervisor:
 
     def _changed(self) -> None:
         """Another child may accept now, or none."""
-        is_accepting = self.nursery.is_accepting
+        is_accepting = self.children.is_accepting
         if is_accepting == self._was_accepting:
             return
         self._was_accepting = is_accepting
         self.lock.set_accepting(is_accepting)
         self._closed_ms = None if is_accepting else self.clock.now_ms()
-        serving = self.nursery.serving
+        serving = self.children.serving
         if is_accepting and serving is not None:
-            message = f"pid {serving.pid} accepts connections on {self.nursery.address}"
+            message = f"pid {serving.pid} accepts connections on {self.children.address}"
             self.log.record("gateway.accepting", message, data={"child_pid": serving.pid})
 
     def _tell_closed(self) -> None:
@@ -235,7 +235,7 @@ class GatewayControl(Handler):
                 self._restart(conn, request_id)
             case msg.ExpectDeathMsg():
                 death = DeathExpected(message.engine, message.token, message.model)
-                self._gateway.nursery.tell(death)
+                self._gateway.children.tell(death)
                 conn.send(message, request_id)
             case _:
                 raise ProtocolError(
@@ -249,4 +249,4 @@ class GatewayControl(Handler):
             else:
                 conn.send(done, request_id)
 
-        self._gateway.nursery.restart(answer)
+        self._gateway.children.restart(answer)

@@ -30,23 +30,23 @@ def model_fixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def begin(path: str) -> tuple[Gateway, ev.AskEngine]:
+def begin(path: str) -> tuple[Gateway, ev.SendRequest]:
     gateway = Gateway(ev.GatewayRules())
     gateway.handle(ev.RequestCame(1, path, 10, True, True), 0.0)
     return gateway, grant(gateway, 1)
 
 
-def grant(gateway: Gateway, token: int) -> ev.AskEngine:
+def grant(gateway: Gateway, token: int) -> ev.SendRequest:
     gateway.handle(ev.EngineGranted("e", token, "era"), 0.0)
     hello = Hello("e", token, "c", Continuation.EXACT, 1 << 20)
     (asked,) = gateway.handle(ev.HelloCame(token, hello), 0.0)
-    assert isinstance(asked, ev.AskEngine)
+    assert isinstance(asked, ev.SendRequest)
     head = ev.HeadCame(asked.attempt, 200, "e", token, Continuation.EXACT, True)
     gateway.handle(head, 0.0)
     return asked
 
 
-def deliver(gateway: Gateway, asked: ev.AskEngine, body: bytes, groups: int | None) -> bytes:
+def deliver(gateway: Gateway, asked: ev.SendRequest, body: bytes, groups: int | None) -> bytes:
     """So many groups of this body, or all of it with its end."""
     cutter = GroupCutter()
     attempt = gateway.attempts[asked.attempt]

@@ -79,7 +79,7 @@ class LanesPod(Pod):
         if any(isinstance(each, ev.DemandChanged) for each in effects):
             self.at(1.0, self._demand_came)
 
-    def _ask(self, effect: ev.AskEngine) -> None:
+    def _ask(self, effect: ev.SendRequest) -> None:
         model = self.model_of[effect.request]
         assert isinstance(model.door, OpenDoor | None), "sent past a shut door"
         assert effect.engine.startswith(f"{model.name}-"), "sent to another model's engine"

@@ -185,7 +185,7 @@ class Pod:
             match effect:
                 case ev.GreetEngine():
                     self.at(1.0, lambda effect=effect: self._greet(effect))
-                case ev.AskEngine():
+                case ev.SendRequest():
                     self._ask(effect)
                 case ev.DropAttempt():
                     if (upstream := self.upstreams.pop(effect.attempt, None)) is not None:
@@ -240,7 +240,7 @@ class Pod:
     def _serves(self, engine: str, token: int) -> bool:
         return self.is_alive and token == self.token
 
-    def _ask(self, effect: ev.AskEngine) -> None:
+    def _ask(self, effect: ev.SendRequest) -> None:
         client = self.clients[effect.request]
         others = [each for each in self.upstreams.values() if each.client is client]
         assert not others, "a request at two engines"

@@ -105,7 +105,7 @@ class Walk:
     def perform(self, effects) -> None:
         for effect in effects:
             match effect:
-                case ev.AskEngine():
+                case ev.SendRequest():
                     self.attempts.append(self.gateway.attempts[effect.attempt])
                 case ev.GreetEngine():
                     self.greeting, self.granted = effect.greeting, (effect.engine, effect.token)
@@ -116,9 +116,9 @@ class Walk:
                 self.ended.add(effect.request)
 
     def check(self) -> None:
-        desk = self.gateway._desk
-        requests = desk.requests.values()
-        assert set(desk.requests) == self.open
+        desk = self.gateway._requests
+        requests = desk.all.values()
+        assert set(desk.all) == self.open
         assert desk.memory_bytes == sum(each.charged_bytes for each in requests)
         assert desk.resuming == sum(each.state in REPLAYS for each in requests)
         waiting = {
@@ -126,9 +126,9 @@ class Walk:
             for each in requests
             if each.state in (RequestState.WAITING, RequestState.PARKED)
         }
-        assert set(desk.line.waiting) == waiting
+        assert set(desk.queue.waiting) == waiting
         live = {each.number: each.attempt for each in requests if each.attempt is not None}
-        assert set(live) == set(desk.requests) - waiting
+        assert set(live) == set(desk.all) - waiting
         assert set(map(id, live.values())) == set(map(id, desk.attempts.values()))
         for request in requests:
             assert sum(request.chunks) == len(request.tokens)
@@ -139,8 +139,8 @@ class Walk:
             is_paused = request.state in (*REPLAYS, RequestState.PARKED)
             assert (request.paused_since_ms is not None) == is_paused
         assert not any(each.is_over and each.transcript for each in self.attempts)
-        trial = desk.line.on_trial
-        assert trial is None or trial.number in desk.requests
+        trial = desk.queue.on_trial
+        assert trial is None or trial.number in desk.all
         if self.gateway.rules.memory_bytes_max < 1 << 20:
             streams = [each for each in requests if each.state is RequestState.STREAMING]
             assert desk.memory_bytes <= self.gateway.rules.memory_bytes_max or not streams
@@ -163,5 +163,5 @@ def test_any_order_of_events_keeps_the_invariants(monkeypatch):
             walk.perform(walk.gateway.handle(ev.ClientLeft(request), walk.now_ms))
             walk.check()
         assert (walk.open, walk.gateway.attempts) == (set(), {})
-        assert walk.gateway.census(walk.now_ms).memory_bytes == 0
+        assert walk.gateway.stats(walk.now_ms).memory_bytes == 0
     assert len(set(TRANSITIONS) - taken) <= 5  # of 34; other tests take these

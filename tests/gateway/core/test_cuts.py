@@ -81,7 +81,7 @@ def test_stream_cut_many_times_is_whole(kind):
 
         pod = cut_stream(seed, kind, cuts, act)
         pod.clients[1].check_whole()
-        assert pod.gateway.census(pod.now_ms).memory_bytes == 0
+        assert pod.gateway.stats(pod.now_ms).memory_bytes == 0
         assert pod.gateway.attempts == {}
 
 
@@ -124,7 +124,7 @@ def test_stream_whose_client_leaves_is_cancelled_everywhere():
         client = pod.clients[1]
         assert pod.upstreams == {}
         assert len(client.asked) == 1
-        assert pod.gateway.census(0.0).by_state == {}
+        assert pod.gateway.stats(0.0).by_state == {}
         if client.outcome == "left":
             assert client.ending.ending is ev.Ending.CLIENT_GONE
         else:

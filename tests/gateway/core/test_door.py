@@ -44,11 +44,11 @@ def test_requests_wait_behind_the_door_and_an_engine_that_has_rested_is_greeted_
     assert gateway.handle(ev.Tick(), HOLD_MS / 2) == []
     effects = gateway.handle(OPEN, HOLD_MS / 2)
     if door is CLOSING:  # it was for a moment only
-        assert names(effects) == ["AskEngine", "AskEngine"]
+        assert names(effects) == ["SendRequest", "SendRequest"]
         return
     assert names(effects) == ["GreetEngine"]
-    assert gateway.census(5.0).waits_for == "waiting for e1 to answer"
-    assert names(answer_greeting(gateway, effects, 600.0)) == ["AskEngine", "AskEngine"]
+    assert gateway.stats(5.0).waits_for == "waiting for e1 to answer"
+    assert names(answer_greeting(gateway, effects, 600.0)) == ["SendRequest", "SendRequest"]
 
 
 def test_a_greeting_that_was_under_way_when_the_door_was_shut_does_not_count():
@@ -103,7 +103,7 @@ def test_where_only_an_operator_wakes_the_engine_a_request_is_refused_in_time():
 def test_a_door_is_that_of_one_grant():
     gateway = gateway_with()
     assert gateway.handle(ev.DoorSet(1, 4, GatewayDoor.SHUT), 1.0) == []
-    assert names(ask(gateway, 1)) == ["AskEngine"]
+    assert names(ask(gateway, 1)) == ["SendRequest"]
     gateway = behind(SHUT)
     effects = gateway.handle(ev.EngineGranted("e2", 6, "era"), 2.0)
-    assert names(answer_greeting(gateway, effects, 3.0, "e2", 6)) == ["AskEngine"]
+    assert names(answer_greeting(gateway, effects, 3.0, "e2", 6)) == ["SendRequest"]

@@ -67,16 +67,16 @@ def test_nobody_is_asked_without_a_grant_and_its_hello():
     """Goal: a request waits with a reason. Method: each step on the way to an engine."""
     gateway = Gateway(ev.GatewayRules())
     assert ask(gateway, 1) == []
-    assert "which engine is active" in gateway.census(1.0).waits_for
+    assert "which engine is active" in gateway.stats(1.0).waits_for
     gateway.handle(ev.NobodyGranted("all engines are loading"), 2.0)
-    assert gateway.census(2.0).waits_for == "all engines are loading"
+    assert gateway.stats(2.0).waits_for == "all engines are loading"
     (greet,) = gateway.handle(ev.EngineGranted("e1", 5, "era"), 3.0)
     assert gateway.handle(ev.HelloFailed(greet.greeting, "refused"), 4.0) == []
-    assert gateway.census(4.0).waits_for == "waiting for e1 to answer (refused)"
+    assert gateway.stats(4.0).waits_for == "waiting for e1 to answer (refused)"
     assert gateway.handle(ev.Tick(), 30.0) == []
     (greet,) = gateway.handle(ev.Tick(), 60.0)
     assert gateway.handle(ev.HelloCame(greet.greeting, hello("e1", 4)), 61.0) == []
-    assert "under token 4" in gateway.census(61.0).waits_for
+    assert "under token 4" in gateway.stats(61.0).waits_for
     (late,) = gateway.handle(ev.Tick(), 120.0)
     assert gateway.handle(ev.HelloCame(greet.greeting, hello("e1", 5)), 121.0) == []  # too old
     (asked,) = gateway.handle(ev.HelloCame(late.greeting, hello("e1", 5)), 122.0)
@@ -122,7 +122,7 @@ def test_error_event_of_the_engine_is_a_break_and_its_end_is_not_sent(kind):
         sent = attempt.end(said, 3.0) if is_last else attempt.group(said, [], [], 3.0)
         assert sent == b""
         assert names(gateway.take()) == ["DropAttempt", "StreamPaused"]
-    assert gateway.census(3.0).by_state == {"parked": 2}
+    assert gateway.stats(3.0).by_state == {"parked": 2}
     lean = gateway_with(memory_bytes_max=1)
     (asked,) = ask(lean, 1)
     lean.handle(ev.HeadCame(asked.attempt, 200, "e1", 5, Continuation.EXACT, True), 1.0)
@@ -177,7 +177,7 @@ def test_memory_cap_takes_the_journal_of_the_largest_stream_and_says_so():
         small.group(b"", [number % 7], [1], 2.0)
         assert large.group(EVENT, [number] * 2, [2], 2.0) == EVENT
         lost += gateway.take()
-        assert gateway.census(2.0).memory_bytes <= room
+        assert gateway.stats(2.0).memory_bytes <= room
         if lost:
             break
     (record,) = lost
@@ -188,7 +188,7 @@ def test_memory_cap_takes_the_journal_of_the_largest_stream_and_says_so():
     ended = {each.request: each for each in effects if isinstance(each, ev.RequestEnded)}
     assert list(ended) == [2]
     assert ended[2].code == "gateway.broken"
-    assert gateway.census(4.0).by_state == {"parked": 1}
+    assert gateway.stats(4.0).by_state == {"parked": 1}
 
 
 def test_groups_that_are_not_the_hops_are_a_break():
@@ -238,6 +238,8 @@ def test_only_a_refusal_by_the_engines_http_library_may_name_no_grant(
     attempt.group(EVENT, [1], [1], 2.0)
     gateway.handle(ev.EngineGranted("e2", 6, "era"), 3.0)
     effects = gateway.handle(ev.HelloCame(2, hello("e2", 6)), 4.0)
-    (resumed,) = [each for each in effects if isinstance(each, ev.AskEngine) and each.request == 2]
+    (resumed,) = [
+        each for each in effects if isinstance(each, ev.SendRequest) and each.request == 2
+    ]
     head = ev.HeadCame(resumed.attempt, status, engine, token, Continuation.NONE, False)
     assert "AbortAnswer" not in names(gateway.handle(head, 5.0))

@@ -301,7 +301,7 @@ def test_all_lanes_share_one_memory():
     second = pod.ask(model="b", body_bytes=12_000)
     pod.run()
     assert (first.head, second.head) == (Continuation.EXACT, Continuation.NONE)
-    assert pod.gateway.census(pod.now_ms).memory_bytes == 0
+    assert pod.gateway.stats(pod.now_ms).memory_bytes == 0
 
 
 # ------------------------------------------------------------------ what the pool is told

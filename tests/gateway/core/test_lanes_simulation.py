@@ -14,10 +14,10 @@ import msgspec
 import pytest
 
 from gateway.core import lanes as lane_module
-from gateway.core.attempts import Course
+from gateway.core.attempts import Attempts
 from gateway.core.events import BreakCause, LaneRules
 from gateway.core.lanes import Lane, Lanes
-from gateway.core.requests import Desk
+from gateway.core.requests import Requests
 from pool.core.events import OpenDoor
 from tests.gateway.core.lanes_pod import LanesPod
 from tests.gateway.core.model import KINDS
@@ -88,7 +88,7 @@ class Schedule:
                 client.check_whole()
             else:
                 assert client.outcome == "whole", client
-        assert self.pod.gateway.census(0.0).memory_bytes == 0
+        assert self.pod.gateway.stats(0.0).memory_bytes == 0
         for model in self.pod.models.values():
             assert not self.pod.demand(model.name).tickets
             assert isinstance(model.door, OpenDoor) or not self.pod.demand(model.name).in_flight
@@ -148,7 +148,7 @@ def test_scenario_passes_with_every_rule_in_place(scenario):
     scenario()
 
 
-broke, drop, demand = Course.broke, Desk.drop, Lane.demand
+broke, drop, demand = Attempts.broke, Requests.drop, Lane.demand
 
 
 def yielding_is_a_break(self, attempt, cause, now_ms):
@@ -172,12 +172,12 @@ def counts_streams_only(self, now_ms):
     return msgspec.structs.replace(demand(self, now_ms), in_flight=streams)
 
 
-DOOR = {"_may_ask": lambda self: True, "_part": lambda self: None}
+DOOR = {"_may_send": lambda self: True, "_part": lambda self: None}
 MUTATIONS = {
     "asks past a shut door": (Lane, DOOR, schedules),
     "an unanswered request is none": (Lane, {"demand": counts_streams_only}, schedules),
-    "parked streams stay in the engine": (Desk, {"drop": forgets_to_drop}, schedules),
-    "yielding is a break": (Course, {"broke": yielding_is_a_break}, dies_at_rest),
+    "parked streams stay in the engine": (Requests, {"drop": forgets_to_drop}, schedules),
+    "yielding is a break": (Attempts, {"broke": yielding_is_a_break}, dies_at_rest),
     "unanswered requests yield without end": (
         Lane,
         {"_may_yield": yields_without_end},

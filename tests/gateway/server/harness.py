@@ -18,7 +18,7 @@ import uvloop
 from gateway.core.events import EngineGranted
 from gateway.messages import ConfigureGatewayMsg, GatewayEventMsg
 from gateway.server import client_listener
-from gateway.server.client_listener import HttpDoors
+from gateway.server.client_listener import ClientListener
 from plumbing.pod.paths import engine_http_socket
 from plumbing.wire.fds import OwnedFd
 from tests.gateway.stub_engine import StubEngine
@@ -130,7 +130,7 @@ class Bench:
     """The doors, and what belongs to a test."""
 
     directory: str
-    doors: HttpDoors
+    doors: ClientListener
     port: int
     happenings: list[GatewayEventMsg] = field(default_factory=list)
     engines: list[StubEngine] = field(default_factory=list)
@@ -212,7 +212,7 @@ def configured(directory: str, **settings: Any) -> ConfigureGatewayMsg:
 async def bench(directory: str, **settings: Any) -> AsyncIterator[Bench]:
     """Doors with these settings; afterwards no descriptor is left."""
     made = Bench(directory, None, 0)  # type: ignore[arg-type] # made in the next line
-    made.doors = HttpDoors(configured(directory, **settings), made)
+    made.doors = ClientListener(configured(directory, **settings), made)
     sock = socket.create_server(("127.0.0.1", 0), backlog=4096)
     made.port = sock.getsockname()[1]
     made.doors.accept(OwnedFd(sock.detach()), f"127.0.0.1:{made.port}")

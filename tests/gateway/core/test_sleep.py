@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from gateway.core import sleep as ev
 from gateway.core.events import DoorSet, GatewayDoor
-from gateway.core.sleep import CLOSING_MS, RestPolicy, RestRules
+from gateway.core.sleep import CLOSING_MS, SleepPolicy, SleepRules
 from plumbing.pod.messages import Tier
 
 AFTER_MS = 5_000.0
@@ -27,17 +27,17 @@ class Table:
     """A policy of e1 under token 7 with one child, which has been quiet since the time 0."""
 
     def __init__(self, **rules: object) -> None:
-        self.policy = RestPolicy(RestRules(**({"sleep_after_ms": AFTER_MS} | rules)))
+        self.policy = SleepPolicy(SleepRules(**({"sleep_after_ms": AFTER_MS} | rules)))
         self.now_ms = 0.0
         self.do(ev.HolderIs("e1", 7))
         self.said("active")
         self.beat()
 
-    def do(self, event: ev.RestEvent, after_ms: float = 0.0) -> list[ev.RestEffect]:
+    def do(self, event: ev.SleepEvent, after_ms: float = 0.0) -> list[ev.SleepEffect]:
         self.now_ms += after_ms
         return self.policy.handle(event, self.now_ms)
 
-    def said(self, state: str, goal: Tier = Tier.AWAKE, **more: object) -> list[ev.RestEffect]:
+    def said(self, state: str, goal: Tier = Tier.AWAKE, **more: object) -> list[ev.SleepEffect]:
         told = {"token": 7, "can_rest": True, **more}
         return self.do(ev.HolderSaid(state=state, goal=goal, **told))
 
@@ -53,14 +53,14 @@ class Table:
 
     def rest(self) -> None:
         """It has rested for lack of requests."""
-        self.do(ev.RestTick(), AFTER_MS)
+        self.do(ev.SleepTick(), AFTER_MS)
         assert goals(self.beat()) == [Tier.WARM]
         self.said("draining", Tier.WARM, is_answer=True)
         self.said("resting", Tier.WARM)
         self.beat()
 
 
-def goals(effects: list[ev.RestEffect]) -> list[Tier]:
+def goals(effects: list[ev.SleepEffect]) -> list[Tier]:
     return [each.goal for each in effects if isinstance(each, ev.SendGoal)]
 
 
@@ -70,8 +70,8 @@ def doors(effects) -> list[GatewayDoor]:
 
 def test_quiet_for_so_long_closes_the_door_and_then_the_engine_rests():
     table = Table()
-    assert table.do(ev.RestTick(), AFTER_MS - 1) == []
-    (closing,) = table.do(ev.RestTick(), 1)
+    assert table.do(ev.SleepTick(), AFTER_MS - 1) == []
+    (closing,) = table.do(ev.SleepTick(), 1)
     assert (closing.door, closing.token) == (GatewayDoor.CLOSING, 7)
     # A beat from before says nothing about what has begun since.
     assert table.do(ev.ChildSaid(1, closing.number - 1, 0, 0, AFTER_MS)) == []
@@ -101,7 +101,7 @@ DISTURBED = {
 def test_no_rest_while(why: str):
     table = Table(sleep_after_ms=0.0 if why == "off" else AFTER_MS)
     DISTURBED[why](table)
-    assert table.do(ev.RestTick(), AFTER_MS) == []
+    assert table.do(ev.SleepTick(), AFTER_MS) == []
     assert table.door is GatewayDoor.OPEN
 
 
@@ -112,16 +112,16 @@ def test_quiet_counts_from_the_last_request_and_from_the_wake():
     table.said("waking")
     table.now_ms = AFTER_MS - 1
     table.said("active")
-    assert table.do(ev.RestTick(), AFTER_MS - 1) == []
-    assert doors(table.do(ev.RestTick(), 1)) == [GatewayDoor.CLOSING]
+    assert table.do(ev.SleepTick(), AFTER_MS - 1) == []
+    assert doors(table.do(ev.SleepTick(), 1)) == [GatewayDoor.CLOSING]
     assert doors(table.beat(quiet_ms=20.0)) == [GatewayDoor.OPEN]
-    assert table.do(ev.RestTick(), AFTER_MS - 21) == []
+    assert table.do(ev.SleepTick(), AFTER_MS - 21) == []
     table.beat(child=2)
-    assert doors(table.do(ev.RestTick(), 1)) == [GatewayDoor.CLOSING]
+    assert doors(table.do(ev.SleepTick(), 1)) == [GatewayDoor.CLOSING]
     assert table.beat(child=1) == []
-    assert doors(table.do(ev.RestTick(), CLOSING_MS)) == [GatewayDoor.OPEN]
-    assert table.do(ev.RestTick(), AFTER_MS - 1) == []  # not again at once
-    assert doors(table.do(ev.RestTick(), 1)) == [GatewayDoor.CLOSING]
+    assert doors(table.do(ev.SleepTick(), CLOSING_MS)) == [GatewayDoor.OPEN]
+    assert table.do(ev.SleepTick(), AFTER_MS - 1) == []  # not again at once
+    assert doors(table.do(ev.SleepTick(), 1)) == [GatewayDoor.CLOSING]
     table.beat(child=1)
     assert goals(table.do(ev.ChildGone(2))) == [Tier.WARM]
 
@@ -131,7 +131,7 @@ def test_a_request_wakes_an_engine_once_wherever_it_is_on_its_way_down(state: st
     """At first it may not even have heard of the first goal, whose answer then does not answer the
     second."""
     table = Table()
-    table.do(ev.RestTick(), AFTER_MS)
+    table.do(ev.SleepTick(), AFTER_MS)
     table.beat()
     if state != "active":
         table.said("draining", Tier.WARM, is_answer=True)
@@ -160,7 +160,7 @@ def test_only_an_operator_wakes_it_where_that_is_asked_for():
 
 
 @pytest.mark.parametrize("event", [ev.HolderLost(), ev.HolderIs("e2", 9), ev.HolderIs("e1", 9)])
-def test_whatever_is_not_known_opens_the_door(event: ev.RestEvent):
+def test_whatever_is_not_known_opens_the_door(event: ev.SleepEvent):
     table = Table()
     table.rest()
     assert doors(table.do(event)) == [GatewayDoor.OPEN]
@@ -169,13 +169,13 @@ def test_whatever_is_not_known_opens_the_door(event: ev.RestEvent):
 
 def test_a_goal_that_is_refused_is_told_and_not_sent_at_once_again():
     table = Table()
-    table.do(ev.RestTick(), AFTER_MS)
+    table.do(ev.SleepTick(), AFTER_MS)
     table.beat()
     told, door = table.do(ev.GoalRefused("the backend cannot rest"))
     assert (told.severity, door.door) == ("warning", GatewayDoor.OPEN)
     assert "the backend cannot rest" in told.message
-    assert table.do(ev.RestTick(), AFTER_MS - 1) == []
-    assert doors(table.do(ev.RestTick(), 1)) == [GatewayDoor.CLOSING]
+    assert table.do(ev.SleepTick(), AFTER_MS - 1) == []
+    assert doors(table.do(ev.SleepTick(), 1)) == [GatewayDoor.CLOSING]
 
 
 @given(
@@ -215,7 +215,7 @@ class SimPod:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.now_ms = 0.0
-        self.policy = RestPolicy(RestRules(sleep_after_ms=50.0))
+        self.policy = SleepPolicy(SleepRules(sleep_after_ms=50.0))
         self.children = [SimChild(), SimChild()]
         self.state, self.goal, self.answered = "active", Tier.AWAKE, 0
         self.links: dict[str, deque] = {}
@@ -227,7 +227,7 @@ class SimPod:
         while self.deliver():  # a child accepts nothing before its first beat was heard
             pass
 
-    def feed(self, event: ev.RestEvent) -> None:
+    def feed(self, event: ev.SleepEvent) -> None:
         for effect in self.policy.handle(event, self.now_ms):
             match effect:
                 case DoorSet():
@@ -338,7 +338,7 @@ def test_no_request_is_on_its_way_at_a_rest_and_whoever_waits_is_served(seed: in
             case 7:
                 pod.ask(pod.children[number])
             case 8:
-                pod.feed(ev.RestTick())
+                pod.feed(ev.SleepTick())
             case _:
                 pod.deliver()
     pod.settle()
@@ -353,7 +353,7 @@ def test_the_simulation_does_let_the_engine_rest():
         pod = SimPod(seed)
         for _ in range(40):
             pod.now_ms += 20.0
-            pod.feed(ev.RestTick())
+            pod.feed(ev.SleepTick())
             pod.settle()
         rests += pod.rests
     assert rests >= 20
