@@ -265,7 +265,9 @@ class SleepPolicy:
             self._set(GatewayDoor.OPEN)
         elif all(each.door == self.door.number for each in self._children.values()):
             quiet = duration(self.quiet_ms(now_ms))
-            self._out.append(SleepTold("sleep", f"no request for {quiet}: {self.engine} rests"))
+            self._out.append(
+                SleepTold("sleep", f"no request for {quiet}: {self.engine} is put to sleep")
+            )
             self._send(Tier.WARM)
             self._set(GatewayDoor.SHUT)
 

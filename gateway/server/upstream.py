@@ -24,7 +24,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias, TypeVar, cast
+from typing import Protocol, TypeAlias, cast
 
 from gateway.core.events import (
     AnswerBroke,
@@ -38,8 +38,6 @@ from gateway.core.hot_path import Attempt
 from gateway.server.connections import Buffer, IdleConnection, IdleConnections, connect_to, send_now
 from gateway.server.responses import ResponseReader
 from plumbing.gateway_protocol import END, GROUP_MARK, HANDED_OVER, Continuation, read_group_end
-
-UpstreamT = TypeVar("UpstreamT", contravariant=True)
 
 TURN_S = 0.005  # a slice more is less than twice that, unless one event has megabytes
 
@@ -56,19 +54,13 @@ class BodySink(Protocol):
     def resume_reading(self) -> None: ...
 
 
-class Slices(Protocol):
-    """A replay."""
-
-    def read_slice(self) -> bool: ...
-
-
-class Upstreams(Protocol[UpstreamT]):
+class Upstreams(Protocol):
     """Who opens these connections: the shell around the core."""
 
     replays: ReplayTurns
 
-    def sent(self, upstream: UpstreamT) -> None: ...
-    def connect(self, upstream: UpstreamT) -> None: ...
+    def sent(self, upstream: Upstream) -> None: ...
+    def connect(self, upstream: Upstream) -> None: ...
     def handle(self, event: GatewayEvent) -> None: ...
     def perform_outbox(self) -> None: ...
     @property
@@ -85,10 +77,10 @@ class ReplayTurns:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._waiting: deque[Slices] = deque()
+        self._waiting: deque[Upstream] = deque()
         self._is_due = False
 
-    def add(self, upstream: Slices) -> None:
+    def add(self, upstream: Upstream) -> None:
         """Call its `read_slice` until that says that there is no more."""
         self._waiting.append(upstream)
         if not self._is_due:
@@ -124,7 +116,7 @@ class Upstream(asyncio.Protocol):
 
     def __init__(
         self,
-        owner: Upstreams[Upstream],
+        owner: Upstreams,
         attempt: Attempt,
         sink: BodySink,
         request: Sequence[Buffer],

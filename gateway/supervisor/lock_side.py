@@ -93,7 +93,7 @@ class GatewayLockSide:
         if is_new:
             self.grant = Grant(engine, token, era, self._clock.now_ms())
             data = {"engine_id": engine, "token": token}
-            message = f"requests go to {engine}, token {token}"
+            message = f"requests go to {engine} (token {token})"
             self._log.record("gateway.engine", message, data=data)
         self.idle, self.is_final = None, False
         self._children.tell(EngineGranted(engine, token, era))
@@ -106,7 +106,7 @@ class GatewayLockSide:
         if old is None or (old.token, old.era) != (token, era):
             self.model_grants[model] = Grant(engine, token, era, self._clock.now_ms())
             data = {"model": model, "engine_id": engine, "token": token}
-            message = f"{engine} stands for {model}, token {token}"
+            message = f"{engine} now serves {model} (token {token})"
             self._log.record("gateway.engine", message, data=data)
         self.is_final = False
         self._children.tell(EngineGranted(engine, token, era, model))
@@ -135,7 +135,9 @@ class GatewayLockSide:
     def _lost(self, reason: str) -> None:
         if self.is_served:
             self.is_served, self.changed_ms = False, self._clock.now_ms()
-            message = f"lost the lock server ({reason}); requests go on, a takeover waits for it"
+            message = (
+                f"lost the lock server ({reason}); requests are served, a takeover waits for it"
+            )
             self._log.record("gateway.lock_server_lost", message, "warning")
 
     def _refused(self, error: UnderstudyError) -> None:

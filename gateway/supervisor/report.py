@@ -127,7 +127,7 @@ def problems(gateway: GatewayParts) -> list[str]:
     serving = children.serving
     found = [children.socket_problem, children.core.problem]
     if lock.problem is not None:
-        meanwhile = "requests go on, a takeover waits for it" if lock.grant else "nothing is served"
+        meanwhile = "requests are served, a takeover waits" if lock.grant else "nothing is served"
         found.append(f"{lock.problem}; {meanwhile}")
     elif children.service is None:
         found.append("the lock server has lent no socket yet; see `lockserver status`")
@@ -318,7 +318,8 @@ def _unheard(gateway: GatewayParts) -> str | None:
         return None
     engine = side.core.engine
     return (
-        f"{engine} does not say whether it rests, and is neither let rest nor woken: {side.problem}"
+        f"{engine} does not report its state, so it is neither put to sleep nor woken:"
+        f" {side.problem}"
     )
 
 
@@ -350,7 +351,7 @@ COUNTERS = {
     "continuations_lost": "Streams that can no longer be continued, for lack of memory.",
     "lost_requests": "Requests in flight in a process of the gateway that died.",
     "child_restarts": "Processes of the gateway that died and were replaced.",
-    "sleeps": "Engines that the gateway has let rest, since there was no request.",
+    "sleeps": "Engines that the gateway has put to sleep because no request came.",
     "wakes": "Engines that the gateway has woken for a request.",
 }
 GAUGES = {
@@ -367,19 +368,18 @@ GAUGES = {
     "ready": "1 while /ready is 200.",
     "spare_ready": "1 while a process is ready to take over.",
     "lock_server_connected": "1 while the lock server is connected.",
-    "engine_resting": "1 while requests wait, since the engine that holds the lock rests.",
+    "engine_resting": "1 while requests wait because the engine that holds the lock sleeps.",
 }
 
 
-class GatewayMetrics:
-    """`metrics` is what is scraped."""
+def metrics_of(gateway: GatewayParts) -> Metrics:
+    """What is scraped."""
+    metrics = Metrics()
+    metrics.registry.register(_Collected(gateway))
+    return metrics
 
-    def __init__(self, gateway: GatewayParts) -> None:
-        self.metrics = Metrics()
-        self.metrics.registry.register(_Children(gateway))
 
-
-class _Children(Collector):
+class _Collected(Collector):
     def __init__(self, gateway: GatewayParts) -> None:
         self._gateway = gateway
 

@@ -51,7 +51,7 @@ OPTIONS = (
         "service",
         str,
         "active",
-        "Accept clients on the service address of this lock: LOCK in the lock server's --service.",
+        "Accept clients on the service address of this lock, as in the lock server's --service.",
         env="UNDERSTUDY_GATEWAY_SERVICE",  # UNDERSTUDY_SERVICE is the lock server's, with addresses
     ),
     Option("http_host", str, "127.0.0.1", "Address of probes, status and metrics."),
@@ -69,7 +69,7 @@ OPTIONS = (
         "park_timeout",
         duration_s,
         PARK_S,
-        "How long a stream waits to be resumed before it ends with an error, in seconds or as 5m.",
+        "How long a paused stream waits to be resumed before it ends with an error, such as 5m.",
         minimum=0.001,
         maximum=DAY_S,
     ),
@@ -77,8 +77,8 @@ OPTIONS = (
         "drain_timeout",
         duration_s,
         DRAIN_S,
-        "How long streams may take to end at SIGTERM, in seconds or as 30s: 2 s less than the"
-        " host's grace.",
+        "How long streams get to end after SIGTERM, such as 30s; keep it 2 s below the host's grace"
+        " period.",
         minimum=0,
         maximum=DAY_S,
     ),
@@ -86,7 +86,7 @@ OPTIONS = (
         "resumes_max",
         int,
         RESUMES_MAX,
-        "Number of requests that are resumed at the same time.",
+        "Most requests that are resumed at the same time.",
         minimum=1,
         maximum=10_000,
     ),
@@ -101,8 +101,8 @@ OPTIONS = (
         "keepalive_comments",
         duration_s,
         0,
-        "Send a comment this often into a paused stream, such as 5s; off by default, since some"
-        " clients fail at comments.",
+        "Send a comment into a paused stream this often, such as 5s; off by default, because some"
+        " clients cannot read comments.",
         minimum=0,
         maximum=DAY_S,
     ),
@@ -110,8 +110,8 @@ OPTIONS = (
         "sleep_after",
         sleep_after_s,
         0,
-        "Let the engine rest, without KV memory, when there was no request for so long, such as 5m;"
-        f" off, or at least {SLEEP_AFTER_S_MIN}s.",
+        "Put the engine to sleep and free its KV memory after this long without a request, such as"
+        f" 5m; off, or at least {SLEEP_AFTER_S_MIN}s.",
         minimum=0,
         maximum=7 * DAY_S,
     ),
@@ -119,14 +119,14 @@ OPTIONS = (
         "wake",
         str,
         ON_REQUEST,
-        "Wake an engine that rests when a request comes, or only by `understudy wake`.",
+        "Wake a sleeping engine when a request arrives, or only by `understudy wake`.",
         choices=(ON_REQUEST, MANUAL),
     ),
     Option(
         "pool",
         str,
         None,
-        "Pool file of a pod with many models; each request goes to the model that it names.",
+        "Pool file of a pod with several models; each request goes to the model that it names.",
     ),
     Option("access_log", bool, False, "Log one line for each request, without its body."),
     Option(
@@ -210,8 +210,8 @@ def _lanes(config: Resolved) -> LaneSettings:
     if config["sleep_after"]:
         raise UsageError(
             "gateway.pool_decides",
-            "the pool decides when engines rest: instead of --sleep-after, set keep_alive in its"
-            " file",
+            "the pool decides when engines sleep; remove --sleep-after, and set keep_alive in the"
+            " pool file",
         )
     return read_lanes(config["pool"])
 

@@ -25,7 +25,7 @@ from gateway.supervisor.child_processes import COMMAND, ChildLink, ChildProcesse
 from gateway.supervisor.engine_side import GatewayEngineSide
 from gateway.supervisor.lock_side import GatewayLockSide
 from gateway.supervisor.pool_side import GatewayPoolSide
-from gateway.supervisor.report import GatewayMetrics, GatewayParts
+from gateway.supervisor.report import GatewayParts
 from gateway.supervisor.settings import GatewaySettings
 from plumbing.errors import ProtocolError, UnderstudyError
 from plumbing.pod.observers import Observers
@@ -98,7 +98,7 @@ class GatewaySupervisor:
             settings.http_port,
             probes=report.probes(parts),
             status=lambda: report.document(parts),
-            metrics=GatewayMetrics(parts).metrics,
+            metrics=report.metrics_of(parts),
             events=self.log,
             allowed_hosts=settings.allowed_hosts,
         )

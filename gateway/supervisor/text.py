@@ -163,7 +163,7 @@ def _problems(document: Document) -> Iterator[tuple[str, str]]:
 
 
 MEANWHILE = (
-    "no connection is refused: new ones wait, and the lock server answers 503 after its hold_ms"
+    "no connection is refused: new ones wait, and the lock server answers 503 after --hold-ms"
 )
 
 
@@ -192,8 +192,8 @@ def look(directory: str, error: UnderstudyError) -> OfflineView | None:
         halted = procfs.halted(pid)
         state = f", {halted}" if halted else ""
         why = (
-            f"the gateway, pid {pid} ({procfs.name(pid)}{state}), runs and does not answer; what it"
-            " accepts, its child serves meanwhile"
+            f"the gateway, pid {pid} ({procfs.name(pid)}{state}), is running but not responding;"
+            " its child still serves connections"
         )
         fix = {"stopped": f"resume it: kill -CONT {pid}"}.get(
             halted or "", f"if it stays so, kill it: kill -9 {pid}; then start another"

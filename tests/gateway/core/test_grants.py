@@ -10,7 +10,7 @@ from gateway.core import events as ev
 from gateway.core.client_request import BLOCK_BYTES, REQUEST_BYTES
 from gateway.core.machine import Gateway
 from plumbing.gateway_protocol import VERSION, Continuation, Hello
-from tests.gateway.core.model import KINDS
+from tests.gateway.core.model import KINDS, PATHS
 from tests.gateway.core.pod import Pod
 
 CHAT = "/v1/chat/completions"
@@ -189,6 +189,44 @@ def test_memory_cap_takes_the_journal_of_the_largest_stream_and_says_so():
     assert list(ended) == [2]
     assert ended[2].code == "gateway.broken"
     assert gateway.stats(4.0).by_state == {"parked": 1}
+
+
+def test_held_answer_over_its_limit_is_passed_on():
+    """Goal: 64 MiB are held, not more, and all memory is counted. Method: tell of the bytes."""
+    for rules, pieces in (({}, 64), ({"memory_bytes_max": 10 << 20}, 9)):
+        gateway = gateway_with(**rules)
+        (asked,) = ask(gateway, 1, is_stream=False)
+        head = ev.HeadCame(asked.attempt, 200, "e1", 5, Continuation.RETRY, False)
+        assert gateway.handle(head, 1.0) == []
+        attempt = gateway.attempts[asked.attempt]
+        for _ in range(pieces):
+            attempt.hold(1 << 20)
+            assert gateway.take() == []
+        attempt.hold(1 << 20)
+        assert gateway.take() == [ev.SendHead(1, asked.attempt, Continuation.NONE)]
+        assert attempt.raw(b"more") == b"more"
+        assert names(gateway.handle(ev.AnswerCame(asked.attempt), 2.0)) == [
+            "EndAnswer",
+            "RequestEnded",
+        ]
+        assert gateway.stats(2.0).memory_bytes == 0
+
+
+def test_refusals_before_anything_is_asked():
+    """Goal: each with its status and code. Method: a path of the hop, a body that is too
+    large, and no engine for too long."""
+    gateway = gateway_with()
+    error, _ = ask(gateway, 1, path="/understudy/hello")
+    assert (error.status, b"gateway.not_found" in error.body) == (404, True)
+    error, _ = ask(gateway, 2, body_bytes=1001)
+    assert (error.status, b"gateway.body_too_large" in error.body) == (413, True)
+    for path in set(PATHS.values()):
+        waiting = Gateway(ev.GatewayRules())
+        waiting.handle(ev.RequestCame(1, path, 1, True, True), 0.0)
+        error, _ = waiting.handle(ev.Tick(), 10_000.0)
+        assert (error.status, error.retry_after_s) == (503, 1)
+        said = json.loads(error.body)["error"]
+        assert said["type"] in ("service_unavailable", "overloaded_error")
 
 
 def test_groups_that_are_not_the_hops_are_a_break():
