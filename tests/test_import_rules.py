@@ -418,7 +418,7 @@ LINES_MAX = {
     "lockserver": 9_450,
     "gms": 11_850,
     "engine": 21_320,
-    "gateway": 11_000,
+    "gateway": 10_995,
     "pool": 9_290,
     "understudy": 11_960,
     "hack": 7_270,

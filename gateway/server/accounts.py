@@ -154,51 +154,40 @@ class Accounts:
         )
 
     def tell(self) -> None:
-        """One event for all that happened since the last call."""
+        """One event of each kind for all that happened since the last call."""
         if self._paused:
-            first = self._paused[0]
-            causes = Counter(each.cause.value for each in self._paused)
+            first, causes = self._paused[0], Counter(each.cause.value for each in self._paused)
+            count, why = len(self._paused), ", ".join(sorted(causes))
             self._tell(
                 "gateway.paused",
-                f"{_streams(len(self._paused))} of {first.engine} paused"
-                f" ({', '.join(sorted(causes))})",
-                streams=len(self._paused),
+                f"{_streams(count)} of {first.engine} paused ({why})",
+                streams=count,
                 engine=first.engine,
                 token=first.token,
                 causes=dict(causes),
             )
         if self._resumed:
             last, longest = self._resumed[-1], max(each.pause_ms for each in self._resumed)
+            count = len(self._resumed)
             self._tell(
                 "gateway.resumed",
-                f"{_streams(len(self._resumed))} resumed at {last.engine} after {longest:.0f} ms"
-                " at most",
-                streams=len(self._resumed),
+                f"{_streams(count)} resumed at {last.engine} after {longest:.0f} ms at most",
+                streams=count,
                 engine=last.engine,
                 token=last.token,
                 pause_ms=round(longest, 1),
                 replayed_tokens=sum(each.tokens for each in self._resumed),
             )
         if self._broken:
-            count = sum(self._broken.values())
-            self._tell(
-                "gateway.broken",
-                f"{count} answer{'s' if count > 1 else ''} ended with an error inside"
-                f" ({', '.join(sorted(filter(None, self._broken)))})",
-                "error",
-                answers=count,
-                codes=dict(self._broken),
-            )
+            count, why = self._broken.total(), ", ".join(sorted(filter(None, self._broken)))
+            answers = "1 answer" if count == 1 else f"{count} answers"
+            message = f"{answers} ended with an error inside ({why})"
+            self._tell("gateway.broken", message, "error", answers=count, codes=dict(self._broken))
         if self._lost:
-            count = sum(self._lost.values())
-            self._tell(
-                "gateway.continuation_lost",
-                f"{_streams(count)} would not survive a failover any more"
-                f" ({', '.join(sorted(self._lost))})",
-                "warning",
-                streams=count,
-                reasons=dict(self._lost),
-            )
+            count, why = self._lost.total(), ", ".join(sorted(self._lost))
+            message = f"{_streams(count)} would not survive a failover any more ({why})"
+            kind, reasons = "gateway.continuation_lost", dict(self._lost)
+            self._tell(kind, message, "warning", streams=count, reasons=reasons)
         self._paused, self._resumed = [], []
         self._broken.clear()
         self._lost.clear()
