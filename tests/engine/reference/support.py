@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from engine.backends.reference.checkpoint import Checkpoint, open_checkpoint
-from engine.backends.reference.decoder import Decoder, KVCache, Peers, weights_from
+from engine.backends.reference.decoder import Array, Decoder, KVCache, Peers, weights_from
 from engine.backends.reference.generation import Generator, Produced, Request
 from engine.backends.reference.link import SamplingParams
 
@@ -54,6 +55,26 @@ def cache_for(decoder: Decoder, slots: int = 4, max_context: int = 128) -> KVCac
     """KV memory full of NaN: a slot that reads before it is written would show it."""
     nbytes = KVCache.bytes_needed(decoder.config, slots, max_context)
     return KVCache(decoder.config, bytearray(b"\xff" * nbytes), slots, max_context)
+
+
+class Spy(Decoder):
+    """Keeps the logits of every step, or of those in `slot`."""
+
+    def __init__(self, decoder: Decoder, slot: int | None = None) -> None:
+        self.__dict__ = dict(decoder.__dict__)
+        self.seen: list[tuple[int, bytes]] = []
+        self.slot = slot
+
+    def forward(self, cache: KVCache, slot: int, tokens: Sequence[int], start: int) -> Array:
+        logits = super().forward(cache, slot, tokens, start)
+        if self.slot in (None, slot):
+            self.seen.append((start + len(tokens), logits.tobytes()))
+        return logits
+
+
+def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
+    source = random.Random(f"{length} {seed}")
+    return tuple(source.randrange(3, 128) for _ in range(length))
 
 
 def run(generator: Generator, requests: Iterable[Request] = ()) -> dict[int, list[Produced]]:

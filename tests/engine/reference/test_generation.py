@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 from typing import Any
 
 import numpy as np
@@ -20,9 +19,11 @@ from plumbing.errors import InvariantError, UnderstudyError
 from tests.engine.reference.support import (
     GOLDEN_NAMES,
     GREEDY,
+    Spy,
     cache_for,
     decoder_of,
     golden,
+    prompt,
     run,
     tokens_of,
 )
@@ -33,26 +34,6 @@ SEEDED = SamplingParams(temperature=0.9, top_p=0.9, seed=7)
 @pytest.fixture(scope="module", name="decoder")
 def decoder_fixture() -> Decoder:
     return decoder_of(golden("untied-gqa-bf16"))
-
-
-def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
-    source = random.Random(f"{length} {seed}")
-    return tuple(source.randrange(3, 128) for _ in range(length))
-
-
-class Spy(Decoder):
-    """Keeps the logits of every step, or of those in `slot`."""
-
-    def __init__(self, decoder: Decoder, slot: int | None = None) -> None:
-        self.__dict__ = dict(decoder.__dict__)
-        self.seen: list[bytes] = []
-        self.slot = slot
-
-    def forward(self, cache, slot, tokens, start):  # type: ignore[no-untyped-def] # as above
-        logits = super().forward(cache, slot, tokens, start)
-        if self.slot in (None, slot):
-            self.seen.append(logits.tobytes())
-        return logits
 
 
 @pytest.mark.parametrize("name", GOLDEN_NAMES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -13,7 +12,7 @@ from msgspec import structs
 from engine.backends import process_memory
 from engine.backends.process_memory import RESERVE_BYTES, Room
 from engine.backends.reference.config import read_config
-from engine.backends.reference.decoder import Array, Decoder, KVCache, Peers
+from engine.backends.reference.decoder import Decoder, KVCache, Peers
 from engine.backends.reference.generation import PREFILL_CHUNK, Generator, Request
 from engine.backends.reference.kv_blocks import (
     BlockStore,
@@ -28,12 +27,20 @@ from engine.backends.reference.kv_blocks import (
 from engine.backends.reference.link import BlockMsg, SamplingParams, Settings
 from engine.kv.adopter import adoptable
 from engine.kv.layout import IndexPage, IndexRecord, index_bytes
-from engine.kv.writer import PROOF_STEPS, IndexWriter
+from engine.kv.writer import IndexWriter
 from gms.client import ADOPTED, ADOPTING, KvClaim, KvLease
 from plumbing.errors import UnderstudyError
 from tests.engine.kv.indexes import HEADER
 from tests.engine.kv.indexes import block_hash as any_hash
-from tests.engine.reference.support import cache_for, decoder_of, golden, run, tokens_of
+from tests.engine.reference.support import (
+    Spy,
+    cache_for,
+    decoder_of,
+    golden,
+    prompt,
+    run,
+    tokens_of,
+)
 
 MIB = 1 << 20
 
@@ -95,25 +102,6 @@ class Pool:
         store = self.store(cache)
         prefixes = PrefixCache(store, self.blocks, writer, adoption.records, has_audit=True)
         return Generator(decoder, cache, prefixes=prefixes), prefixes
-
-
-class Spy(Decoder):
-    """Notes the logits of each position, by what was run before it."""
-
-    def __init__(self, decoder: Decoder) -> None:
-        self.__dict__ = dict(decoder.__dict__)
-        self.seen: list[tuple[int, bytes]] = []
-
-    def forward(self, cache: KVCache, slot: int, tokens: Iterable[int], start: int) -> Array:
-        tokens = tuple(tokens)
-        logits = super().forward(cache, slot, tokens, start)
-        self.seen.append((start + len(tokens), logits.tobytes()))
-        return logits
-
-
-def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
-    source = random.Random(seed)
-    return tuple(source.randrange(3, 128) for _ in range(length))
 
 
 def fresh(decoder: Decoder) -> Generator:
@@ -322,25 +310,3 @@ def test_other_weights_on_any_rank_mean_empty(pools: Pools, rank: int, fact: int
 def test_other_layout_or_the_users_wish_means_empty(pools: Pools):
     assert "layout digest" in pools.engine(2, slots=8).why_empty
     assert pools.engine(3, may_adopt=False).why_empty == "--no-kv-adoption"
-
-
-def test_block_that_was_changed_is_not_adopted_and_is_counted(pools: Pools):
-    kept = pools.engine(2)
-    kept.writer.publish(3, kept.writer.use(3), any_hash(3), 0, 32, CHECKSUM + 1)
-    third = pools.engine(3)
-    assert ([record.block for record in third.adopted], third.torn) == ([2], 1)
-    assert third.why_empty == ""
-
-
-def test_adoption_is_proven_by_steps(pools: Pools):
-    """Two engines die soon after they have read what they adopted, and the third discards it,
-    unless one of them has computed for a while."""
-    kept = [pools.engine(number) for number in (2, 3)]
-    for each in kept:
-        assert each.adopted
-        each.writer.rely_on([2])
-    for _ in range(PROOF_STEPS):
-        kept[1].writer.stepped()
-    for number in (4, 5):
-        pools.engine(number).writer.rely_on([2])
-    assert pools.engine(6).why_empty == "2 engines in a row died with these blocks"

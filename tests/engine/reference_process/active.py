@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
-import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,6 @@ from engine.messages import (
     WokenMsg,
 )
 from tests.engine.reference_process.rig import (
-    DEADLINE_S,
     Supervisor,
     lend,
     listening,
@@ -67,29 +64,6 @@ async def active_engine(
         ):
             await activate(stub, sock, 1)
             yield stub, sock, url
-
-
-@contextmanager
-def serving(directory: Path, model: Path, *more: str) -> Iterator[str]:
-    """The URL of an active engine for clients that block: its supervisor runs on a thread."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-
-    def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, loop).result(DEADLINE_S)
-
-    engine = active_engine(directory, model, *more)
-    try:
-        _, _, url = run(engine.__aenter__())
-        try:
-            yield url
-        finally:
-            run(engine.__aexit__(None, None, None))
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
 
 
 async def health(stub: Supervisor) -> HealthyMsg:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import socket
@@ -75,45 +74,6 @@ def joined(before: Stream, resumed: Stream) -> list[Any]:
     """The events that a client sees: those delivered, and those behind the replayed group."""
     groups = [*before.groups, *resumed.groups[1 if before.tokens else 0 :]]
     return [*(event for group in groups for event in group.events), *resumed.rest]
-
-
-@pytest.mark.slow
-def test_stream_goes_on_at_another_engine_as_if_nothing_had_happened(tmp_path: Path, model: Path):
-    """Goal: class `exact` between two processes, with everything that has a state. Method: read a
-    part of a stream, kill the engine, resume at the next one; and ask that one for all of it."""
-
-    async def main() -> None:
-        arguments = ("--model", str(model), "--token-interval-ms", "3")
-        async with (
-            memory_service(tmp_path),
-            supervisor(tmp_path, *arguments) as first,
-            supervisor(tmp_path, *arguments, engine="engine-1") as second,
-        ):
-            async with (
-                behind_gateway(tmp_path, first, 1) as (gateway, was),
-                gateway.post(PATH, json=STATEFUL) as response,
-            ):
-                assert response.headers[hop.CONTINUATION] == "exact"
-                body = await response.content.readuntil(b": u=" + b"195|1\n\n")
-                os.kill(first.registered["model"], signal.SIGKILL)
-                seen = len(read_stream(body).tokens)
-                before = read_stream(body + await read_to_the_end(response)).beginning(seen)
-            assert len(before.tokens) == seen < STATEFUL["max_tokens"]
-            assert before.tokens[-1] == 195  # the first half of a character was there
-            journal = hop.Journal(before.tokens, [len(before.tokens)])
-            async with behind_gateway(tmp_path, second, 2) as (gateway, now):
-                assert now.continuation == was.continuation
-                async with gateway.post(PATH, json=STATEFUL) as response:
-                    whole = read_stream(await response.read())
-                data, header = hop.with_journal(json.dumps(STATEFUL).encode(), journal)
-                more = {hop.JOURNAL: header}
-                async with gateway.post(PATH, data=data, headers=more) as response:
-                    resumed = read_stream(await response.read())
-                assert (await health(second)).replayed == len(before.tokens)
-            assert joined(before, resumed) == joined(Stream([], (), False), whole)
-            assert resumed.is_whole
-
-    asyncio.run(main())
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from engine.backends.channel import QUIET_MS, silent_ms
+from engine.backends.channel import silent_ms
 from engine.messages import DrainedMsg, DrainMsg
 from tests.engine.reference_process.active import GREEDY, LONG, active_engine, health
 
@@ -115,71 +115,6 @@ def test_drain_serves_what_it_has_accepted_and_nothing_else(tmp_path: Path, mode
                 assert waiting.recv(65536).startswith(f"POST {PATH}".encode())
             for each in (idle, late):
                 each.close()
-
-    asyncio.run(main())
-
-
-@pytest.mark.slow
-def test_drain_waits_for_a_connection_that_has_just_spoken(tmp_path: Path, model: Path):
-    """Goal: who answers an answer is not cut. Method: on one connection, ask as soon as the drain
-    has begun, with nothing else in flight; it is answered, and the drain ends after that. Where a
-    busy machine has kept the client from asking until it counts as silent, once more."""
-
-    async def is_in_time() -> bool:
-        async with active_engine(tmp_path, model) as (stub, sock, _):
-            client = await Raw.connect(sock)
-            client.ask()
-            await client.answer()
-            draining = asyncio.ensure_future(stub.ask(LONG_BUDGET))
-            await accepting_no_more(stub)
-            if client.silent_ms() > QUIET_MS / 2:
-                assert isinstance(await draining, DrainedMsg)
-                client.close()
-                return False
-            client.ask()
-            status, headers, _ = await client.answer()
-            assert (status, headers["connection"]) == (200, "close")
-            assert await client.ended()
-            assert isinstance(await draining, DrainedMsg)
-            client.close()
-            return True
-
-    async def main() -> None:
-        for _ in range(TRIES):
-            if await is_in_time():
-                return
-        pytest.fail(f"{TRIES} times this process was silent for too long")
-
-    asyncio.run(main())
-
-
-@pytest.mark.slow
-def test_drain_waits_for_a_client_that_reads_slowly(tmp_path: Path, model: Path):
-    """Goal: written is not delivered. Method: a long stream into a connection that does not read
-    until the drain has begun; all of it comes, and the drain ends after that."""
-
-    async def main() -> None:
-        body = json.dumps({**LONG, "stream": True}).encode()
-        head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-        loop = asyncio.get_running_loop()
-        async with active_engine(tmp_path, model) as (stub, sock, _):
-            # Its own size for every connection that it accepts: less than the answer has.
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-            with socket.socket() as client:
-                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-                client.setblocking(False)
-                await loop.sock_connect(client, sock.getsockname())
-                await loop.sock_sendall(client, head.encode() + body)
-                draining = None
-                answer = b""
-                while not answer.endswith(b"0\r\n\r\n"):
-                    if answer and draining is None:
-                        draining = asyncio.ensure_future(stub.ask(LONG_BUDGET))
-                        await accepting_no_more(stub)
-                    answer += await loop.sock_recv(client, 65536)
-                assert b"data: [DONE]" in answer
-                assert draining is not None
-                assert isinstance(await draining, DrainedMsg)
 
     asyncio.run(main())
 

@@ -33,7 +33,6 @@ from tests.engine.reference_process.rig import (
     supervisor,
 )
 from tests.engine.reference_process.test_rest import BUDGET_MS, rest
-from tests.helpers import auntil
 
 SLAB = "memfd:understudy-"  # in the name of each slab, before its epoch
 # Digests are computed on threads of the lowest priority, which a busy machine may starve.
@@ -169,46 +168,5 @@ def test_wake_that_comes_right_behind_an_offload_maps_the_weights_again(
                     assert isinstance(await stub.ask(RunCanaryMsg()), CanaryMsg)
                     await rest(stub, keep_kv=False)
                 assert stub.notice(FaultReportMsg) is None
-
-    asyncio.run(main())
-
-
-@pytest.mark.slow
-def test_weights_stay_while_there_is_no_copy_or_another_engine_maps_them(
-    tmp_path: Path, model: Path
-):
-    """Goal: what is in the way is said, and costs nothing. Method: no copy yet; then two engines,
-    of which the second releases later, and the first is killed meanwhile: its successor gets the
-    weights without a load."""
-    arguments = ("--model", str(model))
-
-    async def main() -> None:
-        async with Pod(tmp_path, 1).running() as pod, contextlib.AsyncExitStack() as stack:
-            first = await stack.enter_async_context(supervisor(tmp_path, *arguments))
-            await first.prepared()
-            placed = await first.ask(AWAY)
-            assert isinstance(placed, WeightsPlacedMsg)
-            assert (placed.is_away, "no copy" in placed.note) == (False, True)
-            second = await stack.enter_async_context(
-                supervisor(tmp_path, *arguments, engine="engine-1")
-            )
-            await second.prepared()
-            await pod.copied()
-            placed = await first.ask(AWAY)
-            assert isinstance(placed, WeightsPlacedMsg)
-            assert (placed.is_away, placed.freed_bytes) == (True, 0)
-            assert "still mapped by engine-1" in placed.note
-            await offload(second)
-            assert (await offload(first)).freed_bytes
-            assert pod.states() == ["offloaded"]
-            for pid in first.registered.values():
-                os.kill(pid, signal.SIGKILL)
-            third = await stack.enter_async_context(
-                supervisor(tmp_path, *arguments, engine="engine-2")
-            )
-            await third.prepared()
-            await auntil(lambda: pod.states() == ["committed"], "the weights to be back")
-            assert pod.devices[0].status()["restages_total"] == 1
-            assert await second.ask(BACK) == WeightsPlacedMsg(False)
 
     asyncio.run(main())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
 from pathlib import Path
 from typing import Any
@@ -112,27 +111,6 @@ def test_whole_life_from_prepared_to_drained(tmp_path: Path, model: Path):
     asyncio.run(main())
 
 
-def test_kv_memory_is_taken_on_wake_and_not_before(tmp_path: Path, model: Path):
-    """Goal: a parked engine holds no KV. Method: look for a mapping of that size before, after."""
-    slots, context = 64, 2048
-
-    async def main() -> None:
-        sock, _ = listening()
-        with sock:
-            async with (
-                memory_service(tmp_path),
-                supervisor(tmp_path, "--model", str(model), "--slots", str(slots)) as stub,
-            ):
-                prepared = await stub.prepared()
-                assert prepared.kv_bytes == 2 * slots * 2 * 2 * 2 * context * 16 * 4
-                pid = stub.registered["model"]
-                before = anonymous_bytes(pid, prepared.kv_bytes)
-                await stub.ask(WakeMsg(1, "engine-0"), lend(sock))
-                assert len(anonymous_bytes(pid, prepared.kv_bytes)) == len(before) + 1
-
-    asyncio.run(main())
-
-
 def test_client_that_leaves_frees_its_slot(tmp_path: Path, model: Path):
     """Goal: no tokens for a client that has left. Method: one slot, a long stream cut, another."""
 
@@ -152,23 +130,6 @@ def test_client_that_leaves_frees_its_slot(tmp_path: Path, model: Path):
             waiting.cancel()  # a whole answer without a client
             await complete(client, url)
             assert (await health(stub)).in_flight == 0
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("victim", ["http", "model"])
-def test_death_of_either_process_ends_the_other(tmp_path: Path, model: Path, victim: str):
-    """Goal: no half of a backend lingers. Method: SIGKILL one, wait for both."""
-
-    async def main() -> None:
-        async with memory_service(tmp_path), supervisor(tmp_path, "--model", str(model)) as stub:
-            await stub.prepared()
-            os.kill(stub.registered[victim], signal.SIGKILL)
-            status = await stub.ended()
-            if victim == "model":
-                assert status == 1
-                report = await stub.fault_report()
-                assert (report.code, report.permanent) == ("engine.model_died", False)
 
     asyncio.run(main())
 
