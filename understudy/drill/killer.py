@@ -362,36 +362,6 @@ FINDERS: Mapping[str, Callable[[Scene], int | None]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryBefore:
-    """What a memory server had, and its successor must have. `pid`: as it reports it; 0 if the
-    successor may have the same."""
-
-    device: str
-    tag: str
-    epoch: str
-    readers: frozenset[str]
-    pid: int = 0
-
-    @classmethod
-    def of(cls, device: Document, *, pid: int = 0) -> MemoryBefore:
-        name, tag, epoch = (str(device.get(key)) for key in ("device_uuid", "tag", "epoch"))
-        return cls(name, tag, epoch, readers_of(device), pid)
-
-    def missing(self, device: Document) -> str | None:
-        """What is not as before yet, if anything."""
-        if "error" in device:
-            return str(device["error"])
-        if self.pid and device.get("pid") == self.pid:
-            return f"the killed server (pid {self.pid}) still answers"
-        if device.get("state") != COMMITTED:
-            return f"it is {device.get('state')}"
-        if device.get("epoch") != self.epoch:
-            return f"its epoch is {device.get('epoch')} instead of {self.epoch}"
-        away = sorted(self.readers - readers_of(device))
-        return f"not attached: {', '.join(away)}" if away else None
-
-
 def committed_devices(view: Document) -> dict[str, Document]:
     """The devices with committed weights, by name."""
     found = [device for part in view["gms"] for device in devices(part)]
@@ -410,13 +380,15 @@ def readers_of(device: Document) -> frozenset[str]:
 @dataclass(frozen=True, slots=True)
 class HeldPart:
     """A part that can be killed: the pidfds of its processes, its own first. `child`: of a gateway;
-    `memory`: what must be there again, `models`: whose servers must answer again."""
+    `memory`: the devices' documents, as they must be again, `pid`: the killed server's own in them;
+    `models`: whose servers must answer again."""
 
     target: str
     pidfds: tuple[int, ...]
     child: int | None = None
     device: str = ""
-    memory: tuple[MemoryBefore, ...] = ()
+    memory: tuple[Document, ...] = ()
+    pid: int = 0
     models: tuple[str, ...] = ()
 
 
@@ -437,25 +409,24 @@ async def find_part(
         UnderstudyError: `drill.no_memory`, nothing is committed; `drill.not_here`.
     """
     view, pids = await gather(directory), await pids_of(directory)
-    scene = Scene(pids, view["gateway"] or {}, model)
+    scene, found = Scene(pids, view["gateway"] or {}, model), committed_devices(view)
+    if target == GMS and not models:
+        if not found:
+            raise UnderstudyError("drill.no_memory", "no memory service has committed weights")
+        before = list(found.values())[number % len(found)]
+        device, own = str(before["device_uuid"]), int(before.get("pid") or 0)
+        pidfds = _hold_all(pids.gms.get(device), f"the server of {device}", stack)
+        return HeldPart(target, pidfds, device=device, memory=(before,), pid=own)
+    pid, is_supervisor = FINDERS[target](scene), target == GMS_SUPERVISOR
+    if pid is None and models:
+        return None
+    pidfds = _hold_all(pid, target, stack)
     if models:
-        pid = FINDERS[target](scene)
         device = place_served(pid or 0, VERBS[target]) if target in VERBS else ""
-        whose = tuple(models) if target == GMS_SUPERVISOR else (model,)
-        if pid is None:
-            return None
-        return HeldPart(target, _hold_all(pid, target, stack), scene.child, device, models=whose)
-    found = committed_devices(view)
-    if target != GMS:
-        memory = [MemoryBefore.of(each) for each in found.values() if target == GMS_SUPERVISOR]
-        pidfds = _hold_all(FINDERS[target](scene), target, stack)
-        return HeldPart(target, pidfds, scene.child, memory=tuple(memory))
-    if not found:
-        raise UnderstudyError("drill.no_memory", "no memory service has committed weights")
-    device = list(found)[number % len(found)]
-    before = MemoryBefore.of(found[device], pid=int(found[device].get("pid") or 0))
-    pidfds = _hold_all(pids.gms.get(device), f"the server of {device}", stack)
-    return HeldPart(target, pidfds, device=device, memory=(before,))
+        whose = tuple(models) if is_supervisor else (model,)
+        return HeldPart(target, pidfds, scene.child, device, models=whose)
+    memory = tuple(found.values()) if is_supervisor else ()
+    return HeldPart(target, pidfds, scene.child, memory=memory)
 
 
 def _hold_all(pid: int | None, what: str, stack: ExitStack) -> tuple[int, ...]:
@@ -519,9 +490,9 @@ async def _no_pool(directory: Path, victim: HeldPart) -> str | None:
 
 
 async def _no_memory(directory: Path, victim: HeldPart) -> str | None:
-    for before in victim.memory:
-        document = await _memory_status(directory, before.device, before.tag)
-        if (missing := before.missing(document)) is not None:
+    for was in victim.memory:
+        now = await _memory_status(directory, str(was["device_uuid"]), str(was["tag"]))
+        if (missing := _changed_memory(was, now, victim.pid)) is not None:
             return missing
     pids = await pids_of(directory)
     if not pids.gms:
@@ -538,6 +509,19 @@ async def _no_memory(directory: Path, victim: HeldPart) -> str | None:
         if "error" in document:
             return str(document["error"])
     return None
+
+
+def _changed_memory(was: Document, now: Document, killed: int) -> str | None:
+    """What a device's server does not have yet of what its predecessor, the process `killed`, had;
+    0: the successor may have the same pid."""
+    if "error" in now:
+        return str(now["error"])
+    if killed and now.get("pid") == killed:
+        return f"the killed server (pid {killed}) still answers"
+    if now.get("state") != COMMITTED or now.get("epoch") != was.get("epoch"):
+        return f"it is {now.get('state')}, with the epoch {now.get('epoch')}"
+    away = sorted(readers_of(was) - readers_of(now))
+    return f"not attached: {', '.join(away)}" if away else None
 
 
 async def _memory_status(directory: Path, place: str, tag: str) -> Document:

@@ -44,7 +44,7 @@ FLOAT_DTYPES = ("F32", "BF16", "F16")
 DTYPE = "float32"
 
 # Left by old exporters; the decoder computes the same numbers itself.
-IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
+IGNORED_SUFFIX = ".rotary_emb.inv_freq"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,18 +122,20 @@ def open_checkpoint(directory: str, rank: int = 0, ranks: int = 1) -> Checkpoint
     shards = read_shards(directory)
     stored: dict[str, StoredTensor] = {}
     for tensor in (tensor for shard in shards for tensor in shard.tensors):
-        if tensor.name in stored:
-            both = " and ".join(
-                os.path.basename(each.shard) for each in (stored[tensor.name], tensor)
-            )
-            _broken(directory, f"tensor {tensor.name} is in two shards, {both}")
-        stored[tensor.name] = tensor
+        if stored.setdefault(tensor.name, tensor) is not tensor:
+            _broken(directory, f"tensor {tensor.name} is in two shards")
     shapes = config.tensor_shapes()
     missing = [name for name in shapes if name not in stored]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         _broken(directory, f"tensor {missing[0]}{more} is in no safetensors file")
-    _refuse_unknown(directory, [name for name in stored if name not in shapes], config)
+    for name in sorted(stored.keys() - shapes.keys()):
+        # What is not read is a part of the model that would silently not be computed. Some
+        # exporters store the tied tensor twice.
+        is_tied = name == "lm_head.weight" and config.tie_embeddings
+        if not is_tied and not name.endswith(IGNORED_SUFFIX):
+            what = f"tensor {name} is not part of the Llama that config.json describes"
+            _unsupported(directory, what)
     for name, shape in shapes.items():
         _check(directory, stored[name], shape)
     tensors = [
@@ -232,16 +234,6 @@ def _part(stored: StoredTensor, shape: tuple[int, ...], rank: int, ranks: int) -
     return TensorSource(stored.name, shape, 4 * math.prod(shape), stored, origin)
 
 
-def _refuse_unknown(directory: str, unknown: list[str], config: LlamaConfig) -> None:
-    """A tensor that is not read is a part of the model that would silently not be computed."""
-    for name in sorted(unknown):
-        # Some exporters store the tied tensor twice.
-        is_tied = name == "lm_head.weight" and config.tie_embeddings
-        if not is_tied and not name.endswith(IGNORED_SUFFIXES):
-            what = f"tensor {name} is not part of the Llama that config.json describes"
-            _unsupported(directory, what)
-
-
 def _broken(directory: str, reason: str) -> NoReturn:
     raise UsageError("model.broken", f"{directory}: {reason}; download the checkpoint again.")
 
@@ -315,11 +307,14 @@ def check_bound(
         UnderstudyError: `model.unbound`, naming the first tensor that is missing, surplus or of
             another shape or type; `details` has all the missing and surplus ones.
     """
-    needed = {tensor.name: tensor for tensor in wanted}
-    missing = [name for name in needed if name not in found]
-    surplus = [name for name in found if name not in needed]
-    both = [name for name in needed if name in found]
-    unlike = [name for name in both if not _is_as_read(needed[name], found[name])]
+    needed = {each.name: (DTYPE, each.shape, each.nbytes, None) for each in wanted}
+    there = {
+        name: (each.dtype, tuple(each.shape), each.nbytes, each.strides)
+        for name, each in found.items()
+    }
+    missing = [name for name in needed if name not in there]
+    surplus = [name for name in there if name not in needed]
+    unlike = [name for name in needed if name in there and needed[name] != there[name]]
     for names, what in (
         (missing, f"of the model is not in epoch {epoch}"),
         (surplus, f"of epoch {epoch} is not part of the model"),
@@ -335,8 +330,3 @@ def check_bound(
                 missing=missing or unlike[:1],
                 surplus=surplus,
             )
-
-
-def _is_as_read(tensor: TensorSource, record: TensorRecord) -> bool:
-    there = (record.dtype, tuple(record.shape), record.nbytes, record.strides)
-    return there == (DTYPE, tensor.shape, tensor.nbytes, None)

@@ -182,18 +182,17 @@ def main(arguments: list[str] | None = None) -> int:
         epilog="--hidden 4096 --layers 6 makes a file of 0.6 GiB.",
     )
     parser.add_argument("directory", help="new or empty")
-    for name, default, meaning in (
-        ("--seed", 0, "the same seed writes the same weights"),
-        ("--hidden", 64, "hidden size, a multiple of 8"),
-        ("--layers", 2, "number of layers"),
-        ("--heads", 4, "number of attention heads"),
-        ("--kv-heads", 2, "number of heads of keys and values, which divides that of --heads"),
+    for name, default in (
+        ("seed", 0),
+        ("hidden", 64),
+        ("layers", 2),
+        ("heads", 4),
+        ("kv-heads", 2),
     ):
-        text = f"{meaning} (default: %(default)s)"
-        parser.add_argument(name, type=int, default=default, help=text)
+        parser.add_argument(f"--{name}", type=int, default=default, help="default: %(default)s")
+    parser.add_argument("--head-dim", type=int, help="default: hidden / heads")
     text = "succeed without a change if the directory has a model"
     parser.add_argument("--if-missing", action="store_true", help=text)
-    parser.add_argument("--head-dim", type=int, help="size of a head (default: hidden / heads)")
     options = vars(parser.parse_args(arguments))
     directory, if_missing = options.pop("directory"), options.pop("if_missing")
     if if_missing and os.path.exists(os.path.join(directory, "config.json")):

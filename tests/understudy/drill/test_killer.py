@@ -30,7 +30,6 @@ from understudy.drill.killer import (
     FIRST,
     MISSING,
     HeldPart,
-    MemoryBefore,
     changes,
     committed_devices,
     find_part,
@@ -242,7 +241,7 @@ class Answers:
 
 async def recover(directory: Path, *documents: dict) -> Kill:
     kill = Kill(GMS, killed_ms=killer.clock.now_ms(), device="HOST-0")
-    victim = HeldPart(GMS, (), memory=(MemoryBefore.of(device(), pid=1),))
+    victim = HeldPart(GMS, (), memory=(device(),), pid=1)
     path = str(directory / "gms_HOST-0_weights.sock")
     server = Server(path, gms_messages.CATALOGUE, Answers(list(documents)), service="gms")
     await server.start()
