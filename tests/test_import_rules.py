@@ -417,10 +417,10 @@ LINES_MAX = {
     "plumbing": 6_780,
     "lockserver": 9_450,
     "gms": 11_850,
-    "engine": 21_320,
+    "engine": 21_310,
     "gateway": 10_995,
     "pool": 9_290,
-    "understudy": 11_960,
+    "understudy": 11_950,
     "hack": 7_270,
     "tests": 93_970,  # with the sweep, which hack had
 }
