@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from engine.backends.registry import asks_for_help, command_line
+from engine.backends.registry import asks_for_help, check_no_tls, command_line
 from engine.core.health import percent
 from engine.messages import CONTROL, LeaveMsg, OkMsg
 from engine.supervisor.settings import OPTIONS, EngineSettings, place_in_pool, placed, settle
@@ -74,6 +74,8 @@ def run(config: Resolved, arguments: tuple[str, ...]) -> None:
         arguments = (*place.arguments, *arguments)
         os.environ.update(place.environment)  # for the backend
     settings = settle(config, command_line(config["backend"], arguments), directory)
+    if not settings.is_remote:
+        check_no_tls(settings.backend, arguments)
     longest = settings.control_path if settings.is_remote else settings.private_path
     socket_path(directory, longest.rpartition("/")[2])
     run_async(lambda: _supervise(settings))

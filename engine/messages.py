@@ -40,17 +40,14 @@ KvMemoryKind = Literal["gms", "private"]
 
 class WakeMsg(Message, frozen=True, tag="wake"):
     """Take memory for the KV cache; the descriptor is the listening socket, on which the backend
-    must not accept before `serve`.
-
-    `is_behind_gateway`: it is the engine's private socket, and the backend obeys the headers and
-    paths of `plumbing.gateway_protocol`, which are the gateway's. Otherwise clients connect to it
-    themselves.
+    must not accept before `serve`. A Unix socket with a path is the engine's private one, on which
+    the backend obeys the headers and paths of `plumbing.gateway_protocol`. On any other, which an
+    engine with a lock over TCP has, clients connect themselves.
     """
 
     FDS = (1, 1)
     token: Count
     engine: Id
-    is_behind_gateway: bool = False
     era: Era = NO_ERA  # of the token: it compares with tokens of the same era only
 
 

@@ -101,8 +101,8 @@ SERVE = (
         "direct",
         bool,
         False,
-        "Lend the service sockets to engines, which accept connections themselves, instead of to a"
-        " gateway. Implied by --listen.",
+        gone="clients reach engines through the gateway (`gateway serve`); only with --listen do"
+        " engines accept connections themselves, each at its --service-address",
     ),
     Option("listen", _tcp, None, "tcp://HOST:PORT to listen on for engines that span hosts."),
     Option(
@@ -167,7 +167,6 @@ def serve(config: Resolved) -> None:
         window_ms=config["window_ms"],
         hold_ms=config["hold_ms"],
         silent_ms=config["silent_ms"],
-        direct=config["direct"],
     )
     http = (config["http_host"], config["http_port"], config["http_allowed_host"])
     run_async(lambda: run(settings, *http))

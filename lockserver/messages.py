@@ -93,9 +93,10 @@ class StandbyMsg(Message, frozen=True, tag="standby"):
     waits for `lock` that could be granted it at once. To a holder that was never sent this, or has
     lost the server, there is none.
 
-    `continues`: behind a gateway, the engine that is next can continue the holder's streams, since
-    it has the same continuation id. `is_settled`: the server knows that the holder was told to end,
-    and so does the engine that is next, which was not told to end itself; or there is none."""
+    `continues`: the engine that is next can continue the holder's streams, since it has the same
+    continuation id; never over TCP, where no gateway is. `is_settled`: the server knows that the
+    holder was told to end, and so does the engine that is next, which was not told to end itself;
+    or there is none."""
 
     lock: LockName
     incarnation: IncarnationId  # the holder's, so that a late message is recognised
@@ -125,16 +126,12 @@ class BorrowMsg(Message, frozen=True, tag="borrow"):
 
 class ServiceMsg(Message, frozen=True, tag="service"):
     """Server → supervisor or gateway: the listening socket of a lock, lent with one fd; without an
-    fd to those that have just handed theirs back.
-
-    `is_to_accept`: whether the receiver's side accepts connections from it. If not, which is what
-    supervisors are told where a gateway serves, a copy is kept only to hand it back.
-    """
+    fd to those that have just handed theirs back. A gateway accepts from it; a supervisor keeps its
+    copy only to hand it back."""
 
     FDS = (0, 1)
     lock: LockName
     address: str
-    is_to_accept: bool = True
 
 
 class IdleMsg(Message, frozen=True, tag="idle"):

@@ -206,7 +206,8 @@ class LockserverStatus(Schema):
     server: LockServerFields
     models: Annotated[list[str], "only in a pool: the models whose locks the server has"]
     mode: Annotated[
-        str | None, "who accepts connections: `direct` (the engine), `gateway`; null offline"
+        str | None,
+        "who accepts connections: `gateway`, or over TCP `direct` (the engine); null offline",
     ]
     era: Annotated[str, "the series of tokens; [lock.md](lock.md#eras)"]
     token: Annotated[int, "the last token granted"]

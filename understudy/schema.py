@@ -63,7 +63,7 @@ class PodStatus(Schema):
     stopping: Annotated[bool, "every engine was told to end: the pod drains"]
     problems: Annotated[list[str], "why the pod is not healthy, for operators"]
     lockserver: Annotated[LockserverStatus | Unreachable, "the lock server"]
-    gateway: Annotated[GatewayStatus | Unreachable | None, "null in direct mode"]
+    gateway: Annotated[GatewayStatus | Unreachable | None, "null with a lock over TCP"]
     pool: Annotated[PoolStatus | Unreachable | None, "null in a pod without a pool file"]
     gms: Annotated[list[DeviceStatus | Unreachable], "every device that has a socket"]
     engines: Annotated[list[EngineDocument | Unreachable], "every engine that has a socket"]

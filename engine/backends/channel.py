@@ -96,7 +96,6 @@ class BackendHandler(Protocol):
         token: int,
         listening: OwnedFd,
         *,
-        is_behind_gateway: bool = False,
         era: str = msg.NO_ERA,
     ) -> msg.WokenMsg:
         """Take KV memory; keep a copy of the listening socket for `serve`. The other
@@ -187,16 +186,17 @@ class Channel(Handler):
             close_all(fds)
 
 
+def is_private(listening: OwnedFd) -> bool:
+    """Whether a gateway connects to this socket, and no client: see `WakeMsg`."""
+    with socket.socket(fileno=os.dup(listening.fileno())) as sock:
+        name = sock.getsockname()
+    return isinstance(name, str) and name != ""
+
+
 async def _handle(backend: BackendHandler, message: Message, fds: list[OwnedFd]) -> Message:
     match message:
         case msg.WakeMsg():
-            return await backend.wake(
-                message.engine,
-                message.token,
-                fds[0],
-                is_behind_gateway=message.is_behind_gateway,
-                era=message.era,
-            )
+            return await backend.wake(message.engine, message.token, fds[0], era=message.era)
         case msg.RunCanaryMsg():
             return await backend.run_canary()
         case msg.ServeMsg():

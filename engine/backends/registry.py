@@ -72,13 +72,17 @@ def model_arguments(backend: str, model: str, ranks: int) -> tuple[str, ...]:
     return ("--model", model, *(("--tensor-parallel", str(ranks)) if ranks > 1 else ()))
 
 
-def objection_behind_gateway(backend: str, command: Sequence[str]) -> tuple[str, str] | None:
-    """Why `command` of `backend` cannot serve a gateway: a code and a sentence, None if it can."""
+def check_no_tls(backend: str, command: Sequence[str]) -> None:
+    """A gateway cannot reach a backend that speaks TLS.
+
+    Raises:
+        UsageError: `engine.tls_behind_gateway`.
+    """
     flag = next((each for each in command if TLS_FLAG.match(each)), None)
     if backend != "vllm" or flag is None:
-        return None
-    return (
+        return
+    raise UsageError(
         "engine.tls_behind_gateway",
-        f"{flag.partition('=')[0]}: behind a gateway TLS ends there; leave vLLM's --ssl flags out,"
-        " and give --tls-cert and --tls-key to the gateway, or start the lock server with --direct",
+        f"{flag.partition('=')[0]}: TLS ends at the gateway; leave vLLM's --ssl flags out,"
+        " and give --tls-cert and --tls-key to the gateway",
     )

@@ -47,7 +47,6 @@ from plumbing.service.procfs import CpuPressure
 TICK_MS = 1_000.0
 
 # Who wakes an engine for which no gateway would let requests wait.
-DIRECT = "direct mode"
 
 
 class Engine:
@@ -82,7 +81,6 @@ class Engine:
             self.log,
             post=self.post,
             on_loader=self._loader_granted,
-            on_listener=self._lent,
             after=self._timers.after,
         )
         if settings.is_remote:
@@ -101,7 +99,7 @@ class Engine:
             text = over_tcp.each_loads_all(settings.member, settings.members)
             self.log.record("engine.members", text, "warning")
         self.leftovers.start()
-        self.lock.private.remove_leftover()  # of a predecessor that was killed
+        self.lock.listener.remove_leftover()  # of a predecessor that was killed
         self._tick()
         self._is_started = True
         if self.lifecycle.now.shall.goal is not Tier.COLD:
@@ -124,7 +122,7 @@ class Engine:
         if self.incarnation is not None:
             self.incarnation.tree.kill()
         self._timers.close()
-        self.lock.stop_listening()
+        self.lock.listener.remove()
         self.layout.close()
         self.pressure.close()
 
@@ -191,10 +189,9 @@ class Engine:
             case ev.Ask():
                 self._ask(effect.step)
             case ev.DrainBackend():
-                self.lock.stop_listening()
+                self.lock.listener.remove()
                 budget_ms = self.settings.budgets_ms[State.DRAINING]
-                resume = effect.resume and self.lock.is_behind_gateway
-                self._running.drain(budget_ms, resume=resume)
+                self._running.drain(budget_ms, resume=effect.resume)
             case ev.RestBackend():
                 budget_ms = self.settings.budgets_ms[State.RELEASING]
                 self._running.residency.rest(budget_ms, keep_kv=effect.keep_kv)
@@ -211,7 +208,7 @@ class Engine:
                 self.history.wanted()
                 self.lock.hand_back(effect.token)
             case ev.KillTree():
-                self.lock.stop_listening()
+                self.lock.listener.remove()
                 self._running.tree.kill()
             case ev.ScheduleRelaunch() if self._is_started:
                 self.relauncher.schedule()
@@ -276,8 +273,7 @@ class Engine:
             on_gone=self._gone,
             on_loader=self.lock.repeat,
         )
-        if not (self.lock.is_behind_gateway and self.incarnation.refuses_gateway()):
-            self.incarnation.start()
+        self.incarnation.start()
 
     def _gone(self) -> None:
         """The last process is reaped and the last message read."""
@@ -305,32 +301,14 @@ class Engine:
             self.history.asked(step)
             self._running.ask(step)
 
-    def _lent(self) -> None:
-        """The listening socket was lent, or another side accepts from it now."""
-        running, is_behind = self.incarnation, self.lock.is_behind_gateway
-        if running is None:
-            return
-        if not is_behind and self.lifecycle.now.shall.goal is not Tier.AWAKE:
-            self.post(ev.Shall(Tier.AWAKE, DIRECT))
-        residency, state = running.residency, self.lifecycle.state
-        is_serving = state in (State.WAKING, State.ACTIVE) and residency.is_wake_asked
-        if is_serving and (residency.private_path is not None) is not is_behind:
-            now = "behind a gateway" if is_behind else "in direct mode"
-            text = f"the lock server was restarted {now}, and this engine serves the other way"
-            self.post(Failed("mode_changed", text))
-        elif not (is_behind and running.refuses_gateway()):
-            self._wake()
-
     def _wake(self) -> None:
         """Ask for the wake once there are both a grant and the listening socket."""
         now, waking = self.lifecycle.now, self.incarnation
         if now.step is WakingStep.WAKE and waking and not waking.residency.is_wake_asked:
-            listener = self.lock.borrow_listener()
-            if listener is not None:
-                is_behind = self.lock.is_behind_gateway
-                path = self.lock.private.path if is_behind else None
-                waking.wake(now.token, self.lock.era_of(now.token), listener, path)
-                self.metrics.woken(is_behind_gateway=is_behind)
+            listening, path = self.lock.listener.listen(), self.lock.listener.path
+            if listening is not None:
+                waking.wake(now.token, self.lock.era_of(now.token), listening, path)
+                self.metrics.woken(is_behind_gateway=path is not None)
             else:
                 self._timers.after("listener", LISTENER_RETRY_MS, self._wake)
 

@@ -18,7 +18,6 @@ from typing import Any
 from engine import messages
 from engine.backends import process
 from engine.backends.process import MODEL_ENV, PROGRESS_ENV, ProgressPage
-from engine.backends.registry import objection_behind_gateway
 from engine.core import events as ev
 from engine.core.events import EngineEvent, Failed, State, WakingStep
 from engine.core.health import ParkedHealth
@@ -233,13 +232,6 @@ class Incarnation:
         if self.fault is None:
             self._post(self._failed("backend_fault", fault))
 
-    def refuses_gateway(self) -> bool:
-        """Whether the backend cannot serve a gateway, which ends this engine for good."""
-        objection = objection_behind_gateway(self._settings.backend, self._settings.command)
-        if objection is not None:
-            self.broken(messages.FaultReportMsg(*objection, permanent=True, exit_code=2))
-        return objection is not None
-
     def _failed(self, cause: str, fault: messages.FaultReportMsg) -> Failed:
         self.fault = fault
         data = {"error_code": fault.code, "permanent": fault.permanent}
@@ -292,7 +284,7 @@ class Incarnation:
 
     def wake(self, token: int, era: str, listener: OwnedFd, private_path: str | None) -> None:
         """As `Residency`'s; `era` is that of `token`."""
-        wake = messages.WakeMsg(token, self._settings.engine, private_path is not None, era)
+        wake = messages.WakeMsg(token, self._settings.engine, era)
         self.placing.stop()
         self.residency.wake(wake, listener, private_path, proven=self.can_rest)
 

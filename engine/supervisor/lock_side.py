@@ -10,11 +10,10 @@ knows of a successor that stays, or that there is none. The successor hears that
 waits `SETTLE_MS`, and confirms in its own want, unless it was told to end meanwhile. If a whole pod
 is told to end, no engine confirms.
 
-*Sockets.* The lent socket is that of `active`, whatever the model. Behind a gateway the backend
-gets a private socket, bound anew for each wake. The backend's copy is the only one, so its death
-breaks every connection that it has not accepted, at once; `remove` then unlinks the file. With a
-TCP lock server, which can lend nothing, the supervisor binds the listening socket when the engine
-wakes and closes it once it is reaped, so clients of an inactive engine are refused, not kept
+*Sockets.* The backend gets a private socket, bound anew for each wake. Its copy is the only one, so
+its death breaks every connection that it has not accepted, at once; `remove` then unlinks the file.
+With a TCP lock server there is no gateway: the supervisor binds the engine's own address when the
+engine wakes and closes it once it is reaped, so clients of an inactive engine are refused, not kept
 waiting. A member that serves nothing has a socket too, because a backend is woken with one; the
 kernel chooses its name. Over TCP the supervisor also looks for what an earlier supervisor of the
 engine left behind.
@@ -86,24 +85,23 @@ class LockSide:
         *,
         post: Callable[[EngineEvent], None],
         on_loader: Callable[[str, int], None],
-        on_listener: Callable[[], None],
         after: Callable[[str, float, Callable[[], None]], None],
     ) -> None:
         self.other: Other | None = None
         self.has_standby = False  # as far as is known: another engine could be granted `active`
         self._continues = False  # … and the next one can continue this one's streams
-        self.private = PrivateSocket(settings.private_path)
         self.succession = SuccessionSide(post, after, self.repeat)
-        self.own = OwnListener(settings.service_address) if settings.is_remote else None
-        self.address = self.own.name if self.own is not None else None
+        self.listener: PrivateSocket | OwnListener = PrivateSocket(settings.private_path)
+        self.address: str | None = None  # where clients connect
+        if settings.is_remote:
+            self.listener = OwnListener(settings.service_address)
+            self.address = self.listener.name
         self._refusal: str | None = None
         self._engine = settings.engine
         self._active, self._loader = settings.active_lock, settings.loader_lock
         self._events = events
         self._post = post
         self._on_loader = on_loader
-        self._on_listener = on_listener
-        self._shortage: str | None = None
         self._sent: tuple[_Want, bool, int] | None = None
         self._incarnation: Incarnation | None = None
         self._wants_active = False
@@ -131,19 +129,12 @@ class LockSide:
     @property
     def problem(self) -> str | None:
         """What keeps this engine from getting the lock, or from serving under it."""
-        own = self.own.problem if self.own is not None else None
-        socket = self._shortage or self.private.problem or own
-        return self._refusal or self.client.unreachable or socket
-
-    @property
-    def is_behind_gateway(self) -> bool:
-        """Whether a gateway accepts from the lent socket, as far as the lock server has said."""
-        return self.own is None and not self.client.is_to_accept(ACTIVE)
+        return self._refusal or self.client.unreachable or self.listener.problem
 
     @property
     def is_continued(self) -> bool:
         """Whether a drain may leave streams to the next engine."""
-        return self._continues and self.is_behind_gateway
+        return self._continues
 
     def era_of(self, token: int) -> str:
         """The era of a token under which `active` was granted."""
@@ -157,8 +148,8 @@ class LockSide:
             self._over = 0
         self._incarnation, self._wants_active, self._token = incarnation, wants_active, 0
         self.has_standby = self._continues = False
-        if incarnation is None and self.own is not None:
-            self.own.close()
+        if incarnation is None:
+            self.listener.remove()
         self.repeat()
 
     def hold(self, token: int) -> None:
@@ -198,31 +189,6 @@ class LockSide:
                 *(incarnation, witness, locks, held, continuation, over), leaving, succeeds
             )
 
-    # ------------------------------------------------------------------ the socket
-
-    def borrow_listener(self) -> OwnedFd | None:
-        """A copy of the listening socket, which the caller owns; None if none is lent yet, or ours
-        cannot be bound yet, or there is no descriptor for it: ask again."""
-        if self.own is not None:
-            return self.own.copy()
-        if self.is_behind_gateway:
-            return self.private.listen()
-        try:
-            listener = self.client.service(ACTIVE)
-        except OSError as error:
-            self._shortage = no_descriptors("copy the listening socket", error).message
-            return None
-        self._shortage = None
-        return listener
-
-    def stop_listening(self) -> None:
-        """The backend stops accepting, or is dead. On a socket of our own no other engine will
-        accept: new clients are better refused at once. A lent one is for the next engine. Harmless
-        to repeat."""
-        self.private.remove()
-        if self.own is not None:
-            self.own.close()
-
     # ------------------------------------------------------------------ what the server reports
 
     def _granted(self, lock: str, incarnation: str, token: int) -> None:
@@ -252,7 +218,6 @@ class LockSide:
     def _lent(self, lock: str, address: str) -> None:
         if lock == ACTIVE:
             self.address = address
-            self._on_listener()
 
     def _connected(self) -> None:
         self._refusal = None
@@ -335,7 +300,8 @@ class SuccessionSide:
 
 
 class PrivateSocket:
-    """`problem` is why it could not be bound at the last attempt."""
+    """Where the backend answers the gateway. `problem` is why it could not be bound at the last
+    attempt."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -392,7 +358,9 @@ POLL_MS = 100.0  # between two looks at witnesses; holders usually end in millis
 
 
 class OwnListener:
-    """`problem` is why it could not be bound at the last attempt."""
+    """Where the backend answers clients, with a lock over TCP; as `PrivateSocket`."""
+
+    path = None
 
     def __init__(self, address: TcpAddress | None) -> None:
         """`address` has a numeric host; None: a member that serves nothing."""
@@ -405,7 +373,7 @@ class OwnListener:
         """HOST:PORT, for display."""
         return None if self._address is None else str(self._address).partition("://")[2]
 
-    def copy(self) -> OwnedFd | None:
+    def listen(self) -> OwnedFd | None:
         """A copy of the listening socket, which is bound now if it is not yet; None if it cannot
         be for now: ask again."""
         try:
@@ -419,8 +387,11 @@ class OwnListener:
         self.problem = None
         return copy
 
-    def close(self) -> None:
-        """Stop listening. Harmless to repeat."""
+    def remove_leftover(self) -> None:
+        """A port leaves nothing behind."""
+
+    def remove(self) -> None:
+        """Refuse new clients at once: no other engine accepts here. Harmless to repeat."""
         if self._sock is not None:
             self._sock.close()
             self._sock = None

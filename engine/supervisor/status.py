@@ -103,7 +103,7 @@ class EngineStatus:
             "waiting_since": wanted_since if now.state is State.STANDBY else None,
             "other": asdict(lock.other) if lock.other else None,
             "address": lock.address,
-            "is_behind_gateway": lock.is_behind_gateway,
+            "is_behind_gateway": lock.listener.path is not None,
             "problem": lock.problem,
             "lease": lock.client.lease,
         }

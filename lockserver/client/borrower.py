@@ -49,7 +49,7 @@ class BorrowerCallbacks:
     - `on_model_granted(model, engine, token, era)`, `on_model_idle(model, reason, is_final)`: the
       same of a pod with models, whose one address was borrowed.
     - `on_connected()`, `on_lost(reason)`.
-    - `on_refused(error)`: the server refuses this gateway (`lock.direct`, `lock.no_service`,
+    - `on_refused(error)`: the server refuses this gateway (`lock.no_service`,
       `lock.too_many_gateways`), or cannot be believed (`lock.old_token`). Retried with back-off.
     """
 

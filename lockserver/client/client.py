@@ -63,8 +63,8 @@ class LockCallbacks:
     - `on_leaving(lock, token)`: the holder of `lock`, another engine, was told to end.
     - `on_standby(news)`: whether another engine could be granted a lock that this one holds, and
       continue its streams; what was said before counts until the connection is lost.
-    - `on_service(lock, address)`: the listening socket of `lock` was lent, and `service` copies it;
-      or `is_to_accept` has changed.
+    - `on_service(lock, address)`: where clients of `lock` connect. A copy of its listening socket
+      was lent, which is kept here to hand it back after a restart of the server.
     - `on_refused(error)`: the server refuses this want (`lock.stale_claim`: the lock is lost, kill
       the tree; `lock.engine_id_taken`, …), or cannot be believed (`lock.old_token`). The same want
       is retried with back-off.
@@ -133,7 +133,6 @@ class LockClient:
             self.supervisor, engine, None, None, (), {}, member=member[0], members=member[1]
         )  # without `services` and `progress`, which belong to one sending
         self._services: dict[str, OwnedFd] = {}
-        self._is_to_accept: dict[str, bool] = {}
         self._grants = NewestGrants()
         self._conn: Connection | None = None
         self._ended = asyncio.Event()
@@ -147,22 +146,6 @@ class LockClient:
     def lease(self) -> dict[str, Any] | None:
         """For status, over TCP: how long the lease is good for, when the server was heard."""
         return None if self._lease is None else self._lease.document()
-
-    def service(self, lock: str) -> OwnedFd | None:
-        """A copy of the listening socket of `lock`, which the caller owns; None if none was lent.
-
-        Never `shutdown()` it: that ends it for every copy.
-
-        Raises:
-            OSError: this process has no descriptor left.
-        """
-        lent = self._services.get(lock)
-        return lent.duplicate() if lent is not None else None
-
-    def is_to_accept(self, lock: str) -> bool:
-        """Whether the holder of `lock` accepts from the socket that was lent: if not, a gateway
-        does, and the copy is only kept to be handed back."""
-        return self._is_to_accept.get(lock, True)
 
     def set_want(
         self,
@@ -337,13 +320,9 @@ class LockClient:
             self._callbacks.on_leaving(message.lock, message.token)
 
     def _borrow(self, message: ServiceMsg, fds: list[OwnedFd]) -> None:
-        """Keep it to be copied, and to be handed back after a restart of the server."""
-        is_news = self._is_to_accept.get(message.lock) != message.is_to_accept
-        self._is_to_accept[message.lock] = message.is_to_accept
         for fd in fds:
             known = self._services.pop(message.lock, None)
             if known is not None:
                 known.close()
             self._services[message.lock] = fd
-        if fds or is_news:
-            self._callbacks.on_service(message.lock, message.address)
+        self._callbacks.on_service(message.lock, message.address)

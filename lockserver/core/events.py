@@ -291,12 +291,6 @@ class LookAgain(LockEffect, frozen=True):
     want: Wanted
 
 
-class PrepareService(LockEffect, frozen=True):
-    """Stop answering on the lock's service socket: a grant is about to be sent."""
-
-    lock: str
-
-
 class Persist(LockEffect, frozen=True):
     record: LockRecord
 

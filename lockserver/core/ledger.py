@@ -63,17 +63,14 @@ class Ledger:
             self._ended[witness.name] = witness
 
     def next_write(self, locks: Locks, supervisors: Supervisors, now_ms: float) -> list[LockEffect]:
-        """Choose the next grant, or nothing; `Persist` is always the last effect."""
+        """Choose the next grant, or nothing: what must be on disk before it is made."""
         if self.is_writing or (self.problem is not None and now_ms < self._retry_ms):
             return []
         self._grant = self._choose(locks, supervisors, now_ms)
         if self._grant is None and self._writes_due == 0:
             return []
         self.is_writing = True
-        record = self._record(locks)
-        if self._grant is None:
-            return [ev.Persist(record)]
-        return [ev.PrepareService(self._grant.lock.name), ev.Persist(record)]
+        return [ev.Persist(self._record(locks))]
 
     def _choose(self, locks: Locks, supervisors: Supervisors, now_ms: float) -> _Grant | None:
         for lock in locks.values():

@@ -55,8 +55,8 @@ class LockMachine:
         resumes: bool = False,
     ) -> None:
         """Start from the record on disk: its holders are `recovering` until they reconnect.
-        `share_bytes`: how much of the file each lock has, if that is limited. `resumes`: behind a
-        gateway, where one engine may continue another's streams."""
+        `share_bytes`: how much of the file each lock has, if that is limited. `resumes`: there
+        is a gateway, so that one engine may continue another's streams."""
         self.ledger = Ledger(record, share_bytes)
         self.silent_ms, self.window_ms = silent_ms, window_ms
         self.started_ms = self._ticked_ms = now_ms

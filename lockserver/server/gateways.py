@@ -94,14 +94,13 @@ class GatewayDesk:
         """Take in what a gateway says; lend and tell it what it lacks.
 
         Raises:
-            ProtocolError: `lock.direct`, `lock.no_service`, `lock.identity_changed`,
-                `lock.too_many_gateways`.
+            ProtocolError: `lock.no_service`, `lock.identity_changed`, `lock.too_many_gateways`.
         """
         now_ms = self._clock.now_ms()
         found = self.gateways.get(conn.id)
         if found is None:
             found = self._enter(conn, message, now_ms)
-            self._services.lend_to_gateway(message.lock, conn)
+            self._services.lend_missing((message.lock,), conn)
             self._tell(found, now_ms)
         elif (found.id, found.lock) != (message.gateway, message.lock):
             raise ProtocolError(
@@ -143,13 +142,6 @@ class GatewayDesk:
             self._look_for_missing(now_ms)
 
     def _check(self, conn: Connection, message: BorrowMsg) -> None:
-        if not self._services.has_gateway:
-            raise ProtocolError(
-                "lock.direct",
-                "this lock server runs in direct mode (--direct), where engines accept connections"
-                " themselves and a gateway has nothing to do; restart it with --no-direct, or stop"
-                " the gateway",
-            )
         if message.lock not in self._services.sockets:
             raise ProtocolError(
                 "lock.no_service",
@@ -243,8 +235,7 @@ class GatewayDesk:
         for each in self.gateways.values():
             self._tell_idle(each, now_ms)
         self._look_for_silence(now_ms)
-        if self._services.has_gateway:
-            self._look_for_missing(now_ms)
+        self._look_for_missing(now_ms)
 
     def look_for_end(self, now_ms: float) -> None:
         """Whether any engine is left that may be granted a lock; gateways hear it at once."""

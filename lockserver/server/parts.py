@@ -33,7 +33,7 @@ from lockserver.core.supervisors import SupervisorRecord
 from lockserver.members.leases import Leases
 from lockserver.messages import SWITCHOVER_MS_MAX, SwitchedOverMsg, SwitchOverMsg
 from lockserver.server.event_outbox import EventOutbox
-from lockserver.server.gateways import GatewayDesk, why_idle
+from lockserver.server.gateways import GatewayDesk
 from lockserver.server.metrics import LockMetrics
 from lockserver.server.prober import Prober, WitnessDesk
 from lockserver.server.remote import Remote
@@ -255,12 +255,9 @@ class Shortage:
         return Undone(self.problem or NO_MEMORY, self.since_ms, unlent, unseen)
 
     def _unlent(self, conns: Sequence[int]) -> list[Who]:
-        """Who cannot serve without a copy. Beside a gateway, engines can."""
-        if self._services.has_gateway:
-            gateways = self._gateways.gateways.values()
-            return [(f"gateway {each.id}", None) for each in gateways if each.conn.id in conns]
-        supervisors = self._machine.supervisors.values()
-        return [(each.engine, each.incarnation) for each in supervisors if each.conn in conns]
+        """The gateways that cannot accept without a copy. Engines need none to serve."""
+        gateways = self._gateways.gateways.values()
+        return [(f"gateway {each.id}", None) for each in gateways if each.conn.id in conns]
 
 
 SPARE_FDS = 4  # for a look at a witness, a copy to lend, a new state file: closed again at once
@@ -320,19 +317,13 @@ class Parts:
             share_bytes=state.share_bytes(len(kinds)),
             silent_ms=settings.silent_ms,
             window_ms=settings.window_ms,
-            resumes=settings.has_gateway,
+            resumes=settings.listen is None,
         )
         outbox = EventOutbox(events, clock)
         remote = Remote(settings, machine, clock, feed, outbox)
         reserve = Reserve(SPARE_FDS)
         witnesses = WitnessDesk(path, reserve)
-        services = ServiceDesk(
-            settings.services,
-            settings.hold_ms,
-            partial(why_idle, machine),
-            reserve,
-            has_gateway=settings.has_gateway,
-        )
+        services = ServiceDesk(settings.services, settings.hold_ms, reserve)
         gateways = GatewayDesk(machine, services, clock, outbox.add, settings)
         services.open(is_first_start=state.loaded.is_first)
         reserve.refill()
@@ -368,17 +359,11 @@ class Parts:
         """A service socket is here now: every gateway and connected supervisor gets a copy."""
         for gateway in self.gateways.gateways.values():
             if gateway.lock == name and gateway.conn.id != but:
-                self.services.lend(name, gateway.conn, is_gateway=True)
+                self.services.lend(name, gateway.conn)
         for supervisor in self.machine.supervisors.values():
             conn = self.conn_of(supervisor)
             if conn is not None and conn.id != but:
-                self.services.lend(name, conn, is_gateway=False)
-
-    def is_accepted(self, name: str) -> bool:
-        """Whether anybody may be accepting on the service socket of this lock."""
-        if self.services.has_gateway:
-            return self.gateways.is_accepting(name)
-        return self.machine.locks[name].may_serve
+                self.services.lend(name, conn)
 
     def close(self) -> None:
         """Stop watching and close the files; connections are closed by their own servers."""

@@ -78,11 +78,11 @@ class LockServer:
                 raise UsageError(
                     "lock.unknown_lock", f"--service: there is no lock {lock!r}{of_models}"
                 )
-        if settings.models and not settings.has_gateway:
+        if settings.models and settings.listen is not None:
             raise UsageError(
                 "lock.models_need_gateway",
-                "engines of several models cannot accept from one address themselves: with --model,"
-                " leave --direct and --listen out, and start a gateway",
+                "engines of several models are reached through a gateway, which a lock over TCP"
+                " does not have: with --model, leave --listen out",
             )
         self.settings = settings
         self.clock = clock or SystemClock()
@@ -231,7 +231,7 @@ class LockServer:
         now_ms = self.clock.now_ms()
         parts.shortage.tick(now_ms)
         parts.gateways.tick(now_ms)
-        for name in parts.services.watch(parts.is_accepted, now_ms):
+        for name in parts.services.watch(parts.gateways.is_accepting, now_ms):
             parts.lend_to_all(name)
         for service in parts.services.sockets.values():
             self.metrics.service(service.lock, service.state)
@@ -281,13 +281,11 @@ class LockPerformer:
                 parts.witnesses.forget(effect.conn)
                 end_connection(parts.conns.get(effect.conn), effect)
             case ev.Lend():
-                parts.services.lend_missing(parts.conns[effect.conn])
+                parts.services.lend_missing(parts.services.sockets, parts.conns[effect.conn])
             case ev.LookAgain():
                 parts.witnesses.look_again(effect.want)
             case ev.Announce():
                 self._announce(effect)
-            case ev.PrepareService():
-                parts.services.prepare(effect.lock)
             case ev.Persist():
                 self._persist(effect.record)
             case ev.Discard():
@@ -342,7 +340,7 @@ def granted(effect: ev.SendGrant | ev.Announce) -> GrantedMsg:
 
 
 LAST_GRANTS = 20
-DIRECT, GATEWAY = "direct", "gateway"  # who accepts connections: the engines, or a gateway
+DIRECT, GATEWAY = "direct", "gateway"  # who accepts connections: engines (over TCP), a gateway
 
 
 class LockReport:
@@ -387,7 +385,7 @@ class LockReport:
                 "restarts": restarts(),
             },
             "models": list(parts.settings.models),
-            "mode": GATEWAY if parts.settings.has_gateway else DIRECT,
+            "mode": GATEWAY if parts.settings.listen is None else DIRECT,
             "era": machine.ledger.era,
             "token": machine.ledger.token,
             "problem": next(filter(None, problems), None),

@@ -1,19 +1,18 @@
-"""The listening sockets that belong to locks: bound here, lent to engines, answered while idle.
+"""The listening sockets that belong to locks: bound here, lent, answered while no gateway accepts.
 
 `ServiceSocket` is one. The surprising things:
 
 - Every copy is the same socket: O_NONBLOCK, the backlog and `listen` are shared, and one `shutdown`
-  anywhere would end it for all; `listen` before each grant undoes that.
+  anywhere would end it for all.
 - While any copy lives, the address cannot be bound again. So a restarted server that finds it in
-  use waits for an engine to hand its copy back, and never uses SO_REUSEPORT, which would give half
-  of the connections to a backlog that no process serves.
-- Connections that were accepted here are answered even if a grant arrives in between.
+  use waits for a gateway or a supervisor to hand its copy back, and never uses SO_REUSEPORT, which
+  would give half of the connections to a backlog that no process serves.
 - Without descriptors or memory nothing here fails for good: `watch` tries again with every tick.
 
 `ServiceDesk` has those of all locks: it lends copies, takes them back and watches the addresses.
-All models are served at one address: the socket of `active` is that of each `active:<model>`. A
-copy needs a descriptor. Where there is none, not even in the reserve, lending is repeated with
-every tick: an engine without the socket could be granted the lock and not serve. It must not know
+A gateway accepts from its copy; supervisors keep theirs to hand it back. All models are served at
+one address: the socket of `active` is that of each `active:<model>`. A copy needs a descriptor.
+Where there is none, not even in the reserve, lending is repeated with every tick. It must not know
 why a lock is granted.
 """
 
@@ -24,13 +23,11 @@ import errno
 import json
 import select
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from lockserver.messages import ServiceMsg
 from plumbing.errors import ProtocolError, UnderstudyError, UsageError, is_shortage
-from plumbing.pod.models import kind_of
 from plumbing.service import procfs
 from plumbing.service.process import strangers_max
 from plumbing.wire.connection import Connection
@@ -45,34 +42,25 @@ LINGER_S = 1.0  # to read the rest of the request, else the answer would be lost
 RETRY_AFTER_S = 1  # a takeover takes milliseconds, a relaunch seconds
 REBIND_MS = 1000.0
 
-NO_ENGINE, NO_GATEWAY = "no_active_engine", "no_gateway"  # the codes of a 503
+NO_GATEWAY = "no_gateway"  # the code of a 503, and why
+WHY = "the gateway, which accepts requests, is not running; retry in a moment"
 LENT, HOLDING, AWAY = STATES = ("lent", "holding", "waiting_for_hand_back")
 
 
 class ServiceSocket:
-    """One service address. `prepare` is called before each grant, `watch` with every tick."""
+    """One service address. `watch` is called with every tick."""
 
-    def __init__(
-        self,
-        lock: str,
-        address: str,
-        hold_ms: float,
-        describe: Callable[[], str],
-        code: str = NO_ENGINE,
-    ) -> None:
-        """`describe` returns a sentence on why nobody accepts, `code` a word for it."""
+    def __init__(self, lock: str, address: str, hold_ms: float) -> None:
         self.lock = lock
         self.address = address
         self.problem: str | None = None
         self.is_taken = False  # another process has the address
         self._family, self._sockaddr = _resolve(address)
         self._hold_ms = hold_ms
-        self._describe, self._code = describe, code
         self._sock: socket.socket | None = None
         self._idle_since_ms: float | None = None
         self._rebind_ms = 0.0
         self._is_holding = False
-        self._is_deaf = False  # `listen` has failed
         self._callers: set[_Caller] = set()
         self._callers_max = strangers_max(HELD_MAX)
 
@@ -84,7 +72,7 @@ class ServiceSocket:
 
     @property
     def is_away(self) -> bool:
-        """Whether it is not bound here: an engine has it, a stranger, or nobody."""
+        """Whether it is not bound here: a borrower has it, a stranger, or nobody."""
         return self._sock is None
 
     def bind(self) -> bool:
@@ -137,7 +125,7 @@ class ServiceSocket:
         )
 
     def take(self, fd: OwnedFd) -> bool:
-        """Take a copy that an engine hands back; True if it was needed.
+        """Take a copy that a borrower hands back; True if it was needed.
 
         Raises:
             ProtocolError: `lock.bad_service`, not the listening socket of this address.
@@ -178,34 +166,14 @@ class ServiceSocket:
         poll.register(self._sock, select.POLLIN)
         return bool(poll.poll(0))
 
-    def prepare(self, *, is_acceptor_ready: bool = True) -> None:
-        """A grant is about to be sent: undo any `shutdown`, and stop accepting if others will."""
-        if is_acceptor_ready:
-            self._stop_holding()
-            self._idle_since_ms = None
-        self._relisten()
-
-    def _relisten(self) -> None:
-        self._is_deaf = False
-        if self._sock is None:
-            return
-        try:
-            self._sock.listen(BACKLOG)
-            self.problem = None
-        except OSError as error:
-            self._is_deaf = True
-            self.problem = f"cannot listen on {self.address}: {error.strerror}; retrying"
-
     def watch(self, *, is_accepted: bool, now_ms: float) -> None:
-        """Start or stop answering, by the time and by whether others accept; retry what failed."""
+        """Start or stop answering, by the time and by whether a gateway accepts; retry to bind."""
         if self._sock is None and now_ms >= self._rebind_ms:
             self._rebind_ms = now_ms + REBIND_MS
             try:
                 self.bind()
             except UnderstudyError as error:
                 self.problem = error.message
-        if self._is_deaf:
-            self._relisten()
         if is_accepted:
             self._stop_holding()
             self._idle_since_ms = None
@@ -255,10 +223,10 @@ class ServiceSocket:
 
     def _answer(self) -> bytes:
         error = {
-            "message": self._describe(),
+            "message": WHY,
             "type": "service_unavailable",
             "param": None,
-            "code": self._code,
+            "code": NO_GATEWAY,
         }
         body = json.dumps({"error": error}).encode() + b"\n"
         head = (
@@ -350,26 +318,17 @@ class ServiceDesk:
         self,
         addresses: Mapping[str, str],
         hold_ms: float,
-        why_idle: Callable[[str], str],
         reserve: Reserve,
-        *,
-        has_gateway: bool = False,
     ) -> None:
-        self.has_gateway = has_gateway  # then supervisors never accept: they keep copies
-        describe, code = why_idle, NO_ENGINE
-        if has_gateway:
-            describe, code = _why_no_gateway, NO_GATEWAY
         self.sockets = {
-            lock: ServiceSocket(lock, address, hold_ms, partial(describe, lock), code)
-            for lock, address in addresses.items()
+            lock: ServiceSocket(lock, address, hold_ms) for lock, address in addresses.items()
         }
         self._reserve = reserve
         self._handed_back: dict[int, set[str]] = {}  # by connection: it keeps copies of these
-        # By name and connection: those that wait for a copy, and whether each is a gateway.
-        self._unlent: dict[tuple[str, int], tuple[Connection, bool]] = {}
+        self._unlent: dict[tuple[str, int], Connection] = {}  # those that wait for a copy
 
     def open(self, *, is_first_start: bool) -> None:
-        """Bind what can be bound; engines have the rest, unless there were never any.
+        """Bind what can be bound; borrowers have the rest, unless there were never any.
 
         Raises:
             UnderstudyError: `service.port_in_use`, `service.cannot_bind`.
@@ -405,26 +364,15 @@ class ServiceDesk:
         for name in self.sockets:
             self._unlent.pop((name, conn), None)
 
-    def lend_missing(self, conn: Connection) -> None:
-        """Lend every socket to a supervisor."""
-        for name in self.sockets:
-            self._lend_or_confirm(name, conn, is_gateway=False)
+    def lend_missing(self, names: Iterable[str], conn: Connection) -> None:
+        """Lend these sockets; without a descriptor where `conn` has just handed one back."""
+        for name in names:
+            if name in self._handed_back.get(conn.id, ()):
+                conn.send(ServiceMsg(name, self.sockets[name].address))
+            else:
+                self.lend(name, conn)
 
-    def lend_to_gateway(self, name: str, conn: Connection) -> None:
-        self._lend_or_confirm(name, conn, is_gateway=True)
-
-    def _lend_or_confirm(self, name: str, conn: Connection, *, is_gateway: bool) -> None:
-        """Without a descriptor where this connection has just handed the socket back."""
-        if name in self._handed_back.get(conn.id, ()):
-            conn.send(self._message(name, is_gateway=is_gateway))
-        else:
-            self.lend(name, conn, is_gateway=is_gateway)
-
-    def _message(self, name: str, *, is_gateway: bool) -> ServiceMsg:
-        is_to_accept = is_gateway or not self.has_gateway
-        return ServiceMsg(name, self.sockets[name].address, is_to_accept)
-
-    def lend(self, name: str, conn: Connection, *, is_gateway: bool) -> None:
+    def lend(self, name: str, conn: Connection) -> None:
         """Send a copy to `conn` now, or as soon as there is a descriptor for it."""
         self._unlent.pop((name, conn.id), None)
         try:
@@ -432,10 +380,10 @@ class ServiceDesk:
         except OSError as error:
             if not is_shortage(error):
                 raise
-            self._unlent[name, conn.id] = conn, is_gateway
+            self._unlent[name, conn.id] = conn
             return
         if copy is not None:
-            conn.send(self._message(name, is_gateway=is_gateway), fds=[copy])
+            conn.send(ServiceMsg(name, self.sockets[name].address), fds=[copy])
 
     def has_waiting(self, name: str) -> bool:
         """Whether a connection waits in the backlog of this socket now."""
@@ -445,23 +393,13 @@ class ServiceDesk:
         """The connections that wait for a copy of this socket."""
         return [conn for each, conn in self._unlent if each == name]
 
-    def _lend_again(self) -> None:
-        for (name, _), (conn, is_gateway) in tuple(self._unlent.items()):
-            self.lend(name, conn, is_gateway=is_gateway)
-
-    def prepare(self, lock: str) -> None:
-        """A grant of `lock` is about to be sent."""
-        self._lend_again()
-        service = self.sockets.get(kind_of(lock))
-        if service is not None:
-            service.prepare(is_acceptor_ready=not self.has_gateway)
-
     def watch(self, is_accepted: Callable[[str], bool], now_ms: float) -> list[str]:
         """Let time pass; the names of those whose address was bound meanwhile.
 
-        `is_accepted`: whether an engine or a gateway may be accepting on the socket of a lock.
+        `is_accepted`: whether a gateway may be accepting on the socket of a lock.
         """
-        self._lend_again()
+        for (name, _), conn in tuple(self._unlent.items()):
+            self.lend(name, conn)
         away = self.away()
         for service in self.sockets.values():
             service.watch(is_accepted=is_accepted(service.lock), now_ms=now_ms)
@@ -480,7 +418,3 @@ class ServiceDesk:
     def close(self) -> None:
         for service in self.sockets.values():
             service.close()
-
-
-def _why_no_gateway(lock: str) -> str:
-    return "the gateway, which accepts requests, is not running; retry in a moment"

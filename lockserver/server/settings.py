@@ -28,14 +28,8 @@ class LockSettings:
     lease_ms: float = LEASE_MS
     lease_margin_ms: float = MARGIN_MS
     models: tuple[str, ...] = ()  # each with locks of its own; none: one model without a name
-    direct: bool = False  # engines accept from the lent socket themselves; else a gateway does
 
     @property
     def kinds(self) -> dict[str, bool]:
         """The locks, and whether each is fenced."""
         return kinds_of(self.models)
-
-    @property
-    def has_gateway(self) -> bool:
-        """Whether a gateway accepts connections. Engines on other hosts always accept their own."""
-        return not self.direct and self.listen is None

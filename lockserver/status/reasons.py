@@ -444,13 +444,13 @@ def nobody_asks_wait(
 
 
 def address_away_wait(address: str, problem: str | None, machine: LockMachine) -> LockWait:
-    """After a restart: an engine, or another process, still has the service address of a lock."""
+    """After a restart: a borrower, or another process, still has the service address of a lock."""
     return LockWait(
         "address_away",
-        f"waiting for {address}: the engine that has it hands it back when it connects",
+        f"waiting for {address}: the gateway or engine that has it hands it back when it connects",
         machine.started_ms,
         (problem or "it is in use",),
-        "nothing if an engine has it; otherwise stop that process, or choose another --service",
+        "nothing if it is of this pod; otherwise stop that process, or choose another --service",
     )
 
 
@@ -471,7 +471,7 @@ def undone_waits(lock: Lock, undone: Undone) -> Iterator[LockWait]:
 
     unlent = undone.unlent.get(kind_of(lock.name))
     if unlent:
-        yield wait(unlent, "it cannot lend {} the service socket: without it, none can serve")
+        yield wait(unlent, "it cannot lend {} the service socket, and no request is accepted")
     if lock.is_fenced and undone.unseen:
         yield wait(undone.unseen, "it cannot look at the witness of {} and admit it to the queue")
 

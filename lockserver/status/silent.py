@@ -90,7 +90,7 @@ class MissingGateway:
 
 def no_gateway_wait(missing: MissingGateway, directory: str) -> LockWait:
     """No request reaches an engine."""
-    fix = f"start one: gateway serve --dir {directory}; without gateways: lockserver serve --direct"
+    fix = f"start one: gateway serve --dir {directory}"
     if missing.connected:
         fix = f"see why: gateway status --dir {directory}"
     return LockWait(

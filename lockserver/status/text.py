@@ -17,11 +17,6 @@ Document = dict[str, Any]
 COLUMNS_MIN = 60  # narrower, there would be no room beside the labels
 INDENT, LABEL = 9, 12
 SERVICE = {
-    "lent": "engines accept connections",
-    "holding": "no active engine; the lock server answers 503",
-    "waiting_for_hand_back": "waiting for an engine to hand the socket back",
-}
-BEHIND_GATEWAY = {
     "lent": "for gateways to accept connections",
     "holding": "no gateway accepts; the lock server answers 503",
     "waiting_for_hand_back": "waiting for a gateway or an engine to hand the socket back",
@@ -67,8 +62,7 @@ def _lines(
     for engine, found in document["members"].items():
         yield from _members(engine, found)
     for name, service in document["service"].items():
-        words = SERVICE if document["mode"] == "direct" else BEHIND_GATEWAY
-        yield _head("service", f"{name} on {service['address']}: {words[service['state']]}")
+        yield _head("service", f"{name} on {service['address']}: {SERVICE[service['state']]}")
     for gateway in document["gateways"]:
         yield _head("gateway", _gateway(gateway))
     if document.get("problem"):

@@ -160,6 +160,7 @@ def _click_options(declared: Sequence[Option], *, owns_json: bool) -> list[Calla
                 default=None,
                 multiple=option.many,
                 metavar=_metavar(option),
+                hidden=bool(option.gone),
                 help=f"{option.help} [env: {option.env_name}]{shown}",
             )
         )

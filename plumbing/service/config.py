@@ -28,7 +28,8 @@ class Option:
 
     `type` is bool or turns a string into the value (int, float, str, `size_bytes`, `duration_s`,
     …), raising ValueError with a reason. `many` makes it a tuple: a repeatable flag, a
-    comma-separated environment variable. A default of None means "not set".
+    comma-separated environment variable. A default of None means "not set". `gone`: this setting
+    no longer exists, and this sentence says what replaces it; only its default is accepted.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Option:
     choices: tuple[str, ...] = ()
     minimum: float | None = None
     maximum: float | None = None
+    gone: str = ""
 
     @property
     def flag(self) -> str:
@@ -83,6 +85,7 @@ class Resolved:
                 "flag": option.flag,
             }
             for option in self._options
+            if not option.gone
         ]
 
 
@@ -95,7 +98,7 @@ def resolve(
         flags: by option name; None (or an empty tuple, for `many`) means not given.
 
     Raises:
-        UsageError: `config.bad_value`.
+        UsageError: `config.bad_value`, `config.gone`.
     """
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -158,6 +161,8 @@ def _convert(option: Option, raw: Any, place: str) -> Any:
         built_in = option.type in (int, float)  # whose message is about Python
         reason = "it must be " + _kind(option) if built_in else str(error)
         raise _bad(option, raw, place, reason) from error
+    if option.gone and value != option.default:
+        raise UsageError("config.gone", f"{place} no longer exists: {option.gone}")
     if option.choices and value not in option.choices:
         raise _bad(option, raw, place, "it must be one of " + ", ".join(option.choices))
     if option.minimum is not None and not value >= option.minimum:

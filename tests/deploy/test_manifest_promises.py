@@ -6,7 +6,6 @@ Method: the rendered files as data, against the limits of our code.
 from __future__ import annotations
 
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
@@ -26,15 +25,12 @@ from tests.deploy.manifests import (
     WITH_CLAIM,
     Document,
     containers,
-    documents,
     environment,
     every_container,
-    needs_kubectl,
     of_program,
     one,
     pod_spec,
     pool_file,
-    render,
     workload,
 )
 
@@ -92,21 +88,6 @@ def test_gateway_has_the_memory_that_it_may_hold(overlay: str):
     assert held + GATEWAY_IDLE_BYTES <= size_bytes(f"{limit}B")
     assert size_bytes(f"{request}B") >= GATEWAY_IDLE_BYTES
     assert container["command"] == ["gateway", "serve"]
-
-
-@needs_kubectl
-@pytest.mark.parametrize("overlay", ["cpu", "single-gpu"])
-def test_component_without_a_gateway_leaves_the_rest_as_it_is(own: Path, overlay: str):
-    """Goal: direct mode for whoever needs it. Method: render an overlay with the component and
-    without it."""
-    base = f"resources: [../deploy/overlays/{overlay}]\n"
-    found = render(own, f"{base}components: [../deploy/components/direct]\n")
-    expected = documents(overlay)
-    (made,) = (each for each in expected if each["kind"] == "Deployment")
-    before = made["spec"]["template"]["spec"]["initContainers"]
-    before[0]["env"].insert(0, {"name": "UNDERSTUDY_DIRECT", "value": "yes"})
-    del before[2]
-    assert sorted(found, key=str) == sorted(expected, key=str)
 
 
 @pytest.mark.parametrize("overlay", IN_MANY_CONTAINERS)

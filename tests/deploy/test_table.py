@@ -29,7 +29,7 @@ SHARED = "/run/shared/understudy"
 PODS = ("single-gpu", "tp2", "two-shadows", "cpu", *POOLS)
 PROBES = ("startupProbe", "livenessProbe")
 OF_A_CLUSTER = {"HOME"}  # the root of a container is read-only
-OF_ONE_MACHINE = {"LOCKSERVER_SOCKET", "GMS_SOCKET_DIR", "UNDERSTUDY_DIRECT"}  # not the user's own
+OF_ONE_MACHINE = {"LOCKSERVER_SOCKET", "GMS_SOCKET_DIR"}  # not the user's own
 
 
 @dataclass(frozen=True)
@@ -165,5 +165,4 @@ def test_settings_of_the_users_own_environment_lead_to_no_other_pod():
         assert {name: container.env[name] for name in OF_ONE_MACHINE} == {
             "LOCKSERVER_SOCKET": f"{SHARED}/lockserver.sock",
             "GMS_SOCKET_DIR": SHARED,
-            "UNDERSTUDY_DIRECT": "no",
         }

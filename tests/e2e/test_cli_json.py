@@ -204,11 +204,9 @@ async def remains(found: Printed, directory: Path, copy: Path) -> None:
 
 
 def no_engine_active(found: Printed, directory: Path) -> None:
-    """A lock server alone answers for its engines."""
+    """A lock server alone answers for its gateway."""
     address = f"127.0.0.1:{free_port()}"
-    server = ServerProcess(
-        str(directory), "--direct", "--service", f"active={address}", "--hold-ms", "0"
-    )
+    server = ServerProcess(str(directory), "--service", f"active={address}", "--hold-ms", "0")
     server.start()
     try:
         with pytest.raises(urllib.error.HTTPError) as refused:

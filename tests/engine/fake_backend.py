@@ -1,8 +1,8 @@
 """A backend of real processes that does everything a backend does, except inference.
 
 Run by `engine run --backend command -- python fake_backend.py SWITCHES`. Each switch makes it bad
-in one way. When it serves, it answers every connection with one line: engine and token; behind a
-gateway only after a request, and the canary with a verdict.
+in one way. When it serves, it answers every connection with one line: engine and token; on a
+private socket only after a request, and the canary with a verdict.
 """
 
 from __future__ import annotations
@@ -136,7 +136,6 @@ class Backend:
         self.listener: socket.socket | None = None
         self.token = 0
         self.serving = False
-        self.is_behind_gateway = False
         self.served = 0
 
     def run(self) -> None:
@@ -151,6 +150,10 @@ class Backend:
                 self.answer(self.channel.receive())
             elif ready and not self.is_stuck:
                 self.accept()
+
+    @property
+    def is_private(self) -> bool:
+        return self.listener is not None and self.listener.family == socket.AF_UNIX
 
     @property
     def is_stuck(self) -> bool:
@@ -179,7 +182,7 @@ class Backend:
                     with open(switches.note_wake, "w", encoding="ascii") as note:
                         note.write(f"{token} {era}")
                 self.listener = socket.socket(fileno=asked.fds[0].detach())
-                self.token, self.is_behind_gateway = token, asked.message.is_behind_gateway
+                self.token = token
                 self.residence.join(token)
                 return m.WokenMsg(kv_bytes=switches.kv_bytes)
             case m.RunCanaryMsg():
@@ -191,7 +194,7 @@ class Backend:
                 return m.ServingMsg()
             case m.HealthMsg():
                 hung = os.path.exists(switches.hang_generation_if)
-                is_still = hung or self.is_behind_gateway  # there it is idle
+                is_still = hung or self.is_private  # there it is idle
                 progress = self.served if is_still else time.monotonic_ns()
                 return m.HealthyMsg(in_flight=int(hung), progress=progress, accepting=self.serving)
             case m.DrainMsg(resume=resume):
@@ -216,7 +219,7 @@ class Backend:
         with contextlib.suppress(BlockingIOError):
             conn, _ = self.listener.accept()
             with conn:
-                conn.sendall(self.reply_over_http(conn) if self.is_behind_gateway else self.line)
+                conn.sendall(self.reply_over_http(conn) if self.is_private else self.line)
 
     @property
     def line(self) -> bytes:

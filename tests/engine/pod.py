@@ -23,7 +23,7 @@ from lockserver.messages import CATALOGUE as LOCK_CATALOGUE
 from lockserver.messages import StatusMsg as LockStatus
 from lockserver.messages import StatusReplyMsg as LockStatusReply
 from plumbing.errors import UnderstudyError
-from plumbing.pod.paths import engine_socket
+from plumbing.pod.paths import engine_http_socket, engine_socket
 from plumbing.service import procfs
 from plumbing.wire.blocking import BlockingClient
 from tests.engine.stub_lock import StubLock
@@ -176,14 +176,12 @@ class Pod:
         self.engines.append(engine)
         return engine
 
-    def start_lock(self, mode: str = "--direct") -> None:
-        """`mode`: who accepts connections; most backends here speak no HTTP."""
+    def start_lock(self) -> None:
         host, port = self.address
         command = [
             *program("lockserver"),
-            *("serve", "--direct", "--dir", str(self.directory)),
+            *("serve", "--dir", str(self.directory)),
             *("--service", f"active={host}:{port}", "--http-port", str(self._lock_port)),
-            mode,
         ]
         with open(self.directory / "lockserver.stderr", "ab") as stderr:
             self.lockserver = subprocess.Popen(command, env=environment(), stderr=stderr, cwd=ROOT)
@@ -206,11 +204,22 @@ class Pod:
         return reply.document
 
     def ask(self) -> tuple[str, int]:
-        """Who serves, and under which token: one request to the service's address."""
+        """Who serves, and under which token: one request, as the gateway sends it, or with a lock
+        over TCP to the engine's own address."""
+        if self.lockserver is not None:
+            return until(self._ask_privately, "an engine to answer")
         with socket.create_connection(self.address, timeout=20) as sock:
-            sock.settimeout(20)
-            name, token = sock.makefile().readline().split()
-            return name, int(token)
+            return answer(sock)
+
+    def _ask_privately(self) -> tuple[str, int] | None:
+        for engine in self.engines:
+            path = engine_http_socket(str(self.directory), engine.name)
+            with contextlib.suppress(OSError, ValueError), socket.socket(socket.AF_UNIX) as sock:
+                sock.settimeout(20)
+                sock.connect(path)
+                sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                return answer(sock)
+        return None
 
     def close(self) -> None:
         trees = [procfs.descendants(engine.process.pid) for engine in self.engines]
@@ -222,6 +231,13 @@ class Pod:
             until(
                 lambda pid=pid: not procfs.is_alive(pid), f"the backend's process {pid} to be gone"
             )
+
+
+def answer(sock: socket.socket) -> tuple[str, int]:
+    """The fake backend's line."""
+    sock.settimeout(20)
+    name, token = sock.makefile().readline().split()
+    return name, int(token)
 
 
 class LoopThread:
@@ -248,12 +264,10 @@ class LoopThread:
 
 
 @contextlib.contextmanager
-def stub_lock(
-    directory: Path, auto: tuple[str, ...], *, has_gateway: bool = False
-) -> Iterator[tuple[StubLock, LoopThread]]:
+def stub_lock(directory: Path, auto: tuple[str, ...]) -> Iterator[tuple[StubLock, LoopThread]]:
     """A stub lock server in `directory` that grants the locks in `auto` by itself."""
     thread = LoopThread()
-    stub = StubLock(str(directory / "lockserver.sock"), auto, has_gateway=has_gateway)
+    stub = StubLock(str(directory / "lockserver.sock"), auto)
     thread.run(stub.start())
     try:
         yield stub, thread

@@ -21,7 +21,6 @@ class StubLock:
     token: int = 0
     wants: list[WantMsg] = field(default_factory=list)
     handed_back: int = 0
-    has_gateway: bool = False
 
     def __post_init__(self) -> None:
         self.server = Server(self.path, CATALOGUE, self, service="stub")
@@ -58,11 +57,6 @@ class StubLock:
             conn.send(GrantedMsg(lock, engine, incarnation, token))
         return token
 
-    def lend(self) -> None:
-        """Tell every engine who accepts, without a descriptor."""
-        for conn in self.server.connections:
-            conn.send(ServiceMsg("active", "127.0.0.1:0", not self.has_gateway))
-
     def tell_standby(self, is_ready: bool, continues: bool = False) -> None:
         """Tell the engine whether another one could be granted `active`."""
         assert self.want is not None
@@ -89,7 +83,7 @@ class StubLock:
         if not conn.state:
             conn.state = True
             copy = OwnedFd(self.listener.dup().detach())
-            conn.send(ServiceMsg("active", "127.0.0.1:0", not self.has_gateway), fds=[copy])
+            conn.send(ServiceMsg("active", "127.0.0.1:0"), fds=[copy])
         if message.is_leaving and message.incarnation is not None:
             conn.send(StandbyMsg("active", message.incarnation, *self.standby, is_settled=True))
         for lock in message.locks:

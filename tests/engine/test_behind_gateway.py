@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from engine.backends.registry import objection_behind_gateway
+from engine.backends.registry import check_no_tls
 from engine.messages import LeaveMsg
+from plumbing.errors import UsageError
 from plumbing.pod.paths import engine_http_socket
 from plumbing.wire.limits import SOCKET_PATH_BYTES_MAX
-from tests.engine.pod import ROOT, LoopThread, Pod, environment, program, stub_lock
+from tests.engine.pod import LoopThread, Pod, environment, program, stub_lock
 from tests.engine.stub_lock import StubLock
 from tests.helpers import until
 
@@ -29,8 +30,8 @@ Lock = tuple[StubLock, LoopThread]
 
 @pytest.fixture
 def lock(directory: Path) -> Iterator[Lock]:
-    """A lock server that grants everything at once, and whose gateway accepts."""
-    with stub_lock(directory, auto=("loader", "active"), has_gateway=True) as found:
+    """A lock server that grants everything at once."""
+    with stub_lock(directory, auto=("loader", "active")) as found:
         yield found
 
 
@@ -164,25 +165,6 @@ def test_drain_that_hangs_is_reached_by_nobody(pod: Pod, lock: Lock, private: Pa
     engine.terminate_at_once()
 
 
-@pytest.mark.parametrize("has_gateway", [True, False])
-def test_engine_follows_a_lock_server_that_changes_its_mode(
-    pod: Pod, directory: Path, has_gateway: bool
-):
-    """Goal: no engine serves where nobody looks for it. Method: an active engine is told that the
-    other side accepts from now on; it ends, and the next one serves there."""
-    with stub_lock(directory, ("loader", "active"), has_gateway=not has_gateway) as (stub, loop):
-        engine = pod.engine("e-0", flags=(*QUICK, "--deaths-max", "1"))
-        engine.until("active")
-        stub.has_gateway = has_gateway
-        loop.call(stub.lend)
-        document = engine.until("active", number=2)
-        assert document["deaths"][-1]["cause"] == "mode_changed"
-        assert document["lock"]["is_behind_gateway"] is has_gateway
-        private = engine_http_socket(str(directory), "e-0")
-        assert document["backend"]["serves_on"] == (private if has_gateway else "127.0.0.1:0")
-        assert os.path.exists(private) is has_gateway
-
-
 def test_path_of_the_private_socket_may_be_too_long(directory: Path):
     """Goal: a path that cannot be bound is refused at the start, not at a takeover. Method: one
     that only the private socket's name makes too long."""
@@ -202,24 +184,6 @@ def test_path_of_the_private_socket_may_be_too_long(directory: Path):
     assert f"engine_{name}.http.sock" in found.stderr
 
 
-def test_backend_with_tls_is_refused_behind_a_gateway(pod: Pod, lock: Lock, directory: Path):
-    """Goal: a setting that cannot work ends the engine at once, with the way out. Method: vLLM's
-    flag, and a vLLM that has nothing in it, which would otherwise be launched again and again."""
-    (directory / "vllm").mkdir()
-    (directory / "vllm" / "__init__.py").touch()
-    engine = pod.engine(
-        "e-0",
-        flags=QUICK,
-        wrapper=("env", f"PYTHONPATH={ROOT}:{directory}"),
-        backend=("vllm", "model", "--ssl-keyfile=key.pem"),
-    )
-    assert engine.wait() == 2
-    said = engine.errors.read_text()
-    assert "engine.tls_behind_gateway" in said
-    assert "--ssl-keyfile: behind a gateway TLS ends there" in said
-    assert "--tls-cert and --tls-key to the gateway" in said
-
-
 @pytest.mark.parametrize(
     ("backend", "argument", "is_refused"),
     [
@@ -231,5 +195,11 @@ def test_backend_with_tls_is_refused_behind_a_gateway(pod: Pod, lock: Lock, dire
     ],
 )
 def test_only_tls_of_vllm_is_refused(backend: str, argument: str, is_refused: bool):
-    """Goal: no other flag, and no user's own program, is refused."""
-    assert (objection_behind_gateway(backend, ["python", argument]) is not None) is is_refused
+    """Goal: a setting that cannot work is refused at the start, with the way out; no other flag,
+    and no user's own program, is."""
+    if not is_refused:
+        check_no_tls(backend, ["python", argument])
+        return
+    with pytest.raises(UsageError, match="--tls-cert and --tls-key to the gateway") as refused:
+        check_no_tls(backend, ["python", argument])
+    assert refused.value.code == "engine.tls_behind_gateway"

@@ -23,7 +23,7 @@ MODEL = ("--model-name", "chat")
 def lock(directory: Path) -> Iterator[StubLock]:
     """A lock server with a gateway, whose locks are those of a model."""
     locks = ("loader:chat", "active:chat")
-    with stub_lock(directory, locks, has_gateway=True) as (stub, _):
+    with stub_lock(directory, locks) as (stub, _):
         yield stub
 
 

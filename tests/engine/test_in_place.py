@@ -251,7 +251,7 @@ def assert_no_repeats(words: list[EngineReportMsg]) -> None:
 @pytest.fixture
 def lock(directory: Path) -> Iterator[StubLock]:
     """A lock server with a gateway, that grants everything at once."""
-    with stub_lock(directory, ("loader", "active"), has_gateway=True) as (stub, _):
+    with stub_lock(directory, ("loader", "active")) as (stub, _):
         yield stub
 
 
@@ -309,7 +309,7 @@ def test_engine_says_so_when_its_last_request_has_ended(pod, lock):
 def test_goal_outlives_the_supervisor_and_a_hand_over_ends_a_rest(pod, directory):
     """Goal: who stood asleep stands asleep. Method: kill the supervisor of a resting engine; the
     next one is granted into rest, without a wake, and hands over from there."""
-    with stub_lock(directory, ("loader", "active"), has_gateway=True) as (stub, loop):
+    with stub_lock(directory, ("loader", "active")) as (stub, loop):
         first = pod.engine("e-0", *RESTS, flags=QUICK)
         first.until("active")
         with first.client() as client:
@@ -325,23 +325,15 @@ def test_goal_outlives_the_supervisor_and_a_hand_over_ends_a_rest(pod, directory
         until(lambda: stub.want is not None and stub.want.over == {"active": 2}, "the word")
 
 
-@pytest.mark.parametrize(
-    ("switches", "has_gateway", "goal", "code", "why"),
-    [
-        ((), True, Tier.WARM, "engine.cannot_rest", "does not say that it can"),
-        (RESTS, False, Tier.WARM, "engine.cannot_rest", "no gateway"),
-        (RESTS, False, Tier.COLD, "engine.cannot_rest", "no gateway"),
-    ],
-)
-def test_goal_that_cannot_be_is_refused(pod, directory, switches, has_gateway, goal, code, why):
-    """Goal: a refusal names the reason, and changes nothing. Method: each reason."""
-    with stub_lock(directory, ("loader", "active"), has_gateway=has_gateway):
-        engine = pod.engine("e-0", *switches, flags=QUICK)
+def test_goal_that_cannot_be_is_refused(pod, directory):
+    """Goal: a refusal names the reason, and changes nothing. Method: a backend that cannot."""
+    with stub_lock(directory, ("loader", "active")):
+        engine = pod.engine("e-0", flags=QUICK)
         engine.until("active")
         with engine.client() as client:
-            with pytest.raises(UnderstudyError, match=why) as refused:
-                client.request(m.SetGoalMsg(goal, "a test"))
-            assert refused.value.code == code
+            with pytest.raises(UnderstudyError, match="does not say that it can") as refused:
+                client.request(m.SetGoalMsg(Tier.WARM, "a test"))
+            assert refused.value.code == "engine.cannot_rest"
         with engine.client() as client:
             assert shall(client, None).goal is Tier.AWAKE
         assert engine.state == "active"

@@ -121,20 +121,18 @@ def test_a_backend_is_not_prepared_before_its_witness_can_be_checked(pod, lock, 
         engine.until("active")
 
 
-@pytest.mark.parametrize("has_gateway", [False, True])
-def test_a_grant_without_descriptors_is_acted_on_once_there_is_one(pod, directory, has_gateway):
+def test_a_grant_without_descriptors_is_acted_on_once_there_is_one(pod, directory):
     """Goal: a grant survives a shortage. Method: grant the lock to a standby whose supervisor can
-    open nothing, neither a copy of the lent socket nor, behind a gateway, a private one. Then the
-    same shortage once it is active there: its canaries pass all the same."""
-    with stub_lock(directory, auto=("loader",), has_gateway=has_gateway) as (stub, thread):
+    open nothing, no private socket either. Then the same shortage once it is active there: its
+    canaries pass all the same."""
+    with stub_lock(directory, auto=("loader",)) as (stub, thread):
         engine = pod.engine("e-0", flags=(*QUICK, "--idle-canary-ms", "1"))
         engine.until("standby")
         with observer(engine) as watcher:
             with descriptors_below(NONE, engine.process.pid):
                 incarnation = watcher.status()["engine"]["incarnation"]
                 thread.call(stub.grant, "active", "e-0", incarnation)
-                what = "open the private socket" if has_gateway else "copy the listening socket"
-                watcher.problem(what)
+                watcher.problem("open the private socket")
                 assert watcher.status()["engine"]["state"] == "waking"
             engine.until("active")
             watcher.without_problems()

@@ -45,21 +45,3 @@ def make_gateway(lock_server: LockServer) -> Iterator[Callable[..., GatewayProce
             return gateway
 
         yield make
-
-
-@pytest.fixture
-def make_direct() -> Iterator[Callable[[], GatewayProcess]]:
-    """`make_direct()`: a gateway beside a lock server that has no use for it, in a directory of
-    their own."""
-    with contextlib.ExitStack() as stack:
-
-        def make() -> GatewayProcess:
-            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="gw-"))
-            server = LockServer(directory, mode="--direct")
-            server.start()
-            stack.callback(server.close)
-            gateway = GatewayProcess(server)
-            stack.callback(gateway.close)
-            return gateway
-
-        yield make

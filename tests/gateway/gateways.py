@@ -66,13 +66,13 @@ def who(port: int) -> int:
 
 
 class LockServer(ServerProcess):
-    """With a service address, and in gateway mode unless told otherwise. Where nobody accepts it
-    waits for longer than any test: a gateway that is started may take its time."""
+    """With a service address. Where nobody accepts it waits for longer than any test: a gateway
+    that is started may take its time."""
 
-    def __init__(self, directory: str, *flags: str, mode: str = "--no-direct") -> None:
+    def __init__(self, directory: str, *flags: str) -> None:
         self.port = free_port()
         service = ("--service", f"active=127.0.0.1:{self.port}")
-        super().__init__(directory, mode, *service, "--hold-ms", str(HOLD_MS), *flags)
+        super().__init__(directory, *service, "--hold-ms", str(HOLD_MS), *flags)
 
 
 class GatewayProcess:

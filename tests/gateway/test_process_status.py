@@ -6,12 +6,13 @@ engines.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import pytest
 
 from gateway.schema import GatewayStatus, OfflineGateway, RestartChildDocument
 from tests.documents import mismatches
-from tests.gateway.gateways import GatewayProcess, Stream
+from tests.gateway.gateways import GatewayProcess, LockServer, Stream
 from tests.gateway.resting_engine import RestingEngineProcess
 from tests.helpers import until
 from tests.lockserver.engines import EngineProcess
@@ -161,14 +162,18 @@ def test_events_tell_the_story(gateway: GatewayProcess):
     assert "accepts connections on 127.0.0.1" in command(gateway.directory, "events").stdout
 
 
-def test_a_gateway_beside_a_lock_server_in_direct_mode_says_which_flag_to_change(
-    make_direct: Callable[[], GatewayProcess],
-):
-    """Goal: a wrong pair is explained, once. Method: a lock server with --direct."""
-    gateway = make_direct()
-    gateway.spawn()
-    until(lambda: "gateway.refused" in gateway.events(), "the refusal")
-    until(lambda: bool(gateway.status()["spare"]), "a spare, for when it changes")
-    assert "restart it with --no-direct, or stop the gateway" in gateway.status()["problems"][0]
-    assert reason(gateway) == (503, "not_accepting")
-    assert gateway.events().count("gateway.refused") == 1
+def test_a_gateway_beside_a_lock_server_without_an_address_says_which_flag_to_set():
+    """Goal: a wrong pair is explained, once. Method: a lock server without --service."""
+    with tempfile.TemporaryDirectory(prefix="gw-") as directory, contextlib.ExitStack() as stack:
+        server = LockServer(directory)
+        server.flags = ()
+        server.start()
+        stack.callback(server.close)
+        gateway = GatewayProcess(server)
+        stack.callback(gateway.close)
+        gateway.spawn()
+        until(lambda: "gateway.refused" in gateway.events(), "the refusal")
+        until(lambda: bool(gateway.status()["spare"]), "a spare, for when it changes")
+        assert "start it with --service active=HOST:PORT" in gateway.status()["problems"][0]
+        assert reason(gateway) == (503, "not_accepting")
+        assert gateway.events().count("gateway.refused") == 1

@@ -61,7 +61,7 @@ class Engine:
         self.directory = directory
         self.heard: list[tuple[str, str, int]] = []
         self.refused: list[str] = []
-        self.services: list[tuple[str, str, OwnedFd]] = []
+        self.services: list[tuple[str, str]] = []
         self.connects = 0
         self.backends: list[subprocess.Popen[bytes]] = []
         self.incarnation: str | None = None
@@ -83,9 +83,7 @@ class Engine:
         self._task: asyncio.Task[None] | None = None
 
     def _lent(self, lock: str, address: str) -> None:
-        copy = self.client.service(lock)
-        assert copy is not None
-        self.services.append((lock, address, copy))
+        self.services.append((lock, address))
 
     def _connected(self) -> None:
         self.connects += 1
@@ -147,8 +145,6 @@ class Engine:
     async def __aexit__(self, *exc: object) -> None:
         await self.disconnect()
         self.reap()
-        for _, _, fd in self.services:
-            fd.close()
 
     async def disconnect(self) -> None:
         if self._task is not None:

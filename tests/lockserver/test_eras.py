@@ -113,7 +113,7 @@ def test_server_that_lost_everything_begins_an_era_that_engine_and_gateway_belie
     kill the server and the holder, damage both slots; the standby, which has heard of token 5, is
     granted a smaller one, and the gateway told it."""
     address = f"active=127.0.0.1:{free_port()}"
-    server = start_server("--no-direct", "--service", address)
+    server = start_server("--service", address)
 
     async def scenario() -> None:
         async with Gateway(pod_dir) as gateway, Engine(pod_dir, "engine-1") as standby:

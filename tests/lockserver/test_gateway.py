@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 
 import pytest
 
@@ -27,7 +26,7 @@ def port():
 
 @pytest.fixture
 def server(start_server, port):
-    return start_server("--no-direct", "--service", f"active=127.0.0.1:{port}")
+    return start_server("--service", f"active=127.0.0.1:{port}")
 
 
 def test_gateway_is_lent_the_socket_before_any_engine_exists_and_told_of_each_grant(
@@ -59,9 +58,7 @@ def test_gateway_is_lent_the_socket_before_any_engine_exists_and_told_of_each_gr
                     await other.granted()
                     now = ("engine-1", other.token(), era)
                     await auntil(lambda: {first.heard[-1], second.heard[-1]} == {now}, "the next")
-                assert [
-                    (lock, holder.client.is_to_accept(lock)) for lock, _, _ in holder.services
-                ] == [("active", False)]
+                assert holder.services == [("active", f"127.0.0.1:{port}")]
 
     asyncio.run(scenario())
 
@@ -109,7 +106,7 @@ def test_server_answers_503_only_while_no_gateway_accepts(pod_dir, start_server,
     with an active engine throughout: without a gateway, with one that does not accept, with one
     that does, and after it has gone."""
     address = f"active=127.0.0.1:{port}"
-    server = start_server("--no-direct", "--service", address, "--hold-ms", "100")
+    server = start_server("--service", address, "--hold-ms", "100")
 
     def state() -> str:
         return str(server.status()["service"]["active"]["state"])
@@ -132,49 +129,14 @@ def test_server_answers_503_only_while_no_gateway_accepts(pod_dir, start_server,
     asyncio.run(scenario())
 
 
-def test_engine_that_keeps_its_copy_learns_that_a_restarted_server_has_another_mode(
-    pod_dir, start_server, port
-):
-    """Goal: an engine never accepts beside a gateway, nor waits for one that is not there. Method:
-    it borrows in direct mode; the server restarts in the other mode, and again in the first."""
-    address = ("--service", f"active=127.0.0.1:{port}")
-    server = start_server("--direct", *address)
-
-    async def scenario() -> None:
-        async with Engine(pod_dir, "engine-0") as engine:
-            await engine.hold()
-            await auntil(lambda: engine.services, "the socket to be lent")
-            assert engine.client.is_to_accept("active")
-            for mode in ("--no-direct", "--direct"):
-                server.kill()
-                server.flags = (mode, *address)
-                server.start()
-                is_direct = mode == "--direct"
-                await auntil(
-                    lambda is_direct=is_direct: engine.client.is_to_accept("active") is is_direct,
-                    f"news of {mode}",
-                )
-                assert server.status()["mode"] == ("direct" if is_direct else "gateway")
-            first, *again = [os.fstat(fd.fileno()).st_ino for _, _, fd in engine.services]
-            assert again == [first, first]  # it was told twice, of the socket that it has
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize(
-    ("flags", "code"), [(("--direct",), "lock.direct"), (("--no-direct",), "lock.no_service")]
-)
-def test_gateway_that_cannot_be_served_is_told_why_and_how_to_change_it(
-    pod_dir, start_server, flags, code
-):
-    """Goal: one clear error for a gateway beside a lock server of the other mode, or without an
-    address. Method: borrow from each."""
-    server = start_server(*flags)
+def test_gateway_that_cannot_be_served_is_told_why_and_how_to_change_it(pod_dir, start_server):
+    """Goal: one clear error for a gateway beside a lock server without an address."""
+    server = start_server()
 
     async def scenario() -> None:
         async with Gateway(pod_dir) as gateway:
             await auntil(lambda: gateway.refused, "the refusal")
-            assert set(gateway.refused) == {code}
+            assert set(gateway.refused) == {"lock.no_service"}
             assert "--" in str(gateway.borrower.problem)
             assert gateway.listeners == []
         assert server.status()["gateways"] == []
@@ -235,6 +197,5 @@ def test_gateway_that_borrows_without_a_descriptor_left_is_named_and_lent_to_lat
         (lend,) = undone(client)
         assert f"lend gateway {GATEWAY} the service socket" in lend
         may_open(server, 1024)
-        assert heard(client, ServiceMsg).is_to_accept
-        assert not heard(other, ServiceMsg).is_to_accept
+        assert heard(client, ServiceMsg) == heard(other, ServiceMsg)
         until(lambda: not undone(client), "the shortage to be over")

@@ -35,13 +35,12 @@ class Desk:
         self.is_waited_for = False
         self.happened: list[str] = []
         services: Any = SimpleNamespace(
-            has_gateway=True,
             sockets={"active": SimpleNamespace(address="h:1")},
-            lend_to_gateway=lambda name, conn: None,
+            lend_missing=lambda names, conn: None,
             has_waiting=lambda name: self.is_waited_for,
         )
         clock: Any = SimpleNamespace(now_ms=lambda: shell.now_ms)
-        settings = LockSettings("/d", direct=False)
+        settings = LockSettings("/d")
         self.desk = GatewayDesk(
             shell.machine, services, clock, lambda event: self.happened.append(event.type), settings
         )

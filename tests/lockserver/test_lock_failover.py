@@ -222,7 +222,7 @@ def test_second_server_on_one_directory_is_refused_by_name(pod_dir, start_server
 @pytest.mark.slow
 def test_lock_server_descriptors_after_many_failovers(pod_dir, start_server):
     """Goal: no descriptor leaks. Method: 20 takeovers by relaunching."""
-    server = start_server("--direct", "--service", f"active=127.0.0.1:{free_port()}")
+    server = start_server("--service", f"active=127.0.0.1:{free_port()}")
 
     async def takeover(old: Engine, new: Engine) -> None:
         old.reap()

@@ -1,4 +1,4 @@
-"""The service socket: lent, held with 503s, prepared before a grant, handed back afterwards."""
+"""The service socket: lent, held with 503s while no gateway accepts, handed back afterwards."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import sys
 import pytest
 
 from lockserver.server import service_socket
-from lockserver.server.service_socket import ServiceDesk, ServiceSocket, parse_service
+from lockserver.server.service_socket import ServiceSocket, parse_service
 from plumbing.errors import ProtocolError
-from plumbing.wire.fds import OwnedFd, Reserve
+from plumbing.wire.fds import OwnedFd
 from tests.helpers import auntil, free_port, open_fds
 from tests.lockserver.engines import Engine
+from tests.lockserver.gateways import Gateway
 
 REQUEST = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
 
@@ -41,7 +42,7 @@ async def read_all(sock: socket.socket) -> bytes:
 
 @contextlib.contextmanager
 def service_on(port: int, hold_ms: float = 0.0):
-    service = ServiceSocket("active", f"127.0.0.1:{port}", hold_ms, lambda: "the lock is free")
+    service = ServiceSocket("active", f"127.0.0.1:{port}", hold_ms)
     assert service.bind()
     try:
         yield service
@@ -49,8 +50,8 @@ def service_on(port: int, hold_ms: float = 0.0):
         service.close()
 
 
-def test_service_held_answers_503_with_an_openai_error_that_names_the_state():
-    """Goal: no client hangs without an answer. Method: a request while no engine is active, after
+def test_service_held_answers_503_with_an_openai_error_that_says_why():
+    """Goal: no client hangs without an answer. Method: a request while no gateway accepts, after
     hold_ms."""
 
     async def scenario() -> None:
@@ -66,15 +67,14 @@ def test_service_held_answers_503_with_an_openai_error_that_names_the_state():
             assert head.startswith(b"HTTP/1.1 503 ")
             assert b"\r\nRetry-After: 1" in head
             error = json.loads(body)["error"]
-            assert error["message"] == "the lock is free"
-            assert (error["type"], error["code"]) == ("service_unavailable", "no_active_engine")
+            assert (error["type"], error["code"]) == ("service_unavailable", "no_gateway")
 
     asyncio.run(scenario())
 
 
-def test_service_prepared_leaves_new_connections_to_the_engine_and_answers_accepted_ones():
-    """Goal: the server stops accepting before a grant is sent, and drops no connection. Method:
-    accept a connection that has sent no request yet, prepare, send its request, and open
+def test_service_leaves_new_connections_to_the_gateway_and_answers_accepted_ones():
+    """Goal: the server stops accepting once a gateway does, and drops no connection. Method: accept
+    a connection that has sent no request yet, then a gateway accepts; send its request, and open
     another."""
 
     async def scenario() -> None:
@@ -83,54 +83,17 @@ def test_service_prepared_leaves_new_connections_to_the_engine_and_answers_accep
             service.watch(is_accepted=False, now_ms=0)
             early = caller(port, b"GET /v1/models HTTP/1.1\r\n")
             await auntil(lambda: service._callers, "the early one to be accepted")
-            service.prepare()
+            service.watch(is_accepted=True, now_ms=1)
             late = caller(port)
             early.send(b"Host: x\r\n\r\n")
             assert b"503" in await read_all(early)
             copy = service.copy()
             assert copy is not None
-            with socket.socket(fileno=copy.detach()) as engine:
-                accepted, _ = engine.accept()
+            with socket.socket(fileno=copy.detach()) as gateway:
+                accepted, _ = gateway.accept()
                 assert accepted.recv(4096) == REQUEST
                 accepted.close()
             late.close()
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize("has_gateway", [False, True], ids=["direct", "gateway"])
-def test_grant_ends_the_answers_only_where_the_engine_itself_accepts(has_gateway):
-    """Goal: a grant never leaves clients without an answer while no gateway is there. Method: a
-    desk that answers, in either mode; a grant; what a client is told is missing."""
-
-    async def scenario() -> None:
-        port = free_port()
-        address = {"active": f"127.0.0.1:{port}"}
-        desk = ServiceDesk(address, 0.0, str, Reserve(0), has_gateway=has_gateway)
-        desk.open(is_first_start=True)
-        desk.watch(lambda name: False, 0)
-        code = (b"no_active_engine", b"no_gateway")[has_gateway]
-        assert code in await read_all(caller(port))
-        desk.prepare("active")
-        assert desk.sockets["active"].state == ("lent", "holding")[has_gateway]
-        desk.close()
-
-    asyncio.run(scenario())
-
-
-def test_service_prepare_undoes_a_shutdown_by_a_borrower():
-    """Goal: one bad borrower does not end the service. Method: shut a copy down, prepare."""
-
-    async def scenario() -> None:
-        with service_on(free_port(), hold_ms=1e9) as service:
-            copy = service.copy()
-            assert copy is not None
-            with socket.socket(fileno=copy.detach()) as borrowed:
-                borrowed.shutdown(socket.SHUT_RDWR)
-            with pytest.raises(ConnectionRefusedError):
-                caller(service._sockaddr[1])
-            service.prepare()
-            caller(service._sockaddr[1]).close()
 
     asyncio.run(scenario())
 
@@ -184,11 +147,11 @@ def test_service_flag_bad_values_are_refused(bad):
 
 
 def test_service_is_lent_and_handed_back_after_a_server_restart(pod_dir, start_server):
-    """Goal: no connection is refused while the server is down or after it is back. Method: an
-    engine borrows the socket; kill the server while a client waits; the restarted one gets the
-    socket back and lends it to a new engine, and the client is still in the backlog."""
+    """Goal: no connection is refused while the server and the gateway are down. Method: engines
+    keep copies of the socket; kill the server while a client waits; the restarted one gets the
+    socket back and lends it to a gateway, and the client is still in the backlog."""
     port = free_port()
-    server = start_server("--direct", "--service", f"active=127.0.0.1:{port}")
+    server = start_server("--service", f"active=127.0.0.1:{port}")
 
     async def scenario() -> None:
         async with Engine(pod_dir, "engine-0") as holder, Engine(pod_dir, "engine-1") as standby:
@@ -201,16 +164,11 @@ def test_service_is_lent_and_handed_back_after_a_server_restart(pod_dir, start_s
                 lambda: server.status()["service"]["active"]["state"] == "lent",
                 "the socket to return",
             )
-            async with Engine(pod_dir, "engine-2") as newcomer:
-                await auntil(lambda: newcomer.services, "the socket to be lent again")
-                lock, address, fd = newcomer.services[0]
-                assert (lock, address) == ("active", f"127.0.0.1:{port}")
-                with socket.socket(fileno=os.dup(fd.fileno())) as listener:
-                    accepted, _ = listener.accept()
-                    assert accepted.recv(4096) == REQUEST
-                    accepted.close()
+            async with Gateway(pod_dir) as gateway:
+                accepted = await gateway.accept()
+                assert await asyncio.get_running_loop().sock_recv(accepted, 4096) == REQUEST
+                accepted.close()
             waiting.close()
-            assert len(holder.services) == 1  # the engine that hands it back keeps its copy
 
     asyncio.run(scenario())
 
@@ -223,7 +181,7 @@ def test_service_address_in_use_at_the_first_start_is_one_clear_error(pod_dir):
         ran = subprocess.run(
             [
                 *(sys.executable, "-m", "lockserver.cli", "serve", "--dir", pod_dir),
-                *("--direct", "--http-port", "0", "--service", f"active=127.0.0.1:{port}"),
+                *("--http-port", "0", "--service", f"active=127.0.0.1:{port}"),
             ],
             capture_output=True,
             text=True,
@@ -247,7 +205,7 @@ def test_service_address_taken_while_down_is_waited_for_and_reported(
     server.kill()
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         port = stranger.getsockname()[1]
-        server.flags = ("--direct", "--service", f"active=127.0.0.1:{port}", "--window-ms", "50")
+        server.flags = ("--service", f"active=127.0.0.1:{port}", "--window-ms", "50")
         server.start()
         service = server.status()["service"]["active"]
         assert service["state"] == "waiting_for_hand_back"

@@ -70,7 +70,7 @@ def undone(client: BlockingClient) -> list[str]:
 
 
 def with_service() -> tuple[str, ...]:
-    return "--direct", "--service", f"active=127.0.0.1:{free_port()}", *PATIENT
+    return "--service", f"active=127.0.0.1:{free_port()}", *PATIENT
 
 
 @pytest.mark.parametrize("died_meanwhile", [False, True], ids=["holder lives", "holder dies"])
@@ -96,8 +96,7 @@ def test_standby_that_asks_without_a_descriptor_left_is_queued_and_lent_to_later
         shown = document(watch)
         assert "limit of 3 open files" in shown["problem"]
         assert shown["locks"]["active"]["waiters"] == []
-        lend, look = undone(watch)
-        assert "lend engine-1 the service socket" in lend
+        (look,) = undone(watch)
         assert "look at the witness of engine-1" in look
         assert "no_descriptors" not in {w["reason"] for w in shown["locks"]["loader"]["waits"]}
         engines = [{"engine": {"id": "engine-0", "state": "active"}}]
@@ -243,10 +242,12 @@ def test_effect_that_fails_unforeseen_ends_the_process_and_is_not_logged_away():
     """Goal: what a shortage cannot explain is our own fault, and never half an answer. Method: an
     effect whose system call fails, with another one behind it."""
 
-    def fail(conn: object) -> None:
+    def fail(names: object, conn: object) -> None:
         raise OSError(errno.EBADF, "Bad file descriptor")
 
-    parts = SimpleNamespace(conns={1: object()}, services=SimpleNamespace(lend_missing=fail))
+    parts = SimpleNamespace(
+        conns={1: object()}, services=SimpleNamespace(lend_missing=fail, sockets={})
+    )
     performer = LockPerformer(parts, None, lambda event: None)
     with pytest.raises(InvariantError, match="Lend failed"):
         performer.perform([ev.Lend(1), ev.Forget("0" * 16)])
@@ -257,7 +258,7 @@ def test_service_address_that_cannot_be_bound_for_now_is_retried_and_taken_from_
     Method: bind with no descriptor left, in time and at the start, then with one."""
 
     async def scenario() -> None:
-        service = ServiceSocket("active", f"127.0.0.1:{free_port()}", 1e9, lambda: "free")
+        service = ServiceSocket("active", f"127.0.0.1:{free_port()}", 1e9)
         with room_for(0):
             service.watch(is_accepted=False, now_ms=0)
             assert "open files" in str(service.problem)
@@ -276,7 +277,7 @@ def test_service_without_a_descriptor_for_a_caller_does_not_spin_and_answers_it_
     cost the server nothing. Method: a caller, and a full table; then room, and the next tick."""
 
     async def scenario() -> None:
-        service = ServiceSocket("active", f"127.0.0.1:{free_port()}", 0, lambda: "free")
+        service = ServiceSocket("active", f"127.0.0.1:{free_port()}", 0)
         service.bind()
         sock = socket.create_connection(service._sockaddr)
         sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
@@ -292,29 +293,6 @@ def test_service_without_a_descriptor_for_a_caller_does_not_spin_and_answers_it_
         service.close()
 
     asyncio.run(scenario())
-
-
-def test_service_that_cannot_listen_before_a_grant_is_granted_and_retried():
-    """Goal: an effect that fails does not take the write of the grant with it. Method: `listen`
-    fails once."""
-
-    async def scenario() -> None:
-        service = ServiceSocket("active", f"127.0.0.1:{free_port()}", 1e9, lambda: "free")
-        service.bind()
-        real, service._sock = service._sock, _Deaf()
-        service.prepare()
-        assert "cannot listen" in str(service.problem)
-        service._sock = real
-        service.watch(is_accepted=True, now_ms=0)
-        assert service.problem is None
-        service.close()
-
-    asyncio.run(scenario())
-
-
-class _Deaf:
-    def listen(self, backlog: int) -> None:
-        raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
 
 # ------------------------------------------------------------------ one look

@@ -186,7 +186,7 @@ def test_status_in_an_80_column_terminal_and_its_exit_codes(pod_dir, start_serve
 def test_status_of_a_healthy_pod_takes_less_than_15_lines(pod_dir, start_server, start_engine):
     """Goal: the status of a healthy pod is short. Method: a holder, a standby, a service; count
     lines."""
-    server = start_server("--direct", "--service", f"active=127.0.0.1:{free_port()}")
+    server = start_server("--service", f"active=127.0.0.1:{free_port()}")
     start_engine("engine-0").granted()
     start_engine("engine-1")
 

@@ -12,23 +12,8 @@ from pathlib import Path
 import pytest
 
 from plumbing.errors import UnderstudyError
-from plumbing.service.config import resolve
-from understudy.cli.pods import local_pod
-from understudy.cli.settings import UP_OPTIONS
 from understudy.pod.ports import Ports, check_ports, free_pod_ports, free_ports
 from understudy.pod.table import LocalPod
-
-
-def test_direct_pod_has_no_gateway_and_everybody_knows():
-    """Goal: a pod as before there was a gateway. Method: the containers, and what they are told."""
-    gateway_pod = LocalPod(Path("/run/understudy"), Path("/models/m"))
-    pod = replace(gateway_pod, is_direct=True)
-    names = [each.name for each in gateway_pod.containers()]
-    assert [each.name for each in pod.containers()] == [n for n in names if n != "gateway"]
-    assert {each.env["UNDERSTUDY_DIRECT"] for each in pod.containers()} == {"yes"}
-    assert {each.env["UNDERSTUDY_DIRECT"] for each in gateway_pod.containers()} == {"no"}
-    flags = {"direct": True, "model": "/tmp"}
-    assert local_pod(resolve(UP_OPTIONS, flags, {}), UP_OPTIONS, ()).is_direct
 
 
 def test_pod_on_gpus_takes_those_that_are_there_and_all_of_their_memory():

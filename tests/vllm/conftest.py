@@ -59,7 +59,6 @@ def home(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[PodH
         backend="vllm",
         backend_args=VLLM_RANDOM_MODEL.arguments,
         tensor_parallel=2,
-        is_direct=True,  # a client sees what the engines themselves do
         env=VLLM_RANDOM_MODEL.env,
     )
     try:

@@ -230,18 +230,13 @@ def test_a_stream_of_a_dead_engine_goes_on_at_the_other(tmp_path: Path, model: P
             pod_ports(),
             backend="vllm",
             backend_args=ARGUMENTS,
-            # A pod without a gateway, whose lock server nevertheless lends to gateways only.
-            is_direct=True,
-            env={
-                **VLLM_RANDOM_MODEL.env,
-                "UNDERSTUDY_DIRECT": "no",
-                "UNDERSTUDY_HOST_MEMORY": "256MiB",
-            },
+            env={**VLLM_RANDOM_MODEL.env, "UNDERSTUDY_HOST_MEMORY": "256MiB"},
         )
         containers = [
             # Without an init, which would replace a stopped supervisor.
             replace(each, liveness=None, starts_in_order=False, init=())
             for each in pod.containers()
+            if each.name != "gateway"  # the test is the gateway
         ]
         runner = PodRunner(containers, tmp_path / "log")
         try:

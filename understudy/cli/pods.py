@@ -60,7 +60,6 @@ def local_pod(config: Resolved, declared: Sequence[Option], arguments: tuple[str
         device_bytes=config["device_bytes"],
         tensor_parallel=config["tensor_parallel"],
         backend_args=arguments,
-        is_direct=config["direct"],
     )
     if declared is not UP_OPTIONS:
         return pod

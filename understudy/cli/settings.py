@@ -60,7 +60,7 @@ POD_OPTIONS = (
         "direct",
         bool,
         False,
-        "Without a gateway: engines accept connections themselves, and their deaths cut streams.",
+        gone="every pod has a gateway, which continues streams when an engine dies",
     ),
 )
 
@@ -165,7 +165,7 @@ DRILL_OPTIONS = (
 )
 
 # What a pool file says instead, for each model.
-_BY_MODEL = {"model", "backend", "tensor_parallel", "direct"}
+_BY_MODEL = {"model", "backend", "tensor_parallel"}
 NOT_WITH_POOL = tuple(each for each in UP_OPTIONS if each.name in _BY_MODEL)
 
 STATUS_OPTIONS = (DIR,)

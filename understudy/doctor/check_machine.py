@@ -25,7 +25,6 @@ from understudy.doctor.facts import (
     skipped,
     warned,
 )
-from understudy.status.gateway_view import is_direct
 from understudy.status.memory_view import Document, devices
 from understudy.status.view import parts_of
 
@@ -226,8 +225,6 @@ def _is_strange(port: Port, facts: PodFacts) -> bool:
     bound its ports, whatever their numbers."""
     if not port.is_taken or (port.owner is not None and port.owner.pid in facts.pids):
         return False
-    if port.part == "gateway" and is_direct(facts.view["lockserver"]):
-        return False  # a pod in direct mode does not use it
     names = {"locks": "lockserver", "load": "gateway", "models": "pool"}
     for part in parts_of(facts.view):
         keys = [name for key, name in names.items() if key in part]

@@ -34,14 +34,13 @@ from understudy.doctor.facts import (
     skipped,
     warned,
 )
-from understudy.status.gateway_view import gateway_faults, is_direct, needs_gateway
+from understudy.status.gateway_view import gateway_faults, needs_gateway
 from understudy.status.pool_view import AWAKE, FAILED, models_of, pool_faults
 
 ONE_VOLUME = (
     "mount one volume into every container, with the same --dir inside it; on a host, start every"
     " part with the same --dir"
 )
-DIRECT = "the lock server is in direct mode: engines accept connections themselves"
 CLOSED = "the directory belongs to another user and cannot be read"
 NO_POOL, NOT_RUNNING = "this pod has no pool file", "no pool answers, so sizes are not known"
 
@@ -183,22 +182,17 @@ def _elsewhere(listener: SocketListener, facts: PodFacts) -> str:
 
 
 def gateway(facts: PodFacts) -> Finding:
-    """Clients reach the engines through it alone, except in direct mode."""
+    """Clients reach the engines through it alone, except with a lock over TCP."""
     found, lockserver = facts.view.get("gateway"), facts.view["lockserver"]
-    mode, is_up = is_direct(lockserver), found is not None and "error" not in found
-    if found is None and (mode is None or not needs_gateway(lockserver)):
-        return skipped(DIRECT if mode else "the lock server has no service address, or is down")
-    if mode and not is_up:
-        return skipped(DIRECT)
+    is_up = found is not None and "error" not in found
+    if found is None and not needs_gateway(lockserver):
+        return skipped("the lock server has no service address, or is down")
     if found is None:
         faults = ["no gateway answers, so requests get a 503"]
     else:
         faults = gateway_faults(found, lockserver, has_pool=facts.view.get("pool") is not None)
-    if mode or not is_up:
-        return failed(
-            "; ".join(faults),
-            "start one (`gateway serve`, in this --dir), or resume it; stop it in direct mode",
-        )
+    if not is_up:
+        return failed("; ".join(faults), "start one (`gateway serve`, in this --dir), or resume it")
     if found is not None and not found.get("accepting"):
         return failed("; ".join(faults), "see `gateway status`")
     return passed("it accepts connections")
@@ -226,14 +220,9 @@ def one_gateway(facts: PodFacts) -> Finding:
 def private_sockets(facts: PodFacts) -> Finding:
     """A client of such a socket can set the headers of the private hop."""
     found = [each for each in facts.sockets if each.name.endswith(HTTP_SUFFIX)]
-    names, mode = ", ".join(each.name for each in found), is_direct(facts.view["lockserver"])
+    names = ", ".join(each.name for each in found)
     if not found:
-        return skipped(DIRECT if mode else "no engine is active behind a gateway")
-    if mode:
-        return failed(
-            f"{names}: engines serve a gateway, and the lock server is in direct mode",
-            "restart the engines, one after the other: they learn the mode when they connect",
-        )
+        return skipped("no engine is active behind a gateway")
     opened = [each for each in found if (each.mode or 0) & 0o077]
     if opened:
         return failed(

@@ -35,27 +35,8 @@ clock = SystemClock()
 
 
 @dataclass(slots=True)
-class Turns:
-    """Numbers the iterations of the event loop in which something was received."""
-
-    number: int = 0
-    _is_open: bool = False
-
-    def current(self) -> int:
-        """The number of this iteration."""
-        if not self._is_open:
-            self._is_open = True
-            self.number += 1
-            asyncio.get_running_loop().call_soon(self._end)
-        return self.number
-
-    def _end(self) -> None:
-        self._is_open = False
-
-
-@dataclass(slots=True)
 class Target:
-    """The address of requests, and the iterations of the loop that they share.
+    """The address of requests.
 
     The rest is for an address outside the pod (`outside_target`), whose host may be a name:
     `prefix` of the paths, `authority` for the Host header, `tls` for https.
@@ -63,7 +44,6 @@ class Target:
 
     host: str
     port: int
-    turns: Turns = field(default_factory=Turns)
     url: str = ""
     prefix: str = ""
     authority: str = ""
@@ -108,12 +88,11 @@ def outside_target(url: str, authority: str | None = None) -> Target:
 class _Stream(asyncio.Protocol):
     """One request on one connection, recorded in its `Exchange`."""
 
-    def __init__(self, exchange: Exchange, request: bytes, turns: Turns) -> None:
+    def __init__(self, exchange: Exchange, request: bytes) -> None:
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.heard_ms = exchange.sent_ms
         self._exchange = exchange
         self._request = request
-        self._turns = turns
         self._answer = StreamedAnswer()
         self._transport: asyncio.Transport | None = None
 
@@ -151,12 +130,10 @@ class _Stream(asyncio.Protocol):
         exchange.token = whole_number(headers.get("x-understudy-token", ""))
 
     def _note_text(self, text: str) -> None:
-        exchange, turn = self._exchange, self._turns.current()
+        exchange = self._exchange
         if exchange.first_token_ms is None:
             exchange.first_token_ms = self.heard_ms
-            exchange.first_turn = turn
         exchange.last_token_ms = self.heard_ms
-        exchange.last_turn = turn
         exchange.text += text
         exchange.text_ms.append(self.heard_ms)
         exchange.piece_ends.append(len(exchange.text))
@@ -180,11 +157,11 @@ async def send(target: Target, prompt: Prompt, silence_max_s: float = SILENCE_MA
     try:
         request = _request(target, prompt)
         if target.url:
-            stream = _Stream(exchange, request, target.turns)
+            stream = _Stream(exchange, request)
             transport = await _connect_outside(target, stream, silence_max_s)
         else:
             sock, rest = await _send_at_once(target, request)
-            stream = _Stream(exchange, rest, target.turns)
+            stream = _Stream(exchange, rest)
             transport, _ = await loop.create_connection(lambda: stream, sock=sock)
         while not stream.finished.done():
             rest_s = silence_max_s - (clock.now_ms() - stream.heard_ms) / 1000

@@ -116,15 +116,12 @@ async def wait_for(
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A pod with redundancy: the active engine, its token and address, and the standbys.
-
-    `is_direct`: engines answer clients themselves, without a gateway."""
+    """A pod with redundancy: the active engine, its token and address, and the standbys."""
 
     engine: str
     token: int
     service: str
     standbys: tuple[str, ...]
-    is_direct: bool = True
 
 
 async def wait_whole(
@@ -160,7 +157,7 @@ def whole_of(view: dict[str, Any]) -> Whole | None:
     service, gateway = service_of(view), view["gateway"]
     is_serving = view["active"] is not None and view["token"] is not None and is_open(gateway)
     if is_serving and view["failover_ready"] and ready and service:
-        return Whole(view["active"], view["token"], service, ready, gateway is None)
+        return Whole(view["active"], view["token"], service, ready)
     return None
 
 

@@ -130,26 +130,6 @@ def doubled_pieces(exchange: Exchange, expected: Exchange | None) -> int:
     return sum(same < end <= same + back for end in exchange.piece_ends) or min(back, 1)
 
 
-def served_out_of_order(exchanges: Sequence[Exchange]) -> list[Exchange]:
-    """Answers under an older grant with text after the first text under a newer grant."""
-    answered = [
-        (exchange.token, exchange)
-        for exchange in exchanges
-        if exchange.token is not None and exchange.first_token_ms is not None
-    ]
-    answered.sort(key=lambda pair: pair[0], reverse=True)  # newest grant first
-    late = []
-    newest_first_turn = own_first_turn = math.inf  # of all newer grants; of this grant so far
-    grant = None
-    for token, exchange in answered:
-        if token != grant:
-            grant, newest_first_turn = token, min(newest_first_turn, own_first_turn)
-        if exchange.last_turn > newest_first_turn:
-            late.append(exchange)
-        own_first_turn = min(own_first_turn, exchange.first_turn)
-    return late
-
-
 # ------------------------------------------------------------------ failovers
 
 
@@ -236,9 +216,7 @@ def pause_at(kill: Kill, until_ms: float, exchange: Exchange) -> Pause | None:
 
 
 def failover_pauses(records: Records) -> list[Pause]:
-    """One for each kill that a stream continued after; none in direct mode."""
-    if records.is_direct:
-        return []
+    """One for each kill that a stream continued after."""
     kills, found = records.engine_kills, []
     killed_ms = [*(kill.killed_ms for kill in kills), math.inf]
     for exchange in records.exchanges:

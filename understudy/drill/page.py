@@ -182,7 +182,7 @@ class _Drawn:
         found.sort(key=lambda each: (not self.is_bad(each), abs(each.sent_ms - kill.killed_ms)))
         lines = []
         for each in sorted(found[:REQUESTS_PER_KILL_MAX], key=sent_at):
-            pause = None if self.records.is_direct else pause_at(kill, until_ms, each)
+            pause = pause_at(kill, until_ms, each)
             *line, pauses = self.line(each, kill.killed_ms, [pause] if pause else [])
             lines.append([*line, *(pauses or [None])])
         return lines

@@ -166,7 +166,7 @@ class PoolDrill(Drill):
     ) -> None:
         super().__init__(directory, plan, say, runner)
         models = {name: engines_of(name, each) for name, each in file.models.items()}
-        self.records.models, self.records.is_direct = models, False
+        self.records.models = models
         self.backend = next(iter(file.models.values())).backend
         self._by_model: dict[str, list[Prompt]] = {}
         self._missed: set[tuple[ModelState, tuple[str, ...]]] = set()  # waited for in vain

@@ -143,9 +143,6 @@ class Prompt(Struct, frozen=True):
 class Exchange(Struct):
     """One request and its answer.
 
-    `first_turn` and `last_turn`: the iterations of the event loop that received the first and last
-    text. All clients share the loop and read whatever is readable in each iteration, so text of a
-    later iteration really came later; timestamps of a busy process cannot prove that.
     `text_ms`: when each piece of the text came; `piece_ends`: how long the text was after it.
     `tokens`: of the answer, as its usage says. `model`: as the request named it.
     """
@@ -159,8 +156,6 @@ class Exchange(Struct):
     token: int | None = None
     first_token_ms: float | None = None
     last_token_ms: float | None = None
-    first_turn: int = 0
-    last_turn: int = 0
     text: str = ""
     finish_reason: str | None = None
     chunks: int = 0
@@ -290,8 +285,8 @@ class Records(Struct):
     is to be killed, `upgrade` in an upgrade.
     `targets`: those of every engine of this pod, which are counted even if none was killed.
     `url`: the address outside the pod that clients used, if they did.
-    `is_direct`: engines answered the clients themselves. Behind a gateway, a token says where an
-    answer began, and text that follows it may be of any newer engine.
+    The token of an exchange says where the answer began: text that follows may be of any newer
+    engine.
     In a pool: `models` with their engines, and `not_reached`: the kills for which no model entered
     the phase in time.
     """
@@ -310,7 +305,6 @@ class Records(Struct):
     began_ms: float = 0.0
     lasted_s: float = 0.0
     targets: Sequence[str] = TARGETS
-    is_direct: bool = True
     url: str = ""
     models: dict[str, tuple[str, ...]] = {}
     switches: list[Switch] = []
@@ -319,9 +313,7 @@ class Records(Struct):
 
     @property
     def mode(self) -> str:
-        if self.models:
-            return "pool"
-        return "direct" if self.is_direct else "gateway"
+        return "pool" if self.models else "gateway"
 
     @property
     def engine_kills(self) -> list[Kill]:

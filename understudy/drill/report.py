@@ -79,8 +79,6 @@ def print_report(
 def _interrupted(report: DrillReport) -> str:
     """What became of the requests that ran when something was killed."""
     figures = report.values
-    if report.mode == "direct":
-        return f"lost in flight {report['lost_in_flight']}"
     lost = f", lost with the gateway {figures['lost_in_gateway']}"
     lost = lost if any(figures["killed"].get(target) for target in GATEWAYS) else ""
     parked = f"streams parked {figures['parked']}, " if report.mode == IN_POOL else ""
@@ -126,8 +124,7 @@ def _print_times(report: DrillReport, console: Console) -> None:
         row(f"  {phase}", found, other["phases_ms"][phase] if other else None, None)
     table.add_section()
     for key, name in TIMES.items():
-        is_pause = key == "pause_ms" and report.mode == "direct"
-        if key in report.values and has_failovers and not is_pause:
+        if key in report.values and has_failovers:
             row(name, report[key], other[key] if other else None)
     if "gms" in report.values:
         row("memory recovery", report["gms"]["recovery_ms"], None)

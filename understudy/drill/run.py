@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from plumbing.errors import UnderstudyError, UnreachableError, UsageError
+from plumbing.errors import UnderstudyError, UnreachableError
 from plumbing.pod.paths import engine_sockets, lockserver_socket
 from plumbing.service.clock import SystemClock
 from plumbing.text import duration
@@ -38,7 +38,6 @@ from understudy.drill.machine import Burn, PhysicalMemory, roots_of
 from understudy.drill.observer import Observer
 from understudy.drill.prompts import bank_of, learn_answers, model_name, read_expected
 from understudy.drill.records import (
-    GATEWAYS,
     GMS,
     PARTS,
     Exchange,
@@ -137,12 +136,8 @@ class Drill:
         backend = (await status_of(engines[whole.engine])).get("backend") or {}
         self.backend = backend.get("name")
         self.records.targets = base_targets(self.backend)
-        self.records.is_direct = whole.is_direct
         processes = targets_of(self.backend, backend.get("pids") or ())
-        absent = GATEWAYS if whole.is_direct else ()
-        self._refuse_targets(absent)
-        also = [part for part in self._plan.also if part not in absent]
-        self._targets = self._targets or (*processes, *also)
+        self._targets = self._targets or (*processes, *self._plan.also)
         inside = inside_target(whole.service)
         target = self._plan.outside or inside
         self.records.url = target.url
@@ -175,15 +170,6 @@ class Drill:
                     f"an answer from {target.url} has token {each.token}, and the lock of the pod"
                     f" in {self.directory} has {after.token}: does it lead to another pod, too?",
                 )
-
-    def _refuse_targets(self, absent: Sequence[str]) -> None:
-        named = [target for target in self._targets if target in absent]
-        if named:
-            raise UsageError(
-                "drill.no_gateway",
-                f"--target {named[0]}: this pod has no gateway, because it is in direct mode; "
-                "choose another target, or start the pod without --direct",
-            )
 
     async def run(self, target: Target) -> None:
         """All kills under load. Raises what ended the drill early; `records` is valid anyway."""

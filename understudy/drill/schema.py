@@ -66,7 +66,7 @@ class DrillDocument(Schema, kw_only=True):
     lost_in_gateway: Annotated[
         int, "requests lost with the gateway's process; not in `lost_in_flight`"
     ]
-    mode: Annotated[str, "`gateway`, or `direct`: engines accept connections themselves"]
+    mode: Annotated[str, "`gateway`"]
     lasted_s: Annotated[float, "how long the pod was under load"]
     failover_ms: Annotated[
         Percentiles, "from the SIGKILL to the first token of a request sent after it"

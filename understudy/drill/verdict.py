@@ -25,7 +25,6 @@ from understudy.drill.outcomes import (
     outcome_of,
     pauses_in,
     phases_of,
-    served_out_of_order,
     spread,
     switchover_pause,
     times_away,
@@ -54,8 +53,8 @@ WANTED_BY_POOL = frozenset({"", "asked_to_be_cold"})
 # Of the report of a drill without adoption, in the document of the one that it is compared with.
 COMPARED = ("passed", "requests", "kills", "resumed", "failover_ms", "pause_ms")
 
-DIRECT, BEHIND, IN_POOL = "direct", "gateway", "pool"  # the modes of a drill
-EVERY, PODS, POOLS = (DIRECT, BEHIND, IN_POOL), (DIRECT, BEHIND), (IN_POOL,)
+ONE_MODEL, IN_POOL = "gateway", "pool"  # the modes of a drill
+EVERY, PODS, POOLS = (ONE_MODEL, IN_POOL), (ONE_MODEL,), (IN_POOL,)
 
 
 class Evidence:
@@ -199,11 +198,7 @@ def _doubled(evidence: Evidence) -> list[int]:
 
 
 def _double_active(evidence: Evidence) -> list[str]:
-    late = served_out_of_order(evidence.records.exchanges) if evidence.records.is_direct else []
-    return [
-        *evidence.records.overlaps,
-        *(f"{e.engine} sent text under token {e.token} after a newer grant served" for e in late),
-    ]
+    return evidence.records.overlaps
 
 
 def _false_deaths(evidence: Evidence) -> list[str]:
@@ -317,8 +312,8 @@ HUNG = "{count} requests got neither an answer nor an error"
 UNCHECKED = "{each} grants could be checked against the old processes"
 COUNTS = (
     Count("lost", _with(Outcome.LOST), LOST, POOLS, shown=POOLS),
-    Count("lost_in_flight", _with(Outcome.LOST, Outcome.BROKEN), LOST, (BEHIND,), shown=PODS),
-    Count("broken_streams", _with(Outcome.BROKEN), BROKEN, (BEHIND, IN_POOL)),
+    Count("lost_in_flight", _with(Outcome.LOST, Outcome.BROKEN), LOST, PODS, shown=PODS),
+    Count("broken_streams", _with(Outcome.BROKEN), BROKEN),
     Count("refused", _with(Outcome.REFUSED), ""),
     Count("cut", _cut, "", POOLS, shown=POOLS),
     Count("wrong_tokens", _with(Outcome.WRONG), ""),

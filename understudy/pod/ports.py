@@ -32,9 +32,8 @@ ANYWHERE = "0.0.0.0"  # a port in use at any address counts as taken
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """The TCP ports of a pod. `engines[n]`: engine n's probe port. `gateway`: its probe port, which
-    a pod in direct mode does not use. `pool`: the pool's, 0 in a pod without one. `ui`: the page's,
-    0 without one."""
+    """The TCP ports of a pod. `engines[n]`: engine n's probe port. `pool`: the pool's, 0 in a
+    pod without one. `ui`: the page's, 0 without one."""
 
     service: int = SERVICE_PORT
     lockserver: int = LOCKSERVER_PORT
@@ -119,19 +118,11 @@ def free_pod_ports(engines: int = 2, *, has_pool: bool = False) -> Ports:
     return Ports(service, lockserver, gms, gateway, tuple(rest), pool if has_pool else 0)
 
 
-def check_ports(
-    ports: Ports,
-    host: str = "127.0.0.1",
-    http_host: str = "127.0.0.1",
-    *,
-    is_direct: bool = False,
-) -> None:
+def check_ports(ports: Ports, host: str = "127.0.0.1", http_host: str = "127.0.0.1") -> None:
     """Raise if one of `ports` is in use; the service listens at `host`, the probes at `http_host`.
-    The gateway's is not looked at where there is none (`is_direct`).
 
     Raises:
         UnderstudyError: `pod.port_in_use`, with the number and the fix.
     """
     for flag, port in ports.by_flag():
-        if not (is_direct and port == ports.gateway):
-            check_port(port, host if port == ports.service else http_host, flag)
+        check_port(port, host if port == ports.service else http_host, flag)

@@ -111,7 +111,6 @@ class LocalPod:
     env: Mapping[str, str] = field(default_factory=dict)
     http_host: str = "127.0.0.1"  # where probes and metrics listen
     backoff_max_s: float = RESTART_BACKOFF_MAX_S
-    is_direct: bool = False
     hub_id: str | None = None
     pool: PoolModels | None = None
 
@@ -130,9 +129,7 @@ class LocalPod:
             *self._engines(file),
             *([self._page()] if ports.ui else []),
         ]
-        absent = {GATEWAY} if self.is_direct else set()
-        absent |= set() if pool else {POOL}
-        return [each for each in table if each.name not in absent]
+        return [each for each in table if pool or each.name != POOL]
 
     def _server(
         self,
@@ -214,7 +211,6 @@ class LocalPod:
             # Whatever the user's own environment says:
             "LOCKSERVER_SOCKET": lockserver_socket(str(self.directory)),
             "GMS_SOCKET_DIR": str(self.directory),
-            "UNDERSTUDY_DIRECT": "yes" if self.is_direct else "no",
             **self.env,
             **(more or {}),
         }

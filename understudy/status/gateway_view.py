@@ -1,8 +1,8 @@
 """The gateway in a pod's view: its document in, a line and faults out.
 
-Pure. A pod in direct mode has no gateway, and its view says so with None. Streams that are parked
-are no fault by themselves, because a failover parks them all; one that has been parked for longer
-than a failover may take is.
+Pure. With a lock over TCP there is no gateway, and the view says so with None. Streams that are
+parked are no fault by themselves, because a failover parks them all; one that has been parked for
+longer than a failover may take is.
 """
 
 from __future__ import annotations
@@ -23,13 +23,8 @@ def has_gateway(lockserver: Document, gateway: Document, *, has_socket: bool) ->
 
 def needs_gateway(lockserver: Document) -> bool:
     """Whether requests can come in through a gateway only. Without a service address there are
-    none."""
-    return is_direct(lockserver) is False and bool(lockserver.get("service"))
-
-
-def is_direct(lockserver: Document) -> bool | None:
-    """The lock server's mode; None where it does not answer. Older ones know no other."""
-    return None if "error" in lockserver else lockserver.get("mode", "direct") == "direct"
+    none, as with a lock over TCP."""
+    return bool(lockserver.get("service"))
 
 
 def is_open(gateway: Document | None, *, is_resting: bool = False) -> bool:
@@ -70,7 +65,7 @@ def served_in_silence(lockserver: Document) -> bool:
 
 
 def gateway_lines(gateway: Document | None) -> list[str]:
-    """One line, or none in direct mode."""
+    """One line, or none without a gateway."""
     if gateway is None:
         return []
     if "error" in gateway:
@@ -99,9 +94,7 @@ def gateway_faults(
             then = "its child serves, and no takeover reaches it: see `lockserver status`"
         return [f"gateway: {gateway['error']}; {then}"]
     faults = [str(each) for each in gateway.get("problems") or ()]
-    if is_direct(lockserver):
-        faults.append("a gateway runs, but the lock server is in direct mode: stop one of the two")
-    elif not is_open(gateway) and not faults:
+    if not is_open(gateway) and not faults:
         faults.append("the gateway does not accept connections")
     if _waits_for_operator(gateway):
         faults.append("the active engine rests and no request wakes it: run `understudy wake`")

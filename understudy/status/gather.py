@@ -105,7 +105,7 @@ def lockserver_part(directory: Path) -> PodPart:
 
 
 def gateway_part(directory: Path) -> PodPart:
-    """The gateway, whether or not it has a socket: a pod in direct mode has none."""
+    """The gateway, whether or not it has a socket: with a lock over TCP there is none."""
     return PodPart("gateway", gateway_socket(str(directory)), gateway_messages.CONTROL)
 
 

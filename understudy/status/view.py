@@ -49,7 +49,7 @@ def pod_view(
     """The document of `understudy status --json`.
 
     Each part is its own status document, or `{"name", "error"}` where it did not answer. `gateway`:
-    None in direct mode. `pool`: None without a pool file.
+    None with a lock over TCP. `pool`: None without a pool file.
     """
     states = [str(_engine(engine).get("state", "unreachable")) for engine in engines]
     lock = _active(lockserver)

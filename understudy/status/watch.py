@@ -50,7 +50,7 @@ def _event(record: Mapping[str, Any]) -> str:
 
 
 def requests(gateway: Document | None) -> list[str]:
-    """The gateway's load, and what failovers have cost so far; none in direct mode."""
+    """The gateway's load, and what failovers have cost so far; none without a gateway."""
     if gateway is None or "error" in gateway:
         return []
     load, totals = load_of(gateway), gateway.get("totals") or {}

@@ -56,7 +56,7 @@ async def prepare_local(pod: LocalPod, directory: Path, say: Say, is_drilled: bo
         pod = replace(pod, ports=free_pod_ports())
     else:
         await refuse_second_pod(directory)
-        check_ports(pod.ports, pod.host, pod.http_host, is_direct=pod.is_direct)
+        check_ports(pod.ports, pod.host, pod.http_host)
         _check_checkpoint(pod)
     pod = replace(pod, directory=directory)
     if pod.hub_id is not None:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from aiohttp import http_exceptions, web
 
 from engine.backends import process
-from engine.backends.channel import POLL_S, Channel, Phases, until_done
+from engine.backends.channel import POLL_S, Channel, Phases, is_private, until_done
 from engine.backends.process import ProgressPage
 from engine.backends.reference.application import ServedModel, continuation_id, make_app
 from engine.backends.reference.link import ReadyMsg, Settings
@@ -178,7 +178,6 @@ class ReferenceBackend:
         token: int,
         listening: OwnedFd,
         *,
-        is_behind_gateway: bool = False,
         era: str = NO_ERA,
     ) -> WokenMsg:
         """Take KV memory and keep `listening` for `serve`. Takes the fd."""
@@ -187,7 +186,7 @@ class ReferenceBackend:
             if self._seat is not None:
                 self._seat.join(token)
             self._served.engine, self._served.token = engine, token
-            self._served.is_behind_gateway = is_behind_gateway
+            self._served.is_behind_gateway = is_private(listening)
             self._listener = SharedListener(listening.duplicate(), self._server)
         async with self._memory:
             return await self._served.link.take_memory(token, era)

@@ -33,13 +33,10 @@ GREEDY = {"prompt": "hello", "temperature": 0, "max_tokens": 12}
 LONG = {"prompt": "hello", "temperature": 0, "max_tokens": 1900, "ignore_eos": True}
 
 
-async def activate(
-    stub: Supervisor, sock: socket.socket, token: int, *, is_behind_gateway: bool = False
-) -> PreparedMsg:
+async def activate(stub: Supervisor, sock: socket.socket, token: int) -> PreparedMsg:
     """From prepared to serving on `sock`, one step after the other."""
     prepared = await stub.prepared()
-    wake = WakeMsg(token, stub.engine, is_behind_gateway=is_behind_gateway)
-    woken = await stub.ask(wake, lend(sock))
+    woken = await stub.ask(WakeMsg(token, stub.engine), lend(sock))
     assert isinstance(woken, WokenMsg), woken
     assert woken.kv_bytes == prepared.kv_bytes
     stub.woken = woken

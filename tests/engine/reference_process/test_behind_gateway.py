@@ -51,7 +51,7 @@ async def behind_gateway(
 ) -> AsyncIterator[tuple[aiohttp.ClientSession, PreparedMsg]]:
     """Activate an engine; a session of the gateway's with it, and what it was prepared with."""
     with private_socket(directory, stub.engine) as sock:
-        prepared = await activate(stub, sock, token, is_behind_gateway=True)
+        prepared = await activate(stub, sock, token)
         async with aiohttp.ClientSession(
             connector=aiohttp.UnixConnector(str(sock.getsockname()), limit=0),
             headers={hop.GATEWAY: "1", "X-Request-Id": "the-request"},

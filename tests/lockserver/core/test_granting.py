@@ -22,11 +22,11 @@ from tests.lockserver.core.shell import (
 )
 
 
-def test_grant_is_on_disk_before_it_is_sent_and_the_socket_is_prepared_first():
+def test_grant_is_on_disk_before_it_is_sent():
     """Goal: tokens are on disk before they are sent. Method: the order of effects."""
     effects = Shell().feed(want(1, A, "active"))
     names = [type(effect).__name__ for effect in effects]
-    order = ["PrepareService", "Persist", "SendGrant", "Announce"]
+    order = ["Persist", "SendGrant", "Announce"]
     assert [name for name in names if name in order] == order
 
 

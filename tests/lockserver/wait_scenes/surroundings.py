@@ -109,7 +109,7 @@ async def address_of_a_stranger(scene: Scene) -> AsyncIterator[Told]:
     server.kill()
     port = free_port()
     with socket.create_server(("127.0.0.1", port)):
-        server.flags = ("--direct", "--service", f"active=127.0.0.1:{port}")
+        server.flags = ("--service", f"active=127.0.0.1:{port}")
         await asyncio.to_thread(server.start)
         assert server.status()["service"]["active"]["state"] == "waiting_for_hand_back"
         evidence = (f"127.0.0.1:{port} is in use by pid {os.getpid()}",)
@@ -120,7 +120,7 @@ async def address_of_a_stranger(scene: Scene) -> AsyncIterator[Told]:
 async def without_gateway(scene: Scene, *, is_connected: bool) -> AsyncIterator[Told]:
     """Clients have waited for longer than `--hold-ms`."""
     address = f"127.0.0.1:{free_port()}"
-    server = scene.server("--no-direct", "--service", f"active={address}", "--hold-ms", "10")
+    server = scene.server("--service", f"active={address}", "--hold-ms", "10")
     async with Gateway(scene.directory) as gateway:
         who = gateway.borrower.gateway
         await gateway.lent()
@@ -134,7 +134,7 @@ async def without_gateway(scene: Scene, *, is_connected: bool) -> AsyncIterator[
         await auntil(lambda: not server.status()["gateways"], "its end to be seen")
         # A tick decides when they have waited for too long.
         await auntil(lambda: "no gateway accepts" in str(server.status()["problem"]), "the fault")
-        fix = (f"gateway serve --dir {scene.directory}", "--direct")
+        fix = (f"gateway serve --dir {scene.directory}",)
         yield Told("no_gateway", None, ("no gateway is connected",), fix)
 
 
@@ -150,9 +150,7 @@ def gateway_that_is_gone(scene: Scene) -> AbstractAsyncContextManager[Told]:
 async def gateway_that_is_stopped(scene: Scene) -> AsyncIterator[Told]:
     """It has said that it accepts."""
     address = f"127.0.0.1:{free_port()}"
-    server = scene.server(
-        "--no-direct", "--service", f"active={address}", "--silent-ms", str(SILENT_MS)
-    )
+    server = scene.server("--service", f"active={address}", "--silent-ms", str(SILENT_MS))
     command = (sys.executable, "-m", "tests.lockserver.gateways", scene.directory)
     gateway = await asyncio.create_subprocess_exec(*command)
     try:

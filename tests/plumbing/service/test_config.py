@@ -2,8 +2,10 @@
 
 import pytest
 
+from lockserver.cli import SERVE
 from plumbing.errors import UsageError
 from plumbing.service.config import Option, duration_s, resolve, size_bytes
+from understudy.cli.settings import UP_OPTIONS
 
 OPTIONS = (
     Option("http_port", int, default=9400, minimum=0, maximum=65535),
@@ -80,6 +82,17 @@ def test_bad_value_names_its_origin_and_the_reason(name, raw, reason):
     assert by_flag.value.code == "config.bad_value"
     with pytest.raises(UsageError, match=f"UNDERSTUDY_{name.upper()}"):
         resolve(OPTIONS, {}, {f"UNDERSTUDY_{name.upper()}": raw})
+
+
+def test_setting_that_is_gone_is_refused_with_what_replaces_it_unless_it_says_nothing():
+    """Goal: nobody believes in a switch that does nothing; method: flag and variable, on and off,
+    of the programs that had one."""
+    for declared in (SERVE, UP_OPTIONS):
+        assert resolve(declared, {"direct": False}, {"UNDERSTUDY_DIRECT": "no"}) is not None
+        for flags, variables in (({"direct": True}, {}), ({}, {"UNDERSTUDY_DIRECT": "yes"})):
+            with pytest.raises(UsageError, match="gateway") as caught:
+                resolve(declared, flags, variables)
+            assert caught.value.code == "config.gone"
 
 
 @pytest.mark.parametrize(

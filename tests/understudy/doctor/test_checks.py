@@ -49,8 +49,6 @@ NO_DRIVER = Gpus(problem="no driver here")
 SMALL_PAGES = spoilt(machine__has_huge_slabs=False, machine__shared_huge_pages="never")
 TWIN = SocketListener("gateway.sock", Process(60, "gateway"), HERE)
 OPENED = SocketFile("engine_engine-0.http.sock", True, 30, 0o666)
-DIRECT_LOCK = {"lockserver": {**VIEW["lockserver"], "mode": "direct"}}
-DIRECT = {**VIEW, **DIRECT_LOCK, "gateway": None}
 BORROWERS = [{"gateway": "a", "pid": 40}, {"gateway": "b", "pid": 60}]
 SILENT = [{"gateway": "a", "pid": 40, "silent": True, "accepting": {"for_ms": 9}}]
 IN_SILENCE = {
@@ -162,8 +160,6 @@ def with_kv(kv: dict | None, **more: object) -> PodFacts:
         ("stale_sockets", spoilt(sockets=(SocketFile("x.sock", False),)), WARN, "x.sock"),
         ("gateway", WELL, PASS, ""),
         ("gateway", NO_POD, SKIP, ""),
-        ("gateway", spoilt(view=DIRECT), SKIP, ""),
-        ("gateway", spoilt(view={**VIEW, **DIRECT_LOCK}), FAIL, ""),
         ("gateway", spoilt(view=NO_SERVICE), SKIP, ""),
         ("gateway", spoilt(view={**VIEW, "gateway": None}), FAIL, ""),
         ("gateway", spoilt(view={**VIEW, "gateway": {"error": "gone"}}), FAIL, ""),
@@ -175,7 +171,6 @@ def with_kv(kv: dict | None, **more: object) -> PodFacts:
         ("one_gateway", spoilt(view=TWO_BORROW), WARN, "2 gateways: pids 40, 60"),
         ("private_sockets", WELL, PASS, "engine_engine-0.http.sock: private"),
         ("private_sockets", NO_POD, SKIP, ""),
-        ("private_sockets", spoilt(view=DIRECT), FAIL, ""),
         ("private_sockets", spoilt(NO_POD, sockets=(OPENED,)), FAIL, ""),
         ("engines", WELL, PASS, ""),
         ("engines", NO_POD, SKIP, ""),

@@ -43,8 +43,6 @@ def served(token: int, sent: float, first: float, last: float | None = None, **m
         "first_token_ms": first,
         "last_token_ms": last or first,
         "ended_ms": last or first,
-        "first_turn": int(first),
-        "last_turn": int(last or first),
     }
     return replace(ANSWER, **{**values, **more})
 
@@ -66,15 +64,10 @@ def stream(*times_ms: float, text: str = TEXT, **more: Any) -> Exchange:
     return replace(ANSWER, **{**values, **more})
 
 
-def of_engines(*, is_direct: bool = True) -> Records:
-    """One kill; in direct mode it broke a stream."""
+def of_engines() -> Records:
+    """One kill."""
     exchanges = [served(1, sent=0, first=50, last=60), served(2, sent=101, first=140)]
-    if is_direct:
-        cut = replace(served(1, sent=90, first=95), end=End.CUT, text="he", ended_ms=101)
-        exchanges.insert(1, cut)
-    return Records(
-        exchanges, [replace(KILL)], expected=EXPECTED, grants_checked=1, is_direct=is_direct
-    )
+    return Records(exchanges, [replace(KILL)], expected=EXPECTED, grants_checked=1)
 
 
 def of_memory() -> Records:
@@ -124,7 +117,6 @@ def of_pool(*exchanges: Exchange, **more: Any) -> Records:
         exchanges=[of_model("a"), of_model("b"), *exchanges],
         expected={f"{name}/p": of_model(name) for name in models},
         models=models,
-        is_direct=False,
         lasted_s=2.0,
         bounds=[StatedBound(0.0, name, 1000.0) for name in models],
         **more,

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from plumbing.errors import UnderstudyError
 from tests.helpers import auntil, free_port
-from understudy.drill.clients import Target, Turns, send, stream_without_pause
+from understudy.drill.clients import Target, send, stream_without_pause
 from understudy.drill.outcomes import classify
 from understudy.drill.prompts import all_prompts, learn_answers
 from understudy.drill.records import End, Outcome, Prompt
@@ -90,7 +90,6 @@ def test_send_records_a_whole_answer_with_its_times_and_headers():
         assert exchange.first_token_ms is not None
         assert exchange.last_token_ms is not None
         assert exchange.sent_ms <= exchange.first_token_ms <= exchange.last_token_ms
-        assert 1 <= exchange.first_turn <= exchange.last_turn
 
     asyncio.run(main())
 
@@ -249,19 +248,5 @@ def test_learn_answers_from_a_server_that_gives_none_says_why(mood, code):
             assert caught.value.code == f"drill.{code}"
         with pytest.raises(UnderstudyError, match="refuses connections"):
             await learn_answers(target, all_prompts("m"))  # the server is gone
-
-    asyncio.run(main())
-
-
-def test_turns_are_equal_within_one_turn_and_grow_between_them():
-    """Goal: the order that double_active rests on. Method: ask twice, let the loop turn, ask."""
-
-    async def main():
-        turns = Turns()
-        first = turns.current(), turns.current()
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert first == (1, 1)
-        assert turns.current() == 2
 
     asyncio.run(main())

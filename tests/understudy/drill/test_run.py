@@ -16,14 +16,14 @@ import pytest
 from click.testing import CliRunner
 
 from engine.messages import EventMsg, StatusReplyMsg
-from plumbing.errors import UnderstudyError, UsageError
+from plumbing.errors import UnderstudyError
 from tests.helpers import auntil, open_fds
 from tests.understudy.drill.fake_pod import FakePod
 from understudy.cli.main import main
 from understudy.drill import run as drill_run
 from understudy.drill.killer import wait_whole
 from understudy.drill.observer import Observer, OldTree
-from understudy.drill.records import GATEWAYS, Records
+from understudy.drill.records import Records
 from understudy.drill.run import Drill, DrillPlan
 from understudy.drill.verdict import DrillReport, judge
 from understudy.status.gather import gather
@@ -80,22 +80,6 @@ def test_drill_without_a_takeover_ends_with_a_reason(directory, monkeypatch):
     report = drill(directory, "stuck", kills=1)
     assert any("no engine took over from engine-0" in problem for problem in report.problems)
     assert not report.passed
-
-
-@pytest.mark.parametrize("target", GATEWAYS)
-def test_gateway_is_no_target_in_direct_mode(directory, target):
-    """Goal: a sentence before anything is killed. Method: a pod without a gateway."""
-
-    async def main():
-        async with FakePod(directory):
-            drill = Drill(directory, DrillPlan(1, (target,), 1), lambda line: None)
-            with pytest.raises(UsageError, match="no gateway") as caught:
-                await drill.prepare()
-            assert caught.value.code == "drill.no_gateway"
-            also = DrillPlan(1, clients=1, also=GATEWAYS)
-            await Drill(directory, also, lambda line: None).prepare()  # what is there
-
-    asyncio.run(main())
 
 
 def test_drill_leaks_no_descriptor(directory):

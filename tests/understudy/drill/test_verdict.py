@@ -37,7 +37,6 @@ from understudy.drill.outcomes import (
     outcome_of,
     pause_at,
     phases_of,
-    served_out_of_order,
     spread,
     switchover_pause,
 )
@@ -62,10 +61,6 @@ from understudy.drill.verdict import IN_POOL, RULES, Bounds, DrillReport, judge,
 from understudy.up.sessions import DrillResult, compare_adoption
 
 
-def of_gateway() -> Records:
-    return of_engines(is_direct=False)
-
-
 def add(exchange: object) -> Callable[[Records], None]:
     return lambda records: records.exchanges.append(exchange)
 
@@ -87,14 +82,13 @@ FAULTS = [
     ("wrong_tokens", of_pool, add(of_model("b", text="HELLO"))),
     ("doubled_tokens", of_pool, add(DOUBLED)),
     ("double_active", of_engines, lambda records: records.overlaps.append("pid 7 lived")),
-    ("double_active", of_engines, add(served(1, sent=0, first=139, last=150))),
     ("double_active", of_pool, lambda records: records.overlaps.append("pid 7 lived")),
     ("false_deaths", of_engines, lambda records: records.deaths.append(DEATH)),
     ("false_deaths", of_upgrade, lambda records: records.deaths.append(DEATH)),
     ("false_deaths", of_pool, lambda records: records.deaths.append(DEATH)),
     ("lost", of_pool, add(of_model("a", status=500, text="", token=None))),
-    ("lost_in_flight", of_gateway, add(replace(CUT, token=1))),
-    ("broken_streams", of_gateway, add(replace(CUT, token=1))),
+    ("lost_in_flight", of_engines, add(replace(CUT, token=1))),
+    ("broken_streams", of_engines, add(replace(CUT, token=1))),
     ("broken_streams", of_pool, add(of_model("a", end=End.CUT, text="hel"))),
     ("cut", of_pool, add(POOL_CUT)),
     ("cut", of_pool, add(of_model("a", status=503, text="", detail='{"code": "pool.cut"}'))),
@@ -159,7 +153,7 @@ def test_document_of_a_clean_drill_has_the_released_keys():
     assert json.loads(json.dumps(document)) == {
         "passed": True,
         "problems": [],
-        "requests": 3,
+        "requests": 2,
         "kills": 1,
         "killed": {"backend-http": 1, "backend-model": 0, "supervisor": 0},
         "refused": 0,
@@ -167,9 +161,9 @@ def test_document_of_a_clean_drill_has_the_released_keys():
         "double_active": 0,
         "false_deaths": 0,
         "lasted_s": 0.0,
-        "lost_in_flight": 1,
-        "mode": "direct",
-        "broken_streams": 1,
+        "lost_in_flight": 0,
+        "mode": "gateway",
+        "broken_streams": 0,
         "doubled_tokens": 0,
         "resumed": 0,
         "lost_in_gateway": 0,
@@ -300,7 +294,7 @@ def test_each_end_of_an_exchange_counts_as_one_outcome(changed, outcome):
 )
 def test_only_a_kill_of_the_gateway_excuses_a_stream_that_was_in_it(target, outcome):
     kill = Kill(target, killed_ms=100, back_ms=130, gone_ms=110)
-    records = Records(kills=[kill], expected=EXPECTED, is_direct=False)
+    records = Records(kills=[kill], expected=EXPECTED)
     broken = stream(91, 101, text="he", end=End.CUT)
     assert outcome_of(broken, records) is outcome
     assert outcome_of(replace(broken, sent_ms=111, ended_ms=120), records) is Outcome.BROKEN
@@ -331,15 +325,6 @@ def test_doubled_text_is_counted_in_pieces(text: str, count: int):
     assert doubled_pieces(exchange, None) == 0
 
 
-def test_text_of_an_older_grant_after_a_newer_one_is_two_active():
-    """Method: overlap, touch, and proper order."""
-    old, new = served(1, sent=0, first=10, last=20), served(2, sent=5, first=20, last=30)
-    assert served_out_of_order([old, new]) == []  # one turn: no order can be told
-    assert served_out_of_order([replace(old, last_turn=21), new]) == [replace(old, last_turn=21)]
-    later = served(3, sent=5, first=15)
-    assert served_out_of_order([old, new, later]) == [new, old]
-
-
 # ------------------------------------------------------------------ failovers and pauses
 
 
@@ -364,13 +349,11 @@ def test_phases_add_up_to_the_failover_and_none_is_invented_or_negative():
 
 
 def test_answers_that_continue_behind_a_gateway_are_not_two_active():
-    """Method: an answer of the old grant that continues after the first one of the new grant, in
-    both modes; the pause between them."""
+    """Method: an answer of the old grant that continues after the first one of the new grant; the
+    pause between them."""
     before, resumed = served(1, sent=0, first=5, last=8), served(1, sent=0, first=10, last=40)
     exchanges = [before, resumed, served(2, sent=5, first=20, last=30)]
-    for is_direct, count in ((True, 1), (False, 0)):
-        records = Records(exchanges=exchanges, expected=EXPECTED, is_direct=is_direct)
-        assert judge(records, 0)["double_active"] == count
+    assert judge(Records(exchanges=exchanges, expected=EXPECTED), 0)["double_active"] == 0
     upgrade = Upgrade("A=1", old_token=1, new_token=2)
     assert switchover_pause(upgrade, exchanges) == 12
     assert switchover_pause(upgrade, exchanges[:2]) is None
@@ -396,10 +379,8 @@ def test_pause_is_the_longest_gap_of_a_stream_that_continued_elsewhere(exchange,
 def test_stream_pauses_once_for_each_kill_that_it_outlived_behind_a_gateway():
     after = Kill("backend-http", "engine-1", 2, killed_ms=200, granted_ms=220, new_token=3)
     twice, once = stream(90, 130, 190, 230), stream(190, 240, token=2)
-    records = Records([twice, once, stream(10, 20)], [KILL, after], is_direct=False)
+    records = Records([twice, once, stream(10, 20)], [KILL, after])
     assert [pause.length_ms for pause in failover_pauses(records)] == [60, 40, 50]
-    records.is_direct = True
-    assert failover_pauses(records) == []
 
 
 def test_pause_in_a_pool_is_of_the_killed_models_streams_if_its_shadow_took_over():
@@ -468,7 +449,7 @@ def compared(*reports: DrillReport) -> DrillReport:
 
 
 def with_blocks(kill: Kill | None, pause_ms: float = 1.0) -> DrillReport:
-    report = judge(Records(kills=[kill] if kill else [], is_direct=False), 0)
+    report = judge(Records(kills=[kill] if kill else []), 0)
     report.values["pause_ms"] = Spread(pause_ms, pause_ms, pause_ms).to_dict()
     report.problems = []
     return report
@@ -509,8 +490,7 @@ def test_comparison_is_refused_where_it_cannot_start_two_pods(flags: tuple[str, 
 @pytest.mark.parametrize(
     ("records", "words"),
     [
-        (of_engines, ("failover of the reference", "(backend-http 1)", "lost in flight 1")),
-        (of_gateway, ("streams resumed 0", "pause of a stream", "broken streams   0")),
+        (of_engines, ("failover of the reference", "(backend-http 1)", "streams resumed 0")),
         (of_memory, ("recovery of the memory service", "(gms 2)", "memory recovery")),
         (of_burn, ("2 busy loops per CPU, 4 in all; they got 61.2 s of CPU time",)),
         (of_upgrade, ("upgraded         engine-0, engine-1", "engine-0 to engine-1 in 30 ms")),
@@ -525,5 +505,4 @@ def test_text_names_what_was_drilled_and_what_was_found(records, words):
 
 
 def test_modes_are_those_of_the_records():
-    modes = [judge(each(), 0).mode for each in (of_engines, of_gateway, of_pool)]
-    assert modes == ["direct", "gateway", IN_POOL]
+    assert [judge(each(), 0).mode for each in (of_engines, of_pool)] == ["gateway", IN_POOL]

@@ -85,7 +85,7 @@ async def serve(model: str, path: str, flags: list[str]) -> None:
         listening.listen()
         fd = OwnedFd(listening.detach())
     with fd:
-        await backend.wake("engine-0", TOKEN, fd, is_behind_gateway=True)
+        await backend.wake("engine-0", TOKEN, fd)
     canary = await backend.run_canary()
     assert canary.ok, canary.detail
     await backend.serve()

@@ -26,7 +26,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from engine.backends import process_memory
-from engine.backends.channel import Phases
+from engine.backends.channel import Phases, is_private
 from engine.backends.process import ProgressPage
 from engine.backends.vllm.api.continuation import Continuing, continue_nothing
 from engine.backends.vllm.api.gateway_endpoints import Door
@@ -168,7 +168,6 @@ class VllmBackend:
         token: int,
         listening: OwnedFd,
         *,
-        is_behind_gateway: bool = False,
         era: str = NO_ERA,
     ) -> WokenMsg:
         """Take KV memory on all ranks. Keeps a copy of `listening`."""
@@ -176,7 +175,7 @@ class VllmBackend:
         if self._seat is not None:
             self._seat.join(token)
             await ask_core(self._engine, "understudy_join", token)
-        if is_behind_gateway:
+        if is_private(listening):
             self._front.check_no_tls()
             self._front.traffic.door = self._make_door()
         self._listening = listening.duplicate()

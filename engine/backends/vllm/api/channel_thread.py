@@ -71,14 +71,9 @@ class _Bridge:
         token: int,
         listening: OwnedFd,
         *,
-        is_behind_gateway: bool = False,
         era: str = NO_ERA,
     ) -> WokenMsg:
-        return await self._on_its_loop(
-            self._backend.wake(
-                engine, token, listening, is_behind_gateway=is_behind_gateway, era=era
-            )
-        )
+        return await self._on_its_loop(self._backend.wake(engine, token, listening, era=era))
 
     async def run_canary(self) -> CanaryMsg:
         return await self._on_its_loop(self._backend.run_canary())

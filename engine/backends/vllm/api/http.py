@@ -145,8 +145,7 @@ class Front:
             raise UsageError(
                 "vllm.tls_behind_gateway",
                 "--ssl-keyfile and --ssl-certfile are set, but clients' connections end at the"
-                " gateway; give the certificate to `gateway serve` (--tls-cert, --tls-key), or"
-                " start the lock server with --direct",
+                " gateway; give the certificate to `gateway serve` (--tls-cert, --tls-key)",
             )
 
     async def _listen_privately(self, sock: socket.socket) -> None:
