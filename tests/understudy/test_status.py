@@ -117,8 +117,7 @@ def test_pod_view_state_follows_from_the_parts(lock, gms, engines, state):
     ("found", "lock", "state"),
     [
         (gateway(), BEHIND, "healthy"),
-        (gateway(), {"mode": "direct"}, "degraded"),
-        (None, {"mode": "direct"}, "healthy"),
+        (None, {"mode": "direct"}, "healthy"),  # over TCP
         (gone("gateway"), BEHIND, "down"),
         (gateway(accepting=False), BEHIND, "down"),
         (gateway(accepting=False, problems=["no descriptors"]), BEHIND, "down"),
