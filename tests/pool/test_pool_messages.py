@@ -13,42 +13,16 @@ from plumbing.wire.limits import FRAME_BYTES_MAX
 from pool import messages as msg
 from pool.core.events import (
     ModelDemand,
-    OpenDoor,
-    RefusedDoor,
-    Running,
-    ShutDoor,
     Ticket,
     TicketKind,
 )
-from pool.core.states import MODELS_MAX, TICKETS_MAX, ModelState
+from pool.core.states import MODELS_MAX, TICKETS_MAX
 
 ID = "0123456789abcdef"
 
 
 def travelled(message):
     return msg.CATALOGUE.decode(msg.CATALOGUE.encode(message, 7), 0)
-
-
-@pytest.mark.parametrize(
-    "door",
-    [
-        OpenDoor("engine-0", 3),
-        ShutDoor(Running.PARK, None, "older requests wait for coder"),
-        RefusedDoor("pool.no_room", "chat is pinned (22 GiB)", None),
-    ],
-)
-def test_doors_arrive_as_the_core_has_set_them(door):
-    rules = msg.PooledRules(-3, math.inf, 60_000.0, 8)
-    said = msg.DoorsMsg({"chat": msg.PooledModel(5, door, ModelState.AWAKE, rules=rules)})
-    assert travelled(said) == (said, 7)
-
-
-def test_demand_arrives_as_the_gateway_has_it():
-    """Goal: also a keep-alive for ever, and a ticket without a deadline."""
-    tickets = (Ticket(1, 20.5, -1, 99.0, TicketKind.PARKED), Ticket(2, 21.5))
-    demand = ModelDemand(tickets, 3, 1, 20.0, math.inf, 4, 2)
-    said = msg.DemandMsg(ID, {"chat": demand})
-    assert travelled(said) == (said, 7)
 
 
 def test_largest_demand_fits_one_frame():

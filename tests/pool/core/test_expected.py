@@ -94,12 +94,6 @@ def test_raise_is_expected_by_where_it_begins_and_nothing_is_where_it_was_never_
     assert (pod.state("b"), expected(pod, "b")) == (S.LOADING, 20_300.0)
 
 
-def test_costs_outlive_the_pool():
-    pod = pod_of("a", "b")
-    again = Pod({name: rules() for name in "ab"}, snapshot=pod.pool.snapshot())
-    assert again.pool.situation.models["b"].costs == Costs(**COSTS, **LEAVES)
-
-
 def test_each_phase_is_measured():
     pod = Pod(total_bytes=1300 * MIB).start()
     for name in "aba":

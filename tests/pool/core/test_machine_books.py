@@ -55,47 +55,6 @@ def test_all_of_a_model_is_booked_or_nothing():
     assert pod.doors["a"].door.code == "pool.no_room"
 
 
-def test_kv_memory_stays_booked_until_every_engine_has_acknowledged():
-    """The shadow has not heard the lower goal: granted now, it would take KV memory."""
-    pod = releasing(engines=2, deaf=["a1"])
-    pod.settle()
-    assert pod.supervisors["a0"].state == "resting"
-    assert pod.state("a") is S.RELEASING
-    assert KV in booked(pod)
-    assert not any(isinstance(each, ev.FreeKv) for each in pod.all)
-    pod.supervisors["a1"].is_deaf = False
-    told = [each for each in pod.all if isinstance(each, ev.TellEngine) and each.engine == "a1"]
-    pod.supervisors["a1"].goal, pod.supervisors["a1"].seen = told[-1].goal, told[-1].generation
-    pod.settle()
-    assert pod.state("a") is S.WARM
-    assert KV not in booked(pod)
-
-
-def test_death_of_an_engine_that_has_not_acknowledged_frees_nothing():
-    """Its supervisor launches again, with the goal that it knows."""
-    pod = releasing(deaf=["a0"])
-    pod.kill(pod.supervisors["a0"])
-    pod.kv.clear()
-    pod.say_memory()
-    pod.answer_questions()
-    pod.tick(1000)
-    assert pod.state("a") is S.UNLOADING
-    assert {base("a0"), WEIGHTS, KV} <= set(booked(pod))
-
-
-def test_word_of_the_memory_service_from_before_the_question_frees_nothing():
-    pod = releasing()
-    pod.obey_goals()
-    number = [each.number for each in pod.all if isinstance(each, ev.AskMemory)][-1]
-    stale = ev.MemoryIs(GPU, {"a": 100 * MIB}, {}, {}, {"a": number - 1})
-    pod.handle(stale)
-    assert pod.state("a") is S.RELEASING
-    pod.handle(ev.MemoryIs(GPU, {"a": 100 * MIB}, {"a": 1}, {}, {"a": number}))
-    assert pod.state("a") is S.RELEASING  # answered, and not free yet
-    pod.handle(ev.MemoryIs(GPU, {"a": 100 * MIB}, {}, {}, {"a": number}))
-    assert pod.state("a") is S.WARM
-
-
 def test_engine_on_its_way_up_may_take_kv_memory_whatever_it_has_acknowledged():
     """A goal that comes while an engine wakes is kept until it is active."""
     pod = releasing()

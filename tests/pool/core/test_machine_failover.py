@@ -29,13 +29,6 @@ def faults(pod):
     return pod.pool.situation.models["a"].faults_ms
 
 
-def test_shadow_has_the_goal_of_its_model_so_that_nobody_needs_the_pool():
-    pod = awake()
-    goals = {name: each.goal for name, each in pod.supervisors.items() if name.startswith("a")}
-    assert goals == {"a0": Tier.AWAKE, "a1": Tier.AWAKE}
-    assert pod.supervisors["a1"].state == "standby"
-
-
 def test_failover_keeps_the_door_open_and_tells_no_goal():
     pod = awake()
     pod.kill(pod.supervisors["a0"])

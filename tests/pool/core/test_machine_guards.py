@@ -25,14 +25,6 @@ def reckless(total_bytes):
     return pod
 
 
-def test_without_room_nothing_is_raised_whatever_the_policy_says():
-    pod = reckless(1300 * MIB).start()
-    pod.ask("a")
-    pod.ask("b")
-    assert (pod.state("a"), pod.state("b")) == (S.LOADING, S.PENDING)
-    assert pod.pool.situation.books.ledger.free_bytes(GPU) >= 0
-
-
 def test_on_a_device_that_nobody_has_described_nothing_is_raised_whatever_the_policy_says():
     pod = reckless(1300 * MIB)
     pod.handle(ev.DeviceIs(GPU, pod.total_bytes, 0))

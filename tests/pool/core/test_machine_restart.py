@@ -5,8 +5,6 @@ Method: a second machine from the first one's snapshot, as its file has it.
 
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from plumbing.pod.messages import Tier
 from pool.core import events as ev
@@ -89,31 +87,6 @@ def test_turn_ends_however_often_the_pool_is_restarted_in_it():
         hear_all(restart(pod))
     known = pod.pool.situation.models["a"]
     assert (known.drained_ms, known.running) == (began_ms, ev.Running.PARK)
-
-
-def test_generations_after_a_restart_are_newer_than_all_before():
-    pod = served()
-    before = [each.generation for each in pod.all if isinstance(each, ev.TellEngine)]
-    hear_all(restart(pod))
-    pod.all.clear()
-    pod.handle(ev.Ordered("a", ev.Order.UNLOAD))
-    pod.obey_doors()
-    new = [each.generation for each in pod.all if isinstance(each, ev.TellEngine)]
-    assert new
-    assert all(old.is_older(each) for old in before for each in new)
-
-
-def test_what_is_on_file_stays_booked_until_it_is_heard_however_long_that_takes():
-    pod = served()
-    booked = dict(pod.pool.situation.books.ledger.entries)
-    restart(pod)
-    pod.handle(ev.DeviceIs(GPU, pod.total_bytes, 0))
-    pod.handle(ev.MemoryIs(GPU, {}, {}, {}))
-    for _ in range(5):
-        pod.tick(3_600_000)
-    assert pod.pool.situation.books.ledger.entries == booked
-    assert pod.state("a") is S.AWAKE
-    assert isinstance(pod.doors["a"].door, ev.OpenDoor)
 
 
 def test_model_that_was_draining_stays_shut_and_ends_its_drain():
@@ -273,64 +246,6 @@ def test_death_of_a_shadow_is_no_death_of_an_engine_that_has_not_been_heard():
     pod.handle(pod.supervisors["a0"].said())
     assert pod.state("a") is S.AWAKE
     assert pod.supervisors["a0"].goal is Tier.AWAKE
-
-
-STEPS = st.lists(
-    st.sampled_from(
-        ["goals", "doors", "questions", "tick", "long", "ask a", "ask b", "kill", "restart", "load"]
-    ),
-    max_size=30,
-)
-
-
-@settings(max_examples=40, deadline=None)
-@given(STEPS)
-def test_in_any_order_and_with_restarts_anywhere_nothing_is_overbooked_or_goes_back(steps):
-    """And when all neighbours do what they are told, every request is answered."""
-    pod = Pod(engines=2, total_bytes=1300 * MIB).start()
-    newest, goals, numbers = {}, {}, dict.fromkeys(pod.tickets, 0)
-    for step in steps:
-        pod.all.clear()
-        match step.split():
-            case ["goals"]:
-                pod.obey_goals()
-            case ["doors"]:
-                pod.obey_doors()
-            case ["questions"]:
-                pod.answer_questions()
-            case ["tick"]:
-                pod.tick(1_000)
-            case ["long"]:
-                pod.tick(30_000)
-            case ["ask", model]:
-                pod.ask(model)
-            case ["load"]:
-                pod.handle(ev.Ordered("a", ev.Order.LOAD))
-            case ["kill"]:
-                alive = [each for each in pod.supervisors.values() if each.incarnation]
-                if alive:
-                    pod.kill(alive[0])
-                    pod.handle(alive[0].said())
-            case ["restart"]:
-                restart(pod)
-                hear_all(pod)
-        ledger = pod.pool.situation.books.ledger
-        assert ledger.free_bytes(GPU) >= 0
-        for each in pod.all:
-            match each:
-                case ev.TellEngine():
-                    last = newest.setdefault(each.engine, each.generation)
-                    assert not each.generation.is_older(last)
-                    assert goals.setdefault(each.generation, each) == each
-                    newest[each.engine] = each.generation
-                case ev.SetModelDoor():
-                    assert each.number >= numbers[each.model]
-                    numbers[each.model] = each.number
-    for _ in range(12):
-        pod.tick(40_000)
-        pod.settle()
-    for name, tickets in pod.tickets.items():
-        assert not tickets or pod.state(name) is S.FAILED, (name, pod.state(name))
 
 
 @pytest.mark.parametrize("model", ["a", "b"])

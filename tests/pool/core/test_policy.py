@@ -1,8 +1,6 @@
 """Goal: every rule of the policy decides as documented. Method: one small pool for each, on devices
 of whole GiB, and what `plan` answers."""
 
-import pytest
-
 from plumbing.pod.messages import Tier
 from pool.core.policy import plan
 from pool.core.states import ModelState
@@ -109,15 +107,6 @@ def test_plan_that_stands_goes_before_a_better_ticket():
     assert found.decisions["b"] == Wait(None, "b is behind a", behind="a")
 
 
-@pytest.mark.parametrize("has_head", [True, False])
-def test_victim_whose_head_is_gone_stays(has_head):
-    models = [
-        a_model("a", S.PENDING, waits_since=NOW if has_head else None, has_plan=has_head),
-        a_model("x", S.DRAINING, in_flight=1, leaving=Leaving.HEAD),
-    ]
-    assert planned(models, {"0": 15}).unyields == (() if has_head else ("x",))
-
-
 def test_shadows_yield_first_unless_they_are_kept():
     for keeps, victim in (
         (False, Victim("x", Tier.COLD, is_shadow=True)),
@@ -131,17 +120,6 @@ def test_shadows_yield_first_unless_they_are_kept():
         assert planned(models, {"0": 16}).decisions == {"a": Yield((victim,))}
 
 
-def test_no_more_and_no_deeper_than_needed():
-    models = [
-        a_model("a", kv=10, waits_since=NOW),
-        a_model("old", weights=1, last_request_ms=1.0),
-        a_model("new", weights=3, last_request_ms=2.0),
-        a_model("x", S.AWAKE, weights=2, kv=6, last_request_ms=3.0),
-    ]
-    found = planned(models, {"0": 16})
-    assert found.decisions == {"a": Yield((Victim("x", Tier.WARM),))}
-
-
 def test_model_without_a_size_takes_the_whole_device():
     unknown = a_model("a", S.COLD, waits_since=NOW)
     unknown = type(unknown)(
@@ -151,10 +129,3 @@ def test_model_without_a_size_takes_the_whole_device():
     found = planned([unknown, idle], {"0": 15})
     assert found.decisions == {"a": Yield((Victim("x", Tier.COLD),))}
     assert planned([unknown], {"0": 15}).decisions == {"a": Raise()}
-
-
-def test_idle_model_rests_after_its_keep_alive():
-    awake = a_model("x", S.AWAKE, last_request_ms=NOW)
-    assert planned([awake], {"0": 15}).due_ms == NOW + 300_000
-    late = planned([awake], {"0": 15}, now=NOW + 300_000)
-    assert late.rests == (Victim("x", Tier.WARM),)

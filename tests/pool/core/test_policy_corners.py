@@ -19,15 +19,6 @@ def planned(models, totals, *, now=NOW, **more):
     return plan(now, models, devices_of(models, totals, **more), NO_MARGIN)
 
 
-def test_pinned_model_keeps_even_what_costs_least():
-    models = [
-        a_model("a", kv=5, waits_since=NOW),
-        a_model("pinned", weights=5, rules={"is_pinned": True}),
-        a_model("x", S.AWAKE, kv=5),
-    ]
-    assert planned(models, {"0": 10}).decisions["a"] == Yield((Victim("x", Tier.WARM),))
-
-
 def test_pinned_model_may_be_raised_beside_what_it_holds_itself():
     models = [a_model("a", weights=5, kv=10, waits_since=NOW, rules={"is_pinned": True})]
     assert planned(models, {"0": 15}).decisions["a"] == Raise()

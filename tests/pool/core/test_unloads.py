@@ -2,16 +2,13 @@
 for that beyond its first two seconds. Method: small pools by hand, and three models in turn whose
 loads are counted."""
 
-import math
-
 import pytest
 
 from plumbing.pod.messages import Tier
 from pool.core.doors import bound
 from pool.core.policy import plan
 from pool.core.states import ModelState
-from pool.core.view import Raise, Victim, Wait, Yield
-from tests.pool.core.policy_world import PolicyWorld
+from pool.core.view import Victim, Wait, Yield
 from tests.pool.core.views import NO_MARGIN, a_model, devices_of
 
 S = ModelState
@@ -82,39 +79,3 @@ def test_short_max_wait_counts_in_the_bound_as_the_two_seconds():
     for max_wait_ms, counted_ms in ((0.0, 2_000.0), (7_000.0, 7_000.0)):
         models = [a_model("a", rules={"max_wait_ms": max_wait_ms})]
         assert bound("a", 0, models, NO_MARGIN).max_wait_ms == counted_ms
-
-
-class InTurn(PolicyWorld):
-    """Three models on one device: all at rest and one awake fit. Whoever is answered is followed by
-    a request for the next one."""
-
-    def __init__(self, has_copy):
-        super().__init__(seed=3)
-        self.models, self.totals, self.loads = self.models[:3], {"0": 11}, 0
-        self.rules = a_model("a").rules
-        sizes = {Tier.COLD: 0, Tier.OFFLOADED: 3, Tier.WARM: 3, Tier.AWAKE: 5}
-        for model in self.models:
-            model.rules, model.has_copy = self.rules, has_copy
-            model.needs = {tier: {"0": size} for tier, size in sizes.items()}
-            model.booked, model.service_ms, model.pause_ms = {"0": 0}, 50.0, math.inf
-            model.asks_ms = math.inf
-        self.models[0].asks_ms = 1.0
-
-    def _pass(self, model):
-        was_busy = model.busy_until_ms is not None
-        super()._pass(model)
-        if was_busy and model.busy_until_ms is None and model.since_ms is None:
-            after = self.models[(self.models.index(model) + 1) % len(self.models)]
-            after.asks_ms = self.now_ms + 10.0
-
-    def _obey(self, found):
-        raised = [name for name, each in found.decisions.items() if each == Raise()]
-        self.loads += sum(each.tier is Tier.COLD for each in self.models if each.name in raised)
-        return super()._obey(found)
-
-
-@pytest.mark.parametrize("has_copy", [True, False])
-def test_three_models_in_turn_load_once_each(has_copy):
-    world = InTurn(has_copy).run(120_000.0)
-    assert world.loads == 3
-    assert world.switches > 100

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from engine.core.events import State
 from plumbing.pod.messages import Tier
+from pool.core.doors import bound as product_bound
 from pool.core.events import (
     GrantLease,
     KillEngine,
@@ -231,6 +232,11 @@ class Law(Books):
         self.longest = max(self.longest, wait / bound)
         name = "P15" if request.ticket is TicketKind.PARKED else "P7"
         assert wait <= bound, f"{name}: {request.model} waits {wait:.0f} ms, bound {bound:.0f}"
+        core = self.world.pool.core
+        if core is not None:  # what users are shown
+            seen, rules = [*core.situation.views.values()], self.world.pool_rules
+            shown = product_bound(request.model, request.priority, seen, rules).total_ms
+            assert wait <= shown, f"{name}: {request.model} waits {wait:.0f} ms, shown {shown:.0f}"
 
     def granted(self, engine: Engine) -> None:
         """P12: who is granted the lock and shall be awake wakes, whoever is dead."""
