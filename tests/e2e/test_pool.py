@@ -19,7 +19,6 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -169,65 +168,7 @@ def dead(pod: RunningPool) -> Iterator[None]:
         yield
 
 
-# `both` and `left` do not fit together on HOST-0, which is larger than HOST-1.
-UNEQUAL = f"""
-devices: [HOST-0, HOST-1]
-margin: 0
-defaults: {RULES}
-models:
-  both:
-    backend: reference
-    model: MODEL
-    tensor_parallel: 2
-    args: [--cache-tokens, 400000]
-    memory: {{weights: 1MiB, kv: 100MiB, base: 64MiB}}
-  left:
-    backend: reference
-    model: MODEL
-    devices: [HOST-0]
-    args: [--cache-tokens, 600000]
-    memory: {{weights: 1MiB, kv: 300MiB, base: 64MiB}}
-  right:
-    backend: reference
-    model: MODEL
-    devices: [HOST-1]
-    args: [--cache-tokens, 100000]
-    memory: {{weights: 1MiB, kv: 50MiB, base: 64MiB}}
-"""
 MIB = 1 << 20
-KINDS: dict[str, dict[str, Any]] = {
-    "seeded": {"max_tokens": 300, "temperature": 0.9, "seed": 7},
-    "penalised": {"max_tokens": 300, "presence_penalty": 0.7, "frequency_penalty": 0.4},
-    "stopped": {"max_tokens": 600, "stop": ["qz", "Z!"]},
-    "biased": {"max_tokens": 200, "logit_bias": {"195": 9, "169": 9}, "min_tokens": 150},
-}
-
-
-@pytest.mark.slow
-def test_streams_of_all_kinds_are_parked_on_one_of_two_devices_and_end_as_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Goal: a model on both devices takes turns with one of them, and the third is left alone.
-    Method: all kinds of streams of the two at once."""
-
-    async def scenario() -> None:
-        async with running_pool(tmp_path, monkeypatch, UNEQUAL, (440 * MIB, 300 * MIB)) as pod:
-
-            async def stream(model: str, kind: str) -> str:
-                return await asyncio.to_thread(pod.stream, model, kind, **KINDS[kind])
-
-            asked = [(model, kind) for model in ("both", "left") for kind in KINDS]
-            quiet = [await stream(*each) for each in asked]
-            await asyncio.to_thread(pod.stream, "right", max_tokens=8)
-            before = doors(pod)
-            turns = [asyncio.create_task(stream(*each)) for each in asked]
-            await asyncio.to_thread(pod.stream, "right", max_tokens=TOKENS)
-            assert await asyncio.gather(*turns) == quiet
-            after = doors(pod)
-            assert {each for each in after if after[each] != before[each]} == {"both", "left"}
-            assert pod.states()["right"] == "awake"
-
-    asyncio.run(scenario())
 
 
 def doors(pod: RunningPool) -> dict[str, int]:
