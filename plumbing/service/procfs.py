@@ -21,7 +21,7 @@ import contextlib
 import os
 import re
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from plumbing.errors import is_shortage
 
@@ -187,23 +187,28 @@ def holds_flock(pid: int, dev: int, ino: int) -> bool:
     return any(flock_held(pid, fd, dev, ino) for fd in _fds(pid))
 
 
-def listener_pid(port: int) -> int | None:
-    """The process that listens on TCP `port` here, if it is visible."""
-    sockets = set()
+def tcp_listeners(ports: Collection[int]) -> dict[int, int | None]:
+    """Those of `ports` that a process listens on here, each with its pid if that is visible."""
+    sockets: dict[str, int] = {}
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in _shown(table).splitlines()[1:]:
             fields = line.split()
-            if fields[3] == TCP_LISTEN and int(fields[1].rpartition(":")[2], 16) == port:
-                sockets.add(f"socket:[{fields[9]}]")
-    if not sockets:
-        return None
+            port = int(fields[1].rpartition(":")[2], 16)
+            if fields[3] == TCP_LISTEN and port in ports:
+                sockets[f"socket:[{fields[9]}]"] = port
+    found: dict[int, int | None] = dict.fromkeys(sockets.values())
     with contextlib.suppress(OSError):
-        for pid in pids():
+        for pid in pids() if sockets else ():
             for fd in _fds(pid):
                 with contextlib.suppress(OSError):
-                    if os.readlink(f"/proc/{pid}/fd/{fd}") in sockets:
-                        return pid
-    return None
+                    if listened := sockets.get(os.readlink(f"/proc/{pid}/fd/{fd}")):
+                        found[listened] = pid
+    return found
+
+
+def listener_pid(port: int) -> int | None:
+    """The process that listens on TCP `port` here, if it is visible."""
+    return tcp_listeners([port]).get(port)
 
 
 def raise_shortage(error: OSError) -> None:

@@ -26,7 +26,7 @@ MACHINE_FILES = (
 PROCESS_FILES = ("status", "limits", "cgroup", "oom_score", "oom_score_adj", "wchan", "sched")
 PACKAGES = (
     *("understudy", "vllm", "torch", "cuda-python", "cuda-bindings", "nvidia-ml-py", "numpy"),
-    *("msgspec", "httptools", "uvloop", "aiohttp", "click", "rich", "psutil"),
+    *("msgspec", "httptools", "uvloop", "aiohttp", "click", "rich"),
 )
 
 

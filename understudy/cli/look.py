@@ -42,7 +42,7 @@ LOG_DIR = Option(
     "log_dir",
     str,
     None,
-    "The directory of the parts' logs [default: DIR/log]; with `up -f`, in the --dir of `up`.",
+    "The directory of the parts' logs [default: DIR/log].",
 )
 LOG_OPTIONS = (DIR, LOG_DIR)
 DOCTOR_OPTIONS = (

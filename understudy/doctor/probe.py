@@ -329,16 +329,10 @@ def _fd_limits(pid: int) -> tuple[int, int]:
 
 def look_at_ports(ports: Ports) -> list[Port]:
     """The processes that listen on the ports of a pod."""
-    import psutil  # of all commands, only this one needs it
-
     whats = [("requests", "lockserver")]
     whats += [("probes", part) for part in ("lockserver", "gms", "gateway")]
     whats += [("probes", f"engine-{number}") for number in range(len(ports.engines))]
-    owners = {
-        each.laddr.port: each.pid
-        for each in psutil.net_connections("tcp")
-        if each.status == psutil.CONN_LISTEN and each.laddr
-    }
+    owners = procfs.tcp_listeners(ports.all())
     found = []
     for (flag, number), (what, part) in zip(ports.by_flag(), whats, strict=True):
         pid = owners.get(number)

@@ -13,8 +13,7 @@ import socket
 from dataclasses import dataclass
 
 from plumbing.errors import UnderstudyError
-from plumbing.service.procfs import listener_pid
-from plumbing.service.procfs import name as process_name
+from plumbing.service import procfs
 
 SERVICE_PORT = 8000
 LOCKSERVER_PORT = 9400
@@ -83,8 +82,8 @@ def _fix(error: OSError, port: int, flag: str) -> str:
         return "; choose an IPv4 address of this machine with --host or --http-host"
     if error.errno == errno.EACCES:
         return f"; choose a port of 1024 or above with {flag}, or run as root"
-    holder = listener_pid(port)
-    named = f" by pid {holder} ({process_name(holder)})" if holder else ""
+    holder = procfs.listener_pid(port)
+    named = f" by pid {holder} ({procfs.name(holder)})" if holder else ""
     return (
         f"{named}; move all ports of this pod with {MOVE_ALL}, or this one alone with {flag}, or"
         " stop what uses it"

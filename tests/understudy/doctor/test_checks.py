@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
+from tests.documents import mismatches
 from tests.understudy.doctor.facts import (
     GMS,
     GPU,
@@ -21,7 +21,7 @@ from tests.understudy.doctor.facts import (
     ask,
     spoilt,
 )
-from understudy.doctor.checks import CHECKS, DoctorDocument, document, examine, is_well, lines
+from understudy.doctor.checks import CHECKS, document, examine, is_well, lines
 from understudy.doctor.facts import (
     FdUse,
     FindingStatus,
@@ -34,6 +34,7 @@ from understudy.doctor.facts import (
     SocketFile,
     SocketListener,
 )
+from understudy.schema import DoctorDocument
 
 FAIL, WARN, PASS, SKIP = (
     FindingStatus.FAIL,
@@ -311,4 +312,4 @@ def test_document_and_lines_agree_most_serious_first():
     assert text[1].strip().startswith("→ ")
     for check in found["checks"]:
         assert any(check["found"] in line for line in text)
-    msgspec.convert(found, DoctorDocument, strict=True)
+    assert mismatches(found, DoctorDocument) == []
