@@ -315,6 +315,23 @@ class Books:
             if self._is_free(known, key):
                 self.ledger.drop(key)
 
+    def why_not_free(self, known: KnownModel) -> str | None:
+        """Which of the three proofs is missing, in their order; None: nothing is to be freed."""
+        deaf = [each for each in known.engines if not (each.has_obeyed or each.is_gone)]
+        if deaf:
+            return f"{_names(deaf)} has not answered its newest goal, {deaf[0].goal}"
+        busy = [each for each in known.engines if not each.is_without_kv]
+        if busy:
+            return f"{_names(busy)} has not let go of its KV memory"
+        wanted = self.entries_at(known, known.goal)
+        left = [key for key in self.booked(known) if key not in wanted]
+        owners = {key.owner for key in left if key.kind is EntryKind.BASE}
+        alive = [each for each in known.engines if each.name in owners and each.goal is Tier.COLD]
+        if alive:
+            return f"processes of {_names(alive)} are still alive"
+        parts = sorted({f"{key.kind} on {key.device}" for key in left})
+        return f"the memory service has not freed {', '.join(parts)}" if parts else None
+
     def _ask_witnesses(self, known: KnownModel) -> Iterator[PoolEffect]:
         for engine in known.engines:
             is_stopped = engine.goal is Tier.COLD and engine.has_obeyed
@@ -352,6 +369,10 @@ class Books:
             if kind is key.kind:
                 return sizes.get(key.owner, 0)
         return 0
+
+
+def _names(engines: Iterable[KnownEngine]) -> str:
+    return ", ".join(each.name for each in engines)
 
 
 def _largest(found: list[Mapping[str, int]]) -> dict[str, int]:

@@ -260,15 +260,8 @@ class PoolSituation:
         """Memory does not come back: it stays booked, and nobody counts on it."""
         known.stage_since_ms = self.now_ms
         self.touch(known.name)
-        waits = [each.name for each in known.engines if not (each.has_obeyed or each.is_gone)]
-        alive = [each.name for each in known.engines if each.has_obeyed and not each.is_gone]
-        holders = sorted({f"{key.kind} on {key.device}" for key in self.books.booked(known)})
-        who = ""
-        if waits:
-            who = f"; {', '.join(waits)} has not answered the order to stop"
-        elif alive:
-            who = f"; processes of {', '.join(alive)} are still alive"
-        known.alarm = f"model {known.name} was unloaded and still has {', '.join(holders)}{who}"
+        why = self.books.why_not_free(known) or "its memory is not proven to be free"
+        known.alarm = f"model {known.name} was unloaded and still has memory: {why}"
         self.say(ev.Alarm("pool.memory_not_freed", known.name, known.alarm))
 
     # ------------------------------------------------------------------ what engines are told

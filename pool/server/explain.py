@@ -8,7 +8,6 @@ is the policy's own sentence (`pool.core.reasons`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 from plumbing.pod.messages import Tier
@@ -24,7 +23,7 @@ from pool.core.doors import (
     unmeasured,
 )
 from pool.core.events import OpenDoor, Order, RefusedDoor
-from pool.core.model import KnownEngine, KnownModel
+from pool.core.model import KnownModel
 from pool.core.planning import is_blind, ticket_of, view_of
 from pool.core.reasons import held_for_ever
 from pool.core.states import EntryKind, ModelState
@@ -323,7 +322,7 @@ def wait_of(pool: PoolSituation, known: KnownModel) -> str | None:
         case ModelState.DRAINING:
             return _also(known, _drained(pool, known))
         case ModelState.RELEASING | ModelState.UNLOADING:
-            return _also(known, _freed(pool, known))
+            return _also(known, pool.books.why_not_free(known))
     return known.never
 
 
@@ -365,25 +364,3 @@ def _drained(pool: PoolSituation, known: KnownModel) -> str:
         return "no engine holds its lock, so idleness cannot be confirmed"
     busy = engine.said.in_flight if engine.said is not None else 0
     return f"{engine.name} has {busy} requests" if busy else f"{engine.name} is not connected"
-
-
-def _freed(pool: PoolSituation, known: KnownModel) -> str | None:
-    """The three proofs of `pool.core.reservations`, in their order."""
-    deaf = [each for each in known.engines if not (each.has_obeyed or each.is_gone)]
-    if deaf:
-        return f"{_names(deaf)} has not answered its newest goal, {deaf[0].goal}"
-    busy = [each for each in known.engines if not each.is_without_kv]
-    if busy:
-        return f"{_names(busy)} has not let go of its KV memory"
-    wanted = pool.books.entries_at(known, known.goal)
-    left = [key for key in pool.books.booked(known) if key not in wanted]
-    owners = {key.owner for key in left if key.kind is EntryKind.BASE}
-    alive = [each for each in known.engines if each.name in owners and each.goal is Tier.COLD]
-    if alive:
-        return f"processes of {_names(alive)} are still alive"
-    parts = sorted({f"{key.kind} on {key.device}" for key in left})
-    return f"the memory service has not freed {', '.join(parts)}" if parts else None
-
-
-def _names(engines: Iterable[KnownEngine]) -> str:
-    return ", ".join(each.name for each in engines)

@@ -100,35 +100,21 @@ def test_age_changes_the_order_only_between_priorities():
         assert due_ms is None or found.due_ms == due_ms
 
 
-def test_model_that_was_woken_a_moment_ago_is_not_idle():
-    """Goal: the requests that it was woken for have time to come through the door."""
-    fresh = a_model("x", S.AWAKE, awake_since_ms=NOW, last_request_ms=0.0, switch_ms=500.0)
-    models = [a_model("a", waits_since=NOW - 9_000.0), fresh]
-    assert planned(models, {"0": 15}).decisions["a"].until_ms == NOW + 500.0
-
-
-def test_model_is_idle_after_two_seconds_however_costly_its_wake_is():
-    quiet = a_model("x", S.AWAKE, awake_since_ms=0.0, last_request_ms=NOW, switch_ms=90_000.0)
-    models = [a_model("a", waits_since=NOW), quiet]
-    assert planned(models, {"0": 15}).decisions["a"].until_ms == NOW + 2_000.0
-    assert planned(models, {"0": 15}, now=NOW + 2_000.0).decisions["a"] == Yield(
-        (Victim("x", Tier.WARM),)
-    )
-
-
-def test_waiting_requests_are_work_even_with_nothing_in_flight():
-    """Its door has just opened, and they are about to be sent."""
-    models = [
-        a_model("a", waits_since=NOW),
-        a_model("x", S.AWAKE, waits_since=NOW - 1.0, awake_since_ms=NOW - 5_000.0),
-    ]
-    assert planned(models, {"0": 15}).decisions["a"].until_ms == NOW + 5_000.0
-
-
-def test_a_costly_switch_protects_for_longer():
-    busy = a_model("x", S.AWAKE, in_flight=1, awake_since_ms=NOW, switch_ms=25_000.0)
-    models = [a_model("a", waits_since=NOW), busy]
-    assert planned(models, {"0": 15}).decisions["a"].until_ms == NOW + 25_000.0
+@pytest.mark.parametrize(
+    ("awake", "until_ms"),
+    [
+        ({"awake_since_ms": NOW, "switch_ms": 500.0}, NOW + 500.0),
+        ({"last_request_ms": NOW, "switch_ms": 90_000.0}, NOW + 2_000.0),
+        ({"waits_since": NOW - 1.0, "awake_since_ms": NOW - 5_000.0}, NOW + 5_000.0),
+        ({"in_flight": 1, "awake_since_ms": NOW, "switch_ms": 25_000.0}, NOW + 25_000.0),
+    ],
+    ids=["just woken", "quiet", "about to be sent requests", "costly to wake"],
+)
+def test_awake_model_is_waited_for_until_it_is_idle_or_its_protection_ends(awake, until_ms):
+    models = [a_model("a", waits_since=NOW), a_model("x", S.AWAKE, **awake)]
+    assert planned(models, {"0": 15}).decisions["a"].until_ms == until_ms
+    late = planned(models, {"0": 15}, now=until_ms).decisions["a"]
+    assert late == Yield((Victim("x", Tier.WARM),))
 
 
 @pytest.mark.parametrize(
@@ -213,18 +199,6 @@ def test_never_claims_nothing():
     found = planned(models, {"0": 15})
     assert isinstance(found.decisions["big"], Never)
     assert found.decisions["b"] == Raise()
-
-
-def test_room_of_a_waiting_head_is_kept_though_it_is_free():
-    """Goal: backfill takes nothing that a head needs once its victim may be asked."""
-    models = [
-        a_model("a", kv=12, waits_since=1.0),
-        a_model("small", kv=4, waits_since=2.0),
-        a_model("x", S.AWAKE, kv=10, in_flight=1, awake_since_ms=NOW),
-    ]
-    found = planned(models, {"0": 15})
-    assert found.decisions["a"].until_ms == NOW + 10_000.0
-    assert found.decisions["small"] == Wait(None, "small is behind a", behind="a")
 
 
 def test_model_whose_floor_a_head_takes_is_no_backfill():
