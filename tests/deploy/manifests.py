@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from pool.pool_file import parse, settle
-from pool.settings import PoolFile, engines_of
+from pool.settings import PoolFile
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEPLOY = ROOT / "deploy"
@@ -25,7 +25,6 @@ OVERLAYS = tuple(sorted(path.name for path in (DEPLOY / "overlays").iterdir()))
 NODES = "multi-node-lock"  # the one whose engines span pods, and whose lock server has its own
 IN_ONE_POD = tuple(name for name in OVERLAYS if name != NODES)
 POOLS = ("pool", "pool-cpu")  # many models in one pod
-WITH_ONE_MODEL = tuple(name for name in OVERLAYS if name not in POOLS)
 WITH_CLAIM = ("single-gpu", "tp2", "tp8", "two-shadows", "pool")
 ON_HOST_MEMORY = ("cpu", "pool-cpu", NODES)
 IN_MANY_CONTAINERS = tuple(name for name in OVERLAYS if name != "no-dra")
@@ -135,12 +134,6 @@ def pool_file(pod: str) -> PoolFile:
     """What the pod's processes read where UNDERSTUDY_POOL says."""
     ((name, text),) = one(pod, "ConfigMap")["data"].items()
     return settle(parse(name, text))
-
-
-def engines_in_order(pod: str) -> list[tuple[str, str]]:
-    """The pool's engines, each with its model, in the order of the file."""
-    models = pool_file(pod).models.items()
-    return [(engine, name) for name, each in models for engine in engines_of(name, each)]
 
 
 def words(pod: str, container: Mapping[str, Any]) -> list[str]:

@@ -84,20 +84,6 @@ async def is_held_by(pod: Pod, engine: str) -> bool:
     return lock.get("state") == "held" and lock["holder"]["engine"] == engine
 
 
-async def until_silent(pod: Pod, engine: str) -> None:
-    async def look() -> bool:
-        return any(waiter["silent"] for waiter in await waiting(pod, engine))
-
-    await until_so(look, f"{engine} to fall silent")
-
-
-async def until_not_waiting(pod: Pod, engine: str) -> None:
-    async def look() -> bool:
-        return not await waiting(pod, engine)
-
-    await until_so(look, f"{engine} to leave the queue")
-
-
 @contextlib.contextmanager
 def stopped(pid: int) -> Iterator[None]:
     os.kill(pid, signal.SIGSTOP)

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_commands import ENVIRONMENT, UNDERSTUDY, running_pod
-from tests.e2e.test_up import free_offset
+from tests.e2e.test_commands import ENVIRONMENT, UNDERSTUDY, free_offset, running_pod
 from tests.helpers import auntil
 from tests.plumbing.service.test_init import NAMESPACE, can_unshare
 from tests.understudy.drill.outside import PREFIX, Outside

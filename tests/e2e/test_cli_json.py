@@ -14,8 +14,6 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +26,13 @@ import gateway.cli
 import gms.cli
 import lockserver.cli
 import understudy.cli.main
-from gms.client import messages as gms_messages
-from gms.client import open_session
-from gms.client.writer import Writer
-from plumbing.wire.blocking import BlockingClient
 from tests.documents import mismatches
 from tests.e2e.pods import AS_USERS_RUN_IT, Pod, PodHome
 from tests.gms.bench import GmsProcess
 from tests.gms.kv.kv_bench import KvProcess
 from tests.gms.test_gms_offload import Copies, digested
 from tests.gms.test_gms_recovery import kept
-from tests.helpers import POLL_S, free_port
+from tests.helpers import free_port
 from tests.lockserver.processes import ServerProcess
 from understudy.http_get import get
 from understudy.schema import DOCUMENTS
@@ -128,11 +122,6 @@ def printed(home: PodHome, tmp_path_factory: pytest.TempPathFactory) -> Printed:
         await found.run("gms drop", "--even-if-mapped", "--yes", where=directory)
         # Its weights are out of service: the exit code shows it, and a document is still printed.
         await found.run("understudy status", "--check", where=directory, codes=(DEGRADED,))
-        with loading(directory):
-            for command in ("understudy status", "gms status", "gms inspect"):
-                await found.run(command, where=directory)
-            await seen_by_gms(pod.local.ports.gms)
-            await found.fetch(pod.local.ports.gms, "/status", "/status of gms")
         await found.run("engine drain", "--engine-id=engine-0", where=directory)
 
     home.run(scenario)
@@ -243,38 +232,6 @@ def offloaded_weights(found: Printed, directory: Path) -> None:
         keeper.close()
         copies.stop()
         device.stop()
-
-
-@contextmanager
-def loading(directory: Path) -> Iterator[None]:
-    """One engine that loads weights and has reported progress, and one that waits for them."""
-    path = str(directory / "gms_HOST-0_weights.sock")
-    writer = open_session(
-        str(directory),
-        "HOST-0",
-        engine="writer",
-        incarnation="writer-1",
-        mode="rw",
-        identity={},
-        wait_s=WAIT_S,
-    )
-    assert isinstance(writer, Writer)
-    with writer, BlockingClient(path, gms_messages.CATALOGUE) as waiter:
-        writer.progress(1, 2)
-        attach = gms_messages.AttachMsg("waiter", "waiter-1", "ro", wait_ms=round(WAIT_S * 1000))
-        waiter.notify(attach, request_id=1)
-        assert isinstance(waiter.receive().message, gms_messages.WaitingMsg)
-        yield
-
-
-async def seen_by_gms(port: int) -> None:
-    """Wait until the service knows of the waiting engine: it polls its servers once a second."""
-    async with asyncio.timeout(WAIT_S):
-        while True:
-            document = (await get(f"http://127.0.0.1:{port}/status")).json()
-            if document["devices"][0]["waiting"]:
-                return
-            await asyncio.sleep(POLL_S)
 
 
 @pytest.mark.slow

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
+import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,19 +17,46 @@ from urllib.request import urlopen
 
 import pytest
 
+from plumbing.errors import UnderstudyError
+from plumbing.service.config import resolve
 from plumbing.service.procfs import children, descendants
 from tests.documents import mismatches
-from tests.e2e.pods import AS_USERS_RUN_IT, Pod, PodHome
-from tests.e2e.processes import Processes, port_flags, same_fds, settled_fds
+from tests.e2e.pods import AS_USERS_RUN_IT
+from tests.e2e.processes import Processes
 from tests.helpers import until
+from understudy.cli.settings import UP_OPTIONS, ports_of
 from understudy.drill.records import TARGETS
 from understudy.drill.schema import DrillDocument
+from understudy.pod.ports import check_ports
 
 UNDERSTUDY = str(Path(sys.executable).parent / "understudy")
 ENVIRONMENT = {**os.environ, **AS_USERS_RUN_IT}
+LEFT_BY_A_POOL = ("pool.sock", "engine_chat-0.sock", "gms_HOST-0.chat_weights.sock")
 # Below `up`: an init for each of six containers; the page; a lock server; a memory service and a
 # device's two servers; a gateway, its child and the spare; two engines of three processes.
 PROCESSES = 6 + 1 + 1 + 3 + 3 + 2 * 3
+
+
+def understudy(*words: str, deadline_s: float = 30.0) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [UNDERSTUDY, *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=ENVIRONMENT,
+        timeout=deadline_s,
+    )
+
+
+def free_offset() -> int:
+    """An offset that moves all ports of a pod to free ones."""
+    while True:
+        offset = random.randrange(6_000, 20_000)
+        try:
+            check_ports(ports_of(resolve(UP_OPTIONS, {"port_offset": str(offset)}, {})))
+        except UnderstudyError:
+            continue
+        return offset
 
 
 def killed_engines(output: str) -> list[str]:
@@ -87,35 +115,6 @@ def test_drill_on_a_busy_machine_kills_nobody_else(tmp_path_factory: pytest.Temp
     assert "busy loops" in page.read_text()
 
 
-@pytest.mark.slow
-def test_drill_of_a_running_pod_costs_lock_server_and_memory_service_nothing(home: PodHome):
-    """Goal: kills leak no descriptors, and the pod is complete again. Method: `--attach`, each
-    target once; compare the descriptors of both before and after."""
-
-    async def scenario(pod: Pod) -> None:
-        before = await pod.whole()
-        watched = [pod.pid("lockserver"), pod.pid("gms"), pod.gms_server()]
-        fds = await settled_fds(watched)
-        process = await asyncio.create_subprocess_exec(
-            *(UNDERSTUDY, "drill", "--attach", "--yes", "--kills=3", "--json"),
-            f"--dir={pod.directory}",
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=ENVIRONMENT,
-        )
-        out, err = await process.communicate()
-        assert process.returncode == 0, err.decode()
-        assert json.loads(out)["passed"]
-        after = await pod.whole()
-        killed = killed_engines(err.decode())
-        other = before.standbys[0]
-        assert killed == [before.engine, other, before.engine]
-        assert (after.engine, after.standbys) == (other, (before.engine,))
-        await same_fds(fds)
-
-    home.run(scenario)
-
-
 @contextmanager
 def running_pod(
     directory: Path, output: Path, flags: list[str], deadline_s: float = 120.0
@@ -144,19 +143,36 @@ def running_pod(
 
 
 @pytest.mark.slow
-def test_up_killed_leaves_no_process_and_the_next_one_stops_in_reverse_order(
+def test_up_takes_over_a_used_directory_dies_and_stops_in_reverse_order(
     tmp_path_factory: pytest.TempPathFactory,
 ):
-    """Goal: a pod on one machine starts, dies and stops cleanly. Method: `up`, its page, `status
-    --check`, SIGKILL; `up` again on the files that left, SIGTERM: pidfds show the order of the
-    ends, the exit code and the directory what is left."""
+    """Goal: what a user of one machine meets in the first hour. Method: what a killed pool leaves;
+    `up`, whose ports one flag moves, its page and its status; a second `up` in the same directory,
+    and one elsewhere whose ports collide; SIGKILL; `up` again on the files that left, SIGTERM:
+    pidfds show the order of the ends, the exit code and the directory what is left."""
     base = tmp_path_factory.mktemp("up")
-    directory, output, flags = base / "pod", base / "up.txt", port_flags()
+    directory, output, offset = base / "pod", base / "up.txt", free_offset()
+    flags = [f"--port-offset={offset}"]
+    directory.mkdir(mode=0o700)
+    for name in LEFT_BY_A_POOL:
+        with socket.socket(socket.AF_UNIX) as dead:
+            dead.bind(str(directory / name))
+    (directory / "pool.json").write_text("of a pool")
     with running_pod(directory, output, flags) as up:
+        aside = {path.name for path in (directory / "aside").iterdir()}
+        assert aside == {*LEFT_BY_A_POOL, "pool.json"}
         token = check_status(directory)
         (page,) = re.findall(r"http://\S+:\d+/(?=\n)", output.read_text())
         with urlopen(page) as shown:
             assert b"<title>" in shown.read()
+        with urlopen(f"http://127.0.0.1:{8000 + offset}/v1/models") as answer:
+            assert json.load(answer)["data"]
+        second = understudy("up", f"--dir={directory}")
+        assert (second.returncode, "[pod.already_running]" in second.stderr) == (1, True)
+        assert f"pid {up.pid} " in second.stderr
+        other = understudy("up", f"--dir={base / 'other'}", *flags)
+        assert (other.returncode, "[pod.port_in_use]" in other.stderr) == (1, True)
+        assert not (base / "other" / "random-model").exists()
         until(lambda: len(descendants(up.pid)) == PROCESSES, "the gateway's spare process")
         with Processes([up.pid, *descendants(up.pid)]) as processes:
             assert len(processes.alive()) == 1 + PROCESSES
@@ -219,7 +235,7 @@ def check_leavings(directory: Path) -> None:
     for path in directory.iterdir():
         assert not path.is_socket()
         known = (
-            r"(log|random-model|.*\.(json|lock|epoch|pool|queue)"
+            r"(aside|log|random-model|.*\.(json|lock|epoch|pool|queue)"
             r"|(witness|serving)_engine-[01]_[0-9a-f]{16})"
         )
         assert re.fullmatch(known, path.name), path.name

@@ -16,7 +16,8 @@ import pytest
 
 from plumbing.errors import DegradedError
 from tests.e2e.pods import AS_USERS_RUN_IT, Pod, PodHome
-from tests.e2e.processes import kill
+from tests.e2e.processes import kill, same_fds, settled_fds
+from tests.e2e.test_commands import killed_engines
 from understudy.drill.prompts import CHATS, COMPLETIONS
 
 UNDERSTUDY = str(Path(sys.executable).parent / "understudy")
@@ -174,5 +175,34 @@ def test_support_bundle_of_a_running_pod_is_complete_and_has_no_secret(
         for prompt in (*COMPLETIONS, *CHATS):
             assert not any(prompt in text for text in texts.values())
         assert not any(secret in text for text in texts.values())
+
+    home.run(scenario)
+
+
+@pytest.mark.slow
+def test_drill_of_a_running_pod_costs_lock_server_and_memory_service_nothing(home: PodHome):
+    """Goal: kills leak no descriptors, and the pod is complete again. Method: `--attach`, each
+    target once; compare the descriptors of both before and after."""
+
+    async def scenario(pod: Pod) -> None:
+        before = await pod.whole()
+        watched = [pod.pid("lockserver"), pod.pid("gms"), pod.gms_server()]
+        fds = await settled_fds(watched)
+        process = await asyncio.create_subprocess_exec(
+            *(UNDERSTUDY, "drill", "--attach", "--yes", "--kills=3", "--json"),
+            f"--dir={pod.directory}",
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=ENVIRONMENT,
+        )
+        out, err = await process.communicate()
+        assert process.returncode == 0, err.decode()
+        assert json.loads(out)["passed"]
+        after = await pod.whole()
+        killed = killed_engines(err.decode())
+        other = before.standbys[0]
+        assert killed == [before.engine, other, before.engine]
+        assert (after.engine, after.standbys) == (other, (before.engine,))
+        await same_fds(fds)
 
     home.run(scenario)

@@ -1,27 +1,41 @@
-"""Planned switchovers and rests of a pod of real processes under load, and what refuses them.
+"""Planned switchovers and sleeps of a pod of real processes under load, and deaths in their middle.
 
-The command runs as users run it.
+The command runs as users run it. A stopped model process holds a drain open, so that faults can be
+injected in the middle of a switchover.
 """
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
+from engine import messages as m
 from engine.messages import CONTROL
-from plumbing.pod.messages import EngineReportMsg, SetGoalMsg, Tier
-from plumbing.pod.observers import ask
+from plumbing.pod.messages import EngineReportMsg, EventMsg, SetGoalMsg, Tier
+from plumbing.pod.observers import PeerWatch, ask
 from plumbing.pod.paths import engine_socket
+from plumbing.wire.blocking import BlockingClient
+from plumbing.wire.messages import Message
 from tests.e2e.kept_connections import kept_connections
-from tests.e2e.pods import Pod, PodHome
+from tests.e2e.pods import CLIENTS, Pod, PodHome
+from tests.e2e.processes import Processes, kill
 from tests.e2e.switching import (
     OK,
+    REFUSED,
+    UNREACHABLE,
+    draining,
+    is_held_by,
     nothing_lost,
     switch,
     until_so,
 )
-from tests.helpers import open_fds
+from tests.helpers import auntil, open_fds
 from understudy.host import MEMFD_KV
 
 TIMES = 3
@@ -110,3 +124,128 @@ def with_kv_memory(pod: Pod) -> list[int]:
         if any(MEMFD_KV in link for link in open_fds(pid).values())
         or MEMFD_KV in Path(f"/proc/{pid}/maps").read_text()
     ]
+
+
+@pytest.mark.slow
+def test_holder_killed_in_the_middle_is_an_ordinary_failover(home: PodHome):
+    """Goal: a death during a switchover is an ordinary failover. Method: SIGKILL the supervisor of
+    the draining engine: the standby is granted the lock once the tree is dead, and the requester is
+    told."""
+
+    async def scenario(pod: Pod) -> None:
+        async with pod.load() as load:
+            async with draining(pod, load) as (before, command):
+                with Processes(pod.tree(before.engine)) as old:
+                    async with pod.grants(old) as grants:
+                        kill(pod.pid(before.engine))
+                        code, error = await command.end()
+                    assert [each.alive for each in grants.made] == [frozenset()]
+            assert (code, error["code"]) == (REFUSED, "lock.switchover_failed")
+            assert (
+                f"{before.engine} ended before it handed the active lock over" in error["message"]
+            )
+            after = await pod.whole_after(before.token)
+            assert after.engine in before.standbys
+            await load.answers()
+            assert not load.refused()
+            assert len(load.lost()) <= CLIENTS
+
+    home.run(scenario)
+
+
+@pytest.mark.slow
+def test_lock_server_killed_in_the_middle_forgets_it_and_the_holder_hands_over(home: PodHome):
+    """Goal: a restart forgets the switchover, and loses nothing. Method: SIGKILL the lock server
+    while the holder drains: the command reports that the outcome is unknown, and the standby is
+    granted the lock."""
+
+    async def scenario(pod: Pod) -> None:
+        async with pod.load() as load:
+            restarts = pod.runner.restarts()["lockserver"]
+            async with draining(pod, load) as (before, command):
+                kill(pod.pid("lockserver"))
+                code, error = await command.end()
+                assert (code, error["code"]) == (UNREACHABLE, "lock.switchover_forgotten")
+                await pod.restarted("lockserver", restarts)
+                await until_so(lambda: is_held_by(pod, before.engine), "the holder to be heard")
+                assert (await pod.lock())["switchover"] is None
+            after = await pod.whole_after(before.token)
+            assert after.engine in before.standbys
+            await load.answers()
+            nothing_lost(load)
+
+    home.run(scenario)
+
+
+STEPS = [
+    ("draining", "model"),
+    ("releasing", "http"),
+    ("releasing", "model"),
+    ("resting", "http"),
+    ("waking", "model"),
+]
+
+
+class Killer:
+    """Kills `pid` as soon as the engine is in `state`."""
+
+    def __init__(self, state: str, pid: int) -> None:
+        self._state, self._pid = state, pid
+        self.is_listening = self._is_done = False
+
+    def has_killed(self) -> bool:
+        return self._is_done
+
+    def heard(self, message: Message) -> None:
+        self.is_listening = True
+        if not isinstance(message, EventMsg) or self._is_done:
+            return
+        is_move = message.record["type"] == "engine.state"
+        if is_move and message.record["data"]["to"] == self._state:
+            os.kill(self._pid, signal.SIGKILL)
+            self._is_done = True
+
+
+@asynccontextmanager
+async def killed_when(pod: Pod, engine: str, state: str, pid: int) -> AsyncIterator[Killer]:
+    killer = Killer(state, pid)
+    path = engine_socket(str(pod.directory), engine)
+    watch = PeerWatch(path, m.CONTROL, m.WatchMsg(), killer.heard)
+    try:
+        await auntil(lambda: killer.is_listening, "the engine to take an observer")
+        yield killer
+    finally:
+        await watch.close()
+
+
+def put_to_rest(pod: Pod, engine: str) -> None:
+    with BlockingClient(engine_socket(str(pod.directory), engine), m.CONTROL) as client:
+        client.request(SetGoalMsg(Tier.WARM, "a test"), timeout_s=30)
+
+
+@pytest.mark.slow
+def test_process_killed_at_each_step_of_a_rest_and_a_wake_loses_no_request(home: PodHome):
+    """Goal: the pod comes back by itself. Method: clients stream all the time, so that a resting
+    engine is woken at once; a process of the backend is killed at a step, its tree is dead at the
+    next grant, and the pod is complete again. No request is lost, refused or wrong."""
+
+    async def scenario(pod: Pod) -> None:
+        async with pod.load() as load:
+            for state, victim in STEPS:
+                before = await pod.whole()
+                await load.answers(3)
+                pid = (await pod.engine(before.engine))["backend"]["pids"][victim]
+                with Processes(await pod.engine_tree(before.engine)) as old:
+                    async with (
+                        pod.grants(old) as grants,
+                        killed_when(pod, before.engine, state, pid) as killer,
+                    ):
+                        await asyncio.to_thread(put_to_rest, pod, before.engine)
+                        await auntil(killer.has_killed, f"{before.engine} to be {state}")
+                        await pod.whole_after(before.token)
+                    assert not grants.made[0].alive
+                await load.answers(3)
+            assert not load.refused()
+            assert not load.lost()
+
+    home.run(scenario)
