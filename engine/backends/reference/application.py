@@ -29,6 +29,7 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
+from msgspec.structs import replace
 
 from engine.backends.reference.completions import (
     DONE,
@@ -44,9 +45,9 @@ from engine.backends.reference.completions import (
     parse_json,
     sse,
 )
-from engine.backends.reference.link import PROMPT_TOKENS_MAX, ReadyMsg
+from engine.backends.reference.link import PROMPT_TOKENS_MAX, ReadyMsg, SubmitMsg
 from engine.backends.reference.model_link import Generation, ModelLink
-from engine.backends.reference.text import AnswerText, ModelRequest, Piece, Tokenizer, replay
+from engine.backends.reference.text import AnswerText, Piece, Tokenizer, replay
 from engine.backends.shards import read_file
 from plumbing import __version__
 from plumbing import gateway_protocol as hop
@@ -358,12 +359,14 @@ class _Routes:
         served = self._served
         served.check_model(body.model)
         is_marked = served.is_marked(request)
-        attempt = request.headers.get(hop.ATTEMPT, "") if is_marked else ""
         given_id = request.headers.get(REQUEST_ID, "")[:REQUEST_ID_CHARS_MAX] if is_marked else ""
         wanted = await self._model_request(body, given_id)
+        if is_marked:
+            attempt = hop.read_attempt(request.headers.get(hop.ATTEMPT, ""))
+            wanted = replace(wanted, attempt=attempt)
         reply = self._reply(body, given_id or uuid.uuid4().hex)
         least = wanted.sampling.min_tokens
-        answer = AnswerText(served.tokenizer, wanted.stops, len(wanted.prompt), least)
+        answer = AnswerText(served.tokenizer, body.stops, len(wanted.prompt), least)
         replayed = None
         if journal is not None and (tokens := journal.tokens):
             vocab_size, is_large = served.limits.vocab_size, len(tokens) > INLINE_TOKENS_MAX
@@ -372,7 +375,7 @@ class _Routes:
             )
         with (
             self._mark(request) if is_marked and body.stream else nullcontext() as marked,
-            self._generate(wanted, replayed, hop.read_attempt(attempt)) as generation,
+            self._generate(wanted, replayed) as generation,
         ):
             pieces = pieces_of(replayed, generation, answer)
             if body.stream:
@@ -399,7 +402,7 @@ class _Routes:
                 raise ApiError(400, what, code="resume.bad_journal") from None
         return parse_json(body), journal
 
-    async def _model_request(self, body: AnyBody, request_id: str) -> ModelRequest:
+    async def _model_request(self, body: AnyBody, request_id: str) -> SubmitMsg:
         """Checks `body` against the model's limits. Raises ApiError, UnderstudyError."""
         limits = self._served.limits
         prompt = await self._prompt_tokens(body)
@@ -414,7 +417,7 @@ class _Routes:
         sampling = body.sampling(_seed_of(request_id), limits.vocab_size)
         ends = () if body.ignore_eos else limits.stop_token_ids
         stop_token_ids = tuple(dict.fromkeys((*ends, *body.stop_token_ids)))
-        return ModelRequest(prompt, max_tokens, sampling, stop_token_ids, body.stops)
+        return SubmitMsg(0, tuple(prompt), max_tokens, sampling, stop_token_ids)
 
     async def _prompt_tokens(self, body: AnyBody) -> Sequence[int]:
         limits = self._served.limits
@@ -457,15 +460,15 @@ class _Routes:
             return await asyncio.to_thread(work)
 
     def _generate(
-        self, wanted: ModelRequest, replayed: Piece | None, attempt: bytes
+        self, wanted: SubmitMsg, replayed: Piece | None
     ) -> AbstractContextManager[Generation | None]:
         """Ask the model, unless what was replayed is the whole answer."""
-        if replayed is not None and replayed.finish_reason is not None:
+        if replayed is None:
+            return self._served.link.generate(wanted)
+        if replayed.finish_reason is not None:
             return nullcontext()
-        made = () if replayed is None else replayed.tokens
-        generation = self._served.link.generate(
-            wanted.prompt, wanted.max_tokens, wanted.sampling, wanted.stop_token_ids, made, attempt
-        )
+        made = tuple(replayed.tokens)
+        generation = self._served.link.generate(replace(wanted, made=made))
         self._served.replayed += len(made)
         return generation
 

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.backends.reference.config import LlamaConfig, Rope
-from engine.backends.reference.link import FloatsMsg, ForwardMsg, M, Pipe, pack
+from engine.backends.reference.link import FloatsMsg, ForwardMsg, M, Pipe
 from plumbing.wire.messages import Message
 
 Array = NDArray[np.float32]
@@ -121,7 +121,7 @@ class Decoder:
             raise ValueError(f"{start} + {len(tokens)} tokens exceed {cache.max_context}")
         peers = self._peers
         if peers.has_followers:
-            peers.tell(ForwardMsg(cache.number, slot, start, pack(tokens)))
+            peers.tell(ForwardMsg(cache.number, slot, start, tuple(tokens)))
         with np.errstate(over="ignore", under="ignore"):  # exp(-gate) may reach inf: SiLU is 0
             hidden = self._embedding[np.asarray(tokens)]
             cosine, sine = self._rotation(start, len(tokens))

@@ -17,7 +17,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from engine.backends.reference.decoder import PREFILL_CHUNK, Array, Decoder, KVCache
 from engine.backends.reference.kv_blocks import PrefixCache
-from engine.backends.reference.link import FinishReason, SamplingParams, finish_reason
+from engine.backends.reference.link import SamplingParams, SubmitMsg, TokenMsg, finish_reason
 from plumbing.errors import InvariantError, UnderstudyError
 from plumbing.pod.queue_page import QueuePage
 
@@ -33,19 +33,6 @@ CANARY_FAILED = "engine.canary_failed"
 CANARY_PROMPT_TOKENS = 8  # enough that attention has something to look back at
 CANARY_NEW_TOKENS = 2  # one from prefill, one from a decode step: both paths are run
 NO = np.float32(-np.inf)
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One sequence to generate; `id` is the caller's and unique among unfinished requests."""
-
-    id: int
-    prompt: tuple[int, ...]
-    max_tokens: int
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    stop_token_ids: tuple[int, ...] = ()
-    made: tuple[int, ...] = ()  # resumed: the tokens of the answer so far, which did not end it
-    attempt: bytes = b""  # the gateway's name for it
 
 
 # ---------------------------------------------------------------------- sampler
@@ -92,7 +79,7 @@ def uniform(seed: int, index: int) -> float:
     return bits / (1 << 53)
 
 
-def constrained(logits: Array, request: Request, answer: list[int]) -> tuple[NDArray[Any], Array]:
+def constrained(logits: Array, request: SubmitMsg, answer: list[int]) -> tuple[NDArray[Any], Array]:
     """The tokens that may come next, in ascending order, at least one, and their logits.
 
     All of it depends on the tokens of `answer` alone, not on when they were made. The order is
@@ -122,18 +109,9 @@ def constrained(logits: Array, request: Request, answer: list[int]) -> tuple[NDA
 # ---------------------------------------------------------------------- generator
 
 
-@dataclass(frozen=True, slots=True)
-class Produced:
-    """A new token. With `finish_reason` "stop" it is the stop token: count it, show no text."""
-
-    request_id: int
-    token: int
-    finish_reason: FinishReason | None
-
-
 @dataclass(slots=True, eq=False)
 class _Sequence:
-    request: Request
+    request: SubmitMsg
     slot: int
     answer: list[int]
     position: int = 0  # tokens of this sequence that are in the KV cache
@@ -171,36 +149,36 @@ class Generator:
         self._decoder, self._cache, self._prefixes = decoder, cache, prefixes
         self._queue, self._interval_s, self._now_s = queue, interval_s, now_s
         self._free = list(range(cache.slots))[::-1]
-        self._waiting: dict[int, Request] = {}  # in order of arrival
+        self._waiting: dict[int, SubmitMsg] = {}  # in order of arrival
         self._running: deque[_Sequence] = deque()  # the next one first
-        self.progress = 0
-        """Grows with every prefill chunk and every token, also of what is only computed again: what
-        "not hung" means."""
+        self.progress = 0  # as in `TokenMsg`
 
     @property
     def has_work(self) -> bool:
         return bool(self._running)
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: SubmitMsg) -> None:
         """Start a request, or queue it. The HTTP process has checked it and limits their number."""
-        total = len(request.prompt) + len(request.made)
+        number, total = request.request, len(request.prompt) + len(request.made)
         fits = len(request.prompt) > 0 and total < self._cache.max_context
-        known = [*self._waiting, *(each.request.id for each in self._running)]
-        if not fits or request.max_tokens <= len(request.made) or request.id in known:
-            raise InvariantError(f"request {request.id} is a duplicate or does not fit the context")
-        self._waiting[request.id] = request
+        known = [*self._waiting, *(each.request.request for each in self._running)]
+        if not fits or request.max_tokens <= len(request.made) or request.request in known:
+            raise InvariantError(
+                f"request {request.request} is a duplicate or does not fit the context"
+            )
+        self._waiting[number] = request
         if self._queue is not None:
             self._queue.add(request.attempt)
         self._start_waiting()
 
-    def cancel(self, request_id: int) -> None:
+    def cancel(self, number: int) -> None:
         """Drop a request, if it is unfinished; its slot is free when this returns."""
-        self._waiting.pop(request_id, None)
-        sequence = next((each for each in self._running if each.request.id == request_id), None)
+        self._waiting.pop(number, None)
+        sequence = next((each for each in self._running if each.request.request == number), None)
         if sequence is not None:
             self._end(sequence)
 
-    def step(self) -> Produced | None:
+    def step(self) -> TokenMsg | None:
         """One unit for one sequence; None after a prefill chunk, or with nothing to do now."""
         sequence = self._next()
         if sequence is None:
@@ -213,7 +191,7 @@ class Generator:
         sequence.position += len(tokens)
         self.progress += 1
         if prefixes is not None:
-            prefixes.computed(request.id, tokens)
+            prefixes.computed(request.request, tokens)
         if not samples:
             return None
         token = _choose(sequence, logits)
@@ -224,7 +202,7 @@ class Generator:
             self._end(sequence)
         elif self._interval_s:
             sequence.due_s = self._now_s() + self._interval_s
-        return Produced(request.id, token, reason)
+        return TokenMsg(request.request, token, self.progress, reason)
 
     def idle_ms(self) -> int:
         """For how long no running request may make a step."""
@@ -249,14 +227,16 @@ class Generator:
         if self._queue is not None:
             self._queue.remove(request.attempt)
         if self._prefixes is not None:
-            known = self._prefixes.begin(request.id, request.prompt, request.made, sequence.slot)
+            known = self._prefixes.begin(
+                request.request, request.prompt, request.made, sequence.slot
+            )
             sequence.position = known
 
     def _end(self, sequence: _Sequence) -> None:
         self._running.remove(sequence)
         self._free.append(sequence.slot)
         if self._prefixes is not None:
-            self._prefixes.end(sequence.request.id)
+            self._prefixes.end(sequence.request.request)
         self._start_waiting()
 
     def _start_waiting(self) -> None:

@@ -12,7 +12,6 @@ import hashlib
 import json
 import select
 import socket
-from array import array
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -43,7 +42,7 @@ from plumbing.wire.messages import Catalogue, Message
 LINK_ENV = "UNDERSTUDY_LINK"
 PEERS_ENV = "UNDERSTUDY_PEERS"
 
-TOKEN_BYTES = 4
+TOKEN_BYTES = 5  # of a number of 32 bits in MessagePack
 # The longest context of any Llama today is 2**20 tokens; a prompt is one frame.
 PROMPT_TOKENS_MAX = 1 << 20
 PROMPT_BYTES_MAX = PROMPT_TOKENS_MAX * TOKEN_BYTES
@@ -60,9 +59,8 @@ TOKEN_INTERVAL_MS_MAX = 1000
 RANK_LOST = "engine.rank_lost"
 
 FinishReason = Literal["stop", "length"]
-PackedTokens = Annotated[bytes, Meta(max_length=PROMPT_BYTES_MAX)]
-"""See `pack`."""
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+TokenIds = Annotated[tuple[TokenId, ...], Meta(max_length=PROMPT_TOKENS_MAX)]
 M = TypeVar("M", bound=Message)
 
 
@@ -123,18 +121,18 @@ class TakeMemoryMsg(Message, frozen=True, tag="take_memory"):
 
 
 class SubmitMsg(Message, frozen=True, tag="submit"):
-    """Generate; answered by one `token` message per token.
+    """Generate; answered by one `token` message per token. `request` is its number.
 
-    `made` are tokens of the answer that exist already: the request is resumed behind them. They
-    count as generated in every respect, and none of them is sent again.
+    `made` are tokens of the answer that exist already, which did not end it: the request is resumed
+    behind them. They count as generated in every respect, and none of them is sent again.
     """
 
     request: Count
-    prompt: PackedTokens
+    prompt: TokenIds
     max_tokens: Count
-    sampling: SamplingParams
-    stop_token_ids: tuple[int, ...]
-    made: PackedTokens = b""
+    sampling: SamplingParams = SamplingParams()
+    stop_token_ids: tuple[int, ...] = ()
+    made: TokenIds = ()
     attempt: Annotated[bytes, Meta(max_length=ATTEMPT_BYTES)] = b""  # its name for the gateway
 
 
@@ -145,12 +143,14 @@ class CancelMsg(Message, frozen=True, tag="cancel"):
 
 
 class TokenMsg(Message, frozen=True, tag="token"):
-    """One token of one request. `finish_reason` "stop": it is the stop token and has no text."""
+    """One token of one request. `finish_reason` "stop": it is the stop token, which counts and has
+    no text. `progress` grows with every prefill chunk and every token, also of what is only
+    computed again: what "not hung" means."""
 
     request: Count
     token: TokenId
     progress: Count
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
 
 
 class ProgressedMsg(Message, frozen=True, tag="progressed"):
@@ -171,7 +171,7 @@ class ForwardMsg(Message, frozen=True, tag="forward"):
     cache: Count
     slot: Count
     start: Count
-    tokens: PackedTokens
+    tokens: TokenIds
 
 
 class FloatsMsg(Message, frozen=True, tag="floats"):
@@ -258,15 +258,6 @@ class Pipe:
         return UnderstudyError(
             RANK_LOST, f"{self._name} has ended, and an engine cannot go on without it"
         )
-
-
-def pack(tokens: Sequence[int]) -> bytes:
-    """Token ids as 32-bit numbers: a fifth of the work of a list of integers."""
-    return array("I", tokens).tobytes()
-
-
-def unpack(packed: bytes) -> tuple[int, ...]:
-    return tuple(array("I", packed))
 
 
 def digest_of(facts: Any) -> str:

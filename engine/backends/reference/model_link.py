@@ -15,6 +15,8 @@ import subprocess
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from msgspec.structs import replace
+
 from engine.backends.process import ProgressPage
 from engine.backends.reference.link import (
     LINK,
@@ -23,11 +25,9 @@ from engine.backends.reference.link import (
     CancelMsg,
     ProgressedMsg,
     ReadyMsg,
-    SamplingParams,
     SubmitMsg,
     TakeMemoryMsg,
     TokenMsg,
-    pack,
 )
 from engine.messages import (
     CanaryMsg,
@@ -124,24 +124,15 @@ class ModelLink(Handler):
 
     # ------------------------------------------------------------------ requests
 
-    def generate(
-        self,
-        prompt: Sequence[int],
-        max_tokens: int,
-        sampling: SamplingParams,
-        stop_token_ids: tuple[int, ...],
-        made: Sequence[int] = (),
-        attempt: bytes = b"",
-    ) -> Generation:
-        """Ask for tokens; use the result in a `with` block, which cancels an unfinished request.
-
-        `made`: the first tokens of the answer, which exist already and are not sent again.
-        `attempt`: the gateway's name for this request.
+    def generate(self, wanted: SubmitMsg) -> Generation:
+        """Ask for tokens, under a number of our own; use the result in a `with` block, which
+        cancels an unfinished request.
 
         Raises:
             UnderstudyError: `engine.queue_full`.
         """
-        size_bytes = (len(prompt) + len(made) + 4 * len(sampling.logit_bias)) * TOKEN_BYTES
+        tokens = len(wanted.prompt) + len(wanted.made) + 4 * len(wanted.sampling.logit_bias)
+        size_bytes = tokens * TOKEN_BYTES
         if (
             len(self._unfinished) >= self.slots + QUEUE_MAX
             or self._prompt_bytes + size_bytes > PROMPT_BYTES_UNFINISHED_MAX
@@ -155,10 +146,7 @@ class ModelLink(Handler):
         number = next(self._numbers)
         generation = self._unfinished[number] = Generation(self, number, size_bytes)
         self._prompt_bytes += size_bytes
-        packed, known = pack(prompt), pack(made)
-        self.conn.send(
-            SubmitMsg(number, packed, max_tokens, sampling, stop_token_ids, known, attempt)
-        )
+        self.conn.send(replace(wanted, request=number))
         return generation
 
     def cancel(self, number: int) -> None:

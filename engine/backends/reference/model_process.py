@@ -29,7 +29,7 @@ from engine.backends.memory_session import KeptWeights
 from engine.backends.process import BackendProcess
 from engine.backends.reference.checkpoint import map_weights, open_checkpoint
 from engine.backends.reference.decoder import Decoder, KVCache, Peers, weights_from
-from engine.backends.reference.generation import CANARY_FAILED, Generator, Request, canary
+from engine.backends.reference.generation import CANARY_FAILED, Generator, canary
 from engine.backends.reference.kv_blocks import (
     BlockStore,
     KeptBlocks,
@@ -56,9 +56,7 @@ from engine.backends.reference.link import (
     Settings,
     SubmitMsg,
     TakeMemoryMsg,
-    TokenMsg,
     digest_of,
-    unpack,
 )
 from engine.messages import (
     CanaryMsg,
@@ -293,7 +291,7 @@ def follow(rank: Rank, leader: Pipe) -> NoReturn:
     while True:
         match message := leader.receive():
             case ForwardMsg():
-                cache, tokens = message.cache, unpack(message.tokens)
+                cache, tokens = message.cache, message.tokens
                 rank.decoder.forward(rank.cache(cache), message.slot, tokens, message.start)
             case _:
                 leader.send(rank.answer(message))
@@ -338,17 +336,7 @@ class ModelLoop:
             case RunCanaryMsg():
                 self._check()
             case SubmitMsg() if generator is not None:
-                generator.submit(
-                    Request(
-                        message.request,
-                        unpack(message.prompt),
-                        message.max_tokens,
-                        message.sampling,
-                        message.stop_token_ids,
-                        unpack(message.made),
-                        message.attempt,
-                    )
-                )
+                generator.submit(message)
             case CancelMsg() if generator is not None:
                 generator.cancel(message.request)
             case _:
@@ -397,8 +385,7 @@ class ModelLoop:
             kept_blocks = 0 if kept is None else kept.writer.kept
             self._link.send(ProgressedMsg(generator.progress, published, kept_blocks))
         if made is not None:
-            token, reason = made.token, made.finish_reason
-            self._link.send(TokenMsg(made.request_id, token, generator.progress, reason))
+            self._link.send(made)
 
 
 # ---------------------------------------------------------------------- process

@@ -15,7 +15,7 @@ import tokenizers
 
 from engine.backends.reference.completions import ApiError, ChatMessage, TokenUsage
 from engine.backends.reference.config import ASSISTANT_TURN, BOS, CHAT_SPECIALS, END_OF_TURN
-from engine.backends.reference.link import SamplingParams, TokenMsg, finish_reason
+from engine.backends.reference.link import SubmitMsg, TokenMsg, finish_reason
 from engine.backends.shards import read_file, read_json
 from plumbing.errors import UsageError
 
@@ -192,20 +192,7 @@ class AnswerText:
         return Piece(text, reason, tokens)
 
 
-@dataclass(frozen=True)
-class ModelRequest:
-    """What the model must do for a body."""
-
-    prompt: Sequence[int]
-    max_tokens: int
-    sampling: SamplingParams
-    stop_token_ids: tuple[int, ...]
-    stops: Sequence[str]
-
-
-def replay(
-    tokens: Sequence[int], request: ModelRequest, answer: AnswerText, vocab_size: int
-) -> Piece:
+def replay(tokens: Sequence[int], request: SubmitMsg, answer: AnswerText, vocab_size: int) -> Piece:
     """The journal of a request that is resumed, as one piece; `answer` continues behind it.
 
     Another engine made these tokens, so they must be tokens that this request could have had: an

@@ -12,10 +12,11 @@ from typing import Any
 
 import aiohttp
 from aiohttp.test_utils import TestClient, TestServer
+from msgspec.structs import replace
 
 from engine.backends.reference.application import ServedModel, make_app
-from engine.backends.reference.generation import Generator, Request
-from engine.backends.reference.link import ReadyMsg, SamplingParams, TokenMsg
+from engine.backends.reference.generation import Generator
+from engine.backends.reference.link import ReadyMsg, SubmitMsg, TokenMsg
 from engine.backends.reference.text import Tokenizer
 from plumbing import gateway_protocol as hop
 from tests.engine.reference.support import cache_for, decoder_of
@@ -32,26 +33,16 @@ class Link:
         self.generator = Generator(decoder, cache_for(decoder, 2, MAX_CONTEXT))
         self.started = 0
 
-    def generate(
-        self,
-        prompt: Sequence[int],
-        max_tokens: int,
-        sampling: SamplingParams,
-        stop_token_ids: tuple[int, ...],
-        made: Sequence[int] = (),
-        attempt: bytes = b"",
-    ) -> Link:
+    def generate(self, wanted: SubmitMsg) -> Link:
         self.started += 1
-        self.generator.submit(
-            Request(self.started, tuple(prompt), max_tokens, sampling, stop_token_ids, tuple(made))
-        )
+        self.generator.submit(replace(wanted, request=self.started))
         return self
 
     async def next(self) -> TokenMsg:
         while True:
             made = self.generator.step()
             if made is not None:
-                return TokenMsg(made.request_id, made.token, 0, made.finish_reason)
+                return made
 
     def __enter__(self) -> Link:
         return self

@@ -12,8 +12,8 @@ from typing import Any
 
 from engine.backends.reference.checkpoint import Checkpoint, open_checkpoint
 from engine.backends.reference.decoder import Array, Decoder, KVCache, Peers, weights_from
-from engine.backends.reference.generation import Generator, Produced, Request
-from engine.backends.reference.link import SamplingParams
+from engine.backends.reference.generation import Generator
+from engine.backends.reference.link import SamplingParams, SubmitMsg, TokenMsg
 
 GOLDEN = os.path.join(os.path.dirname(__file__), "golden")
 GOLDEN_NAMES = sorted(os.listdir(GOLDEN))
@@ -77,19 +77,19 @@ def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(source.randrange(3, 128) for _ in range(length))
 
 
-def run(generator: Generator, requests: Iterable[Request] = ()) -> dict[int, list[Produced]]:
+def run(generator: Generator, requests: Iterable[SubmitMsg] = ()) -> dict[int, list[TokenMsg]]:
     """Submit, step until nothing is left, and collect by request."""
     for request in requests:
         generator.submit(request)
-    made: dict[int, list[Produced]] = {}
+    made: dict[int, list[TokenMsg]] = {}
     while generator.has_work:
         produced = generator.step()
         if produced is not None:
-            made.setdefault(produced.request_id, []).append(produced)
+            made.setdefault(produced.request, []).append(produced)
     return made
 
 
-def tokens_of(made: list[Produced]) -> list[int]:
+def tokens_of(made: list[TokenMsg]) -> list[int]:
     return [produced.token for produced in made]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -13,7 +12,7 @@ from engine.backends import process_memory
 from engine.backends.process_memory import RESERVE_BYTES, Room
 from engine.backends.reference.config import read_config
 from engine.backends.reference.decoder import Decoder, KVCache, Peers
-from engine.backends.reference.generation import PREFILL_CHUNK, Generator, Request
+from engine.backends.reference.generation import PREFILL_CHUNK, Generator
 from engine.backends.reference.kv_blocks import (
     BlockStore,
     KeptBlocks,
@@ -24,7 +23,7 @@ from engine.backends.reference.kv_blocks import (
     headers_of,
     size_kv,
 )
-from engine.backends.reference.link import BlockMsg, SamplingParams, Settings
+from engine.backends.reference.link import BlockMsg, SamplingParams, Settings, SubmitMsg
 from engine.kv.adopter import adoptable
 from engine.kv.layout import IndexPage, IndexRecord, index_bytes
 from engine.kv.writer import IndexWriter
@@ -111,10 +110,10 @@ def fresh(decoder: Decoder) -> Generator:
 def test_repeated_prompt_is_not_computed_again(decoder: Decoder):
     """All but the last of its units are copied, since its logits choose a token."""
     generator, prefixes = Pool(decoder).generator(decoder)
-    request = Request(1, prompt(64), 3, SEEDED)
+    request = SubmitMsg(1, prompt(64), 3, SEEDED)
     first = run(generator, [request])[1]
     assert (generator.progress, prefixes.reused) == (2 + 2, 0)
-    again = run(generator, [replace(request, id=2)])[2]
+    again = run(generator, [structs.replace(request, request=2)])[2]
     assert (generator.progress, prefixes.reused) == (2 + 2 + 1 + 2, 32)
     assert tokens_of(again) == tokens_of(first)
 
@@ -122,12 +121,12 @@ def test_repeated_prompt_is_not_computed_again(decoder: Decoder):
 def test_engine_answers_for_adopted_blocks_once_it_copies_one(decoder: Decoder):
     """Method: the index says who is blamed: nobody for another prompt, then this engine."""
     pool = Pool(decoder)
-    run(pool.generator(decoder, "first")[0], [Request(1, prompt(64), 3, SEEDED)])
+    run(pool.generator(decoder, "first")[0], [SubmitMsg(1, prompt(64), 3, SEEDED)])
     generator, _ = pool.generator(decoder, "second")
     page = IndexPage.over(memoryview(pool.index))
-    run(generator, [Request(1, prompt(64, 1), 3, SEEDED)])
+    run(generator, [SubmitMsg(1, prompt(64, 1), 3, SEEDED)])
     assert page.unproven == 0
-    run(generator, [Request(2, prompt(64), 3, SEEDED)])
+    run(generator, [SubmitMsg(2, prompt(64), 3, SEEDED)])
     assert page.unproven == 1
 
 
@@ -139,11 +138,11 @@ def test_logits_are_the_same_bits_with_the_cache_and_without(decoder: Decoder, s
     generator, prefixes = Pool(decoder, blocks=5).generator(spy := Spy(decoder))
     for number in range(12):
         base = prompt(source.choice((20, 40, 64, 97)), source.randrange(2))
-        request = Request(number, base, 24, SEEDED)
+        request = SubmitMsg(number, base, 24, SEEDED)
         plain = run(fresh(alone := Spy(decoder)), [request])[number]
         made = tuple(tokens_of(plain))[: source.choice((0, 0, 5, 20))]
         spy.seen.clear()
-        resumed = run(generator, [replace(request, made=made)])[number]
+        resumed = run(generator, [structs.replace(request, made=made)])[number]
         assert tokens_of(resumed) == tokens_of(plain)[len(made) :]
         assert set(spy.seen) <= set(alone.seen)
     assert prefixes.reused > 0
@@ -153,8 +152,8 @@ def test_answer_is_not_taken_for_the_same_tokens_in_a_prompt(decoder: Decoder):
     """They were run one by one, and the last bits differ."""
     generator, prefixes = Pool(decoder).generator(decoder)
     base = prompt(32)
-    answer = tokens_of(run(generator, [Request(1, base, 70, SEEDED)])[1])
-    longer = Request(2, (*base, *answer[:68]), 4, SEEDED)
+    answer = tokens_of(run(generator, [SubmitMsg(1, base, 70, SEEDED)])[1])
+    longer = SubmitMsg(2, (*base, *answer[:68]), 4, SEEDED)
     assert tokens_of(run(generator, [longer])[2]) == tokens_of(run(fresh(decoder), [longer])[2])
     assert prefixes.reused == 32
     assert block_hash(b"", base, 32) != block_hash(b"", base, 31)
@@ -164,7 +163,7 @@ def test_block_behind_another_beginning_is_not_taken(decoder: Decoder):
     generator, prefixes = Pool(decoder).generator(decoder)
     end = prompt(33, 5)
     for number in range(2):
-        request = Request(number, (*prompt(32, number), *end), 4, SEEDED)
+        request = SubmitMsg(number, (*prompt(32, number), *end), 4, SEEDED)
         made = run(generator, [request])[number]
         assert tokens_of(made) == tokens_of(run(fresh(decoder), [request])[number])
     assert prefixes.reused == 0
@@ -176,25 +175,28 @@ def test_next_engine_goes_on_where_the_first_was_killed(decoder: Decoder):
     pool = Pool(decoder, blocks=12)
     generator, _ = pool.generator(decoder, "first")
     requests = [
-        Request(number, prompt(length, 9), 60, SEEDED) for number, length in enumerate((40, 64, 75))
+        SubmitMsg(number, prompt(length, 9), 60, SEEDED)
+        for number, length in enumerate((40, 64, 75))
     ]
-    plain = {each.id: tokens_of(run(fresh(decoder), [each])[each.id]) for each in requests}
+    plain = {
+        each.request: tokens_of(run(fresh(decoder), [each])[each.request]) for each in requests
+    }
     for request in requests:
         generator.submit(request)
-    made: dict[int, list[int]] = {request.id: [] for request in requests}
+    made: dict[int, list[int]] = {request.request: [] for request in requests}
     for _ in range(120):
         produced = generator.step()
         if produced is not None:
-            made[produced.request_id].append(produced.token)
-    written = [len(each.prompt) + len(made[each.id]) - 1 for each in requests]
+            made[produced.request].append(produced.token)
+    written = [len(each.prompt) + len(made[each.request]) - 1 for each in requests]
     full = {position // PREFILL_CHUNK for position in written}
     assert full == {2, 3}
 
     successor, prefixes = pool.generator(decoder, "second")
-    resumed = [replace(each, made=tuple(made[each.id])) for each in requests]
+    resumed = [structs.replace(each, made=tuple(made[each.request])) for each in requests]
     rest = run(successor, resumed)
     for each in requests:
-        assert made[each.id] + tokens_of(rest[each.id]) == plain[each.id]
+        assert made[each.request] + tokens_of(rest[each.request]) == plain[each.request]
     assert prefixes.reused == sum(position // PREFILL_CHUNK * PREFILL_CHUNK for position in written)
 
 
@@ -219,7 +221,7 @@ def test_published_block_has_the_checksum_of_its_bytes_at_every_copy(decoder: De
         decoder.config, pool.memory, pool.blocks, cache, Peers()
     )
     generator, _ = pool.generator(decoder)
-    run(generator, [Request(number, prompt(70, number), 40, SEEDED) for number in range(4)])
+    run(generator, [SubmitMsg(number, prompt(70, number), 40, SEEDED) for number in range(4)])
     assert looks > 4
 
 
@@ -227,9 +229,9 @@ def test_last_block_of_a_sequence_is_evicted_first(decoder: Decoder):
     """Else the rest of it, which is useless alone, would stay."""
     generator, prefixes = Pool(decoder, blocks=4).generator(decoder)
     long, short = prompt(97, 1), prompt(65, 2)
-    run(generator, [Request(1, long, 1, SEEDED)])
-    run(generator, [Request(2, short, 1, SEEDED)])  # two blocks, of which one was free
-    run(generator, [Request(3, long, 1, SEEDED)])
+    run(generator, [SubmitMsg(1, long, 1, SEEDED)])
+    run(generator, [SubmitMsg(2, short, 1, SEEDED)])  # two blocks, of which one was free
+    run(generator, [SubmitMsg(3, long, 1, SEEDED)])
     assert prefixes.reused == 64
 
 

@@ -26,9 +26,9 @@ from engine.backends.reference.decoder import (
     Peers,
     weights_from,
 )
-from engine.backends.reference.generation import Generator, Request, canary
+from engine.backends.reference.generation import Generator, canary
 from engine.backends.reference.kv_blocks import BlockStore, PrefixCache
-from engine.backends.reference.link import BlockMsg, DoneMsg, ForwardMsg, Pipe, unpack
+from engine.backends.reference.link import BlockMsg, DoneMsg, ForwardMsg, Pipe, SubmitMsg
 from engine.backends.reference.random_model import write_random_model
 from plumbing.errors import UnderstudyError, UsageError
 from tests.engine.reference.support import (
@@ -61,7 +61,7 @@ def follow(decoder: Decoder, leader: Pipe, cache: KVCache) -> None:
         except UnderstudyError:
             return
         if isinstance(step, ForwardMsg):
-            decoder.forward(cache, step.slot, unpack(step.tokens), step.start)
+            decoder.forward(cache, step.slot, step.tokens, step.start)
         elif isinstance(step, BlockMsg):
             leader.send(DoneMsg(blocks.run(step)))
 
@@ -113,7 +113,7 @@ def test_two_ranks_give_the_logits_and_tokens_of_one(name: str):
             np.testing.assert_allclose(
                 logits_of(cut, case["prompt"]), logits_of(plain, case["prompt"]), atol=2e-4
             )
-            request = Request(number, tuple(case["prompt"]), len(case["tokens"]), GREEDY)
+            request = SubmitMsg(number, tuple(case["prompt"]), len(case["tokens"]), GREEDY)
             assert tokens_of(run(generator, [request])[number]) == case["tokens"]
 
 
@@ -121,7 +121,7 @@ def test_every_rank_has_its_part_of_a_block():
     """Goal: what one rank copies all do. Method: two ranks, a prompt repeated with the cache and
     without, and the checksum of a block, which is over both parts."""
     prompt = tuple(range(3, 75))
-    first, again = Request(1, prompt, 30, GREEDY), Request(2, prompt, 30, GREEDY)
+    first, again = SubmitMsg(1, prompt, 30, GREEDY), SubmitMsg(2, prompt, 30, GREEDY)
     with parallel(golden(CUT[0]), 2) as cut:
         expected = tokens_of(run(Generator(cut, cache_for(cut)), [first])[1])
     with parallel(golden(CUT[0]), 2) as cut:

@@ -21,7 +21,6 @@ from engine.backends.reference.link import (
     CancelMsg,
     ProgressedMsg,
     ReadyMsg,
-    SamplingParams,
     SubmitMsg,
     TokenMsg,
 )
@@ -73,7 +72,7 @@ def run(scenario: Callable[[ModelLink, StubModel, list[FaultReportMsg]], Any]) -
 
 
 def generate(link: ModelLink, prompt: Any = (1, 2)) -> Any:
-    return link.generate(prompt, 4, SamplingParams(), ())
+    return link.generate(SubmitMsg(0, tuple(prompt), 4))
 
 
 def test_tokens_reach_their_own_request_and_count_as_progress():

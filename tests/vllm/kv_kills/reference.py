@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.backends.reference.checkpoint import open_checkpoint
 from engine.backends.reference.decoder import PREFILL_CHUNK, Decoder, KVCache, Peers, weights_from
-from engine.backends.reference.generation import Generator, Request
+from engine.backends.reference.generation import Generator
 from engine.backends.reference.kv_blocks import (
     BlockStore,
     KeptBlocks,
@@ -16,7 +16,7 @@ from engine.backends.reference.kv_blocks import (
     header_of,
     page_of,
 )
-from engine.backends.reference.link import SamplingParams
+from engine.backends.reference.link import SamplingParams, SubmitMsg
 from engine.kv.layout import index_bytes
 from gms.client import BEGUN, KvClaim, borrow_pool, memory_for
 from gms.kv_messages import NO_ERA
@@ -85,13 +85,13 @@ class ParkedReference:
         made: list[list[int]] = [[] for _ in prompts]
         for number, prompt in enumerate(prompts):
             sampling = SamplingParams(temperature=0)
-            generator.submit(Request(number, tuple(prompt), ANSWER_TOKENS, sampling))
+            generator.submit(SubmitMsg(number, tuple(prompt), ANSWER_TOKENS, sampling))
         while generator.has_work:
             produced = generator.step()
             if self._kept is not None:
                 self._kept.writer.stepped()
             if produced is not None:
-                made[produced.request_id].append(produced.token)
+                made[produced.request].append(produced.token)
         return made
 
     def is_clear(self, prompt: list[int]) -> bool:
