@@ -77,49 +77,6 @@ HandlerFn = Callable[[web.Request], Awaitable[web.StreamResponse]]
 T = TypeVar("T")
 
 
-@dataclass
-class ServedModel:
-    """The model and the state of its engine, which the backend keeps up to date.
-
-    `names`: its own first, then aliases. `is_behind_gateway`: the connections are the gateway's,
-    whose headers are obeyed. `is_continued`: a drain leaves streams to the next engine.
-    """
-
-    names: tuple[str, ...]
-    tokenizer: Tokenizer
-    link: ModelLink
-    engine: str = ""
-    token: int = 0
-    is_behind_gateway: bool = False
-    is_draining: bool = False
-    is_continued: bool = False
-    rejected: int = 0
-    replayed: int = 0  # tokens of the journals of resumed requests
-    ready: ReadyMsg | None = None
-    continuation_id: str = ""
-    created: int = field(default_factory=lambda: int(time.time()))
-    requests_open: int = 0  # between their headers and the end of their answer
-    streams: set[MarkedStream] = field(default_factory=set)  # that another engine can continue
-
-    @property
-    def limits(self) -> ReadyMsg:
-        assert self.ready is not None  # connections are accepted only afterwards
-        return self.ready
-
-    def check_model(self, name: str | None) -> None:
-        """Raises ApiError 404."""
-        if name is not None and name not in self.names:
-            what = f"The model {name[:64]!r} does not exist; this engine serves {self.names[0]!r}."
-            raise ApiError(404, what, code="model_not_found", param="model")
-
-    def is_marked(self, request: web.Request) -> bool:
-        """Whether the request is from a gateway of this release, which can continue the answer. Not
-        where the body is compressed: a journal behind it would be taken for a part of it."""
-        is_plain = "Content-Encoding" not in request.headers
-        is_gateways = request.headers.get(hop.GATEWAY) == str(hop.VERSION)
-        return self.is_behind_gateway and is_gateways and is_plain
-
-
 def continuation_id(directory: str, model_name: str, ready: ReadyMsg) -> str:
     """Two engines with the same one give the same answer to a request.
 
@@ -216,43 +173,67 @@ async def send_stream(
 # ---------------------------------------------------------------------- routes
 
 
-def make_app(served: ServedModel) -> web.Application:
-    routes = _Routes(served)
-    app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[routes.errors_as_json])
-    app.router.add_get("/v1/models", routes.models)
-    app.router.add_get("/v1/models/{model:.+}", routes.model)
-    app.router.add_post("/v1/completions", routes.completions)
-    app.router.add_post("/v1/chat/completions", routes.chat_completions)
-    app.router.add_get("/metrics", routes.metrics)
-    app.router.add_get(hop.HELLO_PATH, routes.hello)
-    app.router.add_post(hop.CANARY_PATH, routes.canary)
-    app.on_response_prepare.append(routes.add_headers)
-    return app
+@dataclass(eq=False)
+class ServedModel:
+    """The model with its routes, and the state of its engine, which the backend keeps up to date.
 
+    `names`: its own first, then aliases. `is_behind_gateway`: the connections are the gateway's,
+    whose headers are obeyed. `is_continued`: a drain leaves streams to the next engine.
+    """
 
-class _Routes:
-    def __init__(self, served: ServedModel) -> None:
-        self._served = served
-        self._large = asyncio.Lock()  # held for work that takes long
+    names: tuple[str, ...]
+    tokenizer: Tokenizer
+    link: ModelLink
+    engine: str = ""
+    token: int = 0
+    is_behind_gateway: bool = False
+    is_draining: bool = False
+    is_continued: bool = False
+    rejected: int = 0
+    replayed: int = 0  # tokens of the journals of resumed requests
+    ready: ReadyMsg | None = None
+    continuation_id: str = ""
+    created: int = field(default_factory=lambda: int(time.time()))
+    requests_open: int = 0  # between their headers and the end of their answer
+    streams: set[MarkedStream] = field(default_factory=set)  # that another engine can continue
+    _large: asyncio.Lock = field(default_factory=asyncio.Lock)  # held for work that takes long
+
+    @property
+    def limits(self) -> ReadyMsg:
+        assert self.ready is not None  # connections are accepted only afterwards
+        return self.ready
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError 404."""
+        if name is not None and name not in self.names:
+            what = f"The model {name[:64]!r} does not exist; this engine serves {self.names[0]!r}."
+            raise ApiError(404, what, code="model_not_found", param="model")
+
+    def is_marked(self, request: web.Request) -> bool:
+        """Whether the request is from a gateway of this release, which can continue the answer. Not
+        where the body is compressed: a journal behind it would be taken for a part of it."""
+        is_plain = "Content-Encoding" not in request.headers
+        is_gateways = request.headers.get(hop.GATEWAY) == str(hop.VERSION)
+        return self.is_behind_gateway and is_gateways and is_plain
 
     # ------------------------------------------------------------------ around every request
 
     async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
         """The engine and its token, by which a client recognises a stale engine; and for a gateway,
         what a failover does to this answer: one that is no stream can be requested again."""
-        response.headers[hop.ENGINE] = self._served.engine
-        response.headers[hop.TOKEN] = str(self._served.token)
-        if self._served.is_behind_gateway:
+        response.headers[hop.ENGINE] = self.engine
+        response.headers[hop.TOKEN] = str(self.token)
+        if self.is_behind_gateway:
             is_stream = response.content_type == EVENT_STREAM
             default = hop.Continuation.NONE if is_stream else hop.Continuation.RETRY
             response.headers.setdefault(hop.CONTINUATION, default)
-        if self._served.is_draining:
+        if self.is_draining:
             response.headers["Connection"] = "close"  # the next request is for the next engine
             response.force_close()
 
     @web.middleware
     async def errors_as_json(self, request: web.Request, handler: HandlerFn) -> web.StreamResponse:
-        self._served.requests_open += 1
+        self.requests_open += 1
         try:
             return await handler(request)
         except ApiError as error:
@@ -272,9 +253,9 @@ class _Routes:
             what = "This engine failed to process the request; see its log."
             refusal = ApiError(500, what, code="internal_error", kind="server_error")
         finally:
-            self._served.requests_open -= 1
+            self.requests_open -= 1
         if refusal.is_temporary:
-            self._served.rejected += 1
+            self.rejected += 1
         return web.json_response(refusal.body(), status=refusal.status, headers=refusal.headers())
 
     # ------------------------------------------------------------------ models, metrics
@@ -283,32 +264,31 @@ class _Routes:
         return web.json_response({"object": "list", "data": [self._card()]})
 
     async def model(self, request: web.Request) -> web.StreamResponse:
-        self._served.check_model(request.match_info["model"])
+        self.check_model(request.match_info["model"])
         return web.json_response(self._card())
 
     def _card(self) -> dict[str, object]:
         """OpenAI's keys, vLLM's `max_model_len`, llama-swap's `status`."""
-        served = self._served
         return {
-            "id": served.names[0],
+            "id": self.names[0],
             "object": "model",
-            "created": served.created,
+            "created": self.created,
             "owned_by": "understudy",
-            "max_model_len": served.limits.max_context,
+            "max_model_len": self.limits.max_context,
             "status": {"value": "loaded"},
-            "meta": {"understudy": {"engine": served.engine, "token": served.token}},
+            "meta": {"understudy": {"engine": self.engine, "token": self.token}},
         }
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:
         """vLLM's gauges. Each request that runs has a slot of the KV cache."""
-        link = self._served.link
+        link = self.link
         running = min(link.in_flight, link.slots)
         values = {
             "num_requests_running": running,
             "num_requests_waiting": link.in_flight - running,
             "kv_cache_usage_perc": running / link.slots,
         }
-        labels = f'engine="0",model_name={json.dumps(self._served.names[0])}'
+        labels = f'engine="0",model_name={json.dumps(self.names[0])}'
         lines = [
             f"# HELP vllm:{name} As vLLM's.\n"
             f"# TYPE vllm:{name} gauge\nvllm:{name}{{{labels}}} {value}\n"
@@ -320,14 +300,13 @@ class _Routes:
 
     async def hello(self, request: web.Request) -> web.StreamResponse:
         self._check_gateway()
-        served = self._served
         hello = hop.Hello(
-            engine=served.engine,
-            token=served.token,
-            continuation_id=served.continuation_id,
+            engine=self.engine,
+            token=self.token,
+            continuation_id=self.continuation_id,
             continuation=hop.Continuation.EXACT,
             body_bytes_max=BODY_BYTES_MAX,
-            models=(served.names[0],),
+            models=(self.names[0],),
             version=hop.VERSION,
             backend_version=__version__,
         )
@@ -335,12 +314,12 @@ class _Routes:
 
     async def canary(self, request: web.Request) -> web.StreamResponse:
         self._check_gateway()
-        checked = await self._served.link.check()
+        checked = await self.link.check()
         document = {"ok": checked.ok, "detail": checked.detail}
         return web.json_response(document, status=200 if checked.ok else 503)
 
     def _check_gateway(self) -> None:
-        if not self._served.is_behind_gateway:
+        if not self.is_behind_gateway:
             raise web.HTTPNotFound
 
     # ------------------------------------------------------------------ completions
@@ -356,9 +335,8 @@ class _Routes:
     async def _answer(
         self, request: web.Request, body: AnyBody, journal: hop.Journal | None
     ) -> web.StreamResponse:
-        served = self._served
-        served.check_model(body.model)
-        is_marked = served.is_marked(request)
+        self.check_model(body.model)
+        is_marked = self.is_marked(request)
         given_id = request.headers.get(REQUEST_ID, "")[:REQUEST_ID_CHARS_MAX] if is_marked else ""
         wanted = await self._model_request(body, given_id)
         if is_marked:
@@ -366,10 +344,10 @@ class _Routes:
             wanted = replace(wanted, attempt=attempt)
         reply = self._reply(body, given_id or uuid.uuid4().hex)
         least = wanted.sampling.min_tokens
-        answer = AnswerText(served.tokenizer, body.stops, len(wanted.prompt), least)
+        answer = AnswerText(self.tokenizer, body.stops, len(wanted.prompt), least)
         replayed = None
         if journal is not None and (tokens := journal.tokens):
-            vocab_size, is_large = served.limits.vocab_size, len(tokens) > INLINE_TOKENS_MAX
+            vocab_size, is_large = self.limits.vocab_size, len(tokens) > INLINE_TOKENS_MAX
             replayed = await self._apart(
                 is_large, lambda: replay(tokens, wanted, answer, vocab_size)
             )
@@ -386,7 +364,7 @@ class _Routes:
 
     async def _body(self, request: web.Request) -> tuple[dict[str, object], hop.Journal | None]:
         """The client's document and, of a request that is resumed, the answer so far."""
-        header = request.headers.get(hop.JOURNAL) if self._served.is_marked(request) else None
+        header = request.headers.get(hop.JOURNAL) if self.is_marked(request) else None
         if header is not None:
             request = request.clone(client_max_size=BODY_BYTES_MAX + JOURNAL_BYTES_MAX)
         try:
@@ -404,7 +382,7 @@ class _Routes:
 
     async def _model_request(self, body: AnyBody, request_id: str) -> SubmitMsg:
         """Checks `body` against the model's limits. Raises ApiError, UnderstudyError."""
-        limits = self._served.limits
+        limits = self.limits
         prompt = await self._prompt_tokens(body)
         max_tokens = body.max_tokens or limits.max_context - len(prompt)
         if body.min_tokens > max_tokens:
@@ -420,7 +398,7 @@ class _Routes:
         return SubmitMsg(0, tuple(prompt), max_tokens, sampling, stop_token_ids)
 
     async def _prompt_tokens(self, body: AnyBody) -> Sequence[int]:
-        limits = self._served.limits
+        limits = self.limits
         param = "messages" if isinstance(body, ChatBody) else "prompt"
         tokens = await self._encode(body)
         count, wanted = len(tokens), body.max_tokens or 0
@@ -442,7 +420,7 @@ class _Routes:
         return tokens
 
     async def _encode(self, body: AnyBody) -> Sequence[int]:
-        tokenizer, is_chat = self._served.tokenizer, isinstance(body, ChatBody)
+        tokenizer, is_chat = self.tokenizer, isinstance(body, ChatBody)
         if isinstance(body, ChatBody):  # the template writes its own special tokens
             text = tokenizer.render_chat(body.messages)
         elif isinstance(body.prompt, str):
@@ -464,12 +442,12 @@ class _Routes:
     ) -> AbstractContextManager[Generation | None]:
         """Ask the model, unless what was replayed is the whole answer."""
         if replayed is None:
-            return self._served.link.generate(wanted)
+            return self.link.generate(wanted)
         if replayed.finish_reason is not None:
             return nullcontext()
         made = tuple(replayed.tokens)
-        generation = self._served.link.generate(replace(wanted, made=made))
-        self._served.replayed += len(made)
+        generation = self.link.generate(replace(wanted, made=made))
+        self.replayed += len(made)
         return generation
 
     @contextmanager
@@ -478,14 +456,14 @@ class _Routes:
         if request.transport is None:
             raise ConnectionResetError
         marked = MarkedStream(request.transport)
-        if self._served.is_continued:
+        if self.is_continued:
             marked.leave()
             raise ConnectionResetError
-        self._served.streams.add(marked)
+        self.streams.add(marked)
         try:
             yield marked
         finally:
-            self._served.streams.discard(marked)
+            self.streams.discard(marked)
 
     def _reply(self, body: AnyBody, request_id: str) -> OpenAiReply:
         is_chat, options = isinstance(body, ChatBody), body.stream_options
@@ -493,7 +471,7 @@ class _Routes:
         return OpenAiReply(
             is_chat=is_chat,
             id=f"{'chatcmpl' if is_chat else 'cmpl'}-{request_id}",
-            model=self._served.names[0],
+            model=self.names[0],
             created=int(time.time()),
             wants_usage=wants_usage,
             has_usage=wants_usage and bool(options.continuous_usage_stats),
@@ -506,3 +484,16 @@ def _seed_of(request_id: str) -> int:
         return secrets.randbits(63)
     name = request_id.encode(errors="surrogateescape")
     return int.from_bytes(hashlib.blake2b(name, digest_size=7).digest())
+
+
+def make_app(served: ServedModel) -> web.Application:
+    app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[served.errors_as_json])
+    app.router.add_get("/v1/models", served.models)
+    app.router.add_get("/v1/models/{model:.+}", served.model)
+    app.router.add_post("/v1/completions", served.completions)
+    app.router.add_post("/v1/chat/completions", served.chat_completions)
+    app.router.add_get("/metrics", served.metrics)
+    app.router.add_get(hop.HELLO_PATH, served.hello)
+    app.router.add_post(hop.CANARY_PATH, served.canary)
+    app.on_response_prepare.append(served.add_headers)
+    return app
