@@ -2,8 +2,8 @@
 
 One connection per request: a kept-alive connection would hide a refusal. Timestamps are taken in
 the callback that receives the bytes, which no HTTP library offers, and a stream that ended must be
-told from one that was cut; so the receiving half of HTTP/1.1 is here, too. The end of an exchange
-is recorded as the socket saw it; the verdict comes later.
+told from one that was cut; so HTTP is read here, too. The end of an exchange is recorded as the
+socket saw it; the verdict comes later.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ import itertools
 import json
 import socket
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 from urllib.parse import urlsplit
+
+import httptools
 
 from plumbing.errors import ProtocolError, UsageError
 from plumbing.service.clock import SystemClock
@@ -222,16 +225,27 @@ async def stream_without_pause(
     start: int,
     done: Callable[[Exchange], None],
     stopping: asyncio.Event,
+    rest: Callable[[int], Awaitable[None]] | None = None,
+    silence_max_s: float | None = None,
 ) -> None:
-    """One client: sends the prompts in turn, from number `start`, until `stopping` is set."""
-    for number in itertools.count(start):
+    """One client: sends the prompts in turn, from number `start`, until `stopping` is set. `rest`
+    is awaited after each, with how many were sent."""
+    ask = send if silence_max_s is None else partial(send, silence_max_s=silence_max_s)
+    for sent in itertools.count():
+        if sent and rest is not None:
+            await rest(sent)
         if stopping.is_set():
             return
-        exchange = await send(target, prompts[number % len(prompts)])
+        exchange = await ask(target, prompts[(start + sent) % len(prompts)])
         done(exchange)
         if exchange.end is End.REFUSED or exchange.status >= 400:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stopping.wait(), REFUSED_PAUSE_S)
+            await pause(stopping, REFUSED_PAUSE_S)
+
+
+async def pause(stopping: asyncio.Event, seconds: float) -> None:
+    """Until `stopping` is set, at most so long."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(stopping.wait(), seconds)
 
 
 def _request(target: Target, prompt: Prompt) -> bytes:
@@ -265,19 +279,21 @@ class Delta:
     tokens: int | None = None
 
 
-@dataclass
 class StreamedAnswer:
     """Feed it received bytes; `is_done` once the answer is whole: a stream with its end marker."""
 
-    status: int = 0
-    headers: dict[str, str] = field(default_factory=dict)
-    is_done: bool = False
-    body: bytes = b""  # of an answer that is not a stream
-    _raw: bytes = b""
-    _chunk_left: int = 0
-    _length_left: int | None = None
-    _is_chunked: bool = False
-    _events: bytes = b""
+    def __init__(self) -> None:
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self.is_done = False
+        self.body = b""  # of an answer that is not a stream
+        self._parser = httptools.HttpResponseParser(self)
+        self._new = b""  # of the body, in what is fed now
+        self._pending = b""  # a head or an event that has not ended
+
+    @property
+    def _is_stream(self) -> bool:
+        return self.headers.get("content-type", "").startswith("text/event-stream")
 
     def feed(self, data: bytes) -> list[Delta]:
         """Parse `data`; returns the deltas that it completed.
@@ -285,80 +301,25 @@ class StreamedAnswer:
         Raises:
             ProtocolError: this is not an HTTP answer, or its events are not JSON.
         """
-        self._raw += data
-        if not self.status and not self._read_head():
-            self._check_size(self._raw)
-            return []
-        body = self._read_chunks() if self._is_chunked else self._read_plain()
-        if self._is_stream:
-            return self._read_events(body)
-        self.body = (self.body + body)[:PENDING_MAX_BYTES]
-        return [_delta(self.body)] if self.is_done and self.status == OK else []
-
-    def _read_head(self) -> bool:
-        head, separator, rest = self._raw.partition(b"\r\n\r\n")
-        if not separator:
-            return False
-        status_line, *lines = head.decode("latin-1").split("\r\n")
+        self._new = b""
         try:
-            version, code, *_ = status_line.split(" ")
-            if not version.startswith("HTTP/1."):
-                raise ValueError(version)
-            self.status = int(code)
-        except ValueError as error:
-            raise ProtocolError("drill.not_http", f"not HTTP: {status_line[:80]!r}") from error
-        for line in lines:
-            name, _, value = line.partition(":")
-            self.headers[name.strip().lower()] = value.strip()
-        self._is_chunked = "chunked" in self.headers.get("transfer-encoding", "").lower()
-        self._length_left = whole_number(self.headers.get("content-length", ""))
-        self._raw = rest
-        return True
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            raise ProtocolError("drill.not_http", f"not HTTP: {error}: {data[:80]!r}") from error
+        deltas = []
+        if not self.status:
+            self._pending += data
+        elif self._is_stream:
+            deltas = self._read_events()
+        else:
+            self.body = (self.body + self._new)[:PENDING_MAX_BYTES]
+            deltas = [_delta(self.body)] if self.is_done and self.status == OK else []
+        if len(self._pending) > PENDING_MAX_BYTES:
+            raise ProtocolError("drill.endless", f"no end after {len(self._pending)} bytes")
+        return deltas
 
-    def _read_plain(self) -> bytes:
-        body, self._raw = self._raw, b""
-        if self._length_left is not None:
-            self._length_left -= len(body)
-            self.is_done = self.is_done or self._length_left <= 0
-        return body
-
-    def _read_chunks(self) -> bytes:
-        body = b""
-        while self._raw:
-            if self._chunk_left:
-                piece = self._raw[: self._chunk_left]
-                self._raw = self._raw[len(piece) :]
-                self._chunk_left -= len(piece)
-                body += piece[: max(0, len(piece) - max(0, 2 - self._chunk_left))]
-                continue
-            line, separator, rest = self._raw.partition(b"\r\n")
-            if not separator:
-                self._check_size(self._raw)
-                break
-            try:
-                size = int(line.split(b";")[0], 16)
-                if size < 0:
-                    raise ValueError(size)  # would be read forever
-            except ValueError as error:
-                raise ProtocolError(
-                    "drill.bad_chunk", f"invalid chunk size {line[:20]!r}"
-                ) from error
-            self._raw = rest
-            # The CRLF after a chunk counts as two more bytes of it, dropped above.
-            self._chunk_left = size + 2
-            if size == 0:
-                self.is_done = self.is_done or not self._is_stream
-                self._raw = b""
-        return body
-
-    @property
-    def _is_stream(self) -> bool:
-        return self.headers.get("content-type", "").startswith("text/event-stream")
-
-    def _read_events(self, body: bytes) -> list[Delta]:
-        self._events = (self._events + body).replace(b"\r\n", b"\n")
-        *blocks, self._events = self._events.split(b"\n\n")
-        self._check_size(self._events)
+    def _read_events(self) -> list[Delta]:
+        *blocks, self._pending = (self._pending + self._new).replace(b"\r\n", b"\n").split(b"\n\n")
         deltas = []
         for block in blocks:
             lines = [line[5:].strip() for line in block.split(b"\n") if line.startswith(b"data:")]
@@ -369,10 +330,20 @@ class StreamedAnswer:
                 deltas.append(_delta(payload))
         return deltas
 
-    @staticmethod
-    def _check_size(pending: bytes) -> None:
-        if len(pending) > PENDING_MAX_BYTES:
-            raise ProtocolError("drill.endless", f"no end after {len(pending)} bytes")
+    # ------------------------------------------------------------------ of the parser
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        self.status = self._parser.get_status_code()
+        self._pending = b""
+
+    def on_body(self, body: bytes) -> None:
+        self._new += body
+
+    def on_message_complete(self) -> None:
+        self.is_done = self.is_done or not self._is_stream
 
 
 def _delta(payload: bytes) -> Delta:

@@ -12,6 +12,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from pool.core.events import Order
 from pool.core.states import ModelState
 from pool.messages import CATALOGUE, OrderMsg
 from pool.settings import PoolFile, engines_of
-from understudy.drill.clients import REFUSED_PAUSE_S, Target, inside_target, send
+from understudy.drill.clients import Target, inside_target, pause, stream_without_pause
 from understudy.drill.killer import (
     HeldPart,
     find_part,
@@ -225,9 +226,11 @@ class PoolDrill(Drill):
         for number, prompts in enumerate(self._by_model.values()):
             together = asyncio.Barrier(count)
             burst = BURST if number else FIRST_BURST
+            rest = partial(_rest, burst, together, stopping)
             for start in (each * len(prompts) // count for each in range(count)):
-                turned = prompts[start:] + prompts[:start]
-                yield self._client(target, turned, burst, together, stopping)
+                yield stream_without_pause(
+                    target, prompts, start, self.records.exchanges.append, stopping, rest, SILENCE_S
+                )
             yield _release(together, stopping)
         yield self._note_bounds(stopping)
 
@@ -240,33 +243,7 @@ class PoolDrill(Drill):
                 StatedBound(now_ms, each["model"], each.get("bound_ms"))
                 for each in document.get("models") or ()
             ]
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stopping.wait(), STATED_EVERY_S)
-
-    async def _client(
-        self,
-        target: Target,
-        prompts: Sequence[Prompt],
-        burst: int,
-        together: asyncio.Barrier,
-        stopping: asyncio.Event,
-    ) -> None:
-        """Sends one model's prompts in turn; all its clients pause together after each burst."""
-        for count, prompt in enumerate(itertools.cycle(prompts), 1):
-            exchange = await send(target, prompt, SILENCE_S)
-            self.records.exchanges.append(exchange)
-            pause_s = 0.0
-            if exchange.end is End.REFUSED or exchange.status >= 400:
-                pause_s = REFUSED_PAUSE_S
-            if count % burst == 0 and not stopping.is_set():
-                pause_s = PAUSE_S
-                with contextlib.suppress(asyncio.BrokenBarrierError):
-                    await together.wait()
-            if pause_s:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(stopping.wait(), pause_s)
-            if stopping.is_set():
-                return
+            await pause(stopping, STATED_EVERY_S)
 
     async def _make_kills(self, target: Target, observer: Observer) -> None:
         """
@@ -450,6 +427,14 @@ class PoolDrill(Drill):
 
         deadline_s = ANSWERS_DEADLINE_S * self._plan.stretch
         await wait_for(look, deadline_s, "drill.no_answers", "a model did not answer")
+
+
+async def _rest(burst: int, together: asyncio.Barrier, stopping: asyncio.Event, sent: int) -> None:
+    """All clients of a model pause together after each burst."""
+    if sent % burst == 0 and not stopping.is_set():
+        with contextlib.suppress(asyncio.BrokenBarrierError):
+            await together.wait()
+        await pause(stopping, PAUSE_S)
 
 
 async def _release(together: asyncio.Barrier, stopping: asyncio.Event) -> None:

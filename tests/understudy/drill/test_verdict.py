@@ -57,7 +57,7 @@ from understudy.drill.records import (
     Upgrade,
 )
 from understudy.drill.report import print_report
-from understudy.drill.verdict import IN_POOL, RULES, Bounds, DrillReport, judge, kv_share
+from understudy.drill.verdict import RULES, Bounds, DrillReport, judge, kv_share
 from understudy.up.sessions import DrillResult, compare_adoption
 
 
@@ -485,24 +485,3 @@ def test_comparison_is_refused_where_it_cannot_start_two_pods(flags: tuple[str, 
     result = CliRunner().invoke(main, ["drill", "--kv-compare", *flags])
     assert result.exit_code == 2
     assert "--kv-compare" in result.output
-
-
-@pytest.mark.parametrize(
-    ("records", "words"),
-    [
-        (of_engines, ("failover of the reference", "(backend-http 1)", "streams resumed 0")),
-        (of_memory, ("recovery of the memory service", "(gms 2)", "memory recovery")),
-        (of_burn, ("2 busy loops per CPU, 4 in all; they got 61.2 s of CPU time",)),
-        (of_upgrade, ("upgraded         engine-0, engine-1", "engine-0 to engine-1 in 30 ms")),
-        (of_pool, ("a pool of 2 models", "wait for the first token", "cut              0")),
-    ],
-)
-def test_text_names_what_was_drilled_and_what_was_found(records, words):
-    found = records()
-    said = printed(judge(found, len(found.kills)))
-    for each in (*words, "false deaths     0", "passed"):
-        assert each in said
-
-
-def test_modes_are_those_of_the_records():
-    assert [judge(each(), 0).mode for each in (of_engines, of_pool)] == ["gateway", IN_POOL]
