@@ -417,10 +417,10 @@ LINES_MAX = {
     "plumbing": 6_790,
     "lockserver": 9_450,
     "gms": 11_850,
-    "engine": 21_310,
+    "engine": 21_170,
     "gateway": 10_995,
     "pool": 9_280,
-    "understudy": 11_830,
+    "understudy": 11_780,
     "hack": 7_270,
     "tests": 92_390,  # with the sweep, which hack had
 }
