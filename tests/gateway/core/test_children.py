@@ -149,6 +149,24 @@ def test_stop_kills_what_is_late_and_does_not_wait_for_what_cannot_be_reaped():
     assert bench.of(ev.EndGateway) == [ev.EndGateway(0)]
 
 
+def test_a_second_stop_kills_at_once_and_a_restart_is_refused_meanwhile():
+    """Goal: the second SIGTERM is final; method: both requests during a drain."""
+    bench = Bench().served()
+    bench.feed(ev.StopAsked(30_000))
+    bench.feed(ev.RestartAsked())
+    assert bench.of(ev.RestartRefused)[0].code == "gateway.stopping"
+    bench.feed(ev.StopAsked(30_000))
+    assert set(bench.places().values()) == {"killed"}
+
+
+def test_stop_answers_a_restart_that_is_under_way():
+    """Goal: nobody waits for ever; method: SIGTERM between the request and the fresh child."""
+    bench = Bench().served()
+    bench.feed(ev.RestartAsked())
+    bench.feed(ev.StopAsked(0))
+    assert bench.of(ev.RestartRefused)[0].code == "gateway.stopping"
+
+
 def test_no_other_move_is_possible_and_no_other_event_known():
     """Goal: the table is the enforcer; method: every pair that it lacks."""
     turns = {turn for _, turn in TURNS}
