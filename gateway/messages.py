@@ -23,7 +23,7 @@ from gateway.core.events import (
     LaneRules,
     NobodyGranted,
 )
-from plumbing.gateway_protocol import Continuation
+from gateway.schema import GatewayLoad, GatewayRequest, GatewayUpstream
 from plumbing.pod.messages import EventMsg as EventMsg
 from plumbing.pod.messages import StatusMsg as StatusMsg
 from plumbing.pod.messages import StatusReplyMsg as StatusReplyMsg
@@ -136,26 +136,6 @@ class HistogramTally:
         return Distribution(tuple(self._counts), self._sum_s)
 
 
-class UpstreamState(Struct, frozen=True):
-    """The engine that requests go to, as the child sees it. `problem`: why it cannot be asked, or
-    why its streams cannot be continued."""
-
-    engine: str
-    token: int
-    is_connected: bool
-    continuation_id: str = ""
-    continuation: Continuation | None = None
-    problem: str | None = None
-
-
-class RequestTotal(Struct, frozen=True):
-    """How many requests of one class have ended in one way: `Ending` of `gateway.core.events`."""
-
-    ending: str
-    continuation: Continuation
-    count: Count
-
-
 class PoolOutcome(StrEnum):
     """What becomes of a request for a model of a pool. All but `REQUEUED` are its end."""
 
@@ -179,7 +159,7 @@ class ModelTotal(Struct, frozen=True):
 class GatewayTotals(Struct, frozen=True):
     """The counts of a child since its start; they only grow."""
 
-    requests: tuple[RequestTotal, ...] = ()
+    requests: tuple[GatewayRequest, ...] = ()
     tokens: Count = 0  # delivered, each once
     replayed_tokens: Count = 0  # at resumes; neither delivered nor counted again
     pauses: Count = 0  # of streams
@@ -192,17 +172,7 @@ class GatewayTotals(Struct, frozen=True):
     models: tuple[ModelTotal, ...] = ()  # of a pool
 
 
-class GatewayLoad(Struct, frozen=True):
-    """The present load of a child."""
-
-    connections: int = 0  # of clients
-    in_flight: int = 0  # requests, all of the following included
-    waiting: int = 0  # for an engine: nothing was sent to the client
-    parked: int = 0  # begun, and waiting to be resumed
-    parked_oldest_ms: float = 0.0
-    replaying: int = 0
-    suspects: int = 0
-    memory_bytes: int = 0  # journals, bodies and answers held: what the cap is about
+NO_LOAD = GatewayLoad(0, 0, 0, 0, 0.0, 0, 0, 0)
 
 
 class GatewayBeatMsg(Message, frozen=True, tag="beat"):
@@ -213,9 +183,9 @@ class GatewayBeatMsg(Message, frozen=True, tag="beat"):
 
     progress: Count
     is_accepting: bool
-    load: GatewayLoad = GatewayLoad()
+    load: GatewayLoad
     totals: GatewayTotals = GatewayTotals()
-    upstream: UpstreamState | None = None
+    upstream: GatewayUpstream | None = None  # the engine that requests go to, as the child sees it
     problem: Sentence | None = None
     door: Count = 0
     quiet_ms: float = 0.0

@@ -112,7 +112,7 @@ class GatewayPool(Schema):
     models: dict[str, GatewayModel]
 
 
-class GatewayLoadFields(Schema):
+class GatewayLoad(Schema):
     connections: Annotated[int, "connections of clients"]
     in_flight: Annotated[int, "requests, those below included"]
     waiting: Annotated[int, "requests that wait for an engine, of which nothing was answered"]
@@ -194,7 +194,7 @@ class GatewayStatus(Schema):
     pool: Annotated[
         GatewayPool | None, "the [pool](gateway.md#models-of-a-pool); null without a pool file"
     ]
-    load: GatewayLoadFields
+    load: GatewayLoad
     memory_bytes_max: Annotated[int, "the limit of that; requests beyond it cannot be continued"]
     totals: GatewayTotal
 

@@ -418,7 +418,7 @@ LINES_MAX = {
     "lockserver": 9_450,
     "gms": 11_850,
     "engine": 21_170,
-    "gateway": 10_995,
+    "gateway": 10_965,
     "pool": 9_280,
     "understudy": 11_780,
     "hack": 7_270,

@@ -30,8 +30,8 @@ from gateway.messages import (
     HistogramTally,
     ModelTotal,
     PoolOutcome,
-    RequestTotal,
 )
+from gateway.schema import GatewayRequest
 from gateway.server.open_request import OpenRequest
 from gateway.server.tracing import RequestSpans
 from plumbing.gateway_protocol import Continuation
@@ -136,7 +136,7 @@ class Accounts:
     def totals(self) -> GatewayTotals:
         return GatewayTotals(
             requests=tuple(
-                RequestTotal(ending, continuation, count)
+                GatewayRequest(ending, continuation, count)
                 for (ending, continuation), count in self._requests.items()
             ),
             tokens=self._tokens,

@@ -31,11 +31,10 @@ from gateway.messages import (
     ConfigureGatewayMsg,
     GatewayBeatMsg,
     GatewayEventMsg,
-    GatewayLoad,
     ModelDemandMsg,
     ModelDoorsMsg,
-    UpstreamState,
 )
+from gateway.schema import GatewayLoad, GatewayUpstream
 from gateway.server.accounts import Accounts
 from gateway.server.client import WRITE_BUFFER_BYTES, ClientConnection
 from gateway.server.connections import take_over
@@ -345,15 +344,15 @@ class ClientListener:
             memory_bytes=stats.memory_bytes,
         )
 
-    def _upstream(self) -> UpstreamState | None:
+    def _upstream(self) -> GatewayUpstream | None:
         engine, token = self._granted
         if not engine:
             return None
         hello, stats = self._core.hello, self._core.stats(self.exchange.now_ms())
         if hello is None:
-            return UpstreamState(engine, token, False, problem=stats.waits_for or None)
+            return GatewayUpstream(engine, token, False, "", None, stats.waits_for or None)
         problem = hello.problem and hello.problem[:PROBLEM_CHARS_MAX]
-        return UpstreamState(
+        return GatewayUpstream(
             engine, token, True, hello.continuation_id, hello.continuation, problem
         )
 

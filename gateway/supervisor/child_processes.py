@@ -22,9 +22,9 @@ from gateway import messages as msg
 from gateway.core import children as ev
 from gateway.core.children import Children, Place
 from gateway.core.events import DeathExpected, DoorSet, EngineGranted, NobodyGranted
-from gateway.messages import Distribution, GatewayTotals, ModelTotal, PoolOutcome, RequestTotal
+from gateway.messages import Distribution, GatewayTotals, ModelTotal, PoolOutcome
+from gateway.schema import GatewayRequest
 from plumbing.errors import UnderstudyError, explain_shortage, is_shortage
-from plumbing.gateway_protocol import Continuation
 from plumbing.pod.child_process import ChildProcess
 from plumbing.pod.supervision import CpuTimes, Silence
 from plumbing.service import procfs
@@ -416,7 +416,7 @@ class ChildProcesses:
 def add(parts: Iterable[GatewayTotals]) -> GatewayTotals:
     """The sum of `parts`."""
     found = list(parts)
-    requests: Counter[tuple[str, Continuation]] = Counter()
+    requests: Counter[tuple[str, str]] = Counter()
     limits: Counter[str] = Counter()
     models: Counter[tuple[str, PoolOutcome]] = Counter()
     for each in found:
@@ -426,7 +426,7 @@ def add(parts: Iterable[GatewayTotals]) -> GatewayTotals:
         for ended in each.models:
             models[ended.model, ended.outcome] += ended.count
     return GatewayTotals(
-        requests=tuple(RequestTotal(*key, count) for key, count in sorted(requests.items())),
+        requests=tuple(GatewayRequest(*key, count) for key, count in sorted(requests.items())),
         tokens=sum(each.tokens for each in found),
         replayed_tokens=sum(each.replayed_tokens for each in found),
         pauses=sum(each.pauses for each in found),

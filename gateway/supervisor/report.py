@@ -18,15 +18,16 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from gateway import schema as doc
 from gateway.core.children import Place
 from gateway.core.events import Ending
 from gateway.messages import (
     ADDED_BUCKETS_S,
     LIMITS,
+    NO_LOAD,
     PAUSE_BUCKETS_S,
     POOL_LIMITS,
     Distribution,
-    GatewayLoad,
     GatewayTotals,
     PoolOutcome,
 )
@@ -69,56 +70,57 @@ UNHEARD_MS = 5_000.0  # a supervisor that is restarted listens again in less
 
 def document(gateway: GatewayParts) -> dict[str, Any]:
     """The status document, the same for the CLI, `/status` and observers."""
-    children, lock = gateway.children, gateway.lock
+    found: dict[str, Any] = msgspec.to_builtins(status(gateway))
+    return found
+
+
+def status(gateway: GatewayParts) -> doc.GatewayStatus:
+    children, lock, settings = gateway.children, gateway.lock, gateway.settings
     serving = children.serving
     beat = serving.beat if serving is not None else None
+    upstream = beat.upstream if beat is not None else None
     accepting_ms = serving.accepting_since_ms if serving is not None else None
-    return {
-        "schema": SCHEMA,
-        "online": True,
+    return doc.GatewayStatus(
+        schema=SCHEMA,
+        online=True,
+        pid=os.getpid(),
+        restarts=restarts(),
+        dir=settings.directory,
+        accepting=children.is_accepting,
+        problems=problems(gateway),
         **gateway.log.newest(),
-        "pid": os.getpid(),
-        "restarts": restarts(),
-        "dir": gateway.settings.directory,
         **moment(gateway.started_ms, gateway.clock),
-        "stopping": gateway.is_stopping or lock.is_final,
-        "stop": {
-            "drain_ms": gateway.settings.drain_ms,
-            "class": None
-            if beat is None or beat.upstream is None
-            else beat.upstream.continuation or None,
-        },
-        "accepting": children.is_accepting,
-        "accepting_since": (
-            None if accepting_ms is None else moment(accepting_ms, gateway.clock)["since"]
+        stopping=gateway.is_stopping or lock.is_final,
+        stop=doc.GatewayStop(
+            settings.drain_ms, None if upstream is None else upstream.continuation
         ),
-        "service": {
-            "lock": lock.lock,
-            "address": children.address or None,
-            "tls": bool(gateway.settings.child.tls_cert),
-        },
-        "child": None if serving is None else _child(gateway, serving),
-        "spare": next((_child(gateway, each) for each in children.at(Place.SPARE)), None),
-        "starting": [_child(gateway, each) for each in children.at(Place.STARTING)],
-        "retiring": [_child(gateway, each) for each in children.at(Place.RETIRING)],
-        "restarts_total": children.core.restarts.deaths_total,
-        "upstream": None if beat is None else msgspec.to_builtins(beat.upstream),
-        "lock_server": {
-            "connected": lock.is_served,
-            "since": moment(lock.changed_ms, gateway.clock)["since"],
-            "problem": lock.problem,
-        },
-        "grant": _grant(gateway),
-        "idle": None
+        accepting_since=None if accepting_ms is None else _since(gateway, accepting_ms),
+        service=doc.GatewayService(
+            lock.lock, children.address or None, bool(settings.child.tls_cert)
+        ),
+        child=None if serving is None else _child(gateway, serving),
+        spare=next((_child(gateway, each) for each in children.at(Place.SPARE)), None),
+        starting=[_child(gateway, each) for each in children.at(Place.STARTING)],
+        retiring=[_child(gateway, each) for each in children.at(Place.RETIRING)],
+        restarts_total=children.core.restarts.deaths_total,
+        upstream=upstream,
+        lock_server=doc.GatewayLockServer(
+            lock.is_served, _since(gateway, lock.changed_ms), lock.problem
+        ),
+        grant=_grant(gateway),
+        idle=None
         if lock.idle is None
-        else {"reason": lock.idle, **moment(lock.idle_ms, gateway.clock)},
-        "rest": _rest(gateway),
-        "pool": _pool(gateway),
-        "load": msgspec.to_builtins(load(gateway)),
-        "memory_bytes_max": gateway.settings.child.memory_bytes,
-        "totals": _totals(gateway),
-        "problems": problems(gateway),
-    }
+        else doc.GatewayIdle(lock.idle, **moment(lock.idle_ms, gateway.clock)),
+        rest=_rest(gateway),
+        pool=_pool(gateway),
+        load=load(gateway),
+        memory_bytes_max=settings.child.memory_bytes,
+        totals=_totals(gateway),
+    )
+
+
+def _since(gateway: GatewayParts, at_ms: float) -> str:
+    return str(moment(at_ms, gateway.clock)["since"])
 
 
 def problems(gateway: GatewayParts) -> list[str]:
@@ -138,16 +140,16 @@ def problems(gateway: GatewayParts) -> list[str]:
     return [each for each in found if each]
 
 
-def load(gateway: GatewayParts) -> GatewayLoad:
+def load(gateway: GatewayParts) -> doc.GatewayLoad:
     """The load of all children together."""
     links = gateway.children.links.values()
     loads = [link.beat.load for link in links if link.beat is not None]
     sums = {
         name: sum(getattr(each, name) for each in loads)
-        for name in GatewayLoad.__struct_fields__
+        for name in doc.GatewayLoad.__struct_fields__
         if name != OLDEST
     }
-    return GatewayLoad(
+    return doc.GatewayLoad(
         **sums, parked_oldest_ms=max((each.parked_oldest_ms for each in loads), default=0.0)
     )
 
@@ -241,72 +243,72 @@ def _pool_ready(gateway: GatewayParts) -> Probe:
 # -------------------------------------------------------------------------------------- parts
 
 
-def _grant(gateway: GatewayParts) -> dict[str, Any] | None:
+def _grant(gateway: GatewayParts) -> doc.GatewayGrant | None:
     grant = gateway.lock.grant
     if grant is None:
         return None
     since = moment(grant.since_ms, gateway.clock)
-    return {"engine": grant.engine, "token": grant.token, "era": grant.era, **since}
+    return doc.GatewayGrant(grant.engine, grant.token, grant.era, **since)
 
 
-def _rest(gateway: GatewayParts) -> dict[str, Any]:
+def _rest(gateway: GatewayParts) -> doc.GatewayRest:
     """What the engine that holds the lock says of itself, and what the gateway makes of it."""
     side, rules = gateway.engine, gateway.settings.rest
-    return {
-        "sleep_after_ms": round(rules.sleep_after_ms),
-        "wake": ON_REQUEST if rules.wakes_on_request else MANUAL,
-        "door": side.core.door.door,
-        "quiet_ms": round(side.core.quiet_ms(gateway.clock.now_ms())),
-        "sleeps_total": side.goals[Tier.WARM],
-        "wakes_total": side.goals[Tier.AWAKE],
-        "engine": _said(gateway),
-        "problem": side.problem,
-    }
+    return doc.GatewayRest(
+        sleep_after_ms=round(rules.sleep_after_ms),
+        wake=ON_REQUEST if rules.wakes_on_request else MANUAL,
+        door=side.core.door.door,
+        quiet_ms=round(side.core.quiet_ms(gateway.clock.now_ms())),
+        sleeps_total=side.goals[Tier.WARM],
+        wakes_total=side.goals[Tier.AWAKE],
+        engine=_said(gateway),
+        problem=side.problem,
+    )
 
 
-def _pool(gateway: GatewayParts) -> dict[str, Any] | None:
+def _said(gateway: GatewayParts) -> doc.GatewayEngine | None:
+    said = gateway.engine.said
+    if said is None:
+        return None
+    return doc.GatewayEngine(
+        state=said.state,
+        **moment(gateway.engine.said_ms - said.since_ms, gateway.clock),
+        tier=said.tier,
+        goal=said.goal,
+        goal_by=said.goal_by or None,
+        can_rest=said.can_rest,
+        fault=said.fault or None,
+    )
+
+
+def _pool(gateway: GatewayParts) -> doc.GatewayPool | None:
     """What the pool says of its models, and what there is for them; None without a pool file."""
     side = gateway.pool
     if not side.models:
         return None
     demand = side.demand()
-    return {
-        "connected": side.is_connected,
+    return doc.GatewayPool(
+        connected=side.is_connected,
         **moment(side.changed_ms, gateway.clock),
-        "problem": side.problem,
-        "models": {model: _model(gateway, model, demand[model]) for model in side.models},
-    }
+        problem=side.problem,
+        models={model: _model(gateway, model, demand[model]) for model in side.models},
+    )
 
 
-def _model(gateway: GatewayParts, model: str, demand: ModelDemand) -> dict[str, Any]:
+def _model(gateway: GatewayParts, model: str, demand: ModelDemand) -> doc.GatewayModel:
     said, grant = gateway.pool.said.get(model), gateway.lock.model_grants.get(model)
     door = None if said is None else said.door
-    return {
-        "state": None if said is None else said.state,
-        "reason": "" if said is None else said.reason,
-        "door": None if door is None else type(door).__struct_config__.tag,
-        "running": door.running if isinstance(door, ShutDoor) else None,
-        "obeyed": door is not None and demand.door != 0,
-        "engine": None if grant is None else grant.engine,
-        "token": None if grant is None else grant.token,
-        "cannot_park": demand.cannot_park,
+    return doc.GatewayModel(
+        state=None if said is None else said.state,
+        reason="" if said is None else said.reason,
+        door=None if door is None else str(type(door).__struct_config__.tag),
+        running=door.running if isinstance(door, ShutDoor) else None,
+        obeyed=door is not None and demand.door != 0,
+        engine=None if grant is None else grant.engine,
+        token=None if grant is None else grant.token,
+        cannot_park=demand.cannot_park,
         **_counts(demand),
-    }
-
-
-def _said(gateway: GatewayParts) -> dict[str, Any] | None:
-    said = gateway.engine.said
-    if said is None:
-        return None
-    return {
-        "state": said.state,
-        **moment(gateway.engine.said_ms - said.since_ms, gateway.clock),
-        "tier": said.tier,
-        "goal": said.goal,
-        "goal_by": said.goal_by or None,
-        "can_rest": said.can_rest,
-        "fault": said.fault or None,
-    }
+    )
 
 
 def _unheard(gateway: GatewayParts) -> str | None:
@@ -323,24 +325,25 @@ def _unheard(gateway: GatewayParts) -> str | None:
     )
 
 
-def _child(gateway: GatewayParts, link: ChildLink) -> dict[str, Any]:
-    found = link.beat.load if link.beat is not None else GatewayLoad()
-    return {"pid": link.pid, **moment(link.started_ms, gateway.clock), "in_flight": found.in_flight}
+def _child(gateway: GatewayParts, link: ChildLink) -> doc.GatewayChildFields:
+    found = NO_LOAD if link.beat is None else link.beat.load
+    since = moment(link.started_ms, gateway.clock)
+    return doc.GatewayChildFields(pid=link.pid, **since, in_flight=found.in_flight)
 
 
-def _totals(gateway: GatewayParts) -> dict[str, Any]:
+def _totals(gateway: GatewayParts) -> doc.GatewayTotal:
     totals = gateway.children.counted()
-    return {
-        "requests": [msgspec.to_builtins(each) for each in totals.requests],
-        "tokens": totals.tokens,
-        "replayed_tokens": totals.replayed_tokens,
-        "pauses": totals.pauses,
-        "pause_ms": round(totals.pause_s.sum_s * 1000, 1),
-        "resumes": totals.resumes,
-        "continuations_lost": totals.continuations_lost,
-        "lost_requests": gateway.children.lost_requests,
-        "limits": dict(totals.limits),
-    }
+    return doc.GatewayTotal(
+        requests=list(totals.requests),
+        tokens=totals.tokens,
+        replayed_tokens=totals.replayed_tokens,
+        pauses=totals.pauses,
+        pause_ms=round(totals.pause_s.sum_s * 1000, 1),
+        resumes=totals.resumes,
+        continuations_lost=totals.continuations_lost,
+        lost_requests=gateway.children.lost_requests,
+        limits=dict(totals.limits),
+    )
 
 
 COUNTERS = {

@@ -12,9 +12,12 @@ import socket
 import sys
 import time
 
+from msgspec.structs import replace
+
 from gateway import messages as msg
 from gateway.core import events as ev
 from gateway.core.events import Ending
+from gateway.schema import GatewayRequest, GatewayUpstream
 from gateway.server.client_listener import Parent
 from gateway.server.main import run
 from plumbing.errors import UsageError
@@ -34,7 +37,7 @@ class StubDoors:
         self._answered = self._door = 0
         self._pauses = msg.HistogramTally(msg.PAUSE_BUCKETS_S)
         self._added = msg.HistogramTally(msg.ADDED_BUCKETS_S)
-        self._upstream: msg.UpstreamState | None = None
+        self._upstream: GatewayUpstream | None = None
         self._parent = parent
         self._loop = asyncio.get_running_loop()
 
@@ -83,9 +86,7 @@ class StubDoors:
     def told(self, event: ev.GatewayEvent) -> None:
         match event:
             case ev.EngineGranted(engine, token):
-                self._upstream = msg.UpstreamState(
-                    engine, token, is_connected=True, continuation=Continuation.EXACT
-                )
+                self._upstream = GatewayUpstream(engine, token, True, "", Continuation.EXACT, None)
                 self._parent.happened(
                     msg.GatewayEventMsg("gateway.stub", f"granted {engine} {token}")
                 )
@@ -112,11 +113,11 @@ class StubDoors:
             self._listening = None
 
     def beat(self, progress: int) -> msg.GatewayBeatMsg:
-        whole = msg.RequestTotal(str(Ending.WHOLE), Continuation.EXACT, self._answered)
+        whole = GatewayRequest(str(Ending.WHOLE), Continuation.EXACT, self._answered)
         return msg.GatewayBeatMsg(
             progress,
             is_accepting=self._listening is not None,
-            load=msg.GatewayLoad(in_flight=len(self._streams)),
+            load=replace(msg.NO_LOAD, in_flight=len(self._streams)),
             totals=msg.GatewayTotals(
                 requests=(whole,),
                 pause_s=self._pauses.so_far(),
