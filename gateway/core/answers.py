@@ -14,7 +14,7 @@ from pool.core.events import RefusedDoor
 
 QUOTED_CHARS_MAX = 64  # of a name that a client has sent
 RETRY_AFTER_S = 1  # as the lock server's own 503
-BUSY = (429, 503)  # of answers to ask again for
+BUSY = (429, 503)  # of answers after which a retry helps
 STATUS_OF = {"model_not_found": 404}  # of what the pool refuses
 KINDS = {
     **dict.fromkeys((400, 404, 405, 408, 413, 431, 501, 505), "invalid_request_error"),
@@ -36,7 +36,7 @@ class Failure(NamedTuple):
     status: int
     code: str
     message: str
-    retry_s: int | None = RETRY_AFTER_S  # None: asking again does not help
+    retry_s: int | None = RETRY_AFTER_S  # None: a retry does not help
 
     @property
     def retry_after_s(self) -> int | None:

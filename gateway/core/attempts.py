@@ -34,7 +34,7 @@ CONTINUING = (Continuation.EXACT, Continuation.STATE)
 
 
 def objection(request: ClientRequest, hello: Hello) -> answers.Failure | None:
-    """Why the engine of `hello` cannot be asked for it, ever."""
+    """Why it can never be sent to the engine of `hello`."""
     if request.body_bytes > hello.body_bytes_max:
         return answers.too_large(request.body_bytes, hello.body_bytes_max)
     if request.state is not RequestState.PARKED:
@@ -59,7 +59,7 @@ class Attempts:
         attempt = Attempt(number, request, hello.engine, token, hello.continuation_id, self)
         self.requests.attempts[attempt.number] = request.attempt = attempt
         request.entered_as = 0 if request.is_inside else number
-        # An engine that has handed it over does not work on it again, though it may be asked.
+        # An engine that has handed it over does not work on it again, though it may get it again.
         request.is_inside, request.sent_ms = not request.is_handed_over, now_ms
         self.requests.queue.remove(request)
         journal = Journal(request.tokens, request.chunks) if is_resume else None
@@ -203,7 +203,7 @@ class Attempts:
     # ---- breaks and refusals
 
     def broke(self, attempt: Attempt, cause: BreakCause, now_ms: float) -> None:
-        """The answer is not whole and no more of it comes: ask again, park, or end."""
+        """The answer is not whole and no more of it comes: send it again, park it, or end it."""
         request = attempt.owner
         request.has_broken = True
         request.lived_ms = now_ms - request.sent_ms
@@ -242,7 +242,7 @@ class Attempts:
         )
 
     def _wait_for_grant(self, request: ClientRequest, cause: BreakCause, now_ms: float) -> None:
-        """When it may be asked again if the grant stays what it is."""
+        """When it may be sent again if no newer grant comes."""
         if cause in (BreakCause.SUPERSEDED, BreakCause.YIELDED):
             request.not_before_ms = now_ms
             return

@@ -221,7 +221,7 @@ class ClientRequest:
         self.body_bytes = body_bytes
         self.is_inference = is_inference
         self.is_stream = is_stream
-        self.is_lean = False  # class none: asked once, neither journalled nor held
+        self.is_lean = False  # class none: sent once, neither journalled nor held
         self.state = RequestState.WAITING
 
         self.attempt: LiveAttempt | None = None  # while an upstream connection works for it
@@ -232,7 +232,7 @@ class ClientRequest:
         self.sent_ms = now_ms
         self.lived_ms = 0.0  # how long the last engine had it
         self.waits_since_ms = now_ms
-        self.held_ms = 0.0  # of that, while no engine could be asked
+        self.held_ms = 0.0  # of that, while no engine could serve it
         self.not_before_ms = now_ms
         self.breaks_here = 0  # in a row under one grant
         self.refusals = 0  # in a row
@@ -260,7 +260,7 @@ class ClientRequest:
         self.progress_at = 0  # tell the desk at so many tokens; 0: never
         self.was_tried = False  # alone as a suspect, for as long as that may take
 
-        self.order_key = (0.0, number)  # the smallest of a queue is asked first
+        self.order_key = (0.0, number)  # the smallest of a queue is sent first
         # In a pool:
         self.priority = 0
         self.wait_ms = math.inf  # for its model, if nothing was sent
@@ -280,7 +280,7 @@ class ClientRequest:
 
     def steer(self) -> None:
         """Let groups of its attempt pass by `Attempt.passes`, or have each looked at. For every
-        change of what is asked here."""
+        change of what this looks at."""
         if self.attempt is not None:
             is_plain = self.state is RequestState.STREAMING and self.rewriter is None
             passes = is_plain and not self.progress_at

@@ -76,8 +76,8 @@ class RequestCame(GatewayEvent, frozen=True):
     request: int
     path: str  # without the query
     body_bytes: int
-    is_inference: bool  # a known path that may be asked twice: nothing but the answer changes
-    is_stream: bool  # the body asks for a stream
+    is_inference: bool  # a known path that may be sent twice: nothing but the answer changes
+    is_stream: bool  # the body wants a stream
     model: str = ""
     priority: int | None = None  # lower is sooner; None: its model's own
     wait_ms: float = math.inf
@@ -102,7 +102,7 @@ class HeadCame(GatewayEvent, frozen=True):
     @property
     def is_unsigned_refusal(self) -> bool:
         """Whether the engine's HTTP library refused the request before the engine saw it, such as
-        for a header that is too long: no grant is named, and asking again would not help."""
+        for a header that is too long: no grant is named, and a retry would not help."""
         is_refusal = 400 <= self.status < 500 and self.status != HTTPStatus.TOO_MANY_REQUESTS
         return is_refusal and not self.engine and not self.token
 
@@ -262,7 +262,7 @@ class SendHead(GatewayEffect, frozen=True):
 
     With the engine's Content-Length where there is one, else chunked. `continuation` is what the
     gateway itself promises: `none` where it keeps no journal, and then the shell may forget the
-    request's body too, as it is asked once.
+    request's body too, as it is sent once.
     """
 
     request: int

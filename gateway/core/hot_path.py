@@ -52,7 +52,7 @@ class ColdPath(Protocol):
 
 class Attempt:
     """`number` is the one of the events; `is_over` once nothing of it may reach the client.
-    `continuation_id` is the engine's, as it greeted before it was asked."""
+    `continuation_id` is the engine's, from its hello."""
 
     __slots__ = (
         *("_cold", "continuation_id", "engine", "is_over", "number", "owner", "token"),

@@ -4,7 +4,7 @@ It is told the time and opens nothing. The bytes of streams go through `attempts
 (`attempt.py`), whose effects, rare as they are, wait in `outbox`.
 
 Here is who is active, and what a new grant means. The lock server says whom it has granted; that
-engine is greeted, and asked for nothing before it has answered: its hello says what it can continue
+engine is greeted, and gets no request before it has answered: its hello says what it can continue
 and how large a body it takes. A newer grant ends every attempt of the older one at once, whatever
 these connections still have to say, and every request that the old engine had scheduled when it
 died is charged with that death (`order.py`). Tokens compare within an era only.
@@ -245,7 +245,7 @@ class Gateway:
             self._greet(now_ms)
 
     def _part(self) -> None:
-        """The engine must be greeted anew before it is asked for anything."""
+        """The engine must be greeted anew before it gets a request."""
         self.hello, self._greet_ms = None, None
         self._greetings.next()  # what an earlier greeting brings is about the past
 
@@ -256,7 +256,7 @@ class Gateway:
         self._begin_anew(is_death=is_death, now_ms=now_ms, queued=queued)
 
     def _begin_anew(self, *, is_death: bool, now_ms: float, queued: Set[int] = frozenset()) -> None:
-        """What broke off before says nothing about the engine that is asked now."""
+        """What broke off before says nothing about the engine that gets requests now."""
         waiting = self._requests.queue.waiting
         if is_death:
             for request in [each for each in waiting.values() if each.is_inside]:
@@ -306,7 +306,7 @@ class Gateway:
         return GREET_AGAIN_MS
 
     def _is_overdue(self, request: ClientRequest, now_ms: float) -> bool:
-        """Whether it has waited long enough for an engine that can be asked. One that rests and
+        """Whether it has waited long enough for an engine that can serve it. One that sleeps and
         will wake is none that is missing, so that time counts from when the door opens."""
         hold_ms, park_ms = self.rules.hold_ms, self.rules.park_timeout_ms
         is_resting = self._is_granted and self._door.is_shut and self._door.does_open
@@ -329,7 +329,7 @@ class Gateway:
         for request in list(self._requests.queue.waiting.values()):
             is_given_up = request.gives_up_ms is not None
             if request.state is RequestState.WAITING:
-                # An engine that refuses it, or breaks it off each time, cannot be asked for it.
+                # An engine that refuses it, or breaks it off each time, cannot serve it.
                 if self._waits_for or is_given_up or request.refusals:
                     request.held_ms += min(passed_ms, now_ms - request.waits_since_ms)
                 if self._is_overdue(request, now_ms):

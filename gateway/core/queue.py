@@ -1,7 +1,7 @@
 """Every request that waits for an engine, in the order in which the gateway sends it.
 
     streams that were paused      oldest first, so many replays at once
-    requests to ask again         nothing of them was sent; oldest first
+    requests to send again        nothing of them was sent; oldest first
     suspects                      one at a time, streams first
     new requests                  oldest first; while there are suspects, so few at once that a
                                   trial finds room in the engine
@@ -19,7 +19,7 @@ A suspect waits for the trials before it, each of `TRIAL_MS` at most, and in the
 `COMPANY_MAX` new requests at most that were sent meanwhile. A request that the engine had queued,
 and had not scheduled yet (`EngineGranted.queued`), is not charged with the death.
 
-A request that must not be asked yet waits aside, `delayed`. A paused stream that the engine has
+A request that must not be sent yet waits aside, `delayed`. A paused stream that the engine has
 refused keeps new requests back, since they would take the room that it waits for, but only
 `REFUSALS_THAT_HOLD` times: one that is refused for ever must not keep everybody out.
 """
@@ -79,7 +79,7 @@ class RequestQueue:
         self._delayed[request.number] = request
 
     def remove(self, request: ClientRequest) -> None:
-        """It is asked, or over. Its number may stay in a queue, where it is passed over."""
+        """It is sent, or over. Its number may stay in a queue, where it is passed over."""
         self.waiting.pop(request.number, None)
         self._delayed.pop(request.number, None)
 
@@ -109,7 +109,7 @@ class RequestQueue:
     def due(
         self, resuming: Callable[[], int], company: Callable[[], int], now_ms: float
     ) -> Iterator[ClientRequest]:
-        """Those whose turn it is, one after the other; the caller asks each before the next.
+        """Those whose turn it is, one after the other; the caller sends each before the next.
 
         `resuming` says how many replays are under way, and `company` how many new requests.
         """

@@ -1,4 +1,4 @@
-"""Which model a request is for, and what its client asks of the pool beside the answer.
+"""Which model a request is for, and what its client wants of the pool beside the answer.
 
 The model is named in the body, else in the path (`/m/<model>/…`), else in a header; where there is
 only one, it need not be named. A wish that cannot be read is refused; all else in a body is the
@@ -28,7 +28,7 @@ _WAIT = re.compile(r"(?:^|[,;\s])wait\s*=\s*\"?(\d{1,9})", re.IGNORECASE)  # RFC
 
 
 class BadWish(ValueError):
-    """A client asks the pool for something that nobody can read. `must_be`: what it would take."""
+    """A client's wish cannot be read. `must_be`: what can."""
 
     def __init__(self, field: str, must_be: str) -> None:
         super().__init__(field, must_be)

@@ -102,7 +102,7 @@ class SendGoal(SleepEffect, frozen=True):
 
 
 class HolderWoke(SleepEffect, frozen=True):
-    """The engine is awake, so long after the gateway has asked for it."""
+    """The engine is awake, `ms` after the gateway sent the goal."""
 
     ms: float
 
@@ -117,7 +117,7 @@ class SleepTold(SleepEffect, frozen=True):
 
 # For all children to obey, which takes a millisecond; one that is stopped is killed after 3 s.
 CLOSING_MS = 1_000.0
-# The states of an engine that holds the lock; first those in which nothing may be asked of it.
+# The states of an engine that holds the lock; first those in which it must get no request.
 WAY_DOWN = frozenset({"draining", "releasing", "resting"})
 HOLDING = WAY_DOWN | {"waking", "active"}
 
@@ -140,7 +140,7 @@ class SleepPolicy:
         self.token = 0
         self.said: HolderSaid | None = None  # the last word of this holder
         self.door = DoorSet(0, 0, GatewayDoor.OPEN)
-        self.asked: Tier | None = None  # a goal that it has not answered yet
+        self.pending_goal: Tier | None = None  # that it has not answered yet
         self._children: dict[int, _ChildView] = {}
         self._awake_since_ms = 0.0  # or since when it was last found not to be quiet
         self._closing_since_ms = 0.0
@@ -152,8 +152,8 @@ class SleepPolicy:
     @property
     def goal(self) -> Tier | None:
         """The holder's goal, as far as it is known."""
-        if self.asked is not None:
-            return self.asked
+        if self.pending_goal is not None:
+            return self.pending_goal
         return self.said.goal if self._is_heard and self.said is not None else None
 
     @property
@@ -189,7 +189,7 @@ class SleepPolicy:
             case HolderLost():
                 self._lose(now_ms)
             case GoalRefused():
-                self.asked, self._awake_since_ms = None, now_ms
+                self.pending_goal, self._awake_since_ms = None, now_ms
                 message = f"{self.engine} does not take its goal: {event.reason}"
                 self._out.append(SleepTold("goal_refused", message, "warning"))
             case ChildSaid():
@@ -210,7 +210,7 @@ class SleepPolicy:
         was_active = self.said is not None and self.said.state == "active"
         self.said = said
         if said.is_answer:
-            self.asked = None
+            self.pending_goal = None
         if said.state != "active":
             return
         if not was_active:
@@ -220,7 +220,7 @@ class SleepPolicy:
             self._woken_ms = None
 
     def _lose(self, now_ms: float) -> None:
-        self.said = self.asked = self._woken_ms = None
+        self.said = self.pending_goal = self._woken_ms = None
         self._awake_since_ms = now_ms
 
     # ------------------------------------------------------------------ what follows
@@ -253,11 +253,11 @@ class SleepPolicy:
         said, after_ms = self.said, self.rules.sleep_after_ms
         if not after_ms or not self._is_heard or said is None or not self._children:
             return False
-        may_rest = said.can_rest and said.state == "active" and self.asked is None
+        may_rest = said.can_rest and said.state == "active" and self.pending_goal is None
         return may_rest and self.quiet_ms(now_ms) >= after_ms
 
     def _close(self, now_ms: float) -> None:
-        """The children were told to ask nothing: is all quiet, now that nothing can begin?"""
+        """The children send nothing now, so nothing can begin: is all quiet?"""
         is_late = now_ms - self._closing_since_ms >= CLOSING_MS
         if is_late or not self._is_idle(now_ms):
             if is_late:
@@ -281,7 +281,7 @@ class SleepPolicy:
         self._set(GatewayDoor.SHUT)  # as before; but it will open
 
     def _send(self, goal: Tier) -> None:
-        self.asked = goal
+        self.pending_goal = goal
         self._out.append(SendGoal(goal))
 
     def _set(self, door: GatewayDoor) -> None:

@@ -275,9 +275,9 @@ class ModelService:
         if is_hop_path(http.path):
             return _refusal(answers.NOT_FOUND, http.path)
         said = dict(http.wishes)
-        asked, fault = http.members
+        members, fault = http.members
         try:
-            in_body = value_of(asked.model)
+            in_body = value_of(members.model)
         except ValueError as error:
             in_body, fault = None, str(error)
         named = said.get(b"x-understudy-model", b"").decode(errors="replace")
@@ -287,9 +287,11 @@ class ModelService:
         try:
             return Wishes(
                 model,
-                priority_of(_wish(asked.priority), _text(said.get(b"x-understudy-priority"))),
+                priority_of(_wish(members.priority), _text(said.get(b"x-understudy-priority"))),
                 wait_ms(said.get(b"prefer", b"").decode(errors="replace")),
-                keep_alive_ms(_wish(asked.keep_alive), _text(said.get(b"x-understudy-keep-alive"))),
+                keep_alive_ms(
+                    _wish(members.keep_alive), _text(said.get(b"x-understudy-keep-alive"))
+                ),
             )
         except BadWish as bad:
             return _refusal(answers.bad_wish(bad.field, bad.header, bad.must_be), http.path)

@@ -209,7 +209,7 @@ class HttpExchange:
         )
         request.upstream = self.upstreams[effect.attempt] = upstream
         request.engine = effect.engine
-        # A request that must not be asked twice meets no connection that may end at any time.
+        # A request that must not be sent twice gets no connection that may end at any time.
         reusable = request.may_be_sent_twice
         idle = self.idle_connections.take((effect.engine, effect.token)) if reusable else None
         if idle is None or not upstream.reuse(idle):

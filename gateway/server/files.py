@@ -55,7 +55,7 @@ class WatchedFiles:
 
 
 class ApiKeys:
-    """Who may ask: one key per line. Only digests are kept, compared in constant time."""
+    """The accepted keys, one per line. Only digests are kept, compared in constant time."""
 
     def __init__(self, path: str) -> None:
         """Raises:

@@ -8,7 +8,7 @@ from gateway.server.upstream import Upstream
 from plumbing import gateway_protocol as hop
 from plumbing.gateway_protocol import Continuation, Journal
 
-# Paths that may be asked twice: nothing but the answer changes. GET and HEAD are such anywhere.
+# Requests that may be sent twice: nothing but the answer changes. So are GET and HEAD anywhere.
 INFERENCE_PATHS = frozenset(
     {
         *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),

@@ -219,7 +219,7 @@ REQUEST = (
     f"GET %b HTTP/1.1\r\nhost: gateway\r\n{hop.GATEWAY}: {hop.VERSION}\r\nconnection: close\r\n\r\n"
 ).encode()
 ANSWER_BYTES_MAX = 1 << 20
-# An engine says hello before it serves. One that does not is asked again: the core says when.
+# An engine answers before it serves. One that does not is greeted again: the core says when.
 DEADLINE_S = 2.0
 # It makes its socket some milliseconds after its grant, which is when it is first greeted; on a
 # busy machine it takes longer. Every stream waits for that, so each millisecond counts, and a try

@@ -1,7 +1,7 @@
 """Speaks with the engine that holds the lock, on its control socket: whether it rests, and shall.
 
 Carries out what `gateway.core.sleep` decides, and feeds it. An engine that cannot be heard opens
-the door: its requests are asked as if it were awake, and what fails is asked again.
+the door: children send it requests as if it were awake, and retry those that fail.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from plumbing.wire.messages import FaultMsg, Message
 
 BY = "gateway"  # who wants it, in the engine's status and events
 # A supervisor answers within a millisecond, and is never blocked by its backend. While the engine
-# rests it is asked this often, since requests wait for what it says.
+# sleeps it is polled this often, because requests wait for what it says.
 ANSWER_MS = 3_000.0
 LOOK_MS = 1_000.0
 RETRY_S = 0.05  # a restarted supervisor takes some 200 ms to listen again; doubled
@@ -139,7 +139,7 @@ class GatewayEngineSide(Handler):
                 self._heard(message, is_answer=is_answer)
             case FaultMsg():
                 self.problem = message.message
-                if is_answer and self.core.asked is not None:
+                if is_answer and self.core.pending_goal is not None:
                     self._feed(ev.GoalRefused(message.message))
 
     def closed(self, conn: Connection, reason: str) -> None:

@@ -199,7 +199,7 @@ def probes(gateway: GatewayParts) -> Mapping[str, Callable[[], Probe]]:
 
 
 def startup(gateway: GatewayParts) -> Probe:
-    """A process could accept. Engines start after this one, so none is asked for."""
+    """A process could accept. Engines start after this one, so none is needed."""
     if gateway.children.has_started:
         return Probe(True, "started")
     return Probe(False, "starting", {"problems": problems(gateway)})
@@ -421,7 +421,7 @@ class _Collected(Collector):
         yield _histogram("pause_seconds", text, PAUSE_BUCKETS_S, totals.pause_s)
         text = "Time from a request, read whole, to its first byte sent to an engine that was free."
         yield _histogram("added_seconds", text, ADDED_BUCKETS_S, totals.added_s)
-        text = "Time from a wake that the gateway asked for until the engine is active."
+        text = "Time from a wake that the gateway requested until the engine is active."
         wakes = self._gateway.engine.wakes.so_far()
         yield _histogram("wake_seconds", text, WAKE_BUCKETS_S, wakes)
 

@@ -18,7 +18,7 @@ from plumbing.service.config import Option, Resolved, duration_s, size_bytes
 from plumbing.service.hosts import ALLOWED_HOST
 
 DAY_S = 24 * 3600
-# One answer without a stream is held whole, up to 64 MiB; with less nothing could be asked again.
+# One answer without a stream is held whole, up to 64 MiB; with less nothing could be sent again.
 MEMORY_BYTES_MIN = 64 << 20
 MEMORY_BYTES = 1 << 30  # a few thousand streams of long contexts, or a dozen of the largest answers
 RESUMES_MAX = 32  # at once: more prefills than that delay each other and every new request
