@@ -101,20 +101,6 @@ def classify(exchange: Exchange, expected: dict[str, Exchange]) -> Outcome:
     return Outcome.OK if is_same and is_counted else Outcome.WRONG
 
 
-def is_explained(exchange: Exchange, kills: Iterable[Kill]) -> bool:
-    """Whether a kill can explain the loss of this request, which ran on the killed engine."""
-    for kill in kills:
-        if exchange.ended_ms < kill.killed_ms:
-            continue
-        if exchange.token is not None:
-            if exchange.token == kill.old_token:
-                return True
-        # Accepted without a byte of an answer: by an engine that was dying.
-        elif kill.active_ms is None or exchange.sent_ms <= kill.active_ms:
-            return True
-    return False
-
-
 def doubled_pieces(exchange: Exchange, expected: Exchange | None) -> int:
     """How many pieces of text came a second time: where the answer departs from the expected one,
     it continues from an earlier place in it."""

@@ -21,7 +21,6 @@ from understudy.drill.outcomes import (
     doubled_pieces,
     failover_pauses,
     first_answers,
-    is_explained,
     outcome_of,
     pauses_in,
     phases_of,
@@ -241,12 +240,6 @@ def _no_bound(evidence: Evidence) -> list[str]:
     return [] if evidence.records.bounds else ["the pool"]
 
 
-def _unprovoked(evidence: Evidence) -> list[str]:
-    lost = evidence.of(Outcome.LOST, Outcome.BROKEN)
-    kills = evidence.records.engine_kills
-    return _details(each for each in lost if not is_explained(each, kills))
-
-
 def _away(evidence: Evidence) -> list[str]:
     """Victims that did not come back; an engine with a standby is judged by its successor."""
     return [
@@ -307,7 +300,6 @@ def _late(share: float | None) -> list[str]:
 
 LOST = "{count} requests were lost, which the gateway had to continue ({first})"
 BROKEN = "{count} streams were broken, which the gateway had to continue ({first})"
-UNPROVOKED = "{count} requests were lost although nothing had been killed ({first})"
 HUNG = "{count} requests got neither an answer nor an error"
 UNCHECKED = "{each} grants could be checked against the old processes"
 COUNTS = (
@@ -322,7 +314,6 @@ COUNTS = (
     Count("false_deaths", _false_deaths),
 )
 CHECKS = (
-    Check("unprovoked", _unprovoked, UNPROVOKED, PODS),
     Check("hung", lambda e: e.of(Outcome.HUNG), HUNG),
     Check("starved", _starved, "{all} answered no request in full"),
     Check("outside", _refused_outside),
