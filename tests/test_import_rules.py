@@ -420,7 +420,7 @@ LINES_MAX = {
     "engine": 21_170,
     "gateway": 10_965,
     "pool": 9_280,
-    "understudy": 11_780,
+    "understudy": 11_760,
     "hack": 7_270,
     "tests": 92_390,  # with the sweep, which hack had
 }
