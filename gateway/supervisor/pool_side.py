@@ -17,17 +17,10 @@ from gateway.supervisor.child_processes import ChildLink, ChildProcesses
 from plumbing.errors import UnderstudyError
 from plumbing.service.clock import Clock
 from plumbing.service.events import EventLog
-from pool.client import (
-    Door,
-    DoorsMsg,
-    ModelDemand,
-    ModelState,
-    PoolCallbacks,
-    PooledModel,
-    PoolLink,
-    RefusedDoor,
-    binds_alike,
-)
+from pool.client.link import PoolCallbacks, PoolLink
+from pool.core.events import Door, ModelDemand, RefusedDoor, binds_alike
+from pool.core.states import ModelState
+from pool.messages import DoorsMsg, PooledModel
 
 
 class GatewayPoolSide:

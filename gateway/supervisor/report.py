@@ -44,7 +44,7 @@ from plumbing.service.http import Probe
 from plumbing.service.metrics import PREFIX, Metrics
 from plumbing.service.notify import restarts
 from plumbing.text import duration
-from pool.client import ModelDemand, ShutDoor, TicketKind
+from pool.core.events import ModelDemand, ShutDoor, TicketKind
 
 
 @dataclass

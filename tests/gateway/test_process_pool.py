@@ -23,8 +23,9 @@ from plumbing.errors import UnderstudyError, UsageError
 from plumbing.pod.paths import engine_http_socket, pool_socket
 from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.server import Server
-from pool.client import Door, ModelDemand, ModelState, OpenDoor, PooledModel, Running, ShutDoor
-from pool.messages import CATALOGUE, DemandMsg, DoorsMsg
+from pool.core.events import Door, ModelDemand, OpenDoor, Running, ShutDoor
+from pool.core.states import ModelState
+from pool.messages import CATALOGUE, DemandMsg, DoorsMsg, PooledModel
 from tests.documents import mismatches
 from tests.gateway.gateways import GatewayProcess, LockServer
 from tests.gateway.server.harness import CHAT, Answer, Client

@@ -38,7 +38,8 @@ from plumbing.pod.paths import (
 )
 from plumbing.wire.connection import Handler
 from plumbing.wire.server import Server
-from pool.client import ModelDemand, OpenDoor, PoolCallbacks, PoolLink, Ticket
+from pool.client.link import PoolCallbacks, PoolLink
+from pool.core.events import ModelDemand, OpenDoor, Ticket
 from tests.helpers import auntil, free_port
 
 MIB = 1 << 20

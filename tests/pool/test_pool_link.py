@@ -10,9 +10,10 @@ import pytest
 from plumbing.pod.paths import pool_socket
 from plumbing.wire.connection import Handler
 from plumbing.wire.server import Server
-from pool.client import ModelDemand, OpenDoor, PoolCallbacks, PooledModel, PoolLink
+from pool.client.link import PoolCallbacks, PoolLink
+from pool.core.events import ModelDemand, OpenDoor
 from pool.core.states import ModelState
-from pool.messages import CATALOGUE, DoorsMsg
+from pool.messages import CATALOGUE, DoorsMsg, PooledModel
 from tests.helpers import auntil
 
 

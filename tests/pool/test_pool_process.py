@@ -15,7 +15,7 @@ import pytest
 from plumbing.pod.cli import ask_status
 from plumbing.pod.paths import pool_socket
 from plumbing.service.clock import SystemClock
-from pool.client import OpenDoor, ShutDoor
+from pool.core.events import OpenDoor, ShutDoor
 from pool.messages import CATALOGUE
 from tests.helpers import auntil
 from tests.pool.neighbours import MIB, World, pool_process

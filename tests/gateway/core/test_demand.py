@@ -6,9 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.core.demand import CHILD_STEP, TICKETS_MAX, ChildDemands
-from pool.client import DemandMsg
 from pool.core.events import ModelDemand, Ticket, TicketKind
-from pool.messages import CATALOGUE, FRAME_BYTES_MAX
+from pool.messages import CATALOGUE, FRAME_BYTES_MAX, DemandMsg
 
 TICKETS = st.builds(
     Ticket,

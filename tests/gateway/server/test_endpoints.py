@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from gateway.core.events import DoorSet, GatewayDoor, NobodyGranted
 from gateway.server import endpoints
 from gateway.server.endpoints import RequestLoad, page_of
-from pool.client import RefusedDoor
+from pool.core.events import RefusedDoor
 from tests.gateway.server.harness import CHAT, Answer, Bench, scene, with_bench
 from tests.gateway.server.test_models import LANES, models_scene
 from tests.gateway.stub_engine import StubReply, StubRequest

@@ -17,16 +17,9 @@ from gateway.core.events import EngineGranted, LaneRules
 from gateway.messages import ModelDoorsMsg
 from plumbing.gateway_protocol import Continuation
 from plumbing.pod.messages import Tier
-from pool.client import (
-    Door,
-    ModelDemand,
-    ModelState,
-    OpenDoor,
-    PooledModel,
-    RefusedDoor,
-    Running,
-    ShutDoor,
-)
+from pool.core.events import Door, ModelDemand, OpenDoor, RefusedDoor, Running, ShutDoor
+from pool.core.states import ModelState
+from pool.messages import PooledModel
 from tests.gateway.server.harness import CHAT, ERA, Bench, scene
 from tests.gateway.stub_engine import StubEngine, StubReply, text_of
 from tests.helpers import auntil
