@@ -29,6 +29,7 @@ from pool.core.reasons import held_for_ever
 from pool.core.states import EntryKind, ModelState
 from pool.core.view import ModelView
 from pool.core.world import PoolSituation
+from pool.schema import PoolBooked
 from pool.server.leases import HeldLease
 from pool.server.parts import PoolParts
 
@@ -196,9 +197,9 @@ def _device(parts: PoolParts, device: str) -> str:
         return f"{device}: the memory service has not reported its size yet"
     held: dict[str, int] = {}
     rows = booked_on(parts, device)
-    leaving = {row["owner"] for row in rows if row["leaving"]}
+    leaving = {row.owner for row in rows if row.leaving}
     for row in rows:
-        held[row["owner"]] = held.get(row["owner"], 0) + row["bytes"]
+        held[row.owner] = held.get(row.owner, 0) + row.bytes
     if ledger.outside.get(device):
         held["programs outside the pool"] = ledger.outside[device]
     words = []
@@ -213,7 +214,7 @@ def _device(parts: PoolParts, device: str) -> str:
     return f"{device}: {free} free of {size(ledger.totals[device])}; {who}"
 
 
-def booked_on(parts: PoolParts, device: str) -> list[dict[str, Any]]:
+def booked_on(parts: PoolParts, device: str) -> list[PoolBooked]:
     """Who holds what of a device, by owner: a model, or `lease ID`; the largest first."""
     pool, ledger = parts.pool.situation, parts.pool.situation.books.ledger
     rows = []
@@ -222,14 +223,14 @@ def booked_on(parts: PoolParts, device: str) -> list[dict[str, Any]]:
             continue
         owner = pool.engines[key.owner].model if key.kind is EntryKind.BASE else key.owner
         rows.append(
-            {
-                "owner": f"lease {key.owner}" if key.kind is EntryKind.LEASE else owner,
-                "kind": key.kind.value,
-                "bytes": size_bytes,
-                "leaving": key in ledger.leaving,
-            }
+            PoolBooked(
+                f"lease {key.owner}" if key.kind is EntryKind.LEASE else owner,
+                key.kind.value,
+                size_bytes,
+                key in ledger.leaving,
+            )
         )
-    return sorted(rows, key=lambda row: (row["owner"], -row["bytes"]))
+    return sorted(rows, key=lambda row: (row.owner, -row.bytes))
 
 
 def _no_room(parts: PoolParts, name: str, seen: list[ModelView]) -> str:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from typing import Any
 
 import msgspec
@@ -15,44 +14,64 @@ from plumbing.service.clock import moment
 from plumbing.service.http import Probe
 from plumbing.service.notify import restarts
 from pool.core.doors import expected_ms
-from pool.core.model import Costs, KnownModel
+from pool.core.model import KnownModel
 from pool.core.states import FALLING, HOST, RISING, ModelState
 from pool.core.view import ModelView
+from pool.schema import (
+    PoolCost,
+    PoolDevice,
+    PoolEngine,
+    PoolFileFields,
+    PoolGateway,
+    PoolHolder,
+    PoolLeaseFields,
+    PoolLockServer,
+    PoolModel,
+    PoolPlan,
+    PoolQueue,
+    PoolStatus,
+)
 from pool.server import explain
 from pool.server.explain import next_of, wait_of
 from pool.server.parts import PoolParts
 from pool.settings import digests
 
 SCHEMA = 1
-COSTS = fields(Costs)
+COSTS = PoolCost.__struct_fields__
 PROBLEMS_MAX = 20  # a pod with a hundred engines that are all gone has one problem
 
 
 def document(parts: PoolParts) -> dict[str, Any]:
     """The status document, the same for the CLI, `/status` and observers."""
     seen = explain.views(parts)
-    return {
-        "schema": SCHEMA,
-        "online": True,
+    found = PoolStatus(
+        schema=SCHEMA,
+        online=True,
         **parts.log.newest(),
-        "pid": os.getpid(),
-        "restarts": restarts(),
-        "dir": parts.settings.directory,
+        pid=os.getpid(),
+        restarts=restarts(),
+        dir=parts.settings.directory,
         **moment(parts.started_ms, parts.clock),
-        "era": parts.pool.situation.era,
-        "start": parts.pool.situation.start,
-        "recovering": is_recovering(parts),
-        "models": [_model(parts, name, seen) for name in parts.doors],
-        "devices": [_device(parts, name) for name in parts.pool.situation.books.devices],
-        "leases": [_lease(parts, each) for each in parts.leases.leases],
-        "plan": plan(parts),
-        "gateways": [{"gateway": name} for name in parts.gateways.conns],
-        "lock_server": {"connected": parts.locks.is_connected, "problem": parts.locks.problem},
-        "queue": {"max": parts.file.queue.max, "per_model": parts.file.queue.per_model},
-        "file": {"path": parts.settings.path or None, "digests": digests(parts.settings.file)},
-        "changed": {name or "pool": found for name, found in parts.changed.items()},
-        "problems": problems(parts)[:PROBLEMS_MAX],
-    }
+        era=parts.pool.situation.era,
+        start=parts.pool.situation.start,
+        recovering=is_recovering(parts),
+        models=[_model(parts, name, seen) for name in parts.doors],
+        devices=[_device(parts, name) for name in parts.pool.situation.books.devices],
+        leases=[_lease(parts, each) for each in parts.leases.leases],
+        plan=plan(parts),
+        gateways=[PoolGateway(name) for name in parts.gateways.conns],
+        lock_server=PoolLockServer(parts.locks.is_connected, parts.locks.problem),
+        queue=PoolQueue(parts.file.queue.max, parts.file.queue.per_model),
+        file=PoolFileFields(parts.settings.path or None, digests(parts.settings.file)),
+        changed={name or "pool": found for name, found in parts.changed.items()},
+        problems=problems(parts)[:PROBLEMS_MAX],
+    )
+    return dict(msgspec.to_builtins(found, enc_hook=_plain))
+
+
+def _plain(value: object) -> object:
+    """Of the pool file's own kinds: `DeviceName`, `Size`."""
+    return int(value) if isinstance(value, int) else str(value)
 
 
 def problems(parts: PoolParts) -> list[str]:
@@ -96,67 +115,65 @@ def ready(parts: PoolParts) -> Probe:
 # -------------------------------------------------------------------------------------- parts
 
 
-def _model(parts: PoolParts, name: str, seen: list[ModelView]) -> dict[str, Any]:
+def _model(parts: PoolParts, name: str, seen: list[ModelView]) -> PoolModel:
     pool = parts.pool.situation
     known, told = pool.models[name], parts.doors[name]
     bound, measured = explain.bounds_of(parts, name, seen)
     tickets = pool.demand.tickets(name)
     now_ms = parts.clock.now_ms()
     oldest_ms = min((each.since_ms for each in tickets), default=None)
-    sizes = known.sizes
-    return {
-        "model": name,
-        "state": known.state.value,
+    sizes, holder = known.sizes, known.holder
+    return PoolModel(
+        model=name,
+        state=known.state.value,
         **moment(known.since_ms, parts.clock),
-        "reason": known.reason or None,
-        "waits_for": wait_of(pool, known),
-        "fault": known.fault or None,
-        "tier": known.goal.value,
-        "floor": known.floor.value,
-        "pinned": known.is_pinned,
-        "priority": known.rules.priority,
-        "recovering": known.is_recovering,
-        "leaving": known.leaving,
-        "tickets": len(tickets),
-        "oldest_ticket_ms": None if oldest_ms is None else round(now_ms - oldest_ms),
-        "parked": sum(each.kind == "parked" for each in tickets),
-        "in_flight": pool.demand.in_flight(name),
-        "door": {"number": told.number, **(msgspec.to_builtins(told.door) if told.door else {})},
-        "holder": None
-        if known.holder is None
-        else {"engine": known.holder.engine, "token": known.holder.token},
-        "engines": [_engine(parts, known, each.name) for each in known.engines],
-        "bytes": _booked(parts, known),
-        "estimated": sizes is None or sizes.is_estimated,
-        "sizes": None
+        reason=known.reason or None,
+        waits_for=wait_of(pool, known),
+        fault=known.fault or None,
+        tier=known.goal.value,
+        floor=known.held.value,
+        pinned=known.is_pinned,
+        priority=known.rules.priority,
+        recovering=known.is_recovering,
+        leaving=known.leaving,
+        tickets=len(tickets),
+        oldest_ticket_ms=None if oldest_ms is None else round(now_ms - oldest_ms),
+        parked=sum(each.kind == "parked" for each in tickets),
+        in_flight=pool.demand.in_flight(name),
+        door={"number": told.number, **(msgspec.to_builtins(told.door) if told.door else {})},
+        holder=None if holder is None else PoolHolder(holder.engine, holder.token),
+        engines=[_engine(parts, known, each.name) for each in known.engines],
+        bytes=_booked(parts, known),
+        estimated=sizes is None or sizes.is_estimated,
+        sizes=None
         if sizes is None
         else {kind: dict(getattr(sizes, kind)) for kind in ("base", "weights", "kv")},
-        "expected_ms": _rounded(expected_ms(known, now_ms)),
-        "costs": {field.name: _rounded(getattr(known.costs, field.name)) for field in COSTS},
-        "bound_ms": explain.bound_ms(bound),
-        "measured_bound_ms": explain.bound_ms(measured),
-        "alarm": known.alarm or None,
-    }
+        expected_ms=_rounded(expected_ms(known, now_ms)),
+        costs=PoolCost(*(_rounded(getattr(known.costs, name)) for name in COSTS)),
+        bound_ms=explain.bound_ms(bound),
+        measured_bound_ms=explain.bound_ms(measured),
+        alarm=known.alarm or None,
+    )
 
 
 def _rounded(spent_ms: float | None) -> int | None:
     return None if spent_ms is None else round(spent_ms)
 
 
-def _engine(parts: PoolParts, known: KnownModel, name: str) -> dict[str, Any]:
+def _engine(parts: PoolParts, known: KnownModel, name: str) -> PoolEngine:
     link = parts.engines.links[name]
     said = link.said
-    return {
-        "engine": link.engine,
-        "shadow": name != known.main().name,
-        "connected": said is not None,
-        "goal": link.goal,
-        "state": said.state if said is not None else None,
-        "tier": said.tier if said is not None else None,
-        "token": said.token if said is not None else None,
-        "in_flight": said.in_flight if said is not None else None,
-        "problem": link.problem,
-    }
+    return PoolEngine(
+        engine=link.engine,
+        shadow=name != known.main().name,
+        connected=said is not None,
+        goal=link.goal,
+        state=said.state if said is not None else None,
+        tier=said.tier if said is not None else None,
+        token=said.token if said is not None else None,
+        in_flight=said.in_flight if said is not None else None,
+        problem=link.problem,
+    )
 
 
 def _booked(parts: PoolParts, known: KnownModel) -> dict[str, dict[str, int]]:
@@ -168,39 +185,39 @@ def _booked(parts: PoolParts, known: KnownModel) -> dict[str, dict[str, int]]:
     return found
 
 
-def _device(parts: PoolParts, device: str) -> dict[str, Any]:
+def _device(parts: PoolParts, device: str) -> PoolDevice:
     ledger = parts.pool.situation.books.ledger
     leaving = sum(ledger.entries[key] for key in ledger.leaving if key.device == device)
     booked = sum(each for key, each in ledger.entries.items() if key.device == device)
     is_known = device in ledger.totals
-    return {
-        "device": device,
-        "total_bytes": ledger.totals.get(device),
-        "free_bytes": max(0, ledger.free_bytes(device)) if is_known else None,
-        "booked_bytes": booked,
-        "leaving_bytes": leaving,
-        "outside_bytes": ledger.outside.get(device, 0),
-        "margin_bytes": 0 if device == HOST else ledger.margin_bytes,
-        "booked": explain.booked_on(parts, device),
-    }
+    return PoolDevice(
+        device=device,
+        total_bytes=ledger.totals.get(device),
+        free_bytes=max(0, ledger.free_bytes(device)) if is_known else None,
+        booked_bytes=booked,
+        leaving_bytes=leaving,
+        outside_bytes=ledger.outside.get(device, 0),
+        margin_bytes=0 if device == HOST else ledger.margin_bytes,
+        booked=explain.booked_on(parts, device),
+    )
 
 
-def _lease(parts: PoolParts, lease: str) -> dict[str, Any]:
+def _lease(parts: PoolParts, lease: str) -> PoolLeaseFields:
     held = parts.leases.leases[lease]
-    return {
-        "lease": lease,
-        "device": held.device,
-        "bytes": held.size_bytes,
-        "granted": held.is_granted,
-        "waits_for": held.waits_for or None,
-        "priority": held.priority,
-        "command": held.program or None,
-        "pid": held.pid or None,
+    return PoolLeaseFields(
+        lease=lease,
+        device=held.device,
+        bytes=held.size_bytes,
+        granted=held.is_granted,
+        waits_for=held.waits_for or None,
+        priority=held.priority,
+        command=held.program or None,
+        pid=held.pid or None,
         **moment(held.since_ms, parts.clock),
-    }
+    )
 
 
-def plan(parts: PoolParts) -> list[dict[str, Any]]:
+def plan(parts: PoolParts) -> list[PoolPlan]:
     """What happens next to each model that somebody waits for and that does not serve yet; who has
     waited longest, counted in steps of priority, is first."""
     pool, now_ms = parts.pool.situation, parts.clock.now_ms()
@@ -215,14 +232,9 @@ def plan(parts: PoolParts) -> list[dict[str, Any]]:
         priority = min((each.priority for each in tickets), default=known.rules.priority)
         waited_ms = max(0.0, now_ms - min(since_ms))
         level = priority - waited_ms // max(1.0, pool.rules.starve_after_ms)
-        row = {
-            "model": name,
-            "step": _step(known),
-            "why": next_of(parts.pool.situation, known),
-            "victims": list(known.victims) if known.has_plan else [],
-            "tickets": len(tickets),
-            "waited_ms": round(waited_ms),
-        }
+        victims = list(known.victims) if known.has_plan else []
+        why = next_of(pool, known)
+        row = PoolPlan(name, _step(known), why, victims, len(tickets), round(waited_ms))
         rows.append((level, -waited_ms, row))
     return [row for _, _, row in sorted(rows, key=lambda each: each[:2])]
 
