@@ -25,7 +25,7 @@ from tests.deploy.manifests import (
     pod_spec,
     render,
 )
-from tests.deploy.test_manifest_policy import references, selectors
+from tests.deploy.test_manifests import references, selectors
 
 VERSIONS = ["1.34", kubernetes_validate.latest_version()]
 OF_CLAIMS = ("exclusive-gpu", "tainted-gpu")
