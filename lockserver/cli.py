@@ -231,9 +231,8 @@ def _look(directory: str) -> Look:
         document = ask_status(lockserver_socket(directory), CATALOGUE)
     except (UnreachableError, WaitTimeoutError) as error:
         from lockserver.status import offline as on_file
-        from lockserver.status.silent import silent_server
 
-        silent = silent_server(directory, error)
+        silent = on_file.silent_server(directory, error)
         offline = error if silent is None else silent.error()
         found = on_file.offline(directory, silent=silent)
         if found is None:

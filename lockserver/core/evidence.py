@@ -119,7 +119,7 @@ def fall_silent(
             if lock.holder is not None and lock.holder.supervisor == supervisor.id
         ]
         if not held:
-            yield sentences.silent(supervisor)
+            yield sentences.of_supervisor("lock.silent", supervisor)
         for lock, holder in held:
             yield sentences.unresponsive(lock, holder, supervisor)
 

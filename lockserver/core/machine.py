@@ -222,7 +222,7 @@ class LockMachine:
         yield ev.SendGrant(conn, lock.name, holder, self.ledger.era)
         if not was_held:  # supervisors that connected meanwhile have not been sent the holder
             yield ev.Announce(lock.name, holder, self.ledger.era)
-            yield sentences.confirmed(lock, holder)
+            yield sentences.of_holder("lock.confirmed", lock, holder)
             yield from self.switchovers.remind(lock, conn)
 
     def _claim(self, lock: Lock, want: Wanted, token: int, now_ms: float) -> Iterable[LockEffect]:
@@ -232,7 +232,7 @@ class LockMachine:
         self.ledger.claim(token)
         yield ev.SendGrant(want.conn, lock.name, holder, self.ledger.era)
         yield ev.Announce(lock.name, holder, self.ledger.era)
-        yield sentences.claimed(lock, holder)
+        yield sentences.of_holder("lock.claimed", lock, holder)
 
     # ------------------------------------------------------------------ heartbeats and losses
 
@@ -255,7 +255,7 @@ class LockMachine:
     def _mark_heard(self, supervisor: SupervisorRecord, now_ms: float) -> list[LockEffect]:
         supervisor.heard_ms = now_ms
         was_silent, supervisor.is_silent = supervisor.is_silent, False
-        return [sentences.heard(supervisor)] if was_silent else []
+        return [sentences.of_supervisor("lock.heard", supervisor)] if was_silent else []
 
     def _connection_closed(self, event: ev.ConnectionClosed, now_ms: float) -> Iterable[LockEffect]:
         supervisor = self._by_conn.get(event.conn)

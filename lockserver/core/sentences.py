@@ -1,21 +1,204 @@
-"""Every event and refusal of the lock machine as operators read it. Decides nothing."""
+"""Every event and refusal of the lock machine as operators read it. Decides nothing.
+
+`EVENTS` is the table: the severity of an event and its sentence, whose words in braces are those of
+its data, or given beside it. Where one event has several sentences, a word behind a slash tells
+them apart.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from lockserver.core.events import Happened, Holder, RefuseConnection, SwitchOverAsked, Wanted
+from lockserver.core.events import Happened, Holder, RefuseConnection, Wanted
 from lockserver.core.lock import Lock, LockState, Signal, Waiter
 from lockserver.core.supervisors import SupervisorRecord
 
+EVENTS: Mapping[str, tuple[str, str]] = {
+    "lock.recovering/unknown": (
+        "warning",
+        "the holder of the {lock} lock is not on file; waiting for a claim with a token, or until"
+        " no unknown process holds a witness",
+    ),
+    "lock.recovering": (
+        "info",
+        "{engine} held the {lock} lock, token {token}; waiting for it to reconnect",
+    ),
+    "lock.queue": ("info", "{engine} is waiting for the {lock} lock"),
+    "lock.confirmed": ("info", "{engine} reconnected and keeps the {lock} lock, token {token}"),
+    "lock.told_to_end": ("info", "{engine}, which holds the {lock} lock, was told to end"),
+    "lock.claimed": ("warning", "{engine} claims the {lock} lock with token {token}: accepted"),
+    "lock.releasing": ("info", "{engine} is losing the {lock} lock: {why}"),
+    "lock.releasing/not_wanted": ("info", "{engine} is releasing the {lock} lock"),
+    "lock.releasing/handed_over": (
+        "info",
+        "{engine} has handed the {lock} lock over and stays as a standby",
+    ),
+    "lock.releasing/silent": ("warning", "{engine} is silent and none of its processes is alive"),
+    "lock.free": ("info", "{lock} lock is free: {why}"),
+    "lock.granted": ("info", "{lock} lock granted to {engine}, token {token}"),
+    "lock.heard": ("info", "{engine} sends heartbeats again"),
+    "lock.silent": (
+        "warning",
+        "{engine} is silent and is skipped until it sends heartbeats again",
+    ),
+    "lock.unresponsive/leased": (
+        "warning",
+        "{engine} holds the {lock} lock and some of its members are silent; no other engine is"
+        " granted it before their leases expire",
+    ),
+    "lock.unresponsive": (
+        "warning",
+        "{engine} holds the {lock} lock and is silent; no other engine is granted it while its"
+        " processes are alive: if it hangs, kill its supervisor (pid {pid}) and them",
+    ),
+    "lock.unresponsive/before": (
+        "warning",
+        "{engine} held the {lock} lock (token {token}) before this server started and has not"
+        " reconnected, but its processes are alive: if it hangs, kill them",
+    ),
+    "lock.waiting_evidence/unknown": (
+        "warning",
+        "the holder of the {lock} lock is not on file, and engines that are not connected hold"
+        " witnesses in the directory; kill their processes",
+    ),
+    "lock.waiting_evidence/leased": (
+        "warning",
+        "{lock} lock is waiting for the members of {engine} to report that they have ended, or for"
+        " their leases to expire",
+    ),
+    "lock.waiting_evidence": (
+        "warning",
+        "{lock} lock is waiting: processes of {incarnation} are still alive",
+    ),
+    "lock.switchover": (
+        "info",
+        "{by} asked {engine} to hand the {lock} lock over to {to}{streams}",
+    ),
+    "lock.switchover_refused": ("warning", "the switchover requested by {by} is refused: {why}"),
+    "lock.switchover_overdue": (
+        "warning",
+        "{from} has not handed the {lock} lock over to {to} within {waited_s:.1f} s; the handover"
+        " continues: {from} finishes its requests within its drain budget, and {to} is next if it"
+        " is still waiting then",
+    ),
+    "lock.switchover_failed/forgotten": (
+        "warning",
+        "{from} never handed the {lock} lock over to {to}; the switchover is cancelled",
+    ),
+    "lock.switchover_failed": ("warning", "{why}"),
+    "lock.switched_over": (
+        "info",
+        "{from} handed the {lock} lock over to {engine} in {took_ms:.0f} ms",
+    ),
+}
 
-def facts(lock: Lock, holder: Holder) -> dict[str, Any]:
+
+def event(
+    kind: str,
+    data: Mapping[str, Any],
+    *,
+    evidence: Holder | None = None,
+    **words: Any,
+) -> Happened:
+    """An event of this kind; `evidence`: the holder whose processes the shell names."""
+    severity, text = EVENTS[kind]
+    witness = evidence.witness if evidence is not None else None
+    message = text.format(**data, **words)
+    return Happened(kind.partition("/")[0], message, severity, data, witness)
+
+
+def facts(lock: Lock, holder: Holder, **more: Any) -> dict[str, Any]:
     return {
         "lock": lock.name,
         "engine": holder.engine,
         "incarnation": holder.incarnation,
         "token": holder.token,
+        **more,
     }
+
+
+def of_holder(kind: str, lock: Lock, holder: Holder) -> Happened:
+    return event(kind, facts(lock, holder))
+
+
+def of_supervisor(kind: str, supervisor: SupervisorRecord) -> Happened:
+    return event(kind, {"engine": supervisor.engine, "incarnation": supervisor.incarnation})
+
+
+def recovering(lock: Lock) -> Happened:
+    if lock.holder is None:
+        return event("lock.recovering/unknown", {"lock": lock.name})
+    return of_holder("lock.recovering", lock, lock.holder)
+
+
+def queued(lock: Lock, waiter: Waiter) -> Happened:
+    data = {"lock": lock.name, "engine": waiter.engine, "incarnation": waiter.incarnation}
+    return event("lock.queue", data)
+
+
+def releasing(lock: Lock, holder: Holder) -> Happened:
+    data = facts(lock, holder, cause=lock.cause, lost_mono_ms=lock.lost_ms)
+    is_told = lock.cause in (Signal.NOT_WANTED, Signal.HANDED_OVER)
+    kind = f"lock.releasing/{lock.cause}" if is_told else "lock.releasing"
+    return event(kind, data, why=str(lock.cause).replace("_", " "))
+
+
+def dead_in_silence(lock: Lock, holder: Holder, now_ms: float) -> Happened:
+    data = facts(lock, holder, cause="silent", lost_mono_ms=now_ms)
+    return event("lock.releasing/silent", data)
+
+
+def freed(lock: Lock, holder: Holder | None, *, is_handed_over: bool) -> Happened:
+    end = "is gone" if lock.is_fenced else "no longer wants it or is gone"
+    end = "has handed it over" if is_handed_over else end
+    incarnation = holder.incarnation if holder else None
+    data = {
+        "lock": lock.name,
+        "incarnation": incarnation,
+        "lost_mono_ms": lock.lost_ms,
+        "fenced_mono_ms": lock.fenced_ms,
+    }
+    why = f"{incarnation} {end}" if holder else "no engine can hold it"
+    return event("lock.free", data, why=why)
+
+
+def granted(lock: Lock, holder: Holder, waiter: Waiter, now_ms: float) -> Happened:
+    """Must be called before the lock changes: it reports what was lost and when it was fenced."""
+    previous = lock.previous
+    data = facts(
+        lock,
+        holder,
+        lost_mono_ms=lock.lost_ms,
+        fenced_mono_ms=lock.fenced_ms,
+        contended=previous is not None and previous.engine != holder.engine,
+        previous=previous.incarnation if previous else None,
+        waited_ms=round(now_ms - waiter.since_ms, 3),
+    )
+    return event("lock.granted", data)
+
+
+def unresponsive(lock: Lock, holder: Holder, supervisor: SupervisorRecord) -> Happened:
+    if holder.lease is not None:
+        return of_holder("lock.unresponsive/leased", lock, holder)
+    data = facts(lock, holder, pid=supervisor.pid)
+    return event("lock.unresponsive", data, evidence=holder)
+
+
+def overdue(lock: Lock) -> Happened:
+    """What a lock that cannot be granted has been waiting for, for longer than an exit takes."""
+    holder = lock.holder
+    if holder is None:
+        return event("lock.waiting_evidence/unknown", {"lock": lock.name})
+    if holder.lease is not None:
+        return of_holder("lock.waiting_evidence/leased", lock, holder)
+    is_late = lock.state is LockState.RECOVERING
+    kind = "lock.unresponsive/before" if is_late else "lock.waiting_evidence"
+    return event(kind, facts(lock, holder), evidence=holder)
+
+
+def requester(pid: int) -> str:
+    return f"pid {pid}" if pid else "a process that is not visible from here"
 
 
 # ---------------------------------------------------------------------- refusals
@@ -54,206 +237,3 @@ def incarnation_ended(lock: Lock, want: Wanted) -> RefuseConnection:
         " may request it again",
         {"lock": lock.name, "incarnation": want.msg.incarnation},
     )
-
-
-# ---------------------------------------------------------------------- events
-
-
-def recovering(lock: Lock) -> Happened:
-    if lock.holder is None:
-        message = (
-            f"the holder of the {lock.name} lock is not on file; waiting for a claim with a"
-            " token, or until no unknown process holds a witness"
-        )
-        return Happened("lock.recovering", message, "warning", {"lock": lock.name})
-    holder = lock.holder
-    message = (
-        f"{holder.engine} held the {lock.name} lock, token {holder.token}; waiting for it to"
-        " reconnect"
-    )
-    return Happened("lock.recovering", message, data=facts(lock, holder))
-
-
-def queued(lock: Lock, waiter: Waiter) -> Happened:
-    data = {"lock": lock.name, "engine": waiter.engine, "incarnation": waiter.incarnation}
-    return Happened("lock.queue", f"{waiter.engine} is waiting for the {lock.name} lock", data=data)
-
-
-def confirmed(lock: Lock, holder: Holder) -> Happened:
-    message = f"{holder.engine} reconnected and keeps the {lock.name} lock, token {holder.token}"
-    return Happened("lock.confirmed", message, data=facts(lock, holder))
-
-
-def told_to_end(lock: Lock, holder: Holder) -> Happened:
-    message = f"{holder.engine}, which holds the {lock.name} lock, was told to end"
-    return Happened("lock.told_to_end", message, data=facts(lock, holder))
-
-
-def claimed(lock: Lock, holder: Holder) -> Happened:
-    message = f"{holder.engine} claims the {lock.name} lock with token {holder.token}: accepted"
-    return Happened("lock.claimed", message, "warning", facts(lock, holder))
-
-
-def releasing(lock: Lock, holder: Holder) -> Happened:
-    data = {**facts(lock, holder), "cause": lock.cause, "lost_mono_ms": lock.lost_ms}
-    message = f"{holder.engine} is losing the {lock.name} lock: {str(lock.cause).replace('_', ' ')}"
-    if lock.cause == Signal.NOT_WANTED:
-        message = f"{holder.engine} is releasing the {lock.name} lock"
-    elif lock.cause == Signal.HANDED_OVER:
-        message = f"{holder.engine} has handed the {lock.name} lock over and stays as a standby"
-    return Happened("lock.releasing", message, data=data)
-
-
-def dead_in_silence(lock: Lock, holder: Holder, now_ms: float) -> Happened:
-    data = {**facts(lock, holder), "cause": "silent", "lost_mono_ms": now_ms}
-    message = f"{holder.engine} is silent and none of its processes is alive"
-    return Happened("lock.releasing", message, "warning", data)
-
-
-def freed(lock: Lock, holder: Holder | None, *, is_handed_over: bool) -> Happened:
-    end = "is gone" if lock.is_fenced else "no longer wants it or is gone"
-    if is_handed_over:
-        end = "has handed it over"
-    why = f"{holder.incarnation} {end}" if holder else "no engine can hold it"
-    data = {
-        "lock": lock.name,
-        "incarnation": holder.incarnation if holder else None,
-        "lost_mono_ms": lock.lost_ms,
-        "fenced_mono_ms": lock.fenced_ms,
-    }
-    return Happened("lock.free", f"{lock.name} lock is free: {why}", data=data)
-
-
-def granted(lock: Lock, holder: Holder, waiter: Waiter, now_ms: float) -> Happened:
-    """Must be called before the lock changes: it reports what was lost and when it was fenced."""
-    previous = lock.previous
-    data = {
-        **facts(lock, holder),
-        "lost_mono_ms": lock.lost_ms,
-        "fenced_mono_ms": lock.fenced_ms,
-        "contended": previous is not None and previous.engine != holder.engine,
-        "previous": previous.incarnation if previous else None,
-        "waited_ms": round(now_ms - waiter.since_ms, 3),
-    }
-    message = f"{lock.name} lock granted to {holder.engine}, token {holder.token}"
-    return Happened("lock.granted", message, data=data)
-
-
-def heard(supervisor: SupervisorRecord) -> Happened:
-    data = {"engine": supervisor.engine, "incarnation": supervisor.incarnation}
-    return Happened("lock.heard", f"{supervisor.engine} sends heartbeats again", data=data)
-
-
-def silent(supervisor: SupervisorRecord) -> Happened:
-    data = {"engine": supervisor.engine, "incarnation": supervisor.incarnation}
-    message = f"{supervisor.engine} is silent and is skipped until it sends heartbeats again"
-    return Happened("lock.silent", message, "warning", data)
-
-
-def unresponsive(lock: Lock, holder: Holder, supervisor: SupervisorRecord) -> Happened:
-    if holder.lease is not None:
-        message = (
-            f"{holder.engine} holds the {lock.name} lock and some of its members are silent; no"
-            " other engine is granted it before their leases expire"
-        )
-        return Happened("lock.unresponsive", message, "warning", facts(lock, holder))
-    message = (
-        f"{holder.engine} holds the {lock.name} lock and is silent; no other engine is granted it"
-        f" while its processes are alive: if it hangs, kill its supervisor (pid"
-        f" {supervisor.pid}) and them"
-    )
-    data = {**facts(lock, holder), "pid": supervisor.pid}
-    return Happened("lock.unresponsive", message, "warning", data, holder.witness)
-
-
-def overdue(lock: Lock) -> Happened:
-    """What a lock that cannot be granted has been waiting for, for longer than an exit takes."""
-    if lock.holder is None:
-        message = (
-            f"the holder of the {lock.name} lock is not on file, and engines that are not"
-            " connected hold witnesses in the directory; kill their processes"
-        )
-        return Happened("lock.waiting_evidence", message, "warning", {"lock": lock.name})
-    holder = lock.holder
-    kind = "lock.waiting_evidence"
-    if holder.lease is not None:
-        message = (
-            f"{lock.name} lock is waiting for the members of {holder.engine} to report that they"
-            " have ended, or for their leases to expire"
-        )
-        return Happened(kind, message, "warning", facts(lock, holder))
-    message = f"{lock.name} lock is waiting: processes of {holder.incarnation} are still alive"
-    if lock.state is LockState.RECOVERING:
-        kind = "lock.unresponsive"
-        message = (
-            f"{holder.engine} held the {lock.name} lock (token {holder.token}) before this server"
-            " started and has not reconnected, but its processes are alive: if it hangs, kill them"
-        )
-    return Happened(kind, message, "warning", facts(lock, holder), holder.witness)
-
-
-# ---------------------------------------------------------------------- switchovers
-
-
-def requester(pid: int) -> str:
-    return f"pid {pid}" if pid else "a process that is not visible from here"
-
-
-def switchover_begun(
-    lock: Lock, source: Holder, to: str, pid: int, timeout_ms: float, *, resume: bool
-) -> Happened:
-    data = {
-        **facts(lock, source),
-        "from": source.engine,
-        "to": to,
-        "pid": pid,
-        "timeout_ms": round(timeout_ms),
-        "resume": resume,
-    }
-    message = f"{requester(pid)} asked {source.engine} to hand the {lock.name} lock over to {to}"
-    if resume:
-        message += ", which continues its streams"
-    return Happened("lock.switchover", message, data=data)
-
-
-def switchover_refused(asked: SwitchOverAsked, why: str) -> Happened:
-    data = {"lock": asked.lock, "to": asked.to, "pid": asked.pid}
-    message = f"the switchover requested by {requester(asked.pid)} is refused: {why}"
-    return Happened("lock.switchover_refused", message, "warning", data)
-
-
-def switchover_overdue(lock: Lock, source: Holder, to: str, pid: int, waited_s: float) -> Happened:
-    message = (
-        f"{source.engine} has not handed the {lock.name} lock over to {to} within {waited_s:.1f} s;"
-        f" the handover continues: {source.engine} finishes its requests within its drain"
-        f" budget, and {to} is next if it is still waiting then"
-    )
-    data = {"lock": lock.name, "from": source.engine, "to": to, "pid": pid}
-    return Happened("lock.switchover_overdue", message, "warning", data)
-
-
-def switchover_forgotten(lock: Lock, source: Holder, to: str) -> Happened:
-    message = (
-        f"{source.engine} never handed the {lock.name} lock over to {to}; the switchover is"
-        " cancelled"
-    )
-    data = {**facts(lock, source), "from": source.engine, "to": to}
-    return Happened("lock.switchover_failed", message, "warning", data)
-
-
-def switchover_ended(
-    lock: Lock, source: Holder, holder: Holder, took_ms: float, failure: str | None
-) -> Happened:
-    """`failure`: why the outcome is not the requested one."""
-    data = {
-        **facts(lock, holder),
-        "from": source.engine,
-        "to": holder.engine,
-        "took_ms": round(took_ms, 3),
-    }
-    if failure is not None:
-        return Happened("lock.switchover_failed", failure, "warning", data)
-    message = (
-        f"{source.engine} handed the {lock.name} lock over to {holder.engine} in {took_ms:.0f} ms"
-    )
-    return Happened("lock.switched_over", message, data=data)

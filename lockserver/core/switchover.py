@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from lockserver.core import events as ev
 from lockserver.core import sentences
@@ -36,6 +37,7 @@ from lockserver.core.events import (
     TellStandby,
 )
 from lockserver.core.lock import Lock, LockState, Waiter, next_waiter
+from lockserver.core.sentences import event, facts
 from lockserver.core.supervisors import (
     Locks,
     SilentOnes,
@@ -97,7 +99,9 @@ class Switchovers:
             waiter = _find_target(asked, lock, supervisors)
         except Refusal as refusal:
             yield ev.RefuseSwitchOver(asked.ask, refusal.code, refusal.message)
-            yield sentences.switchover_refused(asked, refusal.message)
+            data = {"lock": asked.lock, "to": asked.to, "pid": asked.pid}
+            by = sentences.requester(asked.pid)
+            yield event("lock.switchover_refused", data, by=by, why=refusal.message)
             return
         found = Switchover(
             ask=asked.ask,
@@ -116,8 +120,12 @@ class Switchovers:
         conn = supervisors[holder.supervisor].conn
         assert conn is not None  # checked: it is connected
         yield ev.SendHandOver(conn, lock.name, holder.incarnation, found.to, found.resume)
-        yield sentences.switchover_begun(
-            lock, found.source, found.to, found.pid, asked.timeout_ms, resume=found.resume
+        more = {"pid": found.pid, "timeout_ms": round(asked.timeout_ms), "resume": found.resume}
+        yield event(
+            "lock.switchover",
+            _facts(lock, found, holder) | more,
+            by=sentences.requester(found.pid),
+            streams=", which continues its streams" if found.resume else "",
         )
 
     def _may_resume(
@@ -170,19 +178,18 @@ class Switchovers:
                 lock.preferred = None
                 yield from _ended(lock, lock.holder, found, now_ms)
             elif found.ask is not None and now_ms >= found.deadline_ms:
-                waited_s = (now_ms - found.since_ms) / 1000
-                event = sentences.switchover_overdue(
-                    lock, found.source, found.to, found.pid, waited_s
-                )
+                source, waited_s = found.source.engine, (now_ms - found.since_ms) / 1000
+                data = {"lock": lock.name, "from": source, "to": found.to, "pid": found.pid}
+                overdue = event("lock.switchover_overdue", data, waited_s=waited_s)
                 yield ev.RefuseSwitchOver(
-                    found.ask, "lock.switchover_failed", event.message, {"reason": "timeout"}
+                    found.ask, "lock.switchover_failed", overdue.message, {"reason": "timeout"}
                 )
-                yield event
+                yield overdue
                 found.ask = None
             elif now_ms >= found.deadline_ms + FORGET_MS:
                 del self.under_way[name]
                 lock.preferred = None
-                yield sentences.switchover_forgotten(lock, found.source, found.to)
+                yield event("lock.switchover_failed/forgotten", _facts(lock, found, found.source))
 
 
 def _find_target(asked: SwitchOverAsked, lock: Lock, supervisors: Supervisors) -> Waiter:
@@ -248,7 +255,13 @@ def _ended(lock: Lock, holder: Holder, found: Switchover, now_ms: float) -> Iter
         yield ev.RefuseSwitchOver(
             found.ask, "lock.switchover_failed", f"{failure}, token {holder.token}", details
         )
-    yield sentences.switchover_ended(lock, found.source, holder, took_ms, failure)
+    kind = "lock.switched_over" if failure is None else "lock.switchover_failed"
+    data = facts(lock, holder) | {"from": found.source.engine, "to": holder.engine}
+    yield event(kind, data | {"took_ms": round(took_ms, 3)}, why=failure)
+
+
+def _facts(lock: Lock, found: Switchover, holder: Holder) -> dict[str, Any]:
+    return facts(lock, holder) | {"from": found.source.engine, "to": found.to}
 
 
 def tell_standbys(
@@ -265,7 +278,7 @@ def tell_standbys(
         if supervisor.is_leaving and not supervisor.is_announced:
             supervisor.is_announced = True
             effects.append(Announce(lock.name, holder, era, is_leaving=True))
-            effects.append(sentences.told_to_end(lock, holder))
+            effects.append(sentences.of_holder("lock.told_to_end", lock, holder))
         standby, is_settled = _standby(lock, supervisors), False
         if supervisor.is_leaving:
             is_settled = standby is None or standby.succeeds == holder.token

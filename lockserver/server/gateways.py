@@ -29,9 +29,10 @@ from lockserver.core.machine import LockMachine
 from lockserver.messages import REASON_CHARS_MAX, BorrowMsg, GrantedMsg, IdleMsg
 from lockserver.server.service_socket import ServiceDesk
 from lockserver.server.settings import LockSettings
-from lockserver.status.silent import MissingGateway, SilentGateway, no_gateway_wait
+from lockserver.status.reasons import MissingGateway, SilentGateway, gateway_waits
 from plumbing.errors import ProtocolError
 from plumbing.pod.models import kind_of
+from plumbing.service import procfs
 from plumbing.service.clock import Clock, moment
 from plumbing.wire.connection import Connection
 
@@ -176,15 +177,16 @@ class GatewayDesk:
     @property
     def problem(self) -> str | None:
         """That no gateway has accepted for too long, or that one is silent, for operators."""
-        directory = self._settings.directory
-        waits = [no_gateway_wait(each, directory) for each in self.missing.values()]
-        waits += [each.wait() for each in self.silent()]
+        waits = gateway_waits(self.missing.values(), self.silent(), self._settings.directory)
         return next((f"{each.message}; {each.fix}" for each in waits if each.is_fault), None)
 
     def silent(self) -> list[SilentGateway]:
         """Those that send no heartbeats."""
         return [
-            SilentGateway(str(each), each.lock, each.conn.peer.pid, each.heard_ms, each.is_late)
+            SilentGateway(
+                *(str(each), each.lock, each.conn.peer.pid, each.heard_ms, each.is_late),
+                procfs.halted(each.conn.peer.pid) if each.conn.peer.pid else None,
+            )
             for each in self.gateways.values()
             if each.is_silent
         ]
@@ -219,7 +221,7 @@ class GatewayDesk:
             found = MissingGateway(service.address, since_ms, why, is_overdue)
             self.missing[name] = found
             if is_overdue and before is not None and not before.is_overdue:
-                message = no_gateway_wait(found, self._settings.directory).message
+                message = f"no gateway accepts connections on {found.address}"
                 self._record(ev.Happened("lock.gateway_missing", message, "error", {"lock": name}))
 
     # ------------------------------------------------------------------ what they are told

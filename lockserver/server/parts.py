@@ -40,7 +40,7 @@ from lockserver.server.remote import Remote
 from lockserver.server.service_socket import ServiceDesk
 from lockserver.server.settings import LockSettings
 from lockserver.state_file import LockStateFile, directory_identity
-from lockserver.status.reasons import Undone, Who
+from lockserver.status.reasons import Undone
 from plumbing.errors import UnderstudyError
 from plumbing.service.clock import Clock
 from plumbing.service.events import EventLog
@@ -244,20 +244,16 @@ class Shortage:
 
     def undone(self) -> Undone | None:
         """What is not done yet, for the status; None if nothing."""
+        gateways = self._gateways.gateways.values()
         unlent = {}
-        for lock in self._services.sockets:
-            who = self._unlent(self._services.unlent(lock))
-            if who:
+        for lock in self._services.sockets:  # engines need no copy to serve
+            conns = self._services.unlent(lock)
+            if who := [f"gateway {each.id}" for each in gateways if each.conn.id in conns]:
                 unlent[lock] = who
         unseen = [(want.msg.engine, want.msg.incarnation) for want in self._witnesses.unseen]
         if not unlent and not unseen:
             return None
         return Undone(self.problem or NO_MEMORY, self.since_ms, unlent, unseen)
-
-    def _unlent(self, conns: Sequence[int]) -> list[Who]:
-        """The gateways that cannot accept without a copy. Engines need none to serve."""
-        gateways = self._gateways.gateways.values()
-        return [(f"gateway {each.id}", None) for each in gateways if each.conn.id in conns]
 
 
 SPARE_FDS = 4  # for a look at a witness, a copy to lend, a new state file: closed again at once

@@ -47,6 +47,7 @@ from lockserver.server.parts import Parts
 from lockserver.server.remote import end_connection
 from lockserver.server.settings import LockSettings
 from lockserver.status import document
+from lockserver.status.reasons import Here
 from plumbing.errors import InvariantError, ProtocolError, UnderstudyError, UsageError
 from plumbing.pod.models import ACTIVE, model_of
 from plumbing.pod.observers import Observers
@@ -361,7 +362,7 @@ class LockReport:
         parts.outbox.flush()
         machine, members = parts.machine, parts.remote.members
         directory, clock = parts.directory, parts.clock
-        here = document.Here(
+        here = Here(
             machine,
             members,
             clock,

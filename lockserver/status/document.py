@@ -7,8 +7,6 @@ or when an event needs it, never in the path of a grant.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -20,19 +18,15 @@ from lockserver.core.names import ServingFile, WitnessFile, WitnessState
 from lockserver.members.group import Group
 from lockserver.members.members import Members
 from lockserver.status.reasons import (
+    ELSEWHERE,
     NAMED_MAX,
+    Here,
     LockWait,
     Seen,
-    Undone,
-    address_away_wait,
-    see_members,
+    member_sentence,
     since_ms,
-    undone_waits,
-    unreachable_wait,
     waits_of,
 )
-from lockserver.status.silent import MissingGateway, SilentGateway, no_gateway_wait
-from plumbing.pod.models import kind_of
 from plumbing.service import procfs
 from plumbing.service.clock import Clock, moment
 
@@ -53,21 +47,6 @@ def processes_of(file: WitnessFile | ServingFile) -> list[dict[str, Any]]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class Here:
-    """Where the facts are: the machine and what is around it."""
-
-    machine: LockMachine
-    members: Members
-    clock: Clock
-    directory: str
-    away: Mapping[str, tuple[str, str | None]]  # by lock: a service address in use, and why
-    unreachable: tuple[str, float, bool] | None  # why no engine can connect, since when; no fds?
-    undone: Undone | None
-    no_gateway: Mapping[str, MissingGateway]  # by lock
-    silent_gateways: Sequence[SilentGateway]
-
-
 def lock_documents(here: Here) -> dict[str, Any]:
     """The `locks` part of the status document."""
     return {name: _lock_document(lock, here) for name, lock in here.machine.locks.items()}
@@ -77,18 +56,8 @@ def _lock_document(lock: Lock, here: Here) -> dict[str, Any]:
     machine, clock = here.machine, here.clock
     now_ms = clock.now_ms()
     seen = _look(lock, here, now_ms)
-    found = waits_of(lock, machine, here.members, seen, now_ms, here.directory)
-    if here.undone is not None:
-        found += undone_waits(lock, here.undone)
-    problem = next((each.sentence for each in found if each.is_fault), None)
-    service = kind_of(lock.name)  # one for all models
-    if service in here.away:  # not the lock's problem: see `service`
-        found.append(address_away_wait(*here.away[service], machine))
-    if service in here.no_gateway:
-        found.append(no_gateway_wait(here.no_gateway[service], here.directory))
-    found += [each.wait() for each in here.silent_gateways if each.lock == service]
-    if here.unreachable is not None and lock.is_fenced:  # reported once, for the whole document
-        found.append(unreachable_wait(*here.unreachable, here.directory))
+    found = waits_of(lock, here, seen, now_ms)
+    faults = (each for each in found if each.is_fault and each.reason not in ELSEWHERE)
     window_ms = max(0.0, machine.started_ms + machine.window_ms - now_ms)
     return {
         "kind": "fenced" if lock.is_fenced else "plain",
@@ -109,7 +78,7 @@ def _lock_document(lock: Lock, here: Here) -> dict[str, Any]:
         "waiters_total": len(lock.waiters),
         "waiting_for": list(seen.processes),
         "waits": [wait_document(each, clock) for each in found],
-        "problem": problem,
+        "problem": next((each.sentence for each in faults), None),
         "window": {"ms": machine.window_ms, "left_ms": round(window_ms)},
         "switchover": _switchover_document(lock, machine, clock),
     }
@@ -186,8 +155,12 @@ def _look(lock: Lock, here: Here, now_ms: float) -> Seen:
         left_ms = leases.strangers_until_ms - now_ms if leases.may_have_strangers else 0.0
         return Seen(strangers=_strangers(lock, machine, here.directory), strangers_ms=left_ms)
     if holder.lease is not None:
-        count = len(holder.lease.members)
-        return Seen(members=see_members(holder.engine, count, here.members, now_ms, holder.lease))
+        terms = holder.lease
+        said = [
+            member_sentence(holder.engine, index, here.members, now_ms, terms)
+            for index in range(len(terms.members))
+        ]
+        return Seen(members=said, left_ms=leases.remaining_ms(terms, now_ms))
     supervisor = machine.supervisors.get(holder.supervisor)
     is_silent = supervisor is not None and supervisor.is_silent
     is_suspect = lock.state is not LockState.HELD or is_silent

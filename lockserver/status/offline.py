@@ -1,6 +1,8 @@
 """The status from files: while no server answers, and what supervisors wrote of their engines.
 
-Read-only. Without a server: the state file's contents, and what can be seen. It must not guess:
+Read-only. A server may run and not answer: then a second one could not start in its directory, and
+`silent_server` says which process it is. Without a server: the state file's contents, and what can
+be seen. It must not guess:
 only the witness proves whether a holder is alive, and the waiters are unknown until a server is
 back. In either case: which holders sleep and which engines are cold, as their supervisors wrote it
 last. The lock server knows who holds a lock and not what for; what an engine writes into the shared
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from lockserver import state_file, witness
@@ -18,14 +21,69 @@ from lockserver.core.events import Holder, LockRecord
 from lockserver.core.lock import KINDS, kinds_of, with_filed
 from lockserver.core.names import WitnessState
 from lockserver.status.document import SCHEMA, processes_of, wait_document
-from lockserver.status.reasons import LockWait, named
-from lockserver.status.silent import SilentServer
-from plumbing.errors import UnderstudyError
+from lockserver.status.reasons import NOBODY, RESUME, named, wait
+from plumbing.errors import UnderstudyError, UnreachableError, WaitTimeoutError
 from plumbing.pod.messages import Tier
-from plumbing.pod.paths import engine_state
+from plumbing.pod.paths import engine_state, lockserver_guard
+from plumbing.service import procfs
 from plumbing.service.clock import Clock, SystemClock, moment
 from plumbing.service.files import read_json
 from plumbing.text import duration
+
+MEANWHILE = "engines serve meanwhile, and no other engine is granted the lock"
+HANGS = "if it stays so, kill it: kill -9 {pid}; then start another, or let its container restart"
+
+
+@dataclass(frozen=True, slots=True)
+class SilentServer:
+    """One sentence on the server, and one on what to do."""
+
+    message: str
+    fix: str
+
+    def error(self) -> UnderstudyError:
+        return UnreachableError("lock.not_answering", f"{self.message}; {self.fix}")
+
+
+def silent_server(directory: str, error: UnderstudyError) -> SilentServer | None:
+    """The server that did not answer a request, which failed with `error`; None if there is none.
+
+    One in another PID namespace is not visible. Then it is known by accepting the connection.
+    """
+    path = lockserver_guard(directory)
+    pid = _holder(path)
+    if pid is None and not isinstance(error, WaitTimeoutError):
+        return None
+    if pid is None:
+        return SilentServer(
+            f"the lock server in {directory} accepts connections and does not answer; its process"
+            " is not visible from here",
+            f"see whether its container is paused, stopped or out of CPU time; {MEANWHILE}",
+        )
+    halted = procfs.halted(pid)
+    state = f", {halted}" if halted else ""
+    fix = RESUME.get(halted or "", HANGS).format(pid=pid)
+    return SilentServer(
+        f"the lock server, pid {pid} ({procfs.name(pid)}{state}), holds {path} and does not answer",
+        f"{fix}; {MEANWHILE}",
+    )
+
+
+def _holder(path: str) -> int | None:
+    """The process that has the guard at `path` open, if it is visible; the one named in it first.
+
+    Only a server opens it. Trying its flock instead could make a server that starts now fail.
+    """
+    try:
+        with open(path, "rb") as file:
+            found = os.fstat(file.fileno())
+            said = file.read(64).removeprefix(b"pid ").strip()
+    except OSError:
+        return None
+    pids = [each for each in procfs.holders_of(found.st_dev, found.st_ino) if each != os.getpid()]
+    named = int(said) if said.isdigit() else None
+    return named if named in pids else next(iter(pids), None)
+
 
 UNANSWERED = "no lock server answers; this is its state file"
 
@@ -118,17 +176,13 @@ def _lock_document(
     if holder is not None and holder.lease is not None:
         meanwhile = "the active engine stops before its lease expires"
     fix = f"start it: lockserver serve --dir {directory}; {meanwhile}"
-    wait = LockWait(
-        "no_server",
-        UNANSWERED if silent is None else silent.message,
-        since_ms,
-        (evidence,),
-        fix if silent is None else silent.fix,
-        engine=holder.engine if holder else None,
-        incarnation=holder.incarnation if holder else None,
-        token=holder.token if holder else None,
+    whose = (holder.engine, holder.incarnation, holder.token, None) if holder else NOBODY
+    told = wait(
+        *("no_server", since_ms, (evidence,), whose),
+        what=UNANSWERED if silent is None else silent.message,
+        end=fix if silent is None else silent.fix,
     )
-    document["waits"] = [wait_document(wait, clock)]
+    document["waits"] = [wait_document(told, clock)]
     return document
 
 

@@ -1,72 +1,94 @@
-"""What a lock waits for: each state that can last, with who, since when, what remains, what to do.
+"""What a lock waits for: `TEXTS` is the table of the states that can last, each with its sentence
+and its fix; `waits_of` finds those that a lock is in, with who, since when and the evidence.
 
-Pure: `document` looks at witnesses and /proc, this states what follows and decides nothing. First
-one wait, the words that all waits share, and the waits for a lock's holder; then the others, and
-which a lock has. Waits that are no fault are listed too: a queue behind a live holder and a lock
-that no engine asks for are the two questions that operators ask about a healthy pod.
+Pure: `document` looks at witnesses and /proc. Waits that are no fault are listed too: a queue
+behind a live holder and a lock that no engine asks for are the two questions that operators ask
+about a healthy pod.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockserver.core import sentences
 from lockserver.core.events import Holder, LeaseTerms
 from lockserver.core.evidence import is_decisive
-from lockserver.core.lock import Lock, LockState, Signal, Waiter, next_waiter
+from lockserver.core.lock import Lock, LockState, Signal, next_waiter
 from lockserver.core.machine import LockMachine
 from lockserver.core.names import WitnessState
+from lockserver.core.sentences import requester
 from lockserver.core.supervisors import SupervisorRecord
-from lockserver.core.switchover import Switchover
 from lockserver.members.members import Members
 from plumbing.pod.models import kind_of, model_of
+from plumbing.service.clock import Clock
 from plumbing.text import duration
 
 FROZEN = "frozen"  # of `procfs.halted`
 NAMED_MAX = 8  # engines or witnesses named in one message
+SILENT_NAMED_MAX = 16  # silent waiters listed one by one; `waiters` has all of them
+
+RETRIES = "raise its limit of open files, or close what uses them up; the server retries on its own"
+# The sentence and the fix, by code; the words in braces are those of the case.
+TEXTS: Mapping[str, tuple[str, str]] = {
+    "witness_lost": (
+        "the witness {witness} was removed or replaced, so it cannot be proven that {engine} is"
+        " gone, and no other engine can be granted the lock",
+        "make sure that no process of {engine} is alive, then stop the lock server, move"
+        " lockserver.json away and start the server again",
+    ),
+    "witness_unsealed": (
+        "no process holds the witness {witness}, but it cannot be sealed against processes that"
+        " would open it later",
+        "make {directory} and the files in it writable; the server keeps retrying",
+    ),
+    "recovering": (
+        "waiting up to {left} for {engine} to reconnect, which held the lock before this server"
+        " started",
+        "nothing yet: engines reconnect on their own; if this one does not, its pids are shown"
+        " here",
+    ),
+    "unresponsive": ("{engine} is unresponsive and is not replaced while {lives}", "{end}"),
+    "releasing": ("{engine} {lost}, and no other engine is granted it while {lives}", "{end}"),
+    "unknown_holder": (
+        "the holder is not on file: waiting for an engine to claim the lock, or until no process"
+        " outside the connected engines holds a witness and no lease can be valid",
+        "{end}nothing else: running engines connect and claim the lock on their own",
+    ),
+    "write_failed": (
+        "no engine can be granted the lock, because the grant cannot be written",
+        "fix the disk under {directory} (df -h {directory}); the server retries every second",
+    ),
+    "switchover": ("{engine} is handing the lock over to {to}, as requested by {by}", "{end}"),
+    "members_missing": ("{engine} is incomplete: {what}", "{end}"),
+    "waiter_silent": (
+        "{engine} is silent and skipped until it sends heartbeats; it keeps its place",
+        "{end}",
+    ),
+    "nobody_asks": ("no engine has requested the lock: none is ready", "{end}"),
+    "queue": ("{engine} is waiting, first of {count}", "{end}"),
+    "no_descriptors": ("the lock server is out of descriptors or memory, so {what}", RETRIES),
+    "address_away": (
+        "waiting for {address}: the gateway or engine that has it hands it back when it connects",
+        "nothing if it is of this pod; otherwise stop that process, or choose another --service",
+    ),
+    "no_gateway": ("no gateway accepts connections on {address}", "{end} --dir {directory}"),
+    "gateway_silent": (
+        "{gateway} is silent: its child may serve, and no takeover reaches it",
+        "{end}",
+    ),
+    "unreachable": (
+        "engines that are not connected cannot request the lock",
+        "{end}; the server retries on its own",
+    ),
+    "no_server": ("{what}", "{end}"),
+}
+# Shown beside a lock: they are no lock's own problem.
+ELSEWHERE = frozenset({"address_away", "no_gateway", "gateway_silent", "unreachable"})
 
 Process = Mapping[str, Any]  # {"pid", "name", "halted"}
-
-
-@dataclass(frozen=True, slots=True)
-class SeenMember:
-    """One member over TCP. `left_ms`: until its lease and the margin end, None without a lease;
-    `heard_ms`: since its last message, None: not since the server's start."""
-
-    index: int
-    name: str = ""
-    is_connected: bool = False
-    left_ms: float | None = None
-    heard_ms: float | None = None
-
-    @property
-    def sentence(self) -> str:
-        who = f"member {self.index}" + (f" ({self.name})" if self.name else "")
-        lease = "no lease" if self.left_ms is None else f"lease expires in {duration(self.left_ms)}"
-        here = "" if self.is_connected else ", not connected"
-        heard = "no message yet"
-        if self.heard_ms is not None:
-            heard = f"last message {duration(self.heard_ms)} ago"
-        return f"{who}: {lease}{here}, {heard}"
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """What a look at the evidence showed.
-
-    `members`: those of a holder over TCP. Where the holder is not on file, `strangers` are the held
-    witnesses that belong to no connected engine, each with its processes, and `strangers_ms` is
-    how long members that have not connected may still be alive."""
-
-    is_same_file: bool = True
-    probe: WitnessState = WitnessState.UNPROVEN
-    processes: Sequence[Process] = ()
-    halted: str | None = None  # what keeps the holder's supervisor from running
-    members: Sequence[SeenMember] = ()
-    strangers: Mapping[str, Sequence[Process]] = field(default_factory=dict)
-    strangers_ms: float = 0.0
+Who = tuple[str | None, str | None, int | None, int | None]  # engine, incarnation, token, pid
+NOBODY: Who = (None, None, None, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +97,9 @@ class LockWait:
 
     reason: str
     message: str
+    fix: str
     since_ms: float
     evidence: tuple[str, ...]
-    fix: str
     engine: str | None = None
     incarnation: str | None = None
     token: int | None = None
@@ -89,12 +111,389 @@ class LockWait:
         return f"{self.message}: {'; '.join(self.evidence)}; {self.fix}"
 
 
+def wait(
+    reason: str,
+    since_ms: float,
+    evidence: Sequence[str],
+    who: Who = NOBODY,
+    *,
+    is_fault: bool = True,
+    **words: Any,
+) -> LockWait:
+    """The wait for `reason`, with the words of its text."""
+    message, fix = (text.format(**{"engine": who[0], **words}) for text in TEXTS[reason])
+    return LockWait(reason, message, fix, since_ms, tuple(evidence), *who, is_fault=is_fault)
+
+
+# ---------------------------------------------------------------------- facts
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a look at the evidence showed.
+
+    `members`: of a holder over TCP, a sentence on each, and `left_ms`, how long the leases of those
+    that have one are still valid. Where the holder is not on file, `strangers` are the held
+    witnesses that belong to no connected engine, each with its processes, and `strangers_ms` is
+    how long members that have not connected may still be alive."""
+
+    is_same_file: bool = True
+    probe: WitnessState = WitnessState.UNPROVEN
+    processes: Sequence[Process] = ()
+    halted: str | None = None  # what keeps the holder's supervisor from running
+    members: Sequence[str] = ()
+    left_ms: Mapping[int, float] = field(default_factory=dict)
+    strangers: Mapping[str, Sequence[Process]] = field(default_factory=dict)
+    strangers_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Undone:
+    """What the server could not do for lack of descriptors or memory, and retries: by lock, the
+    gateways that need its service socket; the engines whose witness could not be looked at."""
+
+    why: str
+    since_ms: float
+    unlent: Mapping[str, Sequence[str]]
+    unseen: Sequence[tuple[str, str | None]]  # with their incarnations
+
+
+@dataclass(frozen=True, slots=True)
+class MissingGateway:
+    """No gateway accepts on a service address. `connected`: a sentence on each that could;
+    `is_overdue`: that is a fault, and no slow start of the pod."""
+
+    address: str
+    since_ms: float
+    connected: Sequence[str]
+    is_overdue: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SilentGateway:
+    """One that sends no heartbeats since `heard_ms`; `is_late`: nor does its child accept;
+    `halted`: what keeps its process from running."""
+
+    name: str
+    lock: str
+    pid: int
+    heard_ms: float
+    is_late: bool
+    halted: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """Where the facts are: the machine and what is around it."""
+
+    machine: LockMachine
+    members: Members
+    clock: Clock
+    directory: str
+    away: Mapping[str, tuple[str, str | None]]  # by lock: a service address in use, and why
+    unreachable: tuple[str, float, bool] | None  # why no engine can connect, since when; no fds?
+    undone: Undone | None
+    no_gateway: Mapping[str, MissingGateway]  # by lock
+    silent_gateways: Sequence[SilentGateway]
+
+
+# ---------------------------------------------------------------------- one lock's waits
+
+
+def waits_of(lock: Lock, here: Here, seen: Seen, now_ms: float) -> list[LockWait]:
+    """Everything that this lock and its waiters wait for, the gravest first."""
+    found: list[LockWait] = []
+    if lock.holder is not None:
+        found += _holder_waits(lock, lock.holder, here, seen, now_ms)
+    elif lock.is_unknown:
+        found.append(_unknown_wait(here, seen))
+    found += _queue_waits(lock, here, now_ms)
+    found += _server_waits(lock, here)
+    return found
+
+
 def since_ms(lock: Lock, machine: LockMachine) -> float:
     """When the lock entered its present state."""
     if lock.state is LockState.HELD and lock.holder is not None:
         return lock.holder.since_mono_ms
     entered = lock.lost_ms if lock.state is LockState.RELEASING else lock.fenced_ms
     return machine.started_ms if entered is None else entered
+
+
+def _holder_waits(
+    lock: Lock, holder: Holder, here: Here, seen: Seen, now_ms: float
+) -> Iterator[LockWait]:
+    machine, entered_ms = here.machine, since_ms(lock, here.machine)
+    supervisor = machine.supervisors.get(holder.supervisor)
+    pid = supervisor.pid if supervisor is not None and supervisor.pid else None
+    who = holder.engine, holder.incarnation, holder.token, pid
+    if lock.is_handed_over:
+        name = holder.serving.name if holder.serving else f"witness {holder.witness.name}"
+        evidence = f"{name} is held by {named(seen.processes)}, or was removed or replaced"
+        end = kill_command(holder.engine, seen.processes)
+        yield wait(
+            *("releasing", entered_ms, (evidence,), who),
+            lost="has handed the lock over",
+            lives="it is not proven that none of its processes serves",
+            end=f"nothing: if it does not let go in time, its supervisor kills them; {end}",
+        )
+        return
+    evidences = seen.members or (_witness(holder, seen), _process(lock, supervisor, seen.halted))
+    lives = "its leases are valid" if holder.lease else "its processes are alive"
+    words: dict[str, Any] = {"witness": holder.witness.name, "directory": here.directory}
+    words["lives"] = lives
+    if lock.is_fenced and holder.lease is None and not seen.is_same_file:
+        yield wait("witness_lost", entered_ms, evidences, who, **words)
+    elif (
+        seen.probe is WitnessState.FREE
+        and lock.is_fenced
+        and is_decisive(lock, machine.supervisors)
+    ):
+        yield wait("witness_unsealed", entered_ms, evidences, who, **words)
+        return
+    left_ms = machine.started_ms + machine.window_ms - now_ms
+    if lock.state is LockState.RECOVERING and left_ms > 0:
+        left = duration(left_ms)
+        yield wait("recovering", machine.started_ms, evidences, who, left=left, **words)
+    elif lock.state is LockState.RECOVERING:
+        end = _end(holder, seen)
+        yield wait("unresponsive", machine.started_ms, evidences, who, end=end, **words)
+    elif lock.state is LockState.RELEASING:
+        end = _end(holder, seen, None if lock.is_ended else supervisor)
+        lost = "has released the lock" if lock.is_ended else "has lost the lock server"
+        if lock.cause == Signal.PROCESS_GONE:
+            lost = "has lost a member" if holder.lease else "has lost its supervisor"
+        yield wait("releasing", entered_ms, evidences, who, lost=lost, end=end, **words)
+    elif supervisor is not None and supervisor.is_silent:
+        end = _end(holder, seen, supervisor)
+        yield wait("unresponsive", supervisor.heard_ms, evidences, who, end=end, **words)
+
+
+def _witness(holder: Holder, seen: Seen) -> str:
+    name = holder.witness.name
+    if not seen.is_same_file:
+        alive = f"; {named(seen.processes)} had it open" if seen.processes else ""
+        return f"witness {name} was removed or replaced{alive}"
+    if seen.probe is WitnessState.HELD:
+        return f"witness {name} is held by {named(seen.processes)}"
+    if seen.probe is WitnessState.UNSEEN:
+        return f"witness {name} cannot be looked at: the lock server has no descriptor for it"
+    what = "free" if seen.probe is WitnessState.FREE else "sealed, or cannot be opened"
+    return f"witness {name} is {what}"
+
+
+def _process(lock: Lock, supervisor: SupervisorRecord | None, halted: str | None) -> str:
+    if lock.is_ended:
+        return "its supervisor has ended this launch"
+    if supervisor is not None:
+        return pidfd_of(supervisor, halted)
+    if lock.state is LockState.RECOVERING:
+        return "its supervisor has not connected to this server"
+    return "its supervisor has exited" if lock.cause == Signal.PROCESS_GONE else "no pidfd"
+
+
+def _end(holder: Holder, seen: Seen, supervisor: SupervisorRecord | None = None) -> str:
+    """What would end the wait."""
+    if holder.lease is None:
+        halted = seen.halted if supervisor is not None else None
+        return kill_command(holder.engine, seen.processes, supervisor, halted)
+    who = ", ".join(map(str, seen.left_ms)) or "none"
+    return (
+        f"nothing: the last lease expires in {duration(max(seen.left_ms.values(), default=0.0))}"
+        f" unless it is renewed; if a member ({who}) hangs and keeps renewing it, kill its"
+        " container or host"
+    )
+
+
+def _unknown_wait(here: Here, seen: Seen) -> LockWait:
+    shown = list(seen.strangers.items())[:NAMED_MAX]
+    evidence = [f"witness {name} is held by {named(processes)}" for name, processes in shown]
+    if len(seen.strangers) > len(shown):
+        evidence.append(f"and {len(seen.strangers) - len(shown)} more")
+    if seen.strangers_ms > 0:
+        left = duration(seen.strangers_ms)
+        evidence.append(f"leases granted before this server started may be valid for {left} more")
+    pids = [each["pid"] for _, processes in shown for each in processes]
+    kill = f"kill -9 {' '.join(map(str, pids))}" if pids else "kill their containers"
+    end = f"if these should not be running: {kill}; " if seen.strangers else ""
+    evidence = evidence or ["no unknown process holds a witness"]
+    return wait("unknown_holder", here.machine.started_ms, evidence, end=end)
+
+
+def _queue_waits(lock: Lock, here: Here, now_ms: float) -> Iterator[LockWait]:
+    """What keeps the next grant from being made."""
+    machine = here.machine
+    supervisors = machine.supervisors
+    silent_ids = {each.id for each in supervisors.values() if each.is_silent}
+    waiter = next_waiter(lock.waiters, silent_ids, lock.preferred)
+    ledger = machine.ledger
+    if ledger.problem is not None:
+        who = (waiter.engine, waiter.incarnation, None, None) if waiter else NOBODY
+        since, why = ledger.problem_ms, (ledger.problem,)
+        yield wait("write_failed", since, why, who, directory=here.directory)
+    if lock.name in machine.switchovers.under_way:
+        yield _switchover_wait(lock, machine, now_ms)
+    if lock.is_fenced:
+        yield from _missing_members_waits(lock, here, now_ms)
+    silent = [each for each in lock.waiters if each.supervisor in silent_ids]
+    for each in silent[:SILENT_NAMED_MAX]:
+        its = supervisors[each.supervisor]
+        yield wait(
+            *("waiter_silent", its.heard_ms),
+            ("connected, but no heartbeat since", pidfd_of(its)),
+            (each.engine, each.incarnation, None, its.pid),
+            is_fault=lock.state is LockState.FREE,  # otherwise nothing is delayed by it
+            end=kill_command(each.engine, (), its),
+        )
+    if lock.state is LockState.FREE and lock.is_fenced and not lock.waiters:
+        yield _nobody_asks_wait(lock, here)
+    if lock.state is LockState.FREE or waiter is None:
+        return
+    holder, evidence = lock.holder, f"the lock is {lock.state}: see above"
+    end = f"nothing more: {waiter.engine} is granted the lock once it is free"
+    supervisor = supervisors.get(holder.supervisor) if holder is not None else None
+    if holder is not None and supervisor is not None and lock.state is LockState.HELD:
+        heard = duration(now_ms - supervisor.heard_ms)
+        evidence = f"{holder.engine} holds it, token {holder.token}, last heartbeat {heard} ago"
+        end = f"nothing: {waiter.engine} is granted when {holder.engine} releases it or is gone"
+        if lock.is_fenced and not supervisor.is_silent:
+            flag = f" --lock {lock.name}" if model_of(lock.name) else ""
+            end += f"; to switch now: lockserver switchover{flag} --to {waiter.engine}"
+    first = waiter.engine, waiter.incarnation, None, supervisors[waiter.supervisor].pid
+    words: dict[str, Any] = {"count": len(lock.waiters), "end": end}
+    yield wait("queue", waiter.since_ms, (evidence,), first, is_fault=False, **words)
+
+
+def _switchover_wait(lock: Lock, machine: LockMachine, now_ms: float) -> LockWait:
+    found = machine.switchovers.under_way[lock.name]
+    source, left_ms = found.source, max(0.0, found.deadline_ms - now_ms)
+    supervisor = machine.supervisors.get(source.supervisor)
+    pid = supervisor.pid if supervisor is not None else None
+    does = "it is finishing its requests: its processes are alive"
+    deadline = f"{duration(left_ms)} until its deadline"
+    end = f"nothing: {found.to} is granted the lock once {source.engine} has finished its requests"
+    if found.is_overdue:
+        deadline = "its deadline has passed"
+        end = (
+            "nothing: the request timed out and the handover continues; to see why it takes long,"
+            f" run engine status --engine-id {source.engine}; request it again, or stop"
+            f" {source.engine} and lose its requests in flight"
+        )
+    return wait(
+        *("switchover", found.since_ms),
+        ("it has released the lock" if found.is_released else does, deadline),
+        (source.engine, source.incarnation, source.token, pid),
+        is_fault=found.is_overdue,
+        to=found.to,
+        by=requester(found.pid),
+        end=end,
+    )
+
+
+def _missing_members_waits(lock: Lock, here: Here, now_ms: float) -> Iterator[LockWait]:
+    """Each engine that would wait for this lock if it were complete."""
+    members = here.members
+    for engine in members.roll.engines():
+        group = members.groups.get(engine)
+        is_holder = lock.holder is not None and lock.holder.engine == engine
+        if is_holder or (group is not None and group.conn is not None):
+            continue
+        known = [member for key, member in members.roll.known.items() if key[0] == engine]
+        count = max(member.count for member in known)
+        connected = {member.index for member in known if member.conn is not None}
+        absent = [index for index in range(count) if index not in connected]
+        lost = [member.heard_ms for member in known if member.index in absent]
+        what = "a member has no launch that can be granted the lock"
+        look = f"engine status --engine-id {engine}"
+        end = f"nothing if it is being launched; otherwise, on each host: {look}"
+        if absent:
+            what = f"member {', '.join(map(str, absent))} of {count} is not connected"
+            end = (
+                f"on its host: {look}; if it is not running: engine run --engine-id {engine}"
+                f" --members {count} --member {absent[0]}"
+            )
+        incarnation = next((each.incarnation for each in known if each.incarnation), None)
+        yield wait(
+            *("members_missing", min(lost) if lost else here.machine.started_ms),
+            [member_sentence(engine, index, members, now_ms) for index in range(count)],
+            (engine, incarnation, None, None),
+            is_fault=bool(lost),  # otherwise it is being started
+            what=what,
+            end=end,
+        )
+
+
+def _nobody_asks_wait(lock: Lock, here: Here) -> LockWait:
+    machine, model = here.machine, model_of(lock.name)
+    connected = [each for each in machine.supervisors.values() if each.conn is not None]
+    evidence = [
+        f"{each.engine} ({pid_of(each)}) "
+        + ("has not launched" if each.incarnation is None else f"is preparing {each.incarnation}")
+        for each in connected[:NAMED_MAX]
+    ]
+    engines = here.members.roll.engines()[:NAMED_MAX]
+    evidence += [f"{each} over TCP, incomplete" for each in engines]
+    end = f"start one: engine run --dir {here.directory}"
+    end += f" --model-name {model}" if model else ""
+    if connected:
+        end = f"see why: engine status --dir {here.directory} --engine-id {connected[0].engine}"
+    evidence = evidence or ["no engine is connected"]
+    return wait("nobody_asks", since_ms(lock, machine), evidence, is_fault=False, end=end)
+
+
+def _server_waits(lock: Lock, here: Here) -> Iterator[LockWait]:
+    """What the lock server itself, its address and its gateways owe."""
+    undone, service = here.undone, kind_of(lock.name)  # one service for all models
+    if undone is not None and (unlent := undone.unlent.get(service)):
+        what = f"it cannot lend {_names(unlent)} the service socket, and no request is accepted"
+        who = unlent[0], None, None, None
+        yield wait("no_descriptors", undone.since_ms, (undone.why,), who, what=what)
+    if undone is not None and undone.unseen and lock.is_fenced:
+        engines = _names([engine for engine, _ in undone.unseen])
+        what = f"it cannot look at the witness of {engines} and admit it to the queue"
+        unseen = (*undone.unseen[0], None, None)
+        yield wait("no_descriptors", undone.since_ms, (undone.why,), unseen, what=what)
+    if service in here.away:
+        address, problem = here.away[service]
+        started_ms = here.machine.started_ms
+        yield wait("address_away", started_ms, (problem or "it is in use",), address=address)
+    missing = [each for name, each in here.no_gateway.items() if name == service]
+    silent = [each for each in here.silent_gateways if each.lock == service]
+    yield from gateway_waits(missing, silent, here.directory)
+    if here.unreachable is not None and lock.is_fenced:  # told once for the whole document
+        problem, since, is_short = here.unreachable
+        end = f"remove the file that replaced it (ls -la {here.directory})"
+        if is_short:
+            end = "raise the lock server's limit of open files, or close what uses them up"
+        yield wait("unreachable", since, (problem,), end=end)
+
+
+def gateway_waits(
+    missing: Iterable[MissingGateway], silent: Iterable[SilentGateway], directory: str
+) -> Iterator[LockWait]:
+    """What requests wait for. Engines are granted their locks all the same."""
+    for each in missing:
+        evidence = tuple(each.connected) or ("no gateway is connected",)
+        end = "see why: gateway status" if each.connected else "start one: gateway serve"
+        words: dict[str, Any] = {"address": each.address, "end": end, "directory": directory}
+        yield wait("no_gateway", each.since_ms, evidence, is_fault=each.is_overdue, **words)
+    for one in silent:
+        process = "not seen to be stopped" if one.halted is None else one.halted
+        served = "connections wait" if one.is_late else "no connection waits for it"
+        end = "restart its container; connections wait meanwhile"
+        if one.pid:
+            kill = "if it stays so, kill it: kill -9 {pid}; its child ends with it"
+            end = RESUME.get(one.halted or "", kill).format(pid=one.pid)
+        evidence = (f"its process is {process}", served)
+        yield wait("gateway_silent", one.heard_ms, evidence, gateway=one.name, end=end)
+
+
+# ---------------------------------------------------------------------- words that several share
+
+RESUME = {  # by `procfs.halted`: how a process runs again
+    "stopped": "resume it: kill -CONT {pid}",
+    FROZEN: "thaw its container or cgroup (docker unpause; echo THAWED to its freezer.state)",
+}
 
 
 def named(processes: Sequence[Process]) -> str:
@@ -142,449 +541,22 @@ def kill_command(
     return f"if it hangs: {kill}"
 
 
-def holder_waits(
-    lock: Lock, holder: Holder, machine: LockMachine, seen: Seen, now_ms: float, directory: str
-) -> Iterator[LockWait]:
-    supervisor = machine.supervisors.get(holder.supervisor)
-    evidence = _evidence(lock, holder, supervisor, seen)
-    lives = "its leases are valid" if holder.lease is not None else "its processes are alive"
-
-    def wait(reason: str, message: str, since: float, fix: str) -> LockWait:
-        pid = supervisor.pid if supervisor is not None and supervisor.pid else None
-        who = (holder.engine, holder.incarnation, holder.token, pid)
-        return LockWait(reason, message, since, evidence, fix, *who)
-
-    if lock.is_fenced and holder.lease is None and not seen.is_same_file:
-        yield wait(
-            "witness_lost",
-            f"the witness {holder.witness.name} was removed or replaced, so it cannot be proven"
-            f" that {holder.engine} is gone, and no other engine can be granted the lock",
-            since_ms(lock, machine),
-            f"make sure that no process of {holder.engine} is alive, then stop the lock server,"
-            " move lockserver.json away and start the server again",
-        )
-    elif (
-        seen.probe is WitnessState.FREE
-        and lock.is_fenced
-        and is_decisive(lock, machine.supervisors)
-    ):
-        yield wait(
-            "witness_unsealed",
-            f"no process holds the witness {holder.witness.name}, but it cannot be sealed against"
-            " processes that would open it later",
-            since_ms(lock, machine),
-            f"make {directory} and the files in it writable; the server keeps retrying",
-        )
-        return
-    if lock.state is LockState.RECOVERING:
-        left_ms = machine.started_ms + machine.window_ms - now_ms
-        if left_ms > 0:
-            yield wait(
-                "recovering",
-                f"waiting up to {duration(left_ms)} for {holder.engine} to reconnect, which held"
-                " the lock before this server started",
-                machine.started_ms,
-                "nothing yet: engines reconnect on their own; if this one does not, its pids are"
-                " shown here",
-            )
-        else:
-            yield wait(
-                "unresponsive",
-                f"{holder.engine} has not reconnected since this server started and is not replaced"
-                f" while {lives}",
-                machine.started_ms,
-                _end(holder, seen),
-            )
-    elif lock.state is LockState.RELEASING:
-        message = _releasing(lock, holder, supervisor)
-        own = None if lock.is_ended else supervisor
-        yield wait("releasing", message, since_ms(lock, machine), _end(holder, seen, own))
-    elif supervisor is not None and supervisor.is_silent:
-        yield wait(
-            "unresponsive",
-            f"{holder.engine} is unresponsive and is not replaced while {lives}",
-            supervisor.heard_ms,
-            _end(holder, seen, supervisor),
-        )
+def member_sentence(
+    engine: str, index: int, members: Members, now_ms: float, terms: LeaseTerms | None = None
+) -> str:
+    """One member over TCP, as it is now; of its leases, that of `terms`, or any."""
+    member = members.roll.known.get((engine, index))
+    leases = members.leases.of(engine, index)
+    lefts = [k.left_ms(now_ms) for k in leases if terms is None or k.id == terms.members[index]]
+    who = f"member {index}" + (f" ({member.name})" if member is not None and member.name else "")
+    lease = f"lease expires in {duration(max(lefts))}" if lefts else "no lease"
+    here = "" if member is not None and member.conn is not None else ", not connected"
+    heard = "no message yet"
+    if member is not None:
+        heard = f"last message {duration(now_ms - member.heard_ms)} ago"
+    return f"{who}: {lease}{here}, {heard}"
 
 
-def _releasing(lock: Lock, holder: Holder, supervisor: SupervisorRecord | None) -> str:
-    """What a lock in `releasing` still waits for."""
-    engine = holder.engine
-    if holder.lease is not None:
-        how = "has released the lock" if lock.is_ended else "has lost a member"
-        return f"{engine} {how}, but leases of that launch are still valid"
-    if lock.is_ended:
-        return f"{engine} has released the lock, but processes of that launch are still alive"
-    if supervisor is not None:
-        return (
-            f"{engine} is no longer connected, but its supervisor is alive: waiting for it to"
-            " reconnect or to exit"
-        )
-    if lock.cause == Signal.CONNECTION_CLOSED:
-        return f"{engine} is no longer connected, but its processes are still alive"
-    return f"{engine}'s supervisor has exited, but processes that it started are still alive"
-
-
-def _evidence(
-    lock: Lock, holder: Holder, supervisor: SupervisorRecord | None, seen: Seen
-) -> tuple[str, ...]:
-    if holder.lease is not None:
-        return tuple(member.sentence for member in seen.members)
-    return _witness(holder, seen), _process(lock, supervisor, seen.halted)
-
-
-def _witness(holder: Holder, seen: Seen) -> str:
-    name = holder.witness.name
-    if not seen.is_same_file:
-        alive = f"; {named(seen.processes)} had it open" if seen.processes else ""
-        return f"witness {name} was removed or replaced{alive}"
-    if seen.probe is WitnessState.HELD:
-        return f"witness {name} is held by {named(seen.processes)}"
-    if seen.probe is WitnessState.UNSEEN:
-        return f"witness {name} cannot be looked at: the lock server has no descriptor for it"
-    what = "free" if seen.probe is WitnessState.FREE else "sealed, or cannot be opened"
-    return f"witness {name} is {what}"
-
-
-def _process(lock: Lock, supervisor: SupervisorRecord | None, halted: str | None) -> str:
-    if lock.is_ended:
-        return "its supervisor has ended this launch"
-    if supervisor is not None:
-        return pidfd_of(supervisor, halted)
-    if lock.state is LockState.RECOVERING:
-        return "its supervisor has not connected to this server"
-    return "its supervisor has exited" if lock.cause == Signal.PROCESS_GONE else "no pidfd"
-
-
-def _end(holder: Holder, seen: Seen, supervisor: SupervisorRecord | None = None) -> str:
-    """What would end the wait."""
-    if holder.lease is None:
-        halted = seen.halted if supervisor is not None else None
-        return kill_command(holder.engine, seen.processes, supervisor, halted)
-    alive = [member for member in seen.members if member.left_ms is not None]
-    left_ms = max((member.left_ms or 0.0 for member in alive), default=0.0)
-    who = ", ".join(str(member.index) for member in alive) or "none"
-    return (
-        f"nothing: the last lease expires in {duration(left_ms)} unless it is renewed; if a member"
-        f" ({who}) hangs and keeps renewing it, kill its container or host"
-    )
-
-
-def switchover_wait(found: Switchover, machine: LockMachine, now_ms: float) -> LockWait:
-    source, left_ms = found.source, max(0.0, found.deadline_ms - now_ms)
-    supervisor = machine.supervisors.get(source.supervisor)
-    fix = f"nothing: {found.to} is granted the lock once {source.engine} has finished its requests"
-    if found.is_overdue:
-        fix = (
-            "nothing: the request timed out and the handover continues; to see why it takes long,"
-            f" run engine status --engine-id {source.engine}; request it again, or stop"
-            f" {source.engine} and lose its requests in flight"
-        )
-    return LockWait(
-        "switchover",
-        f"{source.engine} is handing the lock over to {found.to}, as requested by"
-        f" {sentences.requester(found.pid)}",
-        found.since_ms,
-        (
-            "it has released the lock"
-            if found.is_released
-            else "it is finishing its requests: its processes are alive",
-            "its deadline has passed"
-            if found.is_overdue
-            else f"{duration(left_ms)} until its deadline",
-        ),
-        fix,
-        source.engine,
-        source.incarnation,
-        source.token,
-        supervisor.pid if supervisor is not None else None,
-        is_fault=found.is_overdue,
-    )
-
-
-def unknown_wait(lock: Lock, machine: LockMachine, seen: Seen) -> LockWait:
-    named_here = list(seen.strangers.items())[:NAMED_MAX]
-    evidence = [f"witness {name} is held by {named(processes)}" for name, processes in named_here]
-    if len(seen.strangers) > len(named_here):
-        evidence.append(f"and {len(seen.strangers) - len(named_here)} more")
-    if seen.strangers_ms > 0:
-        left = duration(seen.strangers_ms)
-        evidence.append(f"leases granted before this server started may be valid for {left} more")
-    pids = [each["pid"] for _, processes in named_here for each in processes]
-    end = f"kill -9 {' '.join(map(str, pids))}" if pids else "kill their containers"
-    fix = f"if these should not be running: {end}; " if seen.strangers else ""
-    return LockWait(
-        "unknown_holder",
-        "the holder is not on file: waiting for an engine to claim the lock, or until no process"
-        " outside the connected engines holds a witness and no lease can be valid",
-        machine.started_ms,
-        tuple(evidence) or ("no unknown process holds a witness",),
-        f"{fix}nothing else: running engines connect and claim the lock on their own",
-    )
-
-
-SILENT_NAMED_MAX = 16  # silent waiters listed one by one; `waiters` has all of them
-
-
-Who = tuple[str, str | None]  # an engine and its incarnation, if it has one
-
-
-@dataclass(frozen=True, slots=True)
-class Undone:
-    """What the server could not do for lack of descriptors or memory, and retries."""
-
-    why: str
-    since_ms: float
-    unlent: Mapping[str, Sequence[Who]]  # by lock: those that need its service socket
-    unseen: Sequence[Who]  # those whose witness could not be looked at
-
-
-def write_failed_wait(lock: Lock, machine: LockMachine, directory: str) -> LockWait:
-    assert machine.ledger.problem is not None
-    waiter = _next(lock, machine)
-    return LockWait(
-        "write_failed",
-        "no engine can be granted the lock, because the grant cannot be written",
-        machine.ledger.problem_ms,
-        (machine.ledger.problem,),
-        f"fix the disk under {directory} (df -h {directory}); the server retries every second",
-        engine=waiter.engine if waiter else None,
-        incarnation=waiter.incarnation if waiter else None,
-    )
-
-
-def handed_over_wait(lock: Lock, holder: Holder, machine: LockMachine, seen: Seen) -> LockWait:
-    """It handed the lock over in place, and its serving file does not prove it yet."""
-    serving, engine = holder.serving, holder.engine
-    name = serving.name if serving is not None else f"witness {holder.witness.name}"
-    supervisor = machine.supervisors.get(holder.supervisor)
-    return LockWait(
-        "releasing",
-        f"{engine} has handed the lock over, but it is not proven yet that none of its processes"
-        " serves",
-        since_ms(lock, machine),
-        (f"{name} is held by {named(seen.processes)}, or was removed or replaced",),
-        "nothing: if it does not let go in time, its supervisor kills its processes;"
-        f" {kill_command(engine, seen.processes)}",
-        engine,
-        holder.incarnation,
-        holder.token,
-        supervisor.pid if supervisor is not None else None,
-    )
-
-
-def silent_waits(lock: Lock, machine: LockMachine) -> Iterator[LockWait]:
-    waiting = [(each, machine.supervisors[each.supervisor]) for each in lock.waiters]
-    silent = [pair for pair in waiting if pair[1].is_silent]
-    for waiter, supervisor in silent[:SILENT_NAMED_MAX]:
-        yield LockWait(
-            "waiter_silent",
-            f"{waiter.engine} is silent and skipped until it sends heartbeats; it keeps its place",
-            supervisor.heard_ms,
-            ("connected, but no heartbeat since", pidfd_of(supervisor)),
-            kill_command(waiter.engine, (), supervisor),
-            waiter.engine,
-            waiter.incarnation,
-            pid=supervisor.pid,
-            is_fault=lock.state is LockState.FREE,  # otherwise nothing is delayed by it
-        )
-
-
-def queue_waits(lock: Lock, machine: LockMachine, now_ms: float) -> Iterator[LockWait]:
-    waiter = _next(lock, machine)
-    if waiter is None:
-        return
-    holder, evidence = lock.holder, f"the lock is {lock.state}: see above"
-    fix = f"nothing more: {waiter.engine} is granted the lock once it is free"
-    supervisor = machine.supervisors.get(holder.supervisor) if holder is not None else None
-    if holder is not None and supervisor is not None and lock.state is LockState.HELD:
-        heard = duration(now_ms - supervisor.heard_ms)
-        evidence = f"{holder.engine} holds it, token {holder.token}, last heartbeat {heard} ago"
-        fix = f"nothing: {waiter.engine} is granted when {holder.engine} releases it or is gone"
-        if lock.is_fenced and not supervisor.is_silent:
-            lock_flag = f" --lock {lock.name}" if model_of(lock.name) else ""
-            fix += f"; to switch now: lockserver switchover{lock_flag} --to {waiter.engine}"
-    yield LockWait(
-        "queue",
-        f"{waiter.engine} is waiting, first of {len(lock.waiters)}",
-        waiter.since_ms,
-        (evidence,),
-        fix,
-        waiter.engine,
-        waiter.incarnation,
-        pid=machine.supervisors[waiter.supervisor].pid,
-        is_fault=False,
-    )
-
-
-def nobody_asks_wait(
-    lock: Lock, machine: LockMachine, members: Members, directory: str
-) -> LockWait:
-    connected = [each for each in machine.supervisors.values() if each.conn is not None]
-    evidence = [
-        f"{each.engine} ({pid_of(each)}) "
-        + ("has not launched" if each.incarnation is None else f"is preparing {each.incarnation}")
-        for each in connected[:NAMED_MAX]
-    ]
-    evidence += [f"{each} over TCP, incomplete" for each in members.roll.engines()[:NAMED_MAX]]
-    model = model_of(lock.name)
-    fix = f"start one: engine run --dir {directory}" + (f" --model-name {model}" if model else "")
-    if connected:
-        engine = connected[0].engine
-        fix = f"see why: engine status --dir {directory} --engine-id {engine}"
-    return LockWait(
-        "nobody_asks",
-        "no engine has requested the lock: none is ready",
-        since_ms(lock, machine),
-        tuple(evidence) or ("no engine is connected",),
-        fix,
-        is_fault=False,
-    )
-
-
-def address_away_wait(address: str, problem: str | None, machine: LockMachine) -> LockWait:
-    """After a restart: a borrower, or another process, still has the service address of a lock."""
-    return LockWait(
-        "address_away",
-        f"waiting for {address}: the gateway or engine that has it hands it back when it connects",
-        machine.started_ms,
-        (problem or "it is in use",),
-        "nothing if it is of this pod; otherwise stop that process, or choose another --service",
-    )
-
-
-def undone_waits(lock: Lock, undone: Undone) -> Iterator[LockWait]:
-    """What the lock server itself owes engines that asked for this lock."""
-
-    def wait(engines: Sequence[Who], what: str) -> LockWait:
-        who = what.format(_named([engine for engine, _ in engines]))
-        return LockWait(
-            "no_descriptors",
-            f"the lock server is out of descriptors or memory, so {who}",
-            undone.since_ms,
-            (undone.why,),
-            "raise its limit of open files, or close what uses them up; the server retries on its"
-            " own",
-            *engines[0],
-        )
-
-    unlent = undone.unlent.get(kind_of(lock.name))
-    if unlent:
-        yield wait(unlent, "it cannot lend {} the service socket, and no request is accepted")
-    if lock.is_fenced and undone.unseen:
-        yield wait(undone.unseen, "it cannot look at the witness of {} and admit it to the queue")
-
-
-def _named(engines: Sequence[str]) -> str:
-    more = len(engines) - NAMED_MAX
-    return ", ".join(engines[:NAMED_MAX]) + (f" and {more} more" if more > 0 else "")
-
-
-def unreachable_wait(problem: str, since: float, is_short: bool, directory: str) -> LockWait:
-    """No engine can connect; those that are connected are served."""
-    fix = f"remove the file that replaced it (ls -la {directory})"
-    if is_short:
-        fix = "raise the lock server's limit of open files, or close what uses them up"
-    return LockWait(
-        "unreachable",
-        "engines that are not connected cannot request the lock",
-        since,
-        (problem,),
-        f"{fix}; the server retries on its own",
-    )
-
-
-def _next(lock: Lock, machine: LockMachine) -> Waiter | None:
-    silent = {each.id for each in machine.supervisors.values() if each.is_silent}
-    return next_waiter(lock.waiters, silent, lock.preferred)
-
-
-def see_members(
-    engine: str, count: int, members: Members, now_ms: float, terms: LeaseTerms | None = None
-) -> list[SeenMember]:
-    """An engine's members as they are now; their leases are those of `terms`, or any."""
-    found = []
-    for index in range(count):
-        member = members.roll.known.get((engine, index))
-        leases = members.leases.of(engine, index)
-        if terms is not None:
-            leases = [each for each in leases if each.id == terms.members[index]]
-        found.append(
-            SeenMember(
-                index,
-                name=member.name if member is not None else "",
-                is_connected=member is not None and member.conn is not None,
-                left_ms=max((each.left_ms(now_ms) for each in leases), default=None),
-                heard_ms=None if member is None else now_ms - member.heard_ms,
-            )
-        )
-    return found
-
-
-def missing_members_waits(
-    lock: Lock, machine: LockMachine, members: Members, now_ms: float
-) -> Iterator[LockWait]:
-    """Each engine that would wait for this lock if it were complete."""
-    for engine in members.roll.engines():
-        group = members.groups.get(engine)
-        is_holder = lock.holder is not None and lock.holder.engine == engine
-        if is_holder or (group is not None and group.conn is not None):
-            continue
-        known = [member for key, member in members.roll.known.items() if key[0] == engine]
-        seen = see_members(engine, max(member.count for member in known), members, now_ms)
-        absent = [each for each in seen if not each.is_connected]
-        lost = [each.heard_ms for each in absent if each.heard_ms is not None]
-        since_ms = now_ms - max(lost) if lost else machine.started_ms
-        yield LockWait(
-            "members_missing",
-            f"{engine} is incomplete: {_what_is_missing(seen, absent)}",
-            since_ms,
-            tuple(each.sentence for each in seen),
-            _fix(engine, seen, absent),
-            engine,
-            next((each.incarnation for each in known if each.incarnation is not None), None),
-            is_fault=bool(lost),  # otherwise it is being started
-        )
-
-
-def _what_is_missing(seen: Sequence[SeenMember], absent: Sequence[SeenMember]) -> str:
-    if not absent:
-        return "a member has no launch that can be granted the lock"
-    who = ", ".join(str(each.index) for each in absent)
-    return f"member {who} of {len(seen)} is not connected"
-
-
-def _fix(engine: str, seen: Sequence[SeenMember], absent: Sequence[SeenMember]) -> str:
-    flags = f"--engine-id {engine}"
-    if not absent:
-        return f"nothing if it is being launched; otherwise, on each host: engine status {flags}"
-    member = f"--members {len(seen)} --member {absent[0].index}"
-    return f"on its host: engine status {flags}; if it is not running: engine run {flags} {member}"
-
-
-def waits_of(
-    lock: Lock, machine: LockMachine, members: Members, seen: Seen, now_ms: float, directory: str
-) -> list[LockWait]:
-    """Everything that this lock and its waiters wait for; the gravest first."""
-    found: list[LockWait] = []
-    if lock.holder is not None:
-        if lock.is_handed_over:
-            found.append(handed_over_wait(lock, lock.holder, machine, seen))
-        else:
-            found += holder_waits(lock, lock.holder, machine, seen, now_ms, directory)
-    elif lock.is_unknown:
-        found.append(unknown_wait(lock, machine, seen))
-    if machine.ledger.problem is not None:
-        found.append(write_failed_wait(lock, machine, directory))
-    switchover = machine.switchovers.under_way.get(lock.name)
-    if switchover is not None:
-        found.append(switchover_wait(switchover, machine, now_ms))
-    if lock.is_fenced:
-        found += missing_members_waits(lock, machine, members, now_ms)
-    found += silent_waits(lock, machine)
-    if lock.state is LockState.FREE and lock.is_fenced and not lock.waiters:
-        found.append(nobody_asks_wait(lock, machine, members, directory))
-    if lock.state is not LockState.FREE:
-        found += queue_waits(lock, machine, now_ms)
-    return found
+def _names(who: Sequence[str]) -> str:
+    more = len(who) - NAMED_MAX
+    return ", ".join(who[:NAMED_MAX]) + (f" and {more} more" if more > 0 else "")

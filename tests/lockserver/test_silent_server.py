@@ -10,7 +10,7 @@ import sys
 import psutil
 import pytest
 
-from lockserver.status.silent import silent_server
+from lockserver.status.offline import silent_server
 from plumbing.errors import UnreachableError, WaitTimeoutError
 from plumbing.pod.paths import lockserver_guard
 from tests.helpers import until
