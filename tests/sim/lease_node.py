@@ -1,7 +1,8 @@
 """One member's supervisor, on its own host: a clock, a connection, a tree and its lease.
 
-It does what `lockserver/client/lease.py` and the engine's side of the lock do. `kill_at_ms` is the
-kernel's timer, which runs on while the supervisor is stopped (`LeaseWorld.pass_time`).
+It does what the client and the engine's side of the lock do; its lease's keeper is the real one.
+`kill_at_ms` is the kernel's timer, which runs on while the supervisor is stopped
+(`LeaseWorld.pass_time`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from tests.sim.lease_world import LeaseWorld
 
 BEAT_MS = 500.0
-STOP, DEAF = 0.6, 0.4  # of a lease: give up; a connection is suspect
+DEAF = 0.4  # of a lease: a connection is suspect
 READY = 0.3  # the probability that a tree is initialised in a step
 OVER = ("lock.stale_claim", "lock.incarnation_ended")  # refusals that end an incarnation
 
@@ -38,11 +39,10 @@ class Node:
         self.heard_ms = 0.0
         self.beat_at_ms = 0.0
         self.progress = 0
-        self.sent: dict[int, float] = {}  # progress → when sent, while it may be answered
         self.tree: Tree | None = None
         self.is_ready = False  # initialised: it wants `active`
         self.is_killing = False
-        self.lease: tuple[float, float] | None = None  # counted from, length
+        self.keeper = world.keeper_type()
         self.kill_at_ms = NEVER
 
     def now(self) -> float:
@@ -65,18 +65,12 @@ class Node:
     def holds(self) -> bool:
         return self.tree is not None and self.tree.token > 0
 
-    def lease_used(self) -> float:
-        """The fraction of the lease that is used up; infinite without one."""
-        if self.lease is None:
-            return NEVER
-        return (self.now() - self.lease[0]) / self.lease[1]
-
     def step(self) -> None:
         """Everything that is due by now."""
         if not self.is_alive or self.world.true_ms < self.stopped_until_ms:
             return
         self.listen()
-        if self.holds and not self.is_killing and self.lease_used() >= STOP:
+        if self.keeper.must_stop(self.now()) and not self.is_killing:
             self.kill_tree()
         self.keep_connected()
         self.keep_tree()
@@ -99,18 +93,17 @@ class Node:
         if self.world.server.machine is not None and not self.is_cut_off:
             self.line = self.world.network.connect(self)
             self.heard_ms = self.now()
-            self.sent.clear()
             self.want()
 
     def hang_up(self) -> None:
         line, self.line = self.line, None
         assert line is not None
         self.world.network.close_by_client(line)
-        self.sent.clear()
+        self.keeper.cut()
 
     def say(self, line: Line, message: Any) -> None:
-        """Only a message sent on this connection, for this incarnation, can be answered."""
-        self.sent[self.progress] = self.now()
+        if self.tree is not None:
+            self.keeper.sent(self.progress, self.now())
         self.world.network.send_up(line, message)
 
     def want(self) -> None:
@@ -149,7 +142,8 @@ class Node:
     def told(self, message: Any) -> None:
         tree = self.tree
         if isinstance(message, RenewedMsg):
-            self.renewed(message)
+            if self.keeper.renewed(message.progress, message.lease_ms, self.now()) and self.holds:
+                self.arm()
         elif tree is None or self.is_killing:
             return
         elif isinstance(message, GrantedMsg) and message.lock == "active":
@@ -163,28 +157,19 @@ class Node:
         elif isinstance(message, ev.RefuseConnection) and message.code in OVER:
             self.kill_tree()
 
-    def renewed(self, message: RenewedMsg) -> None:
-        sent_ms = self.sent.pop(message.progress, None)
-        if sent_ms is None or self.tree is None:
-            return
-        if self.holds and self.lease_used() >= 1.0:
-            return  # too late: the server may have answered before it gave up
-        counted_ms = self.now() if self.world.counts_from_receipt else sent_ms
-        self.lease = (counted_ms, float(message.lease_ms))
-        if self.holds:
-            self.arm()
-
     def woken(self, tree: Tree, token: int) -> None:
-        if self.lease_used() >= STOP or tree.is_dead or tree.dies_ms < NEVER:
+        if not self.keeper.may_act(self.now()) or tree.is_dead or tree.dies_ms < NEVER:
             self.want()
         elif tree.token != token:
+            self.keeper.hold()
             self.world.wake(tree, token)
             self.arm()
             self.want()
 
     def arm(self) -> None:
-        assert self.lease is not None
-        self.kill_at_ms = self.lease[0] + self.world.kill_fraction * self.lease[1]
+        lease = self.keeper.lease
+        assert lease is not None
+        self.kill_at_ms = lease.sent_ms + self.world.kill_fraction * lease.lease_ms
 
     # ------------------------------------------------------------------ its tree, and its own end
 
@@ -203,8 +188,8 @@ class Node:
             self.want()
 
     def change_tree(self, tree: Tree | None) -> None:
-        self.tree, self.lease = tree, None
-        self.sent.clear()
+        self.tree = tree
+        self.keeper.begin()
         self.want()
 
     def kill_tree(self) -> None:

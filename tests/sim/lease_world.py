@@ -3,7 +3,8 @@
 The world has clocks that run at different rates, a network that delays, withholds and cuts, kernels
 that kill on time, and a server that dies, stalls and loses its disk; a seeded generator chooses.
 Time is exact where safety depends on it: a kernel's timer and the end of a process tree happen at
-their own moment, whatever else is late. Only the machine, the members and the leases are real.
+their own moment, whatever else is late. The machine, the members, the leases and each node's keeper
+of its lease are real.
 After every step the law checks the result.
 
     lease_parts   records           lease_node    a supervisor        lease_server  the server
@@ -16,6 +17,7 @@ import random
 from collections.abc import Callable
 from operator import itemgetter
 
+from lockserver.client.lease import KILL_FRACTION, LeaseKeeper
 from lockserver.members.leases import Leases
 from tests.sim.lease_faults import Faults
 from tests.sim.lease_law import Law
@@ -31,9 +33,9 @@ STEPS_MS = (0, 1, 5, 20, 100, 250, 400)
 
 class LeaseWorld:
     # The rules. A subclass that changes them plants a bug.
-    kill_fraction = 0.8  # of a lease: when the kernel kills a supervisor
+    kill_fraction = KILL_FRACTION  # of a lease: when the kernel kills a supervisor
     margin_ms = 1000  # how long the server waits beyond a lease
-    counts_from_receipt = False  # a member counts its lease from when it sent its request
+    keeper_type: type[LeaseKeeper] = LeaseKeeper
     leases_type: type[Leases] = Leases
 
     def __init__(self, seed: int, *, engines: int = 2, members: int = 2) -> None:

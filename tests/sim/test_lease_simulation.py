@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lockserver.client.lease import LeaseKeeper, RenewedLease
 from lockserver.members.leases import Leases
 from tests.sim.lease_world import LeaseWorld
 from tests.sim.seeds import replayable, seeds
@@ -41,7 +42,32 @@ class LateKills(LeaseWorld):
 class CountsFromReceipt(LeaseWorld):
     """Members count a lease from when the answer came instead of when they asked."""
 
-    counts_from_receipt = True
+    class keeper_type(LeaseKeeper):
+        def renewed(self, progress, lease_ms, now_ms):
+            is_new = super().renewed(progress, lease_ms, now_ms)
+            if is_new:
+                self.lease = RenewedLease(now_ms, lease_ms)
+            return is_new
+
+
+class RenewsByMereSending(LeaseWorld):
+    """A message that was sent renews a lease, whether or not it is answered."""
+
+    class keeper_type(LeaseKeeper):
+        def sent(self, progress, now_ms):
+            super().sent(progress, now_ms)
+            if self.lease is not None:
+                self.lease = RenewedLease(now_ms, self.lease.lease_ms)
+
+
+class ActsOnOldGrants(LeaseWorld):
+    """A grant renews the lease, however long it was on its way."""
+
+    class keeper_type(LeaseKeeper):
+        def may_act(self, now_ms):
+            if self.lease is not None:
+                self.lease = RenewedLease(now_ms, self.lease.lease_ms)
+            return self.lease is not None
 
 
 class ForgetsAtRestart(LeaseWorld):
@@ -79,7 +105,7 @@ class AnybodyVouches(LeaseWorld):
 
 
 BROKEN = [
-    *(LateKills, CountsFromReceipt, ForgetsAtRestart),
+    *(LateKills, CountsFromReceipt, RenewsByMereSending, ActsOnOldGrants, ForgetsAtRestart),
     *(FirstGoneFrees, LostStateIsFree, AnybodyVouches),
 ]
 
