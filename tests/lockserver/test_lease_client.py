@@ -6,12 +6,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
-from unittest import mock
 
 import pytest
 
 from lockserver import witness
-from lockserver.client import LockCallbacks, LockClient, reconnect
+from lockserver.client import LockCallbacks, LockClient
 from lockserver.client.lease import now_ms
 from plumbing.errors import UnderstudyError
 from tests.helpers import auntil
@@ -174,21 +173,6 @@ async def test_silent_server_costs_a_holder_its_lease_once(server):
 
 
 @with_server
-async def test_a_waiter_loses_nothing(server):
-    """Goal: an engine that holds nothing has nothing to stop. Method: the server is deaf for longer
-    than a lease, then grants."""
-    async with running(Member(server.address)) as member:
-        member.want("active")
-        await beats(server)
-        server.is_deaf = True
-        await auntil(lambda: member.client.lease["valid_for_ms"] == 0, "the lease to run out")
-        server.is_deaf, server.auto = False, ("active",)
-        server.hang_up()  # messages that the deaf server ignored are sent again
-        await auntil(lambda: member.heard("active"), "the grant")
-        assert member.heard("lease_lost") == []
-
-
-@with_server
 async def test_grant_without_a_valid_lease_is_requested_again(server):
     """Goal: a grant is acted on only while a lease is valid; otherwise it is dropped and requested
     again. Method: a server that grants but renews nothing, then renews."""
@@ -203,34 +187,6 @@ async def test_grant_without_a_valid_lease_is_requested_again(server):
         count = len(server.wants)
         await beats(server)
         assert len(server.wants) <= count + 1, "repeated only as long as it must be"
-
-
-@with_server
-async def test_grants_to_others_are_reported_without_a_lease(server):
-    """Goal: a grant to another engine is reported at any time. Method: no renewals."""
-    server.renews = False
-    async with running(Member(server.address)) as member:
-        member.want("active")
-        await auntil(lambda: server.conns and server.wants, "the connection")
-        other = witness.new_incarnation("engine-1")
-        server.grant("active", "engine-1", other)
-        await auntil(lambda: member.heard("active") == [(other, 1)], "the news")
-
-
-@pytest.mark.slow
-@with_server
-async def test_cut_connection_is_not_a_loss_within_the_lease(server):
-    """Goal: the lease survives cut connections. Method: cut repeatedly for longer than a lease
-    while the server answers."""
-    async with holding(server) as member:
-        end = now_ms() + 1.5 * LEASE_MS
-        # Without long pauses between attempts there is a second for a busy machine to stall.
-        with mock.patch.object(reconnect, "RETRY_MS_MAX", 50.0):
-            while now_ms() < end:
-                await beats(server, 1)
-                server.hang_up()
-        assert len(member.heard("lost")) > 3
-        assert member.heard("lease_lost") == []
 
 
 @with_server

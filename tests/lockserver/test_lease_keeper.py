@@ -7,10 +7,6 @@ import pytest
 from lockserver.client.client import FENCED
 from lockserver.client.lease import SENT_MAX, LeaseKeeper, RenewedLease
 from lockserver.core.lock import KINDS
-from tests.lockserver.lease_world import World
-
-SEEDS = range(1500)
-STEPS = 1200  # of 25 ms: half a minute each
 
 
 def kept(lease_ms: int = 1000, sent_ms: float = 0.0) -> LeaseKeeper:
@@ -140,69 +136,3 @@ def test_client_and_machine_agree_on_the_fenced_locks():
 
 
 # ------------------------------------------------------------------ simulation
-
-
-def violation(
-    seed: int, keeper: type[LeaseKeeper] = LeaseKeeper, world: type[World] = World
-) -> str | None:
-    made = world(seed, keeper)
-    made.run(STEPS)
-    return made.serving_at_once
-
-
-@pytest.mark.slow
-def test_two_members_never_serve_at_once():
-    """Goal: whatever is late, lost, stopped or restarted, a member has stopped before the server
-    grants the lock to another. Method: seeded schedules in virtual time, with a check that the
-    world is not idle."""
-    assert {seed: found for seed in SEEDS if (found := violation(seed))} == {}
-    world = World(0)
-    world.run(10 * STEPS)
-    assert world.grants > 20
-    assert world.takeovers > 5
-
-
-class CountsFromTheAnswer(LeaseKeeper):
-    def renewed(self, progress: int, lease_ms: int, now_ms: float) -> bool:
-        if not super().renewed(progress, lease_ms, now_ms):
-            return False
-        self.lease = RenewedLease(now_ms, self.lease.lease_ms)
-        return True
-
-
-class RenewsByMereSending(LeaseKeeper):
-    def sent(self, progress: int, now_ms: float) -> None:
-        super().sent(progress, now_ms)
-        if self.lease is not None:
-            self.lease = RenewedLease(now_ms, self.lease.lease_ms)
-
-
-class ActsOnOldGrants(LeaseKeeper):
-    def may_act(self, now_ms: float) -> bool:
-        if self.lease is None:
-            return False
-        self.lease = RenewedLease(now_ms, self.lease.lease_ms)
-        return True
-
-
-class AnnouncesItsOwnLease(World):
-    """A server that restarts with a different lease length and renews with that, while the old
-    length is still on file: the server after it would not wait long enough."""
-
-    def lease_of(self, who: tuple[str, int]) -> int:
-        return self.lease_ms
-
-
-@pytest.mark.parametrize(
-    ("keeper", "world"),
-    [
-        (CountsFromTheAnswer, World),
-        (RenewsByMereSending, World),
-        (ActsOnOldGrants, World),
-        (LeaseKeeper, AnnouncesItsOwnLease),
-    ],
-)
-def test_the_simulation_detects_rules_that_are_left_out(keeper, world):
-    """Goal: show that the simulation can fail. Method: leave out one rule at a time, of the keeper
-    or of the server."""
-    assert any(violation(seed, keeper, world) for seed in SEEDS)

@@ -7,18 +7,15 @@ import contextlib
 import json
 import signal
 import urllib.request
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lockserver.messages import GrantedMsg, StatusMsg
-from plumbing.errors import UnreachableError
-from plumbing.wire.tcp import Security
 from tests.helpers import auntil, free_port, until
 from tests.lockserver.engines import Engine
 from tests.lockserver.members import Member, MemberProcess
-from tests.plumbing.wire.certificates import Authority, tls_flags, write_secret
+from tests.plumbing.wire.certificates import Authority, tls_flags
 
 LEASE_MS, MARGIN_MS, SILENT_MS = 2000, 500, 1000  # how late a busy machine may be
 FLAGS = (
@@ -103,31 +100,6 @@ def test_member_killed_other_is_notified_and_lock_is_free_when_the_last_is_gone(
 
 
 @pytest.mark.slow
-def test_stopped_member_is_detected_by_its_silence_and_its_lease_is_waited_out(
-    server, start_member
-):
-    """Goal: half-open connections are detected. Method: SIGSTOP a holder of one member, whose
-    kernel keeps the connection open and answers; status names what the server waits for, and only
-    then is the next engine granted the lock. After SIGCONT the old holder is told that it is
-    over."""
-    holder = start_member("engine-0")
-    assert holder.granted() == 1
-    standby = start_member("engine-1")
-    until(lambda: server.lock()["waiters"], "the standby to wait")
-    holder.signal(signal.SIGSTOP)
-    waits = until(
-        lambda: [w for w in server.lock()["waits"] if w["reason"] == "releasing"],
-        "the holder to be found silent",
-    )
-    assert "member 0" in waits[0]["evidence"][0]
-    assert standby.granted() == 2
-    order = ("lock.member_silent", "lock.lease_expired", "lock.member_lost", "lock.free")
-    until(lambda: events_of(server, *order)[-4:] == list(order), "the events in this order")
-    holder.signal(signal.SIGCONT)
-    assert holder.hear("member_lost")["incarnation"] == holder.incarnation
-
-
-@pytest.mark.slow
 def test_restarted_server_gives_living_members_the_same_grant(server, start_member):
     """Goal: a restart of the server is no failover. Method: SIGKILL it and start it again; both
     members reconnect by themselves and keep token 1."""
@@ -138,25 +110,6 @@ def test_restarted_server_gives_living_members_the_same_grant(server, start_memb
     assert [member.granted() for member in members] == [1, 1]
     assert server.lock()["holder"]["token"] == 1
     assert not events_of(server, "lock.member_lost")
-
-
-@pytest.mark.slow
-def test_restarted_server_waits_out_the_lease_of_a_member_that_does_not_return(
-    server, start_member
-):
-    """Goal: a restarted server grants neither too early nor never. Method: kill the server and then
-    the holder; the standby is granted the lock after the lease on file, and a claim of its own does
-    not shorten that."""
-    holder = start_member("engine-0")
-    assert holder.granted() == 1
-    standby = start_member("engine-1")
-    until(lambda: server.lock()["waiters"], "the standby to wait")
-    server.kill()
-    holder.signal(signal.SIGKILL)
-    server.start()
-    assert server.lock()["state"] == "recovering"
-    assert standby.granted() == 2
-    until(lambda: len(events_of(server, "lock.lease_expired")) == 1, "one lease to run out")
 
 
 async def with_members(address, security, scenario, *members: tuple[str, int, int]) -> None:
@@ -182,41 +135,6 @@ def test_lease_is_answered_before_the_grant_that_follows_from_it(server, address
         assert (await member.renewed()).lease_ms == LEASE_MS
 
     asyncio.run(with_members(address, security, scenario, ("engine-0", 0, 1)))
-
-
-@pytest.mark.slow
-def test_incomplete_engine_waits_and_status_names_the_missing_members(server, address, security):
-    """Goal: no wait is silent. Method: member 0 of 2 alone."""
-
-    async def scenario(first: Member) -> None:
-        await first.join("active")
-        await first.renewed()
-        document = members_of(server)
-        assert (document["state"], document["count"], document["missing"]) == ("waiting", 2, [1])
-        assert 0 < document["members"][0]["lease_left_ms"] <= LEASE_MS + MARGIN_MS
-        await auntil(lambda: server.lock()["state"] == "free", "the first start to be over")
-        waits = {wait["reason"]: wait for wait in server.lock()["waits"]}
-        assert "member 1 of 2 is not connected" in waits["members_missing"]["message"]
-        assert not first.of(GrantedMsg)
-
-    asyncio.run(with_members(address, security, scenario, ("engine-0", 0, 2)))
-
-
-@pytest.mark.slow
-def test_another_supervisor_of_a_living_member_is_refused_with_the_time_left(
-    server, address, security
-):
-    """Goal: two supervisors cannot both be the same member. Method: connect the same engine and
-    member twice."""
-
-    async def scenario(first: Member, second: Member) -> None:
-        await first.join("active")
-        assert await first.granted() == 1
-        await second.join("active")
-        assert await second.refused() == "lock.engine_id_taken"
-        assert members_of(server)["members"][0]["supervisor"] == first.supervisor
-
-    asyncio.run(with_members(address, security, scenario, ("engine-0", 0, 1), ("engine-0", 0, 1)))
 
 
 def test_over_tcp_only_members_are_answered(server, address, security):
@@ -275,46 +193,3 @@ def test_metrics_show_the_holders_lease_and_missing_members(server, address, sec
         assert 0 < float(left.rpartition(" ")[2]) <= (LEASE_MS + MARGIN_MS) / 1000
 
     asyncio.run(with_members(address, security, scenario, ("engine-0", 0, 2), ("engine-0", 1, 2)))
-
-
-def test_member_with_another_certificate_is_refused(server, address, security, tmp_path):
-    """Goal: a member of another authority is refused. Method: one that trusts the server's."""
-    (tmp_path / "other").mkdir()
-    other = Authority(tmp_path / "other").issue("engine")
-    stranger = Member(address, Security(other.cert, other.key, security.ca), "engine-0")
-    with pytest.raises(UnreachableError):
-        asyncio.run(stranger.connect())
-    assert server.status()["members"] == {}
-
-
-def test_invalid_new_certificate_is_reported_and_the_old_one_stays(
-    server, address, authority, security, tmp_path
-):
-    """Goal: status reports a broken new file, and members connect by the old one until a valid one
-    is there. Method: break the server's certificate; then a pair and a CA of another authority."""
-    (tmp_path / "new").mkdir()
-    new = Authority(tmp_path / "new")
-    renewed = new.issue("lockserver")
-
-    async def gets_in(security: Security) -> None:
-        member = Member(address, security, "engine-0")
-        await member.join("active")
-        await member.close()
-
-    asyncio.run(gets_in(security))
-    assert server.status()["problem"] is None
-    ours = tmp_path / "lockserver.pem"
-    write_secret(str(ours), b"nonsense")
-    assert "stay in use" in server.status()["problem"]
-    asyncio.run(gets_in(security))
-    stale = Security(security.cert, security.key, renewed.ca)
-    for path, source in (
-        (str(ours), renewed.cert),
-        (str(tmp_path / "lockserver.key"), renewed.key),
-        (authority.path, renewed.ca),
-    ):
-        write_secret(path, Path(source).read_bytes())
-    assert server.status()["problem"] is None
-    asyncio.run(gets_in(new.issue("engine")))
-    with pytest.raises(UnreachableError):
-        asyncio.run(gets_in(stale))

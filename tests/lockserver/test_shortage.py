@@ -16,11 +16,11 @@ import pytest
 from lockserver import witness
 from lockserver.core import events as ev
 from lockserver.core.names import WitnessFile, WitnessState
-from lockserver.messages import GrantedMsg, ServiceMsg, StatusMsg, SwitchOverMsg
+from lockserver.messages import GrantedMsg, ServiceMsg, StatusMsg
 from lockserver.server.prober import WitnessDesk
 from lockserver.server.server import LockPerformer
 from lockserver.server.service_socket import ServiceSocket
-from plumbing.errors import InvariantError, RemoteError
+from plumbing.errors import InvariantError
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.fds import Reserve, close_all
 from tests.helpers import auntil, free_port, free_witness, open_fds, room_for, until
@@ -125,38 +125,6 @@ def _releasing(client: BlockingClient):
     return lock if lock["state"] == "releasing" else None
 
 
-def test_waiting_standby_that_repeats_its_want_in_a_shortage_keeps_its_place(pod_dir, start_server):
-    """Goal: a healthy standby is not evicted. Method: a second waiter behind it; it sends its want
-    again when the server can open nothing; then the holder releases the lock."""
-    start_server(*PATIENT)
-    with (
-        Hand(pod_dir, "engine-0") as holder,
-        Hand(pod_dir, "engine-1") as first,
-        Hand(pod_dir, "engine-2") as second,
-        holder.connect() as one,
-        first.connect() as two,
-        second.connect() as three,
-    ):
-        one.notify(holder.want())
-        assert holder.granted(one) == 1
-        for hand, client in ((first, two), (second, three)):
-            client.notify(hand.want())
-            document(client)
-        server = _server_of(one)
-        resource.prlimit(server, resource.RLIMIT_NOFILE, (NOTHING, 1024))
-        two.notify(first.want())
-        names = [each["engine"] for each in document(two)["locks"]["active"]["waiters"]]
-        assert names == ["engine-1", "engine-2"]
-        holder.end()
-        one.notify(holder.want(incarnation=None, witness=None, locks=()))
-        resource.prlimit(server, resource.RLIMIT_NOFILE, (1024, 1024))
-        assert first.granted(two) == 2
-
-
-def _server_of(client: BlockingClient) -> int:
-    return int(document(client)["server"]["pid"])
-
-
 def test_takeover_and_newcomer_at_the_limit_work_with_the_reserve(
     pod_dir, start_server, start_engine
 ):
@@ -186,39 +154,7 @@ def test_takeover_and_newcomer_at_the_limit_work_with_the_reserve(
     assert "Traceback" not in server.log()
 
 
-def test_switchover_that_cannot_be_checked_is_refused_with_the_reason(pod_dir, start_server):
-    """Goal: a standby that could not be looked at is not called dead. Method: ask for a switchover
-    when the server can open nothing, and again when it can."""
-    server = start_server(*PATIENT)
-    with (
-        Hand(pod_dir, "engine-0") as holder,
-        Hand(pod_dir, "engine-1") as standby,
-        holder.connect() as one,
-        standby.connect() as two,
-        standby.connect() as asking,
-    ):
-        one.notify(holder.want())
-        assert holder.granted(one) == 1
-        two.notify(standby.want())
-        document(two)
-        document(asking)
-        may_open(server, NOTHING)
-        question = SwitchOverMsg("active", "engine-1", 60_000)
-        with pytest.raises(RemoteError, match="engine-1 is alive") as caught:
-            asking.request(question)
-        assert caught.value.code == "lock.no_descriptors"
-        may_open(server, 1024)
-        with standby.connect() as again:
-            again.notify(question, request_id=1)
-            until(lambda: document(one)["locks"]["active"]["switchover"], "it to begin")
-
-
 # ------------------------------------------------------------------ the parts
-
-
-class _Conn:
-    id = 1
-    peer = SimpleNamespace(pid=7, pidfd_source="none")
 
 
 def test_witness_desk_removes_later_what_it_could_not_look_at(tmp_path):

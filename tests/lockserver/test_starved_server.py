@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import resource
 import signal
 import socket
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -135,22 +133,3 @@ def test_server_with_a_blocked_log_continues_and_reports_dropped_lines(pod_dir):
     read = [json.loads(line) for line in lines if line.rstrip().endswith("}")]
     (lost,) = [line["data"]["lines"] for line in read if line.get("event") == "log.dropped"]
     assert len(read) + lost >= 2 * EVENTS
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
-def test_second_server_on_the_same_directory_under_another_path_is_refused(pod_dir, start_server):
-    """Goal: one server per directory, not per path. Method: a bind mount, and a server there."""
-    server = start_server()
-    other = Path(pod_dir, "other")
-    other.mkdir(mode=0o700)
-    if subprocess.run(["mount", "--bind", pod_dir, other], capture_output=True).returncode:
-        pytest.skip("this container may not mount")
-    with contextlib.ExitStack() as stack:
-        stack.callback(subprocess.run, ["umount", other], check=True)
-        command = [*server.command, "serve", "--dir", str(other), "--http-port", "0"]
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert ran.returncode == 1
-    assert f"pid {server.pid}" in ran.stderr
-    assert "Traceback" not in ran.stderr
-    assert server.lock()["state"] == "free"

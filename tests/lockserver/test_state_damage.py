@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import resource
 import signal
-import subprocess
 
 import pytest
 
@@ -19,7 +17,6 @@ from tests.lockserver.engines import Engine
 from tests.lockserver.processes import ServerProcess
 
 DAMAGES = ("truncate", "empty", "garbage", "newest_slot", "newer_version", "delete", "fifo")
-NO_ROOT = "needs root"
 
 
 @pytest.mark.slow
@@ -126,37 +123,6 @@ def test_state_file_of_a_newer_version_still_counts_its_tokens(pod_dir, start_se
 
 
 @pytest.mark.slow
-def test_state_file_of_a_later_layout_keeps_the_server_from_starting(pod_dir, start_server):
-    """Goal: a downgrade begins no tokens again below what was granted, and says what to do. Method:
-    a grant, a file of a later layout, a start, the offline status; then the file as it was."""
-    server = start_server()
-    path = os.path.join(pod_dir, "lockserver.json")
-    with Hand(pod_dir, "engine-0") as hand, hand.connect() as client:
-        client.notify(hand.want())
-        assert hand.granted(client) == 1
-        server.kill()
-        with open(path, "rb") as file:
-            raw = file.read()
-        with open(path, "r+b") as file:
-            file.write(raw.replace(b"understudy-lock 1 ", b"understudy-lock 3 "))
-        command = [*server.command, "serve", "--dir", pod_dir, "--http-port", "0"]
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        assert ran.returncode == 1
-        assert ran.stderr.strip().endswith("[lock.state_newer]")
-        assert f"{path} has version 3, but" in ran.stderr
-        assert "Traceback" not in ran.stderr
-        shown = subprocess.run(
-            [*server.command, "status", "--dir", pod_dir], capture_output=True, text=True
-        )
-        assert shown.returncode == 3
-        assert "has version 3" in " ".join(shown.stdout.split())
-        with open(path, "r+b") as file:
-            file.write(raw)
-        server.start()
-        assert server.lock()["holder"]["token"] == 1
-
-
-@pytest.mark.slow
 def test_unwritable_state_grants_nothing_reports_it_and_recovers(pod_dir, start_server):
     """Goal: nothing is granted that is not on disk, and a witness that cannot be sealed frees
     nothing; both are reported, and both clear by themselves. Method: make a running server's files
@@ -194,52 +160,3 @@ def test_unwritable_state_grants_nothing_reports_it_and_recovers(pod_dir, start_
 def _may_write(server: ServerProcess, size_bytes: int) -> None:
     """Limit the length of the files that `server` writes."""
     resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (size_bytes, resource.RLIM_INFINITY))
-
-
-@contextlib.contextmanager
-def _made(directory: str, how: str):
-    """Make the directory or its state file unusable in one way, and restore it at the end."""
-    path = os.path.join(directory, "lockserver.json")
-    if how == "immutable":
-        if subprocess.run(["chattr", "+i", path], capture_output=True).returncode:
-            pytest.skip("this file system has no immutable files")
-        undo = ["chattr", "-i", path]
-    elif how == "read_only":
-        undo = ["umount", directory]
-        if subprocess.run(["mount", "--bind", directory, directory]).returncode:
-            pytest.skip("this container may not mount")
-        subprocess.run(["mount", "-o", "remount,bind,ro", directory], check=True)
-    else:
-        os.rename(path, f"{path}.real")
-        os.mkdir(path) if how == "directory" else os.symlink(f"{path}.real", path)
-        undo = ["rm", "-d", path]
-    try:
-        yield
-    finally:
-        subprocess.run(undo, check=True)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.geteuid() != 0, reason=NO_ROOT)
-@pytest.mark.parametrize("how", ["immutable", "read_only", "directory", "symlink"])
-def test_start_with_an_unwritable_state_file_is_one_clear_error(pod_dir, start_server, how):
-    """Goal: a fault of the environment is reported in one clear error, and the state on file stays
-    unchanged. Method: cause each fault, then start; once repaired, the server starts and knows the
-    token."""
-    server = start_server()
-    with Hand(pod_dir, "engine-0") as hand, hand.connect() as client:
-        client.notify(hand.want())
-        assert hand.granted(client) == 1
-        server.kill()
-        with _made(pod_dir, how):
-            command = [*server.command, "serve", "--dir", pod_dir, "--http-port", "0"]
-            ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
-            assert ran.returncode == 1
-            code = "wire.no_guard" if how == "read_only" else "lock.state_unwritable"
-            assert ran.stderr.strip().endswith(f"[{code}]")
-            assert "Traceback" not in ran.stderr
-        if how in ("directory", "symlink"):
-            path = os.path.join(pod_dir, "lockserver.json")
-            os.rename(f"{path}.real", path)
-        server.start()
-        assert server.lock()["holder"]["token"] == 1

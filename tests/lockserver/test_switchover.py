@@ -11,8 +11,6 @@ import urllib.request
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from lockserver.messages import CATALOGUE, SwitchedOverMsg, SwitchOverMsg
 from plumbing.wire.connection import connect
 from tests.helpers import auntil
@@ -103,38 +101,6 @@ def test_switchover_is_requested_shown_counted_and_answered(start_server: Any):
             assert metric(server, done) == 1
             assert metric(server, 'understudy_lock_switchover{lock="active"}') == 0
             conn.close("asked")
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("flags", [(), ("--drain",)])
-def test_command_leaves_streams_to_an_engine_that_continues_them_unless_told_to_drain(
-    start_server: Any, flags: tuple[str, ...]
-):
-    """Goal: a switchover need not wait for streams, and `--drain` makes it. Method: two engines
-    with one continuation id; what the holder is told of its standby, and what it is asked."""
-    server = start_server()
-
-    async def main() -> None:
-        async with (
-            Engine(server.directory, "engine-0") as old,
-            Engine(server.directory, "engine-1") as new,
-        ):
-            heard, told = hears(old), []
-            old.client._callbacks = replace(old.client._callbacks, on_standby=told.append)
-            old.continuation = new.continuation = "model-a tokenizer-b"
-            await old.hold()
-            new.launch()
-            new.want("active")
-            await auntil(lambda: told and told[-1].is_ready and told[-1].continues, "the news")
-            asking = command(server, *flags)
-            await auntil(lambda: heard, "the request to the holder")
-            assert heard == [("active", old.incarnation, "engine-1", not flags)]
-            old.reap()
-            old.relent()
-            assert await new.granted()
-            await asyncio.to_thread(asking.communicate, timeout=30)
-            assert asking.returncode == 0
 
     asyncio.run(main())
 

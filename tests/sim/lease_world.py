@@ -26,7 +26,9 @@ from tests.sim.lease_node import Node
 from tests.sim.lease_parts import LASTS_MS, NEVER, Tree
 from tests.sim.lease_server import Server
 
-EXIT_MS_MAX = 1800  # a fifth of a lease plus the margin, minus the difference of two clocks
+EXIT_MS_MAX = (
+    1450  # a fifth of the shortest lease plus the margin, minus the difference of two clocks
+)
 EXITS_MS = (0, 5, 50, 400, EXIT_MS_MAX)
 STEPS_MS = (0, 1, 5, 20, 100, 250, 400)
 

@@ -78,6 +78,17 @@ class ForgetsAtRestart(LeaseWorld):
             pass
 
 
+class AnnouncesItsOwnLength(LeaseWorld):
+    """A restarted server renews with its own length, and not with that on file: the next one would
+    not wait long enough."""
+
+    class leases_type(Leases):
+        def renew(self, engine, member, who, claims, now_ms):
+            lease = super().renew(engine, member, who, claims, now_ms)
+            lease.lease_ms = self.lease_ms
+            return lease
+
+
 class FirstGoneFrees(LeaseWorld):
     """A group is taken for dead when its first member is."""
 
@@ -106,7 +117,7 @@ class AnybodyVouches(LeaseWorld):
 
 BROKEN = [
     *(LateKills, CountsFromReceipt, RenewsByMereSending, ActsOnOldGrants, ForgetsAtRestart),
-    *(FirstGoneFrees, LostStateIsFree, AnybodyVouches),
+    *(AnnouncesItsOwnLength, FirstGoneFrees, LostStateIsFree, AnybodyVouches),
 ]
 
 
