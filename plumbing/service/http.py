@@ -6,8 +6,8 @@ are limited, and a connection above the limit takes the place of the oldest that
 yet. A probe sends its request with its first packets, so it is answered while strangers hold all.
 
 It accepts by itself: asyncio's server accepts a whole backlog before anything else runs, and out of
-descriptors uvloop's closes every connection that waits, probes included. Requests are parsed by
-llhttp: a whole HTTP library would cost each process 0.1 s of its start and 12 MiB.
+descriptors uvloop's closes every connection that waits, probes included. Of a request it reads the
+first line and `Host`: a whole HTTP library would cost each process 0.1 s of its start and 12 MiB.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import socket
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -24,8 +25,6 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any, cast
 from urllib.parse import parse_qs
-
-import httptools
 
 from plumbing.errors import UnderstudyError
 from plumbing.service import notify
@@ -46,6 +45,8 @@ PROBLEM_S = 10.0  # how long a problem is shown after it was last met
 STOP_GRACE_S = 0.5  # for answers in progress, which take milliseconds
 DIGITS_MAX = 19  # of an event's id; int() refuses more than some thousand digits
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_LINE = re.compile(r"([A-Z]+) (?:http://[^/?#\s]*)?([/*][^?#\s]*)(?:\?(\S*))? HTTP/1\.[01]")
+_HOST = re.compile(r"^host:[ \t]*(.*?)[ \t]*$", re.IGNORECASE | re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,10 +217,7 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self, server: HttpServer) -> None:
         self.is_answered = self.is_closing = False
-        self._server, self._method, self._url = server, "", b""
-        self._host: str | None = None
-        self._received_bytes = 0
-        self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)
+        self._server, self._data, self._received_bytes = server, b"", 0
 
     def abort(self) -> None:
         self.is_closing = True
@@ -232,7 +230,6 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._deadline.cancel()
-        self._parser = None  # it and this object would keep each other alive
         self._server._open.pop(self, None)
         self._server._has_closed.set()
 
@@ -240,52 +237,33 @@ class _Connection(asyncio.Protocol):
         self._received_bytes += len(data)
         if self._received_bytes > REQUEST_BYTES_MAX:
             self.abort()
-        elif not self.is_answered and self._parser is not None:
-            try:
-                self._parser.feed_data(data)
-            except httptools.HttpParserUpgrade:
-                pass  # to a protocol that is not spoken here; the request has been answered
-            except httptools.HttpParserError as error:
-                self._send(_text(400, f"This is not a valid HTTP request: {error}."))
-            if not self._method and self._received_bytes > HEAD_BYTES_MAX:
-                self._send(_text(400, f"The head of this request exceeds {HEAD_BYTES_MAX} bytes."))
+        elif not self.is_answered:
+            self._data += data
+            head, end, _ = self._data.partition(b"\r\n\r\n")
+            if end or len(self._data) > HEAD_BYTES_MAX or not self._data[:1].isupper():
+                self._answer(head[:HEAD_BYTES_MAX].decode("latin-1") if end else "")
 
-    def on_url(self, url: bytes) -> None:
-        self._url += url
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if name.lower() == b"host" and self._host is None and not self._method:
-            self._host = value.decode("latin-1")
-
-    def on_headers_complete(self) -> None:
-        assert self._parser is not None  # it is calling
-        self._method = self._parser.get_method().decode("latin-1")
-
-    def on_message_complete(self) -> None:
-        if self.is_answered:  # a second request on one connection
-            return
+    def _answer(self, head: str) -> None:
+        """The one answer of this connection: what follows the request is not read."""
+        line, _, headers = head.replace("\r\n", "\n").partition("\n")
+        request, host = _LINE.fullmatch(line), _HOST.search(headers)
+        method = request[1] if request else ""
         try:
-            url = httptools.parse_url(self._url)
-            path, query = ((each or b"").decode("latin-1") for each in (url.path, url.query))
-            answer = self._server.answer(self._method, path or "/", query, self._host)
-        except httptools.HttpParserInvalidURLError:  # CONNECT's
-            answer = _text(400, "This is not a path.")
+            answer = _text(400, "This is not a valid HTTP request.")
+            if request is not None:
+                path, query = request[2], request[3] or ""
+                answer = self._server.answer(method, path, query, host[1] if host else None)
         except Exception:  # a bug costs this answer; probes go on being answered
-            logger.exception("cannot answer %r", self._url)
+            logger.exception("cannot answer %r", line)
             answer = _text(500)
-        self._send(answer)
-
-    def _send(self, answer: Answer) -> None:
-        if self.is_answered:
-            return  # this is what follows the request
         self.is_answered = True
         status, body, kind = answer
         allow = "Allow: GET, HEAD\r\n" if status == HTTPStatus.METHOD_NOT_ALLOWED else ""
-        head = (
+        start = (
             f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n{allow}Content-Type: {kind}\r\n"
             f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
         )
-        self.transport.write(head.encode() + (b"" if self._method == "HEAD" else body))
+        self.transport.write(start.encode() + (b"" if method == "HEAD" else body))
         self.transport.close()
 
 
