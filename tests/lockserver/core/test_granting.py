@@ -15,7 +15,6 @@ from tests.lockserver.core.shell import (
     B,
     Shell,
     happened,
-    held_by_a,
     refused,
     sent,
     want,
@@ -54,32 +53,12 @@ def test_grant_while_one_is_being_written_is_an_invariant():
         machine.handle(ev.TimePassed(), 0.0)
 
 
-def test_want_again_by_the_holder_gets_the_same_grant():
-    """Goal: a lost grant costs nothing. Method: the same want without a token, and with it."""
-    shell = held_by_a()
-    assert sent(shell.feed(want(1, A, "active"))) == [(1, A, 1)]
-    assert sent(shell.feed(want(1, A, "active", tokens={"active": 1}))) == [(1, A, 1)]
-
-
 def test_new_supervisor_is_sent_the_holder():
     """Goal: a supervisor learns which engine holds, even if it connects late. Method: a second
     supervisor."""
     shell = Shell()
     shell.feed(want(1, A, "active"))
     assert sent(shell.feed(want(2, B, "active"))) == [(2, A, 1)]
-
-
-def test_newest_connection_replaces_the_older_one_and_keeps_the_place():
-    """Goal: one connection per supervisor. Method: the holder and the waiter connect again."""
-    shell = held_by_a()
-    effects = shell.feed(want(3, A, "active", tokens={"active": 1}))
-    assert [e.conn for e in effects if isinstance(e, ev.Close)] == [1]
-    assert sent(effects) == [(3, A, 1)]
-    shell.feed(ev.ConnectionClosed(1))
-    assert shell.active.state is LockState.HELD
-    shell.feed(want(4, B, "active"))
-    shell.feed(ev.ConnectionClosed(2))
-    assert [w.incarnation for w in shell.active.waiters] == [B]
 
 
 def test_older_connection_read_late_changes_nothing():

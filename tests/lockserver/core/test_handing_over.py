@@ -9,7 +9,6 @@ from lockserver.core import evidence
 from lockserver.core.lock import LockState
 from lockserver.core.names import ServingFile, serving_name_of
 from tests.lockserver.core.shell import (
-    A2,
     A,
     B,
     Shell,
@@ -76,27 +75,6 @@ def test_word_about_an_older_token_is_not_about_this_one():
     shell.feed(asks(1, A, "active", over=1))  # its grant was lost
     assert shell.active.state is LockState.HELD
     assert shell.feed(ev.ServingFileFree("active", A, 1)) == []
-
-
-def test_holder_that_is_reaped_after_its_word_needs_the_witness_again():
-    """Goal: "reaped" is proven by the witness alone. Method: say that after the word."""
-    shell = held_by_a()
-    shell.feed(asks(1, A, "active", over=1))
-    shell.feed(asks(1, A2, "active"))
-    assert shell.active.cause == "not_wanted"
-    assert (shell.serving_due(), shell.due()) == ([], [A])
-    assert shell.feed(ev.ServingFileFree("active", A, 1)) == []
-    shell.feed(asks(1, A2, "active"))  # nothing new
-    assert sent(shell.feed(ev.WitnessFree("active", A)))[0] == (2, B, 2)
-
-
-def test_lock_that_is_merely_not_wanted_is_proven_by_the_witness():
-    """Goal: no hand-over without the word. Method: drop the lock, and say the word too late."""
-    shell = held_by_a()
-    shell.feed(asks(1, A))
-    assert shell.serving_due() == []
-    assert refused(shell.feed(asks(1, A, "active", over=1))) == ["lock.incarnation_ended"]
-    assert shell.serving_due() == []
 
 
 def test_holder_that_handed_over_and_dies_is_proven_by_its_witness():

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from lockserver.core.events import Holder, LeaseTerms, MemberId
 from lockserver.core.evidence import STALL_MS
-from lockserver.core.lock import Lock, LockState
 from lockserver.core.names import WitnessFile
 from lockserver.members.leases import SPENT_MAX, Leases
 
@@ -141,40 +140,6 @@ def test_spent_incarnations_are_remembered_up_to_a_limit_the_oldest_go():
         leases.spend(f"engine-0-{number:016x}", 0, "lost")
     assert leases.spent(f"engine-0-{0:016x}") is None
     assert leases.spent(f"engine-0-{1:016x}") is not None
-
-
-def unknown_lock():
-    return {"active": Lock("active", is_fenced=True, state=LockState.RECOVERING)}
-
-
-def test_unknown_lock_waits_for_members_that_may_not_have_connected():
-    """Goal: after a lost state, no living member is overlooked. Method: a server that listens, and
-    one that does not; a stall in the middle restarts the wait."""
-    assert Timed(listens=False).leases.may_free_unknown(unknown_lock())
-    timed = Timed()
-    timed.pass_ms(5900)
-    assert not timed.leases.may_free_unknown(unknown_lock())
-    timed.stall_ms(STALL_MS + 1)
-    timed.pass_ms(5900)
-    assert not timed.leases.may_free_unknown(unknown_lock())
-    timed.pass_ms(200)
-    assert timed.leases.may_free_unknown(unknown_lock())
-    timed.stall_ms(60_000)  # no member is waited for any more
-    assert timed.leases.may_free_unknown(unknown_lock())
-
-
-def test_unknown_lock_waits_for_a_living_member_that_claims_it_and_for_no_other():
-    """Goal: a claim keeps a lock without a record for the length of its lease. Method: claims of it
-    and of another lock."""
-    timed = Timed()
-    timed.pass_ms(6000)
-    timed.renew(A, claims=("active",))
-    timed.renew(B, claims=("loader",))
-    assert not timed.leases.may_free_unknown(unknown_lock())
-    known = {"active": Lock("active", is_fenced=True)}
-    assert timed.leases.may_free_unknown(known)
-    timed.renew(A)
-    assert timed.leases.may_free_unknown(unknown_lock())
 
 
 def test_remaining_time_covers_living_members():

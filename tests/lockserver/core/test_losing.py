@@ -5,7 +5,6 @@ from __future__ import annotations
 from lockserver.core import events as ev
 from lockserver.core import evidence
 from lockserver.core.lock import LockState
-from lockserver.core.names import WitnessFile, name_of
 from tests.lockserver.core.shell import (
     A,
     B,
@@ -29,16 +28,6 @@ def test_closed_connection_alone_frees_nothing_and_starts_no_probe():
     assert shell.active.state is LockState.HELD
 
 
-def test_ended_process_frees_nothing_while_the_witness_is_held():
-    """Goal: both pieces of evidence. Method: pidfd first, then the witness."""
-    shell = held_by_a()
-    shell.feed(ev.ConnectionClosed(1))
-    assert not sent(shell.feed(ev.ProcessGone(f"{'engine-0':0>16}")))
-    assert shell.due() == [A]
-    assert sent(shell.feed(ev.WitnessFree("active", A))) == [(2, B, 2)]
-    assert ev.Discard((WitnessFile(name_of(A), 1, hash(name_of(A)) % 1000),)) in shell.effects
-
-
 def test_without_pidfd_the_closed_connection_stands_for_the_process():
     """Goal: older kernels. Method: the holder has no pidfd."""
     shell = Shell()
@@ -46,16 +35,6 @@ def test_without_pidfd_the_closed_connection_stands_for_the_process():
     assert shell.due() == []
     shell.feed(ev.ConnectionClosed(1))
     assert shell.due() == [A]
-
-
-def test_own_want_needs_the_witness_but_not_the_process():
-    """Goal: a relaunch without the pidfd's end. Method: the want no longer names the
-    incarnation."""
-    shell = held_by_a()
-    shell.feed(want(1, None, engine="engine-0"))
-    assert (shell.active.state, shell.active.cause) == (LockState.RELEASING, "not_wanted")
-    assert shell.due() == [A]
-    assert sent(shell.feed(ev.WitnessFree("active", A))) == [(2, B, 2)]
 
 
 def test_released_lock_cannot_be_requested_by_the_same_incarnation():
@@ -75,20 +54,6 @@ def test_silent_holder_is_tried_and_reported_and_keeps_the_lock_while_it_lives()
     assert shell.due() == [A]
     shell.feed(ev.Beaten(1, 1))
     assert shell.due() == []
-
-
-def test_silent_waiter_is_skipped_and_keeps_its_place():
-    """Goal: a hung standby delays no other engine. Method: two waiters, the first is silent."""
-    shell = held_by_a(silent_ms=1000)
-    c = "engine-2-000000000000000c"
-    shell.feed(want(3, c, "active"))
-    for beat in range(15):
-        shell.feed(ev.Beaten(1, beat))
-        shell.feed(ev.Beaten(3, beat))
-        shell.pass_ms(100)
-    shell.feed(want(1, None, engine="engine-0"))
-    assert (3, c, 2) in sent(shell.feed(ev.WitnessFree("active", A)))
-    assert [w.incarnation for w in shell.active.waiters] == [B]
 
 
 def test_repeated_progress_is_not_a_sign_of_life():

@@ -84,21 +84,6 @@ def test_waiting_group_after_each_kind_of_loss(fate):
     assert shell.lost(10) == ([(A0, 1)] if is_over else [])
 
 
-def test_holder_group_is_free_when_the_last_member_has_reaped_and_not_before():
-    """Goal: the lock is free when the last member is gone. Method: member 1 reaps, then member
-    0."""
-    shell = held()
-    shell.want(11, S1, None, 1)
-    shell.want(11, S1, A1_NEXT, 1)  # it may prepare its next launch meanwhile
-    shell.pass_ms(20_000, beating=(10, 11, 20))
-    assert shell.granted(20) == [(A0, 1)]
-    shell.want(10, S0, None, 0)
-    assert shell.granted(20)[-1] == (B, 2)
-    shell.want(10, S0, A0_NEXT, 0)
-    assert [w.incarnation for w in shell.active.waiters] == [A0_NEXT]
-    assert "lock.members_whole" in shell.happened
-
-
 def test_silent_holder_group_is_free_when_its_leases_have_expired():
     """Goal: no wait is endless or too short. Method: no member sends heartbeats any more."""
     shell = held()

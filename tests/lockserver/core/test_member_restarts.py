@@ -3,8 +3,6 @@ for how long, and which it tells to end."""
 
 from __future__ import annotations
 
-import pytest
-
 from lockserver.core import events as ev
 from lockserver.core.lock import LockState
 from tests.lockserver.core.member_shell import (
@@ -40,36 +38,6 @@ def test_restart_gives_the_whole_group_the_same_grant_again():
     assert shell.granted(30) == [(A0, 1)]
     assert shell.granted(31) == [(A1, 1)]
     assert shell.active.state is LockState.HELD
-
-
-def test_restart_waits_for_silent_members_but_not_for_reaped_ones():
-    """Goal: neither too early nor longer than necessary. Method: member 1 has reaped; member 0 is
-    silent, then reports the same."""
-    shell = restarted(held())
-    shell.want(20, SB, B, 0, 1)
-    shell.want(31, S1, None, 1)
-    shell.pass_ms(5000, beating=(20, 31))
-    assert shell.active.state is LockState.RECOVERING
-    shell.want(30, S0, None, 0)
-    assert shell.granted(20) == [(B, 2)]
-
-
-@pytest.mark.parametrize("heard", [False, True])
-def test_restart_waits_a_lease_and_its_margin_for_a_member_that_does_not_reconnect(heard):
-    """Goal: a member that was answered just before the restart keeps its time. Method: no member
-    returns, or one of two does, which is then told that the other is lost."""
-    shell = restarted(held())
-    shell.want(20, SB, B, 0, 1)
-    if heard:
-        shell.want(30, S0, A0, 0, tokens={"active": 1})
-    beating = (20, 30) if heard else (20,)
-    shell.pass_ms(LEASE_MS + MARGIN_MS - 100, beating)
-    assert shell.active.state is LockState.RECOVERING
-    shell.pass_ms(100, beating)
-    if heard:
-        assert shell.lost(30) == [(A0, 1)]
-        shell.want(30, S0, None, 0)
-    assert shell.granted(20) == [(B, 2)]
 
 
 def test_restart_refuses_another_supervisor_for_a_member_on_file():

@@ -10,7 +10,6 @@ from lockserver.core.lock import LockState
 from lockserver.core.names import WitnessState
 from lockserver.core.supervisors import SUPERVISORS_MAX
 from tests.lockserver.core.shell import (
-    A2,
     A,
     B,
     Shell,
@@ -53,17 +52,6 @@ def test_bad_want_is_refused_by_code_and_changes_no_lock(bad, code):
     assert (shell.active.state, shell.active.holder, list(shell.active.waiters)) == before
     assert not any(isinstance(effect, ev.Lend) for effect in effects)
     assert len(shell.machine.supervisors) == 1  # one that was only ever refused is forgotten
-
-
-def test_second_living_supervisor_of_an_engine_is_refused_until_the_first_is_gone():
-    """Goal: two containers with one ENGINE_ID. Method: another supervisor id, same engine."""
-    shell = held_by_a()
-    twin = want(9, A2, "active", supervisor="f" * 16)
-    assert refused(shell.feed(twin)) == ["lock.engine_id_taken"]
-    shell.feed(ev.ConnectionClosed(1))  # a cut connection is no death
-    assert refused(shell.feed(twin)) == ["lock.engine_id_taken"]
-    shell.feed(ev.ProcessGone(f"{'engine-0':0>16}"))
-    assert refused(shell.feed(twin)) == []
 
 
 def test_another_process_cannot_act_for_a_living_supervisor():

@@ -14,24 +14,12 @@ from tests.lockserver.core.shell import (
     A,
     B,
     Shell,
-    happened,
     held_by_a,
     refused,
     restarted,
     sent,
     want,
 )
-
-
-def test_restart_holder_on_file_same_grant_again():
-    """Goal: no failover by a restart. Method: the holder wants with its token, and without."""
-    for tokens in ({}, {"active": 1}):
-        shell = restarted(held_by_a())
-        assert shell.active.state is LockState.RECOVERING
-        shell.feed(want(2, B, "active"))
-        assert shell.active.state is LockState.RECOVERING
-        assert sent(shell.feed(want(1, A, "active", tokens=tokens))) == [(1, A, 1)]
-        assert shell.active.state is LockState.HELD
 
 
 def test_restart_era_is_that_of_the_file_in_every_grant_and_in_every_record():
@@ -65,28 +53,6 @@ def test_restart_earlier_waiters_are_sent_the_returning_holder():
     shell.feed(want(2, B, "active"))
     told = shell.feed(want(1, A, "active", tokens={"active": 7}))
     assert [e.holder.token for e in told if isinstance(e, ev.Announce)] == [7]
-
-
-def test_restart_free_witness_frees_at_once_and_a_held_one_is_only_reported():
-    """Goal: no waiting period, and no grant when the window ends. Method: both, with time
-    passing."""
-    shell = restarted(held_by_a(), window_ms=1000)
-    shell.feed(want(2, B, "active"))
-    assert shell.due() == [A]
-    effects = shell.pass_ms(5000)
-    assert happened(effects).count("lock.unresponsive") == 1
-    assert shell.active.state is LockState.RECOVERING
-    shell.feed(ev.Beaten(2, 1))
-    assert (2, B, 2) in sent(shell.feed(ev.WitnessFree("active", A)))
-
-
-def test_restart_relaunched_holder_releases_the_lock():
-    """Goal: an incarnation no longer named was reaped. Method: the engine returns with a new
-    one."""
-    shell = restarted(held_by_a())
-    shell.feed(want(1, A2, "active"))
-    assert shell.active.state is LockState.RELEASING
-    assert (1, A2, 2) in sent(shell.feed(ev.WitnessFree("active", A)))
 
 
 def test_restart_returning_holder_evicts_a_twin():
@@ -129,17 +95,6 @@ def test_unknown_file_claim_of_a_free_witness_is_refused():
     shell = Shell(LOST)
     claim = want(1, A, "active", tokens={"active": 12}, witness_state=WitnessState.FREE)
     assert refused(shell.feed(claim)) == ["lock.stale_claim"]
-
-
-def test_unknown_file_is_free_only_when_no_stranger_holds_a_witness():
-    """Goal: free if each witness is free or belongs to a connected supervisor without a claim.
-    Method: scans."""
-    shell = Shell(LOST)
-    shell.feed(want(2, B, "active"))
-    assert not sent(shell.feed(ev.DirectoryScanned(frozenset({name_of(A), name_of(B)}))))
-    assert shell.active.is_unknown
-    effects = shell.feed(ev.DirectoryScanned(frozenset({name_of(B)})))
-    assert (2, B, 9) in sent(effects)
 
 
 def test_unknown_file_stays_unknown_on_disk_while_another_lock_is_granted():

@@ -9,7 +9,7 @@ from lockserver.core import events as ev
 from lockserver.core.lock import LockState
 from lockserver.messages import StandbyMsg
 from tests.lockserver.core.member_shell import held
-from tests.lockserver.core.shell import A, B, Shell, happened, sent, want
+from tests.lockserver.core.shell import A, B, Shell, happened, want
 
 C = "engine-2-000000000000000c"
 ENGINES = (A, B, C)
@@ -184,21 +184,3 @@ def test_holder_that_was_told_to_end_hears_at_once_that_no_engine_waits():
     shell.feed(want(1, A, "active"))
     leaves = want(1, A, "active", tokens={"active": 1}, is_leaving=True)
     assert news(shell.feed(leaves)) == [(1, False, True)]
-
-
-def test_engine_that_was_told_to_end_is_granted_nothing():
-    """Goal: no grant to an engine that leaves. Method: it waited when it was told, or asks after
-    it; the holder goes. An engine that connects hears who holds the lock and whether it leaves."""
-    shell = Shell()
-    shell.feed(want(1, A, "active"))
-    shell.feed(want(2, B, "active"))
-    shell.feed(want(2, B, "active", is_leaving=True))
-    shell.feed(want(1, A, "active", tokens={"active": 1}, is_leaving=True))
-    grants = [e for e in shell.feed(want(3, C, "active")) if isinstance(e, ev.SendGrant)]
-    assert [(each.conn, each.holder.incarnation, each.is_leaving) for each in grants] == [
-        (3, A, True)
-    ]
-    shell.feed(want(3, C, "active", is_leaving=True))
-    shell.feed(want(1, A))
-    assert sent(shell.feed(ev.WitnessFree("active", A))) == []
-    assert shell.active.state is LockState.FREE

@@ -3,11 +3,9 @@ and nobody who is here is put out, until it could."""
 
 from __future__ import annotations
 
-import pytest
 from msgspec.structs import replace
 
 from lockserver.core import events as ev
-from lockserver.core.lock import LockState
 from lockserver.core.names import WitnessState
 from tests.lockserver.core.shell import (
     A,
@@ -36,34 +34,6 @@ def looked(wanted: ev.Wanted, state=WitnessState.HELD, **fields) -> ev.Wanted:
 
 def waiting(shell: Shell) -> list[str]:
     return [each.incarnation for each in shell.active.waiters]
-
-
-@pytest.mark.parametrize("has_file", [True, False], ids=["found by name", "not found either"])
-def test_newcomer_is_neither_refused_nor_granted_before_its_witness_was_seen(has_file):
-    """Goal: a shortage of the server's costs a healthy engine nothing but time. Method: it asks for
-    a free lock unseen; time passes; the same want with what was seen."""
-    shell = Shell()
-    asked = want(1, A, "active", **UNSEEN)
-    if not has_file:
-        asked = replace(asked, witness_file=None)
-    effects = shell.feed(asked)
-    assert to_repeat(effects) == [asked]
-    assert not refused(effects)
-    assert any(isinstance(effect, ev.Lend) for effect in effects)  # it is known already
-    assert not refused(shell.feed(ev.Beaten(1, 1)))
-    shell.pass_ms(1000)
-    assert shell.active.state is LockState.FREE
-    assert waiting(shell) == []
-    seen = looked(asked, witness_file=want(1, A, "active").witness_file)
-    assert sent(shell.feed(seen)) == [(1, A, 1)]
-
-
-def test_newcomer_whose_witness_turns_out_free_is_refused():
-    """Goal: unseen is no proof. Method: the look that was repeated finds nobody."""
-    shell = Shell()
-    (again,) = to_repeat(shell.feed(want(1, A, "active", **UNSEEN)))
-    assert refused(shell.feed(looked(again, WitnessState.FREE))) == ["lock.witness_unproven"]
-    assert shell.active.state is LockState.FREE
 
 
 def test_waiter_that_asks_again_unseen_keeps_its_place_and_is_granted():

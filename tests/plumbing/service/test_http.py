@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 import pytest
 
-from plumbing.errors import UnderstudyError, UsageError
+from plumbing.errors import UnderstudyError
 from plumbing.service.events import EventLog
 from plumbing.service.http import HttpServer, Probe
 from plumbing.service.metrics import Metrics
@@ -70,18 +70,6 @@ def test_probes_answer_200_or_503_and_say_why():
             assert status == 503
             assert json.loads(body)["checks"]["live"] == {"ok": True, "reason": "alive"}
             assert json.loads(body)["checks"]["ready"] == expected
-
-    asyncio.run(main())
-
-
-def test_probe_is_asked_at_every_request():
-    """Goal: an answer is as fresh as the process knows; method: change between two requests."""
-
-    async def main():
-        answers = [Probe(False, "starting"), Probe(True, "ok")]
-        async with serving(probes={"startup": lambda: answers.pop(0)}) as http:
-            assert (await fetch(http.port, "/startup"))[0] == 503
-            assert (await fetch(http.port, "/startup"))[0] == 200
 
     asyncio.run(main())
 
@@ -157,20 +145,6 @@ def test_nothing_changes_state_and_unknown_paths_are_404():
     asyncio.run(main())
 
 
-def test_only_the_given_host_is_bound():
-    """Goal: 127.0.0.1 means that; method: connect to another loopback address."""
-
-    async def main():
-        async with serving() as http:
-            with pytest.raises(ConnectionRefusedError):
-                await asyncio.open_connection("127.0.0.2", http.port)
-        for host, port in (("", 0), ("127.0.0.1", 65536), ("192.0.2.1", 0), ("no.such.invalid", 0)):
-            with pytest.raises(UsageError, match="use another --http-host or --http-port"):
-                await HttpServer(host, port, probes={}, status=dict, metrics=Metrics()).start()
-
-    asyncio.run(main())
-
-
 def test_stop_frees_the_port_and_every_descriptor():
     """Goal: no leak over start and stop; method: count descriptors around both."""
 
@@ -210,36 +184,6 @@ def test_port_in_use_names_port_and_process():
     asyncio.run(main())
 
 
-def test_port_in_use_ends_a_program_with_one_sentence_and_exit_code_1():
-    """Goal: no stack trace from the loop; method: a real process on uvloop, the port taken."""
-    program = textwrap.dedent(
-        """
-        import sys
-        from plumbing.pod.cli import run_async
-        from plumbing.service.http import HttpServer
-        from plumbing.service.metrics import Metrics
-        async def main():
-            http = HttpServer(
-                "127.0.0.1", int(sys.argv[1]), probes={}, status=dict, metrics=Metrics())
-            await http.start()
-        run_async(main)
-        """
-    )
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        done = subprocess.run(
-            [sys.executable, "-c", program, str(port)],
-            env={**os.environ, "PYTHONDEVMODE": "", "PYTHONASYNCIODEBUG": ""},  # they print too
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    assert done.returncode == 1
-    (sentence,) = done.stderr.splitlines()
-    assert sentence.startswith(f"error: port {port} on 127.0.0.1 is in use by pid {os.getpid()}")
-    assert sentence.endswith("[service.port_in_use]")
-
-
 def test_random_bytes_cost_their_sender_and_nobody_else(caplog):
     """Goal: bad input disturbs nothing, leaks nothing, fills no log; method: garbage, huge head."""
 
@@ -259,21 +203,6 @@ def test_random_bytes_cost_their_sender_and_nobody_else(caplog):
     asyncio.run(main())
     # On a busy machine asyncio's debug mode warns of a step that took long: no fault of the server.
     assert [each for each in caplog.records if not each.msg.startswith("Executing ")] == []
-
-
-def test_half_a_request_then_silence_delays_nobody():
-    """Goal: a stalled peer is its own affair; method: half a request, then others, then stop."""
-
-    async def main():
-        async with serving() as http:
-            _, writer = await asyncio.open_connection("127.0.0.1", http.port)
-            writer.write(b"GET /live HTT")
-            assert (await fetch(http.port, "/live"))[0] == 200
-            await http.stop()
-            writer.close()
-            await writer.wait_closed()
-
-    asyncio.run(main())
 
 
 def test_minimal_server_loads_no_heavy_library():

@@ -139,19 +139,6 @@ def test_reader_that_never_reads_its_answer_is_closed_at_the_deadline(loop, monk
     run_on(loop, main())
 
 
-def test_connection_carries_one_request():
-    """Goal: no idle connections, no queue of requests. Method: two requests in one go."""
-
-    async def main():
-        async with serving() as http:
-            with strangers(http.port, 1, WHOLE + WHOLE) as (sock,):
-                answer = await end_of(sock)
-            assert answer.count(b"HTTP/1.1 200 OK") == 1
-            assert b"Connection: close" in answer
-
-    asyncio.run(main())
-
-
 @LOOPS
 @pytest.mark.parametrize(
     "data",

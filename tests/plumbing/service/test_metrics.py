@@ -89,11 +89,3 @@ def test_build_info_is_one_series_also_when_said_again(monkeypatch):
         "driver": "570.1",
     }
     assert found == [frozenset(expected.items())]
-
-
-def test_two_registries_do_not_meet():
-    """Goal: a registry per process, also in tests; method: the same name twice."""
-    first, second = Metrics(), Metrics()
-    first.counter("a_total", "h").inc()
-    second.counter("a_total", "h")
-    assert value(second, "understudy_a_total") == 0

@@ -95,25 +95,6 @@ def test_what_is_known_of_a_living_process(tree):
     assert procfs.inner_pid(os.getpid()) == os.getpid()
 
 
-def test_a_name_with_brackets_and_spaces_is_parsed():
-    """Goal: comm may hold anything; method: a thread-group leader that renames itself."""
-    program = textwrap.dedent(
-        """
-        import sys
-        open("/proc/self/comm", "w").write("a) R 1 (b")
-        print("renamed", flush=True)
-        sys.stdin.read()
-        """
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
-        process.stdout.readline()
-        assert procfs.name(process.pid) == "a) R 1 (b"
-        assert procfs.parent(process.pid) == os.getpid()
-        process.stdin.close()
-
-
 def test_a_zombie_is_not_alive():
     """Goal: dead but not reaped is dead; method: kill without waiting."""
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:

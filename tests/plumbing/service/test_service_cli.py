@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from plumbing.errors import UnderstudyError, UnreachableError
-from plumbing.pod.cli import fail, options, plain_errors
+from plumbing.pod.cli import options
 from plumbing.service.config import Option
 
 OPTIONS = (
@@ -112,20 +112,6 @@ def test_errors_of_a_json_command_are_json_on_stdout_too():
     }
     assert invoke(status).stdout == ""
     assert invoke(status, "--json", "a", "b").stdout == "True ('a', 'b')\n"
-
-
-def test_plain_errors_and_fail_end_with_the_exit_code():
-    """Goal: commands without settings alike; method: a command that fails."""
-
-    @click.command()
-    @plain_errors
-    def version():
-        raise UnderstudyError("a.b", "It failed.")
-
-    assert invoke(version).stderr == "error: It failed. [a.b]\n"
-    with pytest.raises(SystemExit) as caught:
-        fail(UnreachableError("a.b", "x"))
-    assert caught.value.code == 3
 
 
 def run_program(body, **environ):

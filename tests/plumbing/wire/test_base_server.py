@@ -95,23 +95,6 @@ def test_server_accepts_a_few_at_the_limit_with_its_reserve(loop: str, tmp_path:
     run_on(loop, main())
 
 
-def test_shortage_of_a_server_that_nobody_waits_for_is_over_by_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Goal: the reason is not shown for longer than it lasts. Method: a pause, and no client."""
-    monkeypatch.setattr(base_server, "RETRY_S", 0.01)
-
-    async def main() -> None:
-        server = Server(str(tmp_path / "echo.sock"), CATALOGUE, EchoHandler(), service="echo")
-        await server.start()
-        server._pause(OSError(errno.EMFILE, "full"))
-        assert server.problem is not None
-        await auntil(lambda: server.problem is None, "the end of the shortage")
-        await server.close()
-
-    asyncio.run(main())
-
-
 def test_paths_that_cannot_be_looked_at_are_not_taken_for_replaced_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -153,19 +136,6 @@ def test_server_can_be_closed_while_accepting_is_paused(
         await server.close()
         await asyncio.sleep(0.02)
         assert server._sock is None
-
-    asyncio.run(main())
-
-
-def test_wake_up_without_a_connection_is_harmless(tmp_path: Path):
-    """Goal: a client that is gone before it was accepted is not an error."""
-
-    async def main() -> None:
-        server = Server(str(tmp_path / "echo.sock"), CATALOGUE, EchoHandler(), service="echo")
-        await server.start()
-        server._acceptable()
-        assert server.connections == set()
-        await server.close()
 
     asyncio.run(main())
 

@@ -77,21 +77,6 @@ def test_blocking_client_can_be_interrupted(pair: tuple[BlockingClient, socket.s
     client.interrupt()
 
 
-def test_blocking_client_closes_descriptors_of_unread_messages(
-    pair: tuple[BlockingClient, socket.socket],
-):
-    """Goal: unsolicited messages that were read do not leak their descriptors."""
-    client, theirs = pair
-    before = len(open_fds())
-    passed = os.memfd_create("x")
-    socket.send_fds(theirs, [_frame("unasked", fds=1) + _frame("answer", 1)], [passed])
-    os.close(passed)
-    client.request(Echo("question"))
-    assert len(open_fds()) == before + 1
-    client.close()
-    assert len(open_fds()) == before - 1
-
-
 def test_blocking_client_that_is_flooded_gives_up(
     pair: tuple[BlockingClient, socket.socket], monkeypatch: pytest.MonkeyPatch
 ):
@@ -156,16 +141,6 @@ def test_blocking_client_raises_the_reason_why_it_was_dropped(
     assert isinstance(caught.value, RemoteError if is_said else UnreachableError)
 
 
-def test_blocking_client_reports_a_reset_as_closed(pair: tuple[BlockingClient, socket.socket]):
-    """Goal: a reset is the end of the connection, not an OSError. Method: the peer closes with data
-    unread."""
-    client, theirs = pair
-    client.notify(Echo("never read"))
-    theirs.close()
-    with pytest.raises(UnreachableError, match="reset by peer"):
-        client.receive(5)
-
-
 def test_blocking_client_refuses_a_bad_frame_and_leaks_nothing(
     pair: tuple[BlockingClient, socket.socket],
 ):
@@ -209,23 +184,6 @@ def test_blocking_client_at_the_limit_of_descriptors_raises_it(tmp_path: Path):
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert caught.value.code == "wire.no_descriptors"
-
-
-@pytest.mark.parametrize(
-    ("number", "words"),
-    [
-        (errno.EMFILE, "ulimit -n"),
-        (errno.ENFILE, "fs.file-max"),
-        (errno.EAGAIN, "ulimit -u"),
-        (errno.EIO, os.strerror(errno.EIO)),
-        (errno.ENOMEM, "memory limit"),
-        (0, "odd"),
-    ],
-)
-def test_no_descriptors_names_the_limit(number: int, words: str):
-    """Goal: the process's limit, the machine's, or another cause."""
-    error = OSError(number, "odd") if number else OSError("odd")
-    assert words in sockets.no_descriptors("open a socket", error).message
 
 
 @pytest.mark.parametrize(

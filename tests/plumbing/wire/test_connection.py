@@ -194,66 +194,6 @@ def test_a_backed_up_connection_says_so_until_its_peer_reads(loop: str):
     run_on(loop, main())
 
 
-@loops
-def test_wake_up_with_nothing_to_read_is_harmless(loop: str):
-    """Goal: data that another reader has taken is not the end of the stream."""
-
-    async def main() -> None:
-        ours, theirs = socket.socketpair()
-        conn = UnixConnection(ours, CATALOGUE, EchoHandler())
-        conn._readable()
-        assert not conn.is_closed
-        conn.close("done")
-        theirs.close()
-
-    run_on(loop, main())
-
-
-@loops
-def test_reset_is_the_end_of_a_connection(loop: str):
-    """Goal: a peer that closes with data unread resets the connection; that is its end and not an
-    error."""
-
-    async def main() -> None:
-        ours, theirs = socket.socketpair()
-        handler = EchoHandler()
-        conn = UnixConnection(ours, CATALOGUE, handler)
-        conn.send(Echo("never read"))
-        theirs.close()
-        await auntil(lambda: handler.reasons, "the end")
-        assert handler.reasons == ["the peer is gone: Connection reset by peer"]
-
-    run_on(loop, main())
-
-
-@loops
-def test_each_frame_has_its_own_deadline(loop: str):
-    """Goal: a busy peer that is always in the middle of a frame does not time out. Method: the rest
-    of one frame and half of the next arrive together; the deadline must be a new one."""
-
-    async def main() -> None:
-        ours, theirs = socket.socketpair()
-        handler = EchoHandler()
-        conn = UnixConnection(ours, CATALOGUE, handler)
-        theirs.sendall(FRAME[:-3])
-        await auntil(lambda: conn._frame_deadline, "rest of a frame")
-        first = conn._frame_deadline
-        theirs.sendall(FRAME[-3:] + FRAME[:-3])
-        await auntil(lambda: len(handler.received_messages) == 1, "a frame")
-        assert first is not None
-        assert first.cancelled()
-        second = conn._frame_deadline
-        assert second is not None
-        assert not second.cancelled()
-        theirs.sendall(FRAME[-3:])
-        await auntil(lambda: len(handler.received_messages) == 2, "a frame")
-        assert conn._frame_deadline is None
-        conn.close("done")
-        theirs.close()
-
-    run_on(loop, main())
-
-
 def test_frame_does_not_time_out_while_we_are_the_slow_side(monkeypatch: pytest.MonkeyPatch):
     """Goal: the rest of a frame may have arrived while earlier ones are handled. Method: many
     frames and a half, and a deadline that passes before they are handled."""

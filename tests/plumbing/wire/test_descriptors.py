@@ -114,22 +114,6 @@ def test_fds_match_frames_when_the_kernel_merges_writes():
     ours.close()
 
 
-def test_truncated_ancillary_data_is_an_error(monkeypatch: pytest.MonkeyPatch):
-    """Goal: three sent, room for one: the flag is checked and what came is closed."""
-    ours, theirs = socket.socketpair()
-    before = len(open_fds())
-    fds = _fds(3)
-    frame = encode_frame(CATALOGUE.encode(Echo()), 3)
-    sockets.send(ours, memoryview(frame), fds)
-    close_all(fds)
-    monkeypatch.setattr(sockets, "_ANCILLARY_BYTES", socket.CMSG_SPACE(4))
-    with pytest.raises(ProtocolError, match=r"wire\.truncated_fds"):
-        sockets.receive(theirs)
-    assert len(open_fds()) == before
-    ours.close()
-    theirs.close()
-
-
 @loops
 def test_cancelled_connect_closes_its_socket(loop: str, tmp_path: Path):
     """Goal: cancellation is not an Exception; nothing may leak. Method: a full backlog keeps
@@ -260,27 +244,6 @@ def test_foreign_ancillary_data_is_refused():
         sockets.receive(theirs)
     ours.close()
     theirs.close()
-
-
-@loops
-def test_final_error_of_a_peer_is_read_although_sending_fails(loop: str):
-    """Goal: the error frame of a peer that closed is read even if we were sending. Method: frame
-    and end have arrived before we send; our descriptors must not leak."""
-
-    async def main() -> None:
-        before = len(open_fds())
-        ours, theirs = socket.socketpair()
-        handler = EchoHandler()
-        conn = UnixConnection(ours, CATALOGUE, handler)
-        theirs.sendall(encode_frame(CATALOGUE.encode(Echo("why")), 0))
-        theirs.close()
-        for _ in range(3):
-            conn.send(Echo("do this"), 0, _fds(2))
-        await auntil(lambda: handler.reasons, "the end of the connection")
-        assert handler.received_messages == [Echo("why")]
-        assert len(open_fds()) == before
-
-    run_on(loop, main())
 
 
 @loops

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plumbing.errors import ProtocolError, UnderstudyError
-from plumbing.pod import messages as observe
 from plumbing.wire.messages import Catalogue, FaultMsg, Message, fault_of, messages_in
 from tests.plumbing.wire import echo
 from tests.plumbing.wire.echo import CATALOGUE, Echo, Part, Refuse
@@ -140,27 +139,6 @@ def test_details_of_an_error_may_be_subclasses_of_plain_types():
     assert message == FaultMsg("a.b", "c", {"mood": "calm", "name": "n", "view": {"a": [1]}})
     with pytest.raises(TypeError, match="object cannot travel"):
         fault_of(UnderstudyError("a.b", "c", thing=object()))
-
-
-def test_observer_messages_round_trip():
-    """Goal: the messages of observers round-trip in any catalogue; enums arrive as strings."""
-    catalogue = Catalogue(
-        observe.StatusMsg, observe.StatusReplyMsg, observe.WatchMsg, observe.EventMsg
-    )
-    for message in (
-        observe.StatusMsg(),
-        observe.StatusReplyMsg({"lock": [1, None]}),
-        observe.WatchMsg(),
-        observe.WatchMsg(since=observe.EVENT_ID_MAX),
-        observe.EventMsg({"id": 1}),
-    ):
-        assert catalogue.decode(catalogue.encode(message, 5), 0) == (message, 5)
-    state = observe.StatusReplyMsg({"state": Mood.CALM, "seen": {Mood.CALM: (1, 2)}})
-    told, _ = catalogue.decode(catalogue.encode(state), 0)
-    assert told == observe.StatusReplyMsg({"state": "calm", "seen": {"calm": [1, 2]}})
-    late = msgpack.packb({"type": "watch", "id": 1, "since": -1})
-    with pytest.raises(ProtocolError, match=r"watch\.since"):
-        catalogue.decode(late, 0)
 
 
 def test_messages_of_a_module_are_its_own_and_the_imported_ones():

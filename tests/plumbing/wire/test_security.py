@@ -136,34 +136,6 @@ def test_files_that_are_not_certificates_are_a_usage_error(tmp_path: Path):
     assert len(open_fds()) == before
 
 
-def test_renewed_files_are_used_and_broken_ones_are_a_temporary_problem(tmp_path: Path):
-    """Goal: a new certificate is used without a restart; a broken one is a problem and the old one
-    stays in use until it is fixed; unchanged files are not read again. Method: renew and break the
-    files by renaming, as certificate managers do."""
-    authority = Authority(tmp_path)
-    security = authority.issue("lock", file="tls")
-    first = security.server_context()
-    assert security.cert is not None
-    good = Path(security.cert).read_bytes()
-    write_secret(security.cert, b"nonsense")
-    for _ in range(2):
-        assert security.server_context() is first
-        assert security.problem is not None
-        assert "stay in use" in security.problem
-    os.unlink(security.cert)
-    assert security.server_context() is first
-    assert "No such file" in str(security.problem)
-    write_secret(security.cert, good)
-    second = security.server_context()
-    assert security.problem is None
-    assert second is not first
-    authority.issue("lock", file="tls")  # the pair is replaced one file after the other
-    third = security.server_context()
-    assert third is not second
-    assert security.problem is None
-    assert security.server_context() is third
-
-
 def test_renewed_files_without_a_descriptor_to_load_them_are_a_temporary_problem(tmp_path: Path):
     """Goal: a shortage while certificates are renewed ends no handshake and no status request.
     Method: renew the files, then look with room for no descriptor, for one, and for enough."""
@@ -176,23 +148,4 @@ def test_renewed_files_without_a_descriptor_to_load_them_are_a_temporary_problem
             assert security.server_context() is first
         assert "Too many open files" in str(security.problem)
     assert security.server_context() is not first
-    assert security.problem is None
-
-
-def test_problem_is_cleared_when_the_old_file_returns(tmp_path: Path):
-    """Goal: a link that is changed and changed back, like a Secret that is rolled back, leaves no
-    problem."""
-    made = Authority(tmp_path).issue("lock")
-    bad = write_secret(str(tmp_path / "bad"), b"nonsense")
-    link = tmp_path / "linked.pem"
-    link.symlink_to(made.cert)
-    security = Security(str(link), made.key, made.ca)
-    first = security.client_context()
-    link.unlink()
-    link.symlink_to(bad)
-    assert security.client_context() is first
-    assert "are not a certificate" in str(security.problem)
-    link.unlink()
-    link.symlink_to(made.cert)
-    assert security.client_context() is first
     assert security.problem is None

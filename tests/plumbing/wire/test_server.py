@@ -23,7 +23,7 @@ from plumbing.errors import (
 from plumbing.wire import connection
 from plumbing.wire import server as base_server
 from plumbing.wire.blocking import BlockingClient
-from plumbing.wire.connection import UnixConnection, connect
+from plumbing.wire.connection import connect
 from plumbing.wire.frames import HEADER, MAGIC, VERSION, encode_frame
 from plumbing.wire.messages import HelloMsg, WelcomeMsg
 from tests.helpers import auntil, open_fds, until
@@ -226,23 +226,6 @@ def test_connections_are_limited(tmp_path: Path):
         second.close()
 
 
-def test_reader_that_does_not_read_is_dropped():
-    """Goal: queued bytes per connection are bounded. Method: a peer that never reads."""
-
-    async def main() -> None:
-        ours, theirs = socket.socketpair()
-        handler = EchoHandler()
-        conn = UnixConnection(ours, CATALOGUE, handler)
-        for _ in range(20):
-            conn.send(Echo("x" * 99_000))
-        assert conn.is_closed
-        await asyncio.sleep(0)
-        assert "does not read" in handler.reasons[0]
-        theirs.close()
-
-    asyncio.run(main())
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs a second user to be refused")
 def test_other_user_is_refused():
     """Goal: a peer of another uid is refused although file modes were loosened. Method: a child
@@ -281,27 +264,3 @@ def test_blocking_client_uses_the_deadline_of_the_call(tmp_path: Path):
             client.receive(0.01)
         server.close()
     listener.close()
-
-
-def test_blocking_client_deadline_and_end(tmp_path: Path):
-    """Goal: no call of the blocking client blocks forever, and the server's death is an error."""
-    ours, theirs = socket.socketpair()
-    client = BlockingClient.from_socket(ours, CATALOGUE)
-    with pytest.raises(WaitTimeoutError, match="the answer to echo"):
-        client.request(Echo("anybody?"), timeout_s=0.01)
-    theirs.close()
-    with pytest.raises(UnreachableError, match=r"wire\.closed"):
-        client.receive(5)
-    client.close()
-
-
-def test_blocking_client_finds_an_answer_among_other_messages():
-    """Goal: an answer that arrives in one read with notifications before and after it is found,
-    and they are kept in order. Method: write all three before the client reads."""
-    ours, theirs = socket.socketpair()
-    with BlockingClient.from_socket(ours, CATALOGUE) as client:
-        for message, request_id in ((Echo("note"), 0), (Echo("answer"), 1), (Echo("late"), 0)):
-            theirs.sendall(encode_frame(CATALOGUE.encode(message, request_id), 0))
-        assert client.request(Echo("question")).message == Echo("answer")
-        assert [client.receive(5).message for _ in range(2)] == [Echo("note"), Echo("late")]
-    theirs.close()

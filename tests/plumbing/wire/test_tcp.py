@@ -18,9 +18,8 @@ from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.frames import encode_frame
 from plumbing.wire.limits import UNACKNOWLEDGED_MS_MAX
-from plumbing.wire.messages import FaultMsg, HelloMsg, WelcomeMsg
-from plumbing.wire.tcp import Security, TcpConnection, TcpServer, connect_tcp
-from plumbing.wire.tcp_address import TcpAddress
+from plumbing.wire.messages import FaultMsg
+from plumbing.wire.tcp import Security, TcpConnection, connect_tcp
 from tests.helpers import auntil, open_fds
 from tests.plumbing.wire.certificates import shared
 from tests.plumbing.wire.echo import CATALOGUE, LOOPS, Echo, EchoHandler, Refuse, run_on
@@ -75,64 +74,6 @@ def test_tcp_server_answers_and_both_sides_are_notified_of_the_end(loop: str, tm
         before = len(open_fds())
         await exchange(ours, theirs)
         await auntil(lambda: len(open_fds()) <= before, "everything to be closed")
-
-    run_on(loop, main())
-
-
-@loops
-def test_tcp_server_that_closes_with_a_connection_just_accepted_closes_it_too(loop: str):
-    """Goal: no socket is left to the garbage collector, which complains. Method: accept, then close
-    before the loop turns."""
-
-    async def main() -> None:
-        server = TcpServer(
-            TcpAddress("127.0.0.1", 0), CATALOGUE, EchoHandler(), service="echo", security=shared()
-        )
-        await server.start()
-        with socket.create_connection(("127.0.0.1", server.port), 60) as client:
-            server._accept_all()
-            await server.close()
-            assert client.recv(1) == b""
-
-    run_on(loop, main())
-
-
-@loops
-def test_tcp_hello_is_answered_by_the_server_itself(loop: str, tmp_path: Path):
-    """Goal: hello is answered in every state, and the service never sees it."""
-
-    async def main() -> None:
-        handler, client = EchoHandler(), Client()
-        async with serving(shared(), handler) as (_, address):
-            conn = await connect_tcp(address, CATALOGUE, client, shared())
-            conn.send(HelloMsg(), 3)
-            await auntil(lambda: client.received_messages, "the welcome")
-            (welcome,) = client.received_messages
-            assert isinstance(welcome, WelcomeMsg)
-            assert welcome.service == "echo"
-            assert handler.received_messages == []
-            conn.close("done")
-
-    run_on(loop, main())
-
-
-@loops
-def test_tcp_busy_peer_is_paused_and_served_in_order(loop: str, tmp_path: Path):
-    """Goal: a thousand requests sent at once are answered in order, a few at a time, and reading
-    resumes afterwards. Method: more than one turn's frames, twice."""
-
-    async def main() -> None:
-        ours, theirs = settings(tmp_path)
-        client = Client()
-        async with serving(ours) as (_, address):
-            conn = await connect_tcp(address, CATALOGUE, client, theirs)
-            for begin in (0, 500):
-                sent = [Echo(str(number)) for number in range(begin, begin + 500)]
-                for message in sent:
-                    conn.send(message, 1)
-                await auntil(lambda n=begin: len(client.received_messages) == n + 500, "echoes")
-                assert client.received_messages[begin:] == sent
-            conn.close("done")
 
     run_on(loop, main())
 

@@ -159,26 +159,3 @@ def test_tcp_reader_that_does_not_read_is_dropped(loop: str, tmp_path: Path):
             writer.transport.abort()
 
     run_on(loop, main())
-
-
-@loops
-def test_tcp_peer_that_ignores_the_end_is_disconnected(
-    loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Goal: a peer that got an error has limited time to close. Method: a peer that neither closes
-    nor reads; a short deadline."""
-    monkeypatch.setattr(connection, "FLUSH_DEADLINE_S", 0.1)
-
-    async def main() -> None:
-        ours, theirs = settings(tmp_path)
-        handler = EchoHandler()
-        async with serving(ours, handler) as (server, address):
-            _, writer = await stranger(address, theirs.client_context())
-            writer.transport.pause_reading()
-            writer.write(b"nonsense")
-            await auntil(lambda: handler.reasons, "the end")
-            assert "bad_magic" in handler.reasons[0]
-            assert server.connections == set()
-            writer.transport.abort()
-
-    run_on(loop, main())

@@ -19,7 +19,7 @@ from plumbing.wire.tcp_address import TcpAddress
 from tests.helpers import auntil, open_fds
 from tests.plumbing.wire.certificates import Authority, shared
 from tests.plumbing.wire.echo import CATALOGUE, LOOPS, Echo, run_on
-from tests.plumbing.wire.tcp_rig import HELLO, Client, answers, gone, heard, serving, settings
+from tests.plumbing.wire.tcp_rig import Client, answers, gone, heard, serving, settings
 
 loops = pytest.mark.parametrize("loop", LOOPS)
 
@@ -87,29 +87,6 @@ def test_tcp_server_certificate_must_have_the_expected_name(
         async with serving(ca.issue("lockserver", hosts=hosts)) as (_, address):
             with pytest.raises(UnreachableError, match="mismatch"):
                 await connect_tcp(address, CATALOGUE, Client(), ca.issue("engine-0"))
-
-    run_on(loop, main())
-
-
-@loops
-def test_tcp_server_without_tls_is_an_error(loop: str):
-    """Goal: a client never talks to a server that has no certificate. Method: one that welcomes
-    everybody, in plain."""
-
-    async def main() -> None:
-        async def welcome(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writer.write(HELLO)
-            peers.append(writer)
-
-        peers: list[asyncio.StreamWriter] = []
-        server = await asyncio.start_server(welcome, "127.0.0.1", 0)
-        address = TcpAddress("127.0.0.1", server.sockets[0].getsockname()[1])
-        with pytest.raises(UnreachableError, match="TLS failed"):
-            await connect_tcp(address, CATALOGUE, Client(), shared())
-        for writer in peers:
-            await gone(writer)
-        server.close()
-        await server.wait_closed()
 
     run_on(loop, main())
 

@@ -150,23 +150,3 @@ def test_tcp_renewed_certificates_are_used_by_new_connections(loop: str, tmp_pat
             conn.close("done")
 
     run_on(loop, main())
-
-
-@loops
-def test_tcp_unreachable_server_is_an_error(loop: str):
-    """Goal: no listener, no such host: an error that names the address; nothing is leaked."""
-
-    async def main() -> None:
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            port = sock.getsockname()[1]
-        client = Client()
-        for _ in range(2):
-            before = len(open_fds())
-            with pytest.raises(UnreachableError, match=f"tcp://localhost:{port}") as caught:
-                await connect_tcp(TcpAddress("localhost", port), CATALOGUE, client, shared())
-            assert caught.value.code == "wire.unreachable"
-        assert len(open_fds()) == before
-        assert (client.opened_count, client.reasons) == (0, [])
-
-    run_on(loop, main())
