@@ -414,15 +414,15 @@ def test_the_package_alone_brings_what_it_imports_and_reads():
 
 # Lines of each package, at most; lowered after each step towards the budgets of `hack/volume.py`.
 LINES_MAX = {
-    "plumbing": 6_790,
-    "lockserver": 9_450,
+    "plumbing": 6_765,
+    "lockserver": 9_175,
     "gms": 11_850,
     "engine": 21_170,
     "gateway": 10_965,
     "pool": 9_240,
     "understudy": 11_760,
     "hack": 7_270,
-    "tests": 92_390,  # with the sweep, which hack had
+    "tests": 89_400,  # with the sweep, which hack had
 }
 
 

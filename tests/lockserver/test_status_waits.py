@@ -26,6 +26,7 @@ from lockserver.status.text import text_of
 from plumbing.text import duration
 from tests.helpers import auntil, free_port
 from tests.lockserver.engines import EngineProcess
+from tests.lockserver.gateways import Gateway
 from tests.lockserver.processes import ServerProcess
 from tests.lockserver.wait_scenes import holder, line, over_tcp, restart, surroundings, switchover
 from tests.lockserver.wait_scenes.scene import Scene, Told
@@ -182,17 +183,21 @@ def test_status_in_an_80_column_terminal_and_its_exit_codes(pod_dir, start_serve
     assert run(COLUMNS) == (UNREACHABLE, "")
 
 
-def test_status_of_a_healthy_pod_takes_less_than_15_lines(pod_dir, start_server, start_engine):
-    """Goal: the status of a healthy pod is short. Method: a holder, a standby, a service; count
+def test_status_of_a_healthy_pod_takes_at_most_15_lines(pod_dir, start_server, start_engine):
+    """Goal: the status of a healthy pod is short. Method: a holder, a standby, a gateway; count
     lines."""
     server = start_server("--service", f"active=127.0.0.1:{free_port()}")
     start_engine("engine-0").granted()
     start_engine("engine-1")
 
     async def scenario() -> None:
-        await auntil(lambda: server.lock()["waiters"], "the standby to be in line")
-        document = await ask(pod_dir)
-        assert len(text_of(document, COLUMNS).splitlines()) < 15
+        async with Gateway(pod_dir) as gateway:
+            await gateway.lent()
+            gateway.borrower.set_accepting(True)
+            await auntil(lambda: server.status()["gateways"][0]["accepting"], "it to accept")
+            await auntil(lambda: server.lock()["waiters"], "the standby to be in line")
+            document = await ask(pod_dir)
+        assert len(text_of(document, COLUMNS).splitlines()) <= 15
         assert document["locks"]["active"]["problem"] is None
 
     asyncio.run(scenario())
