@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import click
@@ -115,50 +114,8 @@ def sizes_of(devices: Sequence[str], sizes: tuple[int, ...] | None) -> dict[str,
     return dict(zip(devices, sizes * (len(devices) // len(sizes)), strict=True))
 
 
-NICE = 10  # nobody waits for a copy
-
-
-@click.command()
-@options((DIRECTORY, ONE_DEVICE, FREE_TIMEOUT))
-@json_flag
-def offload(config: Resolved, as_json: bool) -> None:
-    """Free the weights of a device that no engine maps.
-
-    Host memory has a sealed copy of them (`gms serve --host-memory`), from which the next engine
-    brings them back.
-    """
-    from gms import upkeep as operate
-
-    document = operate.offload(config["dir"], config["device"], config["timeout_s"])
-    click.echo(to_json(document, indent=1) if as_json else operate.render_offloaded(document))
-
-
-@click.command("keep-copy", hidden=True)
-@options((DIRECTORY, ONE_DEVICE))
-def keep_copy(config: Resolved) -> None:
-    """Keep the host copy of one device's weights; started by `serve`."""
-    from gms.host_copy import CopyKeeper, make_in_a_process
-
-    configure("gms", device_uuid=config["device"])
-    arm_from_environment()
-    flags = ["--dir", config["dir"], "--device", config["device"]]
-    CopyKeeper(config["dir"], config["device"], lambda: make_in_a_process(flags)).run()
-
-
-@click.command("make-copy", hidden=True)
-@options((DIRECTORY, ONE_DEVICE))
-def make_copy(config: Resolved) -> None:
-    """Copy one device's weights to host memory; started by `keep-copy`."""
-    from gms.host_copy import make_copy as make_copy_of
-
-    configure("gms", device_uuid=config["device"])
-    arm_from_environment()
-    with contextlib.suppress(OSError):  # not allowed in every container
-        os.nice(NICE)
-    make_copy_of(config["dir"], config["device"])
-
-
 HOST_DEVICE_BYTES = 4 << 30
+NICE = 10  # nobody waits for a copy
 CRASHED = 70  # EX_SOFTWARE of sysexits.h: an internal error
 
 
@@ -234,26 +191,34 @@ def _words(verb: str, flags: Mapping[str, object]) -> list[str]:
 @options(SERVE_DEVICE)
 def serve_device(config: Resolved) -> None:
     """One device's server; started by `serve`."""
-    configure("gms", device_uuid=config["device"])
-    arm_from_environment()
-    with reported_at_start():
-        check_room()
-        # Before any loop runs: a driver may take seconds to initialise.
-        memory, capacity_bytes = _memory(config)
-        run_async(functools.partial(_serve_device, config, memory, capacity_bytes))
+
+    def server(directory: str, memory: DeviceMemory, capacity_bytes: int) -> DeviceServer:
+        return DeviceServer(
+            directory,
+            config["device"],
+            memory,
+            capacity_bytes,
+            stall_ms=config["stall_s"] * 1000,
+            restarts_total=config["restarts"],
+            counts_kv=_is_bounded(config),
+        )
+
+    _serve(config, server)
 
 
 @main.command("serve-kv", hidden=True)
 @options(SERVE_KV)
 def serve_kv(config: Resolved) -> None:
     """The server of one device's KV memory; started by `serve`."""
-    configure("gms", device_uuid=config["device"])
-    arm_from_environment()
-    with reported_at_start():
-        check_room()
-        memory, device_bytes = _memory(config)
+
+    def server(directory: str, memory: DeviceMemory, device_bytes: int) -> KvServer:
         capacity_bytes = device_bytes if _is_bounded(config) else None
-        run_async(functools.partial(_serve_kv, config, memory, capacity_bytes))
+        restarts = config["restarts"]
+        return KvServer(
+            directory, config["device"], memory, capacity_bytes, restarts_total=restarts
+        )
+
+    _serve(config, server)
 
 
 def _is_bounded(config: Resolved) -> bool:
@@ -262,8 +227,27 @@ def _is_bounded(config: Resolved) -> bool:
     return config["memory"] != "host" or config["device_bytes"] is not None
 
 
+def _serve(config: Resolved, server: Callable[[str, DeviceMemory, int], MemoryServer[Any]]) -> None:
+    """Run the server that `server` makes of the directory, the device's memory, and how much of it
+    may be used."""
+    _as_child(config)
+    with reported_at_start():
+        check_room()
+        # Before any loop runs: a driver may take seconds to initialise.
+        memory, capacity_bytes = _memory(config)
+
+        async def run() -> None:
+            await _run(server(paths.runtime_dir(config["dir"]), memory, capacity_bytes))
+
+        run_async(run)
+
+
+def _as_child(config: Resolved) -> None:
+    configure("gms", device_uuid=config["device"])
+    arm_from_environment()
+
+
 def _memory(config: Resolved) -> tuple[DeviceMemory, int]:
-    """The device's memory, and how much of it may be used."""
     wanted_bytes = config["device_bytes"]
     if config["memory"] == "host":
         return HostMemory(), wanted_bytes or HOST_DEVICE_BYTES
@@ -271,27 +255,6 @@ def _memory(config: Resolved) -> tuple[DeviceMemory, int]:
 
     cuda = CudaMemory(device_of(config["device"]))
     return cuda, min(wanted_bytes or cuda.capacity_bytes, cuda.capacity_bytes)
-
-
-async def _serve_device(config: Resolved, memory: DeviceMemory, capacity_bytes: int) -> None:
-    server = DeviceServer(
-        paths.runtime_dir(config["dir"]),
-        config["device"],
-        memory,
-        capacity_bytes,
-        stall_ms=config["stall_s"] * 1000,
-        restarts_total=config["restarts"],
-        counts_kv=_is_bounded(config),
-    )
-    await _run(server)
-
-
-async def _serve_kv(config: Resolved, memory: DeviceMemory, capacity_bytes: int | None) -> None:
-    directory = paths.runtime_dir(config["dir"])
-    restarts = config["restarts"]
-    await _run(
-        KvServer(directory, config["device"], memory, capacity_bytes, restarts_total=restarts)
-    )
 
 
 async def _run(server: MemoryServer[Any]) -> None:
@@ -352,11 +315,11 @@ def verify(config: Resolved, as_json: bool) -> None:
     Exit codes: 0 intact or empty, 1 altered or not verified, 3 unreachable, 4 no digest yet or
     recovering; with several devices, the worst of them.
     """
-    from gms import upkeep as operate
+    from gms import upkeep
 
-    document = operate.verify(config["dir"], config["device"])
-    click.echo(to_json(document, indent=1) if as_json else operate.render(document))
-    sys.exit(operate.EXIT_CODES[document["result"]])
+    document = upkeep.verify(config["dir"], config["device"])
+    _show(document, upkeep.render, as_json=as_json)
+    sys.exit(upkeep.EXIT_CODES[document["result"]])
 
 
 @main.command()
@@ -376,23 +339,12 @@ def drop(
 
     The next engine loads them again.
     """
-    from gms import upkeep as operate
+    from gms import upkeep
 
-    name = operate.the_device(config["dir"], config["device"])
-    if not yes:
-        if not sys.stdin.isatty():
-            raise UsageError("gms.not_confirmed", "this drops weights: add --yes to confirm")
-        click.confirm(f"Drop the committed weights of {name}?", abort=True)
-    document = operate.drop(
-        config["dir"], config["device"], epoch=epoch, even_if_mapped=even_if_mapped
-    )
-    for dropped in document["devices"] if not as_json else ():
-        said = f"gms  {dropped['device_uuid']}  epoch {dropped['epoch'][:8]} is out of service"
-        if dropped["readers"]:
-            said += f"; its memory is freed when {', '.join(dropped['readers'])} leave"
-        click.echo(said)
-    if as_json:
-        click.echo(to_json(document, indent=1))
+    name = upkeep.the_device(config["dir"], config["device"])
+    _confirm(f"Drop the committed weights of {name}?", yes=yes)
+    document = upkeep.drop(config["dir"], name, epoch=epoch, even_if_mapped=even_if_mapped)
+    _show(document, upkeep.render_dropped, as_json=as_json)
 
 
 @main.command("drop-kv")
@@ -405,24 +357,65 @@ def drop_kv(config: Resolved, yes: bool, as_json: bool) -> None:
     The next engine gets new memory and begins with an empty cache. The command is refused while an
     engine uses the memory.
     """
-    from gms import upkeep as kv_upkeep
-    from gms.upkeep import the_device
+    from gms import upkeep
 
-    name = the_device(config["dir"], config["device"])
-    if not yes:
-        if not sys.stdin.isatty():
-            raise UsageError("gms.not_confirmed", "this drops cached blocks: add --yes to confirm")
-        click.confirm(f"Free the KV memory of {name}, with the blocks in it?", abort=True)
-    document = kv_upkeep.drop_kv(config["dir"], config["device"], config["timeout_s"])
-    if as_json:
-        click.echo(to_json(document, indent=1))
-    else:
-        click.echo("\n".join(map(kv_upkeep.render_dropped, document["devices"])))
+    name = upkeep.the_device(config["dir"], config["device"])
+    _confirm(f"Free the KV memory of {name}, with the blocks in it?", yes=yes)
+    document = upkeep.drop_kv(config["dir"], name, config["timeout_s"])
+    _show(document, upkeep.render_dropped_kv, as_json=as_json)
 
 
-main.add_command(keep_copy)
-main.add_command(make_copy)
-main.add_command(offload)
+@main.command()
+@options((DIRECTORY, ONE_DEVICE, FREE_TIMEOUT))
+@json_flag
+def offload(config: Resolved, as_json: bool) -> None:
+    """Free the weights of a device that no engine maps.
+
+    Host memory has a sealed copy of them (`gms serve --host-memory`), from which the next engine
+    brings them back.
+    """
+    from gms import upkeep
+
+    document = upkeep.offload(config["dir"], config["device"], config["timeout_s"])
+    _show(document, upkeep.render_offloaded, as_json=as_json)
+
+
+def _confirm(question: str, *, yes: bool) -> None:
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise UsageError("gms.not_confirmed", f"add --yes to confirm. {question}")
+    click.confirm(question, abort=True)
+
+
+def _show(
+    document: dict[str, Any], render: Callable[[dict[str, Any]], str], *, as_json: bool
+) -> None:
+    click.echo(to_json(document, indent=1) if as_json else render(document))
+
+
+@main.command("keep-copy", hidden=True)
+@options((DIRECTORY, ONE_DEVICE))
+def keep_copy(config: Resolved) -> None:
+    """Keep the host copy of one device's weights; started by `serve`."""
+    from gms.host_copy import CopyKeeper, make_in_a_process
+
+    _as_child(config)
+    flags = ["--dir", config["dir"], "--device", config["device"]]
+    CopyKeeper(config["dir"], config["device"], lambda: make_in_a_process(flags)).run()
+
+
+@main.command("make-copy", hidden=True)
+@options((DIRECTORY, ONE_DEVICE))
+def make_copy(config: Resolved) -> None:
+    """Copy one device's weights to host memory; started by `keep-copy`."""
+    from gms import host_copy
+
+    _as_child(config)
+    with contextlib.suppress(OSError):  # not allowed in every container
+        os.nice(NICE)
+    host_copy.make_copy(config["dir"], config["device"])
+
 
 if __name__ == "__main__":
     main()

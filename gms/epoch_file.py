@@ -72,10 +72,7 @@ def mark_history(path: str) -> None:
 
 def is_history(path: str) -> bool:
     """Whether the epoch was taken out of service."""
-    try:
-        return os.stat(path).st_size > 0
-    except FileNotFoundError:
-        return False
+    return _length(path) > 0
 
 
 def is_held(path: str) -> bool:
@@ -148,10 +145,15 @@ def mark_discarded(path: str) -> None:
 
 
 def is_discarded(path: str) -> bool:
+    return _length(path) % 2 == 1
+
+
+def _length(path: str) -> int:
+    """0 for a missing file."""
     try:
-        return os.stat(path).st_size % 2 == 1
+        return os.stat(path).st_size
     except FileNotFoundError:
-        return False
+        return 0
 
 
 def kv_bytes(directory: str, device: str) -> int:
@@ -161,5 +163,5 @@ def kv_bytes(directory: str, device: str) -> int:
         for pool in names.pools_on_disk(directory, device):
             path = os.path.join(directory, names.pool_file(device, pool))
             with contextlib.suppress(OSError):
-                total += os.stat(path).st_size // 2 * UNIT_BYTES
+                total += _length(path) // 2 * UNIT_BYTES
     return total

@@ -1,14 +1,12 @@
 """The host copy of a device's weights: `gms keep-copy` keeps it, `gms make-copy` makes it.
 
-The keeper is a process beside the copy's server. It holds the copy's descriptors, as an engine
-holds those of the weights, so a restarted server gets the memory back. It starts `make-copy` when
-the committed weights have no copy. It maps the copy and touches nothing, so it takes no memory, and
-it never opens a device. No process waits for it, so it polls; only the error `gms.no_copy` depends
-on its progress.
+The keeper holds the copy's descriptors, as an engine holds those of the weights, so a restarted
+server gets the memory back. It starts `make-copy` when the committed weights have no copy. It
+touches nothing that it maps, so it takes no memory, and it never opens a device. No process waits
+for it, so it polls.
 
 The maker is a process of its own: on a GPU, reading takes a context, whose memory goes back with
-the process. The copy is an epoch of another server, of host memory, with the same slabs, tensors
-and identity.
+the process. The copy is an epoch of another server, with the same slabs, tensors and identity.
 """
 
 from __future__ import annotations
@@ -25,9 +23,9 @@ from gms import messages as msg
 from gms import names
 from gms.client import Keeper, Reader, Writer, open_copy, open_session
 from gms.messages import COPIER
+from gms.questions import status_of
 from plumbing.errors import InvariantError, UnderstudyError
 from plumbing.service.process import parent_environment
-from plumbing.wire.blocking import BlockingClient
 
 LOOK_S = 0.5  # a look is two questions to servers that answer in a millisecond
 ANSWER_S = 5.0
@@ -67,7 +65,9 @@ class CopyKeeper:
         Raises:
             UnderstudyError: a server cannot be asked, or the copy not be held.
         """
-        weights, copy = self._status(self._device), self._status(self._host)
+        weights, copy = (
+            status_of(self._directory, each, ANSWER_S) for each in (self._device, self._host)
+        )
         if copy["state"] != "committed":
             # A server that has died gets the copy from our keeper.
             if copy["state"] == "empty" and weights["state"] == "committed":
@@ -111,13 +111,6 @@ class CopyKeeper:
                 f"the weights of {self._device} could not be copied to host memory (exit code "
                 f"{code}); trying again every {RETRY_S:g} s"
             )
-
-    def _status(self, device: str) -> dict[str, Any]:
-        path = names.socket_path(self._directory, device)
-        with BlockingClient(path, msg.CATALOGUE, connect_timeout_s=ANSWER_S) as client:
-            answer = client.request(msg.StatusMsg(), timeout_s=ANSWER_S).message
-        assert isinstance(answer, msg.StatusReplyMsg)
-        return answer.document
 
     def _say(self, sentence: str) -> None:
         if sentence != self._said:

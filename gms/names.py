@@ -80,12 +80,7 @@ def epoch_file(device: str, epoch: str) -> str:
 
 def epochs_on_disk(directory: str, device: str) -> list[str]:
     """The ids of the epochs of this device that have a file."""
-    prefix = f"gms_{device}_{WEIGHTS}_"
-    return [
-        name[len(prefix) : -len(".epoch")]
-        for name in sorted(os.listdir(directory))
-        if name.startswith(prefix) and _EPOCH_FILE.fullmatch(name)
-    ]
+    return _ids_on_disk(directory, epoch_file(device, ""), _EPOCH_FILE)
 
 
 def is_epoch_file(name: str) -> bool:
@@ -115,11 +110,16 @@ def pool_file(device: str, pool: str) -> str:
 
 def pools_on_disk(directory: str, device: str) -> list[str]:
     """The ids of the KV pools of this device that have a file."""
-    prefix = f"gms_{device}_{KV}_"
+    return _ids_on_disk(directory, pool_file(device, ""), _POOL_FILE)
+
+
+def _ids_on_disk(directory: str, without_id: str, pattern: re.Pattern[str]) -> list[str]:
+    """The ids in the names that are `without_id` but for theirs."""
+    prefix, dot, end = without_id.rpartition(".")
     return [
-        name[len(prefix) : -len(".pool")]
+        name.removeprefix(prefix).removesuffix(dot + end)
         for name in sorted(os.listdir(directory))
-        if name.startswith(prefix) and is_pool_file(name)
+        if name.startswith(prefix) and pattern.fullmatch(name)
     ]
 
 

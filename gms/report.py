@@ -14,19 +14,22 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from gms import kv_messages as kv_msg
 from gms import messages as msg
 from gms import names
 from gms.manifest import WeightsManifest
+from gms.questions import ask
 from gms.server import journal
 from plumbing.errors import UnderstudyError, UnreachableError
 from plumbing.pod.gms_files import absences
 from plumbing.service.files import read_json
 from plumbing.text import size
-from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.messages import Message
 
 TIMEOUT_S = 5.0
+
+Question = tuple[Message, type[msg.StatusReplyMsg] | type[msg.InspectReplyMsg]]
+STATUS: Question = (msg.StatusMsg(), msg.StatusReplyMsg)
+INSPECT: Question = (msg.InspectMsg(), msg.InspectReplyMsg)
 
 _SERVER_FILE = re.compile(rf"gms_({names.PLACE_PATTERN})_{names.WEIGHTS}\.(sock|json)")
 _ENGINE_STATE = re.compile(r"engine_.+\.json")
@@ -136,19 +139,17 @@ def held_by(epochs: Iterable[dict[str, Any]]) -> str:
 
 
 def _ask(directory: str, device: str, *, in_full: bool) -> dict[str, Any]:
-    path = names.socket_path(directory, device)
-    question: Message = msg.InspectMsg() if in_full else msg.StatusMsg()
+    question, kind = INSPECT if in_full else STATUS
     try:
-        with BlockingClient(path, msg.CATALOGUE, connect_timeout_s=TIMEOUT_S) as client:
-            answer = client.request(question, timeout_s=TIMEOUT_S).message
-        assert isinstance(answer, msg.StatusReplyMsg | msg.InspectReplyMsg)
-        for epoch in answer.document.get("epochs", ()):
+        document = ask(directory, device, question, kind, TIMEOUT_S).document
+        for epoch in document.get("epochs", ()):
             manifest = epoch.pop("manifest")
             # A superseded epoch of an earlier server came back without one.
             epoch["has_manifest"] = bool(manifest)
             epoch["tensors"] = _tensors(manifest, epoch["slab_sizes"])
-        name_holders(directory, answer.document)
-        return {**answer.document, "online": True, "kv": ask_kv(directory, device, question)}
+        name_holders(directory, document)
+        kv = look_at_kv(directory, device, in_full=in_full)
+        return {**document, "online": True, "kv": kv}
     except UnderstudyError as error:
         record = journal.peek(names.journal_path(directory, device))
         why = absences(directory).get(device)
@@ -249,19 +250,17 @@ def _waiter(waiter: dict[str, Any]) -> str:
     )
 
 
-def ask_kv(directory: str, device: str, question: Message) -> dict[str, Any] | None:
+def look_at_kv(directory: str, device: str, *, in_full: bool) -> dict[str, Any] | None:
     """The document of the device's KV server; None if it has never had one."""
-    path = names.kv_socket_path(directory, device)
-    if not os.path.exists(path):
+    if not os.path.exists(names.kv_socket_path(directory, device)):
         return None
+    question, kind = INSPECT if in_full else STATUS
     try:
-        with BlockingClient(path, kv_msg.CATALOGUE, connect_timeout_s=TIMEOUT_S) as client:
-            answer = client.request(question, timeout_s=TIMEOUT_S).message
-        assert isinstance(answer, kv_msg.StatusReplyMsg | kv_msg.InspectReplyMsg)
+        document = ask(directory, device, question, kind, TIMEOUT_S, names.KV).document
     except UnderstudyError as error:
         away = {"device_uuid": device, "tag": names.KV, "state": "offline", "online": False}
         return {**away, "reason": error.message}
-    return {**answer.document, "online": True}
+    return {**document, "online": True}
 
 
 def render_kv(kv: dict[str, Any] | None) -> list[str]:

@@ -20,6 +20,7 @@ from gms import messages as msg
 from gms import names
 from gms.client import Reader, open_session
 from gms.core.upkeep import VERIFY_MS
+from gms.questions import ask, status_of
 from gms.report import devices_in, held_by, name_holders
 from plumbing.errors import (
     DegradedError,
@@ -30,11 +31,11 @@ from plumbing.errors import (
     WaitTimeoutError,
 )
 from plumbing.text import size
-from plumbing.wire.blocking import BlockingClient
 
 ANSWER_TIMEOUT_S = 5.0
 VERIFY_TIMEOUT_S = VERIFY_MS / 1000 + ANSWER_TIMEOUT_S  # the server gives up before that
 ATTACH_WAIT_S = 5.0
+POLL_S = 0.02
 
 EMPTY, INTACT, PENDING, RECOVERING = "empty", "intact", "pending", "recovering"
 UNREACHABLE, FAILED, ALTERED = "unreachable", "failed", "altered"
@@ -48,6 +49,7 @@ EXIT_CODES = {
     FAILED: 1,
     ALTERED: 1,
 }
+FREED, ALREADY_EMPTY = "freed", "already_empty"
 
 
 def verify(directory: str, device: str | None) -> dict[str, Any]:
@@ -94,8 +96,8 @@ def drop(
         RemoteError: `gms.nothing_committed`, `gms.epoch_mapped`, …
     """
     name = the_device(directory, device)
-    with _naming(name), _client(directory, name) as client:
-        status = _status(client)
+    with _naming(name):
+        status = status_of(directory, name, ANSWER_TIMEOUT_S)
         if status["state"] == "recovering":
             name_holders(directory, status)
             raise DegradedError(
@@ -103,12 +105,19 @@ def drop(
                 "the committed epoch has not been handed back yet; it is mapped by "
                 f"{held_by(status['unowned'])}: retry later, or stop them, which frees it",
             )
-        answer = client.request(
-            msg.DropMsg(epoch, even_if_mapped), timeout_s=ANSWER_TIMEOUT_S
-        ).message
-    assert isinstance(answer, msg.DroppedMsg)
+        request = msg.DropMsg(epoch, even_if_mapped)
+        answer = ask(directory, name, request, msg.DroppedMsg, ANSWER_TIMEOUT_S)
     dropped = {"device_uuid": name, "epoch": answer.epoch, "readers": list(answer.readers)}
     return {"schema": 1, "devices": [dropped]}
+
+
+def render_dropped(document: dict[str, Any]) -> str:
+    """What `drop` did."""
+    (device,) = document["devices"]
+    said = f"gms  {device['device_uuid']}  epoch {device['epoch'][:8]} is out of service"
+    if device["readers"]:
+        said += f"; its memory is freed when {', '.join(device['readers'])} leave"
+    return said
 
 
 def the_device(directory: str, device: str | None) -> str:
@@ -141,15 +150,13 @@ def _result(directory: str, device: str) -> dict[str, Any]:
 
 
 def _verify(directory: str, device: str) -> dict[str, Any]:
+    status = status_of(directory, device, ANSWER_TIMEOUT_S)
+    if status["state"] != "committed":
+        return {"result": RECOVERING if status["state"] == "recovering" else EMPTY}
+    if status["digest"] == PENDING:  # without it, no reader need compute another
+        return {"result": PENDING, "epoch": status["epoch"]}
     try:
-        with _client(directory, device) as client:
-            status = _status(client)
-            if status["state"] != "committed":
-                return {"result": RECOVERING if status["state"] == "recovering" else EMPTY}
-            if status["digest"] == PENDING:  # without it, no reader need compute another
-                return {"result": PENDING, "epoch": status["epoch"]}
-            answer = client.request(msg.VerifyMsg(), timeout_s=VERIFY_TIMEOUT_S).message
-        assert isinstance(answer, msg.VerifiedMsg)
+        answer = ask(directory, device, msg.VerifyMsg(), msg.VerifiedMsg, VERIFY_TIMEOUT_S)
         epoch, expected, found, by = answer.epoch, answer.expected, answer.found, answer.reader
     except RemoteError as error:
         if error.code != "gms.no_verifier" or not names.is_host(device):
@@ -172,8 +179,8 @@ def _read_here(directory: str, device: str) -> tuple[str, str | None, str]:
         wait_s=ATTACH_WAIT_S,
     )
     assert isinstance(session, Reader)  # it asked for `ro`
-    with session, _client(directory, device) as client:
-        status = _status(client)
+    with session:
+        status = status_of(directory, device, ANSWER_TIMEOUT_S)
         if status["epoch"] != session.epoch:
             raise UnderstudyError(
                 "gms.stale_epoch", "another epoch was committed meanwhile; verify again"
@@ -195,12 +202,6 @@ def _chosen(directory: str, device: str | None) -> list[str]:
     return [device]
 
 
-def _status(client: BlockingClient) -> dict[str, Any]:
-    answer = client.request(msg.StatusMsg(), timeout_s=ANSWER_TIMEOUT_S).message
-    assert isinstance(answer, msg.StatusReplyMsg)
-    return answer.document
-
-
 @contextlib.contextmanager
 def _naming(device: str) -> Iterator[None]:
     """Errors name the device: a server writes `this device`, and a silent one nothing."""
@@ -209,15 +210,6 @@ def _naming(device: str) -> Iterator[None]:
     except UnderstudyError as error:
         error.message = f"{device}: {error.message}"
         raise
-
-
-def _client(directory: str, device: str) -> BlockingClient:
-    path = names.socket_path(directory, device)
-    return BlockingClient(path, msg.CATALOGUE, connect_timeout_s=ANSWER_TIMEOUT_S)
-
-
-POLL_S = 0.02
-FREED, ALREADY_EMPTY = "freed", "already_empty"
 
 
 def drop_kv(directory: str, device: str | None, timeout_s: float) -> dict[str, Any]:
@@ -230,44 +222,40 @@ def drop_kv(directory: str, device: str | None, timeout_s: float) -> dict[str, A
         `gms.kv_releasing`.
     """
     name = the_device(directory, device)
-    try:
-        path = names.kv_socket_path(directory, name)
-        with BlockingClient(path, kv_msg.CATALOGUE, connect_timeout_s=ANSWER_TIMEOUT_S) as client:
-            dropped = _drop(client, timeout_s)
-    except UnderstudyError as error:
-        error.message = f"{name}: {error.message}"
-        raise
+    with _naming(name):
+        dropped = _drop_pool(directory, name, timeout_s)
     return {"schema": 1, "devices": [{"device_uuid": name, **dropped}]}
 
 
-def render_dropped(device: dict[str, Any]) -> str:
-    """One line about what `drop_kv` did on a device."""
+def render_dropped_kv(document: dict[str, Any]) -> str:
+    """What `drop_kv` did."""
+    (device,) = document["devices"]
     name = f"gms  {device['device_uuid']}"
     if device["result"] == ALREADY_EMPTY:
         return f"{name}  there is no KV memory"
     return f"{name}  KV pool {device['pool'][:8]} was freed: {size(device['pool_bytes'])}"
 
 
-def _drop(client: BlockingClient, timeout_s: float) -> dict[str, Any]:
-    status = _kv_status(client)
+def _drop_pool(directory: str, device: str, timeout_s: float) -> dict[str, Any]:
+    status = status_of(directory, device, ANSWER_TIMEOUT_S, names.KV)
     if status["state"] == "recovering":
-        pids = ", ".join(f"pid {pid}" for pid in status["mapped_by"])
         raise DegradedError(
             "gms.kv_recovering",
             "the KV memory of the previous server has not been handed back yet; it is mapped by"
-            f" {pids or 'processes not visible here'}: retry later, or stop them, which frees it",
+            f" {_pids(status) or 'processes not visible here'}: retry later, or stop them, which"
+            " frees it",
         )
     if status["pool"] is None:
         return {"result": ALREADY_EMPTY, "pool": None, "pool_bytes": 0}
     pool, pool_bytes = status["pool"], status["pool_bytes"]
     if status["state"] not in ("discarded", "releasing"):  # else it is on its way already
-        answer = client.request(kv_msg.DropPoolMsg(), timeout_s=ANSWER_TIMEOUT_S).message
-        assert isinstance(answer, kv_msg.PoolDroppedMsg)
+        drop, kind = kv_msg.DropPoolMsg(), kv_msg.PoolDroppedMsg
+        answer = ask(directory, device, drop, kind, ANSWER_TIMEOUT_S, names.KV)
         pool, pool_bytes = answer.pool, answer.pool_bytes
     end_s = time.monotonic() + timeout_s
-    while (status := _kv_status(client))["pool"] == pool:
+    while (status := status_of(directory, device, ANSWER_TIMEOUT_S, names.KV))["pool"] == pool:
         if time.monotonic() > end_s:
-            pids = ", ".join(f"pid {pid}" for pid in status["mapped_by"])
+            pids = _pids(status)
             why = f"it is still mapped by {pids}" if pids else "its memory is still being freed"
             raise WaitTimeoutError(
                 "gms.kv_releasing",
@@ -278,10 +266,8 @@ def _drop(client: BlockingClient, timeout_s: float) -> dict[str, Any]:
     return {"result": FREED, "pool": pool, "pool_bytes": pool_bytes}
 
 
-def _kv_status(client: BlockingClient) -> dict[str, Any]:
-    answer = client.request(kv_msg.StatusMsg(), timeout_s=ANSWER_TIMEOUT_S).message
-    assert isinstance(answer, kv_msg.StatusReplyMsg)
-    return answer.document
+def _pids(status: dict[str, Any]) -> str:
+    return ", ".join(f"pid {pid}" for pid in status["mapped_by"])
 
 
 def offload(directory: str, device: str | None, timeout_s: float) -> dict[str, Any]:
@@ -292,22 +278,16 @@ def offload(directory: str, device: str | None, timeout_s: float) -> dict[str, A
         RemoteError: `gms.epoch_mapped`, `gms.no_copy`, `gms.nothing_committed`, `gms.writer`.
     """
     name = the_device(directory, device)
-    path = names.socket_path(directory, name)
-    try:
-        with BlockingClient(path, msg.CATALOGUE, connect_timeout_s=ANSWER_TIMEOUT_S) as client:
-            answer = client.request(msg.OffloadMsg(), timeout_s=timeout_s).message
-    except UnderstudyError as error:
-        error.message = f"{name}: {error.message}"
-        raise
-    assert isinstance(answer, msg.OffloadedMsg)
+    with _naming(name):
+        answer = ask(directory, name, msg.OffloadMsg(), msg.OffloadedMsg, timeout_s)
     freed = {"device_uuid": name, "copy": answer.copy, "freed_bytes": answer.size_bytes}
     return {"schema": 1, "devices": [freed]}
 
 
 def render_offloaded(document: dict[str, Any]) -> str:
-    """The result, with one line for each device."""
-    return "\n".join(
-        f"gms  {each['device_uuid']}  {size(each['freed_bytes'])} of weights are offloaded; the "
-        f"copy in host memory is epoch {each['copy'][:8]}"
-        for each in document["devices"]
+    """What `offload` did."""
+    (device,) = document["devices"]
+    return (
+        f"gms  {device['device_uuid']}  {size(device['freed_bytes'])} of weights are offloaded; "
+        f"the copy in host memory is epoch {device['copy'][:8]}"
     )

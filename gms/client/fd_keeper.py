@@ -1,64 +1,43 @@
-"""Keeps a reader's session through the deaths of the service: a thread beside the engine.
+"""Keeps a reader's session through the deaths of the service.
 
-It must not touch the mapping: the engine computes on it. The memory is ours as long as we map it; a
-restarted server gets it back from us, and no engine restarts or loads anything again.
-So no failure that may be temporary ends the thread, and every report about the memory is repeated
-to each new service, because the one that received it may have died before it was on disk.
+Every report about the memory is repeated to each new service, because the one that received it may
+have died before it was on disk.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
-import select
 import threading
 from collections.abc import Callable
 
 from gms import messages as msg
 from gms.client.reader import Reader
-from gms.client.sessions import TEMPORARY, rejoin
-from plumbing.errors import UnderstudyError, UnreachableError, explain_shortage
-from plumbing.text import duration
-from plumbing.wire import sockets
+from gms.client.session_thread import CLOSE_TIMEOUT_S, OnText, SessionThread
+from plumbing.errors import UnderstudyError
 
 REJOIN_TIMEOUT_S = 90.0  # longer than a server keeps a survivor waiting (gms.core.recovery)
-CLOSE_TIMEOUT_S = 5.0  # waits are interrupted, and digests check between two pieces
-
-ATTACHED, REJOINING = "attached", "rejoining"
 
 logger = logging.getLogger(__name__)
 
 
-class Keeper:
+class Keeper(SessionThread):
     """The thread that keeps `reader` attached; `close` it before the reader."""
+
+    what, kept = "memory service", "the weights stay mapped"
 
     def __init__(
         self,
         reader: Reader,
         *,
         may_digest: Callable[[], bool] = lambda: True,
-        on_change: Callable[[str], None] = lambda sentence: None,
+        on_change: OnText = lambda sentence: None,
     ) -> None:
-        """
-        Args:
-            may_digest: whether this process has time to read all its weights: a standby has.
-            on_change: called on the thread with a sentence when the session is lost or back.
-
-        Raises:
-            UnreachableError: `wire.no_descriptors`.
-        """
-        self.state = ATTACHED
+        """`may_digest`: whether this process has time to read all its weights: a standby has."""
+        super().__init__("gms-keeper", on_change)
         self._reader = reader
         self._may_digest = may_digest
-        self._on_change = on_change
-        self._is_closing = False
-        try:
-            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        except OSError as error:
-            raise sockets.no_descriptors("watch the memory service", error) from error
-        self._thread = threading.Thread(target=self._run, name="gms-keeper", daemon=True)
         self._digests: list[threading.Thread] = []
         # Repeated to each new service: the digest, and the reasons (with their details) why the
         # bytes cannot be trusted.
@@ -74,28 +53,16 @@ class Keeper:
         Raises:
             UnderstudyError: `gms.no_thread`.
         """
-        try:
-            self._thread.start()
-        except RuntimeError as error:
-            raise UnderstudyError(
-                "gms.no_thread",
-                f"cannot watch the memory service: {explain_shortage(errno.EAGAIN)}",
-            ) from error
+        self._start()
         if self._reader.is_author:
             self._start_digest(0)
 
     def close(self) -> None:
         """Stop keeping the session; the reader stays as it is. Safe to call again."""
-        if self._is_closing:
-            return
-        self._is_closing = True
-        os.eventfd_write(self._wake, 1)
-        self._reader.interrupt()
-        for thread in (self._thread, *self._digests):
-            if thread.ident is not None:
+        if not self._is_closing:
+            self._stop(self._reader.interrupt)
+            for thread in self._digests:
                 thread.join(CLOSE_TIMEOUT_S)
-        if not self._thread.is_alive():  # else it may still poll this number
-            os.close(self._wake)
 
     def report_canary_failure(self, detail: str) -> None:
         """This engine's canary failed; the second such report condemns the epoch.
@@ -123,55 +90,22 @@ class Keeper:
 
     # ------------------------------------------------------------------ on the thread
 
-    def _run(self) -> None:
-        while not self._is_closing:
-            try:
-                self._attend()
-            except TEMPORARY as error:
-                if not self._is_closing:
-                    self._rejoin(error)
+    def _session(self) -> int:
+        return self._reader.fileno()
 
-    def _attend(self) -> None:
-        """Answer the service until the session ends, which raises."""
-        number = self._reader.fileno()
-        if number < 0:  # its last keeper was closed before it had found a service
-            raise UnreachableError("wire.closed", "there is no session")
-        poll = select.poll()
-        poll.register(number, select.POLLIN | select.POLLRDHUP)
-        poll.register(self._wake, select.POLLIN)
-        while not self._is_closing:
-            if not self._reader.has_pending:
-                poll.poll()
-            if self._is_closing:
-                return
-            reply = self._reader.receive()
-            if isinstance(reply.message, msg.DigestWantedMsg):
-                is_ours = reply.message.epoch == self._reader.epoch
-                if not (is_ours and self._may_digest() and self._start_digest(reply.request_id)):
-                    self._reader.send(msg.DigestMsg(None), reply.request_id)
+    def _has_pending(self) -> bool:
+        return self._reader.has_pending
 
-    def _rejoin(self, why: UnderstudyError | OSError | MemoryError) -> None:
-        self.state = REJOINING
-        took_ms = rejoin(
-            self._try_to_attach,
-            lambda reason: self._on_change(
-                f"no memory service for epoch {self._reader.epoch[:8]} ({reason}); the weights stay"
-                " mapped, retrying"
-            ),
-            why,
-            self._wake,
-            lambda: not self._is_closing,
-        )
-        if took_ms is not None:
-            self.state = ATTACHED
-            self._on_change(f"attached to the memory service again after {duration(took_ms)}")
+    def _hear(self) -> None:
+        reply = self._reader.receive()
+        if isinstance(reply.message, msg.DigestWantedMsg):
+            is_ours = reply.message.epoch == self._reader.epoch
+            if not (is_ours and self._may_digest() and self._start_digest(reply.request_id)):
+                self._reader.send(msg.DigestMsg(None), reply.request_id)
 
-    def _try_to_attach(self) -> None:
+    def _attach_again(self) -> None:
+        """Then send what this service may not have received."""
         self._reader.rejoin(REJOIN_TIMEOUT_S, may_go_on=lambda: not self._is_closing)
-        self._repeat_reports()
-
-    def _repeat_reports(self) -> None:
-        """Send what this service may not have received."""
         if self._authors_digest is not None:
             self._reader.send(msg.DigestMsg(self._authors_digest))
         with self._report_lock:

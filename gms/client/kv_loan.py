@@ -22,36 +22,33 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import select
-import threading
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from msgspec import Struct
 
-from gms import epoch_file, names
 from gms import kv_messages as msg
+from gms import names
 from gms.client.device import memory_for
-from gms.client.sessions import BACKOFF_S, TEMPORARY, rejoin
-from gms.messages import DETAIL_LENGTH_MAX
-from gms.vmm.interface import Allocation, DeviceMemory, release_all
-from plumbing.errors import (
-    ProtocolError,
-    RemoteError,
-    UnderstudyError,
-    UnreachableError,
-    WaitTimeoutError,
+from gms.client.session_thread import (
+    ACCEPT_TIMEOUT_S,
+    ATTACHED,
+    BACKOFF_S,
+    DETACHED,
+    RECEIVE_TIMEOUT_S,
+    REJOINING,
+    OnText,
+    SessionThread,
 )
+from gms.client.sessions import GRACE_S, duplicates, join_file, placeholder, wait_for_grant
+from gms.messages import DETAIL_LENGTH_MAX
+from gms.questions import unexpected_answer
+from gms.vmm.interface import Allocation, DeviceMemory, release_all
+from plumbing.errors import RemoteError, UnderstudyError, UnreachableError
 from plumbing.service.process import make_fd_room
 from plumbing.wire import sockets
-from plumbing.wire.blocking import BlockingClient, Reply
+from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.fds import OwnedFd, close_all
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-GRACE_S = 5.0  # the server ends an overdue wait by itself; how much longer we wait for its answer
 
 # The service may answer differently the next time: it has just given this pool up, or ran short.
 PASSING = ("gms.stale_epoch", "gms.server_exhausted")
@@ -129,31 +126,25 @@ def _borrow(
     memory: DeviceMemory | None,
 ) -> KvLease:
     rest_s = max(0.0, end - time.monotonic())
-    request = msg.BorrowPoolMsg(
-        claim.engine,
-        claim.incarnation,
-        claim.token,
-        claim.era,
-        claim.size_bytes,
-        claim.index_bytes,
-        wait_ms=round(rest_s * 1000),
-    )
+    request = msg.BorrowPoolMsg(*claim.fields, wait_ms=round(rest_s * 1000))
     path = names.kv_socket_path(directory, device)
     with contextlib.ExitStack() as stack:
-        # Opened first for its low number; see `epoch_file.join`.
-        placeholder = stack.enter_context(_placeholder())
+        low = stack.enter_context(placeholder("borrow the KV memory"))
         client = stack.enter_context(BlockingClient(path, msg.CATALOGUE, ACCEPT_TIMEOUT_S))
-        granted = _wait_for_grant(client, request, rest_s, on_wait)
+        reply = wait_for_grant(client, request, rest_s, on_wait, "gms.kv_busy", "the KV memory")
+        granted = reply.message
+        if not isinstance(granted, msg.PoolGrantedMsg):
+            close_all(reply.fds)
+            raise unexpected_answer(granted.TYPE, "borrow")
         if not names.is_pool_file(granted.pool_file):
-            raise unexpected(f"the pool's file {granted.pool_file!r}", "borrow")
-        file = os.path.join(directory, granted.pool_file)
-        flock = stack.enter_context(_join(file, placeholder))
+            raise unexpected_answer(f"the pool's file {granted.pool_file!r}", "borrow")
+        flock = stack.enter_context(join_file(os.path.join(directory, granted.pool_file), low))
         make_fd_room(msg.SLABS_MAX + 1)
         reply = client.request(msg.TakeMsg(), timeout_s=GRACE_S)
         fds, taken = reply.fds, reply.message
         try:
             if not isinstance(taken, msg.PoolTakenMsg) or len(fds) != len(taken.slab_sizes) + 1:
-                raise unexpected(f"{taken.TYPE} and {len(fds)} descriptors", "take")
+                raise unexpected_answer(f"{taken.TYPE} and {len(fds)} descriptors", "take")
             lease = KvLease(path, device, client, claim, taken, flock, fds, memory, on_change)
         except BaseException:
             close_all(fds)
@@ -162,51 +153,10 @@ def _borrow(
         return lease
 
 
-def _wait_for_grant(
-    client: BlockingClient, request: msg.BorrowPoolMsg, wait_s: float, on_wait: OnText
-) -> msg.PoolGrantedMsg:
-    end = time.monotonic() + wait_s + GRACE_S
-    reply: Reply = client.request(request, timeout_s=wait_s + GRACE_S)
-    while isinstance(reply.message, msg.WaitingMsg):
-        on_wait(reply.message.message)
-        rest_s = end - time.monotonic()
-        if rest_s <= 0:
-            raise WaitTimeoutError(
-                "gms.kv_busy", f"waited {wait_s:g} s for the KV memory: {reply.message.message}"
-            )
-        reply = client.receive(rest_s)
-    if not isinstance(reply.message, msg.PoolGrantedMsg):
-        close_all(reply.fds)
-        raise unexpected(reply.message.TYPE, "borrow")
-    return reply.message
-
-
-def _join(path: str, placeholder: OwnedFd) -> OwnedFd:
-    try:
-        return epoch_file.join(path, placeholder)
-    except OSError as error:
-        raise sockets.no_descriptors(f"hold the pool's file {path}", error) from error
-
-
-def _placeholder() -> OwnedFd:
-    try:
-        return OwnedFd(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
-    except OSError as error:
-        raise sockets.no_descriptors("borrow the KV memory", error) from error
-
-
-ACCEPT_TIMEOUT_S = 0.5  # a server that does not accept for so long is tried again
 HAND_BACK_TIMEOUT_S = 30.0  # two trial maps for each slab, of which there are at most 249
-RECEIVE_TIMEOUT_S = 5.0  # for the rest of a frame that has begun
-CLOSE_TIMEOUT_S = 5.0
-ANSWER_GRACE_S = 5.0  # the server ends an overdue wait by itself; how much longer we wait for that
 
 # It never will take this pool back: it has another by now, and this one ends with this engine.
 FINAL = ("gms.kv_pool_gone",)
-
-HELD, REJOINING, DETACHED = "held", "rejoining", "detached"
-
-OnText = Callable[[str], None]
 
 
 class KvClaim(Struct, frozen=True):
@@ -220,10 +170,18 @@ class KvClaim(Struct, frozen=True):
     size_bytes: int
     index_bytes: int
 
+    @property
+    def fields(self) -> tuple[str, str, int, str, int, int]:
+        """As the messages have them, in their order."""
+        who = (self.engine, self.incarnation, self.token, self.era)
+        return (*who, self.size_bytes, self.index_bytes)
 
-class KvLease:
+
+class KvLease(SessionThread):
     """The device's KV pool, this incarnation's until `close`. It keeps itself through deaths of
     the service, on a thread."""
+
+    what, kept = "KV memory service", "this engine keeps its KV memory and serves on"
 
     def __init__(
         self,
@@ -238,28 +196,20 @@ class KvLease:
         on_change: OnText,
     ) -> None:
         """Takes `client`, `flock` and `fds`, unless it raises."""
+        super().__init__("kv-lease", on_change)
         self.claim, self.pool, self.is_fresh = claim, taken.pool, taken.is_fresh
         self.slab_sizes, self.index_bytes = taken.slab_sizes, taken.index_bytes
         self.index = fds[0]  # lent to the caller, to map it writable
-        self.state = HELD
-        self._device, self._memory, self._on_change = device, memory, on_change
+        self._device, self._memory = device, memory
         self._path, self._client, self._flock = path, client, flock
         self._fds: list[OwnedFd] = list(fds[1:])  # of the slabs, until they are adopted
         self._slabs: list[Allocation] = []
         self._mark, self._discarded = "", ""
-        self._is_closing = False
         try:
-            self._wake = OwnedFd(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
-        except OSError as error:
-            raise sockets.no_descriptors("watch the memory service", error) from error
-        self._thread = threading.Thread(target=self._run, name="kv-lease", daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError as error:
+            self._start()
+        except UnderstudyError:
             self._wake.close()
-            raise UnderstudyError(
-                "gms.no_thread", f"cannot watch the KV memory: {error}"
-            ) from error
+            raise
 
     @property
     def slabs(self) -> list[Allocation]:
@@ -288,7 +238,7 @@ class KvLease:
 
     def fileno(self) -> int:
         """Lend the session's socket; -1 while the service is away."""
-        return -1 if self.state != HELD else self._client.fileno()
+        return -1 if self.state != ATTACHED else self._client.fileno()
 
     def mark(self, mark: str) -> None:
         """Report `BEGUN`, `ADOPTING` or `ADOPTED`; the last one is repeated to a new service."""
@@ -304,7 +254,7 @@ class KvLease:
     def close(self) -> None:
         """Give the pool back: whoever calls this maps nothing of it any more. Safe to repeat."""
         if not self._is_closing:
-            self._stop(is_interrupted=True)
+            self._stop(self._interrupt)
             with contextlib.closing(self._client):
                 self._let_go()
 
@@ -322,36 +272,29 @@ class KvLease:
         end = time.monotonic() + wait_s
         while self.state == REJOINING and time.monotonic() < end:
             time.sleep(BACKOFF_S)  # a service that is back may have the memory already
-        was_held = self.state == HELD
-        self._stop(is_interrupted=not was_held)
+        was_held = self.state == ATTACHED
+        self._stop(self._interrupt if not was_held else lambda: None)
         with contextlib.closing(self._client):
             self._let_go()
             if was_held:
                 with contextlib.suppress(UnreachableError):
                     self._wait_until_freed(max(0.0, end - time.monotonic()))
-            elif self.state == HELD:
+            elif self.state == ATTACHED:
                 raise UnreachableError("wire.closed", "the memory service came back meanwhile")
 
     def _wait_until_freed(self, wait_s: float) -> None:
         request = msg.GiveUpMsg(round(wait_s * 1000))
-        reply = self._client.request(request, timeout_s=wait_s + ANSWER_GRACE_S)
+        reply = self._client.request(request, timeout_s=wait_s + GRACE_S)
         if not isinstance(reply.message, msg.PoolFreedMsg):
-            raise unexpected(reply.message.TYPE, "give_up")
+            raise unexpected_answer(reply.message.TYPE, "give_up")
 
-    def _stop(self, *, is_interrupted: bool) -> None:
-        """End the thread; `is_interrupted`: also one that waits for the service's answer."""
-        self._is_closing = True
-        os.eventfd_write(self._wake.fileno(), 1)
-        if is_interrupted:
-            self._client.interrupt()
-        self._thread.join(CLOSE_TIMEOUT_S)
+    def _interrupt(self) -> None:
+        self._client.interrupt()
 
     def _let_go(self) -> None:
         """Of memory, index and file, in this order."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._flock.close)  # after the memory
-            if not self._thread.is_alive():  # else it may still poll this number
-                stack.callback(self._wake.close)
             stack.callback(close_all, [self.index, *self._fds])
             slabs, self._slabs = self._slabs, []
             release_all(slabs)
@@ -364,8 +307,10 @@ class KvLease:
 
     def _report(self) -> None:
         """Tell the service, if there is one; all of it is repeated to the next."""
-        if self.state != HELD:
-            return
+        if self.state == ATTACHED:
+            self._repeat()
+
+    def _repeat(self) -> None:
         with contextlib.suppress(UnderstudyError, OSError):
             if self._mark:
                 self._client.notify(msg.MarkMsg(self._mark))
@@ -374,89 +319,32 @@ class KvLease:
 
     # ------------------------------------------------------------------ on the thread
 
-    def _run(self) -> None:
-        while not self._is_closing and self.state != DETACHED:
-            try:
-                self._attend()
-            except TEMPORARY as error:
-                if not self._is_closing:
-                    self._rejoin(error)
+    def _session(self) -> int:
+        return self._client.fileno()
 
-    def _attend(self) -> None:
-        """Wait for the end of the session, which raises: the service says nothing to a holder."""
-        poll = select.poll()
-        poll.register(self._client.fileno(), select.POLLIN | select.POLLRDHUP)
-        poll.register(self._wake.fileno(), select.POLLIN)
-        poll.poll()
-        if not self._is_closing:
-            reply = self._client.receive(RECEIVE_TIMEOUT_S)
-            close_all(reply.fds)
-            raise unexpected(reply.message.TYPE, "nothing")
+    def _hear(self) -> None:
+        """The service says nothing to a holder: what is readable is the end of the session."""
+        reply = self._client.receive(RECEIVE_TIMEOUT_S)
+        close_all(reply.fds)
+        raise unexpected_answer(reply.message.TYPE, "nothing")
 
-    def _rejoin(self, why: BaseException) -> None:
-        self.state = REJOINING
-        self._client.close()
-        took_ms = rejoin(
-            self._try_to_hand_back,
-            lambda reason: self._on_change(
-                f"no KV memory service for pool {self.pool[:8]} ({reason}); this engine keeps its"
-                " KV memory and serves on"
-            ),
-            why,
-            self._wake.fileno(),
-            lambda: not self._is_closing,
-        )
-        if took_ms is not None and self.state != DETACHED:
-            self.state = HELD
-            self._report()  # what was said meanwhile
-            self._on_change(f"the KV memory service is back after {took_ms:.0f} ms")
-
-    def _try_to_hand_back(self) -> None:
-        try:
-            self._hand_back()
-        except RemoteError as error:
-            if error.code not in FINAL:
-                raise
-            self.state = DETACHED
-            self._on_change(f"{error.message}; this engine serves on")
-
-    def _hand_back(self) -> None:
+    def _attach_again(self) -> None:
         """Report the pool to a new service, with all of its descriptors."""
+        self._client.close()
         client = BlockingClient(self._path, msg.CATALOGUE, ACCEPT_TIMEOUT_S)
         try:
             self._client = client  # which `close` may interrupt
             if self._is_closing:
                 raise UnreachableError("wire.closed", "this lease was closed")
-            request = msg.HandBackMsg(
-                self.claim.engine,
-                self.claim.incarnation,
-                self.claim.token,
-                self.claim.era,
-                self.claim.size_bytes,
-                self.claim.index_bytes,
-                self.pool,
-                self.slab_sizes,
-                self._mark,
-                self._discarded,
-            )
-            reply = client.request(request, self._copies(), HAND_BACK_TIMEOUT_S)
+            held = (self.pool, self.slab_sizes, self._mark, self._discarded)
+            request = msg.HandBackMsg(*self.claim.fields, *held)
+            fds = duplicates([fd.fileno() for fd in (self.index, *self._fds)])
+            reply = client.request(request, fds, HAND_BACK_TIMEOUT_S)
             if not isinstance(reply.message, msg.PoolKeptMsg):
-                raise unexpected(reply.message.TYPE, "hand_back")
-        except BaseException:
+                raise unexpected_answer(reply.message.TYPE, "hand_back")
+        except BaseException as error:
             client.close()
-            raise
-
-    def _copies(self) -> list[OwnedFd]:
-        make_fd_room(len(self._fds) + 1)
-        copies: list[OwnedFd] = []
-        try:
-            for fd in (self.index, *self._fds):
-                copies.append(fd.duplicate())  # noqa: PERF401 - closed if one fails
-        except OSError as error:
-            close_all(copies)
-            raise sockets.no_descriptors("hand the KV memory back", error) from error
-        return copies
-
-
-def unexpected(what: str, request: str) -> ProtocolError:
-    return ProtocolError("gms.unexpected_answer", f"the service answered {request} with {what}")
+            if not isinstance(error, RemoteError) or error.code not in FINAL:
+                raise
+            self.state = DETACHED
+            self._on_change(f"{error.message}; this engine serves on")

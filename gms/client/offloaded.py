@@ -23,8 +23,9 @@ from gms import messages as msg
 from gms import names
 from gms.client.fd_keeper import Keeper
 from gms.client.reader import Reader
-from gms.client.sessions import Attachment, OnWait, Opening, unexpected_answer
+from gms.client.sessions import Attachment, OnWait, Opening
 from gms.client.writer import Writer
+from gms.questions import unexpected_answer
 from gms.vmm.host import HostMemory
 from plumbing.errors import UnderstudyError, UnreachableError
 from plumbing.wire.blocking import BlockingClient

@@ -8,26 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from msgspec import structs
 
 from gms import messages as msg
-from gms.client.sessions import Attachment, Opening, WeightsSession, unexpected_answer
+from gms.client.session_thread import ACCEPT_TIMEOUT_S, RECEIVE_TIMEOUT_S
+from gms.client.sessions import Attachment, Opening, WeightsSession, duplicates
 from gms.manifest import TensorRecord, WeightsManifest
+from gms.questions import unexpected_answer
 from plumbing.errors import UnderstudyError, UnreachableError
-from plumbing.service.process import make_fd_room
-from plumbing.wire import sockets
 from plumbing.wire.blocking import BlockingClient, Reply
-from plumbing.wire.fds import OwnedFd
 from plumbing.wire.limits import FDS_PER_FRAME_MAX
 from plumbing.wire.messages import Message
 
-RECEIVE_TIMEOUT_S = 5.0  # for the rest of a frame that has begun
-# Short: the keeper retries a server that does not accept yet, and may have to close meanwhile.
-ACCEPT_TIMEOUT_S = 0.5
 PIECE_BYTES = 8 << 20  # large: few thread switches; small: soon stopped
 
 # How an epoch is written again where it was unmapped; returns the reader that its commit makes.
@@ -185,10 +180,10 @@ class Reader(WeightsSession):
             fds = self.slab_fds()
             starts = list(range(0, len(fds), FDS_PER_FRAME_MAX)) or [0]
             for first in starts[:-1]:
-                part = _duplicates(fds[first : first + FDS_PER_FRAME_MAX])
+                part = duplicates(fds[first : first + FDS_PER_FRAME_MAX])
                 client.notify(msg.SlabsMsg(self.epoch, first), part)
             offer = msg.OfferMsg(self.epoch, self.identity, self.manifest.encoded, self.layout_hash)
-            answer = client.request(offer, _duplicates(fds[starts[-1] :]), timeout_s).message
+            answer = client.request(offer, duplicates(fds[starts[-1] :]), timeout_s).message
         if not isinstance(answer, msg.RejoinedMsg) or answer.epoch != self.epoch:
             raise unexpected_answer(answer.TYPE, "rejoin")
 
@@ -248,14 +243,3 @@ class Reader(WeightsSession):
 
 def _closed() -> UnreachableError:
     return UnreachableError("wire.closed", "this reader was closed while it was rejoining")
-
-
-def _duplicates(fds: Sequence[int]) -> list[OwnedFd]:
-    make_fd_room(len(fds))
-    with contextlib.ExitStack() as stack:
-        try:
-            copies = [stack.enter_context(OwnedFd(os.dup(fd))) for fd in fds]
-        except OSError as error:
-            raise sockets.no_descriptors(f"copy {len(fds)} descriptors", error) from error
-        stack.pop_all()
-        return copies

@@ -5,15 +5,12 @@ common.
 addresses. It owns the order: the flock before the first mapping; at the end unmap, release the
 slabs, the flock last. If the driver fails at that, the flock stays until the process ends, because
 the memory may stay mapped until then. It knows neither messages nor what the bytes mean.
-
-`rejoin` retries until it succeeds, because an engine computes without a service, too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import select
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -22,10 +19,10 @@ from typing import Any
 from gms import epoch_file, names
 from gms import messages as msg
 from gms.manifest import TensorRecord
+from gms.questions import unexpected_answer
 from gms.vmm.interface import Allocation, DeviceMemory, Reservation, release_all
 from plumbing.errors import (
     InvariantError,
-    ProtocolError,
     RemoteError,
     UnderstudyError,
     UnreachableError,
@@ -35,6 +32,7 @@ from plumbing.service.process import make_fd_room
 from plumbing.wire import sockets
 from plumbing.wire.blocking import BlockingClient, Reply
 from plumbing.wire.fds import OwnedFd, close_all
+from plumbing.wire.messages import Message
 
 # The server ends an overdue wait by itself; this is how much longer we wait for that answer.
 GRACE_S = 5.0
@@ -75,18 +73,25 @@ class Opening:
             What `open_session` raises; UnderstudyError `gms.stale_layout`.
         """
         with contextlib.ExitStack() as stack:
-            # Opened first for its low number; see `epoch_file.join`.
-            placeholder = stack.enter_context(_placeholder())
+            low = stack.enter_context(placeholder("attach to the memory service"))
             client = stack.enter_context(self.connect())
-            reply = _wait_for_grant(client, request, wait_s, on_wait)
+            try:
+                reply = wait_for_grant(
+                    client, request, wait_s, on_wait, "gms.wait_timeout", "the weights"
+                )
+            except RemoteError as error:
+                if error.code != "gms.server_exhausted":
+                    raise
+                # It serves again once it has room: like a server that is away.
+                raise UnreachableError(error.code, error.message, **error.details) from error
             grant = reply.message
             stack.callback(attachment.unmap)
             if isinstance(grant, msg.EpochAttachedMsg) and layout_hash in (None, grant.layout_hash):
-                self._take_slabs(client, reply.fds, grant, attachment, placeholder)
+                self._take_slabs(client, reply.fds, grant, attachment, low)
             elif isinstance(grant, msg.WritingMsg) and (
                 layout_hash is None or (copy is not None and grant.copy == copy)
             ):
-                attachment.hold(self._join(grant.epoch_file, placeholder))
+                attachment.hold(self._join(grant.epoch_file, low))
                 # Addresses for all that it could ever write: more may become free while it loads.
                 attachment.reserve(grant.capacity_bytes)
             else:
@@ -114,7 +119,7 @@ class Opening:
         first: Sequence[OwnedFd],
         grant: msg.EpochAttachedMsg,
         attachment: Attachment,
-        placeholder: OwnedFd,
+        low: OwnedFd,
     ) -> None:
         """Every descriptor of the answer, then the flock, then the mappings: in this order."""
         fds = list(first)
@@ -129,20 +134,17 @@ class Opening:
                     raise unexpected_answer(more.message.TYPE, "attach")
             if len(fds) != count:
                 raise unexpected_answer(f"{len(fds)} descriptors", "attach")
-            attachment.hold(self._join(grant.epoch_file, placeholder))
+            attachment.hold(self._join(grant.epoch_file, low))
             attachment.reserve(sum(grant.slab_sizes))
         except BaseException:
             close_all(fds)
             raise
         attachment.adopt(fds, grant.slab_sizes, writable=False)
 
-    def _join(self, name: str, placeholder: OwnedFd) -> OwnedFd:
+    def _join(self, name: str, low: OwnedFd) -> OwnedFd:
         if not names.is_epoch_file(name):
             raise unexpected_answer(f"the epoch file {name!r}", "attach")
-        try:
-            return epoch_file.join(os.path.join(self.directory, name), placeholder)
-        except OSError as error:
-            raise sockets.no_descriptors(f"hold the epoch's file {name}", error) from error
+        return join_file(os.path.join(self.directory, name), low)
 
 
 class WeightsSession:
@@ -209,39 +211,63 @@ class WeightsSession:
         self.close()
 
 
-def _placeholder() -> OwnedFd:
+def placeholder(what: str) -> OwnedFd:
+    """A descriptor that is opened first, for its low number; see `epoch_file.join`.
+
+    Raises:
+        UnreachableError: `wire.no_descriptors`.
+    """
     try:
         return OwnedFd(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
     except OSError as error:
-        raise sockets.no_descriptors("attach to the memory service", error) from error
+        raise sockets.no_descriptors(what, error) from error
 
 
-def unexpected_answer(what: str, request: str) -> ProtocolError:
-    return ProtocolError("gms.unexpected_answer", f"the service answered {request} with {what}")
+def join_file(path: str, placeholder: OwnedFd) -> OwnedFd:
+    """The shared flock on the file of an epoch or a KV pool; takes `placeholder`.
 
-
-def _wait_for_grant(
-    client: BlockingClient, request: msg.AttachMsg, wait_s: float, on_wait: OnWait
-) -> Reply:
-    """Send `request` and wait for its last answer, passing reasons on to `on_wait`."""
-    end = time.monotonic() + wait_s + GRACE_S
+    Raises:
+        UnreachableError: `wire.no_descriptors`; UnderstudyError: `gms.stale_epoch`.
+    """
     try:
-        reply = client.request(request, timeout_s=wait_s + GRACE_S)
-        while isinstance(reply.message, msg.WaitingMsg):
-            on_wait(reply.message.message)
-            rest_s = end - time.monotonic()
-            if rest_s <= 0:
-                raise WaitTimeoutError(
-                    "gms.wait_timeout",
-                    f"waited {wait_s:g} s for the weights: {reply.message.message}",
-                    reason=reply.message.reason,
-                )
-            reply = client.receive(rest_s)
-    except RemoteError as error:
-        if error.code != "gms.server_exhausted":
-            raise
-        # It serves again once it has room: like a server that is away, not like one that refuses.
-        raise UnreachableError(error.code, error.message, **error.details) from error
+        return epoch_file.join(path, placeholder)
+    except OSError as error:
+        raise sockets.no_descriptors(f"hold the file {path}", error) from error
+
+
+def duplicates(fds: Sequence[int]) -> list[OwnedFd]:
+    """A copy of each, for a frame.
+
+    Raises:
+        UnreachableError: `wire.no_descriptors`.
+    """
+    make_fd_room(len(fds))
+    with contextlib.ExitStack() as stack:
+        try:
+            copies = [stack.enter_context(OwnedFd(os.dup(fd))) for fd in fds]
+        except OSError as error:
+            raise sockets.no_descriptors(f"copy {len(fds)} descriptors", error) from error
+        stack.pop_all()
+        return copies
+
+
+def wait_for_grant(
+    client: BlockingClient, request: Message, wait_s: float, on_wait: OnWait, code: str, what: str
+) -> Reply:
+    """Send `request` and wait for its last answer, passing reasons on to `on_wait`.
+
+    Raises:
+        WaitTimeoutError: `code`: waited in vain for `what`.
+    """
+    end = time.monotonic() + wait_s + GRACE_S
+    reply = client.request(request, timeout_s=wait_s + GRACE_S)
+    while isinstance(reply.message, msg.WaitingMsg):
+        on_wait(reply.message.message)
+        rest_s = end - time.monotonic()
+        if rest_s <= 0:
+            text = f"waited {wait_s:g} s for {what}: {reply.message.message}"
+            raise WaitTimeoutError(code, text, reason=reply.message.reason)
+        reply = client.receive(rest_s)
     return reply
 
 
@@ -319,50 +345,3 @@ class Attachment:
             if self._range is not None:
                 stack.callback(self._range.free)
             self.unmap()
-
-
-# The first attempts fall into the restart of a server, which takes half a second; after that the
-# whole container is being restarted. A failed attempt costs microseconds, and a pause as long as
-# the wait so far would double the time without a service.
-BACKOFF_S, BACKOFF_S_MAX = 0.02, 0.1
-
-# What may succeed the next time.
-TEMPORARY = (UnderstudyError, OSError, MemoryError)
-
-
-def rejoin(
-    attempt: Callable[[], None],
-    on_away: Callable[[str], None],
-    why: BaseException,
-    wake: int,
-    may_go_on: Callable[[], bool],
-) -> float | None:
-    """Call `attempt` until it raises nothing of TEMPORARY; how many milliseconds that took, or None
-    if it may not go on.
-
-    Args:
-        on_away: called with the reason, beginning with `why`, whenever it changes.
-        wake: a descriptor that is readable once `may_go_on` is to be asked again.
-    """
-    began, delay_s, said = time.monotonic(), 0.0, ""
-    while may_go_on():
-        sentence = why.message if isinstance(why, UnderstudyError) else str(why)
-        if sentence != said:
-            said = sentence
-            on_away(sentence)
-        _pause(wake, delay_s)
-        delay_s = min(max(BACKOFF_S, delay_s * 2), BACKOFF_S_MAX)
-        try:
-            attempt()
-        except TEMPORARY as error:
-            why = error
-        else:
-            return (time.monotonic() - began) * 1000
-    return None
-
-
-def _pause(wake: int, delay_s: float) -> None:
-    """No `select`: an engine has descriptors above 1,023."""
-    poll = select.poll()
-    poll.register(wake, select.POLLIN)
-    poll.poll(delay_s * 1000)

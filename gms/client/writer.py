@@ -24,8 +24,9 @@ from msgspec.structs import replace
 
 from gms import messages as msg
 from gms.client.reader import Reader
-from gms.client.sessions import Attachment, OnWait, Opening, WeightsSession, unexpected_answer
+from gms.client.sessions import Attachment, OnWait, Opening, WeightsSession
 from gms.manifest import TensorRecord, encode, layout_hash
+from gms.questions import unexpected_answer
 from plumbing.errors import InvariantError, RemoteError, UnderstudyError, UnreachableError
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.fds import close_all

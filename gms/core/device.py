@@ -20,7 +20,6 @@ from typing import Any
 from msgspec.structs import replace
 
 from gms.core import events as ev
-from gms.core import events as fx
 from gms.core.events import Effects, EpochPhase, SessionState
 from gms.core.state import HANDING_BACK, QUEUED, WRITER_STATES, Epoch, Session
 from plumbing.errors import InvariantError, ProtocolError, UnderstudyError
@@ -106,7 +105,7 @@ class Device:
         if epoch is not None and epoch.has_no_file and not self._is_handed_back(epoch):
             del self.epochs[epoch.id]  # there is no file whose watch could end it
         if session.offer is not None and session.epoch is not None:
-            return [fx.DiscardOffer(session.epoch)]
+            return [ev.DiscardOffer(session.epoch)]
         if epoch is None:
             return []
         if epoch.phase is EpochPhase.STAGING:
@@ -114,25 +113,25 @@ class Device:
             epoch.turn("lose")
             lost = f"staging epoch {epoch.id} of {session.label} is lost: {why}"
             return [
-                fx.ReleaseEpoch(epoch.id),
+                ev.ReleaseEpoch(epoch.id),
                 # Its record may be on disk already; restore the true one.
                 *(self.journal() if session.may_be_journalled else []),
-                fx.RecordEvent("gms.reclaim", lost, {"epoch": epoch.id}, severity="warning"),
+                ev.RecordEvent("gms.reclaim", lost, {"epoch": epoch.id}, severity="warning"),
             ]
         epoch.readers.discard(session.id)
         if epoch.phase is EpochPhase.SUPERSEDED and not epoch.readers:
             epoch.turn("release")
-            return [fx.ReleaseEpoch(epoch.id)]
+            return [ev.ReleaseEpoch(epoch.id)]
         return []
 
     def retire(self, epoch: Epoch) -> Effects:
         """Take the committed epoch out of service; its readers keep it until the last leaves."""
         if epoch.readers:
             epoch.turn("supersede")
-            return [fx.MarkHistory(epoch.id)]
+            return [ev.MarkHistory(epoch.id)]
         # A process without a session may map it: one that has been stopped since a restart.
         epoch.turn("release")
-        return [fx.MarkHistory(epoch.id), fx.ReleaseEpoch(epoch.id)]
+        return [ev.MarkHistory(epoch.id), ev.ReleaseEpoch(epoch.id)]
 
     def _is_handed_back(self, epoch: Epoch) -> bool:
         """Whether its end will be reported: by an offer's end, or by its readers'."""
@@ -151,13 +150,13 @@ class Device:
             return []
         self._journal_writes += 1
         record = self.committed.record() if self.committed else None
-        return [fx.WriteJournal(None, record, self.offloaded)]
+        return [ev.WriteJournal(None, record, self.offloaded)]
 
-    def journal_commit(self, session: Session) -> fx.WriteJournal:
+    def journal_commit(self, session: Session) -> ev.WriteJournal:
         """Write the epoch that `session` commits, with the one that it replaces."""
         previous = self.committed.record() if self.committed else None
         record = replace(self.epoch_of(session).record(), previous=previous)
-        return fx.WriteJournal(session.id, record, self.offloaded)
+        return ev.WriteJournal(session.id, record, self.offloaded)
 
     def journal_written(self) -> None:
         """A write that no session waits for has ended, successfully or not."""
@@ -166,7 +165,7 @@ class Device:
     def note_problem(self, event_type: str, problem: str) -> Effects:
         """Show `problem` in the status, and log it if it is new."""
         is_new, self.problem = problem != self.problem, problem
-        return [fx.RecordEvent(event_type, problem, severity="error")] if is_new else []
+        return [ev.RecordEvent(event_type, problem, severity="error")] if is_new else []
 
     @property
     def is_journal_true(self) -> bool:

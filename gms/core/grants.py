@@ -22,7 +22,6 @@ from msgspec import Struct
 from gms import messages as msg
 from gms.core import device as capacity
 from gms.core import events as ev
-from gms.core import events as fx
 from gms.core.device import EPOCHS_MAX, Device, Fit
 from gms.core.events import Effects, EpochPhase, Mode, SessionState
 from gms.core.state import Epoch, Session
@@ -98,7 +97,7 @@ class Grants:
         if message == session.reason_message:
             return []
         session.reason, session.reason_message = reason, message
-        return [fx.SendMessage(session.id, session.request_id, msg.WaitingMsg(reason, message))]
+        return [ev.SendMessage(session.id, session.request_id, msg.WaitingMsg(reason, message))]
 
     def _grant_read(self, session: Session, now_ms: float) -> Effects:
         epoch = self.device.committed
@@ -109,14 +108,14 @@ class Grants:
         epoch.readers.add(session.id)
         self.device.exports_total += 1
         request_id, session.request_id = session.request_id, 0
-        return [fx.SendEpoch(session.id, request_id, epoch.id), _recorded(session, "reads")]
+        return [ev.SendEpoch(session.id, request_id, epoch.id), _recorded(session, "reads")]
 
     def _grant_write(self, session: Session, now_ms: float) -> Effects:
         session.move(ev.GrantedWrite, now_ms)
         epoch = Epoch(self._new_epoch_id(), EpochPhase.STAGING)
         self.device.epochs[epoch.id] = epoch
         session.epoch, session.deadline_ms = epoch.id, None
-        return [fx.OpenEpoch(session.id, epoch.id), _recorded(session, "writes")]
+        return [ev.OpenEpoch(session.id, epoch.id), _recorded(session, "writes")]
 
     def _judge_allocation(self, now_ms: float) -> Effects:
         """Issue the writer's slab once it fits; make room if the request allows it."""
@@ -149,18 +148,18 @@ class Grants:
         session.has_waited = False
         session.is_issued, session.deadline_ms = True, None
         epoch.slab_sizes.append(size)  # counted from now on, so that it is promised once
-        return [fx.CreateSlab(session.id, epoch.id, size)]
+        return [ev.CreateSlab(session.id, epoch.id, size)]
 
     def refuse(self, session: Session, error: UnderstudyError, now_ms: float) -> Effects:
         session.move(ev.SessionRefused, now_ms)
-        refused = fx.RecordEvent(
+        refused = ev.RecordEvent(
             "gms.session",
             f"{session.label} was refused: {error.message}",
             {"engine": session.request.engine, "error_code": error.code},
             severity="warning",
         )
         return [
-            fx.RefuseRequest(session.id, session.request_id, error),
+            ev.RefuseRequest(session.id, session.request_id, error),
             refused,
             *self.device.drop(session, error.message),
         ]
@@ -180,8 +179,8 @@ def _being_freed(device: Device) -> str:
     )
 
 
-def _recorded(session: Session, verb: str) -> fx.RecordEvent:
-    return fx.RecordEvent(
+def _recorded(session: Session, verb: str) -> ev.RecordEvent:
+    return ev.RecordEvent(
         "gms.session",
         f"{session.label} {verb} epoch {session.epoch}",
         {"engine": session.request.engine, "epoch": session.epoch},
@@ -357,7 +356,7 @@ class Writing:
         session.is_restaging = message.restaged_from is not None
         if session.is_restaging and self.device.offloaded is not None:
             epoch.digest = self.device.offloaded.digest
-        return [fx.SealEpoch(session.id, epoch.id, message.manifest)]
+        return [ev.SealEpoch(session.id, epoch.id, message.manifest)]
 
     def _check_restage(self, message: msg.CommitMsg) -> None:
         """What is committed must be the host copy that stands for this device's weights.
@@ -384,7 +383,7 @@ class Writing:
         copy = self.device.offloaded  # of the requested identity, or it would not be granted
         is_wanted = copy is not None and not session.request.replace
         offered = copy.epoch if copy is not None and is_wanted else None
-        return [fx.GrantWriting(session.id, request_id, str(session.epoch), offered)]
+        return [ev.GrantWriting(session.id, request_id, str(session.epoch), offered)]
 
     def slab_created(self, event: ev.SlabCreated, now_ms: float) -> Effects:
         session = self.device.session(event)
@@ -394,7 +393,7 @@ class Writing:
         session.deadline_ms = now_ms + self.stall_ms
         session.reason = session.reason_message = ""
         sizes = self.device.epoch_of(session).slab_sizes
-        return [fx.SendMessage(session.id, request_id, msg.AllocatedMsg(len(sizes) - 1, sizes[-1]))]
+        return [ev.SendMessage(session.id, request_id, msg.AllocatedMsg(len(sizes) - 1, sizes[-1]))]
 
     def device_full(self, event: ev.DeviceFull, now_ms: float) -> Effects:
         """The driver has less memory than we counted: another program uses it. Wait, and say so."""
@@ -439,8 +438,8 @@ class Writing:
             "brought the weights back from host memory as" if session.is_restaging else "committed"
         )
         return [
-            fx.SendMessage(session.id, request_id, msg.CommittedMsg(epoch.id)),
-            fx.RecordEvent(
+            ev.SendMessage(session.id, request_id, msg.CommittedMsg(epoch.id)),
+            ev.RecordEvent(
                 "gms.restaged" if session.is_restaging else "gms.commit",
                 f"{session.label} {how} epoch {epoch.id}",
                 {"epoch": epoch.id, "size_bytes": epoch.size_bytes, "tensors": epoch.tensors},

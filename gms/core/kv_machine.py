@@ -24,9 +24,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from gms import kv_messages as msg
-from gms.core import events as device_events
-from gms.core import events as fx
-from gms.core import kv_events as ev
+from gms.core import events as ev
+from gms.core import kv_events as kv
 from gms.core.events import Effects
 from gms.core.kv_events import Claimant, PoolPhase
 from gms.core.kv_state import Borrowers, ClaimMsg, KvBorrower, Pool, Pools
@@ -65,7 +64,7 @@ class KvMachine:
             times.append(self.retry_ms)
         return min(times, default=None)
 
-    def handle(self, event: device_events.DeviceEvent, now_ms: float) -> Effects:
+    def handle(self, event: ev.DeviceEvent, now_ms: float) -> Effects:
         """Take one event and return what to do.
 
         Raises:
@@ -74,13 +73,13 @@ class KvMachine:
             InvariantError: ours.
         """
         match event:
-            case device_events.Received():
+            case ev.Received():
                 effects = self._received(event, now_ms)
-            case device_events.Closed(session_id):
+            case ev.Closed(session_id):
                 effects = self._closed(session_id)
-            case device_events.DeadlinePassed():
+            case ev.DeadlinePassed():
                 effects = []
-            case ev.KvPoolEvent():
+            case kv.KvPoolEvent():
                 effects = self._happened(event, now_ms)
             case _:
                 raise InvariantError(f"{type(event).__name__} is no event of this machine")
@@ -97,7 +96,7 @@ class KvMachine:
 
     # ------------------------------------------------------------------ what clients ask
 
-    def _received(self, event: device_events.Received, now_ms: float) -> Effects:
+    def _received(self, event: ev.Received, now_ms: float) -> Effects:
         match event.message:
             case msg.BorrowPoolMsg() as message:
                 return self.borrowers.borrow(event, message, now_ms)
@@ -128,7 +127,7 @@ class KvMachine:
                     "gms.unexpected_message", f"clients do not send {message.TYPE!r}"
                 )
 
-    def _drop(self, event: device_events.Received) -> Effects:
+    def _drop(self, event: ev.Received) -> Effects:
         """Whether a process without a session maps it, the shell has asked the kernel."""
         pool = self.pools.current
         holders = [each.label for each in self.borrowers.holders]
@@ -149,9 +148,9 @@ class KvMachine:
             raise UnderstudyError(*pool.why)
         answer = msg.PoolDroppedMsg(pool.id, pool.memory_bytes)
         effects = self.pools.discard(pool, "an operator dropped it")
-        return [*effects, fx.SendMessage(event.session, event.request_id, answer)]
+        return [*effects, ev.SendMessage(event.session, event.request_id, answer)]
 
-    def _take(self, event: device_events.Received, now_ms: float) -> Effects:
+    def _take(self, event: ev.Received, now_ms: float) -> Effects:
         """The shell has checked that the process holds the flock."""
         session = self.borrowers.get(event)
         session.target(msg.TakeMsg)
@@ -161,11 +160,9 @@ class KvMachine:
                 "gms.kv_stale_pool", f"pool {pool.id} was discarded meanwhile; borrow again"
             )
         session.move(msg.TakeMsg, now_ms)
-        return [ev.SendPool(session.id, event.request_id, pool.id, not pool.has_begun)]
+        return [kv.SendPool(session.id, event.request_id, pool.id, not pool.has_begun)]
 
-    def _hand_back(
-        self, event: device_events.Received, message: msg.HandBackMsg, now_ms: float
-    ) -> Effects:
+    def _hand_back(self, event: ev.Received, message: msg.HandBackMsg, now_ms: float) -> Effects:
         """A survivor of an earlier server has reconnected: it maps that pool, which is a fact and
         no claim, so neither its token nor who else is here matters."""
         pool = self.pools.by_id.get(message.pool)
@@ -206,33 +203,33 @@ class KvMachine:
 
     # ------------------------------------------------------------------ what has happened to pools
 
-    def _happened(self, event: ev.KvPoolEvent, now_ms: float) -> Effects:
+    def _happened(self, event: kv.KvPoolEvent, now_ms: float) -> Effects:
         pool = self.pools.by_id.get(event.pool)
-        if pool is None and isinstance(event, ev.PoolFree | ev.PoolHoldersSeen):
+        if pool is None and isinstance(event, kv.PoolFree | kv.PoolHoldersSeen):
             return []  # a try that was under way when the watch ended
         if pool is None:
             raise InvariantError(f"{type(event).__name__} of unknown pool {event.pool}")
         match event:
-            case ev.PoolMade(_, slab_sizes):
+            case kv.PoolMade(_, slab_sizes):
                 pool.turn("keep")
                 pool.slab_sizes, pool.is_free, self.full = slab_sizes, True, None
                 self.made_total += 1
                 return []
-            case ev.PoolNotMade(_, error):
+            case kv.PoolNotMade(_, error):
                 pool.turn("fail")
                 del self.pools.by_id[pool.id]
                 return self._not_made(error, now_ms)
-            case ev.PoolFree():
+            case kv.PoolFree():
                 return self.pools.free(pool, has_holders=bool(self.borrowers.holders_of(pool.id)))
-            case ev.PoolHoldersSeen(_, pids):
+            case kv.PoolHoldersSeen(_, pids):
                 pool.pids = pids
-            case ev.PoolReleased():
+            case kv.PoolReleased():
                 pool.turn("end")
                 del self.pools.by_id[pool.id]
                 return self.borrowers.freed(pool, now_ms)
-            case ev.PoolTakenBack():
+            case kv.PoolTakenBack():
                 return self.pools.taken_back(pool)
-            case ev.PoolNotTakenBack(_, session_id, error):
+            case kv.PoolNotTakenBack(_, session_id, error):
                 pool.returning = pool.offer = None
                 return self.borrowers.refuse(session_id, error, now_ms)
         return []
@@ -260,12 +257,12 @@ class KvMachine:
                 if pool.returning is None:  # one at a time; if it fails, the next one's is checked
                     pool.returning, pool.offer = session.id, offer
                     effects.append(
-                        ev.TakePoolBack(pool.id, session.id, offer.slab_sizes, offer.index_bytes)
+                        kv.TakePoolBack(pool.id, session.id, offer.slab_sizes, offer.index_bytes)
                     )
                 continue
-            session.move(ev.BorrowerBack, now_ms)
+            session.move(kv.BorrowerBack, now_ms)
             session.deadline_ms = None
-            effects.append(fx.SendMessage(session.id, session.request_id, msg.PoolKeptMsg(pool.id)))
+            effects.append(ev.SendMessage(session.id, session.request_id, msg.PoolKeptMsg(pool.id)))
         return effects
 
     def _judge(self, session: KvBorrower, now_ms: float) -> Effects:
@@ -312,14 +309,14 @@ class KvMachine:
         is_news = pool.holder != session.claimant
         pool.holder = session.claimant
         self.lent_total += is_news
-        session.move(ev.PoolLent, now_ms)
+        session.move(kv.PoolLent, now_ms)
         session.pool, session.deadline_ms = pool.id, None
         session.reason = session.reason_message = ""
-        effects: Effects = [ev.GrantPool(session.id, session.request_id, pool.id)]
+        effects: Effects = [kv.GrantPool(session.id, session.request_id, pool.id)]
         if is_news:
             text = f"KV pool {pool.id} is lent to {pool.holder}"
             data = {"pool": pool.id, "engine": pool.holder.engine, "token": pool.holder.token}
-            effects.append(fx.RecordEvent("gms.kv_lent", text, data))
+            effects.append(ev.RecordEvent("gms.kv_lent", text, data))
         return effects
 
     def _make(self, session: KvBorrower, claim: ClaimMsg, now_ms: float) -> Effects:
@@ -327,7 +324,7 @@ class KvMachine:
             return self.borrowers.wait(session, self.full.code, self.full.message)
         pool = Pool(self._new_pool_id(), PoolPhase.MAKING, claim.size_bytes, claim.index_bytes)
         self.pools.by_id[pool.id] = pool
-        make = ev.MakePool(pool.id, claim.size_bytes, claim.index_bytes)
+        make = kv.MakePool(pool.id, claim.size_bytes, claim.index_bytes)
         return [make, *self._wait_for_room(session, pool)]
 
     def _wait_for_room(self, session: KvBorrower, pool: Pool) -> Effects:

@@ -17,9 +17,8 @@ from collections.abc import Iterable, Mapping
 from msgspec import Struct
 
 from gms import kv_messages as msg
-from gms.core import events as device_events
-from gms.core import events as fx
-from gms.core import kv_events as ev
+from gms.core import events as ev
+from gms.core import kv_events as kv
 from gms.core.events import Closed, Effects, SessionEvent
 from gms.core.kv_events import BorrowerState, Claimant, PoolPhase
 from gms.core.kv_events import BorrowerState as S
@@ -34,17 +33,17 @@ ClaimMsg = msg.BorrowPoolMsg | msg.HandBackMsg
 
 BORROWER_TRANSITIONS: Mapping[tuple[S, BorrowerInput], S] = {
     (S.OPEN, msg.BorrowPoolMsg): S.WAITING,
-    (S.WAITING, ev.PoolLent): S.GRANTED,
+    (S.WAITING, kv.PoolLent): S.GRANTED,
     (S.GRANTED, msg.TakeMsg): S.HOLDING,
     (S.HOLDING, msg.MarkMsg): S.HOLDING,
     (S.HOLDING, msg.DiscardMsg): S.HOLDING,
     (S.HOLDING, msg.GiveUpMsg): S.LEAVING,
-    (S.LEAVING, ev.BorrowerFreed): S.CLOSED,
+    (S.LEAVING, kv.BorrowerFreed): S.CLOSED,
     (S.OPEN, msg.HandBackMsg): S.RETURNING,
-    (S.RETURNING, ev.BorrowerBack): S.HOLDING,
-    (S.WAITING, ev.BorrowerRefused): S.CLOSED,
-    (S.RETURNING, ev.BorrowerRefused): S.CLOSED,
-    (S.LEAVING, ev.BorrowerRefused): S.CLOSED,
+    (S.RETURNING, kv.BorrowerBack): S.HOLDING,
+    (S.WAITING, kv.BorrowerRefused): S.CLOSED,
+    (S.RETURNING, kv.BorrowerRefused): S.CLOSED,
+    (S.LEAVING, kv.BorrowerRefused): S.CLOSED,
     **{(state, Closed): S.CLOSED for state in S if state is not S.CLOSED},
 }
 
@@ -199,7 +198,7 @@ class Borrowers:
     def holders_of(self, pool: str) -> list[KvBorrower]:
         return [each for each in self.holders if each.pool == pool]
 
-    def get(self, event: device_events.Received) -> KvBorrower:
+    def get(self, event: ev.Received) -> KvBorrower:
         """The session of `event`.
 
         Raises:
@@ -216,9 +215,7 @@ class Borrowers:
         """Forget a session whose connection has ended."""
         return self._all.pop(session_id, None)
 
-    def borrow(
-        self, event: device_events.Received, message: msg.BorrowPoolMsg, now_ms: float
-    ) -> Effects:
+    def borrow(self, event: ev.Received, message: msg.BorrowPoolMsg, now_ms: float) -> Effects:
         """A claim: refuse it if it is stale, else let it wait to be judged."""
         session = self._all.get(event.session) or KvBorrower(event.session)
         session.target(msg.BorrowPoolMsg)
@@ -241,9 +238,7 @@ class Borrowers:
                 effects += self.refuse(older.id, error, now_ms)
         return effects
 
-    def hand_back(
-        self, event: device_events.Received, message: msg.HandBackMsg, now_ms: float
-    ) -> Effects:
+    def hand_back(self, event: ev.Received, message: msg.HandBackMsg, now_ms: float) -> Effects:
         """A survivor, which maps the pool whatever anybody says."""
         session = self._all.get(event.session) or KvBorrower(event.session)
         session.move(msg.HandBackMsg, now_ms)
@@ -252,9 +247,7 @@ class Borrowers:
         self._all[session.id] = session
         return self._heard(session.claimant)
 
-    def leave(
-        self, event: device_events.Received, message: msg.GiveUpMsg, now_ms: float
-    ) -> KvBorrower:
+    def leave(self, event: ev.Received, message: msg.GiveUpMsg, now_ms: float) -> KvBorrower:
         """A holder gives its pool up. One whose token is stale may not: the pool is for the engine
         with the newer one.
 
@@ -274,10 +267,10 @@ class Borrowers:
         effects: Effects = []
         for session in self.leaving:
             if session.pool == pool.id:
-                session.move(ev.BorrowerFreed, now_ms)
+                session.move(kv.BorrowerFreed, now_ms)
                 del self._all[session.id]
                 answer = msg.PoolFreedMsg(pool.id, pool.memory_bytes)
-                effects.append(fx.SendMessage(session.id, session.request_id, answer))
+                effects.append(ev.SendMessage(session.id, session.request_id, answer))
         return effects
 
     def wait(self, session: KvBorrower, reason: str, message: str) -> Effects:
@@ -285,15 +278,15 @@ class Borrowers:
         if (session.reason, session.reason_message) == (reason, message):
             return []
         session.reason, session.reason_message = reason, message
-        return [fx.SendMessage(session.id, session.request_id, msg.WaitingMsg(reason, message))]
+        return [ev.SendMessage(session.id, session.request_id, msg.WaitingMsg(reason, message))]
 
     def refuse(self, session_id: int, error: UnderstudyError, now_ms: float) -> Effects:
         """End a session that waits or returns with `error`; one that has left needs no answer."""
         session = self._all.pop(session_id, None)
         if session is None:
             return []
-        session.move(ev.BorrowerRefused, now_ms)
-        return [fx.RefuseRequest(session.id, session.request_id, error)]
+        session.move(kv.BorrowerRefused, now_ms)
+        return [ev.RefuseRequest(session.id, session.request_id, error)]
 
     def end_overdue(self, now_ms: float, full: UnderstudyError | None) -> Effects:
         """Refuse whoever has waited for as long as it wanted, with the reason."""
@@ -322,7 +315,7 @@ class Borrowers:
         while len(self.newest) >= ERAS_MAX:
             del self.newest[next(iter(self.newest))]
         self.newest[claimant.era] = claimant
-        return [ev.KeepTokens(tuple(self.newest.values()))]
+        return [kv.KeepTokens(tuple(self.newest.values()))]
 
     def _check_token(self, claimant: Claimant) -> None:
         """
@@ -382,12 +375,12 @@ class Pools:
             return []
         pool.discarded, pool.adopting = why, None
         if pool.phase is PoolPhase.ORPHANED:  # once it is here
-            return [ev.MarkDiscarded(pool.id)]
+            return [kv.MarkDiscarded(pool.id)]
         pool.turn("discard")
         self.discards_total += 1
         text = f"KV pool {pool.id} is discarded, and never lent again: {why}"
-        record = fx.RecordEvent("gms.kv_discarded", text, {"pool": pool.id}, "warning")
-        return [ev.MarkDiscarded(pool.id), record]
+        record = ev.RecordEvent("gms.kv_discarded", text, {"pool": pool.id}, "warning")
+        return [kv.MarkDiscarded(pool.id), record]
 
     def give_up(self, pool: Pool, by: Claimant) -> Effects:
         """Its engine rests: free its memory once no process maps it. One that was discarded before
@@ -399,7 +392,7 @@ class Pools:
         self.given_up_total += 1
         text = f"KV pool {pool.id} is given up: {pool.discarded}"
         data = {"pool": pool.id, "engine": by.engine, "token": by.token}
-        return [ev.MarkDiscarded(pool.id), fx.RecordEvent("gms.kv_given_up", text, data)]
+        return [kv.MarkDiscarded(pool.id), ev.RecordEvent("gms.kv_given_up", text, data)]
 
     def taken_back(self, pool: Pool) -> Effects:
         """The survivor that brought it may be gone again: the memory is here all the same."""
@@ -414,7 +407,7 @@ class Pools:
         pool.holder = Claimant(offer.engine, offer.incarnation, offer.token, offer.era)
         self.recoveries_total += 1
         text = f"KV pool {pool.id} was handed back by {pool.holder}"
-        effects: Effects = [fx.RecordEvent("gms.kv_recovered", text, {"pool": pool.id})]
+        effects: Effects = [ev.RecordEvent("gms.kv_recovered", text, {"pool": pool.id})]
         if other is not None and not pool.discarded:
             pool.discarded = f"pool {other.id} has replaced it"
         return effects + (self.discard(pool, pool.discarded) if pool.discarded else [])
@@ -427,7 +420,7 @@ class Pools:
         if is_coming or pool.phase not in (PoolPhase.DISCARDED, PoolPhase.ORPHANED):
             return []
         pool.turn("release")
-        return [ev.ReleasePool(pool.id)]
+        return [kv.ReleasePool(pool.id)]
 
     def watch(self, borrowers: Borrowers) -> Effects:
         """Ask the kernel about the files of those pools whose end, or next holder, hangs on it."""
@@ -441,5 +434,5 @@ class Pools:
             }.get(pool.phase, False)
             if wanted is not pool.is_watched:
                 pool.is_watched = wanted
-                effects.append(ev.WatchPool(pool.id) if wanted else ev.UnwatchPool(pool.id))
+                effects.append(kv.WatchPool(pool.id) if wanted else kv.UnwatchPool(pool.id))
         return effects

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable
 
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core import events as fx
 from gms.core.device import Device
 from gms.core.events import Effects, EpochPhase, Mode, SessionState
 from gms.core.grants import JOURNAL_RETRY_MS, Grants, Writing
@@ -182,7 +181,7 @@ class DeviceMachine:
     def _closed(self, event: ev.Closed, now_ms: float) -> Effects:
         session = self.device.session(event)
         session.move(ev.Closed, now_ms)
-        gone = fx.RecordEvent(
+        gone = ev.RecordEvent(
             "gms.session",
             f"{session.label} left{f': {event.reason}' if event.reason else ''}",
             {"engine": session.request.engine, "incarnation": session.request.incarnation},
@@ -211,7 +210,7 @@ class DeviceMachine:
         session = self.device.session(event)
         session.move(ev.DriverFailed, now_ms)
         return [
-            fx.RefuseRequest(session.id, session.request_id, event.error),
+            ev.RefuseRequest(session.id, session.request_id, event.error),
             *self.device.drop(session, event.error.message),
         ]
 
@@ -222,7 +221,7 @@ class DeviceMachine:
         del self.device.epochs[epoch.id]
         self.device.reclaims_total += 1
         effects: Effects = [
-            fx.RecordEvent(
+            ev.RecordEvent(
                 "gms.reclaim",
                 f"the memory of epoch {epoch.id} is free",
                 {"epoch": epoch.id, "size_bytes": epoch.size_bytes},

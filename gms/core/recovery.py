@@ -20,7 +20,6 @@ from collections.abc import Collection, Iterable
 
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core import events as fx
 from gms.core.device import EPOCH_BYTES_MAX, Device
 from gms.core.events import Effects, EpochPhase, Mode, SessionState
 from gms.core.state import HANDING_BACK, Epoch, Session
@@ -94,7 +93,7 @@ class Recovery:
             )
         session.move(msg.OfferMsg, now_ms)
         session.offer, session.request_id, session.deadline_ms = message, event.request_id, None
-        return [fx.AdoptEpoch(session.id, epoch.id, rejoin.slab_sizes, message.manifest)]
+        return [ev.AdoptEpoch(session.id, epoch.id, rejoin.slab_sizes, message.manifest)]
 
     def adopted(self, event: ev.Adopted, now_ms: float) -> Effects:
         """The driver holds it: committed again, as if nothing had happened."""
@@ -117,9 +116,9 @@ class Recovery:
             orphan.fallback = None  # it was indeed replaced
         self.device.recoveries_total += 1
         return [
-            fx.Unwatch(epoch.id),
+            ev.Unwatch(epoch.id),
             _rejoined(session, epoch),
-            fx.RecordEvent(
+            ev.RecordEvent(
                 "gms.recovered",
                 f"epoch {epoch.id} is back from {session.label}, {took_ms} ms after the start",
                 {"epoch": epoch.id, "duration_ms": took_ms},
@@ -143,7 +142,7 @@ class Recovery:
             self.device.offloaded = copy
             said = f"{copy.epoch} in host memory stands for epoch {record.epoch}, which is gone"
             data = {"epoch": record.epoch, "copy": copy.epoch, "size_bytes": record.size_bytes}
-            effects.append(fx.RecordEvent("gms.offloaded", said, data))
+            effects.append(ev.RecordEvent("gms.offloaded", said, data))
         return effects + self.device.journal()
 
     def judge_all(self, now_ms: float) -> Effects:
@@ -173,7 +172,7 @@ class Recovery:
             f"memory of the previous server is mapped and was not handed back: {holders}; no "
             "engine may load until it is"
         )
-        return [fx.RecordEvent("gms.recovering", message, {}, "warning")]
+        return [ev.RecordEvent("gms.recovering", message, {}, "warning")]
 
     def _judge(self, session: Session, rejoin: msg.RejoinMsg, now_ms: float) -> Effects:
         epoch = self.device.epochs.get(rejoin.epoch) or self._late_epoch(rejoin)
@@ -188,7 +187,7 @@ class Recovery:
             self._note_asked(session)
             session.move(ev.AskedToOffer, now_ms)
             session.epoch, session.deadline_ms = epoch.id, now_ms + OFFER_MS
-            return [fx.SendMessage(session.id, session.request_id, msg.WantedMsg(epoch.id))]
+            return [ev.SendMessage(session.id, session.request_id, msg.WantedMsg(epoch.id))]
         is_known = phase in (EpochPhase.COMMITTED, EpochPhase.SUPERSEDED)
         if not rejoin.was_committed and not is_known:
             session.move(ev.SessionRefused, now_ms)
@@ -198,7 +197,7 @@ class Recovery:
                 "load the weights again",
                 epoch=rejoin.epoch,
             )
-            refuse = fx.RefuseRequest(session.id, session.request_id, error)
+            refuse = ev.RefuseRequest(session.id, session.request_id, error)
             return [refuse, *self.device.drop(session, error.message)]
         return self._register(session, rejoin, now_ms)
 
@@ -237,14 +236,14 @@ class Recovery:
         if epoch.phase is EpochPhase.ORPHANED:
             epoch.slab_sizes = list(rejoin.slab_sizes)
             epoch.turn("adopt")
-            effects += [fx.Unwatch(epoch.id), fx.MarkHistory(epoch.id)]
+            effects += [ev.Unwatch(epoch.id), ev.MarkHistory(epoch.id)]
         session.move(ev.Rejoined, now_ms)
         session.epoch, session.deadline_ms = epoch.id, None
         epoch.readers.add(session.id)
         return [
             *effects,
             _rejoined(session, epoch),
-            fx.RecordEvent(
+            ev.RecordEvent(
                 "gms.session",
                 f"{session.label} is back as a reader of {epoch.phase} epoch {epoch.id}",
                 {"engine": rejoin.engine, "epoch": epoch.id},
@@ -252,10 +251,10 @@ class Recovery:
         ]
 
 
-def _rejoined(session: Session, epoch: Epoch) -> fx.SendMessage:
+def _rejoined(session: Session, epoch: Epoch) -> ev.SendMessage:
     """The answer to the session's `rejoin` or `offer`."""
     request_id, session.request_id = session.request_id, 0
-    return fx.SendMessage(session.id, request_id, msg.RejoinedMsg(epoch.id))
+    return ev.SendMessage(session.id, request_id, msg.RejoinedMsg(epoch.id))
 
 
 def _rejoin_of(session: Session) -> msg.RejoinMsg:

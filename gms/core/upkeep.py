@@ -25,7 +25,6 @@ from msgspec import Struct, field
 
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core import events as fx
 from gms.core.device import Device
 from gms.core.events import Effects, EpochPhase, SessionState
 from gms.core.state import Epoch
@@ -60,7 +59,7 @@ class Upkeep:
         self.device = device
         self._verification: Verification | None = None
         self._last_id = 0
-        self._dropped: list[fx.SendMessage] = []  # sent once the drop is on disk
+        self._dropped: list[ev.SendMessage] = []  # sent once the drop is on disk
 
     # ------------------------------------------------------------------ out of service
 
@@ -83,11 +82,11 @@ class Upkeep:
         if message.why == "canary":
             epoch.failed_canaries.add(session.request.incarnation)
             if len(epoch.failed_canaries) < CANARIES_MAX:
-                return [fx.RecordEvent("gms.suspect", what, data, "warning")]
+                return [ev.RecordEvent("gms.suspect", what, data, "warning")]
         self.device.condemnations_total += 1
         condemned = f"epoch {epoch.id} is condemned, the next writer loads again; {what}"
         return [
-            fx.RecordEvent("gms.condemned", condemned, data, "error"),
+            ev.RecordEvent("gms.condemned", condemned, data, "error"),
             *self.device.retire(epoch),
             *self.device.journal(),
         ]
@@ -115,9 +114,9 @@ class Upkeep:
                 readers=list(readers),
             )
         dropped = msg.DroppedMsg(epoch.id, readers)
-        self._dropped.append(fx.SendMessage(event.session, event.request_id, dropped))
+        self._dropped.append(ev.SendMessage(event.session, event.request_id, dropped))
         return [
-            fx.RecordEvent(
+            ev.RecordEvent(
                 "gms.dropped", f"epoch {epoch.id} was dropped by an operator", {"epoch": epoch.id}
             ),
             *self.device.retire(epoch),
@@ -128,10 +127,10 @@ class Upkeep:
         """The host copy no longer stands for this device's weights: the next engine loads."""
         self.device.offloaded = None
         dropped = msg.DroppedMsg(copy.epoch, ())
-        self._dropped.append(fx.SendMessage(event.session, event.request_id, dropped))
+        self._dropped.append(ev.SendMessage(event.session, event.request_id, dropped))
         said = f"the offloaded weights (host copy {copy.epoch}) were dropped by an operator"
         return [
-            fx.RecordEvent("gms.dropped", said, {"epoch": copy.epoch}),
+            ev.RecordEvent("gms.dropped", said, {"epoch": copy.epoch}),
             *self.device.journal(),
         ]
 
@@ -172,11 +171,11 @@ class Upkeep:
         epoch = self.device.epochs.get(question.epoch)
         expected = epoch.digest if epoch is not None else None
         verified = msg.VerifiedMsg(question.epoch, expected, message.digest, session.label)
-        answer = fx.SendMessage(question.asker, question.request_id, verified)
+        answer = ev.SendMessage(question.asker, question.request_id, verified)
         if expected is None or expected == message.digest:
             return [answer]
         altered = f"{session.label} found that the bytes of epoch {question.epoch} have changed"
-        return [answer, fx.RecordEvent("gms.altered", altered, {"epoch": question.epoch}, "error")]
+        return [answer, ev.RecordEvent("gms.altered", altered, {"epoch": question.epoch}, "error")]
 
     def next_deadline_ms(self) -> float | None:
         return self._verification.deadline_ms if self._verification is not None else None
@@ -191,7 +190,7 @@ class Upkeep:
         error = WaitTimeoutError(
             "gms.verify_timeout", f"no digest within {VERIFY_MS / 1000:g} s; is the reader stopped?"
         )
-        return [fx.RefuseRequest(question.asker, question.request_id, error)]
+        return [ev.RefuseRequest(question.asker, question.request_id, error)]
 
     def left(self, session: int, now_ms: float) -> Effects:
         """A connection has ended: perhaps the asked reader's, or the asker's."""
@@ -218,14 +217,14 @@ class Upkeep:
                 question.deadline_ms = now_ms + ASK_MS
                 question.asked.add(reader)
                 self._last_id += 1
-                return [fx.SendMessage(reader, self._last_id, msg.DigestWantedMsg(question.epoch))]
+                return [ev.SendMessage(reader, self._last_id, msg.DigestWantedMsg(question.epoch))]
         self._verification = None
         error = UnderstudyError(
             "gms.no_verifier",
             "no standby is attached to read the memory, and an active engine has no time to; start "
             "a standby",
         )
-        return [fx.RefuseRequest(question.asker, question.request_id, error)]
+        return [ev.RefuseRequest(question.asker, question.request_id, error)]
 
 
 # Memory that a process may map. That of a superseded epoch is its readers' affair.
@@ -254,7 +253,7 @@ class Offload:
         try:
             return [*left, *self._begin(event)]
         except UnderstudyError as error:  # it has left all the same
-            return [*left, fx.RefuseRequest(event.session, event.request_id, error)]
+            return [*left, ev.RefuseRequest(event.session, event.request_id, error)]
 
     def _begin(self, event: ev.Received) -> Effects:
         self._check_no_writer()
@@ -273,9 +272,9 @@ class Offload:
         return [
             # In this order: the driver's thread writes the link before it gives up the memory.
             *self.device.journal(),
-            fx.MarkHistory(epoch.id),
-            fx.ReleaseEpoch(epoch.id),
-            fx.RecordEvent(
+            ev.MarkHistory(epoch.id),
+            ev.ReleaseEpoch(epoch.id),
+            ev.RecordEvent(
                 "gms.offloaded",
                 f"epoch {epoch.id} is offloaded: {copy.epoch} in host memory stands for it",
                 {"epoch": epoch.id, "copy": copy.epoch, "size_bytes": epoch.size_bytes},
@@ -296,13 +295,13 @@ class Offload:
             changed = UnderstudyError(
                 "gms.not_offloaded", "the weights were brought back or dropped meanwhile"
             )
-            return [fx.RefuseRequest(*asker, changed) for asker in askers.items()]
+            return [ev.RefuseRequest(*asker, changed) for asker in askers.items()]
         is_held = any(epoch.phase in HELD for epoch in self.device.epochs.values())
         if is_held or not self.device.is_journal_true:
             return []
         askers, self._askers = self._askers, {}
         answer = msg.OffloadedMsg(copy.epoch, copy.size_bytes)
-        return [fx.SendMessage(*asker, answer) for asker in askers.items()]
+        return [ev.SendMessage(*asker, answer) for asker in askers.items()]
 
     def _check_no_writer(self) -> None:
         writer = self.device.writer

@@ -4,38 +4,31 @@ It is a process of its own, so that nothing that happens to it touches the weigh
 before the first claim. It files the newest claims for a restarted server: best effort, since the
 kernel and the lock server protect the memory without them.
 
-`KvPerformer` carries out the effects of the KV machine. It decides nothing. Driver calls run on one
-thread, in order; closes that free memory run on a second one, so that the memory of a pool that is
-given up delays nobody. What answers an engine that wakes and never blocks (copies of descriptors of
-host memory) needs no thread: on a machine whose CPUs are all busy, each change of threads may wait
-for milliseconds.
+What answers an engine that wakes and never blocks (copies of descriptors of host memory) needs no
+thread: on a machine whose CPUs are all busy, each change of threads may wait for milliseconds.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import uuid
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import msgspec
 
 from gms import epoch_file, names
-from gms import epoch_file as pool_file
 from gms import kv_messages as msg
-from gms.core import events as device_events
-from gms.core import events as fx
-from gms.core import kv_events as ev
-from gms.core.kv_events import Claimant, KvPoolEvent
+from gms.core import events as ev
+from gms.core import kv_events as kv
+from gms.core.kv_events import Claimant
 from gms.core.kv_machine import KvMachine, kv_snapshot, pools_in_full, state_of
-from gms.server.driver_thread import DriverThread, attempt
-from gms.server.memory_server import MemoryPerformer, MemoryServer, MemoryWatch, is_held
-from gms.server.slab_store import KvSlabStore
-from gms.vmm.interface import Allocation, DeviceMemory, release_all
+from gms.server.driver_thread import attempt
+from gms.server.memory_server import MemoryServer, MemoryWatch, is_held
+from gms.server.slab_store import KvStore
+from gms.vmm.interface import DeviceMemory
 from plumbing.errors import ProtocolError, UnderstudyError
-from plumbing.service.events import EventLog
 from plumbing.service.files import write_atomic
 from plumbing.service.procfs import holders_of
 from plumbing.wire.connection import Connection
@@ -44,7 +37,10 @@ from plumbing.wire.messages import Message
 
 
 class KvServer(MemoryServer[KvMachine]):
-    """Serves the KV memory of `device` in `directory` until it is closed."""
+    """The KV memory of one device."""
+
+    tag, service, catalogue = names.KV, "gms-kv", msg.CATALOGUE
+    threads: ClassVar[Sequence[str]] = ("driver", "closer")
 
     def __init__(
         self,
@@ -55,33 +51,20 @@ class KvServer(MemoryServer[KvMachine]):
         *,
         restarts_total: int = 0,
     ) -> None:
-        """`capacity_bytes`: as in `KvSlabStore`."""
-        super().__init__(
-            names.kv_socket_path(directory, device),
-            msg.CATALOGUE,
-            "gms-kv",
-            f"gms-{device}-{names.KV}",
-            device,
-            names.KV,
-            memory,
-            restarts_total,
-        )
-        self.directory, self.capacity_bytes = directory, capacity_bytes
+        """`capacity_bytes`: as in `KvStore`."""
+        path, source = names.kv_socket_path(directory, device), f"gms-{device}-{names.KV}"
+        super().__init__(directory, device, memory, path, source, restarts_total)
+        self.capacity_bytes = capacity_bytes
 
-    async def start(self) -> None:
-        await self._server.start()
-        loop = asyncio.get_running_loop()
-        self._threads = (
-            DriverThread(f"kv-driver-{self.device}", loop),
-            DriverThread(f"kv-closer-{self.device}", loop),
-        )
-        self._vault = KvSlabStore(self.memory, self.directory, self.device, self.capacity_bytes)
+    def _begin(self) -> str:
+        self._token_path = names.kv_token_path(self.directory, self.device)
+        self._store = KvStore(self.memory, self.directory, self.device, self.capacity_bytes)
         self._watch = MemoryWatch(
             self.clock,
-            self._threads[0],
-            self._vault.path,
-            lambda pool: self._handle(ev.PoolFree(pool)),
-            lambda pool, pids: self._handle(ev.PoolHoldersSeen(pool, pids)),
+            self._driver,
+            self._store.path,
+            lambda pool: self._handle(kv.PoolFree(pool)),
+            lambda pool, pids: self._handle(kv.PoolHoldersSeen(pool, pids)),
             lambda pool, why: self.log.record("gms.kv_file", why, "warning", {"pool": pool}),
             what="KV pool",
             blocked="use the KV memory",
@@ -90,27 +73,15 @@ class KvServer(MemoryServer[KvMachine]):
         found = names.pools_on_disk(self.directory, self.device)
         self.machine = KvMachine(
             new_pool_id=lambda: uuid.uuid4().hex,
-            orphans={pool: pool_file.is_discarded(self._vault.path(pool)) for pool in found},
-            newest=read_tokens(names.kv_token_path(self.directory, self.device)),
+            orphans={pool: epoch_file.is_discarded(self._store.path(pool)) for pool in found},
+            newest=read_tokens(self._token_path),
         )
-        self._performer = KvPerformer(
-            self.machine,
-            self.device,
-            self.directory,
-            self._conns,
-            self._handle,
-            self.log,
-            self._threads,
-            self._vault,
-            self._watch,
-        )
-        self._handle(device_events.DeadlinePassed())  # watches what is there
-        serving = f"serving the KV memory of {self.device}: {state_of(self.machine)}"
-        self.log.record("gms.serving", serving, data={"device_uuid": self.device})
+        self._handle(ev.DeadlinePassed())  # watches what is there
+        return state_of(self.machine)
 
     async def close(self) -> None:
         await super().close()
-        self._vault.close()
+        self._store.close()
 
     def _snapshot(self) -> dict[str, Any]:
         return {**kv_snapshot(self.machine, self._at), "capacity_bytes": self.capacity_bytes}
@@ -121,7 +92,7 @@ class KvServer(MemoryServer[KvMachine]):
     def _feed(
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
     ) -> None:
-        event = device_events.Received(conn.id, request_id, message, conn.peer.pid)
+        event = ev.Received(conn.id, request_id, message, conn.peer.pid)
         match message:
             case msg.BorrowPoolMsg():
                 self._watch_process(conn)
@@ -130,7 +101,7 @@ class KvServer(MemoryServer[KvMachine]):
             case msg.HandBackMsg():
                 self._watch_process(conn)
                 self._check_survivor(message, len(fds))
-                self._performer.take_offered(conn.id, fds)
+                self._take_offered(conn.id, fds)
             case msg.DropPoolMsg():
                 self._check_unmapped()
         self._handle(event)
@@ -153,7 +124,7 @@ class KvServer(MemoryServer[KvMachine]):
             ProtocolError: `gms.kv_pool_not_held`.
             UnderstudyError: `gms.server_exhausted`, the file cannot be opened.
         """
-        if not is_held(self._vault.path(pool)):
+        if not is_held(self._store.path(pool)):
             raise ProtocolError(
                 "gms.kv_pool_not_held", "hold a shared flock on the pool's file first"
             )
@@ -167,7 +138,7 @@ class KvServer(MemoryServer[KvMachine]):
         pool = self.machine.pools.current
         if pool is None or self.machine.borrowers.holders:
             return
-        path = self._vault.path(pool.id)
+        path = self._store.path(pool.id)
         if not is_held(path):
             return
         file = os.stat(path)
@@ -179,74 +150,67 @@ class KvServer(MemoryServer[KvMachine]):
             + "; it can be dropped once that process has exited",
         )
 
+    # ------------------------------------------------------------------ effects
 
-class KvPerformer(MemoryPerformer):
-    """Performs effects for one device; completions go back to the machine as events."""
-
-    def __init__(
-        self,
-        machine: KvMachine,
-        device: str,
-        directory: str,
-        connections: Mapping[int, Connection],
-        handle: Callable[[KvPoolEvent], None],
-        log: EventLog,
-        threads: tuple[DriverThread, DriverThread],
-        vault: KvSlabStore,
-        watch: MemoryWatch,
-    ) -> None:
-        """`threads`: for calls to the driver, and for closes."""
-        driver, closer = threads
-        super().__init__(device, connections, log, closer)
-        self._machine, self._handle, self._driver = machine, handle, driver
-        self._token_path = names.kv_token_path(directory, device)
-        self._vault, self._watch = vault, watch
-
-    def _perform(self, effect: fx.DeviceEffect) -> None:
+    def _perform(self, effect: ev.DeviceEffect) -> None:
         match effect:
-            case fx.SendMessage(session, _, message):
+            case ev.SendMessage(session, _, message):
                 if isinstance(message, msg.PoolKeptMsg):
-                    self.forget(session)  # this survivor's copies were not needed
+                    self._forget_offer(session)  # this survivor's copies were not needed
                 self._respond(effect, message)
-            case fx.RefuseRequest():
-                self._refuse(effect)
-            case ev.GrantPool(_, _, pool):
-                file = names.pool_file(self._name, pool)
+            case ev.RefuseRequest():
+                self._refuse(effect, effect.error)
+            case kv.GrantPool(_, _, pool):
+                file = names.pool_file(self.device, pool)
                 self._respond(effect, msg.PoolGrantedMsg(pool, file))
-            case ev.SendPool():
+            case kv.SendPool():
                 self._send_pool(effect)
-            case ev.MakePool():
-                self._make(effect)
-            case ev.TakePoolBack():
-                self._take_back(effect)
-            case ev.ReleasePool(pool):
+            case kv.MakePool(pool, size_bytes, index_bytes):
                 self._driver.submit(
-                    lambda: self._vault.take(pool), lambda parts: self._release(pool, parts)
+                    lambda: self._store.make(pool, size_bytes, index_bytes),
+                    lambda sizes: self._handle(kv.PoolMade(pool, sizes)),
+                    lambda error: self._handle(kv.PoolNotMade(pool, error)),
                 )
-            case ev.WatchPool(pool):
+            case kv.TakePoolBack(pool, session, sizes, index_bytes):
+                fds = self._offered.pop(session, [])
+                self._driver.submit(
+                    lambda: self._store.take_back(pool, fds, sizes, index_bytes),
+                    lambda _: self._handle(kv.PoolTakenBack(pool)),
+                    lambda error: self._handle(kv.PoolNotTakenBack(pool, session, error)),
+                )
+            case kv.ReleasePool(pool):
+                self._driver.submit(
+                    lambda: self._store.take(pool),
+                    lambda slabs: self._close_slabs(
+                        "pool", pool, slabs, lambda: self._handle(kv.PoolReleased(pool))
+                    ),
+                )
+            case kv.WatchPool(pool):
                 self._watch.add(pool)
-            case ev.UnwatchPool(pool):
+            case kv.UnwatchPool(pool):
                 self._watch.discard(pool)
-            case ev.MarkDiscarded(pool):
-                self._try(
-                    "mark a discarded pool's file",
-                    lambda: self._vault.mark_discarded(pool),
+            case kv.MarkDiscarded(pool):
+                self._driver.submit(
+                    lambda: epoch_file.mark_discarded(self._store.path(pool)),
+                    failed=self._warn("gms.kv_file", "mark a discarded pool's file"),
                 )
-            case ev.KeepTokens(newest):
-                self._keep_tokens(newest)
-            case fx.RecordEvent():
+            case kv.KeepTokens(newest):
+                # Here, before their owner is granted anything: on disk before it has memory.
+                try:
+                    attempt(lambda: write_tokens(self._token_path, newest))
+                except UnderstudyError as error:
+                    self._warn("gms.kv_file", "keep the newest token")(error)
+            case ev.RecordEvent():
                 self._record(effect)
 
-    # ------------------------------------------------------------------ responses
-
-    def _send_pool(self, effect: ev.SendPool) -> None:
-        def failed(error: UnderstudyError) -> None:
-            self._refuse(fx.RefuseRequest(effect.session, effect.request_id, error))
-
+    def _send_pool(self, effect: kv.SendPool) -> None:
         def export() -> list[OwnedFd]:
-            return self._vault.export(effect.pool)
+            return self._store.export(effect.pool, writable=True)
 
-        if not self._vault.exports_at_once:
+        def failed(error: UnderstudyError) -> None:
+            self._refuse(effect, error)
+
+        if not self._store.exports_at_once:
             self._driver.submit(export, lambda fds: self._sent(effect, fds), failed)
             return
         try:
@@ -254,55 +218,13 @@ class KvPerformer(MemoryPerformer):
         except UnderstudyError as error:
             failed(error)
 
-    def _sent(self, effect: ev.SendPool, fds: list[OwnedFd]) -> None:
-        pool = self._machine.pools.by_id.get(effect.pool)
+    def _sent(self, effect: kv.SendPool, fds: list[OwnedFd]) -> None:
+        pool = self.machine.pools.by_id.get(effect.pool)
         if pool is None:
             self._closer.submit(lambda: close_all(fds))
             return
         answer = msg.PoolTakenMsg(pool.id, pool.slab_sizes, pool.index_bytes, effect.is_fresh)
         self._respond(effect, answer, fds)
-
-    # ------------------------------------------------------------------ the driver
-
-    def _make(self, effect: ev.MakePool) -> None:
-        pool = effect.pool
-        self._driver.submit(
-            lambda: self._vault.make(pool, effect.size_bytes, effect.index_bytes),
-            lambda sizes: self._handle(ev.PoolMade(pool, sizes)),
-            lambda error: self._handle(ev.PoolNotMade(pool, error)),
-        )
-
-    def _take_back(self, effect: ev.TakePoolBack) -> None:
-        pool, fds = effect.pool, self._offered.pop(effect.session, [])
-        self._driver.submit(
-            lambda: self._vault.take_back(pool, fds, effect.slab_sizes, effect.index_bytes),
-            lambda _: self._handle(ev.PoolTakenBack(pool)),
-            lambda error: self._handle(ev.PoolNotTakenBack(pool, effect.session, error)),
-        )
-
-    def _release(self, pool: str, parts: list[Allocation]) -> None:
-        def failed(error: UnderstudyError) -> None:
-            text = f"the driver could not free the memory of KV pool {pool}: {error.message}"
-            self._log.record("gms.release", text, severity="error", data={"pool": pool})
-            self._handle(ev.PoolReleased(pool))
-
-        self._closer.submit(
-            lambda: release_all(parts), lambda _: self._handle(ev.PoolReleased(pool)), failed
-        )
-
-    def _keep_tokens(self, newest: tuple[Claimant, ...]) -> None:
-        """Here, before their owner is granted anything: they are on disk before it has memory."""
-        try:
-            attempt(lambda: write_tokens(self._token_path, newest))
-        except UnderstudyError as error:
-            self._not_kept("keep the newest token", error)
-
-    def _try(self, what: str, work: Callable[[], None]) -> None:
-        """Best effort: a failure is only a warning."""
-        self._driver.submit(work, failed=lambda error: self._not_kept(what, error))
-
-    def _not_kept(self, what: str, error: UnderstudyError) -> None:
-        self._log.record("gms.kv_file", f"could not {what}: {error.message}", "warning")
 
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """What the two servers of a device have in common: sockets on one side, the machine in the middle,
 the driver behind.
 
-A server decides nothing: messages go to the machine as events, and the performer carries out its
+A server decides nothing: messages go to the machine as events, and the server carries out its
 effects. It maps no memory, and all that it holds can be lost with it: the processes that map the
 memory hand it back to the next server.
 
@@ -16,18 +16,17 @@ import abc
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from gms import epoch_file
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core import events as fx
 from gms.core.events import Effects
 from gms.server.driver_thread import DriverThread
 from gms.shortage import open_fds
-from gms.vmm.interface import DeviceMemory
+from gms.vmm.interface import Allocation, DeviceMemory, release_all
 from plumbing.errors import ProtocolError, UnderstudyError, explain_shortage
 from plumbing.pod.models import device_of, model_at
 from plumbing.pod.observers import Observers
@@ -38,77 +37,6 @@ from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import Catalogue, Message
 from plumbing.wire.server import Server
-
-
-class MemoryPerformer(abc.ABC):
-    """Performs effects. Closing a descriptor may free memory, which is for the closer's thread."""
-
-    def __init__(
-        self,
-        device_name: str,
-        connections: Mapping[int, Connection],
-        log: EventLog,
-        closer: DriverThread,
-    ) -> None:
-        self.protocol_errors_total = 0
-        self._name, self._connections, self._log = device_name, connections, log
-        self._closer = closer
-        self._offered: dict[int, list[OwnedFd]] = {}  # by session, until they are adopted
-
-    def perform(self, effects: fx.Effects) -> None:
-        """Carry out every effect: one that fails costs the session that it answers, and never the
-        effects behind it."""
-        for effect in effects:
-            try:
-                self._perform(effect)
-            except (UnderstudyError, OSError) as error:
-                self._failed(effect, error)
-
-    @abc.abstractmethod
-    def _perform(self, effect: fx.DeviceEffect) -> None: ...
-
-    def _failed(self, effect: fx.DeviceEffect, error: UnderstudyError | OSError) -> None:
-        what = type(effect).__name__
-        self._log.record("gms.effect", f"{what} failed: {error}", severity="error")
-        if isinstance(effect, fx.Respond) and effect.session in self._connections:
-            self._connections[effect.session].close(f"it cannot be answered: {error}")
-
-    def take_offered(self, session: int, fds: Sequence[OwnedFd]) -> int:
-        """Keep descriptors that a survivor hands back (taken); returns how many there are now."""
-        kept = self._offered.setdefault(session, [])
-        kept += [OwnedFd(fd.detach()) for fd in fds]
-        return len(kept)
-
-    def forget(self, session: int) -> None:
-        """Close what the session has offered: it has ended, or its offer is not needed."""
-        fds = self._offered.pop(session, [])
-        if fds:
-            self._closer.submit(lambda: close_all(fds))
-
-    def close(self) -> None:
-        """Close the descriptors that were not passed on yet."""
-        for fds in self._offered.values():
-            close_all(fds)
-
-    def _respond(self, to: fx.Respond, message: Message, fds: Sequence[OwnedFd] = ()) -> None:
-        """Send `message` with `fds` (taken), if that session is still there."""
-        conn = self._connections.get(to.session)
-        if conn is None:
-            self._closer.submit(lambda: close_all(fds))
-        else:
-            conn.send(message, to.request_id, fds)
-
-    def _refuse(self, effect: fx.RefuseRequest) -> None:
-        # A client's fault that was found late, on the driver's thread: a manifest, an offer.
-        self.protocol_errors_total += isinstance(effect.error, ProtocolError)
-        conn = self._connections.get(effect.session)
-        if conn is not None:
-            conn.fault(effect.error, effect.request_id)
-
-    def _record(self, effect: fx.RecordEvent) -> None:
-        data = {"device_uuid": self._name, **effect.data}
-        self._log.record(effect.type, effect.message, effect.severity, data)
-
 
 FAST_MS, FAST_FOR_MS = 1.0, 1000.0
 SLOW_MS = 10.0
@@ -240,38 +168,41 @@ M = TypeVar("M", bound=Machine)
 
 
 class MemoryServer(Handler, abc.ABC, Generic[M]):
-    """Serves one kind of memory of one device. A subclass sets the members that are declared here
-    when it starts."""
+    """Serves one kind of memory of one device in `directory` until it is closed.
 
+    Driver calls run on one thread, in order; closes that free memory run on the closer. A subclass
+    sets the members that are declared here, its machine and its watch in `_begin`.
+    """
+
+    tag: ClassVar[str]
+    service: ClassVar[str]  # in answers to `hello`
+    catalogue: ClassVar[Catalogue]
+    threads: ClassVar[Sequence[str]]  # in the order in which they are closed
     machine: M
-    _performer: MemoryPerformer
     _watch: MemoryWatch
-    _threads: Sequence[DriverThread]  # in the order in which they are closed
 
     def __init__(
         self,
-        path: str,
-        catalogue: Catalogue,
-        service: str,
-        source: str,
+        directory: str,
         device: str,
-        tag: str,
         memory: DeviceMemory,
+        path: str,
+        source: str,
         restarts_total: int,
     ) -> None:
-        """`service` and `source` name this server in answers to `hello` and in events."""
-        self.device, self.tag, self.memory = device, tag, memory
+        """`path` of its socket; `source` names this server in events."""
+        self.directory, self.device, self.memory = directory, device, memory
         self.restarts_total = restarts_total  # of this server, as the supervisor counts
         self.clock = SystemClock()
         self.log = EventLog(source, self.clock)
         self._started = self.clock.wall()
-        self._server = Server(path, catalogue, self, service=service)
+        self._server = Server(path, self.catalogue, self, service=self.service)
         self._conns: dict[int, Connection] = {}
+        self._offered: dict[int, list[OwnedFd]] = {}  # by session, until they are adopted
         self._observers = Observers(self.log, self.status)
         self._timer: asyncio.TimerHandle | None = None
         self._protocol_errors_total = 0
 
-    @abc.abstractmethod
     async def start(self) -> None:
         """Take the path, find what an earlier server left, serve.
 
@@ -279,21 +210,37 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
             UnderstudyError: `wire.address_in_use`, another server has this device here;
                 `gms.journal_unwritable`.
         """
+        await self._server.start()
+        # The path is ours; no client is read before this function yields to the loop.
+        loop = asyncio.get_running_loop()
+        self._threads = {
+            name: DriverThread(f"{self.service}-{name}-{self.device}", loop)
+            for name in self.threads
+        }
+        self._driver, self._closer = self._threads["driver"], self._threads["closer"]
+        state = self._begin()
+        serving = f"serving the {self.tag} of {self.device}: {state}"
+        self.log.record("gms.serving", serving, data={"device_uuid": self.device})
+        self._arm()
 
     async def close(self) -> None:
         """Stop serving; sessions end, and memory lives on where a process maps it."""
         await self._server.close()
-        for thread in self._threads:
+        for thread in self._threads.values():
             await asyncio.to_thread(thread.close, CLOSE_TIMEOUT_S)
         self._watch.close()
         if self._timer is not None:
             self._timer.cancel()
-        self._performer.close()
+        for fds in self._offered.values():
+            close_all(fds)
+
+    @abc.abstractmethod
+    def _begin(self) -> str:
+        """Set up machine and watch on what an earlier server left; returns the state."""
 
     def status(self) -> dict[str, Any]:
         """What `gms status` shows of this memory."""
         state = self._snapshot()
-        errors_total = self._protocol_errors_total + self._performer.protocol_errors_total
         return {
             "device_uuid": self.device,
             "device": device_of(self.device),
@@ -307,7 +254,7 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
             **self.log.newest(),
             **state,
             "problem": state.get("problem") or self._watch.problem or self._server.problem,
-            "protocol_errors_total": errors_total,
+            "protocol_errors_total": self._protocol_errors_total,
             "open_fds": open_fds(),
         }
 
@@ -340,7 +287,7 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
                     self._feed(conn, message, request_id, fds)
         except UnderstudyError as error:  # the wire answers with it and closes the connection
             self._protocol_errors_total += isinstance(error, ProtocolError)
-            self._performer.forget(conn.id)
+            self._forget_offer(conn.id)
             raise
         finally:
             close_all(fds)
@@ -357,7 +304,7 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
             asyncio.get_running_loop().remove_reader(conn.state)
         del self._conns[conn.id]
         self._observers.leave(conn)
-        self._performer.forget(conn.id)
+        self._forget_offer(conn.id)
         self._handle(ev.Closed(conn.id, reason))
 
     def _watch_process(self, conn: Connection) -> None:
@@ -366,11 +313,35 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
             conn.state = conn.peer.pidfd.fileno()
             asyncio.get_running_loop().add_reader(conn.state, conn.close, "its process is gone")
 
+    def _take_offered(self, session: int, fds: Sequence[OwnedFd]) -> int:
+        """Keep descriptors that a survivor hands back (taken); returns how many there are now."""
+        kept = self._offered.setdefault(session, [])
+        kept += [OwnedFd(fd.detach()) for fd in fds]
+        return len(kept)
+
+    def _forget_offer(self, session: int) -> None:
+        """Close what the session has offered: it has ended, or its offer is not needed."""
+        fds = self._offered.pop(session, [])
+        if fds:
+            self._closer.submit(lambda: close_all(fds))
+
     # ------------------------------------------------------------------ the machine
 
     def _handle(self, event: ev.DeviceEvent) -> None:
-        self._performer.perform(self.machine.handle(event, self.clock.now_ms()))
+        """Carry out every effect of `event`: one that fails costs the session that it answers, and
+        never the effects behind it."""
+        for effect in self.machine.handle(event, self.clock.now_ms()):
+            try:
+                self._perform(effect)
+            except (UnderstudyError, OSError) as error:
+                what = type(effect).__name__
+                self.log.record("gms.effect", f"{what} failed: {error}", severity="error")
+                if isinstance(effect, ev.Respond) and effect.session in self._conns:
+                    self._conns[effect.session].close(f"it cannot be answered: {error}")
         self._arm()
+
+    @abc.abstractmethod
+    def _perform(self, effect: ev.DeviceEffect) -> None: ...
 
     def _arm(self) -> None:
         if self._timer is not None:
@@ -388,6 +359,49 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
     def _at(self, instant_ms: float) -> str:
         ago = timedelta(milliseconds=self.clock.now_ms() - instant_ms)
         return rfc3339(self.clock.wall() - ago)
+
+    # ------------------------------------------------------------------ effects that both have
+
+    def _respond(self, to: ev.Respond, message: Message, fds: Sequence[OwnedFd] = ()) -> None:
+        """Send `message` with `fds` (taken), if that session is still there. Closing the last
+        copies may free memory, which is not for the loop."""
+        conn = self._conns.get(to.session)
+        if conn is None:
+            self._closer.submit(lambda: close_all(fds))
+        else:
+            conn.send(message, to.request_id, fds)
+
+    def _refuse(self, to: ev.Respond, error: UnderstudyError) -> None:
+        # A client's fault that was found late, on the driver's thread: a manifest, an offer.
+        self._protocol_errors_total += isinstance(error, ProtocolError)
+        conn = self._conns.get(to.session)
+        if conn is not None:
+            conn.fault(error, to.request_id)
+
+    def _record(self, effect: ev.RecordEvent) -> None:
+        data = {"device_uuid": self.device, **effect.data}
+        self.log.record(effect.type, effect.message, effect.severity, data)
+
+    def _close_slabs(
+        self, what: str, name: str, slabs: list[Allocation], then: Callable[[], None]
+    ) -> None:
+        """Free the memory of an `epoch` or `pool` on the closer's thread, then call `then`, also if
+        the driver does not take it back."""
+
+        def failed(error: UnderstudyError) -> None:
+            message = f"the driver could not free the memory of {what} {name}: {error.message}"
+            self.log.record("gms.release", message, severity="error", data={what: name})
+            then()
+
+        self._closer.submit(lambda: release_all(slabs), lambda _: then(), failed)
+
+    def _warn(self, event_type: str, what: str) -> Callable[[UnderstudyError], None]:
+        """For a call whose failure is only a warning: the journal, or the kernel, knows it too."""
+
+        def failed(error: UnderstudyError) -> None:
+            self.log.record(event_type, f"could not {what}: {error.message}", "warning")
+
+        return failed
 
 
 def is_held(path: str) -> bool:

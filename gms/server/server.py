@@ -1,35 +1,29 @@
 """The server of one device's weights; `memory_server.py` says what such a server is.
 
-`DevicePerformer` carries out the effects of the device's machine: frames to clients, calls to the
-driver. It decides nothing. Driver calls run on one thread, in order. Closes that free memory run on
-a second one and exports of the committed epoch on a third: neither a dead engine's memory nor a
-writer's slabs delay a newcomer. None of them maps memory.
+Driver calls run on one thread, in order. Closes that free memory run on a second one and exports of
+the committed epoch on a third: neither a dead engine's memory nor a writer's slabs delay a
+newcomer. None of them maps memory.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 import uuid
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, TypeVar
 
 from gms import epoch_file, names
-from gms import epoch_file as pool_file
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core import events as fx
-from gms.core.device import Device, epochs_in_full, snapshot
+from gms.core.device import epochs_in_full, snapshot
 from gms.core.machine import DeviceMachine
 from gms.server.devices import DeviceUsage
-from gms.server.driver_thread import DriverThread
 from gms.server.journal import CommitJournal, bytes_elsewhere, left_behind, peek
-from gms.server.memory_server import MemoryPerformer, MemoryServer, MemoryWatch, is_held
-from gms.server.slab_store import SlabStore
-from gms.vmm.interface import Allocation, DeviceMemory, release_all
+from gms.server.memory_server import MemoryServer, MemoryWatch, is_held
+from gms.server.slab_store import WeightsStore
+from gms.vmm.interface import Allocation, DeviceMemory
 from plumbing.errors import ProtocolError, UnderstudyError
 from plumbing.pod.models import device_of
-from plumbing.service.events import EventLog
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.limits import FDS_PER_FRAME_MAX, MANIFEST_FRAME_BYTES_MAX
@@ -39,9 +33,15 @@ from plumbing.wire.messages import Message
 # network file system takes seconds.
 STALL_MS = 120_000.0
 
+T = TypeVar("T")
+
 
 class DeviceServer(MemoryServer[DeviceMachine]):
-    """Serves `device` in `directory` until it is closed."""
+    """The weights of one device."""
+
+    tag, service, catalogue = names.WEIGHTS, "gms", msg.CATALOGUE
+    # The closer is the last, since it releases what the driver gives up.
+    threads: ClassVar[Sequence[str]] = ("driver", "lender", "closer")
 
     def __init__(
         self,
@@ -55,36 +55,23 @@ class DeviceServer(MemoryServer[DeviceMachine]):
         counts_kv: bool = True,
     ) -> None:
         """`counts_kv`: `capacity_bytes` is the limit of weights and KV memory together."""
-        super().__init__(
-            names.socket_path(directory, device),
-            msg.CATALOGUE,
-            "gms",
-            f"gms-{device}",
-            device,
-            names.WEIGHTS,
-            memory,
-            restarts_total,
-        )
-        self.directory, self.capacity_bytes, self.stall_ms = directory, capacity_bytes, stall_ms
+        path = names.socket_path(directory, device)
+        super().__init__(directory, device, memory, path, f"gms-{device}", restarts_total)
+        self.capacity_bytes, self.stall_ms = capacity_bytes, stall_ms
         self._usage = None if names.is_host(device) else DeviceUsage(device_of(device))
         self.counts_kv = counts_kv
+        self._arrived: dict[int, OwnedFd] = {}  # a new slab's descriptor, until it is sent
 
-    async def start(self) -> None:
-        await self._server.start()
-        # The path is ours; no client is read before this function yields to the loop.
+    def _begin(self) -> str:
         self._journal = CommitJournal(
             names.journal_path(self.directory, self.device),
             has_epochs=bool(names.epochs_on_disk(self.directory, self.device)),
         )
-        threads = (
-            DriverThread(f"gms-{name}-{self.device}", asyncio.get_running_loop())
-            for name in ("driver", "lender", "closer")
-        )
-        self._threads = Threads(*threads)
-        self._vault = SlabStore(self.memory, self.directory)
+        self._lender = self._threads["lender"]
+        self._store = WeightsStore(self.memory, self.directory)
         self._watch = MemoryWatch(
             self.clock,
-            self._threads.driver,
+            self._driver,
             self._epoch_path,
             lambda epoch: self._handle(ev.EpochFree(epoch, host_copy(self.directory, self.device))),
             lambda epoch, pids: self._handle(ev.HoldersSeen(epoch, pids)),
@@ -105,26 +92,14 @@ class DeviceServer(MemoryServer[DeviceMachine]):
             and epoch_file.is_history(self._epoch_path(found.record.epoch)),
             now_ms=self.clock.now_ms(),
         )
-        self._performer = DevicePerformer(
-            self.machine.device,
-            self.device,
-            self._conns,
-            self._handle,
-            self.log,
-            self._threads,
-            self._vault,
-            self._watch,
-            self._journal,
-        )
         for orphan in orphans:
             self._watch.add(orphan.id)
-        serving = f"serving {self.device}: {self.machine.device.state}"
-        self.log.record("gms.serving", serving, data={"device_uuid": self.device})
-        self._arm()
+        return self.machine.device.state
 
     async def close(self) -> None:
         await super().close()
-        self._vault.close()
+        close_all(self._arrived.values())
+        self._store.close()
         self._journal.close()
 
     def _snapshot(self) -> dict[str, Any]:
@@ -143,7 +118,7 @@ class DeviceServer(MemoryServer[DeviceMachine]):
     ) -> None:
         is_mapped, kv_bytes, copy = False, None, None
         if self.counts_kv and isinstance(message, msg.AttachMsg | msg.AllocateMsg):
-            kv_bytes = pool_file.kv_bytes(self.directory, self.device)
+            kv_bytes = epoch_file.kv_bytes(self.directory, self.device)
             kv_bytes += bytes_elsewhere(self.directory, self.device)
         match message:
             case msg.SlabsMsg() | msg.OfferMsg():
@@ -157,7 +132,7 @@ class DeviceServer(MemoryServer[DeviceMachine]):
             case msg.AllocateMsg():
                 session = self.machine.device.sessions.get(conn.id)
                 if session is not None and session.epoch is not None:
-                    _check_held(self._epoch_path(session.epoch))
+                    self._check_held(session.epoch)
             case msg.DropMsg(even_if_mapped=False) | msg.OffloadMsg():
                 committed = self.machine.device.committed
                 is_mapped = committed is not None and is_held(self._epoch_path(committed.id))
@@ -174,9 +149,21 @@ class DeviceServer(MemoryServer[DeviceMachine]):
         """
         if not names.is_epoch_id(epoch):
             raise ProtocolError("gms.bad_epoch", f"{epoch[:64]!r} is not an epoch id")
-        path = self._epoch_path(epoch)
-        if os.path.exists(path):
-            _check_held(path)
+        if os.path.exists(self._epoch_path(epoch)):
+            self._check_held(epoch)
+
+    def _check_held(self, epoch: str) -> None:
+        """No slab before the flock: without it, nothing would show that the memory is in use.
+
+        Raises:
+            ProtocolError: `gms.epoch_not_held`.
+            UnderstudyError: `gms.server_exhausted`, the file cannot be opened.
+        """
+        if not is_held(self._epoch_path(epoch)):
+            raise ProtocolError(
+                "gms.epoch_not_held",
+                "hold a shared flock on the epoch's file before the first allocation",
+            )
 
     def _take_offer(
         self, conn: Connection, message: msg.SlabsMsg | msg.OfferMsg, fds: list[OwnedFd]
@@ -189,7 +176,7 @@ class DeviceServer(MemoryServer[DeviceMachine]):
                 "gms.unexpected_message", f"only a survivor that was asked may send {message.TYPE}"
             )
         count = len(session.rejoin.slab_sizes)
-        have = self._performer.take_offered(conn.id, fds)
+        have = self._take_offered(conn.id, fds)
         if have > count:
             raise ProtocolError(
                 "gms.bad_offer", f"{have} descriptors came for an epoch of {count} slabs"
@@ -205,179 +192,111 @@ class DeviceServer(MemoryServer[DeviceMachine]):
     def _epoch_path(self, epoch: str) -> str:
         return os.path.join(self.directory, names.epoch_file(self.device, epoch))
 
+    # ------------------------------------------------------------------ effects
 
-def host_copy(directory: str, device: str) -> ev.JournalRecord | None:
-    """The host copy of the weights of `device`, if a living process besides its server holds it:
-    a server can be killed at any moment, and its keeper then hands the copy back."""
-    host = names.offload_device(device)
-    record = peek(names.journal_path(directory, host))
-    if record is None:
-        return None
-    path = os.path.join(directory, names.epoch_file(host, record.epoch))
-    return record if is_held(path) and not epoch_file.is_history(path) else None
-
-
-def _check_held(path: str) -> None:
-    """No slab before the flock: without it, nothing would show that the memory is in use.
-
-    Raises:
-        ProtocolError: `gms.epoch_not_held`.
-        UnderstudyError: `gms.server_exhausted`, the file cannot be opened.
-    """
-    if not is_held(path):
-        raise ProtocolError(
-            "gms.epoch_not_held",
-            "hold a shared flock on the epoch's file before the first allocation",
-        )
-
-
-Handle = Callable[[ev.DeviceEvent], None]
-T = TypeVar("T")
-
-
-class Threads(NamedTuple):
-    """The threads of one device's server, so that no slow call runs on its loop; the closer is the
-    last, since it releases what the driver gives up."""
-
-    driver: DriverThread
-    lender: DriverThread
-    closer: DriverThread
-
-
-class DevicePerformer(MemoryPerformer):
-    """Performs effects for one device; completions go back to the machine as events."""
-
-    def __init__(
-        self,
-        device: Device,
-        device_name: str,
-        connections: Mapping[int, Connection],
-        handle: Handle,
-        log: EventLog,
-        threads: Threads,
-        vault: SlabStore,
-        watch: MemoryWatch,
-        journal: CommitJournal,
-    ) -> None:
-        super().__init__(device_name, connections, log, threads.closer)
-        self._device, self._handle = device, handle
-        self._driver, self._lender = threads.driver, threads.lender
-        self._vault, self._watch, self._journal = vault, watch, journal
-        self._arrived: dict[int, OwnedFd] = {}  # a new slab's descriptor, until it is sent
-
-    def _perform(self, effect: fx.DeviceEffect) -> None:
+    def _perform(self, effect: ev.DeviceEffect) -> None:
         match effect:
-            case fx.SendMessage():
+            case ev.SendMessage():
                 self._send_message(effect)
-            case fx.GrantWriting():
+            case ev.GrantWriting():
                 self._grant_writing(effect)
-            case fx.SendEpoch():
-                self._export_epoch(effect)
-            case fx.RefuseRequest():
-                self._refuse(effect)
-            case fx.OpenEpoch(session, epoch):
-                name = names.epoch_file(self._name, epoch)
+            case ev.SendEpoch(epoch=epoch):
+                self._lender.submit(
+                    lambda: self._store.export(epoch, writable=False),
+                    lambda fds: self._send_epoch(effect, fds),
+                    lambda error: self._refuse(effect, error),
+                )
+            case ev.RefuseRequest():
+                self._refuse(effect, effect.error)
+            case ev.OpenEpoch(session, epoch):
+                name = names.epoch_file(self.device, epoch)
                 self._call(
                     session,
-                    lambda: self._vault.open_epoch(epoch, name),
+                    lambda: self._store.open_epoch(epoch, name),
                     lambda _: ev.EpochOpened(session),
                 )
-            case fx.CreateSlab():
+            case ev.CreateSlab():
                 self._create_slab(effect)
-            case fx.SealEpoch(session, epoch, manifest):
+            case ev.SealEpoch(session, epoch, manifest):
                 self._call(
                     session,
-                    lambda: self._vault.seal(epoch, manifest),
+                    lambda: self._store.seal(epoch, manifest),
                     lambda tensors: ev.Sealed(session, tensors),
                 )
-            case fx.AdoptEpoch(session, epoch, sizes, manifest):
+            case ev.AdoptEpoch(session, epoch, sizes, manifest):
                 fds = self._offered.pop(session, [])
                 self._call(
                     session,
-                    lambda: self._vault.adopt(epoch, fds, sizes, manifest),
+                    lambda: self._store.adopt(epoch, fds, sizes, manifest),
                     lambda tensors: ev.Adopted(session, tensors),
                 )
-            case fx.DiscardOffer(epoch):
+            case ev.DiscardOffer(epoch):
                 self._release(epoch, lambda: None)
-            case fx.ReleaseEpoch(epoch):
+            case ev.ReleaseEpoch(epoch):
                 self._release(epoch, lambda: self._watch.add(epoch))
-            case fx.Unwatch(epoch):
+            case ev.Unwatch(epoch):
                 self._watch.discard(epoch)
-            case fx.MarkHistory(epoch):
-                self._mark_history(epoch)
-            case fx.WriteJournal():
+            case ev.MarkHistory(epoch):  # the journal records it too
+                self._driver.submit(
+                    lambda: epoch_file.mark_history(self._epoch_path(epoch)),
+                    failed=self._warn("gms.epoch_file", f"mark epoch {epoch} as out of service"),
+                )
+            case ev.WriteJournal():
                 self._write_journal(effect)
-            case fx.RecordEvent():
+            case ev.RecordEvent():
                 self._record(effect)
 
-    def close(self) -> None:
-        super().close()
-        close_all(self._arrived.values())
-
-    # ------------------------------------------------------------------ responses
-
-    def _send_message(self, effect: fx.SendMessage) -> None:
+    def _send_message(self, effect: ev.SendMessage) -> None:
         if isinstance(effect.message, msg.WantedMsg):
             self._expect_manifest(effect.session)
         is_slab = isinstance(effect.message, msg.AllocatedMsg)
         fds = [self._arrived.pop(effect.session)] if is_slab else []
         self._respond(effect, effect.message, fds)
 
-    def _grant_writing(self, effect: fx.GrantWriting) -> None:
+    def _grant_writing(self, effect: ev.GrantWriting) -> None:
         self._expect_manifest(effect.session)
         answer = msg.WritingMsg(
             epoch=effect.epoch,
-            epoch_file=names.epoch_file(self._name, effect.epoch),
-            capacity_bytes=self._device.capacity_bytes,
-            free_bytes=self._device.free_bytes,
-            granularity_bytes=self._device.granularity_bytes,
+            epoch_file=names.epoch_file(self.device, effect.epoch),
+            capacity_bytes=self.capacity_bytes,
+            free_bytes=self.machine.device.free_bytes,
+            granularity_bytes=self.memory.granularity_bytes,
             copy=effect.copy,
         )
         self._respond(effect, answer)
 
     def _expect_manifest(self, session: int) -> None:
         """Only a writer and an offering survivor may send frames of 16 MiB."""
-        conn = self._connections.get(session)
+        conn = self._conns.get(session)
         if conn is not None:
             conn.limit_frames(MANIFEST_FRAME_BYTES_MAX)
 
-    def _export_epoch(self, effect: fx.SendEpoch) -> None:
-        self._lender.submit(
-            lambda: self._vault.export(effect.epoch),
-            lambda fds: self._send_epoch(effect, fds),
-            lambda error: self._refuse(fx.RefuseRequest(effect.session, effect.request_id, error)),
-        )
-
-    def _send_epoch(self, effect: fx.SendEpoch, fds: list[OwnedFd]) -> None:
-        conn = self._connections.get(effect.session)
-        epoch = self._device.epochs.get(effect.epoch)
-        if conn is None or epoch is None:
-            # These may be the last copies: closing them may free memory, which is not for the loop.
+    def _send_epoch(self, effect: ev.SendEpoch, fds: list[OwnedFd]) -> None:
+        epoch = self.machine.device.epochs.get(effect.epoch)
+        if epoch is None:
             self._closer.submit(lambda: close_all(fds))
             return
         answer = msg.EpochAttachedMsg(
             epoch=epoch.id,
-            epoch_file=names.epoch_file(self._name, epoch.id),
+            epoch_file=names.epoch_file(self.device, epoch.id),
             identity=dict(epoch.identity or {}),
             layout_hash=epoch.layout_hash,
             slab_sizes=tuple(epoch.slab_sizes),
             manifest=epoch.manifest,
         )
-        conn.send(answer, effect.request_id, fds[:FDS_PER_FRAME_MAX])
+        self._respond(effect, answer, fds[:FDS_PER_FRAME_MAX])
         for first in range(FDS_PER_FRAME_MAX, len(fds), FDS_PER_FRAME_MAX):
             more = fds[first : first + FDS_PER_FRAME_MAX]
-            conn.send(msg.SlabsMsg(epoch.id, first), effect.request_id, more)
+            self._respond(effect, msg.SlabsMsg(epoch.id, first), more)
 
-    # ------------------------------------------------------------------ the driver
-
-    def _create_slab(self, effect: fx.CreateSlab) -> None:
+    def _create_slab(self, effect: ev.CreateSlab) -> None:
         def failed(error: UnderstudyError) -> None:
             is_full = error.code == "gms.device_full"
             kind = ev.DeviceFull if is_full else ev.DriverFailed
             self._handle(kind(effect.session, error))
 
         self._driver.submit(
-            lambda: self._vault.create(effect.epoch, effect.size_bytes),
+            lambda: self._store.create(effect.epoch, effect.size_bytes),
             lambda fd: self._slab_created(effect.session, fd),
             failed,
         )
@@ -399,15 +318,7 @@ class DevicePerformer(MemoryPerformer):
             lambda error: self._handle(ev.DriverFailed(session, error)),
         )
 
-    def _mark_history(self, epoch: str) -> None:
-        name = names.epoch_file(self._name, epoch)
-
-        def failed(error: UnderstudyError) -> None:  # the journal records it too
-            self._log.record("gms.epoch_file", error.message, severity="warning")
-
-        self._driver.submit(lambda: self._vault.mark_history(name), failed=failed)
-
-    def _write_journal(self, effect: fx.WriteJournal) -> None:
+    def _write_journal(self, effect: ev.WriteJournal) -> None:
         session = effect.session
 
         def done(_: None) -> None:
@@ -424,19 +335,23 @@ class DevicePerformer(MemoryPerformer):
         )
 
     def _release(self, epoch: str, then: Callable[[], None]) -> None:
-        """Give up an epoch's slabs, then call `then`: take them from the vault in order with other
+        """Give up an epoch's slabs, then call `then`: take them from the store in order with other
         driver calls, wait for exports in flight, and close them on the closer's thread."""
-        self._driver.submit(
-            lambda: self._vault.take(epoch),
-            lambda slabs: self._lender.submit(
-                lambda: None, lambda _: self._close(epoch, slabs, then)
-            ),
-        )
 
-    def _close(self, epoch: str, slabs: list[Allocation], then: Callable[[], None]) -> None:
-        def failed(error: UnderstudyError) -> None:
-            message = f"the driver could not free the memory of epoch {epoch}: {error.message}"
-            self._log.record("gms.release", message, severity="error", data={"epoch": epoch})
-            then()
+        def taken(slabs: list[Allocation]) -> None:
+            self._lender.submit(
+                lambda: None, lambda _: self._close_slabs("epoch", epoch, slabs, then)
+            )
 
-        self._closer.submit(lambda: release_all(slabs), lambda _: then(), failed)
+        self._driver.submit(lambda: self._store.take(epoch), taken)
+
+
+def host_copy(directory: str, device: str) -> ev.JournalRecord | None:
+    """The host copy of the weights of `device`, if a living process besides its server holds it:
+    a server can be killed at any moment, and its keeper then hands the copy back."""
+    host = names.offload_device(device)
+    record = peek(names.journal_path(directory, host))
+    if record is None:
+        return None
+    path = os.path.join(directory, names.epoch_file(host, record.epoch))
+    return record if is_held(path) and not epoch_file.is_history(path) else None

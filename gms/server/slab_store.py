@@ -6,11 +6,9 @@ from elsewhere: by another thread, of epochs that no longer change, and by the K
 host memory. They decide nothing: the machines say what to create, seal, check and give up.
 
 `check_room` compares a KV pool with what the device has left beside its weights. A GPU's driver has
-the last word, and so has whoever touches host memory first. But a pool is made on the path of a
-wake: what cannot fit is better said at once, with what takes the room. Only the machine is asked,
-never the limit of this process's own control group: memory counts against the group of the process
-that touches it first, which is the engine's. The engine looks at that before it fills the pool
-(`engine.backends.free_memory.has_room_for`).
+the last word, but a pool is made on the path of a wake: what cannot fit is better said at once.
+This process's own control group does not matter: memory counts against the group of the process
+that touches it first, which is the engine's (`engine.backends.free_memory.has_room_for`).
 """
 
 from __future__ import annotations
@@ -18,13 +16,13 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from gms import epoch_file, names
-from gms import epoch_file as pool_file
-from gms import messages as msg
 from gms.kv_messages import SLABS_MAX
 from gms.manifest import check_manifest
+from gms.questions import status_of
 from gms.server import journal
 from gms.server.journal import bytes_elsewhere
 from gms.vmm.host import HostMemory
@@ -32,17 +30,60 @@ from gms.vmm.interface import Allocation, DeviceMemory, export_all, release_all
 from plumbing.errors import UnderstudyError
 from plumbing.pod.paths import KV_SLAB_PREFIX, SLAB_PREFIX
 from plumbing.text import size
-from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.fds import OwnedFd, close_all
 
 
 class SlabStore:
-    """Slabs by epoch."""
+    """Memory by epoch, or by KV pool, in the order in which its descriptors are sent."""
 
     def __init__(self, memory: DeviceMemory, directory: str) -> None:
-        self.memory = memory
-        self._directory = directory
+        self.memory, self._directory = memory, directory
         self._slabs: dict[str, list[Allocation]] = {}
+
+    def export(self, name: str, *, writable: bool) -> list[OwnedFd]:
+        """Descriptors of all its memory, in order, which the caller owns; none if it was given up.
+
+        Raises:
+            UnderstudyError: `gms.driver_failed`, for example without descriptors left.
+        """
+        return export_all(self._slabs.get(name, ()), writable=writable)
+
+    def take(self, name: str) -> list[Allocation]:
+        """Give its memory up: the caller releases it, where that may take long."""
+        return self._slabs.pop(name, [])
+
+    def close(self) -> None:
+        """Release everything; memory lives on where a process maps it."""
+        for name in list(self._slabs):
+            release_all(self._slabs.pop(name))
+
+    def _adopt(
+        self, name: str, fds: Sequence[OwnedFd], parts: Iterable[Part], *, is_sealed: bool
+    ) -> None:
+        """Check and hold what a survivor hands back; takes `fds`."""
+        slabs: list[Allocation] = []
+        rest = deque(fds)
+        try:
+            for part in parts:
+                slabs.append(part.memory.adopt(rest.popleft(), part.size_bytes))
+                slabs[-1].check(part.name, is_sealed=is_sealed)
+        except BaseException:
+            close_all(rest)
+            release_all(slabs)
+            raise
+        self._slabs[name] = slabs
+
+
+class Part(NamedTuple):
+    """A slab or an index. Its name is unique, so that none passes for another."""
+
+    memory: DeviceMemory
+    size_bytes: int
+    name: str
+
+
+class WeightsStore(SlabStore):
+    """Slabs by epoch."""
 
     def open_epoch(self, epoch: str, file_name: str) -> None:
         """Create the file of a new epoch.
@@ -58,19 +99,6 @@ class SlabStore:
                 f"cannot create {file_name} in {self._directory}: {error.strerror}; free space",
             ) from error
         self._slabs[epoch] = []
-
-    def mark_history(self, file_name: str) -> None:
-        """Mark an epoch's file as out of service.
-
-        Raises:
-            UnderstudyError: `gms.epoch_file`.
-        """
-        try:
-            epoch_file.mark_history(os.path.join(self._directory, file_name))
-        except OSError as error:
-            raise UnderstudyError(
-                "gms.epoch_file", f"cannot mark {file_name} as out of service: {error.strerror}"
-            ) from error
 
     def create(self, epoch: str, size_bytes: int) -> OwnedFd:
         """One more slab; returns a writable descriptor for its writer.
@@ -102,7 +130,7 @@ class SlabStore:
         return tensors
 
     def adopt(
-        self, epoch: str, fds: Sequence[OwnedFd], slab_sizes: Sequence[int], manifest: bytes
+        self, epoch: str, fds: Sequence[OwnedFd], sizes: Sequence[int], manifest: bytes
     ) -> int:
         """Check and hold a survivor's epoch; takes `fds`; returns the number of tensors.
 
@@ -111,41 +139,17 @@ class SlabStore:
             UnderstudyError: `gms.bad_slab`, one has another size, or is writable, or (host memory)
                 is not the one that was created for its place.
         """
-        slabs: list[Allocation] = []
-        rest = deque(fds)
         try:
-            tensors = check_manifest(manifest, slab_sizes)
-            for index, size_bytes in enumerate(slab_sizes):
-                slabs.append(self.memory.adopt(rest.popleft(), size_bytes))
-                slabs[-1].check(_slab_name(epoch, index))
+            tensors = check_manifest(manifest, sizes)
         except BaseException:
-            close_all(rest)
-            release_all(slabs)
+            close_all(fds)
             raise
-        self._slabs[epoch] = slabs
+        parts = (Part(self.memory, each, _slab_name(epoch, n)) for n, each in enumerate(sizes))
+        self._adopt(epoch, fds, parts, is_sealed=True)
         return tensors
-
-    def export(self, epoch: str) -> list[OwnedFd]:
-        """Read-only descriptors of every slab, in order; the caller owns them.
-
-        Raises:
-            UnderstudyError: `gms.driver_failed`, for example without descriptors left.
-        """
-        slabs = self._slabs.get(epoch, ())  # empty: it was given up meanwhile
-        return export_all(slabs, writable=False)
-
-    def take(self, epoch: str) -> list[Allocation]:
-        """Give up an epoch's slabs: the caller releases them, where that may take long."""
-        return self._slabs.pop(epoch, [])
-
-    def close(self) -> None:
-        """Release everything; memory lives on where a process maps it."""
-        for epoch in list(self._slabs):
-            release_all(self._slabs.pop(epoch))
 
 
 def _slab_name(epoch: str, index: int) -> str:
-    """The name that a slab is created with: unique, so that none passes for another."""
     return f"{SLAB_PREFIX}{epoch[:8]}-{index}"
 
 
@@ -154,7 +158,7 @@ def _slab_name(epoch: str, index: int) -> str:
 SLAB_BYTES_MAX = 2 << 30
 
 
-class KvSlabStore:
+class KvStore(SlabStore):
     """By pool: its index, then its slabs, in order."""
 
     def __init__(
@@ -162,15 +166,13 @@ class KvSlabStore:
     ) -> None:
         """`capacity_bytes`: of the device, for weights and KV together; None: all that the machine
         has free."""
-        self._memory, self._index_memory = memory, HostMemory()
-        self._directory, self._device = directory, device
-        self._capacity_bytes = capacity_bytes
-        self._parts: dict[str, list[Allocation]] = {}
+        super().__init__(memory, directory)
+        self._device, self._capacity_bytes = device, capacity_bytes
 
     @property
     def exports_at_once(self) -> bool:
         """Whether `export` never blocks, so that no thread is needed for it."""
-        return self._memory.kind == HostMemory.kind
+        return self.memory.kind == HostMemory.kind
 
     def path(self, pool: str) -> str:
         """The file that every process which maps the pool holds."""
@@ -183,27 +185,26 @@ class KvSlabStore:
             UnderstudyError: `gms.kv_too_large`, `gms.device_full`, `gms.pool_file`,
                 `gms.driver_failed`, …
         """
-        sizes = slab_sizes(size_bytes, self._memory.granularity_bytes)
+        sizes = slab_sizes(size_bytes, self.memory.granularity_bytes)
         check_room(self._directory, self._device, sum(sizes), self._capacity_bytes)
         path = self.path(pool)
         try:
-            pool_file.create_region_file(path, sum(sizes))
+            epoch_file.create_region_file(path, sum(sizes))
         except OSError as error:
             raise UnderstudyError(
                 "gms.pool_file", f"cannot create {path}: {error.strerror}; free space on that disk"
             ) from error
-        parts: list[Allocation] = []
+        slabs: list[Allocation] = []
         try:
-            parts.append(self._index_memory.create(_pages(index_bytes), _part_name(pool, 0)))
-            for each in sizes:
-                parts.append(self._memory.create(each, _part_name(pool, len(parts))))
+            for part in self._parts(pool, sizes, index_bytes):
+                slabs.append(part.memory.create(part.size_bytes, part.name))  # noqa: PERF401 - released if one fails
         except BaseException as error:
-            release_all(parts)
+            release_all(slabs)
             os.unlink(path)
             if isinstance(error, UnderstudyError) and error.code == "gms.device_full":
                 raise beside_weights(error, self._directory, self._device) from error
             raise
-        self._parts[pool] = parts
+        self._slabs[pool] = slabs
         return sizes
 
     def take_back(
@@ -215,46 +216,18 @@ class KvSlabStore:
             UnderstudyError: `gms.bad_slab`, one has another size or (host memory) is not the one
                 that was made for its place.
         """
-        parts: list[Allocation] = []
-        rest = deque(fds)
-        try:
-            parts.append(self._index_memory.adopt(rest.popleft(), _pages(index_bytes)))
-            for each in sizes:
-                parts.append(self._memory.adopt(rest.popleft(), each))  # noqa: PERF401 - released if one fails
-            for number, part in enumerate(parts):
-                part.check(_part_name(pool, number), is_sealed=False)
-        except BaseException:
-            close_all(rest)
-            release_all(parts)
-            raise
-        self._parts[pool] = parts
-
-    def export(self, pool: str) -> list[OwnedFd]:
-        """Writable descriptors of the index and every slab, in order; the caller owns them.
-
-        Raises:
-            UnderstudyError: `gms.driver_failed`, for example without descriptors left.
-        """
-        parts = self._parts.get(pool, ())  # empty: it was given up meanwhile
-        return export_all(parts, writable=True)
-
-    def mark_discarded(self, pool: str) -> None:
-        """On the pool's own file, for a restarted server.
-
-        Raises:
-            OSError: it cannot be marked.
-        """
-        pool_file.mark_discarded(self.path(pool))
+        self._adopt(pool, fds, self._parts(pool, sizes, index_bytes), is_sealed=False)
 
     def take(self, pool: str) -> list[Allocation]:
-        """Remove the pool's file and give its memory up: the caller releases it."""
+        """Remove the pool's file too."""
         epoch_file.remove_if_free(self.path(pool))
-        return self._parts.pop(pool, [])
+        return super().take(pool)
 
-    def close(self) -> None:
-        """Release everything; memory lives on where a process maps it."""
-        for pool in list(self._parts):
-            release_all(self._parts.pop(pool))
+    def _parts(self, pool: str, sizes: Sequence[int], index_bytes: int) -> Iterator[Part]:
+        step, prefix = HostMemory.granularity_bytes, f"{KV_SLAB_PREFIX}{pool[:8]}"
+        yield Part(HostMemory(), -(-index_bytes // step) * step, f"{prefix}-0")
+        for number, size_bytes in enumerate(sizes, 1):
+            yield Part(self.memory, size_bytes, f"{prefix}-{number}")
 
 
 def slab_sizes(size_bytes: int, granularity_bytes: int) -> tuple[int, ...]:
@@ -273,17 +246,6 @@ def slab_sizes(size_bytes: int, granularity_bytes: int) -> tuple[int, ...]:
         )
     full, rest = divmod(whole, largest)
     return (*[largest] * full, *[rest][: bool(rest)])
-
-
-def _pages(size_bytes: int) -> int:
-    step = HostMemory.granularity_bytes
-    return -(-size_bytes // step) * step
-
-
-def _part_name(pool: str, number: int) -> str:
-    """The name that a part is created with: unique, so that none passes for another, nor for a slab
-    of weights (`understudy-…`)."""
-    return f"{KV_SLAB_PREFIX}{pool[:8]}-{number}"
 
 
 RESERVE_BYTES = 64 << 20  # of host memory, left for the rest of the machine
@@ -359,18 +321,15 @@ def _weights_bytes(directory: str, device: str) -> int:
     size_bytes = record.size_bytes if record is not None else 0
     if names.epochs_on_disk(directory, device) == ([record.epoch] if record is not None else []):
         return size_bytes
-    path = names.socket_path(directory, device)
     try:
-        with BlockingClient(path, msg.CATALOGUE, connect_timeout_s=ASK_S) as client:
-            answer = client.request(msg.StatusMsg(), timeout_s=ASK_S).message
+        document = status_of(directory, device, ASK_S)
     except UnderstudyError as error:
         logger.warning(
             "counting %s of weights, by their journal: %s", size(size_bytes), error.message
         )
         return size_bytes
-    assert isinstance(answer, msg.StatusReplyMsg)
     phases = ("committed_bytes", "staging_bytes", "superseded_bytes", "releasing_bytes")
-    return sum(int(answer.document[name]) for name in phases)
+    return sum(int(document[name]) for name in phases)
 
 
 def _meminfo() -> dict[str, int]:

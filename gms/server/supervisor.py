@@ -5,13 +5,12 @@ decides nothing about it. The servers die with it (PDEATHSIG), so none is ever l
 happens to one device's server, even that it cannot be started, disturbs no other's.
 
 `Child` is one device's server: its process, its answers, its last status. A server that hangs is
-killed: its memory lives on in its readers, and a restarted server is better than one that never
-answers newcomers. But only for its own silence: not while it waits for a CPU
-(`plumbing.part.silence`), nor while this process has no descriptor left to ask with.
+killed: its memory lives on in its readers. But only for its own silence: not while it waits for a
+CPU, nor while this process has no descriptor left to ask with.
 
-`CopierProcess` is a process that keeps a device's host copy. The copy's server is one like that of
-any device, of host memory; its keeper (`gms.host_copy`) has no socket, so the supervisor knows only
-whether it runs. Neither is ever given up: weights are served without a copy.
+`CopierProcess` keeps a device's host copy (`gms.host_copy`). It has no socket, so the supervisor
+knows only whether it runs. Neither it nor the copy's server is ever given up: weights are served
+without a copy.
 """
 
 from __future__ import annotations
@@ -26,15 +25,17 @@ from typing import Any
 
 from gms import messages as msg
 from gms import names
-from gms.server.metrics import ChildMetrics, GmsMetrics, KvMetrics
+from gms.server.metrics import GmsMetrics, KvMetrics, ServerMetrics
 from plumbing.errors import UnderstudyError, explain_shortage
 from plumbing.pod.child_process import ChildProcess
 from plumbing.pod.gms_files import AbsenceFile
+from plumbing.pod.paths import gms_socket
 from plumbing.pod.supervision import CpuTimes, GiveUp, Restarts, Silence, StartAgain
 from plumbing.service import procfs
 from plumbing.service.clock import Clock, SystemClock
 from plumbing.service.events import EventLog
 from plumbing.service.http import HttpServer, Probe
+from plumbing.service.metrics import Metrics
 from plumbing.service.notify import restarts
 from plumbing.service.process import parent_environment
 from plumbing.service.signals import SignalInbox
@@ -76,42 +77,27 @@ class GmsSupervisor:
         self.log = EventLog("gms", self.clock)
         copied = list(devices) if copy_command is not None else []
         hosts = [names.offload_device(device) for device in copied]
-        self.metrics = GmsMetrics([*devices, *hosts], names.WEIGHTS)
+        kv_devices = list(devices) if kv_command is not None else []
+        metrics = Metrics()
+        self.metrics = GmsMetrics(metrics, [*devices, *hosts], names.WEIGHTS)
+        self.kv_metrics = KvMetrics(metrics, kv_devices)
         self.log.subscribe(self.metrics.count)
         self._commands = {names.WEIGHTS: command, names.KV: kv_command or command}
         self._environment = environment
-        self.children = [
-            Child(device, names.socket_path(directory, device), self.clock, self.metrics, self.log)
-            for device in devices
-        ]
-        self.host_children = [
-            Child(host, names.socket_path(directory, host), self.clock, self.metrics, self.log)
-            for host in hosts
-        ]
+        self.children = [self._child(device) for device in devices]
+        self.host_children = [self._child(host) for host in hosts]
+        self.kv_children = [self._child(device, names.KV) for device in kv_devices]
         self.copiers = [
             CopierProcess(device, copy_command, environment, self.log)
             for device in copied
             if copy_command is not None
-        ]
-        kv_devices = devices if kv_command is not None else ()
-        self.kv_metrics = KvMetrics(self.metrics.metrics, kv_devices)
-        self.kv_children = [
-            Child(
-                device,
-                names.kv_socket_path(directory, device),
-                self.clock,
-                self.kv_metrics,
-                self.log,
-                names.KV,
-            )
-            for device in kv_devices
         ]
         self.http = HttpServer(
             http_host,
             http_port,
             probes={"startup": self._startup, "live": self._live, "ready": self._startup},
             status=self.status,
-            metrics=self.metrics.metrics,
+            metrics=metrics,
             events=self.log,
             allowed_hosts=allowed_hosts,
         )
@@ -119,6 +105,10 @@ class GmsSupervisor:
             child.on_recovery = self._tell_why
         self._absence: AbsenceFile | None = None
         self._exit_code: asyncio.Future[int] | None = None
+
+    def _child(self, device: str, tag: str = names.WEIGHTS) -> Child:
+        metrics = self.kv_metrics if tag == names.KV else self.metrics
+        return Child(self.directory, device, self.clock, metrics, self.log, tag)
 
     async def run(self) -> int:
         """Serve until SIGTERM or SIGINT (0), or until a server keeps dying (its exit code).
@@ -222,14 +212,12 @@ class GmsSupervisor:
         child.end()
         lived_ms = self.clock.now_ms() - child.started_ms
         verdict = child.restarts.died(lived_ms, returncode, had_answered=had_answered)
-        ended = f"{child.what} ended {_how(returncode)} after {duration(lived_ms)}"
-        if child.is_killed_for_silence:
-            ended += ", killed because it had stopped answering"
+        ended = f"{child.what} ended {_how(returncode)}"
         if child.restarts.shortages:
-            ended = (
-                f"{child.what} ended {_how(returncode)}: too few descriptors, "
-                "threads or memory to start; its log says which"
-            )
+            ended += ": too few descriptors, threads or memory to start; its log says which"
+        else:
+            why = ", killed because it had stopped answering" if child.is_killed_for_silence else ""
+            ended += f" after {duration(lived_ms)}{why}"
         self._note(child, "gms.child_exit", ended, verdict, {"returncode": returncode})
         if isinstance(verdict, StartAgain):
             child.metrics.restarted(child.device)
@@ -244,22 +232,22 @@ class GmsSupervisor:
         data: Mapping[str, Any],
     ) -> None:
         """Show why the device has no server, and record it: a shortage once while it lasts."""
-        if isinstance(verdict, GiveUp) and child.is_dispensable:
-            severity, then = "error", f"restarting it in {KV_RETRY_S:g} s; weights are served on"
-        elif isinstance(verdict, GiveUp):
-            severity, then = "error", f"giving up after {child.restarts.deaths} attempts in a row"
-        elif verdict.delay_ms:
-            severity, then = "warning", f"restarting it in {duration(verdict.delay_ms)}"
+        severity = "warning" if isinstance(verdict, StartAgain) else "error"
+        if isinstance(verdict, StartAgain):
+            then = "restarting it" + (
+                f" in {duration(delay)}" if (delay := verdict.delay_ms) else ""
+            )
+        elif child.is_dispensable:
+            then = f"restarting it in {KV_RETRY_S:g} s; weights are served on"
         else:
-            severity, then = "warning", "restarting it"
+            then = f"giving up after {child.restarts.deaths} attempts in a row"
         is_known = child.restarts.shortages > 1 and child.problem == what
         child.problem = what
         child.settled.set()
         self._tell_why()
         if not is_known:
-            self.log.record(
-                event_type, f"{what}; {then}", severity, {"device_uuid": child.device, **data}
-            )
+            about = {"device_uuid": child.device, **data}
+            self.log.record(event_type, f"{what}; {then}", severity, about)
 
     def _tell_why(self) -> None:
         """To whoever asks a server that is not there."""
@@ -330,14 +318,15 @@ class Child:
 
     def __init__(
         self,
+        directory: str,
         device: str,
-        path: str,
         clock: Clock,
-        metrics: ChildMetrics,
+        metrics: ServerMetrics,
         log: EventLog,
         tag: str = names.WEIGHTS,
     ) -> None:
-        self.device, self.path, self.tag = device, path, tag
+        self.device, self.tag = device, tag
+        self.path = gms_socket(directory, names.check_device(device), tag)
         self.restarts = Restarts()
         self.process: ChildProcess | None = None
         self.answered_ms: float | None = None  # None: this process has not answered yet

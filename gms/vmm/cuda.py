@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gms.vmm.cuda_driver import Driver
-from gms.vmm.interface import Allocation, FilledRange
+from gms.vmm.interface import Allocation, Reservation
 from plumbing.errors import InvariantError, UnderstudyError, UsageError
 from plumbing.wire.fds import OwnedFd
 
@@ -81,7 +81,7 @@ class CudaAllocation:
                 self._memory.driver.call("MemRelease", handle)
 
 
-class CudaReservation(FilledRange):
+class CudaReservation(Reservation):
     """Addresses of the device, in which memory is mapped from the start without holes."""
 
     def __init__(self, memory: CudaMemory, size_bytes: int) -> None:

@@ -7,15 +7,11 @@ a writable descriptor, even one that `mprotect` made read-only. So a committing 
 slab over itself from a new read-only descriptor (man 2 fcntl, File Sealing).
 
 Most kernels give shared memory pages of 4 KiB only. A process that dies unmaps its memory page by
-page, and no engine is granted the lock before: with pages of 4 KiB 60 to 170 ms for each GiB of
-shared memory, with pages of 2 MiB a few. Whoever maps it next also has a fault for each page that
-it touches.
-
-Page faults ask `/sys/kernel/mm/transparent_hugepage/shmem_enabled`, which is `never` by default and
-which only root can change. MADV_COLLAPSE (Linux 6.1) asks neither that nor for a privilege. It
-works on every 2 MiB of a file of which at least one page is there, so where it fails one page of
-each is touched, and it is asked again. To fill memory in this way is also cheaper than a fault for
-each of its pages, and where it is in huge pages already it takes half a millisecond for a GiB.
+page, and no engine is granted the lock before: 60 to 170 ms for each GiB with pages of 4 KiB, a few
+with pages of 2 MiB. Page faults ask `/sys/kernel/mm/transparent_hugepage/shmem_enabled`, which is
+`never` by default. MADV_COLLAPSE (Linux 6.1) needs neither that nor a privilege. It works on every
+2 MiB of a file of which at least one page is there: where it fails, one page of each is touched,
+and it is tried again.
 """
 
 from __future__ import annotations
@@ -31,7 +27,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gms.vmm.interface import Allocation, FilledRange
+from gms.vmm.interface import Allocation, Reservation
 from plumbing.errors import InvariantError, UnderstudyError
 from plumbing.wire.fds import OwnedFd
 
@@ -140,7 +136,7 @@ class HostAllocation:
         self._fd, self._is_writable = fd, False
 
 
-class HostReservation(FilledRange):
+class HostReservation(Reservation):
     """Addresses that nothing may touch (PROT_NONE) until something is mapped there."""
 
     def __init__(self, size_bytes: int) -> None:

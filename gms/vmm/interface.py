@@ -11,6 +11,7 @@ The server only creates, exports, seals, checks and releases; only clients reser
 
 from __future__ import annotations
 
+import abc
 import contextlib
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
@@ -82,12 +83,18 @@ def release_all(allocations: Iterable[Allocation]) -> None:
             stack.callback(allocation.release)
 
 
-class Reservation(Protocol):
-    """A range of addresses that stays ours whether something is mapped there or not."""
+class Reservation(abc.ABC):
+    """A range of addresses that stays ours whether something is mapped there or not. It fills from
+    its start, side by side, with one access."""
 
     address: int
-    size_bytes: int
 
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self.mapped_bytes = 0
+        self.is_writable = False
+
+    @abc.abstractmethod
     def map(self, offset_bytes: int, allocations: Sequence[Allocation], *, writable: bool) -> None:
         """Map `allocations` (borrowed: they outlive the mapping) whole, side by side, all or none.
 
@@ -99,21 +106,27 @@ class Reservation(Protocol):
             UnderstudyError: `gms.driver_failed`.
         """
 
+    @abc.abstractmethod
     def make_read_only(self) -> None:
         """Make every mapping read-only in place; drops every right to write."""
 
+    @abc.abstractmethod
     def unmap(self) -> None:
         """Unmap everything; the addresses stay."""
 
+    @abc.abstractmethod
     def free(self) -> None:
         """Unmap everything and release the addresses."""
 
+    @abc.abstractmethod
     def read(self, offset_bytes: int, size_bytes: int) -> bytes:
         """A copy of what is mapped there; works on device memory too."""
 
+    @abc.abstractmethod
     def write(self, offset_bytes: int, data: bytes | memoryview) -> None:
         """Copy `data` there, completely; works on device memory too."""
 
+    @abc.abstractmethod
     def clear(self) -> None:
         """Zero everything that is mapped, which must be writable."""
 
@@ -122,7 +135,9 @@ class Reservation(Protocol):
         touched; its content stays. On the host in huge pages, as far as the kernel has any: a
         process that maps it then dies sooner. Returns how many bytes are in such pages. A device's
         memory is there already."""
+        return 0
 
+    @abc.abstractmethod
     def view(self, offset_bytes: int, size_bytes: int) -> memoryview:
         """What is mapped there, in place; read-only where the mapping is.
 
@@ -131,15 +146,6 @@ class Reservation(Protocol):
         Raises:
             UnderstudyError: `gms.not_host_memory`, this process cannot address a device's memory.
         """
-
-
-class FilledRange:
-    """The rules of a reservation's mappings: from its start, side by side, with one access."""
-
-    def __init__(self, size_bytes: int) -> None:
-        self.size_bytes = size_bytes
-        self.mapped_bytes = 0
-        self.is_writable = False
 
     def check_next(self, offset_bytes: int, added_bytes: int, *, writable: bool) -> None:
         end_bytes = offset_bytes + added_bytes
@@ -150,10 +156,6 @@ class FilledRange:
             )
         if self.mapped_bytes and writable != self.is_writable:
             raise InvariantError("a range is mapped writable as a whole or not at all")
-
-    def fill(self, offset_bytes: int) -> int:
-        """Nothing to do, unless memory comes when it is touched."""
-        return 0
 
     def check_mapped(self, offset_bytes: int, size_bytes: int) -> None:
         if offset_bytes < 0 or offset_bytes + size_bytes > self.mapped_bytes:

@@ -1,0 +1,49 @@
+"""One question to one device's server, each on a connection of its own. Blocking."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from gms import kv_messages, messages, names
+from plumbing.errors import ProtocolError
+from plumbing.pod import paths
+from plumbing.wire.blocking import BlockingClient
+from plumbing.wire.messages import Message
+
+AnswerT = TypeVar("AnswerT", bound=Message)
+
+CATALOGUES = {names.WEIGHTS: messages.CATALOGUE, names.KV: kv_messages.CATALOGUE}
+
+
+def ask(
+    directory: str,
+    device: str,
+    question: Message,
+    answer: type[AnswerT],
+    timeout_s: float,
+    tag: str = names.WEIGHTS,
+) -> AnswerT:
+    """The answer of the server of the device's weights, or of its KV memory.
+
+    Raises:
+        UnreachableError, WaitTimeoutError: none within `timeout_s`; RemoteError: a refusal.
+        ProtocolError: `gms.unexpected_answer`.
+    """
+    path = paths.gms_socket(directory, names.check_device(device), tag)
+    with BlockingClient(path, CATALOGUES[tag], connect_timeout_s=timeout_s) as client:
+        found = client.request(question, timeout_s=timeout_s).message
+    if not isinstance(found, answer):
+        raise unexpected_answer(found.TYPE, question.TYPE)
+    return found
+
+
+def status_of(
+    directory: str, device: str, timeout_s: float, tag: str = names.WEIGHTS
+) -> dict[str, Any]:
+    """The server's status document; raises as `ask`."""
+    answer = messages.StatusReplyMsg
+    return ask(directory, device, messages.StatusMsg(), answer, timeout_s, tag).document
+
+
+def unexpected_answer(what: str, request: str) -> ProtocolError:
+    return ProtocolError("gms.unexpected_answer", f"the service answered {request} with {what}")
