@@ -28,10 +28,9 @@ import lockserver.cli
 import understudy.cli.main
 from tests.documents import mismatches
 from tests.e2e.pods import AS_USERS_RUN_IT, Pod, PodHome
-from tests.gms.bench import GmsProcess
+from tests.gms.bench import GmsProcess, kept
 from tests.gms.kv.kv_bench import KvProcess
 from tests.gms.test_gms_offload import Copies, digested
-from tests.gms.test_gms_recovery import kept
 from tests.helpers import free_port
 from tests.lockserver.processes import ServerProcess
 from understudy.http_get import get

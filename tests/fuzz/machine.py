@@ -17,7 +17,6 @@ import msgpack
 
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core import events as fx
 from gms.core.device import epochs_in_full, snapshot
 from gms.core.events import EpochPhase, Mode, SessionState
 from gms.core.machine import DeviceMachine
@@ -34,8 +33,8 @@ STATES_WITH_EPOCH = WRITER_STATES | {
     SessionState.READING, SessionState.OFFERING, SessionState.ADOPTING,
 }  # fmt: skip
 FINAL = (
-    fx.GrantWriting, fx.SendEpoch, msg.AllocatedMsg, msg.CommittedMsg, msg.RejoinedMsg,
-    msg.DroppedMsg, msg.VerifiedMsg, fx.RefuseRequest,
+    ev.GrantWriting, ev.SendEpoch, msg.AllocatedMsg, msg.CommittedMsg, msg.RejoinedMsg,
+    msg.DroppedMsg, msg.VerifiedMsg, ev.RefuseRequest,
 )  # fmt: skip
 SPEAKER = {
     **dict.fromkeys((3, 4, 5, 6, 7), SessionState.WRITING),
@@ -71,7 +70,7 @@ class Fuzzed:
         )
         self.device = self.machine.device
         self.now_ms = 0.0
-        self.driver: deque[fx.DeviceEffect] = deque()
+        self.driver: deque[ev.DeviceEffect] = deque()
         self.watched = {orphan.id for orphan in orphans}
         self.next_session, self.steps = 1, 0
         self.open: dict[int, set[int]] = {}  # connections that may speak: requests without answer
@@ -182,21 +181,21 @@ class Fuzzed:
         error = UnderstudyError("gms.driver_failed", "as drawn")
         failed = how % 8 == 7
         match effect:
-            case fx.OpenEpoch(session):
+            case ev.OpenEpoch(session):
                 self.tell(ev.DriverFailed(session, error) if failed else ev.EpochOpened(session))
-            case fx.CreateSlab(session) if how % 8 == 6:
+            case ev.CreateSlab(session) if how % 8 == 6:
                 self.tell(ev.DeviceFull(session, error))
-            case fx.CreateSlab(session):
+            case ev.CreateSlab(session):
                 self.tell(ev.DriverFailed(session, error) if failed else ev.SlabCreated(session))
-            case fx.SealEpoch(session):
+            case ev.SealEpoch(session):
                 self.tell(ev.DriverFailed(session, error) if failed else ev.Sealed(session, 1))
-            case fx.AdoptEpoch(session):
+            case ev.AdoptEpoch(session):
                 self.tell(ev.DriverFailed(session, error) if failed else ev.Adopted(session, 1))
-            case fx.WriteJournal(None):
+            case ev.WriteJournal(None):
                 self.tell(ev.JournalBehind("disk") if failed else ev.JournalKept())
-            case fx.WriteJournal(int(session)):
+            case ev.WriteJournal(int(session)):
                 self.tell(ev.JournalFailed(session, "disk") if failed else ev.Journalled(session))
-            case fx.ReleaseEpoch(epoch):
+            case ev.ReleaseEpoch(epoch):
                 self.watched.add(epoch)
 
     def free(self, who: int) -> None:
@@ -236,20 +235,20 @@ class Fuzzed:
         if committed is not None and self.device.committed is not committed:
             self.check_succession(event, committed, effects)
 
-    def perform(self, effect: fx.DeviceEffect) -> None:
-        if isinstance(effect, fx.Respond):
+    def perform(self, effect: ev.DeviceEffect) -> None:
+        if isinstance(effect, ev.Respond):
             unanswered = self.open.get(effect.session)
             if unanswered is None:
                 return
-            sent = effect.message if isinstance(effect, fx.SendMessage) else effect
+            sent = effect.message if isinstance(effect, ev.SendMessage) else effect
             if isinstance(sent, FINAL) and effect.request_id:
                 assert effect.request_id in unanswered, f"answered twice or unasked: {effect}"
                 unanswered.discard(effect.request_id)
-            if isinstance(effect, fx.RefuseRequest):
+            if isinstance(effect, ev.RefuseRequest):
                 self.hang_up(effect.session)
-        elif isinstance(effect, fx.Unwatch):
+        elif isinstance(effect, ev.Unwatch):
             self.watched.discard(effect.epoch)
-        elif not isinstance(effect, fx.RecordEvent):
+        elif not isinstance(effect, ev.RecordEvent):
             self.driver.append(effect)
 
     def check(self) -> None:
@@ -298,7 +297,7 @@ class Fuzzed:
             assert epoch.phase is EpochPhase.ORPHANED
 
     def check_succession(
-        self, event: ev.DeviceEvent, old: Epoch, effects: list[fx.DeviceEffect]
+        self, event: ev.DeviceEvent, old: Epoch, effects: list[ev.DeviceEffect]
     ) -> None:
         """What is committed goes only by a commit, by word of an operator or a reader, or to make
         room for a writer who asked to replace it while nobody reads it."""
@@ -309,7 +308,7 @@ class Fuzzed:
         assert writer is not None, f"{event} lost what was committed"
         assert writer.request.replace
         assert not old.readers
-        assert fx.ReleaseEpoch(old.id) in effects
+        assert ev.ReleaseEpoch(old.id) in effects
 
     def finish(self) -> None:
         """Everybody leaves, every call completes, every file becomes free: nothing remains but

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -9,11 +10,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from gms import messages as msg
 from gms import names
-from gms.client import Reader, Writer, open_session
+from gms.client import Keeper, Reader, Writer, open_session
+from gms.server import journal
 from plumbing.errors import UnderstudyError
 from plumbing.wire.blocking import BlockingClient
 from tests.helpers import until
@@ -22,6 +25,7 @@ from tests.standin import build
 DEVICE = "HOST-0"
 GPU = build.GPU_A
 IDENTITY = {"model": "tiny", "shards": {"a": "1"}}
+OTHER = {"model": "tiny", "shards": {"a": "2"}}
 MIB = 1 << 20
 ANSWER_S = 30.0
 
@@ -179,3 +183,38 @@ class ClientProcess:
             if stream is not None:
                 stream.close()
         return self.process.wait()
+
+
+@contextlib.contextmanager
+def kept(reader: Reader, **more: Any) -> Iterator[Keeper]:
+    keeper = Keeper(reader, **more)
+    keeper.start()
+    try:
+        yield keeper
+    finally:
+        keeper.close()
+
+
+def inodes(reader: Reader) -> list[int]:
+    return [os.fstat(fd).st_ino for fd in reader.slab_fds()]
+
+
+def is_committed_with(gms: GmsProcess, count: int) -> bool:
+    status = gms.status()
+    return status["state"] == "committed" and len(status["sessions"]) == count
+
+
+def journalled(gms: GmsProcess) -> str | None:
+    record = journal.peek(names.journal_path(gms.directory, gms.device))
+    return record.epoch if record is not None else None
+
+
+def rejoin_of(reader: Reader, **more: Any) -> msg.RejoinMsg:
+    fields: dict[str, Any] = {
+        "engine": "engine-0",
+        "incarnation": "i-0",
+        "epoch": reader.epoch,
+        "slab_sizes": reader.slab_sizes,
+        "was_committed": True,
+    }
+    return msg.RejoinMsg(**{**fields, **more})

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.gms.bench import DEVICE, GPU, ClientProcess, GmsProcess
+from tests.gms.kv.kv_bench import Borrow, BorrowerProcess, KvProcess
 from tests.standin import build
 
 
@@ -50,6 +51,27 @@ def client(directory: str, device: str) -> Iterator[Callable[..., ClientProcess]
 
     def start(mode: str = "rw_or_ro", engine: str = "engine-9") -> ClientProcess:
         started.append(ClientProcess(directory, mode, engine, device))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+
+
+@pytest.fixture
+def kv(directory: str, device: str) -> Iterator[KvProcess]:
+    server = KvProcess(directory, device).start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def borrow(kv: KvProcess) -> Iterator[Borrow]:
+    """Starts processes that borrow, which end with the test."""
+    started: list[BorrowerProcess] = []
+
+    def start(token: int, **more: float) -> BorrowerProcess:
+        started.append(BorrowerProcess(kv, token, **more))
         return started[-1]
 
     yield start

@@ -18,10 +18,9 @@ from gms.client import Reader, open_session
 from plumbing.service import procfs
 from plumbing.service.process import parent_environment
 from tests.copy_stop import CopyStop
-from tests.gms.bench import GmsProcess
+from tests.gms.bench import GmsProcess, kept
 from tests.gms.kinds import host_only
 from tests.gms.test_gms_offload import patterned
-from tests.gms.test_gms_recovery import kept
 from tests.helpers import until
 
 

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import errno
 import fcntl
 import mmap
 import os
 import signal
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from gms import epoch_file
-from gms.client import memory_for, open_session
-from gms.server.server import DeviceServer
 from gms.vmm.host import HostAllocation, HostMemory
-from plumbing.errors import InvariantError, RemoteError, UnderstudyError
+from plumbing.errors import RemoteError, UnderstudyError
 from plumbing.wire.fds import OwnedFd
-from tests.gms.bench import IDENTITY, MIB, ClientProcess, GmsProcess
+from tests.gms.bench import IDENTITY, ClientProcess, GmsProcess
 from tests.gms.kinds import host_only
-from tests.helpers import auntil, open_fds
+from tests.helpers import open_fds
 from tests.standin import build
 
 Start = Callable[..., ClientProcess]
@@ -101,83 +95,6 @@ def test_commit_is_refused_while_a_process_can_still_write(gms: GmsProcess):
     assert gms.status()["commits_total"] == 0
 
 
-def test_unmapped_memory_keeps_its_addresses_and_frees_nothing_of_others():
-    """Map, unmap, map again: the same address; a reservation and an allocation have one undo."""
-    memory = HostMemory()
-    before = open_fds()
-    allocation = memory.create(2 * PAGE, "t")
-    reservation = memory.reserve(2 * PAGE)
-    address = reservation.address
-    reservation.map(0, [allocation], writable=True)
-    reservation.write(PAGE, b"x")
-    reservation.unmap()
-    reservation.unmap()
-    with pytest.raises(InvariantError):
-        reservation.read(PAGE, 1)
-    reservation.map(0, [allocation], writable=False)
-    assert reservation.address == address
-    assert reservation.read(PAGE, 1) == b"x"
-    for undo in (reservation.free, reservation.free, allocation.release, allocation.release):
-        undo()
-    assert open_fds() == before
-
-
-def test_allocations_lie_side_by_side_and_are_mapped_all_or_none():
-    """Two in one range: bytes across their border; what does not fit or follow maps nothing."""
-    memory = HostMemory()
-    first, second, closed = (memory.create(PAGE, name) for name in ("a", "b", "c"))
-    closed.release()
-    reservation = memory.reserve(3 * PAGE)
-    with pytest.raises(InvariantError, match="do not follow"):
-        reservation.map(PAGE, [first], writable=True)
-    reservation.map(0, [first], writable=True)
-    for bad in ([second, closed], [second, first, first]):
-        with pytest.raises((InvariantError, ValueError)):
-            reservation.map(PAGE, bad, writable=True)
-        with pytest.raises(InvariantError, match="not mapped"):
-            reservation.view(PAGE, 1)
-    with pytest.raises(InvariantError, match="as a whole"):
-        reservation.map(PAGE, [second], writable=False)
-    reservation.map(PAGE, [second], writable=True)
-    reservation.write(PAGE - 2, b"span")
-    reservation.make_read_only()
-    assert reservation.read(PAGE - 2, 4) == b"span"
-    with pytest.raises(InvariantError, match="read-only"):
-        reservation.write(0, b"x")
-    for each in (first, second):
-        assert not each.is_writable
-        each.release()
-    assert reservation.view(2 * PAGE, 0) == b""
-    reservation.free()
-
-
-def test_memory_is_cleared_where_it_is_mapped():
-    """Bytes all over two pages of three: zero afterwards, and nothing to clear is no error."""
-    memory = HostMemory()
-    allocation, reservation = memory.create(2 * PAGE, "t"), memory.reserve(3 * PAGE)
-    reservation.clear()
-    reservation.map(0, [allocation], writable=True)
-    reservation.write(0, b"x" * 2 * PAGE)
-    reservation.clear()
-    assert reservation.read(0, 2 * PAGE) == bytes(2 * PAGE)
-    reservation.free()
-    allocation.release()
-
-
-def test_foreign_descriptors_are_not_taken_for_slabs():
-    """A pipe, or memory of another size: refused before anything is mapped, and closed."""
-    memory = HostMemory()
-    before = open_fds()
-    reading, writing = os.pipe()
-    os.close(writing)
-    small = memory.create(PAGE, "small")
-    for fd in (OwnedFd(reading), small.export(writable=False)):
-        with pytest.raises(UnderstudyError, match=r"gms\.bad_slab"):
-            memory.adopt(fd, 2 * PAGE)
-    small.release()
-    assert open_fds() == before
-
-
 def test_only_sealed_memory_of_its_size_passes_the_check(tmp_path: Path):
     """What a survivor hands back is looked at: sealed is good; open, wrong, a file, or another
     slab of the same size is not."""
@@ -215,15 +132,6 @@ def test_tensor_larger_than_a_slab_may_be_spans_slabs(gms: GmsProcess):
             assert reader.view("b") == content
 
 
-def test_sealed_memory_is_never_exported_writable():
-    """Asking for a writable export of sealed memory is our own fault."""
-    allocation = HostMemory().create(PAGE, "t")
-    allocation.seal()
-    with pytest.raises(InvariantError):
-        allocation.export(writable=True)
-    allocation.release()
-
-
 def test_epoch_file_is_held_until_the_last_process_releases_it(directory: str):
     """Shared flocks keep it; after the last one it is removed, and a late process is refused."""
     path = f"{directory}/e"
@@ -242,20 +150,6 @@ def test_epoch_file_is_held_until_the_last_process_releases_it(directory: str):
     assert open_fds() == before
 
 
-def test_joiner_that_opened_the_file_before_it_was_removed_is_stale(directory: str):
-    """Open, then lose the race to the server's removal, then lock: the lock proves nothing."""
-    path = f"{directory}/e"
-    epoch_file.create(path)
-    server = os.open(path, os.O_RDWR)
-    fcntl.flock(server, fcntl.LOCK_EX)
-    with ThreadPoolExecutor(1) as pool:
-        joining = pool.submit(epoch_file.join, path)
-        os.unlink(path)
-        os.close(server)
-        with pytest.raises(UnderstudyError, match=r"gms\.stale_epoch"):
-            joining.result(30)
-
-
 def test_flock_takes_the_low_number_of_its_placeholder(directory: str):
     """A dying process closes its highest descriptors first: the flock has to be below the slabs."""
     path = f"{directory}/e"
@@ -267,57 +161,3 @@ def test_flock_takes_the_low_number_of_its_placeholder(directory: str):
         assert held.fileno() == number < slab.fileno()
         assert epoch_file.is_held(path)
         assert not os.get_inheritable(number)
-
-
-class Watched:
-    """A memory, or an allocation of it, that writes down which thread makes, seals and frees."""
-
-    def __init__(self, inner: Any, threads: dict[str, set[str]]) -> None:
-        self.inner, self.threads = inner, threads
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self.inner, name)
-        if name not in ("create", "seal", "release"):
-            return found
-
-        def call(*args: Any) -> Any:
-            self.threads.setdefault(name, set()).add(threading.current_thread().name)
-            made = found(*args)
-            return Watched(made, self.threads) if name == "create" else made
-
-        return call
-
-
-def test_driver_calls_and_frees_never_run_on_the_loop(directory: str, device: str):
-    """Load, commit, replace: slabs are made and sealed on one thread, freed on another."""
-    memory = Watched(memory_for(device), {})
-    main = threading.current_thread().name
-
-    def load(version: int) -> None:
-        session = open_session(
-            directory,
-            device,
-            engine="e",
-            incarnation="i",
-            mode="rw",
-            identity={"v": version},
-            wait_s=20,
-            replace=True,
-        )
-        session.place("t", MIB, (MIB,), "uint8")
-        session.commit({"v": version}).close()
-
-    async def scenario() -> None:
-        server = DeviceServer(directory, device, memory, 200 * MIB)
-        await server.start()
-        await asyncio.to_thread(load, 1)
-        await asyncio.to_thread(load, 2)
-        await auntil(lambda: server.status()["reclaims_total"] == 1, "the first epoch to be freed")
-        assert main not in set().union(*memory.threads.values())
-        assert memory.threads["release"] == {f"gms-closer-{device}"}
-        assert memory.threads["seal"] == memory.threads["create"] == {f"gms-driver-{device}"}
-        await server.close()
-
-    before = open_fds()
-    asyncio.run(scenario())
-    assert open_fds() == before

@@ -11,11 +11,11 @@ from gms import messages as msg
 from gms import names
 from gms.client import Keeper, Offloaded, Reader, offloaded, release
 from gms.host_copy import CopyKeeper, make_copy
+from gms.questions import status_of
 from gms.server.server import host_copy
 from plumbing.errors import RemoteError, UnderstudyError
-from tests.gms.bench import IDENTITY, MIB, GmsProcess
+from tests.gms.bench import IDENTITY, MIB, GmsProcess, inodes, kept
 from tests.gms.kinds import host_only
-from tests.gms.test_gms_recovery import inodes, kept
 from tests.helpers import until
 
 SIZE = 3 * MIB
@@ -46,7 +46,7 @@ class Copies(CopyKeeper):
 
         def digested() -> str | None:
             self.look()
-            copy = self._status(self._host)
+            copy = status_of(self._directory, self._host, 5)
             if self._copy is not None and copy["digest"] == "pending":
                 self._copy.send(msg.DigestMsg(self._copy.digest()))  # likewise
             written = host_copy(self._directory, self._device)
@@ -147,19 +147,6 @@ def test_second_engine_maps_what_the_first_has_restaged(gms: GmsProcess, copies:
 
 
 @host_only
-def test_new_engine_gets_offloaded_weights_without_a_load(gms: GmsProcess, copies: Copies):
-    """A relaunched engine asks for `rw_or_ro`, as always, and has a reader of the same bytes."""
-    with patterned(gms) as reader:
-        digest = reader.digest()
-        away(gms, copies, reader).close()
-    session = gms.open(engine="engine-1", incarnation="i-1")
-    assert isinstance(session, Reader)
-    with session:
-        assert (session.digest(), session.identity) == (digest, IDENTITY)
-        assert gms.status()["restages_total"] == 1
-
-
-@host_only
 def test_lost_copy_costs_a_load(
     gms: GmsProcess, host: GmsProcess, copies: Copies, monkeypatch: pytest.MonkeyPatch
 ):
@@ -176,24 +163,6 @@ def test_lost_copy_costs_a_load(
         digested(gms)
         copies.settle()
         assert len(copies.made) == 2
-
-
-@host_only
-def test_copy_that_is_dropped_with_the_weights_is_let_go(
-    gms: GmsProcess, host: GmsProcess, copies: Copies
-):
-    """Goal: an unloaded model's copy takes no memory. Method: the keeper maps a copy that is
-    dropped under it, when nothing is committed that it could stand for."""
-    with patterned(gms):
-        digested(gms)
-        copies.settle()
-    for each in (gms, host):
-        with each.client() as asking:
-            asking.request(msg.DropMsg(even_if_mapped=True), timeout_s=20)
-    assert host.status()["superseded_bytes"] > 0
-    copies.look()
-    until(lambda: not host.status()["superseded_bytes"], "the keeper to let go")
-    assert len(copies.made) == 1
 
 
 @host_only
@@ -258,21 +227,6 @@ def test_device_server_that_dies_knows_what_stands_for_its_weights(
                 gms.start()
                 until(lambda: gms.status()["state"] == "committed", "the engine to hand it back")
         assert reader.digest() == gms.status()["digest"] == digest
-
-
-@host_only
-def test_writer_that_dies_in_a_restage_costs_nothing(gms: GmsProcess, copies: Copies, client: Any):
-    """A process that was granted the write dies before its commit: the copy still stands."""
-    with patterned(gms) as reader:
-        digest = reader.digest()
-        gone = away(gms, copies, reader)
-        writer = gms.client()
-        grant = writer.request(msg.AttachMsg("engine-9", "i-9", "rw", IDENTITY)).message
-        assert isinstance(grant, msg.WritingMsg)
-        assert grant.copy == copies.made[0]
-        writer.close()
-        gone.restage(20)
-        assert reader.digest() == digest
 
 
 @host_only

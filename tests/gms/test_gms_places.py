@@ -7,16 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from gms import epoch_file as pool_file
-from gms import names
+from gms import epoch_file, names
 from gms.cli import sizes_of
-from gms.client.device import memory_for
 from gms.core.events import JournalRecord
 from gms.report import devices_in
 from gms.server.journal import CommitJournal, bytes_elsewhere
 from gms.server.slab_store import check_room
 from plumbing.errors import UnderstudyError, UsageError
-from plumbing.pod.models import device_of, lock_of, model_at, model_of, place_of
 from plumbing.pod.paths import gms_sockets
 from plumbing.service.config import size_list
 
@@ -37,20 +34,7 @@ def commit(directory, place, size_bytes):
 
 
 def make_pool(directory, place, size_bytes):
-    pool_file.create_region_file(os.path.join(directory, names.pool_file(place, POOL)), size_bytes)
-
-
-def test_names_of_places_are_taken_apart_as_they_were_put_together():
-    for device in ("HOST-0", "GPU-8f6ed1a5-0000-1111-2222-333344445555"):
-        for model in ("", "chat", "4.5-kv", "a" * 25):
-            place = place_of(device, model)
-            assert (device_of(place), model_at(place)) == (device, model)
-            assert names.check_device(place) == place
-            assert device_of(names.offload_device(place)).startswith("OFFLOAD-")
-    assert (model_of(lock_of("active", "chat")), lock_of("active", "")) == ("chat", "active")
-    for place in ("HOST-0.", "HOST-0.a_b", "HOST-0.a/b", ".chat", "HOST-0.." + "a"):
-        with pytest.raises(UsageError):
-            names.check_device(place)
+    epoch_file.create_region_file(os.path.join(directory, names.pool_file(place, POOL)), size_bytes)
 
 
 def test_files_of_one_place_are_no_other_places(directory):
@@ -83,10 +67,6 @@ def test_models_of_one_device_share_its_limit(directory):
     with pytest.raises(UnderstudyError, match=r"5\.0 MiB are other models'") as caught:
         check_room(directory, "HOST-0.a", 11 * MIB, 20 * MIB)
     assert caught.value.code == "gms.device_full"
-
-
-def test_place_in_host_memory_has_the_memory_of_its_device():
-    assert memory_for("HOST-0.chat").kind == "host"
 
 
 def test_devices_have_one_size_or_one_each():

@@ -8,17 +8,14 @@ descriptors itself.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import resource
 import socket
 from collections.abc import Iterator
 
 import pytest
 
 from gms import messages as msg
-from gms.core import events as fx
-from gms.core.device import EPOCH_BYTES_MAX, EPOCHS_MAX, WAITERS_MAX
+from gms.core import events as ev
+from gms.core.device import EPOCH_BYTES_MAX, EPOCHS_MAX
 from gms.manifest import (
     IDENTITY_CHARS_MAX,
     MANIFEST_BYTES_MAX,
@@ -29,14 +26,14 @@ from gms.manifest import (
     layout_hash,
 )
 from gms.messages import CATALOGUE, REQUEST_BYTES_MAX, EpochAttachedMsg
-from plumbing.errors import ProtocolError, RemoteError, UnderstudyError
+from plumbing.errors import ProtocolError, RemoteError
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.fds import close_all
 from plumbing.wire.frames import encode_frame
 from plumbing.wire.messages import Message
 from tests.gms.bench import DEVICE, IDENTITY, GmsProcess
-from tests.gms.core.driver import MIB, Bench
-from tests.helpers import open_fds, until
+from tests.gms.core.driver import Bench
+from tests.helpers import until
 
 EPOCH = "e" * 32
 
@@ -76,31 +73,6 @@ def test_slabs_of_an_epoch_are_limited():
     assert len(staging.slab_sizes) == SLABS_MAX
 
 
-def test_staged_bytes_are_limited_by_the_device():
-    """More than there is: an error with capacity, need and what is free."""
-    bench = Bench(capacity_bytes=10 * MIB)
-    bench.attach(1)
-    bench.allocate(1, 6 * MIB)
-    answer = bench.allocate(1, 6 * MIB)
-    assert isinstance(answer, fx.RefuseRequest)
-    assert answer.error.code == "gms.out_of_memory"
-    assert answer.error.details["capacity_bytes"] == 10 * MIB
-    assert answer.error.details["free_bytes"] == 4 * MIB
-
-
-def test_waiting_requests_are_limited_and_one_session_has_one():
-    """The queue's limit names itself; a session that waits cannot ask again."""
-    bench = Bench()
-    bench.attach(1)
-    for session in range(2, WAITERS_MAX + 2):
-        bench.attach(session)
-    with pytest.raises(UnderstudyError, match=r"gms\.too_many_waiters") as caught:
-        bench.attach(WAITERS_MAX + 2)
-    assert str(WAITERS_MAX) in caught.value.message
-    with pytest.raises(ProtocolError, match=r"gms\.unexpected_message"):
-        bench.attach(2)
-
-
 def test_epochs_that_are_still_read_are_limited():
     """Replace again and again while a reader keeps every old epoch: the next writer waits, with
     the number; it is granted when one of the readers leaves."""
@@ -113,7 +85,7 @@ def test_epochs_that_are_still_read_are_limited():
     assert answer.reason == "epochs"
     assert f"{EPOCHS_MAX} epochs" in answer.message
     bench.close(3)
-    assert isinstance(bench.last(99), fx.GrantWriting)
+    assert isinstance(bench.last(99), ev.GrantWriting)
 
 
 # ---------------------------------------------------------------------- sizes of what is said
@@ -129,15 +101,6 @@ def test_identity_is_limited(host: GmsProcess):
     commit = msg.CommitMsg(large, encode([]), layout_hash([], encode([])))
     assert refusal(host, attach, commit).code == "gms.identity_too_large"
     host.load().close()
-
-
-def test_identity_below_one_huge_key_is_checked_in_no_time(host: GmsProcess):
-    """A key of 200 KiB with thousands below it: paths in errors are cut before they multiply."""
-    key = "k" * 200_000
-    identity = {key: {str(n): n for n in range(20_000)}, "x": b"no plain data"}
-    error = refusal(host, msg.AttachMsg("e", "i", "ro", identity=identity))
-    assert error.code == "gms.bad_identity"
-    assert len(error.message) < 500
 
 
 def records(count: int, name_chars: int) -> list[TensorRecord]:
@@ -217,55 +180,3 @@ def test_survivor_cannot_claim_more_than_any_device_has(host: GmsProcess):
 
 
 # ---------------------------------------------------------------------- floods
-
-
-def test_status_flood_that_is_not_read_ends_its_sender_only(host: GmsProcess):
-    """Requests without end, and without reading an answer: others are answered meanwhile, the flood
-    is dropped at its limit of queued bytes, the server's memory comes back."""
-    request = encode_frame(CATALOGUE.encode(msg.InspectMsg(), 1), 0)
-    writer = host.writer()
-    for index in range(5000):
-        writer.place(f"model.layers.{index}.weight", 4, (4,), "uint8")
-    with (
-        writer.commit(IDENTITY),
-        host.client() as good,
-        socket.socket(socket.AF_UNIX) as flood,
-    ):
-        flood.connect(f"{host.directory}/gms_{DEVICE}_weights.sock")
-        flood.setblocking(False)
-        answered = 0
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            while answered < 10_000:
-                with contextlib.suppress(BlockingIOError):
-                    flood.send(request * 100)
-                assert isinstance(good.request(msg.StatusMsg()).message, msg.StatusReplyMsg)
-                answered += 1
-        assert 0 < answered < 10_000, "it was dropped, and others were answered before"
-        host.reader().close()
-
-
-def test_server_at_its_limit_of_descriptors_refuses_and_lives(host: GmsProcess):
-    """Take the server's room for descriptors away: newcomers wait or are refused, what is attached
-    is served on, status answers; with the room back everything goes on. Nothing is lost."""
-    with host.load() as reader, host.client() as client:
-        client.request(msg.StatusMsg())
-        soft, hard = resource.prlimit(host.pid, resource.RLIMIT_NOFILE)
-        until(lambda: len(host.status()["sessions"]) == 1, "other connections to end")
-        held: list[socket.socket] = []
-        resource.prlimit(host.pid, resource.RLIMIT_NOFILE, (len(open_fds(host.pid)) + 5, hard))
-        for _ in range(8):
-            held.append(socket.socket(socket.AF_UNIX))
-            held[-1].connect(f"{host.directory}/gms_{DEVICE}_weights.sock")
-        for _ in range(3):
-            reply = client.request(msg.StatusMsg()).message
-            assert isinstance(reply, msg.StatusReplyMsg)
-            assert reply.document["epoch"] == reader.epoch
-        with host.client() as late, pytest.raises(UnderstudyError):
-            late.request(msg.AttachMsg("e", "i", "ro"), timeout_s=0.2)
-        for sock in held:
-            sock.close()
-        resource.prlimit(host.pid, resource.RLIMIT_NOFILE, (soft, hard))
-        assert host.is_up()
-        with host.reader() as newcomer:
-            assert newcomer.epoch == reader.epoch
-    assert os.path.exists(f"/proc/{host.pid}")

@@ -2,55 +2,35 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from gms import messages as msg
 from gms import names
-from gms.client import Keeper, Reader
+from gms.client import Reader
 from gms.server import journal
-from gms.server.driver_thread import DriverThread
-from gms.server.memory_server import MemoryWatch
 from plumbing.errors import RemoteError, UnreachableError
-from plumbing.service.clock import SystemClock
 from plumbing.wire.fds import OwnedFd
-from tests.gms.bench import IDENTITY, MIB, ClientProcess, GmsProcess
+from tests.gms.bench import (
+    IDENTITY,
+    MIB,
+    OTHER,
+    ClientProcess,
+    GmsProcess,
+    inodes,
+    is_committed_with,
+    journalled,
+    kept,
+    rejoin_of,
+)
 from tests.gms.kinds import host_only
-from tests.helpers import auntil, until
+from tests.helpers import until
 
 Start = Callable[..., ClientProcess]
-OTHER = {"model": "tiny", "shards": {"a": "2"}}
-
-
-@contextlib.contextmanager
-def kept(reader: Reader, **more: Any) -> Iterator[Keeper]:
-    keeper = Keeper(reader, **more)
-    keeper.start()
-    try:
-        yield keeper
-    finally:
-        keeper.close()
-
-
-def inodes(reader: Reader) -> list[int]:
-    return [os.fstat(fd).st_ino for fd in reader.slab_fds()]
-
-
-def is_committed_with(gms: GmsProcess, count: int) -> bool:
-    status = gms.status()
-    return status["state"] == "committed" and len(status["sessions"]) == count
-
-
-def journalled(gms: GmsProcess) -> str | None:
-    record = journal.peek(names.journal_path(gms.directory, gms.device))
-    return record.epoch if record is not None else None
 
 
 def test_restarted_server_gets_the_epoch_back_and_serves_newcomers_from_it(gms: GmsProcess):
@@ -74,21 +54,6 @@ def replaces(gms: GmsProcess) -> str | None:
     return record.previous.epoch if record is not None and record.previous is not None else None
 
 
-@pytest.mark.slow
-def test_every_survivor_is_registered_again_and_only_one_hands_back(gms: GmsProcess, client: Start):
-    """Two client processes survive: both are sessions again, the epoch was recovered once."""
-    gms.load().close()
-    survivors = [client("ro", engine=f"engine-{n}") for n in (0, 1)]
-    for survivor in survivors:
-        survivor.expect("reader")
-        assert survivor.do("keep")["is"] == "keeping"
-    for deaths in (1, 2, 3):
-        gms.kill()
-        gms.start()
-        until(lambda: is_committed_with(gms, 2), f"both to be back after death {deaths}")
-        assert gms.status()["recoveries_total"] == 1
-
-
 def test_offer_that_breaks_off_is_discarded_and_the_next_survivor_asked(gms: GmsProcess):
     """The first survivor is asked and leaves without an answer: the second hands back."""
     with gms.load() as reader, gms.reader(engine="engine-1", incarnation="i-1") as second:
@@ -104,17 +69,6 @@ def test_offer_that_breaks_off_is_discarded_and_the_next_survivor_asked(gms: Gms
                 until(lambda: is_committed_with(gms, 1), "the second to hand it back")
 
 
-def rejoin_of(reader: Reader, **more: Any) -> msg.RejoinMsg:
-    fields: dict[str, Any] = {
-        "engine": "engine-0",
-        "incarnation": "i-0",
-        "epoch": reader.epoch,
-        "slab_sizes": reader.slab_sizes,
-        "was_committed": True,
-    }
-    return msg.RejoinMsg(**{**fields, **more})
-
-
 def offer_of(reader: Reader, **more: Any) -> msg.OfferMsg:
     fields: dict[str, Any] = {
         "epoch": reader.epoch,
@@ -123,49 +77,6 @@ def offer_of(reader: Reader, **more: Any) -> msg.OfferMsg:
         "layout_hash": reader.layout_hash,
     }
     return msg.OfferMsg(**{**fields, **more})
-
-
-BAD_OFFERS: dict[str, tuple[dict[str, Any], int]] = {
-    "another identity": ({"identity": OTHER}, 1),
-    "another manifest": ({"manifest": b"\x90"}, 1),
-    "a hash that is not its own": ({"layout_hash": "0" * 64}, 1),
-    "another epoch": ({"epoch": "f" * 32}, 1),
-    "no memory": ({}, 0),
-    "too much memory": ({}, 2),
-}
-
-
-@pytest.mark.parametrize("how", BAD_OFFERS)
-def test_bad_offer_costs_its_sender_only(gms: GmsProcess, how: str):
-    """Hand back something else than was asked for: refused; an honest survivor then does it."""
-    changed, slabs = BAD_OFFERS[how]
-    with gms.load() as reader:
-        gms.kill()
-        gms.start()
-        with gms.client() as client:
-            assert isinstance(client.request(rejoin_of(reader)).message, msg.WantedMsg)
-            fds = [OwnedFd(os.dup(fd)) for fd in reader.slab_fds() * slabs]
-            with pytest.raises(RemoteError, match=r"gms\.bad_offer"):
-                client.request(offer_of(reader, **changed), fds)
-        reader.rejoin(10)
-        assert is_committed_with(gms, 1)
-
-
-@host_only  # a GPU's driver cannot tell: read-only is the client's own rule there
-def test_offer_of_memory_that_can_be_written_is_refused(gms: GmsProcess):
-    """Hand back unsealed memory of the right size: the driver finds it out."""
-    with gms.load() as reader:
-        gms.kill()
-        gms.start()
-        with gms.client() as client:
-            assert isinstance(client.request(rejoin_of(reader)).message, msg.WantedMsg)
-            name = f"understudy-{reader.epoch[:8]}-0"
-            forged = OwnedFd(os.memfd_create(name, os.MFD_ALLOW_SEALING))
-            os.ftruncate(forged.fileno(), reader.slab_sizes[0])
-            with pytest.raises(RemoteError, match=r"not sealed.*gms\.bad_slab"):
-                client.request(offer_of(reader), [forged])
-        reader.rejoin(10)
-        assert reader.read("t") == b"\7" * 64
 
 
 @host_only  # a GPU's driver cannot tell one handle from another of the same size
@@ -209,42 +120,6 @@ def test_epoch_file_that_cannot_be_looked_at_is_a_problem_until_it_can(gms: GmsP
     os.rmdir(path)
     until(lambda: gms.status()["state"] == "empty", "the epoch to be found free")
     assert gms.status()["problem"] is None
-
-
-def test_watch_tells_each_error_once(tmp_path: Path):
-    """Two errors of one epoch, each met again and again: two calls; then there is no file."""
-    told: list[tuple[str, str]] = []
-    tried: list[str] = []
-    freed: list[str] = []
-    folder = tmp_path / "folder"
-
-    def path_of(epoch: str) -> str:
-        tried.append(epoch)
-        return str(folder / "file")
-
-    async def scenario() -> None:
-        thread = DriverThread("watch", asyncio.get_running_loop())
-        watch = MemoryWatch(
-            SystemClock(),
-            thread,
-            path_of,
-            freed.append,
-            lambda epoch, pids: None,
-            lambda epoch, said: told.append((epoch, said)),
-        )
-        watch.add("e")
-        for count, spoil in enumerate((lambda: folder.symlink_to(folder), folder.touch), 1):
-            spoil()
-            tried.clear()
-            await auntil(lambda: len(tried) > 3, "some tries")
-            assert (len(told), watch.problem) == (count, told[-1][1])
-            folder.unlink()
-        await auntil(lambda: freed == ["e"], "the file to be gone")
-        assert (len(told), watch.problem) == (2, None)
-        watch.close()
-        thread.close(10)
-
-    asyncio.run(scenario())
 
 
 def test_stopped_survivor_keeps_newcomers_waiting_until_it_continues(
@@ -353,36 +228,3 @@ def test_survivor_whose_files_were_removed_is_still_registered(gms: GmsProcess):
         reader.rejoin(10)
         assert [s["epoch"] for s in gms.status()["sessions"]] == [reader.epoch]
         assert reader.read("t") == b"\7" * 64
-
-
-def test_doubt_about_an_epoch_that_is_gone_is_settled(gms: GmsProcess):
-    """Ask whether an epoch was committed that no process maps any more: it is lost."""
-    reader = gms.load()
-    epoch = reader.epoch
-    gms.kill()
-    reader.close()
-    gms.start()
-    until(lambda: gms.status()["state"] == "empty", "the epoch to be found free")
-    with gms.client() as client, pytest.raises(RemoteError, match=r"gms\.not_committed"):
-        client.request(msg.RejoinMsg("e", "i", epoch, (4096,), was_committed=False))
-
-
-def test_rejoin_to_a_live_server_is_a_reader_again(gms: GmsProcess):
-    """Only the connection broke: nothing is handed back."""
-    with gms.load() as reader:
-        reader.rejoin(10)
-        status = gms.status()
-        assert (status["state"], status["recoveries_total"]) == ("committed", 0)
-        assert len(status["sessions"]) == 1
-
-
-def test_keeper_reports_when_the_service_is_lost_and_when_it_is_back(gms: GmsProcess):
-    """Kill and restart: two sentences, and the state between them."""
-    said: list[str] = []
-    with gms.load() as reader, kept(reader, on_change=said.append) as keeper:
-        gms.kill()
-        until(lambda: keeper.state == "rejoining", "the keeper to notice")
-        gms.start()
-        until(lambda: keeper.state == "attached", "the keeper to be back")
-        until(lambda: "attached to the memory service again" in said[-1], "the keeper to say so")
-        assert "weights stay mapped" in said[0]

@@ -15,8 +15,7 @@ from gms import names
 from gms.client import Reader, open_session
 from plumbing.errors import UnderstudyError
 from plumbing.service import procfs
-from tests.gms.bench import IDENTITY, GmsProcess
-from tests.gms.test_gms_recovery import kept
+from tests.gms.bench import IDENTITY, GmsProcess, kept
 from tests.gms.test_gms_supervisor import Serve
 from tests.gms.test_gms_upkeep import command
 from tests.helpers import until

@@ -9,25 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
-import threading
 from typing import Any
 
 import pytest
 
 from gms import messages as msg
-from gms import names
-from gms.client import Keeper, Reader
-from gms.core import events as fx
-from gms.server.server import DevicePerformer
-from plumbing.errors import ProtocolError, RemoteError, UnderstudyError, UnreachableError
-from plumbing.service.events import EventLog
+from gms.client import Reader
+from plumbing.errors import RemoteError, UnderstudyError
 from plumbing.wire.blocking import BlockingClient
-from tests.fake_clock import FakeClock
-from tests.gms.bench import IDENTITY, MIB, GmsProcess
-from tests.gms.kinds import cuda_only, host_only, stand_in_only
+from tests.gms.bench import MIB, GmsProcess, is_committed_with, kept, rejoin_of
+from tests.gms.kinds import host_only
 from tests.gms.limits import at_limit, descriptors_left
-from tests.gms.test_gms_recovery import is_committed_with, kept, rejoin_of
 from tests.helpers import open_fds, until
 
 OTHER = {"model": "tiny", "shards": {"a": "2"}}
@@ -61,19 +53,6 @@ def test_attaching_reader_is_told_what_is_short_and_others_are_served(gms: GmsPr
         until(lambda: is_whole(gms, reader), "the server to be whole")
 
 
-def test_open_session_takes_a_server_without_room_for_one_that_is_away(
-    gms: GmsProcess, monkeypatch: pytest.MonkeyPatch
-):
-    """So that engines wait for it, as they wait for one that restarts."""
-    with gms.load() as reader, gms.client() as spare:
-        status(spare)
-        with monkeypatch.context() as patch, at_limit(gms.pid):
-            patch.setattr("gms.client.sessions.Opening.connect", lambda self: spare)
-            with pytest.raises(UnreachableError, match=r"gms\.server_exhausted"):
-                gms.reader()
-        until(lambda: is_whole(gms, reader), "the server to be whole")
-
-
 def test_slab_that_cannot_be_created_costs_its_writer_only(gms: GmsProcess):
     """The writer gets the error. That its epoch is no longer mapped cannot be found out now, and
     is not assumed: no other may write before the server can look."""
@@ -99,17 +78,6 @@ def test_slab_that_cannot_be_created_costs_its_writer_only(gms: GmsProcess):
         assert status(watching)["problem"] is None
 
 
-def test_epoch_that_cannot_be_opened_costs_its_writer_only(gms: GmsProcess):
-    """RW is granted and its file cannot be created: an error; the next writer gets it."""
-    with gms.client() as watching, gms.client() as late:
-        for client in (watching, late):
-            status(client)
-        with at_limit(gms.pid), pytest.raises(RemoteError, match=r"gms\.server_exhausted"):
-            late.request(msg.AttachMsg("e", "i", "rw"))
-        until(lambda: not status(watching)["unowned"], "its epoch to be forgotten")
-        gms.load().close()
-
-
 @host_only  # sealing takes a descriptor
 def test_commit_without_room_is_aborted_and_leaves_the_committed_epoch(gms: GmsProcess):
     """Its memory cannot be sealed: the writer gets the error, the older epoch is still in service,
@@ -125,30 +93,6 @@ def test_commit_without_room_is_aborted_and_leaves_the_committed_epoch(gms: GmsP
             gms.start()
             until(lambda: is_committed_with(gms, 1), "the older epoch to be back")
             assert gms.status()["epoch"] == reader.epoch
-
-
-@stand_in_only
-@cuda_only  # where sealing takes no descriptor, the journal is what lacks one
-def test_commit_waits_for_a_journal_that_cannot_be_opened(gms: GmsProcess):
-    """The journal was removed and cannot be created anew: no answer before it is on disk, status
-    says why, and with room the commit succeeds."""
-    committed: list[Reader] = []
-    with gms.client() as watching:
-        status(watching)
-        writer = gms.writer()
-        writer.place("t", 64, (64,), "uint8")
-        os.unlink(names.journal_path(gms.directory, gms.device))
-        thread = threading.Thread(target=lambda: committed.append(writer.commit(IDENTITY)))
-        with at_limit(gms.pid):
-            thread.start()
-            problem = until(lambda: status(watching)["problem"], "the problem to show")
-            assert "a commit waits for the journal" in problem
-            assert "open files" in problem
-            assert status(watching)["state"] == "staging"
-            assert not committed
-        thread.join()
-        assert status(watching)["problem"] is None
-        committed[0].close()
 
 
 def test_survivor_returns_to_a_server_that_has_room_again(gms: GmsProcess):
@@ -176,18 +120,6 @@ def test_survivor_returns_to_a_server_that_has_room_again(gms: GmsProcess):
                 limit.close()
                 until(lambda: is_committed_with(gms, 1), "the memory to be back")
                 until(lambda: is_whole(gms, reader), "the server to be whole")
-
-
-def test_server_that_cannot_accept_says_so(gms: GmsProcess):
-    """A newcomer waits in the backlog; who is connected sees why."""
-    with gms.client() as watching:
-        status(watching)
-        with at_limit(gms.pid):
-            with gms.client():
-                problem = until(lambda: status(watching)["problem"], "the problem to show")
-            assert "cannot accept new connections" in problem
-        until(gms.is_up, "it to accept again")
-        assert status(watching)["problem"] is None
 
 
 # ---------------------------------------------------------------------- clients
@@ -218,89 +150,4 @@ def test_attach_without_descriptors_is_an_error_with_a_code(gms: GmsProcess):
         until(lambda: is_whole(gms, reader), "the server to be whole")
 
 
-def test_keeper_without_descriptor_or_thread_is_an_error_with_a_code(
-    gms: GmsProcess, monkeypatch: pytest.MonkeyPatch
-):
-    """Neither can be had when it begins: the engine's launch fails with what to raise."""
-
-    def no_thread(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with gms.load() as reader:
-        with descriptors_left(0), pytest.raises(UnreachableError, match=r"wire\.no_descriptors"):
-            Keeper(reader)
-        keeper = Keeper(reader)
-        monkeypatch.setattr(threading.Thread, "start", no_thread)
-        with pytest.raises(UnderstudyError, match=r"thread.*gms\.no_thread"):
-            keeper.start()
-        keeper.close()
-
-
-def test_keeper_outlives_a_digest_that_gets_no_thread(
-    gms: GmsProcess, monkeypatch: pytest.MonkeyPatch
-):
-    """Asked for a digest, it cannot start a thread: it says that it has none, and keeps the
-    session through the next death of the service."""
-    start = threading.Thread.start
-
-    def only_ours(thread: threading.Thread) -> None:
-        if thread.name == "gms-digest":
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", only_ours)
-    with gms.load() as reader, kept(reader) as keeper, gms.client() as client:
-        with pytest.raises(RemoteError, match=r"gms\.no_verifier"):
-            client.request(msg.VerifyMsg())
-        gms.kill()
-        gms.start()
-        until(lambda: is_committed_with(gms, 1), "the memory to be back")
-        until(lambda: keeper.state == "attached", "the keeper to know")
-
-
-def test_second_keeper_of_a_reader_without_a_session_opens_one(gms: GmsProcess):
-    """The first was closed while there was no service: its successor does not die of that."""
-    with gms.load() as reader:
-        gms.kill()
-        with kept(reader, may_digest=lambda: False) as keeper:
-            until(lambda: keeper.state == "rejoining", "the death to be seen")
-        with kept(reader, may_digest=lambda: False):
-            gms.start()
-            until(lambda: is_committed_with(gms, 1), "the memory to be back")
-
-
 # ---------------------------------------------------------------------- effects
-
-
-class Connection:
-    """Notes what it is sent; `is_broken`: cannot be sent anything."""
-
-    def __init__(self, *, is_broken: bool) -> None:
-        self.is_broken, self.sent, self.closed = is_broken, [], ""
-
-    def send(self, message: Any, request_id: int, fds: Any = ()) -> None:
-        if self.is_broken:
-            raise ProtocolError("wire.frame_too_large", "as told")
-        self.sent.append(message)
-
-    def close(self, reason: str) -> None:
-        self.closed = reason
-
-
-def test_effect_that_fails_costs_its_session_and_drops_none_behind_it():
-    """The first of two answers cannot be sent: its connection is closed, the event is recorded,
-    the other answer and what follows happen."""
-    bad, good = Connection(is_broken=True), Connection(is_broken=False)
-    log = EventLog("gms-HOST-0", FakeClock())
-    nothing: Any = None
-    threads: Any = type("Threads", (), dict.fromkeys(("driver", "lender", "closer")))
-    connections: Any = {1: bad, 2: good}
-    performer = DevicePerformer(
-        nothing, "HOST-0", connections, nothing, log, threads, nothing, nothing, nothing
-    )
-    answers = [fx.SendMessage(session, 7, msg.WaitingMsg("writer", "so")) for session in (1, 2)]
-    performer.perform([*answers, fx.RecordEvent("gms.session", "the last")])
-    assert "as told" in bad.closed
-    assert (len(good.sent), good.closed) == (1, "")
-    kinds = [(event.type, event.severity) for event in log.kept_since(0)]
-    assert kinds == [("gms.effect", "error"), ("gms.session", "info")]

@@ -1,16 +1,23 @@
-"""Writers and readers against a real server: grants, deaths, commits, limits of capacity."""
+"""Writers and readers against a real server: grants, deaths, commits, a writer that hangs.
+
+Rows are those of the facts sheet on the peer to beat: each such test fails on its behaviour. Rows 4
+and 5 are in `test_peer_rows_driver.py`, 9 and 10 in `test_gms_protocol.py`.
+"""
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
-from gms.client import Reader, Writer
-from plumbing.errors import InvariantError, RemoteError, UnderstudyError
-from tests.gms.bench import IDENTITY, MIB, ClientProcess, GmsProcess
+from engine.backends.reference.checkpoint import identity, open_checkpoint
+from plumbing.errors import InvariantError, RemoteError
+from tests.engine.reference.support import copy_of
+from tests.gms.bench import IDENTITY, MIB, ClientProcess, GmsProcess, journalled
 from tests.helpers import open_fds, until
 
 Start = Callable[..., ClientProcess]
@@ -31,30 +38,6 @@ def test_writer_killed_mid_load_costs_only_its_staging(gms: GmsProcess, client: 
     assert status["state"] == "committed"
     assert status["staging_bytes"] == status["releasing_bytes"] == 0
     assert status["reclaims_total"] == 1
-
-
-def test_committed_epoch_survives_a_writer_that_dies_replacing_it(gms: GmsProcess):
-    """A replacing writer leaves without commit: the old epoch is still what readers get."""
-    with gms.load() as old, gms.writer(mode="rw", replace=True) as writer:
-        writer.place("other", 64, (64,), "uint8")
-        writer.close()
-        with gms.reader() as reader:
-            assert reader.epoch == old.epoch
-            assert reader.read("t") == b"\7" * 64
-    until(lambda: gms.status()["releasing_bytes"] == 0, "the staging epoch to be freed")
-
-
-def test_dead_waiter_is_dropped_at_once(gms: GmsProcess, client: Start):
-    """SIGKILL a client that queues: it leaves the queue and the next writer is alive."""
-    with gms.writer() as writer:
-        waiter = client(engine="engine-1")
-        waiter.expect("waiting")
-        alive = client(engine="engine-2")
-        alive.expect("waiting")
-        waiter.kill()
-        until(lambda: len(gms.status()["waiting"]) == 1, "the dead waiter to be dropped")
-        writer.close()
-        alive.expect("writer")
 
 
 def test_session_ends_with_its_process_even_if_a_child_keeps_the_socket(
@@ -80,105 +63,6 @@ def test_session_ends_with_its_process_even_if_a_child_keeps_the_socket(
     waiter.expect("writer")
 
 
-def test_plain_rw_on_a_committed_device_is_an_error_at_once(gms: GmsProcess):
-    """RW where something is committed does not wait, and frees nothing."""
-    with gms.load(), pytest.raises(RemoteError) as caught:
-        gms.open("rw", wait_s=3600)
-    assert caught.value.code == "gms.already_committed"
-    assert gms.status()["state"] == "committed"
-
-
-def test_identity_mismatch_names_the_field(gms: GmsProcess):
-    """A reader with another fine-tune of the same shape is refused, with the field that differs."""
-    with gms.load(), pytest.raises(RemoteError) as caught:
-        gms.reader(identity={"model": "tiny", "shards": {"a": "2"}})
-    assert caught.value.code == "gms.identity_mismatch"
-    assert caught.value.details["field"] == "shards.a"
-
-
-def test_changed_checkpoint_is_found_at_commit(gms: GmsProcess):
-    """The identity before the commit differs from the one before the load: nothing is published."""
-    with gms.writer() as writer:
-        writer.place("t", 4, (4,), "uint8")
-        with pytest.raises(RemoteError) as caught:
-            writer.commit({"model": "tiny", "shards": {"a": "2"}})
-    assert caught.value.code == "gms.identity_changed"
-    until(lambda: gms.status()["state"] == "empty", "the staging epoch to be lost")
-
-
-def test_wait_ends_at_its_deadline_with_its_reason(gms: GmsProcess):
-    """RO with nothing committed: the error comes from the server and says what was waited for."""
-    reasons: list[str] = []
-    with pytest.raises(RemoteError) as caught:
-        gms.reader(wait_s=0.05, on_wait=reasons.append)
-    assert caught.value.code == "gms.wait_timeout"
-    assert reasons == ["nothing is committed and no engine is loading"]
-    assert reasons[0] in caught.value.message
-
-
-def test_stalled_writer_is_given_up(directory: str, device: str):
-    """A writer that neither asks nor reports loses its staging epoch; its client learns why."""
-    gms = GmsProcess(directory, stall_s=0.2, device=device).start()
-    try:
-        with gms.writer() as writer:
-            until(lambda: gms.status()["state"] == "empty", "the writer to be given up")
-            with pytest.raises(UnderstudyError) as caught:
-                writer.place("t", 4, (4,), "uint8")
-            assert caught.value.code in ("gms.writer_stalled", "wire.closed")
-    finally:
-        gms.stop()
-
-
-def test_out_of_memory_names_capacity_need_and_holders(gms: GmsProcess):
-    """A slab that does not fit: the error says how much there is and who has it."""
-    with (
-        gms.load(40 * MIB, engine="engine-7"),
-        gms.writer(mode="rw", replace=True) as writer,
-        pytest.raises(RemoteError) as caught,
-    ):
-        writer.place("t", 60 * MIB, (60 * MIB,), "uint8")
-    error = caught.value
-    assert error.code == "gms.out_of_memory"
-    assert error.details["capacity_bytes"] == 64 * MIB
-    assert error.details["holders"][0]["users"][0].startswith("engine-7")
-    assert "engine-7" in error.message
-
-
-def test_reader_unmaps_and_remaps_at_the_same_addresses(gms: GmsProcess):
-    """unmap releases session and memory; remap restores both where they were."""
-    with gms.load() as writer, gms.reader() as reader:
-        address = reader.address("t")
-        reader.unmap()
-        until(lambda: len(gms.status()["sessions"]) == 1, "the session to end")
-        assert reader.address("t") == address
-        reader.remap(20)
-        assert reader.address("t") == address
-        assert reader.read("t") == writer.read("t")
-
-
-def test_remap_onto_another_layout_is_an_error(gms: GmsProcess):
-    """While it was unmapped, another layout of the same identity was committed: stale, fatal."""
-    gms.load().close()
-    with gms.reader() as reader:
-        reader.unmap()
-        gms.load(128, mode="rw", replace=True).close()
-        with pytest.raises(UnderstudyError, match=r"gms\.stale_layout"):
-            reader.remap(20)
-
-
-def test_replaced_epoch_lives_until_its_last_reader_leaves(gms: GmsProcess):
-    """Replace under a reader: it keeps reading the old bytes; they are freed when it closes."""
-    with gms.load() as old:
-        new = gms.load(128, mode="rw", replace=True, identity={"model": "new"})
-        status = gms.status()
-        assert status["superseded_bytes"] > 0
-        assert old.read("t") == b"\7" * 64
-        old.close()
-        until(lambda: gms.status()["superseded_bytes"] == 0, "the old epoch to be freed")
-        assert gms.status()["epoch"] == new.epoch
-        new.close()
-
-
 def test_descriptors_are_flat_over_many_attachments(gms: GmsProcess):
     """100 readers come and go, half of them unasked for: the server is as it was."""
     with gms.load(8 * MIB):
@@ -198,38 +82,6 @@ def test_descriptors_are_flat_over_many_attachments(gms: GmsProcess):
         assert len(open_fds()) == mine
 
 
-def test_many_clients_race_for_one_load(gms: GmsProcess, client: Start):
-    """Four clients start at once: one loads, three read what it loaded, nothing is loaded twice."""
-    clients = [client(engine=f"engine-{n}") for n in range(4)]
-    roles: dict[str, list[ClientProcess]] = {"writer": [], "reader": []}
-    until(lambda: len(gms.status()["waiting"]) == 3, "three to wait")
-    for each in clients:
-        answer = each.line()
-        if answer["is"] == "writer":
-            roles["writer"].append(each)
-    assert len(roles["writer"]) == 1
-    roles["writer"][0].do("place 1")
-    roles["writer"][0].do("commit")
-    for each in clients:
-        if each is not roles["writer"][0]:
-            each.expect("reader")
-            assert each.do("read")["first"] == 7
-    assert gms.status()["commits_total"] == 1
-
-
-def test_sessions_are_readers_or_writers_as_granted(gms: GmsProcess):
-    """The same call is a writer on an empty device and a reader on a committed one."""
-    first = gms.open()
-    assert isinstance(first, Writer)
-    first.place("t", 4, (4,), "uint8")
-    committed = first.commit(IDENTITY)
-    second = gms.open()
-    assert isinstance(second, Reader)
-    assert second.epoch == committed.epoch
-    second.close()
-    committed.close()
-
-
 def test_tied_and_strided_tensors_are_published_as_they_lie(gms: GmsProcess):
     """A transposed tensor keeps its strides and a tied one its bytes: one place, two names."""
     with gms.writer() as writer:
@@ -243,3 +95,143 @@ def test_tied_and_strided_tensors_are_published_as_they_lie(gms: GmsProcess):
             assert reader.tensors["scales"].strides == (1, 2)
             assert reader.tensors["tied"].offset == reader.tensors["scales"].offset
             assert reader.read("tied") == bytes(range(24))
+
+
+# ---------------------------------------------------------------------- rows of the facts sheet
+
+
+def test_row_1_queued_client_that_dies_never_wipes_what_is_committed_meanwhile(
+    gms: GmsProcess, client: Start
+):
+    """The same where it queues to replace: the weights that are committed after its death stay."""
+    writer = gms.writer()
+    waiter = client("rw+replace", engine="engine-1")
+    waiter.expect("waiting")
+    waiter.kill()
+    until(lambda: not gms.status()["waiting"], "the dead client to leave the queue")
+    writer.place("t", 4, (4,), "uint8")
+    with writer.commit(IDENTITY) as committed, gms.reader() as reader:
+        assert reader.epoch == committed.epoch
+        assert gms.status()["epoch"] == committed.epoch
+        assert gms.status()["staging_bytes"] == 0
+
+
+def test_row_2_rw_connect_frees_nothing_that_is_committed(gms: GmsProcess, client: Start):
+    """Plain RW on committed weights is refused; RW to replace leaves them, and readers attach,
+    until the moment of the new commit. A writer that dies before it has changed nothing."""
+    old = gms.load()
+    with pytest.raises(RemoteError, match=r"gms\.already_committed"):
+        gms.open("rw")
+    doomed = client("rw+replace", engine="engine-1")
+    doomed.expect("writer")
+    doomed.do("place 4")
+    newcomer = client("ro", engine="engine-2")
+    newcomer.expect("reader")
+    assert newcomer.do("read")["first"] == 7
+    assert gms.status()["epoch"] == journalled(gms) == old.epoch
+    doomed.kill()
+    until(lambda: gms.status()["staging_bytes"] == 0, "the dead writer's memory to be given up")
+    assert gms.status()["epoch"] == journalled(gms) == old.epoch
+    writer = gms.writer(mode="rw", replace=True, engine="engine-3")
+    writer.place("t", 8, (8,), "uint8")
+    with gms.reader(engine="engine-4") as late:
+        assert late.epoch == old.epoch, "until the commit, what is committed is the old epoch"
+        with writer.commit(IDENTITY) as new:
+            assert gms.status()["epoch"] == journalled(gms) == new.epoch
+            assert late.read("t") == b"\7" * 64
+            assert newcomer.do("read")["first"] == 7
+    old.close()
+
+
+def test_row_3_commit_leaves_no_gap_for_a_queued_writer(gms: GmsProcess, client: Start):
+    """Commit with two writers in the queue: the committer reads on in the same session, on the
+    same socket; who asked for RW or RO reads the same epoch, who asked for RW is told that there
+    is something now. Nobody writes."""
+    writer = gms.writer()
+    either = client("rw_or_ro", engine="engine-1")
+    either.expect("waiting")
+    strict = client("rw", engine="engine-2")
+    strict.expect("waiting")
+    writer.place("t", 4, (4,), "uint8")
+    writer.write("t", b"\7" * 4)
+    socket_before, address = writer.fileno(), writer.place("u", 4, (4,), "uint8")
+    since = gms.status()["sessions"][0]
+    with writer.commit(IDENTITY) as reader:
+        assert reader.fileno() == socket_before
+        assert reader.address("u") == address
+        assert either.expect("reader")["epoch"] == reader.epoch
+        assert strict.expect("refused")["code"] == "gms.already_committed"
+        assert either.do("read")["first"] == 7
+        status = gms.status()
+        assert status["commits_total"] == 1
+        assert status["staging_bytes"] == status["superseded_bytes"] == 0
+        found = {s["engine"]: s["pid"] for s in status["sessions"]}
+        assert set(found) == {"engine-0", "engine-1"}
+        assert found["engine-0"] == since["pid"]
+
+
+def test_row_6_another_fine_tune_of_the_same_shapes_is_refused(gms: GmsProcess, tmp_path: Path):
+    """Two checkpoints with equal headers and one byte of one tensor different: the layouts are
+    equal, the identities are not, and the error names the field."""
+    base = copy_of("tied-f32", tmp_path / "base")
+    tuned = copy_of("tied-f32", tmp_path / "tuned")
+    shard = Path(tuned) / "model.safetensors"
+    raw = bytearray(shard.read_bytes())
+    raw[-1] ^= 1
+    shard.write_bytes(raw)
+    mine, other = ({**identity(str(path)), "model": "same"} for path in (base, tuned))
+    shapes = [[(t.name, t.shape) for t in open_checkpoint(str(p)).tensors] for p in (base, tuned)]
+    assert shapes[0] == shapes[1]
+    with gms.load(identity=mine):
+        with pytest.raises(RemoteError, match=r"gms\.identity_mismatch") as caught:
+            gms.reader(identity=other)
+        assert caught.value.details["field"] == "shards.model.safetensors.sample"
+        assert "shards.model.safetensors.sample is" in caught.value.message
+        gms.reader(identity=mine).close()
+
+
+# ---------------------------------------------------------------------- a writer that hangs
+
+STALL_S = 0.8
+
+
+@pytest.fixture
+def hasty(directory: str, device: str) -> Iterator[GmsProcess]:
+    """A server that gives a writer up after less than a second."""
+    server = GmsProcess(directory, device=device, stall_s=STALL_S).start()
+    yield server
+    server.stop()
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGCONT])
+def test_writer_that_hangs_is_dropped_and_named_until_it_is_gone(
+    hasty: GmsProcess, client: Start, end: signal.Signals
+):
+    """SIGSTOP a writer that has memory: its session ends at the deadline, but it may still touch
+    what it maps, so the next writer waits and is told for whom. Killed, or awake and hearing that
+    it was dropped, it lets go: RW is granted at once, with no second copy in between."""
+    hung = client(engine="engine-0")
+    hung.expect("writer")
+    hung.do("place 4")
+    waiter = client(engine="engine-1")
+    steps = itertools.count(1)
+
+    def is_waited_for() -> bool:
+        hung.do(f"report {next(steps)}")  # a process takes its time to start
+        return bool(hasty.status()["waiting"])
+
+    until(is_waited_for, "the next writer to wait")
+    os.kill(hung.pid, signal.SIGSTOP)
+    try:
+        until(lambda: not hasty.status()["sessions"], "the writer to be given up")
+        unowned = until(
+            lambda: (found := hasty.status()["unowned"])[0]["holders"] and found, "its name"
+        )
+        assert unowned[0]["phase"] == "releasing"
+        assert hung.pid in unowned[0]["holders"]
+        assert [w["engine"] for w in hasty.status()["waiting"]] == ["engine-1"]
+    finally:
+        os.kill(hung.pid, end)
+    if end is signal.SIGCONT:
+        hung.do("close")
+    waiter.expect("writer")

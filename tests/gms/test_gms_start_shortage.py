@@ -7,14 +7,12 @@ limit cannot be had (root has no limit of processes), the kernel's answer is inj
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +20,15 @@ import pytest
 
 from gms import report
 from gms.server import supervisor as child_module
-from gms.server.metrics import GmsMetrics
-from gms.server.supervisor import HANG_MS, Child, GmsSupervisor
+from gms.server.supervisor import GmsSupervisor
 from plumbing.errors import GivenUpError
 from plumbing.pod import supervision
-from plumbing.pod.child_process import ChildProcess
 from plumbing.pod.gms_files import absences
 from plumbing.pod.supervision import DEATHS_MAX, SHORTAGE_EXIT_CODE
-from plumbing.service import procfs
-from plumbing.service.events import EventLog
-from plumbing.wire.server import PathGuard
-from tests.fake_clock import FakeClock
 from tests.gms.kinds import host_only
-from tests.gms.limits import at_limit, descriptors_left
+from tests.gms.limits import at_limit
 from tests.gms.test_gms_supervisor import Serve, command, serve
-from tests.helpers import auntil, open_fds, until
+from tests.helpers import auntil, until
 from understudy.status.gather import memory_parts, status_of
 
 __all__ = ["serve"]  # a fixture
@@ -139,31 +131,6 @@ def test_shortage_of_processes_is_waited_out_and_told_once(
     assert supervisor.children[0].problem is None
 
 
-def test_start_that_fails_leaves_neither_process_nor_descriptor(monkeypatch: pytest.MonkeyPatch):
-    """No descriptor for a process, or for watching it after it was created."""
-
-    async def start() -> None:
-        ChildProcess(["sleep", "60"], os.environ)
-
-    def no_pidfd(pid: int) -> int:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    before, children = open_fds(), procfs.children(os.getpid())
-    for count in range(3):
-        with pytest.raises(OSError, match="Too many open files"):
-            asyncio.run(limited(start, count))
-    monkeypatch.setattr(os, "pidfd_open", no_pidfd)
-    with pytest.raises(OSError, match="Too many open files"):
-        asyncio.run(start())
-    assert procfs.children(os.getpid()) == children
-    assert open_fds() == before
-
-
-async def limited(action: Callable[[], Any], count: int) -> None:
-    with descriptors_left(count):
-        await action()
-
-
 LOW_LIMIT = """
 import resource, sys
 import gms.cli, gms.server.server
@@ -188,124 +155,22 @@ def test_server_that_starts_without_room_says_so_by_its_exit_code(directory: str
     assert "Traceback" not in done.stderr
 
 
-def test_second_server_of_a_device_is_no_shortage(directory: str):
-    """The lock that another has is refused with the same errno as a process that there is no room
-    for: it stays what it is."""
-    with contextlib.closing(PathGuard(f"{directory}/gms_HOST-0_weights.lock", "this test")):
-        flags = ["serve-device", "--dir", directory, "--device", "HOST-0", "--memory", "host"]
-        done = subprocess.run(
-            [sys.executable, "-m", "gms.cli", *flags], capture_output=True, text=True, check=False
-        )
-    assert done.returncode == 1
-    assert "wire.address_in_use" in done.stderr
-
-
 # ---------------------------------------------------------------------- a server that is not heard
 
 
-class Process:
-    """A server process that only notes that it was killed."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid, self.is_killed = pid, False
-
-    def kill(self) -> None:
-        self.is_killed = True
-
-
-class Watched:
-    """A `Child` of a process, on a clock that the test moves on at every look."""
-
-    def __init__(self, directory: str, pid: int, step_ms: float) -> None:
-        self.clock = FakeClock()
-        metrics = GmsMetrics(["HOST-0"], "weights")
-        path = f"{directory}/gms.sock"
-        self.child = Child("HOST-0", path, self.clock, metrics, EventLog("gms", self.clock))
-        self.process: Any = Process(pid)
-        self.child.begin(self.process)
-        self.step_ms, self.looks = step_ms, 0
-        self._look = self.child._look
-        self.child._look = self._move_and_look  # type: ignore[method-assign]  # the real one, later
-
-    def _move_and_look(self) -> None:
-        self.clock.advance(self.step_ms)
-        self.looks += 1
-        self._look()
-
-    async def run(self, count: int) -> None:
-        """Until it has looked `count` more times, or has killed the process."""
-        end = self.looks + count
-        pinging = asyncio.create_task(self.child.ping())
-        await auntil(lambda: self.looks > end or pinging.done(), "the looks")
-        pinging.cancel()
-        await asyncio.gather(pinging, return_exceptions=True)
-        if pinging.done() and not pinging.cancelled():
-            pinging.result()
-
-
-ENOUGH = int(HANG_MS / 1000) + 2  # looks, a second apart, until a silent server is killed
-
-
-def test_server_that_never_answers_is_killed(directory: str):
-    """A process that sleeps: half a minute, and the reason is kept."""
-    with subprocess.Popen(["sleep", "60"]) as sleeper:
-        watched = Watched(directory, sleeper.pid, step_ms=1000)
-        asyncio.run(watched.run(ENOUGH))
-        sleeper.kill()
-    assert watched.process.is_killed
-    assert watched.child.is_killed_for_silence
-
-
-def test_server_that_waits_for_a_cpu_is_not_killed(directory: str, monkeypatch: pytest.MonkeyPatch):
-    """The kernel counts nine tenths of its time as waiting: silent for minutes, and alive."""
-    watched = Watched(directory, os.getpid(), step_ms=1000)
-    monkeypatch.setattr(
-        child_module.procfs,
-        "cpu_times",
-        lambda pid: (True, watched.clock.now_ms() * 0.1, watched.clock.now_ms() * 0.9),
-    )
-    asyncio.run(watched.run(4 * ENOUGH))
-    assert not watched.process.is_killed
-    asyncio.run(watched.run(12 * ENOUGH))
-    assert watched.process.is_killed, "it had half a minute to itself, and never answered"
-
-
-def test_server_that_cannot_be_asked_is_not_killed(directory: str):
-    """This process has no descriptor for a connection: that is not the server's silence, and the
-    reason is shown. Before, the error ended the supervisor."""
+def test_server_that_never_answers_is_killed(directory: str, monkeypatch: pytest.MonkeyPatch):
+    """A process that sleeps: killed for its silence, and another is started. That waiting for a CPU
+    is no silence, `test_silence_counts_only_the_time_in_which_the_server_could_run` proves."""
+    monkeypatch.setattr(child_module, "HANG_MS", 300.0)
+    supervisor = one_device(directory, "sleep", "60")
 
     async def scenario() -> None:
-        with descriptors_left(0):
-            await watched.run(3 * ENOUGH)
-        assert "limit of" in str(watched.child.status()["problem"])
-        await watched.run(4)
-        assert watched.child.status()["problem"] is None
+        running = asyncio.create_task(supervisor.run())
+        child = supervisor.children[0]
+        await auntil(lambda: child.restarts.deaths_total, "it to be killed")
+        os.kill(os.getpid(), signal.SIGTERM)
+        await running
 
-    watched = Watched(directory, os.getpid(), step_ms=1000)
     asyncio.run(scenario())
-    assert not watched.process.is_killed
-
-
-def test_waiting_for_a_cpu_is_counted_by_the_kernel():
-    """Two endless loops on one CPU: each of them waits for it."""
-    cpu = {min(os.sched_getaffinity(0))}
-    loop = "while True: pass"
-    both = [subprocess.Popen([sys.executable, "-c", loop]) for _ in range(2)]
-    try:
-        for process in both:
-            os.sched_setaffinity(process.pid, cpu)
-        before = [procfs.cpu_times(process.pid) for process in both]
-
-        def have_waited() -> bool:
-            now = [procfs.cpu_times(process.pid) for process in both]
-            return all(
-                a is not None and b is not None and b[1] > a[1] and b[2] > a[2]
-                for a, b in zip(before, now, strict=True)
-            )
-
-        until(have_waited, "both to have run and waited")
-    finally:
-        for process in both:
-            process.kill()
-            process.wait()
-    assert procfs.cpu_times(both[0].pid) is None
+    told = [event.message for event in supervisor.log.kept_since(0)]
+    assert any("stopped answering" in text for text in told)

@@ -17,9 +17,8 @@ from gms import upkeep as operate
 from gms.client import Reader
 from gms.messages import DigestMsg
 from plumbing.errors import WaitTimeoutError
-from tests.gms.bench import GmsProcess
+from tests.gms.bench import OTHER, GmsProcess, inodes, journalled, kept
 from tests.gms.kinds import host_only
-from tests.gms.test_gms_recovery import OTHER, inodes, journalled, kept
 from tests.helpers import until
 
 
@@ -174,26 +173,6 @@ def test_drop_names_the_readers_and_frees_an_unmapped_epoch(gms: GmsProcess):
     assert command(gms, "drop", "--yes", "--epoch", reader.epoch)[0] == 1, "that one is history"
     assert command(gms, "drop", "--yes")[0] == 0
     until(lambda: gms.status()["committed_bytes"] == 0, "the memory to be freed")
-
-
-def test_drop_of_an_epoch_whose_file_cannot_be_opened_costs_its_sender_only(gms: GmsProcess):
-    """A directory in the file's place: one sentence, and the service lives."""
-    gms.load().close()
-    epoch = gms.status()["epoch"]
-    path = os.path.join(gms.directory, names.epoch_file(gms.device, epoch))
-    os.unlink(path)
-    os.mkdir(path)
-    code, said = command(gms, "drop", "--yes")
-    assert (code, "cannot open" in said) == (1, True)
-    assert gms.status()["epoch"] == epoch
-    os.rmdir(path)
-
-
-def test_drop_of_another_epoch_names_the_committed_one(gms: GmsProcess):
-    """A stale id, while the committed one is mapped: not that it is mapped."""
-    with gms.load() as reader:
-        code, said = command(gms, "drop", "--yes", "--epoch", "a" * 32)
-        assert (code, reader.epoch in said, "is not the committed one" in said) == (1, True, True)
 
 
 def test_drop_asks_before_it_drops(gms: GmsProcess):

@@ -11,7 +11,6 @@ import pytest
 
 from gms.vmm import host as huge_pages
 from gms.vmm.host import HostMemory, HostReservation
-from tests.helpers import until
 
 MIB = 1 << 20
 HUGE = huge_pages.HUGE_BYTES
@@ -59,19 +58,6 @@ def test_filled_memory_keeps_its_content_and_is_in_huge_pages(reservation: HostR
     allocation.release()
 
 
-def test_memory_that_is_partly_there_is_filled_as_well(reservation: HostReservation):
-    """One page of the second of three huge pages, and nothing of the others."""
-    allocation = HostMemory().create(6 * MIB, "t")
-    reservation.map(0, [allocation], writable=True)
-    reservation.write(3 * MIB, b"kept")
-    huge_bytes = huge_pages.fill(reservation.address, 6 * MIB)
-    assert mapped(reservation.address)["ShmemPmdMapped"] == huge_bytes
-    assert huge_pages.fill(reservation.address, 6 * MIB) == huge_bytes
-    assert reservation.read(3 * MIB, 5) == b"kept\0"
-    reservation.free()
-    allocation.release()
-
-
 def test_only_what_lies_behind_the_offset_is_filled(reservation: HostReservation):
     """A second slab: the first one, untouched, takes no memory."""
     memory = HostMemory()
@@ -97,62 +83,5 @@ def test_filling_beside_a_user_ends_when_it_is_stopped(reservation: HostReservat
     filling.stop()
     assert reservation.read(0, 8 * MIB) == b"x" * 8 * MIB
     assert [huge_bytes in range(0, 8 * MIB + 1, HUGE) for huge_bytes in done] == [True]
-    reservation.free()
-    allocation.release()
-
-
-def test_filling_that_may_not_go_on_does_nothing(reservation: HostReservation):
-    allocation = HostMemory().create(4 * MIB, "t")
-    reservation.map(0, [allocation], writable=True)
-    assert huge_pages.fill(reservation.address, 4 * MIB, lambda: False) == 0
-    assert os.fstat(allocation.fileno()).st_blocks == 0
-    reservation.free()
-    allocation.release()
-
-
-def test_filling_that_is_stopped_before_it_begins_does_nothing(reservation: HostReservation):
-    """Not even asked whether there is room: a wake is over before either costs anything."""
-    allocation = HostMemory().create(4 * MIB, "t")
-    reservation.map(0, [allocation], writable=True)
-    asked: list[bool] = []
-    done: list[int] = []
-
-    def has_room() -> bool:
-        asked.append(True)
-        return True
-
-    filling = huge_pages.Filling(
-        reservation.address, 4 * MIB, done.append, has_room=has_room, after_s=UNTIL_STOPPED_S
-    )
-    filling.stop()
-    assert (asked, done, os.fstat(allocation.fileno()).st_blocks) == ([], [0], 0)
-    reservation.free()
-    allocation.release()
-
-
-def test_large_ranges_begin_where_a_huge_page_can():
-    """Several of an odd size: all of each is ours, to its last byte."""
-    memory = HostMemory()
-    allocation = memory.create(3 * MIB, "t")
-    ranges = [memory.reserve(3 * MIB) for _ in range(4)]
-    assert {each.address % HUGE for each in ranges} == {0}
-    for each in ranges:
-        each.map(0, [allocation], writable=True)
-        each.write(3 * MIB - 1, b"x")
-    for each in ranges:
-        each.free()
-    allocation.release()
-
-
-def test_memory_for_which_there_is_no_room_is_not_filled(reservation: HostReservation):
-    allocation = HostMemory().create(4 * MIB, "t")
-    reservation.map(0, [allocation], writable=True)
-    done: list[int] = []
-    filling = huge_pages.Filling(
-        reservation.address, 4 * MIB, done.append, has_room=lambda: False, after_s=0.0
-    )
-    until(lambda: done, "the filling to end")
-    filling.stop()
-    assert (done, os.fstat(allocation.fileno()).st_blocks) == ([0], 0)
     reservation.free()
     allocation.release()

@@ -17,7 +17,6 @@ from engine.core.loading import Role
 from gms import messages as msg
 from gms.core import device as capacity
 from gms.core import events as ev
-from gms.core import events as fx
 from gms.core import grants
 from gms.core.events import EpochPhase
 from gms.core.machine import DeviceMachine
@@ -61,7 +60,7 @@ def a_deadline_ends_recovery(patch: pytest.MonkeyPatch) -> None:
     """A survivor that has not come back by then is given up."""
     deadline_passed, free = DeviceMachine._deadline_passed, DeviceMachine._epoch_free
 
-    def give_up(self: DeviceMachine, now_ms: float) -> list[fx.DeviceEffect]:
+    def give_up(self: DeviceMachine, now_ms: float) -> list[ev.DeviceEffect]:
         due_ms = self._recovery.next_report_ms()
         if due_ms is not None and due_ms <= now_ms:
             for orphan in self.device.orphans:
@@ -70,7 +69,7 @@ def a_deadline_ends_recovery(patch: pytest.MonkeyPatch) -> None:
 
     def ignore_strangers(
         self: DeviceMachine, event: ev.EpochFree, now_ms: float
-    ) -> list[fx.DeviceEffect]:
+    ) -> list[ev.DeviceEffect]:
         return free(self, event, now_ms) if event.epoch in self.device.epochs else []
 
     patch.setattr(DeviceMachine, "_deadline_passed", give_up)
@@ -123,13 +122,13 @@ def _refuse(
 
     def refuse(
         self: Recovery, session: Any, rejoin: msg.RejoinMsg, now_ms: float
-    ) -> list[fx.DeviceEffect]:
+    ) -> list[ev.DeviceEffect]:
         if not is_unwanted(self, rejoin):
             return judge(self, session, rejoin, now_ms)
         session.move(ev.SessionRefused, now_ms)
         error = UnderstudyError("gms.not_committed", "not wanted")
         dropped = self.device.drop(session, error.message)
-        return [fx.RefuseRequest(session.id, session.request_id, error), *dropped]
+        return [ev.RefuseRequest(session.id, session.request_id, error), *dropped]
 
     patch.setattr(Recovery, "_judge", refuse)
 
@@ -140,7 +139,7 @@ def ask_only_one_survivor(patch: pytest.MonkeyPatch) -> None:
 
     def judge_once(
         self: Recovery, session: Any, rejoin: msg.RejoinMsg, now_ms: float
-    ) -> list[fx.DeviceEffect]:
+    ) -> list[ev.DeviceEffect]:
         is_broken_off = (self, rejoin.epoch) in asked and self.device.committed is None
         if is_broken_off and not any(
             s.state in HANDING_BACK for s in self.device.sessions.values()
@@ -154,8 +153,8 @@ def ask_only_one_survivor(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Recovery, "_judge", judge_once)
 
 
-def is_wanted(effect: fx.DeviceEffect) -> bool:
-    return isinstance(effect, fx.SendMessage) and isinstance(effect.message, msg.WantedMsg)
+def is_wanted(effect: ev.DeviceEffect) -> bool:
+    return isinstance(effect, ev.SendMessage) and isinstance(effect.message, msg.WantedMsg)
 
 
 def never_condemn(patch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Flag, auto
 from typing import TYPE_CHECKING
 
-from gms.core import events as fx
+from gms.core import events as ev
 from tests.sim.gms_device import Move
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def _deaths(world: World, engine: Engine) -> list[Move]:
 
 def _crashes(world: World, device: SimDevice) -> list[Move]:
     found: list[Move] = [(f"CRASH {device.name}", lambda: world.crash(device))]
-    if device.driver and isinstance(device.driver[0], fx.WriteJournal):
+    if device.driver and isinstance(device.driver[0], ev.WriteJournal):
         how = device.crash_after_journal
         found += 8 * [(f"CRASH {device.name} after its journal", lambda: world.crash(device, how))]
     return found

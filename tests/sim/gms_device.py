@@ -16,7 +16,7 @@ from typing import Any
 
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core import events as fx
+from gms.core.device import snapshot
 from gms.core.events import EpochPhase, SessionState
 from gms.core.machine import DeviceMachine
 from gms.core.recovery import orphans_of
@@ -98,7 +98,7 @@ class SimDevice:
         self.marked: set[str] = set()  # epochs whose files say that they are history
         self.condemning: set[str] = set()  # a crash forgets it, like a message that came too late
         self.was_replaced = False  # on purpose: then there may be two copies
-        self.driver: deque[fx.DeviceEffect] = deque()
+        self.driver: deque[ev.DeviceEffect] = deque()
         self.closing: deque[int] = deque()  # sessions whose end the server has not seen yet
         self.offered: dict[int, Copy] = {}  # by session: descriptors that came with an offer
         self.vault: dict[str, Copy] = {}
@@ -146,11 +146,11 @@ class SimDevice:
     def crash_after_journal(self) -> None:
         """The record is on disk, and that is the last that this server does."""
         effect = self.driver.popleft()
-        assert isinstance(effect, fx.WriteJournal)
+        assert isinstance(effect, ev.WriteJournal)
         self._write(effect)
         self.crash()
 
-    def _write(self, effect: fx.WriteJournal) -> None:
+    def _write(self, effect: ev.WriteJournal) -> None:
         self.journal, self.is_journal_lost = effect.record, False
         self.condemned |= self.condemning - {effect.record.epoch if effect.record else ""}
 
@@ -162,15 +162,15 @@ class SimDevice:
             effects = self.machine.handle(event, self.now_ms)
         except UnderstudyError as error:  # the shell answers with it and closes the connection
             session = getattr(event, "session")  # noqa: B009 -- only what peers say is refused
-            self._deliver(session, fx.RefuseRequest(session, 0, error), None)
+            self._deliver(session, ev.RefuseRequest(session, 0, error), None)
             return
         self._notice_retired(before, event)
         for effect in effects:
-            if isinstance(effect, fx.Respond):
+            if isinstance(effect, ev.Respond):
                 self._answer(effect)
-            elif isinstance(effect, fx.Unwatch):
+            elif isinstance(effect, ev.Unwatch):
                 self.watched.discard(effect.epoch)
-            elif not isinstance(effect, fx.RecordEvent):
+            elif not isinstance(effect, ev.RecordEvent):
                 self.driver.append(effect)
         self.check()
 
@@ -189,16 +189,16 @@ class SimDevice:
             self.condemning.add(before.id)
         self.last, self.was_replaced = None, True
 
-    def _answer(self, effect: fx.Respond) -> None:
+    def _answer(self, effect: ev.Respond) -> None:
         copy = None
-        answer = effect.message if isinstance(effect, fx.SendMessage) else effect
+        answer = effect.message if isinstance(effect, ev.SendMessage) else effect
         if isinstance(answer, msg.CommittedMsg):
             assert self.journal is not None
             assert self.journal.epoch == answer.epoch, "journalled before it is answered"
             self._publish(answer.epoch)
-        if isinstance(answer, fx.SendEpoch):
+        if isinstance(answer, ev.SendEpoch):
             assert answer.epoch in self.published, "a reader sees only what was published"
-        if isinstance(answer, fx.GrantWriting | fx.SendEpoch):
+        if isinstance(answer, ev.GrantWriting | ev.SendEpoch):
             copy = self.vault[answer.epoch]
         self._deliver(effect.session, answer, copy)
 
@@ -217,46 +217,46 @@ class SimDevice:
         """The driver's oldest call completes; if its session has left, the call was made anyway."""
         effect = self.driver.popleft()
         match effect:
-            case fx.OpenEpoch():
+            case ev.OpenEpoch():
                 assert effect.epoch not in self.files, f"two files under the name {effect.epoch}"
                 self.files.add(effect.epoch)
                 self.begun_total += 1
                 self.vault[effect.epoch] = Copy(effect.epoch)
                 self.tell(ev.EpochOpened(effect.session))
-            case fx.CreateSlab() if fails:
+            case ev.CreateSlab() if fails:
                 full = UnderstudyError("gms.device_full", "somebody else has it")
                 self.tell(ev.DeviceFull(effect.session, full))
-            case fx.CreateSlab():
+            case ev.CreateSlab():
                 self.vault[effect.epoch].slab_sizes.append(effect.size_bytes)
                 self.tell(ev.SlabCreated(effect.session))
-            case fx.SealEpoch() | fx.AdoptEpoch() if fails:
+            case ev.SealEpoch() | ev.AdoptEpoch() if fails:
                 self._fail(effect.session, "gms.driver_failed")
-            case fx.SealEpoch():
+            case ev.SealEpoch():
                 self.tell(ev.Sealed(effect.session, tensors=1))
-            case fx.AdoptEpoch():
+            case ev.AdoptEpoch():
                 self._adopt(effect)
-            case fx.WriteJournal(None) if fails:
+            case ev.WriteJournal(None) if fails:
                 self.tell(ev.JournalBehind("a full disk"))
-            case fx.WriteJournal() if fails and effect.session is not None:
+            case ev.WriteJournal() if fails and effect.session is not None:
                 self.tell(ev.JournalFailed(effect.session, "a full disk"))
-            case fx.WriteJournal():
+            case ev.WriteJournal():
                 self._write(effect)
                 if effect.session is not None:
                     self.tell(ev.Journalled(effect.session))
                 else:
                     self.tell(ev.JournalKept())
-            case fx.MarkHistory():
+            case ev.MarkHistory():
                 self.marked.add(effect.epoch)
                 self.condemned |= self.condemning & self.marked
-            case fx.DiscardOffer():
+            case ev.DiscardOffer():
                 self.vault.pop(effect.epoch, None)
-            case fx.ReleaseEpoch():
+            case ev.ReleaseEpoch():
                 self.vault.pop(effect.epoch, None)
                 self.watched.add(effect.epoch)
             case _:
                 raise AssertionError(effect)
 
-    def _adopt(self, effect: fx.AdoptEpoch) -> None:
+    def _adopt(self, effect: ev.AdoptEpoch) -> None:
         """The driver looks at what came: is it what it is said to be?"""
         copy = self.offered.pop(effect.session, None)
         if copy is None or tuple(copy.slab_sizes) != effect.slab_sizes:
@@ -324,6 +324,9 @@ class SimDevice:
             if session.state is SessionState.READING and session.epoch not in device.epochs:
                 # Given up, come back to, and its process died before its connection was seen to.
                 assert session.epoch not in self._holders(), "a reader's epoch is never freed"
+        owned = sum(e.size_bytes for e in device.epochs.values() if e.phase != EpochPhase.ORPHANED)
+        assert owned <= self.capacity_bytes
+        snapshot(device, str)
         committed = device.committed
         assert committed is None or committed.id not in self.condemned, "a condemned epoch is back"
         if committed is not None and committed.id == self.doubtful:

@@ -18,9 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gms import kv_messages as msg
-from gms.core import events as device_events
-from gms.core import events as fx
-from gms.core import kv_events as ev
+from gms.core import events as ev
+from gms.core import kv_events as kv
 from gms.core.events import Effects
 from gms.core.kv_events import Claimant, PoolPhase
 from gms.core.kv_machine import KvMachine
@@ -46,7 +45,7 @@ class Process:
     claimant: Claimant
     size: int
     conn: int | None = None
-    inbox: deque[fx.DeviceEffect | tuple[ev.SendPool, Memory]] = field(default_factory=deque)
+    inbox: deque[ev.DeviceEffect | tuple[kv.SendPool, Memory]] = field(default_factory=deque)
     has_asked: bool = False  # on this connection
     flock: str | None = None
     memory: Memory | None = None
@@ -115,7 +114,7 @@ class KvWorld:
         elif choice < 0.55 and self.calls:
             self.calls.popleft()()
         elif choice < 0.60:
-            self.tell(device_events.DeadlinePassed())
+            self.tell(ev.DeadlinePassed())
         elif self.machine is None:
             self.boot()
         elif alive:
@@ -149,7 +148,7 @@ class KvWorld:
         if users and not self.machine.borrowers.holders:
             return
         try:
-            self.tell(device_events.Received(next(self.conn_ids), 1, msg.DropPoolMsg(), 9))
+            self.tell(ev.Received(next(self.conn_ids), 1, msg.DropPoolMsg(), 9))
         except UnderstudyError:
             return
         assert pool is not None, "no pool was dropped"
@@ -179,7 +178,7 @@ class KvWorld:
         for pool in sorted(self.watched):
             if not any(p.flock == pool for p in self.processes):
                 self.watched.discard(pool)
-                self.tell(ev.PoolFree(pool))
+                self.tell(kv.PoolFree(pool))
                 return
 
     # ------------------------------------------------------------------ one process
@@ -228,10 +227,10 @@ class KvWorld:
             return False
         self.note(f"{process.claimant} {message.TYPE}")
         try:
-            self.tell(device_events.Received(process.conn, 1, message, 7))
+            self.tell(ev.Received(process.conn, 1, message, 7))
         except UnderstudyError as error:
             self.note(f"refused: {error.code}")
-            process.inbox.append(fx.RefuseRequest(process.conn, 1, error))
+            process.inbox.append(ev.RefuseRequest(process.conn, 1, error))
             return False
         if isinstance(message, msg.BorrowPoolMsg):
             self.claims.append(process.claimant)
@@ -240,22 +239,22 @@ class KvWorld:
     def read(self, process: Process) -> None:
         got = process.inbox.popleft()
         match got:
-            case ev.GrantPool():
+            case kv.GrantPool():
                 if got.pool not in self.files:
                     self.disconnect(process)
                     return
                 process.flock = got.pool
                 self.send(process, msg.TakeMsg())
-            case (ev.SendPool(), Memory() as memory):
+            case (kv.SendPool(), Memory() as memory):
                 process.memory = memory
                 self.takeovers += bool(memory.written) and memory.written[-1] != process.claimant
-            case fx.SendMessage(message=msg.PoolFreedMsg() as said):
+            case ev.SendMessage(message=msg.PoolFreedMsg() as said):
                 assert said.pool not in self.vault, "memory that the server holds was called free"
                 held = [p.claimant for p in self.processes if p.flock == said.pool]
                 assert not held, f"memory that {held[0]} maps was called free"
                 self.freed += 1
                 self.disconnect(process)
-            case fx.RefuseRequest():
+            case ev.RefuseRequest():
                 self.disconnect(process)
                 is_gone = got.error.code == "gms.kv_pool_gone"
                 if process.memory is None or is_gone:  # an engine that cannot wake ends
@@ -309,7 +308,7 @@ class KvWorld:
         process.inbox = deque(each for each in process.inbox if isinstance(each, tuple))
         if conn is not None and self.machine is not None:
             self.offered.pop(conn, None)
-            self.tell(device_events.Closed(conn))
+            self.tell(ev.Closed(conn))
 
     # ------------------------------------------------------------------ the server
 
@@ -323,7 +322,7 @@ class KvWorld:
             newest=self.disk,
         )
         self.note(f"boot, orphans {sorted(self.files)}")
-        self.tell(device_events.DeadlinePassed())
+        self.tell(ev.DeadlinePassed())
 
     def crash_server(self) -> None:
         self.note("server crashes")
@@ -336,39 +335,39 @@ class KvWorld:
             if process.inbox and not process.is_dying:
                 self.read(process)  # what the dead server had sent is still in its socket
 
-    def tell(self, event: device_events.DeviceEvent) -> None:
+    def tell(self, event: ev.DeviceEvent) -> None:
         if self.machine is not None:
             for effect in self.machine.handle(event, self.now_ms):
                 self.perform(effect)
 
-    def perform(self, effect: fx.DeviceEffect) -> None:
+    def perform(self, effect: ev.DeviceEffect) -> None:
         match effect:
-            case ev.GrantPool(session, _, pool):
+            case kv.GrantPool(session, _, pool):
                 self.granted(session, pool)
                 self.answer(session, effect)
-            case ev.SendPool(session, _, pool, is_fresh):
+            case kv.SendPool(session, _, pool, is_fresh):
                 memory = self.vault[pool]
                 assert not (is_fresh and memory.written), "fresh memory was written before"
                 self.answer(session, (effect, memory))
-            case fx.SendMessage(session) | fx.RefuseRequest(session):
+            case ev.SendMessage(session) | ev.RefuseRequest(session):
                 self.answer(session, effect)
-            case ev.MakePool(pool, size):
+            case kv.MakePool(pool, size):
                 self.calls.append(lambda: self.make(pool, size))
-            case ev.ReleasePool(pool):
+            case kv.ReleasePool(pool):
                 self.calls.append(lambda: self.release(pool))
-            case ev.TakePoolBack(pool, session):
+            case kv.TakePoolBack(pool, session):
                 memory = self.offered.get(session)
                 self.calls.append(lambda: self.take_back(pool, session, memory))
-            case ev.WatchPool(pool):
+            case kv.WatchPool(pool):
                 self.watched.add(pool)
-            case ev.UnwatchPool(pool):
+            case kv.UnwatchPool(pool):
                 self.watched.discard(pool)
-            case ev.MarkDiscarded(pool):
+            case kv.MarkDiscarded(pool):
                 self.files[pool] = self.is_marking
-            case ev.KeepTokens(newest):
+            case kv.KeepTokens(newest):
                 self.disk = newest
 
-    def answer(self, conn: int, what: fx.DeviceEffect | tuple[ev.SendPool, Memory]) -> None:
+    def answer(self, conn: int, what: ev.DeviceEffect | tuple[kv.SendPool, Memory]) -> None:
         for process in self.processes:
             if process.conn == conn:
                 process.inbox.append(what)
@@ -376,27 +375,27 @@ class KvWorld:
     def make(self, pool: str, size: int) -> None:
         if self.is_full:
             full = UnderstudyError("gms.device_full", "the device is full")
-            self.tell(ev.PoolNotMade(pool, full))
+            self.tell(kv.PoolNotMade(pool, full))
             return
         alive = {id(m) for m in self.memories()}
         assert not alive, "a second pool was made beside one that lives"
         self.files[pool] = False
         self.vault[pool] = Memory(pool, size)
-        self.tell(ev.PoolMade(pool, (size,)))
+        self.tell(kv.PoolMade(pool, (size,)))
 
     def release(self, pool: str) -> None:
         assert not any(p.flock == pool for p in self.processes), "a mapped pool was released"
         self.files.pop(pool, None)
         self.vault.pop(pool, None)
-        self.tell(ev.PoolReleased(pool))
+        self.tell(kv.PoolReleased(pool))
 
     def take_back(self, pool: str, session: int, memory: Memory | None) -> None:
         if memory is None or self.rng.random() < 0.1:
             error = UnderstudyError("gms.bad_slab", "the driver refuses it")
-            self.tell(ev.PoolNotTakenBack(pool, session, error))
+            self.tell(kv.PoolNotTakenBack(pool, session, error))
             return
         self.vault[pool] = memory
-        self.tell(ev.PoolTakenBack(pool))
+        self.tell(kv.PoolTakenBack(pool))
 
     # ------------------------------------------------------------------ what must hold
 
@@ -444,7 +443,7 @@ class KvWorld:
             self.look()
             while self.calls:
                 self.calls.popleft()()
-            self.tell(device_events.DeadlinePassed())
+            self.tell(ev.DeadlinePassed())
             self.check()
         assert last.memory is not None, "the last engine was never lent the memory"
         assert self.machine is not None

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from gms.core import events as ev
-from gms.core import events as fx
 from gms.core.machine import DeviceMachine
 from gms.core.recovery import orphans_of
 from plumbing.errors import UnderstudyError
@@ -53,7 +52,7 @@ class Node:
         self.record: ev.JournalRecord | None = None
         self.offloaded: ev.JournalRecord | None = None
         self.vault: dict[str, Memory] = {}
-        self.driver: deque[fx.DeviceEffect] = deque()
+        self.driver: deque[ev.DeviceEffect] = deque()
         self.sessions: dict[int, Actor] = {}
         self.boot()
 
@@ -90,37 +89,37 @@ class Node:
             effects = self.machine.handle(event, self.world.now_ms)
         except UnderstudyError as error:
             assert isinstance(event, ev.SessionEvent)
-            effects = [fx.RefuseRequest(event.session, 0, error)]
+            effects = [ev.RefuseRequest(event.session, 0, error)]
         for effect in effects:
-            if isinstance(effect, fx.Respond):
+            if isinstance(effect, ev.Respond):
                 actor = self.sessions.get(effect.session)
                 if actor is not None:
                     self.world.hear(self, actor, effect)
-            elif isinstance(effect, fx.Unwatch):
+            elif isinstance(effect, ev.Unwatch):
                 self.watched.discard(effect.epoch)
-            elif not isinstance(effect, fx.RecordEvent):
+            elif not isinstance(effect, ev.RecordEvent):
                 self.driver.append(effect)
 
     def complete_one(self) -> None:
         effect = self.driver.popleft()
         match effect:
-            case fx.OpenEpoch():
+            case ev.OpenEpoch():
                 self.files.add(effect.epoch)
                 self.vault[effect.epoch] = Memory(effect.epoch)
                 self.tell(ev.EpochOpened(effect.session))
-            case fx.CreateSlab():
+            case ev.CreateSlab():
                 self.tell(ev.SlabCreated(effect.session))
-            case fx.SealEpoch():
+            case ev.SealEpoch():
                 self.tell(ev.Sealed(effect.session, tensors=1))
-            case fx.WriteJournal():
+            case ev.WriteJournal():
                 self.record, self.offloaded = effect.record, effect.offloaded
                 self.world.journalled(self)
                 done = ev.JournalKept() if effect.session is None else ev.Journalled(effect.session)
                 self.tell(done)
-            case fx.MarkHistory():
+            case ev.MarkHistory():
                 self.marked.add(effect.epoch)
                 self.world.journalled(self)
-            case fx.AdoptEpoch():
+            case ev.AdoptEpoch():
                 actor = self.sessions.get(effect.session)
                 memory = actor.holds[self.name] if actor is not None else None
                 if memory is None:
@@ -129,9 +128,9 @@ class Node:
                 else:
                     self.vault[effect.epoch] = memory
                     self.tell(ev.Adopted(effect.session, tensors=1))
-            case fx.DiscardOffer():
+            case ev.DiscardOffer():
                 self.vault.pop(effect.epoch, None)
-            case fx.ReleaseEpoch():
+            case ev.ReleaseEpoch():
                 self.vault.pop(effect.epoch, None)
                 self.watched.add(effect.epoch)
             case _:

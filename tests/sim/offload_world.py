@@ -14,7 +14,6 @@ from typing import Any
 
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core import events as fx
 from gms.core.events import EpochPhase
 from gms.core.state import WRITER_STATES
 from tests.sim.gms_device import MIB, commit_of, manifest_of
@@ -72,17 +71,17 @@ class OffloadWorld:
         if session is not None and node.sessions.pop(session, None) is not None:
             node.tell(ev.Closed(session, "closed"))
 
-    def hear(self, node: Node, actor: Actor, effect: fx.Respond) -> None:
+    def hear(self, node: Node, actor: Actor, effect: ev.Respond) -> None:
         name = node.name
-        answer = effect.message if isinstance(effect, fx.SendMessage) else effect
+        answer = effect.message if isinstance(effect, ev.SendMessage) else effect
         if isinstance(answer, msg.WaitingMsg):
             return
         actor.is_busy = False
         match answer:
-            case fx.GrantWriting():
+            case ev.GrantWriting():
                 actor.at[name], actor.copy = "writing", answer.copy
                 actor.holds[name] = node.vault[answer.epoch]
-            case fx.SendEpoch():
+            case ev.SendEpoch():
                 actor.at[name], actor.holds[name] = "reading", node.vault[answer.epoch]
                 self._check_readable(node, answer.epoch)
             case msg.CommittedMsg():
@@ -100,7 +99,7 @@ class OffloadWorld:
             case msg.OffloadedMsg():
                 self.offloads += 1
                 self._check_free()
-            case fx.RefuseRequest():
+            case ev.RefuseRequest():
                 session = actor.session[name]
                 if session is not None:
                     node.sessions.pop(session, None)

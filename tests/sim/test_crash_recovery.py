@@ -13,7 +13,6 @@ import pytest
 from engine.core.loading import Role
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core import events as fx
 from gms.core.recovery import OFFER_MS
 from tests.sim.broken_rules import RULES, Rule, abort_in_doubt
 from tests.sim.faults import Hazard
@@ -99,7 +98,7 @@ def crash_in_the_middle_of_a_commit(world: World) -> None:
 
     def is_writing() -> bool:
         heads = [device.driver[0] for device in world.devices if device.driver]
-        return len(heads) == 2 and all(isinstance(e, fx.WriteJournal) for e in heads)
+        return len(heads) == 2 and all(isinstance(e, ev.WriteJournal) for e in heads)
 
     journal_last = ("SealEpoch", "writes", "CreateSlab", "hears", "")
     while not is_writing():

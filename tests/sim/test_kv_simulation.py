@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from gms.core import kv_events as ev
+from gms.core import kv_events as kv
 from gms.core.kv_events import PoolPhase
 from gms.core.kv_machine import KvMachine
 from gms.core.kv_state import Borrowers, Pool, Pools
@@ -115,7 +115,7 @@ def given_up_is_free(patch: pytest.MonkeyPatch) -> None:
         effects = give_up(self, pool, by)
         if effects:
             pool.turn("release")
-            effects.append(ev.ReleasePool(pool.id))
+            effects.append(kv.ReleasePool(pool.id))
         return effects
 
     patch.setattr(Pools, "give_up", given_up)

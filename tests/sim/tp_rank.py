@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core import events as fx
 from tests.sim.gms_device import SLAB_BYTES, Copy, SimDevice, commit_of, manifest_of
 
 if TYPE_CHECKING:
@@ -184,9 +183,9 @@ class Rank:
     def _hear(self) -> None:
         answer, copy = self.inbox.popleft()
         match answer:
-            case fx.GrantWriting():
+            case ev.GrantWriting():
                 self._join(copy, At.WRITING)
-            case fx.SendEpoch():
+            case ev.SendEpoch():
                 self.identity = dict(self.device.published[answer.epoch].identity)
                 self._join(copy, At.READING)
             case msg.AllocatedMsg():
@@ -196,7 +195,7 @@ class Rank:
                 self.at = At.READING if self.at is At.COMMITTING else self.at
             case msg.WantedMsg():
                 self.is_asked = True
-            case fx.RefuseRequest():
+            case ev.RefuseRequest():
                 self._refused(answer.error.code)
             case _ if answer is EOF:
                 self._ended()
@@ -204,6 +203,7 @@ class Rank:
     def _join(self, copy: Copy | None, then: At) -> None:
         """Take the flock before anything is mapped; too late is too late."""
         assert copy is not None
+        assert self.at is At.ATTACHING, "it was granted what it had not asked for"
         if copy.epoch not in self.device.files:
             self.engine.fail(f"{self.name} came too late for its epoch")
             return

@@ -18,7 +18,7 @@ from typing import Any
 
 from engine.core.loading import Loading, Role
 from gms import messages as msg
-from gms.core import events as fx
+from gms.core import events as ev
 from gms.core.events import SessionState
 from tests.sim import faults
 from tests.sim.faults import Hazard
@@ -134,7 +134,7 @@ class World:
         if rank is None or isinstance(answer, msg.WaitingMsg):
             return
         rank.inbox.append((answer, copy))
-        if isinstance(answer, fx.RefuseRequest):  # the server closes after it
+        if isinstance(answer, ev.RefuseRequest):  # the server closes after it
             self.close_session(rank)
 
     def bury(self, supervisor: str, ranks: list[Rank]) -> None:

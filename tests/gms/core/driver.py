@@ -8,7 +8,6 @@ from typing import Any
 
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core import events as fx
 from gms.core.machine import DeviceMachine
 from gms.core.state import Epoch
 from gms.manifest import TensorRecord, encode, layout_hash
@@ -17,12 +16,12 @@ from plumbing.wire.messages import Message
 MIB = 1 << 20
 IDENTITY = {"model": "tiny", "shards": {"a": "1"}}
 
-Answer = Message | fx.Respond
+Answer = Message | ev.Respond
 
 
-def answer_of(effect: fx.Respond) -> Answer:
+def answer_of(effect: ev.Respond) -> Answer:
     """What goes to the client: a plain reply is its message."""
-    return effect.message if isinstance(effect, fx.SendMessage) else effect
+    return effect.message if isinstance(effect, ev.SendMessage) else effect
 
 
 class Bench:
@@ -51,20 +50,20 @@ class Bench:
         self.now_ms = 0.0
         self.auto = auto  # complete driver calls at once
         self.mapped: set[str] = set()  # epochs whose file somebody holds
-        self.pending: list[fx.DeviceEffect] = []
-        self.sent: list[fx.Respond] = []
+        self.pending: list[ev.DeviceEffect] = []
+        self.sent: list[ev.Respond] = []
         self.released: list[str] = []
         self.marked: set[str] = set()  # epochs whose files say that they are history
         self.journal: ev.JournalRecord | None = None
         self.offloaded = offloaded  # as the journal has it
-        self.records: list[fx.RecordEvent] = []
+        self.records: list[ev.RecordEvent] = []
 
-    def tell(self, event: ev.DeviceEvent) -> list[fx.DeviceEffect]:
+    def tell(self, event: ev.DeviceEvent) -> list[ev.DeviceEffect]:
         effects = self.machine.handle(event, self.now_ms)
         for effect in effects:
-            if isinstance(effect, fx.Respond):
+            if isinstance(effect, ev.Respond):
                 self.sent.append(effect)
-            elif isinstance(effect, fx.RecordEvent):
+            elif isinstance(effect, ev.RecordEvent):
                 self.records.append(effect)
             else:
                 self.pending.append(effect)
@@ -76,27 +75,27 @@ class Bench:
         while self.pending:
             self.complete(self.pending.pop(0))
 
-    def complete(self, effect: fx.DeviceEffect) -> None:
+    def complete(self, effect: ev.DeviceEffect) -> None:
         match effect:
-            case fx.OpenEpoch():
+            case ev.OpenEpoch():
                 self.tell(ev.EpochOpened(effect.session))
-            case fx.CreateSlab():
+            case ev.CreateSlab():
                 self.tell(ev.SlabCreated(effect.session))
-            case fx.SealEpoch():
+            case ev.SealEpoch():
                 self.tell(ev.Sealed(effect.session, tensors=1))
-            case fx.WriteJournal():
+            case ev.WriteJournal():
                 self.journal, self.offloaded = effect.record, effect.offloaded
                 if effect.session is not None:
                     self.tell(ev.Journalled(effect.session))
                 else:
                     self.tell(ev.JournalKept())
-            case fx.AdoptEpoch():
+            case ev.AdoptEpoch():
                 self.tell(ev.Adopted(effect.session, tensors=1))
-            case fx.MarkHistory():
+            case ev.MarkHistory():
                 self.marked.add(effect.epoch)
-            case fx.Unwatch() | fx.DiscardOffer():
+            case ev.Unwatch() | ev.DiscardOffer():
                 pass
-            case fx.ReleaseEpoch():
+            case ev.ReleaseEpoch():
                 self.released.append(effect.epoch)
                 if effect.epoch not in self.mapped:
                     self.tell(ev.EpochFree(effect.epoch))
@@ -140,7 +139,7 @@ class Bench:
 
     def load(self, session: int, size_bytes: int = MIB, **more: Any) -> str:
         """A writer's whole life up to its commit; the committed epoch's id."""
-        assert isinstance(self.attach(session, **more), fx.GrantWriting)
+        assert isinstance(self.attach(session, **more), ev.GrantWriting)
         self.allocate(session, size_bytes)
         answer = self.commit(session, more.get("identity"))
         assert isinstance(answer, msg.CommittedMsg), answer

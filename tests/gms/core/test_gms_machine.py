@@ -6,7 +6,6 @@ import pytest
 
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core import events as fx
 from gms.core.device import WAITERS_MAX
 from gms.core.events import EpochPhase
 from gms.core.grants import JOURNAL_RETRY_MS
@@ -18,21 +17,21 @@ OTHER = {"model": "tiny", "shards": {"a": "2"}}
 
 
 def refusal(answer: Answer | None) -> UnderstudyError:
-    assert isinstance(answer, fx.RefuseRequest), answer
+    assert isinstance(answer, ev.RefuseRequest), answer
     return answer.error
 
 
 def test_first_writes_second_waits_then_reads():
     """RW_OR_RO twice: the first becomes the writer; its commit turns the second into a reader."""
     bench = Bench()
-    assert isinstance(bench.attach(1), fx.GrantWriting)
+    assert isinstance(bench.attach(1), ev.GrantWriting)
     waiting = bench.attach(2)
     assert isinstance(waiting, msg.WaitingMsg)
     assert waiting.reason == "writer"
     assert "engine-1" in waiting.message
     bench.allocate(1)
     assert isinstance(bench.commit(1), msg.CommittedMsg)
-    assert isinstance(bench.last(2), fx.SendEpoch)
+    assert isinstance(bench.last(2), ev.SendEpoch)
     assert bench.device.committed is not None
     assert bench.device.committed.readers == {1, 2}
 
@@ -46,7 +45,7 @@ def test_dead_writer_costs_only_its_staging_and_the_waiter_becomes_the_writer():
     assert first is not None
     bench.attach(2)
     bench.close(1)
-    assert isinstance(bench.last(2), fx.GrantWriting)
+    assert isinstance(bench.last(2), ev.GrantWriting)
     assert bench.released == [first.id]
     assert bench.device.staging is not None
     assert bench.device.staging.id != first.id
@@ -69,19 +68,7 @@ def test_no_session_writes_while_a_dead_writers_memory_is_mapped():
     assert isinstance(waiting, msg.WaitingMsg)
     assert "pid 77" in waiting.message
     bench.unmap(epoch.id)
-    assert isinstance(bench.last(2), fx.GrantWriting)
-
-
-def test_dead_waiter_is_dropped_and_never_granted():
-    """A client dies while it queues for RW: the next in the queue is granted, not the dead one."""
-    bench = Bench()
-    for session in (1, 2, 3):
-        bench.attach(session)
-    bench.close(2)
-    assert [s.id for s in bench.device.waiting] == [3]
-    bench.close(1)
-    assert isinstance(bench.last(3), fx.GrantWriting)
-    assert isinstance(bench.last(2), msg.WaitingMsg)
+    assert isinstance(bench.last(2), ev.GrantWriting)
 
 
 def test_plain_rw_on_a_committed_device_is_an_error_at_once():
@@ -132,7 +119,7 @@ def test_writer_that_stalls_loses_its_staging_but_slow_progress_is_no_stall():
     bench.attach(2)
     bench.advance(100)
     assert refusal(bench.last(1)).code == "gms.writer_stalled"
-    assert isinstance(bench.last(2), fx.GrantWriting)
+    assert isinstance(bench.last(2), ev.GrantWriting)
 
 
 def test_replace_keeps_the_old_epoch_until_its_last_reader_leaves():
@@ -142,7 +129,7 @@ def test_replace_keeps_the_old_epoch_until_its_last_reader_leaves():
     new = bench.load(2, mode="rw", replace=True, identity=OTHER)
     assert bench.device.epochs[old].phase is EpochPhase.SUPERSEDED
     answer = bench.attach(3, "ro", identity=OTHER)
-    assert isinstance(answer, fx.SendEpoch)
+    assert isinstance(answer, ev.SendEpoch)
     assert answer.epoch == new
     bench.close(1)
     assert bench.released == [old]
@@ -153,8 +140,8 @@ def test_rw_or_ro_with_replace_writes_only_where_the_identity_differs():
     """`replace` is a permission: the same identity is simply read."""
     bench = Bench()
     bench.load(1)
-    assert isinstance(bench.attach(2, replace=True), fx.SendEpoch)
-    assert isinstance(bench.attach(3, replace=True, identity=OTHER), fx.GrantWriting)
+    assert isinstance(bench.attach(2, replace=True), ev.SendEpoch)
+    assert isinstance(bench.attach(3, replace=True, identity=OTHER), ev.GrantWriting)
 
 
 def test_replace_without_room_frees_an_epoch_without_readers():
@@ -203,18 +190,6 @@ def test_kv_memory_counts_against_the_device_and_is_named():
     assert isinstance(bench.last(2), msg.AllocatedMsg)
 
 
-def test_slab_that_waits_for_memory_in_vain_fails_at_its_deadline():
-    """Memory that is being released does not come: the writer's deadline ends the wait."""
-    bench = Bench(capacity_bytes=10 * MIB, stall_ms=1000)
-    old = bench.load(1, 6 * MIB)
-    bench.close(1)
-    bench.mapped.add(old)
-    bench.attach(2, "rw", replace=True, identity=OTHER)
-    bench.allocate(2, 6 * MIB)
-    bench.advance(1000)
-    assert refusal(bench.last(2)).code == "gms.writer_stalled"
-
-
 def test_journal_that_cannot_be_written_is_retried_and_reported():
     """A full disk at commit: status says so, the commit goes through when there is room."""
     bench = Bench(auto=False)
@@ -222,7 +197,7 @@ def test_journal_that_cannot_be_written_is_retried_and_reported():
     bench.drain()
     bench.commit(1)
     bench.complete(bench.pending.pop(0))
-    assert isinstance(bench.pending.pop(0), fx.WriteJournal)
+    assert isinstance(bench.pending.pop(0), ev.WriteJournal)
     bench.tell(ev.JournalFailed(1, "no space"))
     assert bench.device.problem is not None
     assert "no space" in bench.device.problem
@@ -256,7 +231,7 @@ def test_failed_driver_call_refuses_the_writer_and_loses_its_staging():
     bench.tell(ev.DriverFailed(1, UnderstudyError("gms.still_writable", "somebody")))
     answer = bench.last(1)
     assert refusal(answer).code == "gms.still_writable"
-    assert isinstance(answer, fx.RefuseRequest)
+    assert isinstance(answer, ev.RefuseRequest)
     assert answer.request_id == 3
     bench.drain()
     assert bench.device.epochs == {}
@@ -273,7 +248,7 @@ def test_recovering_device_grants_nothing_until_the_old_epoch_is_free():
         assert answer.reason == "recovering"
     bench.advance(9_000)
     bench.tell(ev.EpochFree(orphan.id))
-    assert isinstance(bench.last(1), fx.GrantWriting)
+    assert isinstance(bench.last(1), ev.GrantWriting)
     assert bench.device.state == "staging"
 
 
@@ -294,3 +269,15 @@ def test_reporting_an_epoch_in_use_as_free_is_our_own_fault():
     epoch = bench.load(1)
     with pytest.raises(InvariantError):
         bench.tell(ev.EpochFree(epoch))
+
+
+def test_slab_that_waits_for_memory_in_vain_fails_at_its_deadline():
+    """Memory that is being released does not come: the writer's deadline ends the wait."""
+    bench = Bench(capacity_bytes=10 * MIB, stall_ms=1000)
+    old = bench.load(1, 6 * MIB)
+    bench.close(1)
+    bench.mapped.add(old)
+    bench.attach(2, "rw", replace=True, identity=OTHER)
+    bench.allocate(2, 6 * MIB)
+    bench.advance(1000)
+    assert refusal(bench.last(2)).code == "gms.writer_stalled"

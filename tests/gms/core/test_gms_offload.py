@@ -9,7 +9,6 @@ from msgspec.structs import replace
 
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core import events as fx
 from gms.core.recovery import orphans_of
 from plumbing.errors import UnderstudyError
 from tests.gms.core.driver import IDENTITY, MIB, Bench
@@ -60,7 +59,7 @@ def test_offload_frees_the_epoch_and_the_copy_stands_for_it():
     assert (bench.journal, bench.offloaded and bench.offloaded.epoch) == (None, COPY)
     again = Bench(offloaded=bench.offloaded)
     assert again.device.state == "offloaded"
-    assert again.attach(2) == fx.GrantWriting(2, 1, "0" * 31 + "1", COPY)
+    assert again.attach(2) == ev.GrantWriting(2, 1, "0" * 31 + "1", COPY)
 
 
 def test_offload_is_answered_when_the_kernel_says_that_the_memory_is_free():
@@ -82,8 +81,8 @@ def test_offload_waits_for_its_record_on_disk():
     bench.auto = False
     offload(bench, copy_of(bench))
     written, *rest = bench.pending
-    assert isinstance(written, fx.WriteJournal), "the link precedes the release of the memory"
-    assert [type(effect) for effect in rest] == [fx.MarkHistory, fx.ReleaseEpoch]
+    assert isinstance(written, ev.WriteJournal), "the link precedes the release of the memory"
+    assert [type(effect) for effect in rest] == [ev.MarkHistory, ev.ReleaseEpoch]
     bench.tell(ev.JournalBehind("a full disk"))
     bench.tell(ev.EpochFree(epoch))
     assert bench.last(9) is None
@@ -109,14 +108,6 @@ def test_only_a_copy_of_the_same_bytes_stands_for_an_epoch(changes: dict[str, An
     assert bench.device.committed.id == epoch
 
 
-def test_epoch_without_a_digest_is_not_offloaded():
-    """Its writer has not computed one yet: the copy cannot be compared."""
-    bench = Bench()
-    bench.load(1)
-    bench.close(1)
-    assert refused(bench, copy_of(bench, digest=DIGEST)) == "gms.no_copy"
-
-
 def test_mapped_epoch_is_not_offloaded():
     """By a session, or by a process that only the kernel sees; a writer is in the way, too."""
     bench, _ = loaded()
@@ -137,7 +128,7 @@ def test_reader_that_asks_has_left_whether_the_memory_is_freed_or_not():
     bench.attach(3)
     bench.tell(ev.Received(2, 5, msg.OffloadMsg(), copy=copy_of(bench)))
     answer = bench.last(2)
-    assert isinstance(answer, fx.RefuseRequest)
+    assert isinstance(answer, ev.RefuseRequest)
     assert "still mapped by engine-3" in answer.error.message
     assert bench.device.epochs[epoch].readers == {3}
     bench.tell(ev.Received(3, 5, msg.OffloadMsg(), copy=copy_of(bench)))
@@ -145,15 +136,11 @@ def test_reader_that_asks_has_left_whether_the_memory_is_freed_or_not():
     assert not bench.device.sessions
 
 
-def test_nothing_is_offloaded_where_nothing_is_committed():
-    assert refused(Bench(), None) == "gms.nothing_committed"
-
-
 def test_restage_commits_with_the_digest_of_the_copy():
     """The next writer is told of the copy; its commit carries the digest and ends the link."""
     bench, _ = offloaded()
     grant = bench.attach(2)
-    assert isinstance(grant, fx.GrantWriting)
+    assert isinstance(grant, ev.GrantWriting)
     assert grant.copy == COPY
     bench.allocate(2)
     assert isinstance(bench.commit(2, restaged_from=COPY), msg.CommittedMsg)
@@ -174,14 +161,14 @@ def test_restage_that_breaks_off_leaves_the_copy_in_force():
     bench.close(2)
     assert bench.device.state == "offloaded"
     grant = bench.attach(3)
-    assert isinstance(grant, fx.GrantWriting)
+    assert isinstance(grant, ev.GrantWriting)
     assert grant.copy == COPY
     bench.allocate(3)
     bench.auto = False
     bench.commit(3, restaged_from=COPY)
     bench.complete(bench.pending.pop(0))  # sealed
     written = bench.pending.pop(0)
-    assert isinstance(written, fx.WriteJournal)
+    assert isinstance(written, ev.WriteJournal)
     assert written.record is not None
     orphans = orphans_of([written.record.epoch], written.record)
     after = Bench(orphans=orphans, offloaded=written.offloaded)
@@ -205,23 +192,14 @@ def test_commit_that_is_not_the_copy_is_refused():
         bench.commit(3, restaged_from=COPY)
 
 
-def test_load_from_disk_ends_the_link_too():
-    """A writer that could not reach the copy loads: its epoch gets a digest of its own."""
-    bench, _ = offloaded()
-    bench.load(2)
-    committed = bench.device.committed
-    assert committed is not None
-    assert (committed.digest, bench.device.offloaded, bench.offloaded) == (None, None, None)
-
-
 def test_other_weights_are_refused_unless_they_are_to_replace_the_offloaded_ones():
     """As where something is committed; a replacing writer is not told of the copy."""
     bench, _ = offloaded()
     other = {**IDENTITY, "model": "large"}
     answer = bench.attach(2, identity=other)
-    assert isinstance(answer, fx.RefuseRequest)
+    assert isinstance(answer, ev.RefuseRequest)
     assert answer.error.code == "gms.identity_mismatch"
-    assert bench.attach(3, identity=other, replace=True) == fx.GrantWriting(3, 1, "0" * 31 + "2")
+    assert bench.attach(3, identity=other, replace=True) == ev.GrantWriting(3, 1, "0" * 31 + "2")
 
 
 def test_reader_waits_until_the_weights_are_back():
@@ -233,7 +211,7 @@ def test_reader_waits_until_the_weights_are_back():
     bench.attach(3)
     bench.allocate(3)
     bench.commit(3, restaged_from=COPY)
-    assert isinstance(bench.last(2), fx.SendEpoch)
+    assert isinstance(bench.last(2), ev.SendEpoch)
 
 
 def test_drop_forgets_the_copy_and_the_next_engine_loads():
@@ -242,7 +220,7 @@ def test_drop_forgets_the_copy_and_the_next_engine_loads():
     bench.tell(ev.Received(9, 6, msg.DropMsg()))
     assert bench.last(9) == msg.DroppedMsg(COPY, ())
     assert (bench.device.state, bench.offloaded) == ("empty", None)
-    assert bench.attach(2) == fx.GrantWriting(2, 1, "0" * 31 + "2")
+    assert bench.attach(2) == ev.GrantWriting(2, 1, "0" * 31 + "2")
 
 
 def test_request_that_was_overtaken_is_refused():
@@ -252,7 +230,7 @@ def test_request_that_was_overtaken_is_refused():
     offload(bench, copy_of(bench))
     bench.tell(ev.Received(8, 6, msg.DropMsg()))
     answer = bench.last(9)
-    assert isinstance(answer, fx.RefuseRequest)
+    assert isinstance(answer, ev.RefuseRequest)
     assert answer.error.code == "gms.not_offloaded"
 
 
@@ -263,6 +241,10 @@ def test_reader_of_a_superseded_epoch_that_asks_frees_it():
     new = bench.load(2, mode="rw", replace=True)
     bench.tell(ev.Received(1, 5, msg.OffloadMsg()))
     assert bench.released == [old]
-    assert isinstance(bench.last(1), fx.RefuseRequest)
+    assert isinstance(bench.last(1), ev.RefuseRequest)
     assert bench.device.committed is not None
     assert bench.device.committed.id == new
+
+
+def test_nothing_is_offloaded_where_nothing_is_committed():
+    assert refused(Bench(), None) == "gms.nothing_committed"

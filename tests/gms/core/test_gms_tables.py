@@ -1,16 +1,20 @@
-"""The tables of sessions and epochs, pair by pair."""
+"""The tables of sessions, epochs, borrowers and pools, and messages at the wrong moment."""
 
 from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
+from gms import kv_messages as kv_msg
 from gms import messages as msg
 from gms.core import events as ev
 from gms.core.events import EpochPhase, Mode, SessionState
+from gms.core.kv_events import BorrowerState, PoolPhase
+from gms.core.kv_state import BORROWER_TRANSITIONS, POOL_TURNS, KvBorrower, Pool
 from gms.core.state import (
     EPOCH_TURNS,
     SESSION_TRANSITIONS,
@@ -23,60 +27,71 @@ from plumbing.errors import InvariantError, ProtocolError, UnderstudyError
 from plumbing.wire.messages import Message
 from tests.gms.core.driver import IDENTITY, Bench
 
-EVENTS: list[SessionInput] = sorted(
-    {kind for _, kind in SESSION_TRANSITIONS}, key=lambda kind: kind.__name__
-)
-PAIRS = list(itertools.product(SessionState, EVENTS))
-
-
-def in_state(state: SessionState) -> Session:
-    return Session(1, state, msg.AttachMsg("e", "i", Mode.RW))
-
-
-@pytest.mark.parametrize(("state", "kind"), PAIRS)
-def test_session_pair_is_in_the_table_or_raises_and_changes_nothing(
-    state: SessionState, kind: SessionInput
-):
-    """Every pair of state and event moves as the table says, or raises with the state unchanged."""
-    session = in_state(state)
-    if (state, kind) in SESSION_TRANSITIONS:
-        session.move(kind, 1.0)
-        assert session.state is SESSION_TRANSITIONS[state, kind]
-        return
-    before = copy.copy(session)
-    fault = ProtocolError if issubclass(kind, Message) else InvariantError
-    with pytest.raises(fault):
-        session.move(kind, 1.0)
-    assert session == before
-
-
-def test_every_session_state_is_reachable_and_can_end():
-    """From OPEN every state is reached; from every state CLOSED is, by closing the connection."""
-    reached, pending = {SessionState.OPEN}, [SessionState.OPEN]
-    while pending:
-        state = pending.pop()
-        for (source, _), target in SESSION_TRANSITIONS.items():
-            if source is state and target not in reached:
-                reached.add(target)
-                pending.append(target)
-    assert reached == set(SessionState)
-    for state in set(SessionState) - {SessionState.CLOSED}:
-        assert SESSION_TRANSITIONS[state, ev.Closed] is SessionState.CLOSED
+CLAIM = kv_msg.BorrowPoolMsg("e", "i", 1, "era", 1, 1)
 
 
 @pytest.mark.parametrize(
-    ("phase", "verb"), list(itertools.product(EpochPhase, sorted({v for _, v in EPOCH_TURNS})))
+    ("table", "states", "made"),
+    [
+        (SESSION_TRANSITIONS, SessionState, lambda state: Session(1, state)),
+        (BORROWER_TRANSITIONS, BorrowerState, lambda state: KvBorrower(1, state, CLAIM)),
+    ],
+    ids=["session", "borrower"],
 )
-def test_epoch_pair_is_in_the_table_or_raises_and_changes_nothing(phase: EpochPhase, verb: str):
-    """Every pair of phase and verb turns as the table says, or raises with the phase unchanged."""
-    epoch = Epoch("e", phase)
-    if (phase, verb) in EPOCH_TURNS:
-        epoch.turn(verb)
-        assert epoch.phase is EPOCH_TURNS[phase, verb]
-        return
-    with pytest.raises(InvariantError):
-        epoch.turn(verb)
-    assert epoch.phase is phase
+def test_session_pair_is_in_the_table_or_raises_and_changes_nothing(
+    table: Any, states: Any, made: Any
+):
+    """Every pair of state and input moves as the table says, or raises: for a message the peer's
+    fault, else ours."""
+    for state, kind in itertools.product(states, {kind for _, kind in table}):
+        session, before = made(state), made(state)
+        if (state, kind) in table:
+            session.move(kind, 1.0)
+            assert session.state is table[state, kind]
+        else:
+            with pytest.raises(ProtocolError if issubclass(kind, Message) else InvariantError):
+                session.move(kind, 1.0)
+            assert session == before
+
+
+@pytest.mark.parametrize(
+    ("table", "phases", "kind"),
+    [(EPOCH_TURNS, EpochPhase, Epoch), (POOL_TURNS, PoolPhase, Pool)],
+    ids=["epoch", "pool"],
+)
+def test_memory_turns_as_its_table_says_or_raises_and_changes_nothing(
+    table: Any, phases: Any, kind: Any
+):
+    for phase, verb in itertools.product(phases, {verb for _, verb in table}):
+        memory = kind("e", phase)
+        if (phase, verb) in table:
+            memory.turn(verb)
+        else:
+            with pytest.raises(InvariantError):
+                memory.turn(verb)
+        assert memory == kind("e", table.get((phase, verb), phase))
+
+
+def reached(table: Mapping[tuple[Any, Any], Any], start: set[Any]) -> set[Any]:
+    found = set(start)
+    while more := {to for (of, _), to in table.items() if of in found} - found:
+        found |= more
+    return found
+
+
+def test_every_state_is_reachable_and_can_end():
+    """Goal: no dead end and no dead row. Method: walk the tables from their beginnings."""
+    assert reached(SESSION_TRANSITIONS, {SessionState.OPEN}) == set(SessionState)
+    assert reached(BORROWER_TRANSITIONS, {BorrowerState.OPEN}) == set(BorrowerState)
+    assert reached(POOL_TURNS, {PoolPhase.MAKING, PoolPhase.ORPHANED}) == set(PoolPhase)
+    for table, states in (
+        (SESSION_TRANSITIONS, SessionState),
+        (BORROWER_TRANSITIONS, BorrowerState),
+    ):
+        for state in set(states) - {states.CLOSED}:
+            assert table[state, ev.Closed] is states.CLOSED
+    for phase in set(PoolPhase) - {PoolPhase.GONE}:
+        assert PoolPhase.GONE in reached(POOL_TURNS, {phase})
 
 
 def at(state: SessionState) -> Bench:

@@ -8,7 +8,6 @@ import pytest
 
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core import events as fx
 from gms.core.grants import DEVICE_FULL_RETRY_MS, DEVICE_FULL_WAIT_MS
 from gms.core.upkeep import ASK_MS, VERIFY_MS
 from plumbing.errors import ProtocolError, UnderstudyError
@@ -33,7 +32,7 @@ def verify(bench: Bench) -> Any:
     return bench.last(ASKER)
 
 
-def asked(bench: Bench) -> fx.Respond:
+def asked(bench: Bench) -> ev.Respond:
     """The last question to a reader."""
     return [each for each in bench.sent if isinstance(answer_of(each), msg.DigestWantedMsg)][-1]
 
@@ -60,20 +59,6 @@ def test_verification_asks_one_reader_after_the_other():
     assert answer.reader.startswith("engine-4")
 
 
-def test_verification_without_a_free_reader_is_refused():
-    """Every reader is busy: the asker gets an error, and may ask again."""
-    bench = loaded(1)
-    verify(bench)
-    bench.tell(ev.Received(1, asked(bench).request_id, msg.DigestMsg(None)))
-    for _ in range(2):
-        refused = bench.last(ASKER)
-        assert isinstance(refused, fx.RefuseRequest)
-        assert refused.error.code == "gms.no_verifier"
-        bench.sent.clear()
-        verify(bench)
-        bench.tell(ev.Received(1, asked(bench).request_id, msg.DigestMsg(None)))
-
-
 def test_verification_that_takes_too_long_is_over():
     """The reader has begun and never ends: an error for the asker; a late answer means nothing."""
     bench = loaded(1)
@@ -82,7 +67,7 @@ def test_verification_that_takes_too_long_is_over():
     bench.tell(ev.Received(1, question.request_id, msg.DigestMsg(None, is_coming=True)))
     bench.advance(VERIFY_MS)
     refused = bench.last(ASKER)
-    assert isinstance(refused, fx.RefuseRequest)
+    assert isinstance(refused, ev.RefuseRequest)
     assert refused.error.code == "gms.verify_timeout"
     bench.tell(ev.Received(1, question.request_id, msg.DigestMsg(DIGEST)))
     assert bench.last(ASKER) is refused
@@ -127,10 +112,10 @@ def test_journal_of_a_commit_under_way_is_not_overtaken():
     seal = bench.pending.pop(0)
     bench.complete(seal)
     written = bench.pending.pop(0)
-    assert isinstance(written, fx.WriteJournal)
+    assert isinstance(written, ev.WriteJournal)
     bench.tell(ev.Received(1, 0, msg.DigestMsg(DIGEST)))
     bench.tell(ev.Received(1, 0, msg.CondemnMsg("device_error", "Xid 63")))
-    assert not [e for e in bench.pending if isinstance(e, fx.WriteJournal)]
+    assert not [e for e in bench.pending if isinstance(e, ev.WriteJournal)]
     bench.complete(written)
     assert bench.journal is not None
     assert bench.device.committed is not None
@@ -146,18 +131,10 @@ def test_condemnation_of_a_superseded_epoch_means_nothing():
     assert bench.device.committed.id == fresh
 
 
-def test_condemnation_needs_a_known_reason():
-    """Anything else is a peer's mistake, and changes nothing."""
-    bench = loaded(1)
-    with pytest.raises(ProtocolError, match=r"gms\.bad_reason"):
-        bench.tell(ev.Received(1, 0, msg.CondemnMsg("boredom", "")))
-    assert bench.device.committed is not None
-
-
 def full(bench: Bench) -> None:
     """The driver refuses the slab that is being made."""
     create = bench.pending.pop(0)
-    assert isinstance(create, fx.CreateSlab)
+    assert isinstance(create, ev.CreateSlab)
     bench.tell(ev.DeviceFull(create.session, FULL))
 
 
@@ -196,9 +173,31 @@ def test_full_device_ends_the_writer_at_its_deadline():
         full(bench)
         bench.advance(DEVICE_FULL_RETRY_MS)
     refused = bench.last(2)
-    assert isinstance(refused, fx.RefuseRequest)
+    assert isinstance(refused, ev.RefuseRequest)
     assert refused.error.code == "gms.out_of_memory"
     assert "engine-1" in refused.error.message
     assert bench.device.staging is None
     assert bench.device.committed is not None
     assert bench.device.committed.id == old
+
+
+def test_condemnation_needs_a_known_reason():
+    """Anything else is a peer's mistake, and changes nothing."""
+    bench = loaded(1)
+    with pytest.raises(ProtocolError, match=r"gms\.bad_reason"):
+        bench.tell(ev.Received(1, 0, msg.CondemnMsg("boredom", "")))
+    assert bench.device.committed is not None
+
+
+def test_verification_without_a_free_reader_is_refused():
+    """Every reader is busy: the asker gets an error, and may ask again."""
+    bench = loaded(1)
+    verify(bench)
+    bench.tell(ev.Received(1, asked(bench).request_id, msg.DigestMsg(None)))
+    for _ in range(2):
+        refused = bench.last(ASKER)
+        assert isinstance(refused, ev.RefuseRequest)
+        assert refused.error.code == "gms.no_verifier"
+        bench.sent.clear()
+        verify(bench)
+        bench.tell(ev.Received(1, asked(bench).request_id, msg.DigestMsg(None)))

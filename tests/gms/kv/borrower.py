@@ -55,7 +55,7 @@ def main() -> None:
                 lease.discard(" ".join(rest))
                 say("discarded")
             case "held":
-                until_state(lease, "held")
+                until_state(lease, "attached")
                 say("held", pool=lease.pool)
             case "until":
                 say("state", state=until_state(lease, rest[0]))

@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from gms import kv_messages as msg
-from gms.core import events as fx
-from gms.core import kv_events as ev
+from gms.core import events as ev
+from gms.core import kv_events as kv
 from gms.core.events import DeadlinePassed, Received
 from gms.core.kv_machine import KvMachine
 from plumbing.errors import UnderstudyError
@@ -23,7 +23,7 @@ class Desk:
         ids = itertools.count(1)
         self.machine = KvMachine(new_pool_id=lambda: f"{next(ids):032x}", **arguments)
         self.now_ms = 0.0
-        self.effects: list[fx.DeviceEffect] = []
+        self.effects: list[ev.DeviceEffect] = []
         self.tell(DeadlinePassed())
 
     def tell(self, event):
@@ -39,14 +39,14 @@ class Desk:
 
     def make(self, error=None):
         """Complete the making of a pool."""
-        (effect,) = [e for e in self.effects if isinstance(e, ev.MakePool)][-1:]
-        done = ev.PoolNotMade(effect.pool, error) if error else ev.PoolMade(effect.pool, (SIZE,))
+        (effect,) = [e for e in self.effects if isinstance(e, kv.MakePool)][-1:]
+        done = kv.PoolNotMade(effect.pool, error) if error else kv.PoolMade(effect.pool, (SIZE,))
         self.tell(done)
         return effect.pool
 
     def take(self, session):
         """The descriptors' message."""
-        return of(self.tell(Received(session, 2, msg.TakeMsg())), ev.SendPool)
+        return of(self.tell(Received(session, 2, msg.TakeMsg())), kv.SendPool)
 
     def hold(self, session, token=1):
         """A pool, made for and taken by `session`."""
@@ -61,11 +61,11 @@ class Desk:
 
     def last_to(self, session):
         """The last answer to a session: a message, an error or an effect that sends one."""
-        answers = [e for e in self.effects if isinstance(e, fx.Respond) and e.session == session]
+        answers = [e for e in self.effects if isinstance(e, ev.Respond) and e.session == session]
         last = answers[-1]
-        if isinstance(last, fx.RefuseRequest):
+        if isinstance(last, ev.RefuseRequest):
             return last.error
-        return last.message if isinstance(last, fx.SendMessage) else last
+        return last.message if isinstance(last, ev.SendMessage) else last
 
 
 def of(effects, kind):

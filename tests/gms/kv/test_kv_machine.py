@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gms import kv_messages as msg
-from gms.core import kv_events as ev
+from gms.core import kv_events as kv
 from gms.core.events import Closed, DeadlinePassed, Received
 from gms.core.kv_events import Claimant
 from gms.core.kv_machine import FULL_RETRY_MS, kv_snapshot
@@ -23,7 +23,7 @@ def test_processes_of_one_engine_share_one_pool_that_is_made_at_the_first_claim(
     pool = desk.make()
     for session in (1, 2):
         assert desk.last_to(session).pool == pool
-        assert desk.take(session) == ev.SendPool(session, 2, pool, is_fresh=True)
+        assert desk.take(session) == kv.SendPool(session, 2, pool, is_fresh=True)
     desk.mark(1, msg.BEGUN)
     desk.borrow(3)
     assert desk.take(3).is_fresh is False
@@ -38,11 +38,11 @@ def test_next_engine_waits_for_session_and_kernel_and_finds_what_was_written():
     desk.borrow(2, token=2)
     assert desk.last_to(2).reason == "gms.kv_busy"
     assert "engine-1 (token 1, pid 101)" in desk.last_to(2).message
-    assert of(desk.tell(Closed(1)), ev.WatchPool).pool == pool
-    desk.tell(ev.PoolHoldersSeen(pool, (101,)))
+    assert of(desk.tell(Closed(1)), kv.WatchPool).pool == pool
+    desk.tell(kv.PoolHoldersSeen(pool, (101,)))
     assert "is still mapped by pid 101" in desk.last_to(2).message
-    desk.tell(ev.PoolFree(pool))
-    assert desk.last_to(2) == ev.GrantPool(2, 1, pool)
+    desk.tell(kv.PoolFree(pool))
+    assert desk.last_to(2) == kv.GrantPool(2, 1, pool)
     assert desk.take(2).is_fresh is False
 
 
@@ -79,7 +79,7 @@ def test_older_token_of_an_era_is_refused(known, token, incarnation, is_stale):
         assert refused(desk, Received(1, 1, claim)).code == "gms.kv_stale_token"
         assert desk.machine.borrowers.stale_refusals_total == 1
     else:
-        of(desk.tell(Received(1, 1, claim)), ev.MakePool)
+        of(desk.tell(Received(1, 1, claim)), kv.MakePool)
 
 
 def test_tokens_of_another_era_do_not_compare_and_each_era_is_remembered():
@@ -110,19 +110,19 @@ def test_another_size_discards_the_pool_once_nobody_maps_it():
     desk.borrow(2, token=2, size=2 * SIZE)
     desk.tell(Closed(1))
     assert "was discarded" in desk.last_to(2).message
-    assert of(desk.tell(ev.PoolFree(pool)), ev.ReleasePool).pool == pool
-    assert of(desk.tell(ev.PoolReleased(pool)), ev.MakePool).size_bytes == 2 * SIZE
+    assert of(desk.tell(kv.PoolFree(pool)), kv.ReleasePool).pool == pool
+    assert of(desk.tell(kv.PoolReleased(pool)), kv.MakePool).size_bytes == 2 * SIZE
 
 
 def test_discarded_pool_is_freed_without_being_asked_for():
     desk = Desk()
     pool = desk.hold(1)
     desk.tell(Received(1, 0, msg.DiscardMsg("device error")))
-    assert ev.MarkDiscarded(pool) in desk.effects
+    assert kv.MarkDiscarded(pool) in desk.effects
     assert kv_snapshot(desk.machine, str)["discarded"].endswith("device error")
-    of(desk.tell(Closed(1)), ev.WatchPool)
-    of(desk.tell(ev.PoolFree(pool)), ev.ReleasePool)
-    desk.tell(ev.PoolReleased(pool))
+    of(desk.tell(Closed(1)), kv.WatchPool)
+    of(desk.tell(kv.PoolFree(pool)), kv.ReleasePool)
+    desk.tell(kv.PoolReleased(pool))
     assert kv_snapshot(desk.machine, str)["state"] == "empty"
 
 
@@ -136,7 +136,7 @@ def test_content_that_two_engines_died_of_is_discarded():
     for token, marks in ((2, ()), (3, (msg.ADOPTED,)), (4, ()), (5, ())):
         assert desk.machine.pools.discards_total == 0
         desk.borrow(token, token)
-        desk.tell(ev.PoolFree(pool))
+        desk.tell(kv.PoolFree(pool))
         desk.take(token)
         desk.mark(token, msg.ADOPTING, *marks)
         desk.tell(Closed(token))
@@ -151,7 +151,7 @@ def test_full_device_is_tried_again_until_the_deadline():
     assert desk.last_to(1).reason == "gms.device_full"
     desk.now_ms = FULL_RETRY_MS
     assert desk.machine.next_deadline_ms() == FULL_RETRY_MS
-    of(desk.tell(DeadlinePassed()), ev.MakePool)
+    of(desk.tell(DeadlinePassed()), kv.MakePool)
     desk.make(full)
     desk.now_ms = WAIT_MS
     desk.tell(DeadlinePassed())
@@ -166,7 +166,7 @@ def test_driver_that_fails_costs_those_who_wait_and_nothing_else():
     assert desk.last_to(1).code == "gms.driver_failed"
     desk.borrow(2, token=2)
     desk.make()
-    assert isinstance(desk.last_to(2), ev.GrantPool)
+    assert isinstance(desk.last_to(2), kv.GrantPool)
 
 
 def test_survivor_hands_the_pool_back_and_the_next_engine_gets_it_with_its_content():
@@ -175,20 +175,20 @@ def test_survivor_hands_the_pool_back_and_the_next_engine_gets_it_with_its_conte
     desk = Desk(orphans={"p": False})
     desk.borrow(2, token=2)
     assert desk.last_to(2).reason == "gms.kv_recovering"
-    of(desk.tell(Received(1, 1, hand_back("p", mark=msg.BEGUN), 101)), ev.TakePoolBack)
-    desk.tell(ev.PoolTakenBack("p"))
+    of(desk.tell(Received(1, 1, hand_back("p", mark=msg.BEGUN), 101)), kv.TakePoolBack)
+    desk.tell(kv.PoolTakenBack("p"))
     assert desk.last_to(1) == msg.PoolKeptMsg("p")
     assert "engine-1" in desk.last_to(2).message
     desk.tell(Closed(1))
-    desk.tell(ev.PoolFree("p"))
-    assert desk.take(2) == ev.SendPool(2, 2, "p", is_fresh=False)
+    desk.tell(kv.PoolFree("p"))
+    assert desk.take(2) == kv.SendPool(2, 2, "p", is_fresh=False)
 
 
 def test_orphan_without_survivors_is_removed_and_a_pool_made():
     desk = Desk(orphans={"p": False})
     desk.borrow(2, token=2)
-    of(desk.tell(ev.PoolFree("p")), ev.ReleasePool)
-    of(desk.tell(ev.PoolReleased("p")), ev.MakePool)
+    of(desk.tell(kv.PoolFree("p")), kv.ReleasePool)
+    of(desk.tell(kv.PoolReleased("p")), kv.MakePool)
 
 
 def test_bad_survivor_costs_itself_and_the_next_one_is_asked():
@@ -196,9 +196,9 @@ def test_bad_survivor_costs_itself_and_the_next_one_is_asked():
     desk.tell(Received(1, 1, hand_back("p", mark=msg.BEGUN)))
     desk.tell(Received(2, 1, hand_back("p", mark=msg.BEGUN)))
     bad = UnderstudyError("gms.bad_slab", "no")
-    assert of(desk.tell(ev.PoolNotTakenBack("p", 1, bad)), ev.TakePoolBack).session == 2
+    assert of(desk.tell(kv.PoolNotTakenBack("p", 1, bad)), kv.TakePoolBack).session == 2
     assert desk.last_to(1) is bad
-    desk.tell(ev.PoolTakenBack("p"))
+    desk.tell(kv.PoolTakenBack("p"))
     assert desk.last_to(2) == msg.PoolKeptMsg("p")
 
 
@@ -210,8 +210,8 @@ def test_discard_outlives_the_server(is_marked):
     why = "" if is_marked else "canary"
     desk.tell(Received(1, 1, hand_back("p", mark=msg.BEGUN, discarded=why)))
     desk.tell(Closed(1))  # before the driver has checked it
-    desk.tell(ev.PoolTakenBack("p"))
-    of(desk.tell(ev.PoolFree("p")), ev.ReleasePool)
+    desk.tell(kv.PoolTakenBack("p"))
+    of(desk.tell(kv.PoolFree("p")), kv.ReleasePool)
 
 
 def test_survivor_of_an_unknown_pool_or_of_other_sizes_is_refused():
@@ -243,8 +243,96 @@ def test_two_living_engines_hand_the_pool_to_and_fro():
         desk.tell(Closed(session - 1))
         desk.borrow(session, token, incarnation=incarnation)
         assert desk.last_to(session).reason == "gms.kv_busy"  # until the kernel has spoken
-        desk.tell(ev.PoolFree(pool))
-        assert desk.take(session) == ev.SendPool(session, 2, pool, is_fresh=False)
+        desk.tell(kv.PoolFree(pool))
+        assert desk.take(session) == kv.SendPool(session, 2, pool, is_fresh=False)
         desk.mark(session, msg.ADOPTING, msg.ADOPTED)
     assert desk.machine.pools.by_id[pool].failed_adoptions == 0
     assert (desk.machine.made_total, desk.machine.lent_total) == (1, 3)
+
+
+# ---------------------------------------------------------------------- freed on purpose
+
+
+def test_operator_drops_a_pool_that_no_engine_uses():
+    """Goal: idle memory can be had back, and only idle memory. Method: ask while there is none,
+    while it is lent, while it is promised, and when it is idle."""
+    desk = Desk()
+    drop = Received(9, 1, msg.DropPoolMsg())
+    assert refused(desk, drop).code == "gms.no_kv_pool"
+    pool = desk.hold(1)
+    held = refused(desk, drop)
+    assert (held.code, "lent to engine-1 (token 1, pid 101)" in held.message) == ("gms.kv_held", 1)
+    desk.borrow(2, token=2)
+    desk.tell(Closed(1))
+    held = refused(desk, drop)
+    assert (held.code, "being lent to engine-2" in held.message) == ("gms.kv_held", True)
+    desk.tell(Closed(2))
+    desk.tell(drop)
+    assert desk.last_to(9) == msg.PoolDroppedMsg(pool, SIZE + INDEX)
+    assert of(desk.tell(kv.PoolFree(pool)), kv.ReleasePool).pool == pool
+    assert refused(desk, drop).code == "gms.kv_releasing"
+    desk.tell(kv.PoolReleased(pool))
+    desk.borrow(3, token=3)
+    assert desk.make() != pool
+
+
+def test_pool_that_is_being_made_is_not_called_dropped():
+    """Method: whoever asked for it leaves before the driver has made it."""
+    desk = Desk()
+    desk.borrow(1)
+    desk.tell(Closed(1))
+    drop = Received(9, 1, msg.DropPoolMsg())
+    assert refused(desk, drop).code == "gms.kv_making"
+    pool = desk.make()
+    desk.tell(drop)
+    assert desk.last_to(9) == msg.PoolDroppedMsg(pool, SIZE + INDEX)
+
+
+def test_engine_that_rests_gives_the_memory_up_and_hears_when_it_is_free():
+    """Goal: freed only when no process maps it, and said only then. Method: two processes of one
+    engine, of which one gives up while the other still holds; then it claims again."""
+    desk = Desk()
+    pool = desk.hold(1)
+    desk.borrow(2)
+    desk.take(2)
+    give_up = msg.GiveUpMsg(WAIT_MS)
+    assert of(desk.tell(Received(1, 5, give_up)), kv.MarkDiscarded).pool == pool
+    desk.borrow(3)
+    assert desk.last_to(3).reason == "gms.kv_busy"
+    assert of(desk.tell(Closed(2)), kv.WatchPool).pool == pool
+    assert of(desk.tell(kv.PoolFree(pool)), kv.ReleasePool).pool == pool
+    assert kv_snapshot(desk.machine, str)["sessions"][0]["state"] == "leaving"
+    made = of(desk.tell(kv.PoolReleased(pool)), kv.MakePool).pool
+    assert desk.last_to(1) == msg.PoolFreedMsg(pool, SIZE + INDEX)
+    assert made != pool
+    assert desk.machine.pools.given_up_total == 1
+    assert desk.machine.pools.discards_total == 0
+
+
+def test_memory_that_is_not_free_in_time_is_refused_to_whom_gave_it_up():
+    desk = Desk()
+    pool = desk.hold(1)
+    desk.borrow(2)
+    desk.take(2)
+    desk.tell(Received(1, 5, msg.GiveUpMsg(WAIT_MS)))
+    assert desk.machine.next_deadline_ms() == WAIT_MS
+    desk.now_ms = WAIT_MS
+    desk.tell(DeadlinePassed())
+    assert desk.last_to(1).code == "gms.kv_busy"
+    assert desk.machine.next_deadline_ms() is None
+    desk.tell(Closed(1))
+    desk.tell(Closed(2))
+    of(desk.tell(kv.PoolFree(pool)), kv.ReleasePool)  # it is freed all the same
+
+
+def test_engine_that_lost_the_lock_does_not_free_what_its_successor_waits_for():
+    """Goal: only the newest borrower gives up. Method: a newer claim waits when the old holder
+    gives up; the memory is kept, and lent with its content."""
+    desk = Desk()
+    pool = desk.hold(1)
+    desk.mark(1, msg.BEGUN)
+    desk.borrow(2, token=2)
+    assert refused(desk, Received(1, 5, msg.GiveUpMsg(WAIT_MS))).code == "gms.kv_stale_token"
+    desk.tell(Closed(1))
+    desk.tell(kv.PoolFree(pool))
+    assert desk.take(2) == kv.SendPool(2, 2, pool, is_fresh=False)

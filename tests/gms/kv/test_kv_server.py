@@ -30,7 +30,6 @@ from tests.gms.kv.kv_bench import (
     KvProcess,
     drop_kv,
 )
-from tests.gms.limits import descriptors_left
 from tests.helpers import auntil, open_fds, until
 
 
@@ -49,16 +48,6 @@ def test_content_outlives_its_engine_and_the_next_one_finds_it(kv: KvProcess, bo
     status = kv.status()
     assert status["holder"]["token"] == 2
     assert (status["pools_made_total"], status["pools_lent_total"]) == (1, 2)
-
-
-@host_only
-def test_slabs_that_cannot_be_mapped_for_want_of_a_descriptor_can_be_later(kv: KvProcess):
-    claim = KvClaim("engine-0", "i-0", 1, ERA, SIZE_BYTES, INDEX_BYTES)
-    with borrow_pool(kv.directory, kv.device, claim, deadline_s=20) as lease:
-        with descriptors_left(0), pytest.raises(UnreachableError, match=r"wire\.no_descriptors"):
-            _ = lease.slabs
-        assert sum(lease.slab_sizes) >= SIZE_BYTES
-        assert len(lease.slabs) == len(lease.slab_sizes)
 
 
 @host_only
@@ -114,26 +103,6 @@ def test_engine_serves_through_the_death_of_the_server_and_hands_the_pool_back(
 
 
 @host_only
-def test_survivor_that_is_stopped_keeps_newcomers_waiting(kv: KvProcess, borrow: Borrow):
-    """Goal: after a restart only evidence ends the wait. Method: SIGSTOP the holder, restart the
-    server, let another engine wait; then the holder hands back, and dies."""
-    first = borrow(1)
-    first.expect("lent")
-    first.do("write kept")
-    os.kill(first.pid, signal.SIGSTOP)
-    kv.kill()
-    kv.start()
-    assert kv.status()["state"] == "recovering"
-    second = borrow(2)
-    second.waits(saying=f"it is mapped by pid {first.pid}")
-    os.kill(first.pid, signal.SIGCONT)
-    second.waits(saying="is still lent to engine-1")
-    first.kill()
-    second.expect("lent")
-    assert second.do("read")["memory"] == "kept"
-
-
-@host_only
 def test_restarted_server_without_survivors_starts_empty(kv: KvProcess, borrow: Borrow):
     first = borrow(1)
     pool = first.expect("lent")["pool"]
@@ -178,15 +147,6 @@ def test_discarded_content_is_never_lent_again(kv: KvProcess, borrow: Borrow):
     assert lent["is_fresh"]
     assert lent["pool"] != pool
     assert second.do("read")["index"] == ""
-
-
-@host_only
-def test_another_size_is_another_pool(kv: KvProcess, borrow: Borrow):
-    first = borrow(1)
-    pool = first.expect("lent")["pool"]
-    assert first.do("close")["is"] == "closed"
-    lent = borrow(2, size_bytes=2 * SIZE_BYTES).expect("lent")
-    assert (lent["pool"] != pool, sum(lent["slabs"])) == (True, 2 * SIZE_BYTES)
 
 
 def refused_for_want_of_room(borrow: Borrow, token: int) -> str:

@@ -1,4 +1,4 @@
-"""What the journal says between a commit and its answer, and when it cannot be written."""
+"""Crash without loss in the machine: what the journal says, who is asked, and what comes back."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from msgspec.structs import replace
 
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core import events as fx
 from gms.core.events import EpochPhase
 from gms.core.grants import JOURNAL_RETRY_MS
 from gms.core.recovery import orphans_of
+from gms.core.state import Epoch
 from gms.manifest import encode, identity_hash, layout_hash
 from tests.gms.core.driver import IDENTITY, MIB, Answer, Bench
 
 OTHER = {"model": "tiny", "shards": {"a": "2"}}
+THIRD = {"model": "tiny", "shards": {"a": "3"}}
 OLD, NEW = "a" * 32, "b" * 32
 MANIFEST = encode(())
 
@@ -60,7 +61,7 @@ def test_record_of_a_commit_names_what_it_replaces_until_it_is_answered():
     bench.commit(2, OTHER)
     bench.complete(bench.pending.pop(0))
     written = bench.pending[0]
-    assert isinstance(written, fx.WriteJournal)
+    assert isinstance(written, ev.WriteJournal)
     assert written.record is not None
     assert written.record.previous is not None
     assert written.record.previous.epoch == old
@@ -94,15 +95,6 @@ def test_commit_that_its_writer_hands_back_makes_the_older_one_history():
     assert (bench.journal.epoch, bench.journal.previous) == (NEW, None)
 
 
-def test_older_epoch_without_processes_is_forgotten():
-    """Both are gone: empty, and the disk says so."""
-    bench = restarted()
-    bench.unmap(OLD)
-    bench.unmap(NEW)
-    assert bench.device.state == "empty"
-    assert bench.journal is None
-
-
 @pytest.mark.parametrize("how", ["condemned", "dropped"])
 def test_retired_epoch_is_journalled_again_until_the_write_succeeds(how: str):
     """The journal fails twice: a problem in status, and no answer before it is on disk."""
@@ -113,10 +105,10 @@ def test_retired_epoch_is_journalled_again_until_the_write_succeeds(how: str):
         if how == "condemned"
         else ev.Received(9, 4, msg.DropMsg(None, even_if_mapped=True))
     )
-    assert bench.pending.pop(0) == fx.MarkHistory(str(bench.device.sessions[1].epoch))
+    assert bench.pending.pop(0) == ev.MarkHistory(str(bench.device.sessions[1].epoch))
     for _ in range(2):
         written = bench.pending.pop(0)
-        assert isinstance(written, fx.WriteJournal)
+        assert isinstance(written, ev.WriteJournal)
         assert written.record is None
         bench.tell(ev.JournalBehind("no space left"))
         assert "no space left" in str(bench.device.problem)
@@ -130,23 +122,6 @@ def test_retired_epoch_is_journalled_again_until_the_write_succeeds(how: str):
     assert len([r for r in bench.records if r.type == "gms.journal"]) == 1, "said once"
 
 
-def test_drop_waits_for_a_commit_that_is_being_written():
-    """The committed epoch is dropped while its successor is journalled: answered after that."""
-    bench = Bench(auto=False)
-    bench.load_by_hand(1)
-    bench.attach(2, "rw", replace=True, identity=OTHER)
-    bench.drain()
-    bench.commit(2, OTHER)
-    bench.complete(bench.pending.pop(0))
-    bench.tell(ev.Received(9, 4, msg.DropMsg(None, even_if_mapped=True)))
-    assert bench.last(9) is None
-    bench.drain()
-    assert isinstance(bench.last(9), msg.DroppedMsg)
-    assert bench.device.committed is not None
-    assert bench.journal is not None
-    assert bench.journal.epoch == bench.device.committed.id
-
-
 def test_newcomers_that_wait_do_not_keep_survivors_out():
     """As many newcomers as may wait for the epoch: its survivor is still asked for it."""
     bench = restarted()
@@ -154,7 +129,7 @@ def test_newcomers_that_wait_do_not_keep_survivors_out():
         bench.attach(session, "ro", identity=OTHER)
     assert isinstance(rejoin(bench, 2, NEW), msg.WantedMsg)
     offer(bench, 2, OTHER)
-    assert all(isinstance(bench.last(session), fx.SendEpoch) for session in range(100, 164))
+    assert all(isinstance(bench.last(session), ev.SendEpoch) for session in range(100, 164))
 
 
 def test_survivor_that_failed_to_offer_is_asked_last():
@@ -240,3 +215,68 @@ def test_reader_of_an_earlier_life_leaves_while_a_removed_epoch_is_handed_back()
     bench.close(4)
     assert isinstance(offer(bench, 3, OTHER), msg.RejoinedMsg)
     assert phases(bench) == {NEW: EpochPhase.COMMITTED}
+
+
+def replaced_and_cut(capacity_bytes: int = 100 * MIB) -> tuple[Bench, str]:
+    """Epoch one is superseded, and the connection of its only reader breaks; it comes back."""
+    bench = Bench(capacity_bytes)
+    old = bench.load(1)
+    bench.mapped.add(old)
+    bench.load(2, mode="rw", replace=True, identity=OTHER)
+    bench.close(1)
+    assert bench.device.epochs[old].phase is EpochPhase.RELEASING
+    assert isinstance(rejoin(bench, 3, old), msg.RejoinedMsg)
+    return bench, old
+
+
+def test_a_reader_that_rejoins_a_given_up_epoch_does_not_block_writers():
+    """Goal: an active engine whose connection broke is no reason to wait. Method: the next writer
+    that replaces is granted at once, and the memory goes with that reader. (It waited for ever.)
+    """
+    bench, old = replaced_and_cut()
+    assert isinstance(bench.attach(4, "rw", replace=True, identity=THIRD), ev.GrantWriting)
+    bench.close(3)
+    bench.unmap(old)
+    assert old not in bench.device.epochs
+
+
+def test_room_that_a_reader_keeps_is_not_on_its_way():
+    """Goal: no wait for memory that does not come. Method: three epochs do not fit; the writer is
+    refused at once, and told who reads."""
+    bench, _ = replaced_and_cut(2 * MIB)
+    bench.attach(4, "rw", replace=True, identity=THIRD)
+    answer = bench.allocate(4)
+    assert isinstance(answer, ev.RefuseRequest)
+    assert answer.error.code == "gms.out_of_memory"
+    assert "engine-3" in answer.error.message
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_lost_journal_is_rewritten_when_no_survivor_is_left(others: int):
+    """Goal: a lost journal is written anew at the right time. Method: free every orphan, one after
+    the other; only the last one's end is written down."""
+    orphans = [Epoch(f"{number:032x}", EpochPhase.ORPHANED) for number in range(1 + others)]
+    bench = Bench(orphans=orphans, is_journal_lost=True)
+    bench.auto = False
+    for number, orphan in enumerate(orphans):
+        bench.unmap(orphan.id)
+        written = [e for e in bench.pending if isinstance(e, ev.WriteJournal)]
+        assert len(written) == (number == others)
+    assert not bench.device.is_journal_lost
+
+
+def test_drop_waits_for_a_commit_that_is_being_written():
+    """The committed epoch is dropped while its successor is journalled: answered after that."""
+    bench = Bench(auto=False)
+    bench.load_by_hand(1)
+    bench.attach(2, "rw", replace=True, identity=OTHER)
+    bench.drain()
+    bench.commit(2, OTHER)
+    bench.complete(bench.pending.pop(0))
+    bench.tell(ev.Received(9, 4, msg.DropMsg(None, even_if_mapped=True)))
+    assert bench.last(9) is None
+    bench.drain()
+    assert isinstance(bench.last(9), msg.DroppedMsg)
+    assert bench.device.committed is not None
+    assert bench.journal is not None
+    assert bench.journal.epoch == bench.device.committed.id
