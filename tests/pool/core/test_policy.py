@@ -1,18 +1,27 @@
 """Goal: every rule of the policy decides as documented. Method: one small pool for each, on devices
-of whole GiB, and what `plan` answers."""
+of whole GiB, and what `plan` answers.
+
+First the rules; then the corners: who is in nobody's way, who may be broken off, what is kept for
+whom; then who is not unloaded for a head that can wait.
+"""
+
+import pytest
 
 from plumbing.pod.messages import Tier
+from pool.core.doors import bound
+from pool.core.events import LeaseAsked
 from pool.core.policy import plan
-from pool.core.states import ModelState
+from pool.core.states import HOST, ModelState
+from pool.core.tickets import lease_view
 from pool.core.view import Leaving, Never, Raise, Victim, Wait, Yield
-from tests.pool.core.views import NO_MARGIN, a_model, devices_of
+from tests.pool.core.views import GIB, NO_MARGIN, a_model, devices_of
 
 S = ModelState
-NOW = 100_000.0
+NOW = 1_000_000.0
 
 
-def planned(models, totals, *, now=NOW, rules=NO_MARGIN, **more):
-    return plan(now, models, devices_of(models, totals, **more), rules)
+def planned(models, totals, *, now=NOW, **more):
+    return plan(now, models, devices_of(models, totals, **more), NO_MARGIN)
 
 
 def test_head_that_fits_is_raised():
@@ -129,3 +138,411 @@ def test_model_without_a_size_takes_the_whole_device():
     found = planned([unknown, idle], {"0": 15})
     assert found.decisions == {"a": Yield((Victim("x", Tier.COLD),))}
     assert planned([unknown], {"0": 15}).decisions == {"a": Raise()}
+
+
+def test_pinned_model_may_be_raised_beside_what_it_holds_itself():
+    models = [a_model("a", weights=5, kv=10, waits_since=NOW, rules={"is_pinned": True})]
+    assert planned(models, {"0": 15}).decisions["a"] == Raise()
+
+
+def test_least_recently_asked_of_a_class_yields():
+    models = [
+        a_model("a", kv=5, waits_since=NOW),
+        a_model("new", weights=5, last_request_ms=2.0),
+        a_model("old", weights=5, last_request_ms=1.0),
+    ]
+    assert planned(models, {"0": 10}).decisions["a"] == Yield((Victim("old", Tier.OFFLOADED),))
+
+
+def test_memory_of_a_dead_engine_is_not_counted_twice():
+    """Goal: what a model at rest still has booked beyond its tier leaves already, and its victim
+    step gives no more than the tier. Method: only what the waking model has would be enough."""
+    stale = a_model("x", weights=3, kv=10, booked={"0": 13 * GIB})
+    up = a_model("up", S.WAKING, kv=1, waits_since=NOW - 9.0)
+    head = a_model("a", kv=17, waits_since=NOW)
+    models = [head, stale, up]
+    (device,) = devices_of(models, {"0": 17}).values()
+    device = type(device)("0", device.total_bytes, device.free_bytes, leaving_bytes=10 * GIB)
+    found = plan(NOW, models, {"0": device}, NO_MARGIN)
+    assert isinstance(found.decisions["a"], Wait)
+
+
+def test_model_that_is_unloaded_blocks_nobody():
+    models = [
+        a_model("a", S.UNLOADING, kv=1, waits_since=1.0, leaving=Leaving.HEAD),
+        a_model("b", kv=10, waits_since=2.0),
+        a_model("x", S.AWAKE),
+    ]
+    found = planned(models, {"0": 11})
+    assert found.decisions["a"] == Wait(None, "a is being unloaded")
+    assert found.decisions["b"] == Yield((Victim("x", Tier.WARM),))
+
+
+def test_load_for_a_ticket_blocks_nobody_though_it_has_grown():
+    """Its size was measured, and is above what was booked for it."""
+    models = [
+        a_model("a", S.LOADING, kv=8, waits_since=1.0, booked={"0": 5 * GIB}),
+        a_model("b", kv=5, waits_since=2.0),
+    ]
+    assert planned(models, {"0": 10}).decisions == {"b": Raise()}
+
+
+def test_claims_on_host_memory_are_in_each_others_way():
+    models = [
+        a_model("a", on=("0", HOST), kv=4, waits_since=1.0),
+        a_model("b", on=("1", HOST), kv=4, waits_since=2.0),
+    ]
+    models = [type(each)(**_but(each, rules=_on(each.rules))) for each in models]
+    found = planned(models, {"0": 9, "1": 9, HOST: 6})
+    assert found.decisions == {"a": Raise(), "b": Wait(None, "b is behind a", behind="a")}
+    with_margin = type(NO_MARGIN)(margin_bytes=GIB)
+    devices = devices_of(models, {"0": 9, "1": 9, HOST: 4})
+    assert plan(NOW, models, devices, with_margin).decisions["a"] == Raise()
+
+
+def _but(view, **fields):
+    return {**{name: getattr(view, name) for name in view.__struct_fields__}, **fields}
+
+
+def _on(rules):
+    """Without host memory, which belongs to nobody's devices."""
+    return type(rules)(**_but(rules, devices=rules.devices[:1]))
+
+
+def test_age_changes_the_order_only_between_priorities():
+    busy = a_model("x", S.AWAKE, in_flight=1, priority=-9)
+    for priority, due_ms in ((0, None), (1, NOW + 20_000.0)):
+        models = [
+            a_model("a", waits_since=NOW),
+            a_model("b", waits_since=NOW - 40_000.0, priority=priority),
+        ]
+        found = planned([*models, busy], {"0": 15})
+        assert [*found.decisions] == (["b", "a"] if due_ms is None else ["a", "b"])
+        assert due_ms is None or found.due_ms == due_ms
+
+
+@pytest.mark.parametrize(
+    ("awake", "until_ms"),
+    [
+        ({"awake_since_ms": NOW, "switch_ms": 500.0}, NOW + 500.0),
+        ({"last_request_ms": NOW, "switch_ms": 90_000.0}, NOW + 2_000.0),
+        ({"waits_since": NOW - 1.0, "awake_since_ms": NOW - 5_000.0}, NOW + 5_000.0),
+        ({"in_flight": 1, "awake_since_ms": NOW, "switch_ms": 25_000.0}, NOW + 25_000.0),
+    ],
+    ids=["just woken", "quiet", "about to be sent requests", "costly to wake"],
+)
+def test_awake_model_is_waited_for_until_it_is_idle_or_its_protection_ends(awake, until_ms):
+    models = [a_model("a", waits_since=NOW), a_model("x", S.AWAKE, **awake)]
+    assert planned(models, {"0": 15}).decisions["a"].until_ms == until_ms
+    late = planned(models, {"0": 15}, now=until_ms).decisions["a"]
+    assert late == Yield((Victim("x", Tier.WARM),))
+
+
+@pytest.mark.parametrize(
+    ("loading", "is_asked"),
+    [
+        ({"is_raised_for_ticket": False}, True),
+        ({"waits_since": NOW - 9.0}, False),
+        ({"waits_since": NOW - 9.0, "is_loading_again": True}, True),
+        ({"waits_since": NOW - 99.0, "is_loading_again": True}, False),
+        ({"waits_since": NOW - 99.0, "is_loading_again": True, "head": {"has_plan": True}}, True),
+        (
+            {
+                "waits_since": NOW - 99.0,
+                "is_loading_again": True,
+                "back_off_until_ms": NOW + 1.0,
+            },
+            True,
+        ),
+        ({"is_raised_for_ticket": False, "rules": {"is_pinned": True}}, False),
+    ],
+    ids=[
+        *("unwanted", "wanted", "again, younger", "again, older", "a plan that stands"),
+        *("backing off", "pinned"),
+    ],
+)
+def test_load_is_broken_off_only_if_nobody_older_needs_it(loading, is_asked):
+    head = a_model("a", kv=5, waits_since=NOW - 50.0, **loading.get("head", {}))
+    loading = {name: each for name, each in loading.items() if name != "head"}
+    models = [head, a_model("x", S.LOADING, **loading)]
+    decision = planned(models, {"0": 10}).decisions["a"]
+    if is_asked:
+        assert decision == Yield((Victim("x", Tier.COLD),))
+    else:
+        assert not isinstance(decision, (Yield, Raise))
+
+
+def test_model_on_its_way_up_blocks_nobody_and_is_waited_for():
+    """Goal: an idle model yields to the next head while the first one is still waking."""
+    models = [
+        a_model("a", waits_since=NOW),
+        a_model("up", S.WAKING, waits_since=NOW - 9.0),
+        a_model("x", S.AWAKE),
+    ]
+    assert planned(models, {"0": 20}).decisions == {"a": Yield((Victim("x", Tier.WARM),))}
+    only_up = planned(models[:2], {"0": 15}).decisions["a"]
+    assert (only_up.until_ms, "up is waking" in only_up.why) == (None, True)
+
+
+def test_failed_model_is_no_head_before_its_back_off_ends():
+    models = [
+        a_model("a", waits_since=1.0, back_off_until_ms=NOW + 700.0),
+        a_model("b", waits_since=2.0),
+    ]
+    found = planned(models, {"0": 10})
+    assert found.decisions["b"] == Raise()
+    assert found.decisions["a"].until_ms == NOW + 700.0 == found.due_ms
+
+
+def test_head_that_nobody_can_help_blocks_nobody():
+    """Goal: memory that cannot be asked for is waited for, and others go on."""
+    stuck = a_model("hung", S.UNLOADING, leaving=Leaving.ORDER)
+    models = [
+        a_model("big", kv=12, waits_since=1.0),
+        a_model("b", kv=5, waits_since=2.0),
+        a_model("x", S.AWAKE, kv=5),
+        stuck,
+    ]
+    devices = devices_of(models, {"0": 15})
+    devices = {"0": type(devices["0"])("0", 15 * GIB, 0, leaving_bytes=0)}
+    found = plan(NOW, models, devices, NO_MARGIN)
+    assert found.decisions["big"].until_ms is None
+    assert "hung is unloading and holds 10.0 GiB" in found.decisions["big"].why
+    assert found.decisions["b"] == Yield((Victim("x", Tier.WARM),))
+
+
+def test_never_claims_nothing():
+    models = [
+        a_model("big", kv=12, waits_since=1.0),
+        a_model("b", kv=5, waits_since=2.0),
+        a_model("x", S.AWAKE, kv=10, rules={"is_pinned": True}),
+    ]
+    found = planned(models, {"0": 15})
+    assert isinstance(found.decisions["big"], Never)
+    assert found.decisions["b"] == Raise()
+
+
+def test_model_whose_floor_a_head_takes_is_no_backfill():
+    models = [
+        a_model("a", kv=10, waits_since=1.0),
+        a_model("b", weights=3, kv=1, waits_since=2.0, last_request_ms=2.0),
+    ]
+    found = planned(models, {"0": 12})
+    assert found.decisions["a"] == Yield((Victim("b", Tier.OFFLOADED),))
+    assert found.decisions["b"] == Wait(None, "b is behind a", behind="a")
+
+
+def test_claim_behind_another_is_before_those_behind_it():
+    """Goal: a model of two devices is not overtaken on the one while it waits for the other."""
+    models = [
+        a_model("a", on=("0",), waits_since=1.0),
+        a_model("both", on=("0", "1"), waits_since=2.0),
+        a_model("c", on=("1",), waits_since=3.0),
+        a_model("x", S.AWAKE, on=("0",), in_flight=1, awake_since_ms=NOW),
+        a_model("y", S.AWAKE, on=("1",)),
+    ]
+    found = planned(models, {"0": 15, "1": 15})
+    assert found.decisions["both"].why == "both is behind a"
+    assert found.decisions["c"] == Wait(None, "c is behind both", behind="both")
+
+
+def test_way_down_in_steps_and_at_once_without_a_copy():
+    for has_copy, need, tier in (
+        (True, 10, Tier.WARM),
+        (True, 12, Tier.OFFLOADED),
+        (True, 15, Tier.COLD),
+        (False, 12, Tier.COLD),
+    ):
+        idle = a_model("x", S.AWAKE, base=2, weights=3, kv=10, has_copy=has_copy)
+        found = planned([a_model("a", kv=need, waits_since=NOW), idle], {"0": 15})
+        assert found.decisions == {"a": Yield((Victim("x", tier),))}
+
+
+def test_work_goes_on_while_something_at_rest_has_room():
+    """Goal: warm and idle models yield before one with work, and that before one offloaded."""
+    busy = a_model("busy", S.AWAKE, in_flight=1, kv=10)
+    warm = a_model("warm", weights=10)
+    rest = a_model("rest", S.OFFLOADED, base=10)
+    head = a_model("a", kv=10, waits_since=NOW - 9_000.0)
+    for others, victim in (
+        ([busy, warm], Victim("warm", Tier.OFFLOADED)),
+        ([busy, rest], Victim("busy", Tier.WARM)),
+    ):
+        assert planned([head, *others], {"0": 20}).decisions["a"] == Yield((victim,))
+
+
+def test_model_that_leaves_is_asked_to_leave_deeper():
+    leaving = a_model("x", S.RELEASING, weights=5, kv=5, leaving=Leaving.HEAD)
+    models = [a_model("a", kv=8, waits_since=NOW, has_plan=True), leaving]
+    assert planned(models, {"0": 10}).decisions["a"] == Yield((Victim("x", Tier.OFFLOADED),))
+
+
+@pytest.mark.parametrize("leaving", Leaving)
+def test_model_that_drains_turns_round_if_its_room_is_not_needed(leaving):
+    """For a request of its own, unless an operator sends it down."""
+    models = [a_model("x", S.DRAINING, waits_since=NOW, leaving=leaving)]
+    unyields = planned(models, {"0": 10}).unyields
+    assert unyields == (() if leaving is Leaving.ORDER else ("x",))
+    resting = [a_model("x", S.DRAINING, leaving=leaving)]
+    unyields = planned(resting, {"0": 10}).unyields
+    assert unyields == (("x",) if leaving is Leaving.HEAD else ())
+
+
+def test_of_two_that_drain_only_the_one_that_is_not_needed_turns_round():
+    models = [
+        a_model("a", kv=10, waits_since=NOW, has_plan=True),
+        a_model("x", S.DRAINING, leaving=Leaving.HEAD, in_flight=1),
+        a_model("y", S.DRAINING, leaving=Leaving.HEAD, in_flight=1),
+    ]
+    assert planned(models, {"0": 20}).unyields == ("x",)
+
+
+def test_copies_in_host_memory_yield_to_what_needs_it():
+    copies = {Tier.OFFLOADED: {HOST: 5 * GIB}}
+    old = a_model("old", S.OFFLOADED, on=(HOST,), base=5, kv=0)
+    old = type(old)("old", a_model("old").rules, S.OFFLOADED, Tier.OFFLOADED, copies, old.booked)
+    head = a_model("a", on=("0", HOST), kv=4, waits_since=NOW)
+    devices = devices_of([head, old], {"0": 10, HOST: 6})
+    assert plan(NOW, [head, old], devices, NO_MARGIN).decisions["a"] == Yield(
+        (Victim("old", Tier.COLD),)
+    )
+
+
+def test_model_that_is_not_known_yet_is_left_alone_and_waited_for():
+    """Goal: after a restart nobody is told that there never is room, because of it."""
+    blind = a_model("x", S.AWAKE, is_blind=True, shadow_base=1)
+    found = planned([a_model("a", waits_since=NOW), blind], {"0": 15})
+    assert found.decisions["a"].until_ms is None
+    assert found.decisions["a"].why.endswith("x is not fully known yet and holds 10.0 GiB")
+    assert planned([blind], {"0": 15}).rests == ()
+    draining = a_model("x", S.DRAINING, is_blind=True, leaving=Leaving.HEAD)
+    assert planned([draining], {"0": 15}).unyields == ()
+
+
+def test_nothing_is_raised_where_too_much_is_booked():
+    """Goal: a model whose size was above its estimate waits for room, even if it has booked all
+    that it needs, and gets it from a victim."""
+    grown = a_model("a", S.PENDING, base=6, kv=0, waits_since=NOW)
+    busy = a_model("x", S.AWAKE, base=1, kv=5, in_flight=1, awake_since_ms=NOW)
+    found = planned([grown, busy], {"0": 10})
+    assert found.decisions["a"].until_ms == NOW + 10_000.0
+    assert found.decisions["a"].why.startswith(
+        "a waits: 2.0 GiB more is in use on device 0 than fits"
+    )
+    late = planned([grown, busy], {"0": 10}, now=NOW + 10_000.0)
+    assert late.decisions["a"] == Yield((Victim("x", Tier.WARM),))
+
+
+def test_lease_waits_and_then_never_yields():
+    asked = LeaseAsked("train", "0", 10 * GIB, NOW)
+    waiting = lease_view(asked, is_granted=False)
+    idle = a_model("x", S.AWAKE)
+    found = planned([waiting, idle], {"0": 15})
+    assert found.decisions == {"lease/train": Yield((Victim("x", Tier.WARM),))}
+    granted = lease_view(asked, is_granted=True)
+    found = planned([granted, a_model("a", waits_since=NOW)], {"0": 15})
+    assert found.decisions["a"].why.endswith("15.0 GiB: lease train holds 10.0 GiB")
+
+
+def test_device_that_nobody_has_measured_is_waited_for():
+    found = planned([a_model("a", on=("0", "1"), waits_since=NOW)], {"0": 15})
+    assert found.decisions["a"] == Wait(None, "device 1 has not been measured yet")
+
+
+def test_shadow_is_launched_only_into_room_that_nobody_waits_for():
+    resting = a_model("x", shadow_base=2, shadow=Tier.COLD)
+    head = a_model("a", kv=10, waits_since=NOW)
+    busy = a_model("busy", S.AWAKE, in_flight=1, kv=5, awake_since_ms=NOW)
+    assert planned([resting], {"0": 2}).shadows == ("x",)
+    assert planned([resting], {"0": 1}).shadows == ()
+    assert planned([resting, head], {"0": 12}).shadows == ("x",)
+    assert planned([resting, head], {"0": 11}).shadows == ()
+    assert planned([resting, head, busy], {"0": 12}).shadows == ()
+    assert planned([a_model("x", S.OFFLOADED, shadow_base=2, shadow=Tier.COLD)], {"0": 9}) == (
+        planned([], {"0": 9})
+    )
+
+
+def test_cold_model_takes_its_kept_shadow_along():
+    keeps = a_model(
+        "x", S.OFFLOADED, base=2, shadow_base=2, shadow=Tier.OFFLOADED, rules={"shadow_keeps": True}
+    )
+    models = [a_model("a", kv=4, waits_since=NOW), keeps]
+    assert planned(models, {"0": 4}).decisions["a"] == Yield((Victim("x", Tier.COLD),))
+
+
+def test_room_of_a_kept_shadow_is_part_of_what_a_model_needs():
+    keeps = a_model(
+        "a", kv=10, waits_since=NOW, shadow_base=2, shadow=Tier.COLD, rules={"shadow_keeps": True}
+    )
+    idle = a_model("x", weights=3)
+    assert planned([keeps, idle], {"0": 14}).decisions["a"] == Yield((Victim("x", Tier.OFFLOADED),))
+    assert planned([keeps, idle], {"0": 15}).decisions["a"] == Raise()
+
+
+UP = a_model("up", S.AWAKE, last_request_ms=NOW, switch_ms=300.0)  # idle at NOW + 300
+
+
+def decided(now, *others, since=NOW, total=20):
+    models = [a_model("a", kv=10, waits_since=since), *others]
+    return plan(now, models, devices_of(models, {"0": total}), NO_MARGIN).decisions["a"]
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [a_model("rest", weights=10, has_copy=False), a_model("rest", S.OFFLOADED, base=10)],
+    ids=["warm without a copy", "offloaded"],
+)
+def test_head_waits_for_an_awake_model_to_be_idle_rather_than_unload_another(rest):
+    found = decided(NOW, UP, rest)
+    assert isinstance(found, Wait)
+    assert (found.until_ms, found.victims) == (NOW + 300.0, ("up",))
+    assert found.why == (
+        "a needs 10.0 GiB more on device 0, where 0 B is free: up has no requests, and makes room"
+        " once it has had none for 300 ms; so rest need not be unloaded"
+    )
+    assert decided(NOW + 300.0, UP, rest) == Yield((Victim("up", Tier.WARM),))
+
+
+def test_head_waits_only_within_its_first_two_seconds():
+    """Goal: a model that is asked again and again is not waited for again and again."""
+    rest = a_model("rest", S.OFFLOADED, base=10)
+    unload = Yield((Victim("rest", Tier.COLD),))
+    assert isinstance(decided(NOW, UP, rest, since=NOW - 1_700.0), Wait)
+    assert decided(NOW, UP, rest, since=NOW - 1_701.0) == unload
+
+
+@pytest.mark.parametrize(
+    "up",
+    [
+        a_model("up", S.AWAKE, in_flight=1, awake_since_ms=NOW, switch_ms=300.0),
+        a_model("up", S.WAKING, waits_since=NOW, switch_ms=300.0),
+    ],
+    ids=["at work", "waking"],
+)
+def test_head_waits_up_to_two_seconds_for_work_to_end_rather_than_unload_another(up):
+    rest = a_model("rest", S.OFFLOADED, base=10)
+    found = decided(NOW, up, rest)
+    assert isinstance(found, Wait)
+    assert (found.until_ms, found.victims) == (NOW + 2_000.0, ("up",))
+    assert found.why == (
+        "a needs 10.0 GiB more on device 0, where 0 B is free: up has work, and a request waits up"
+        " to 2s for it to end; so rest need not be unloaded"
+    )
+    assert isinstance(decided(NOW, up, rest, since=NOW - 1_999.0), Wait)
+    assert decided(NOW, up, rest, since=NOW - 2_000.0) == Yield((Victim("rest", Tier.COLD),))
+
+
+def test_head_does_not_wait_if_that_spares_nobody():
+    """Method: what the awake model gives is too little, or what rests can go to host memory."""
+    rest = a_model("rest", S.OFFLOADED, base=10)
+    little = a_model("up", S.AWAKE, kv=5, last_request_ms=NOW, switch_ms=300.0)
+    assert decided(NOW, little, rest, total=15) == Yield((Victim("rest", Tier.COLD),))
+    copied = a_model("warm", weights=10)
+    assert decided(NOW, UP, copied) == Yield((Victim("warm", Tier.OFFLOADED),))
+
+
+def test_short_max_wait_counts_in_the_bound_as_the_two_seconds():
+    for max_wait_ms, counted_ms in ((0.0, 2_000.0), (7_000.0, 7_000.0)):
+        models = [a_model("a", rules={"max_wait_ms": max_wait_ms})]
+        assert bound("a", 0, models, NO_MARGIN).max_wait_ms == counted_ms
