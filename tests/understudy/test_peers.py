@@ -88,6 +88,8 @@ def test_get_never_raises_and_says_why():
         nobody = await get(f"http://127.0.0.1:{free_port()}/live")
         assert nobody.status == 0
         assert "cannot reach" in nobody.summary()
+        for url in ("http://[::/live", "http://127.0.0.1:70000/", "http://a b:1/"):
+            assert (await get(url)).status == 0
         answers = [b"garbage\r\n\r\n", b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * (BODY_MAX_BYTES + 1)]
         answers.append(b'HTTP/1.1 503 No\r\n\r\n{"reason": "loading"}')
 
