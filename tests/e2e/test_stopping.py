@@ -49,6 +49,7 @@ class Stopped:
         self.late: Counter[str] = Counter()  # requests that came after the order
         self.told_s = self.gone_s = 0.0
         self.exit_code: int | None = None
+        self.said = b""  # of `understudy up`, from the first stream on
 
     @property
     def ends(self) -> dict[str, int]:
@@ -161,7 +162,7 @@ async def stop(directory: Path, number: int, *, tokens: int, env: dict[str, str]
         async with asyncio.timeout(END_S):
             stopped.exit_code = await process.wait()
             stopped.gone_s = time.monotonic()
-            await asyncio.gather(*clients, knocking, reading)
+            *_, stopped.said = await asyncio.gather(*clients, knocking, reading)
     finally:
         if process.returncode is None:
             process.kill()
@@ -180,6 +181,7 @@ def test_stopped_pod_finishes_every_stream(tmp_path_factory: pytest.TempPathFact
     stopped = asyncio.run(stop(tmp_path_factory.mktemp("stop"), number, tokens=30, env={}))
     assert stopped.ends == {"whole": STREAMS}
     assert stopped.took_s < stopped.longest_s + AFTER_S
+    assert b"waiting up to" in stopped.said
     # What came before the engine knew is answered; what crosses the gateway's end is reset.
     assert set(stopped.late) <= {"503", "200", "reset"}
     assert stopped.late["reset"] <= RESET_MAX
