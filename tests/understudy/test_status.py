@@ -26,8 +26,7 @@ from tests.understudy.terminals import WAIT_S, terminal
 from understudy.status.gateway_view import has_gateway
 from understudy.status.gather import gather, states_on_file
 from understudy.status.pool_view import has_pool
-from understudy.status.view import is_reachable, lines, offline_lines, pod_view
-from understudy.status.watch import watch_lines
+from understudy.status.view import is_reachable, lines, offline_lines, pod_view, watch_lines
 
 GOLDEN = Path(__file__).with_name("status.txt")
 NOW = datetime(2030, 1, 1, 12, tzinfo=UTC)

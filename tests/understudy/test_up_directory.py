@@ -19,10 +19,8 @@ from tests.helpers import free_port
 from tests.understudy.drill.fake_pod import FakePod
 from understudy.cli.main import main
 from understudy.pod.table import LocalPod
-from understudy.up import directory as up_directory
-from understudy.up import welcome
-from understudy.up.directory import claim, put_leftovers_aside, refuse_second_pod
-from understudy.up.pods import prepare_pool
+from understudy.up import pods
+from understudy.up.pods import claim, prepare_pool, put_leftovers_aside, refuse_second_pod
 
 OF_ANY_POD = [
     *("lockserver.json", "lockserver.lock", "gms.json", "gms.lock", "devices.json", "log"),
@@ -87,13 +85,13 @@ def test_pod_is_announced_before_its_standby_is_ready(directory: Path, monkeypat
 
     async def main() -> list[str]:
         said: list[str] = []
-        monkeypatch.setattr(welcome, "ALONE_AFTER_S", 0.0)
+        monkeypatch.setattr(pods, "ALONE_AFTER_S", 0.0)
         async with FakePod(directory) as pod:
             pod.states["engine-1"] = "dead"
             document = pod.document
             monkeypatch.setattr(pod, "document", lambda name: document(name) | {"service": {}})
             containers = LocalPod(directory, Path("/m")).containers()
-            saying = asyncio.create_task(welcome.say_welcome(directory, containers, said.append))
+            saying = asyncio.create_task(pods.say_welcome(directory, containers, said.append))
             await asyncio.wait({saying}, timeout=0.3)
             assert not saying.done()
             monkeypatch.setattr(pod, "document", document)
@@ -122,7 +120,7 @@ def test_directory_of_another_up_is_refused_at_once_with_its_pid(directory: Path
 
 def test_parts_that_something_else_runs_are_refused_too(directory: Path, monkeypatch):
     """Method: parts that answer, and one that holds its lock and does not answer; then nothing."""
-    monkeypatch.setattr(up_directory, "DYING_S", 0.2)
+    monkeypatch.setattr(pods, "DYING_S", 0.2)
 
     async def meet() -> None:
         async with FakePod(directory):

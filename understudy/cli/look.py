@@ -33,8 +33,7 @@ from plumbing.text import to_json
 from understudy.cli.settings import DIR, STATUS_OPTIONS, UI_OPTIONS, UP_OPTIONS, ports_of
 from understudy.status.events import Record, follow_events, past_events
 from understudy.status.gather import gather, states_on_file, unreachable
-from understudy.status.view import is_reachable, lines, offline_lines, parts_of
-from understudy.status.watch import watch_lines
+from understudy.status.view import is_reachable, lines, offline_lines, parts_of, watch_lines
 
 STATUS_TIMEOUT_S = 2.0  # a part answers in milliseconds; one that hangs should be seen soon
 

@@ -1,30 +1,53 @@
 """Prepares a pod on this machine, of one model or of a pool file, and keeps it running.
 
-Prints only through `say`.
+Prints only through `say`. `understudy up` holds `up.lock` for as long as it runs, so a second one
+knows whose pod it meets, even before the first part of that pod is up. Files of another pod are
+moved, never deleted: a socket or a state file with a foreign name would make every status show
+parts that are gone. The welcome waits without a deadline: a pod may serve long before its status
+says that it is whole, and `understudy up` must not stop it for that.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import re
+import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
-from plumbing.errors import UsageError
+from plumbing.errors import UnderstudyError, UsageError
+from plumbing.pod.observers import ask
+from plumbing.pod.paths import engine_state, pool_socket, up_guard
+from plumbing.service.clock import SystemClock
 from plumbing.service.signals import SignalInbox
+from plumbing.text import duration
+from plumbing.wire.server import PathGuard, guard_holder
+from pool.messages import CATALOGUE, StatusMsg
 from pool.pool_file import read_pool_file
 from pool.server.state_file import begin_new_pod
 from pool.settings import PoolFile
+from understudy.drill.killer import service_of, whole_of
+from understudy.http_get import get
 from understudy.pod.ports import check_ports, free_pod_ports
 from understudy.pod.runner import PodRunner, run_pod
-from understudy.pod.table import HOST_PREFIX, Container, LocalPod, PoolModels
-from understudy.up.directory import (
-    claim,
-    forget_engines,
-    put_leftovers_aside,
-    refuse_second_pod,
+from understudy.pod.table import (
+    HOST_PREFIX,
+    UI,
+    Container,
+    LocalPod,
+    PoolModels,
+    program,
+    reachable,
 )
+from understudy.status.gateway_view import is_open
+from understudy.status.gather import gather, pids_of
+from understudy.status.view import awaited, is_reachable
 from understudy.up.models import (
     HUB_BACKEND,
     hub_directory,
@@ -32,7 +55,6 @@ from understudy.up.models import (
     with_hub_model,
     with_random_model,
 )
-from understudy.up.welcome import say_farewell, say_welcome
 
 Say = Callable[[str], None]
 
@@ -177,3 +199,273 @@ async def stay_up(prepare: Prepare, directory: Path, say: Say) -> int | None:
         finally:
             inbox.close()
         return runner.killed_by
+
+
+# --- the directory: which pod runs there, and what another one has left
+
+ASIDE = "aside"  # newer files replace older ones of the same name, so it cannot grow without end
+NAMED_MAX = 4  # of the files that were moved; the folder has them all
+ASK_S = 1.0  # a part answers in milliseconds, and the user waits
+# How long the parts of a killed `up` may take to exit: the kernel frees their memory first.
+DYING_S = 5.0
+POLL_S = 0.05
+POOL = "pool"  # the program that only the pod of a pool file runs
+SERVE = "serve"  # what every program but an engine is started with
+
+# Files that are named after an engine or a model; `plumbing.pod.paths` names most of them.
+ENGINE_FILE = re.compile(
+    r"(?:engine|leftovers)_(.+?)(?:\.http)?\.(?:json|sock|lock|queue)(?:\..+)?"
+)
+GMS_FILE = re.compile(r"gms_[A-Za-z0-9-]+(?:\.([^_]+))?_(?:weights|kv)[._]")
+LAYOUT_FILE = re.compile(r"kv_layout(?:_(.+))?\.json")
+
+
+async def claim(directory: Path) -> PathGuard:
+    """Make `directory` this process's, until the guard is closed or the process ends.
+
+    Raises:
+        UnderstudyError: `pod.already_running`, with the pod that runs there.
+    """
+    try:
+        return PathGuard(up_guard(str(directory)), "understudy up")
+    except UnderstudyError as error:
+        if error.code != "wire.address_in_use":
+            raise
+        pid = str(error.details.get("holder") or "an unknown process").removeprefix("pid ")
+        raise await _already_running(directory, pid) from error
+
+
+async def refuse_second_pod(directory: Path) -> None:
+    """Raise if parts of a pod run in `directory`, whatever started them.
+
+    Raises:
+        UnderstudyError: `pod.already_running`.
+    """
+    end_s = time.monotonic() + DYING_S
+    while held := _held_guards(directory):
+        if is_reachable(await gather(directory, ASK_S)) or time.monotonic() > end_s:
+            named = ", ".join((await pids_of(directory)).named()) or f"{', '.join(held)} are locked"
+            raise UnderstudyError(
+                "pod.already_running",
+                f"parts of a pod are running in {directory}: {named}; {_ways_out(directory)}",
+            )
+        await asyncio.sleep(POLL_S)
+
+
+async def _already_running(directory: Path, pid: str) -> UnderstudyError:
+    began_s = Path(up_guard(str(directory))).stat().st_mtime  # its holder has written its pid then
+    began = datetime.fromtimestamp(began_s, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    ago = duration(max(0.0, time.time() - began_s) * 1000)
+    view = await gather(directory, ASK_S)
+    service = (view["lockserver"].get("service") or {}).get("active") or {}
+    address = f", and takes requests at {service['address']}" if service.get("address") else ""
+    return UnderstudyError(
+        "pod.already_running",
+        f"a pod is already running in {directory}: `understudy up` with pid {pid} has run it since"
+        f" {began} ({ago} ago){address}; {_ways_out(directory, pid)}",
+        dir=str(directory),
+        pid=pid,
+    )
+
+
+def _ways_out(directory: Path, pid: str = "") -> str:
+    stop = f"stop it with `kill {pid}`" if pid.isdigit() else "stop it"
+    return (
+        f"look at it with `understudy status --dir {directory}`, {stop}, or start another one with"
+        " --dir OTHER --port-offset 100"
+    )
+
+
+def _held_guards(directory: Path) -> list[str]:
+    """The lock files of parts that a living process has locked."""
+    own = up_guard(str(directory))
+    found = (each for each in sorted(directory.glob("*.lock")) if str(each) != own)
+    return [path.name for path in found if guard_holder(str(path)) is not None]
+
+
+def put_leftovers_aside(directory: Path, containers: Sequence[Container]) -> list[str]:
+    """Move what belongs to no part of the pod of `containers` to the folder `aside`; a sentence if
+    anything was moved. Call it while no part runs.
+
+    Raises:
+        UnderstudyError: `pod.leftovers`, a file cannot be moved.
+    """
+    if not directory.is_dir():  # of a manifest that was never started here
+        return []
+    own = _Own(containers)
+    moved = [path for path in sorted(directory.iterdir()) if own.is_foreign(path.name)]
+    moved.sort(key=lambda path: not path.name.startswith("pool."))  # the most telling ones
+    if not moved:
+        return []
+    aside = directory / ASIDE
+    try:
+        aside.mkdir(mode=0o700, exist_ok=True)
+        for path in moved:
+            path.replace(aside / path.name)
+    except OSError as error:
+        raise UnderstudyError(
+            "pod.leftovers",
+            f"cannot move the files of another pod to {aside}: {error.strerror}; move"
+            f" {', '.join(path.name for path in moved)} yourself, or choose another --dir",
+        ) from error
+    named = ", ".join(path.name for path in moved[:NAMED_MAX])
+    more = f" and {len(moved) - NAMED_MAX} more" if len(moved) > NAMED_MAX else ""
+    return [f"{directory} has files of another pod: moved {named}{more} to {aside}"]
+
+
+def forget_engines(directory: Path, containers: Sequence[Container]) -> None:
+    """Remove what the engines of `containers` wrote about themselves in the previous pod."""
+    for engine in _engines_of(containers):
+        Path(engine_state(str(directory), engine)).unlink(missing_ok=True)
+
+
+def _engines_of(containers: Sequence[Container]) -> set[str]:
+    return {each.env["ENGINE_ID"] for each in containers if "ENGINE_ID" in each.env}
+
+
+class _Own:
+    """The parts of a pod, as their files are named after them."""
+
+    def __init__(self, containers: Sequence[Container]) -> None:
+        served = [word for each in containers if SERVE in each.command for word in each.command]
+        self._engines = _engines_of(containers)
+        self._models = {word.partition("=")[2] for word in served if word.startswith("--model=")}
+        self._has_pool = has_pool(containers)
+
+    def is_foreign(self, name: str) -> bool:
+        """Whether a file of this name is of a part that this pod does not have. Witnesses and
+        serving files never are: the lock server judges whether their processes are gone."""
+        if name.startswith("pool."):
+            return not self._has_pool
+        if found := ENGINE_FILE.fullmatch(name):
+            return found[1] not in self._engines
+        if found := GMS_FILE.match(name) or LAYOUT_FILE.fullmatch(name):
+            return (found[1] or "") not in (self._models or {""})
+        return False
+
+
+def has_pool(containers: Sequence[Container]) -> bool:
+    """Whether this is the pod of a pool file."""
+    return any(
+        SERVE in each.command and POOL in (Path(word).name for word in each.command)
+        for each in containers
+    )
+
+
+# --- how to use it, and what a pod that stops waits for
+
+SAID_EVERY_S = 10.0
+ALONE_AFTER_S = 10.0  # a pod that serves is announced without a standby then
+MODELS_TIMEOUT_S = 5.0
+
+FAREWELL_POLL_S = 0.1  # until the engines know that they are to exit, and count what is left
+
+clock = SystemClock()
+
+
+async def say_welcome(
+    directory: Path, containers: Sequence[Container], say: Callable[[str], None]
+) -> None:
+    """Once the pod in `directory` serves, say where to send requests and how to look at it."""
+    began_ms = said_ms = clock.now_ms()
+    while True:
+        view = await gather(directory)
+        lines, missing = (
+            await _pool_lines(directory, view, containers)
+            if has_pool(containers)
+            else await _pod_lines(directory, view, containers, clock.now_ms() - began_ms)
+        )
+        if lines:
+            for line in ("", *lines, ""):
+                say(line)
+            return
+        if clock.now_ms() - said_ms > SAID_EVERY_S * 1000:
+            said_ms = clock.now_ms()
+            say(f"waiting for the pod to serve, {duration(said_ms - began_ms)}: {missing}")
+        await asyncio.sleep(POLL_S)
+
+
+async def _pod_lines(
+    directory: Path, view: dict[str, Any], containers: Sequence[Container], waited_ms: float
+) -> tuple[list[str], str]:
+    """What to say, or nothing and what is missing."""
+    whole, url = whole_of(view), _url(view)
+    missing = "; ".join(view["problems"]) or "no standby is queued for the lock"
+    is_serving = view["active"] is not None and is_open(view["gateway"])
+    is_time = whole is not None or waited_ms > ALONE_AFTER_S * 1000
+    if not (url and is_serving and is_time):
+        return [], missing
+    answer = await get(f"{url}/v1/models", MODELS_TIMEOUT_S)
+    models = answer.json().get("data") or [{}]
+    standby = f"{', '.join(whole.standbys)} is in standby" if whole else f"NO standby ({missing})"
+    command = " ".join(program("understudy"))
+    lines = [
+        f"{view['active']} is active, {standby}. "
+        f"Send requests to {url}; Ctrl-C stops the pod. Try:",
+        _request(url, models[0].get("id", "?")),
+        f"  {command} status --dir {directory}",
+        *_page(containers),
+        f"  {command} drill --attach --dir {directory}",
+    ]
+    return lines, ""
+
+
+async def _pool_lines(
+    directory: Path, view: dict[str, Any], containers: Sequence[Container]
+) -> tuple[list[str], str]:
+    """As `_pod_lines`. No engine needs to be active: a request raises its model."""
+    try:
+        answered = await ask(pool_socket(str(directory)), CATALOGUE, StatusMsg())
+    except UnderstudyError as error:
+        return [], error.message
+    document = getattr(answered.message, "document", {})
+    models = [str(each.get("model")) for each in document.get("models") or ()]
+    url = _url(view)
+    if not (document.get("gateways") and models):
+        return [], "no gateway is connected to the pool"
+    if not (url and is_open(view["gateway"])):
+        return [], "; ".join(view["problems"]) or "the gateway does not accept"
+    command = " ".join(program("understudy"))
+    lines = [
+        f"Models: {', '.join(models)}. A request wakes its model. Send requests to {url};"
+        " Ctrl-C stops the pod. Try:",
+        _request(url, models[-1]),
+        f"  {command} pool status --dir {directory}",
+        f"  {command} pool explain --dir {directory}",
+        *_page(containers),
+    ]
+    return lines, ""
+
+
+def _page(containers: Sequence[Container]) -> list[str]:
+    """The address of the page, where there is one."""
+    probes = [each.startup for each in containers if each.name == UI]
+    return [f"  http://{urlsplit(each.url).netloc}/" for each in probes if each is not None]
+
+
+def _url(view: dict[str, Any]) -> str:
+    """Where requests go; empty while the lock server does not say it."""
+    address = service_of(view)
+    host, _, port = address.rpartition(":")
+    return f"http://{reachable(host.strip('[]'))}:{port}" if address else ""
+
+
+def _request(url: str, model: str) -> str:
+    body = {"model": model, "prompt": "Hello", "max_tokens": 16}
+    return (
+        f"  curl {url}/v1/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
+    )
+
+
+async def say_farewell(directory: Path, say: Callable[[str], None]) -> None:
+    """Say how many requests the pod in `directory` waits for while it stops, every ten seconds."""
+    began_ms = clock.now_ms()
+    while True:
+        view = await gather(directory)
+        requests, most_ms = awaited(view)
+        if not (view["stopping"] and requests):
+            await asyncio.sleep(FAREWELL_POLL_S)
+            continue
+        left_s = max(0.0, most_ms - clock.now_ms() + began_ms) / 1000
+        say(f"waiting up to {left_s:.0f} s for {requests} request{'s' if requests > 1 else ''}")
+        await asyncio.sleep(SAID_EVERY_S)
