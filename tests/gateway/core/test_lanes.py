@@ -35,6 +35,29 @@ def test_streams_are_parked_and_go_on_in_the_next_turn():
     assert causes == {ev.BreakCause.YIELDED}
 
 
+def test_the_pool_is_told_when_the_last_parked_stream_has_its_next_token():
+    """Goal: a turn counts from then. Method: what the gateway says from the turn's begin on."""
+    pod = switching()
+    streams = [pod.ask(max_tokens=200, model="a") for _ in range(3)]
+    pod.at(100.0, lambda: pod.switch("a", "b"))
+    pod.run(1_000.0)
+    told = []
+
+    def listen():
+        demand = pod.demand()
+        parked = sum(each.kind is TicketKind.PARKED for each in demand.tickets)
+        told.append(demand.resuming + parked)
+
+    pod.on_demand = listen
+    pod.switch("b", "a")
+    pod.run()
+    assert told[0] == 3
+    assert told[-1] == 0
+    assert sorted(told, reverse=True) == told
+    for each in streams:
+        each.check_whole()
+
+
 def test_a_parked_stream_waits_for_room_that_a_lease_has_and_a_new_request_does_not():
     pod = switching()
     parked = pod.ask(max_tokens=60, model="a")
