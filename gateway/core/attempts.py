@@ -45,7 +45,7 @@ def objection(request: ClientRequest, hello: Hello) -> answers.Failure | None:
 
 
 class Attempts:
-    """What attempts report (`attempt.ColdPath`), and what follows for their requests."""
+    """What attempts report (`hot_path.ColdPath`), and what follows for their requests."""
 
     def __init__(self, requests: Requests, numbers: Numbers) -> None:
         self.requests = requests

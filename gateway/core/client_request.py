@@ -181,7 +181,7 @@ PROGRESS_MS = 10_000.0
 
 
 class LiveAttempt(Protocol):
-    """The attempt at a request that is under way (`attempt.Attempt`)."""
+    """The attempt at a request that is under way (`hot_path.Attempt`)."""
 
     number: int
     engine: str

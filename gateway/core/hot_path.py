@@ -39,7 +39,7 @@ _ERROR_EVENT = re.compile(
 
 
 class ColdPath(Protocol):
-    """What an attempt tells of, all of it rare (`desk.py`)."""
+    """What an attempt tells of, all of it rare (`attempts.py`)."""
 
     def broke(self, attempt: Attempt, cause: BreakCause, now_ms: float) -> None: ...
     def joined(self, request: ClientRequest, now_ms: float) -> None: ...

@@ -1,13 +1,13 @@
 """The gateway as one plain object: `handle` what happens, perform what it returns.
 
 It is told the time and opens nothing. The bytes of streams go through `attempts[n]` instead
-(`attempt.py`), whose effects, rare as they are, wait in `outbox`.
+(`hot_path.py`), whose effects, rare as they are, wait in `outbox`.
 
 Here is who is active, and what a new grant means. The lock server says whom it has granted; that
 engine is greeted, and gets no request before it has answered: its hello says what it can continue
 and how large a body it takes. A newer grant ends every attempt of the older one at once, whatever
 these connections still have to say, and every request that the old engine had scheduled when it
-died is charged with that death (`order.py`). Tokens compare within an era only.
+died is charged with that death (`queue.py`). Tokens compare within an era only.
 
 While the engine rests, the parent shuts the door: requests wait, and the parent is told of the
 first one. An engine that wakes under the same grant is greeted anew.
@@ -34,7 +34,7 @@ GREET_AGAIN_MS = 50.0  # an engine that is granted answers within milliseconds o
 
 
 class Gateway:
-    """All requests of one child process; in a pool, those for one model (`lane.py`)."""
+    """All requests of one child process; in a pool, those for one model (`lanes.py`)."""
 
     def __init__(
         self, rules: GatewayRules, shared: Shared | None = None, lane: int = 0, step: int = 1

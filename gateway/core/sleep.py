@@ -28,7 +28,7 @@ from plumbing.text import duration
 
 
 class SleepRules(Struct, frozen=True):
-    """The settings of `rest.SleepPolicy`."""
+    """The settings of `SleepPolicy`."""
 
     sleep_after_ms: float = 0.0  # of quiet; 0: the gateway lets no engine rest
     wakes_on_request: bool = True

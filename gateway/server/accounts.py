@@ -1,4 +1,4 @@
-"""What the doors have counted, and what is told of it: totals for beats, events, the access log.
+"""What the child has counted, and what is told of it: totals for beats, events, the access log.
 
 Owns no decision. Users' text never comes here. Pauses and resumes of many streams at once are one
 event a second, because a failover under a thousand streams is one thing that happened.

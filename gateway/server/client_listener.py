@@ -57,7 +57,7 @@ PARKED = ("parked", "resuming")
 
 
 class Parent(Protocol):
-    """The reports of the doors to their parent."""
+    """The reports of a child to its parent."""
 
     def happened(self, event: GatewayEventMsg) -> None:
         """For the event log: rare things."""

@@ -39,14 +39,14 @@ MakeListener = Callable[[msg.ConfigureGatewayMsg, Parent], ClientListener]
 
 
 class ParentLink(Handler):
-    """The channel: the first message configures, and every other one goes to the doors."""
+    """The channel: the first message configures, and every other one goes to the listener."""
 
-    def __init__(self, make_doors: MakeListener) -> None:
+    def __init__(self, make_listener: MakeListener) -> None:
         self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.closed_event = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self._make_doors = make_doors
-        self._doors: ClientListener | None = None
+        self._make_listener = make_listener
+        self._listener: ClientListener | None = None
         self._conn: UnixConnection | None = None
         self._stopping: set[asyncio.Task[None]] = set()
         self._progress = 0
@@ -55,7 +55,7 @@ class ParentLink(Handler):
         self._demand_due: asyncio.TimerHandle | None = None
         self._demand_pace = DemandPace()
 
-    # ------------------------------------------------------------------ as the doors' parent
+    # ------------------------------------------------------------------ as the listener's parent
 
     def happened(self, event: msg.GatewayEventMsg) -> None:
         if self._conn is not None:
@@ -83,22 +83,22 @@ class ParentLink(Handler):
         if isinstance(message, msg.ConfigureGatewayMsg):
             self._configure(message)
             return
-        doors = self._doors
-        if doors is None:
+        listener = self._listener
+        if listener is None:
             close_all(fds)
             raise ProtocolError("gateway.not_configured", f"{message.TYPE} came before configure")
         match message:
             case msg.AcceptMsg():
-                doors.accept(fds[0], message.address)
+                listener.accept(fds[0], message.address)
                 self.beat_now()
             case msg.NewsMsg():
-                doors.told(message.event)
+                listener.told(message.event)
                 self.beat_now()
             case msg.ModelDoorsMsg():
-                doors.set_model_doors(message)
+                listener.set_model_doors(message)
                 self._tell_demand()
             case msg.StopMsg():
-                stopping = self._loop.create_task(self._stop(doors, message.budget_ms))
+                stopping = self._loop.create_task(self._stop(listener, message.budget_ms))
                 self._stopping.add(stopping)
                 self.beat_now()
             case _:
@@ -116,7 +116,7 @@ class ParentLink(Handler):
 
     def _configure(self, settings: msg.ConfigureGatewayMsg) -> None:
         try:
-            self._doors = self._make_doors(settings, self)
+            self._listener = self._make_listener(settings, self)
         except UnderstudyError as error:
             assert self._conn is not None
             self._conn.fault(error)
@@ -136,9 +136,9 @@ class ParentLink(Handler):
         if self._demand_due is not None:
             self._demand_due.cancel()
             self._demand_due = None
-        if self._conn is None or self._doors is None or self._conn.is_backed_up:
+        if self._conn is None or self._listener is None or self._conn.is_backed_up:
             return
-        demand = self._doors.demand()
+        demand = self._listener.demand()
         if demand is not None and demand != self._demand:
             self._demand = demand
             self._demand_pace.said(self._loop.time())
@@ -146,14 +146,14 @@ class ParentLink(Handler):
 
     def _beat(self) -> None:
         self._is_beat_due = False
-        if self._conn is None or self._doors is None:
+        if self._conn is None or self._listener is None:
             return
         self._progress += 1
         if not self._conn.is_backed_up:  # else the parent is stopped, and has enough to read
-            self._conn.send(self._doors.beat(self._progress))
+            self._conn.send(self._listener.beat(self._progress))
 
-    async def _stop(self, doors: ClientListener, budget_ms: float) -> None:
-        await doors.stop(budget_ms)
+    async def _stop(self, listener: ClientListener, budget_ms: float) -> None:
+        await listener.stop(budget_ms)
         self._tell_demand()
         self._beat()  # the last word: what was counted
         if self._conn is not None:
@@ -162,11 +162,11 @@ class ParentLink(Handler):
             self.ended.set_result(0)
 
 
-async def serve(make_doors: MakeListener) -> int:
+async def serve(make_listener: MakeListener) -> int:
     """Be a child until told to stop; the exit code."""
     sock = socket.socket(fileno=int(os.environ.pop(msg.CHANNEL_ENV)))
     os.set_inheritable(sock.fileno(), False)
-    link = ParentLink(make_doors)
+    link = ParentLink(make_listener)
     conn = UnixConnection(sock, msg.CHANNEL, link)
     try:
         return await link.ended
@@ -175,11 +175,11 @@ async def serve(make_doors: MakeListener) -> int:
         await link.closed_event.wait()  # its last words are sent, or late
 
 
-def run(make_doors: MakeListener) -> None:
+def run(make_listener: MakeListener) -> None:
     """The whole life of a child process."""
     arm_from_environment()
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         # A terminal or an init system may send it to the whole group; the parent decides.
         signal.signal(signum, signal.SIG_IGN)
     log.configure("gateway", pid=os.getpid())
-    sys.exit(run_async(lambda: serve(make_doors)))
+    sys.exit(run_async(lambda: serve(make_listener)))

@@ -155,7 +155,7 @@ def load(gateway: GatewayParts) -> doc.GatewayLoad:
 
 
 def gauges(gateway: GatewayParts) -> dict[str, float]:
-    """By the names of `metrics.GAUGES`."""
+    """By the names of `GAUGES`."""
     found = load(gateway)
     return {
         "in_flight_requests": found.in_flight,

@@ -1,4 +1,4 @@
-"""One set of doors in this process, on a port of its own, with stub engines behind them."""
+"""One client listener in this process, on a port of its own, with stub engines behind them."""
 
 from __future__ import annotations
 
@@ -127,10 +127,10 @@ class Client:
 
 @dataclass
 class Bench:
-    """The doors, and what belongs to a test."""
+    """The listener, and what belongs to a test."""
 
     directory: str
-    doors: ClientListener
+    listener: ClientListener
     port: int
     happenings: list[GatewayEventMsg] = field(default_factory=list)
     engines: list[StubEngine] = field(default_factory=list)
@@ -144,12 +144,12 @@ class Bench:
         return engine
 
     async def grant(self, engine: StubEngine, era: str = ERA) -> None:
-        """Tell the doors, and wait until they have greeted it."""
-        self.doors.told(EngineGranted(engine.name, engine.token, era))
+        """Tell the listener, and wait until it has greeted it."""
+        self.listener.told(EngineGranted(engine.name, engine.token, era))
         await auntil(self._is_greeted, "the engine's hello")
 
     def _is_greeted(self) -> bool:
-        upstream = self.doors.beat(1).upstream
+        upstream = self.listener.beat(1).upstream
         return upstream is not None and upstream.is_connected
 
     async def active(self, **how: Any) -> StubEngine:
@@ -174,16 +174,16 @@ class Bench:
 
     @property
     def load(self) -> Any:
-        return self.doors.beat(1).load
+        return self.listener.beat(1).load
 
     def endings(self) -> dict[str, int]:
         """How many requests have ended in which way."""
         found: dict[str, int] = {}
-        for each in self.doors.beat(1).totals.requests:
+        for each in self.listener.beat(1).totals.requests:
             found[each.ending] = found.get(each.ending, 0) + each.count
         return found
 
-    # ------------------------------------------------------------------ as the doors' parent
+    # ------------------------------------------------------------------ as the listener's parent
 
     def happened(self, event: GatewayEventMsg) -> None:
         self.happenings.append(event)
@@ -212,22 +212,22 @@ def configured(directory: str, **settings: Any) -> ConfigureGatewayMsg:
 async def bench(directory: str, **settings: Any) -> AsyncIterator[Bench]:
     """Doors with these settings; afterwards no descriptor is left."""
     made = Bench(directory, None, 0)  # type: ignore[arg-type] # made in the next line
-    made.doors = ClientListener(configured(directory, **settings), made)
+    made.listener = ClientListener(configured(directory, **settings), made)
     sock = socket.create_server(("127.0.0.1", 0), backlog=4096)
     made.port = sock.getsockname()[1]
-    made.doors.accept(OwnedFd(sock.detach()), f"127.0.0.1:{made.port}")
+    made.listener.accept(OwnedFd(sock.detach()), f"127.0.0.1:{made.port}")
     try:
         yield made
     finally:
         for client in made.clients:
             client.close()
-        await made.doors.stop(0)
+        await made.listener.stop(0)
         for engine in made.engines:
             engine.die()
         await auntil(lambda: made.load.connections == 0, "the connections to close")
-        assert not made.doors.exchange.requests
-        assert not made.doors.exchange.upstreams
-        assert made.doors.body_memory.bytes == 0
+        assert not made.listener.exchange.requests
+        assert not made.listener.exchange.upstreams
+        assert made.listener.body_memory.bytes == 0
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -266,8 +266,8 @@ Scenario = Callable[..., Awaitable[None]]
 
 
 def scene(**settings: Any) -> Callable[[Scenario], Callable[..., None]]:
-    """A test that is `async def test(bench, …)`: it runs with doors of these settings, on a loop of
-    its own. `sweep_s`: how often the doors sweep; other parameters of the test are fixtures."""
+    """A test that is `async def test(bench, …)`: it runs with a listener of these settings, on a
+    loop of its own. `sweep_s`: how often it sweeps; other parameters of the test are fixtures."""
     sweep_s = settings.pop("sweep_s", client_listener.SWEEP_S)
 
     def decorate(scenario: Scenario) -> Callable[..., None]:
@@ -297,7 +297,7 @@ _TMP_PATH = inspect.Parameter("tmp_path", inspect.Parameter.POSITIONAL_OR_KEYWOR
 
 
 def with_bench(directory: Any, scenario: Scenario, **settings: Any) -> None:
-    """Run `scenario` with doors of these settings, which are known in the test only."""
+    """Run `scenario` with a listener of these settings, which are known in the test only."""
 
     async def test() -> None:
         async with bench(str(directory), **settings) as made:

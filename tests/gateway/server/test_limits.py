@@ -65,8 +65,8 @@ async def test_with_every_place_busy_new_clients_wait_in_the_backlog(bench, monk
     await busy.head()
     waiting = await bench.client()
     waiting.ask("/v1/models")
-    await auntil(lambda: bench.doors.problem, "the limit to be shown")
-    assert "the limit" in bench.doors.problem
+    await auntil(lambda: bench.listener.problem, "the limit to be shown")
+    assert "the limit" in bench.listener.problem
     engine.released.set()
     while await busy.chunk():
         pass
@@ -90,9 +90,9 @@ async def test_accepting_without_descriptors_waits_and_retries(bench):
             os.close(filler.pop())
         late = await bench.client()
         late.ask("/v1/models")
-        await auntil(lambda: bench.doors.problem, "the shortage to be shown")
-        assert "open files" in bench.doors.problem
-        assert bench.doors.beat(1).totals.limits["descriptors"]
+        await auntil(lambda: bench.listener.problem, "the shortage to be shown")
+        assert "open files" in bench.listener.problem
+        assert bench.listener.beat(1).totals.limits["descriptors"]
         for fd in filler:
             os.close(fd)
     assert (await late.answer()).status == 200
@@ -127,15 +127,15 @@ def test_api_keys(tmp_path, monkeypatch):
         assert (answer.status, answer.error()["code"]) == (401, "invalid_api_key")
 
         keys.write_text("third\n")
-        await auntil(lambda: bench.doors.keys.knows(b"third"), "the keys to be read")
+        await auntil(lambda: bench.listener.keys.knows(b"third"), "the keys to be read")
         await ask("third")
         with pytest.raises(openai.AuthenticationError):
             await ask("first")
         keys.write_text("\n")
-        await auntil(lambda: bench.doors.problem, "the problem to be shown")
+        await auntil(lambda: bench.listener.problem, "the problem to be shown")
         await ask("third")
         keys.write_text("fourth\n")
-        await auntil(lambda: bench.doors.problem is None, "the problem to end")
+        await auntil(lambda: bench.listener.problem is None, "the problem to end")
         await ask("fourth")
 
     with_bench(tmp_path, scenario, api_keys=str(keys))
@@ -190,10 +190,10 @@ def test_tls(tmp_path, monkeypatch):
         plain = await bench.client()
         plain.ask("/v1/models")
         assert b"200" not in await plain.rest()
-        stamp = bench.doors.certificate.file.loads
+        stamp = bench.listener.certificate.file.loads
         make_certificate(tmp_path, "renewed")
-        await auntil(lambda: bench.doors.certificate.file.loads > stamp, "it to be read")
-        await auntil(lambda: bench.doors.problem is None, "both files to fit")
+        await auntil(lambda: bench.listener.certificate.file.loads > stamp, "it to be read")
+        await auntil(lambda: bench.listener.problem is None, "both files to fit")
         assert await ask() == {"commonName": "renewed"}
 
     with_bench(tmp_path, scenario, tls_cert=cert, tls_key=key)

@@ -45,7 +45,7 @@ class TwoModels:
         """Both are granted, `chat` is awake."""
         for token, name in enumerate(LANES, 5):
             self.engines[name] = await self.bench.engine(f"{name}-0", token, **how)
-            self.bench.doors.told(EngineGranted(f"{name}-0", token, ERA, name))
+            self.bench.listener.told(EngineGranted(f"{name}-0", token, ERA, name))
         self.open("chat")
 
     def set(self, model: str, door: Door, state: ModelState = ModelState.WARM) -> None:
@@ -54,14 +54,14 @@ class TwoModels:
         self.said[model] = PooledModel(
             self.number, door, state, now_ms, "because", Tier.WARM, {"HOST-0": 7}
         )
-        self.bench.doors.set_model_doors(ModelDoorsMsg(dict(self.said)))
+        self.bench.listener.set_model_doors(ModelDoorsMsg(dict(self.said)))
 
     def open(self, model: str) -> None:
         engine = self.engines[model]
         self.set(model, OpenDoor(engine.name, engine.token), ModelState.AWAKE)
 
     def demand(self, model: str) -> ModelDemand:
-        found = self.bench.doors.demand()
+        found = self.bench.listener.demand()
         assert found is not None
         return found.models[model]
 
@@ -201,7 +201,7 @@ async def test_what_becomes_of_each_request_is_counted_by_model(models):
     chat, bench = models.engines["chat"], models.bench
 
     def counted() -> dict[tuple[str, str], int]:
-        totals = bench.doors.beat(1).totals.models
+        totals = bench.listener.beat(1).totals.models
         return {(each.model, each.outcome.value): each.count for each in totals}
 
     async def silence(request: object, reply: object) -> None:
