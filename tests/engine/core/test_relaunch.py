@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from engine.core.relaunch import Death, Due, Relaunch
+from engine.backends.memory_session import RESTART_WAIT_S
+from engine.core.relaunch import DEATHS_MAX, DEATHS_WINDOW_MS, Death, Due, Relaunch
 
 
 def die(rule: Relaunch, at_ms: float, *, standby: bool = False, rehearsed: bool = False) -> None:
@@ -95,3 +96,8 @@ def test_rehearsed_deaths_never_count():
         die(rule, n * 1000, standby=n % 2 == 0, rehearsed=True)
     assert rule.verdict() is None
     assert rule.backoff_ms == 0
+
+
+def test_waiting_for_a_service_is_no_crash_loop():
+    """However often an engine waits in vain and dies of it, it does not die often enough."""
+    assert RESTART_WAIT_S * 1000 * (DEATHS_MAX - 1) > DEATHS_WINDOW_MS
