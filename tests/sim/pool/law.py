@@ -233,8 +233,9 @@ class Law(Books):
         name = "P15" if request.ticket is TicketKind.PARKED else "P7"
         assert wait <= bound, f"{name}: {request.model} waits {wait:.0f} ms, bound {bound:.0f}"
         core = self.world.pool.core
-        if core is not None:  # what users are shown
-            seen, rules = [*core.situation.views.values()], self.world.pool_rules
+        seen = [*core.situation.views.values()] if core is not None else []
+        if len(seen) == len(self.world.rules):  # what users are shown, once all is known
+            rules = self.world.pool_rules
             shown = product_bound(request.model, request.priority, seen, rules).total_ms
             assert wait <= shown, f"{name}: {request.model} waits {wait:.0f} ms, shown {shown:.0f}"
 
