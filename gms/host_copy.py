@@ -56,7 +56,7 @@ class CopyKeeper:
             try:
                 self.look()
             except UnderstudyError as error:  # a server that restarts, a shortage
-                self._say(f"the copy of {self._device} is not looked after: {error.message}")
+                self._say(f"the host copy of {self._device} is not maintained: {error.message}")
             time.sleep(LOOK_S)
 
     def look(self) -> None:

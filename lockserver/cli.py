@@ -140,7 +140,7 @@ HOST = Option(
 def main() -> None:
     """Lock server: grants the lock `active` to one engine of a model at a time.
 
-    It is granted only when all processes of its previous holder are gone.
+    The server grants a lock only when all processes of its previous holder are gone.
     """
 
 

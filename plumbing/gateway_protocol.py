@@ -82,8 +82,8 @@ class Hello(msgspec.Struct, frozen=True):
         if self.version == VERSION:
             return self
         problem = (
-            f"{self.engine} speaks version {self.version} of the private hop and this gateway"
-            f" version {VERSION}, so its streams cannot be continued; run one release in all"
+            f"{self.engine} uses version {self.version} of the engine protocol and this gateway "
+            f"version {VERSION}, so its streams cannot be continued; run one release in all"
             " processes of a pod"
         )
         return msgspec.structs.replace(self, continuation=Continuation.NONE, problem=problem)

@@ -90,18 +90,18 @@ def queue_full(why: str) -> Failure:
 
 
 def not_awake(model: str, waits_for: str, retry_s: int) -> Failure:
-    what = f"{model} is not awake by this request's deadline: {waits_for}; retry"
+    what = f"{model} did not wake before this request's deadline: {waits_for}; retry"
     return Failure(503, "pool.not_awake", what, max(RETRY_AFTER_S, retry_s))
 
 
 def busy(model: str, in_flight: int) -> Failure:
-    what = f"{model} works on {in_flight} requests, as many as it may, and others were first; retry"
+    what = f"{model} has {in_flight} requests in flight, its limit, and others wait in front; retry"
     return Failure(503, "pool.busy", what)
 
 
 def cut(model: str, why: str) -> Failure:
     because = f" ({why})" if why else ""
-    what = f"{model} had to make room for another model{because} before this answer was whole"
+    what = f"{model} was evicted for another model{because} before this answer was complete"
     return Failure(503, "pool.cut", f"{what}; retry")
 
 
@@ -112,30 +112,30 @@ def too_large(body_bytes: int, limit_bytes: int) -> Failure:
 
 def park_timeout(park_s: float, waits_for: str) -> Failure:
     why = f": {waits_for}" if waits_for else ""
-    message = f"the stream waited {park_s:.0f} s for an engine that can go on with it{why}; retry"
+    message = f"the stream waited {park_s:.0f} s for an engine that can continue it{why}; retry"
     return Failure(503, "gateway.park_timeout", message)
 
 
 def suspect(deaths: int) -> Failure:
     message = (
-        f"{deaths} engines died while they worked on this request, the last one when it was the"
-        " only suspect there, so no other engine gets it"
+        f"{deaths} engines died while processing this request, the last one with no other suspect "
+        "in flight; the gateway sends it to no other engine"
     )
     return Failure(500, "gateway.suspect", message)
 
 
 def refused_resume(engine: str, status: int) -> Failure:
-    what = f"{engine} refused to go on with the stream (status {status}); retry"
+    what = f"{engine} refused to continue the stream (status {status}); retry"
     return Failure(502, "gateway.resume_refused", what)
 
 
 def mismatch(engine: str, why: str) -> Failure:
-    message = f"{engine}'s replay differs from what was sent ({why}), so it was not joined; retry"
+    message = f"{engine}'s replay differs from what the client received ({why}); retry"
     return Failure(502, "gateway.replay_mismatch", message)
 
 
 def keeps_breaking(engine: str) -> Failure:
-    message = f"{engine} broke off this answer each time, and no other engine took over; retry"
+    message = f"{engine} aborted this answer each time, and no other engine took over; retry"
     return Failure(502, "gateway.keeps_breaking", message)
 
 
@@ -143,13 +143,13 @@ NOT_FOUND = Failure(404, "gateway.not_found", "there is no such path")
 NO_MEMORY = Failure(
     503,
     "gateway.memory",
-    "the gateway holds as many bytes of requests as it may (`--memory-bytes`); retry",
+    "the gateway has reached its memory limit for requests (`--memory-bytes`); retry",
 )
 BROKEN = Failure(502, "gateway.broken", "the engine was lost in the middle of this answer; retry")
 OTHER_MODEL = Failure(
     502,
     "gateway.other_continuation",
-    "the next engine has other weights or settings, and two models must not share an answer; retry",
+    "the next engine has other weights or settings, so it cannot continue this answer; retry",
 )
 CANNOT_CONTINUE = Failure(
     502,

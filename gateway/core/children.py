@@ -365,7 +365,7 @@ class Children:
         retiring = self.at(Place.RETIRING)
         if len(retiring) >= RETIRING_MAX and self.serving is not None:
             pids = ", ".join(f"pid {each.pid}" for each in retiring)
-            why = f"{pids} still finish streams after earlier restarts; wait for them, or kill one"
+            why = f"{pids} still finish streams of earlier restarts; wait for them, or kill one"
             self._out.append(RestartRefused("gateway.restart_busy", why))
             return
         self._tell("restarting", "a fresh process is started to take over, as requested")
@@ -376,7 +376,7 @@ class Children:
     def _refuse_restart(self, child: GatewayChild, why: str) -> None:
         if child.is_restart:
             serving = self.serving
-            goes_on = f"; pid {serving.pid} serves on" if serving else ""
+            goes_on = f"; pid {serving.pid} keeps serving" if serving else ""
             self._out.append(RestartRefused("gateway.restart_failed", f"{why}{goes_on}"))
 
     def _begin_stop(self, event: StopAsked, now_ms: float) -> None:

@@ -202,7 +202,7 @@ class Lane(Gateway):
         if self.queued > self.lane_rules.queue_max:
             return answers.queue_full(f"{self.queued - 1} requests wait for {self.model}")
         if self._is_full():
-            return answers.queue_full("as many requests wait for models as may")
+            return answers.queue_full("the queue of the whole pool is full")
         return self._no_engine if self._is_hopeless(request) else None
 
     def _is_hopeless(self, request: ClientRequest) -> bool:

@@ -47,7 +47,7 @@ class Gateway:
         self._is_granted = False  # nobody has lost it since
         self._is_final = False  # and no engine will be granted any more
         self._expected: dict[tuple[str, int], float] = {}  # engine and token → until when
-        self._reason = "the lock server has not said yet which engine is active"
+        self._reason = "the lock server has not reported yet which engine is active"
         self._greetings = Numbers(lane, step)
         self._greet_ms: float | None = None  # when to greet again,
         self._no_hello = ""  # and why
@@ -103,7 +103,7 @@ class Gateway:
                 self._is_final = event.is_final
             case ev.GatewayEnds():
                 self._is_granted, self._is_final = False, True
-                self._reason = "its time to finish requests is over"
+                self._reason = "its drain timeout has passed"
                 self._supersede(is_death=False, now_ms=now_ms)
             case ev.DoorSet():
                 self._set_door(event, now_ms)

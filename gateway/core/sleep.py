@@ -190,7 +190,7 @@ class SleepPolicy:
                 self._lose(now_ms)
             case GoalRefused():
                 self.pending_goal, self._awake_since_ms = None, now_ms
-                message = f"{self.engine} does not take its goal: {event.reason}"
+                message = f"{self.engine} refuses the goal: {event.reason}"
                 self._out.append(SleepTold("goal_refused", message, "warning"))
             case ChildSaid():
                 self._children[event.child] = _ChildView(
@@ -266,7 +266,7 @@ class SleepPolicy:
         elif all(each.door == self.door.number for each in self._children.values()):
             quiet = duration(self.quiet_ms(now_ms))
             self._out.append(
-                SleepTold("sleep", f"no request for {quiet}: {self.engine} is put to sleep")
+                SleepTold("sleep", f"no request for {quiet}: putting {self.engine} to sleep")
             )
             self._send(Tier.WARM)
             self._set(GatewayDoor.SHUT)
@@ -275,7 +275,7 @@ class SleepPolicy:
         if not self.rules.wakes_on_request or self.goal is Tier.AWAKE or not self.wanting:
             return
         waiting = f"{self.wanting} requests wait" if self.wanting > 1 else "a request waits"
-        self._out.append(SleepTold("wake", f"{waiting}: {self.engine} is woken"))
+        self._out.append(SleepTold("wake", f"{waiting}: waking {self.engine}"))
         self._woken_ms = now_ms
         self._send(Tier.AWAKE)
         self._set(GatewayDoor.SHUT)  # as before; but it will open

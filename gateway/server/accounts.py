@@ -85,8 +85,8 @@ class Accounts:
             case SuspectFound():
                 self._tell(
                     "gateway.suspect",
-                    f"a request was in {record.deaths} engines that died, without progress between;"
-                    " it is resumed last, and alone",
+                    f"a request was in flight in {record.deaths} engines that died, without "
+                    "progress between; the gateway resumes it last and alone",
                     "warning",
                     request=record.request,
                     deaths=record.deaths,
@@ -181,7 +181,7 @@ class Accounts:
         if self._broken:
             count, why = self._broken.total(), ", ".join(sorted(filter(None, self._broken)))
             answers = "1 answer" if count == 1 else f"{count} answers"
-            message = f"{answers} ended with an error inside ({why})"
+            message = f"{answers} had begun and ended with an error ({why})"
             self._tell("gateway.broken", message, "error", answers=count, codes=dict(self._broken))
         if self._lost:
             count, why = self._lost.total(), ", ".join(sorted(self._lost))

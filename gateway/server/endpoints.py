@@ -137,7 +137,7 @@ class Endpoints:
             if isinstance(door, RefusedDoor):
                 return door.sentence
             is_known = self._models.is_heard or bool(self._grants)
-            return "" if is_known else "neither the pool nor an engine was heard yet"
+            return "" if is_known else "neither the pool nor an engine has reported yet"
         grant = self._grants.get("")
         if grant is None:
             return "no engine was active yet"

@@ -70,7 +70,7 @@ class ApiKeys:
             if name == b"authorization" and value[:7].lower() == b"bearer ":
                 if self.knows(value[7:].strip()):
                     return None
-                return Failure(401, "invalid_api_key", "The API key is not known here.")
+                return Failure(401, "invalid_api_key", "The API key is not valid.")
         return Failure(401, "invalid_api_key", "An API key is required: Authorization: Bearer KEY.")
 
     def knows(self, key: bytes) -> bool:

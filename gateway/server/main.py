@@ -109,7 +109,7 @@ class ParentLink(Handler):
         self._conn = None
         self.closed_event.set()
         if not self.ended.done():
-            logger.error("lost the gateway's parent process (%s); this one exits", reason)
+            logger.error("lost the gateway's parent process (%s); this child exits", reason)
             self.ended.set_result(ORPHANED)
 
     # ------------------------------------------------------------------ inside

@@ -63,8 +63,8 @@ class GatewayPoolSide:
         """Why the pool is of no use now."""
         if not self.models or (self.is_connected and self.refusal is None and self.said):
             return None
-        why = self.refusal or self._link.problem or "it has not said anything yet"
-        return f"no pool: {why}; awake models are served, nothing switches"
+        why = self.refusal or self._link.problem or "it has sent nothing yet"
+        return f"no pool: {why}; awake models are still served, but no model switches"
 
     def demand(self) -> dict[str, ModelDemand]:
         return self._demands.whole()
@@ -98,7 +98,7 @@ class GatewayPoolSide:
         strangers = frozenset(doors.models) - frozenset(self.models)
         if strangers - self._strangers:
             names = ", ".join(sorted(strangers))
-            message = f"the pool has {names}, of which this gateway does not know; restart it"
+            message = f"the pool has models unknown to this gateway: {names}; restart the gateway"
             self._log.record("gateway.pool_differs", message, "warning")
         self._strangers = strangers
         if not self._demands.is_heard:  # else children answer, once they obey
@@ -124,7 +124,7 @@ class GatewayPoolSide:
 
     def _lost(self, reason: str) -> None:
         self.changed_ms = self._clock.now_ms()
-        message = f"lost the pool ({reason}); awake models are served, nothing switches meanwhile"
+        message = f"lost the pool ({reason}); awake models are still served, but no model switches"
         self._log.record("gateway.pool_lost", message, "warning")
 
     def _refused(self, error: UnderstudyError) -> None:

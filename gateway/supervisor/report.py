@@ -129,7 +129,8 @@ def problems(gateway: GatewayParts) -> list[str]:
     serving = children.serving
     found = [children.socket_problem, children.core.problem]
     if lock.problem is not None:
-        meanwhile = "requests are served, a takeover waits" if lock.grant else "nothing is served"
+        served = "requests are still served, but a takeover must wait"
+        meanwhile = served if lock.grant else "nothing is served"
         found.append(f"{lock.problem}; {meanwhile}")
     elif children.service is None:
         found.append("the lock server has lent no socket yet; see `lockserver status`")
@@ -320,8 +321,8 @@ def _unheard(gateway: GatewayParts) -> str | None:
         return None
     engine = side.core.engine
     return (
-        f"{engine} does not report its state, so it is neither put to sleep nor woken:"
-        f" {side.problem}"
+        f"{engine} does not report its state, so the gateway cannot put it to sleep or wake it: "
+        f"{side.problem}"
     )
 
 
@@ -347,26 +348,27 @@ def _totals(gateway: GatewayParts) -> doc.GatewayTotal:
 
 
 COUNTERS = {
-    "delivered_tokens": "Tokens that clients were sent, each once.",
-    "replayed_tokens": "Tokens that engines were given to resume requests; clients had them.",
-    "pauses": "Streams that were interrupted, and waited to be resumed.",
-    "resumes": "Streams that went on after an interruption.",
+    "delivered_tokens": "Tokens sent to clients, each counted once.",
+    "replayed_tokens": "Tokens sent to engines to resume requests; clients already had them.",
+    "pauses": "Streams that were interrupted and waited for an engine.",
+    "resumes": "Streams that were resumed after an interruption.",
     "continuations_lost": "Streams that can no longer be continued, for lack of memory.",
     "lost_requests": "Requests in flight in a process of the gateway that died.",
     "child_restarts": "Processes of the gateway that died and were replaced.",
-    "sleeps": "Engines that the gateway has put to sleep because no request came.",
-    "wakes": "Engines that the gateway has woken for a request.",
+    "sleeps": "Times that the gateway put an engine to sleep because no request came.",
+    "wakes": "Times that the gateway woke an engine for a request.",
 }
 GAUGES = {
     "in_flight_requests": "Requests in the gateway.",
-    "waiting_requests": "Requests that wait for an engine, nothing of them answered.",
+    "waiting_requests": "Requests that wait for an engine and have no answer yet.",
     "parked_requests": "Streams that wait to be resumed.",
-    "parked_oldest_seconds": "How long the oldest of them has waited.",
-    "replaying_requests": "Streams that an engine plays again, up to where their clients are.",
-    "suspect_requests": "Requests that were in an engine at two deaths without progress.",
+    "parked_oldest_seconds": "How long the oldest parked stream has waited.",
+    "replaying_requests": "Streams that an engine is replaying, up to where their clients are.",
+    "suspect_requests": "Requests that were in flight at two engine deaths, without progress "
+    "between.",
     "connections": "Connections of clients.",
     "held_bytes": "Memory of journals, bodies and held answers.",
-    "held_bytes_max": "The limit of it, above which requests cannot be continued.",
+    "held_bytes_max": "Limit of that memory; requests above it cannot be continued.",
     "accepting": "1 while connections are accepted.",
     "ready": "1 while /ready is 200.",
     "spare_ready": "1 while a process is ready to take over.",
@@ -446,7 +448,7 @@ def _pool_metrics(gateway: GatewayParts, totals: GatewayTotals) -> Iterator[Metr
     counts |= {(each.model, each.outcome): each.count for each in totals.models}
     family = CounterMetricFamily(
         f"{PREFIX}_pool_requests",
-        "Requests for each model of a pool, by what has become of them.",
+        "Requests for each model of a pool, by outcome.",
         labels=["model", "outcome"],
     )
     for (model, outcome), count in counts.items():

@@ -196,7 +196,7 @@ def look(directory: str, error: UnderstudyError) -> OfflineView | None:
             " its child still serves connections"
         )
         fix = {"stopped": f"resume it: kill -CONT {pid}"}.get(
-            halted or "", f"if it stays so, kill it: kill -9 {pid}; then start another"
+            halted or "", f"if it does not recover, kill it: kill -9 {pid}; then start another"
         )
         code = "gateway.not_answering"
     document = {

@@ -185,7 +185,7 @@ class Offloaded:
             except UnreachableError as error:
                 if time.monotonic() + RETRY_S > end:
                     raise
-                on_wait(f"the weights are not back yet: {error.message}")
+                on_wait(f"the weights are not restored yet: {error.message}")
                 time.sleep(RETRY_S)
         self.close()
 

@@ -99,8 +99,8 @@ class Opening:
                 if isinstance(grant, msg.WritingMsg) and copy is not None:
                     raise UnderstudyError(
                         "gms.stale_copy",
-                        f"the host copy {copy} does not stand for the weights of this device any "
-                        "more; restart this engine, which loads them again",
+                        f"the host copy {copy} no longer matches the weights of this device; "
+                        "restart this engine, which loads them again",
                     )
                 if not isinstance(grant, msg.EpochAttachedMsg):
                     raise unexpected_answer(grant.TYPE, "attach")

@@ -168,12 +168,12 @@ class Grants:
 def _being_freed(device: Device) -> str:
     epochs = [e for e in device.epochs.values() if e.is_being_freed]
     return (
-        "room is being made: "
+        "memory is being freed: "
         + (
             "; ".join(
                 f"epoch {e.id[:8]}" + "".join(f", pid {pid}" for pid in e.holders) for e in epochs
             )
-            or "the replaced epoch is being given up"
+            or "the replaced epoch is being freed"
         )
         + (f"; KV memory takes {size_of(device.kv_bytes)}" if device.kv_bytes else "")
     )
@@ -369,8 +369,8 @@ class Writing:
         if copy is None or offered != (copy.epoch, copy.layout_hash, copy.identity_hash):
             raise UnderstudyError(
                 "gms.stale_copy",
-                f"the host copy {message.restaged_from} does not stand for the weights of this "
-                "device (any more); load them again",
+                f"the host copy {message.restaged_from} does not match the weights of this "
+                "device; load them again",
             )
 
     # ------------------------------------------------------------------ completions
@@ -434,9 +434,7 @@ class Writing:
         request_id, session.request_id = session.request_id, 0
         self.device.commits_total += 1
         self.device.restages_total += session.is_restaging
-        how = (
-            "brought the weights back from host memory as" if session.is_restaging else "committed"
-        )
+        how = "restored the weights from host memory as" if session.is_restaging else "committed"
         return [
             ev.SendMessage(session.id, request_id, msg.CommittedMsg(epoch.id)),
             ev.RecordEvent(

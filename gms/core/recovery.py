@@ -88,7 +88,7 @@ class Recovery:
             raise ProtocolError(
                 "gms.bad_offer",
                 f"the memory offered as epoch {epoch.id} is not what was committed under that id; "
-                "another survivor is asked",
+                "the server asks another survivor",
                 epoch=epoch.id,
             )
         session.move(msg.OfferMsg, now_ms)
@@ -140,7 +140,7 @@ class Recovery:
         effects: Effects = []
         if record is not None and copy is not None and is_copy_of(copy, record):
             self.device.offloaded = copy
-            said = f"{copy.epoch} in host memory stands for epoch {record.epoch}, which is gone"
+            said = f"epoch {record.epoch} is lost from the device; using its host copy {copy.epoch}"
             data = {"epoch": record.epoch, "copy": copy.epoch, "size_bytes": record.size_bytes}
             effects.append(ev.RecordEvent("gms.offloaded", said, data))
         return effects + self.device.journal()

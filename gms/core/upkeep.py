@@ -84,7 +84,7 @@ class Upkeep:
             if len(epoch.failed_canaries) < CANARIES_MAX:
                 return [ev.RecordEvent("gms.suspect", what, data, "warning")]
         self.device.condemnations_total += 1
-        condemned = f"epoch {epoch.id} is condemned, the next writer loads again; {what}"
+        condemned = f"epoch {epoch.id} is condemned; the next writer loads again; {what}"
         return [
             ev.RecordEvent("gms.condemned", condemned, data, "error"),
             *self.device.retire(epoch),
@@ -221,8 +221,7 @@ class Upkeep:
         self._verification = None
         error = UnderstudyError(
             "gms.no_verifier",
-            "no standby is attached to read the memory, and an active engine has no time to; start "
-            "a standby",
+            "only a standby reads the memory to verify it, and none is attached; start one",
         )
         return [ev.RefuseRequest(question.asker, question.request_id, error)]
 
@@ -276,7 +275,7 @@ class Offload:
             ev.ReleaseEpoch(epoch.id),
             ev.RecordEvent(
                 "gms.offloaded",
-                f"epoch {epoch.id} is offloaded: {copy.epoch} in host memory stands for it",
+                f"epoch {epoch.id} is offloaded; its host copy is {copy.epoch}",
                 {"epoch": epoch.id, "copy": copy.epoch, "size_bytes": epoch.size_bytes},
             ),
         ]
@@ -293,7 +292,7 @@ class Offload:
         if copy is None or self.device.committed is not None:
             askers, self._askers = self._askers, {}
             changed = UnderstudyError(
-                "gms.not_offloaded", "the weights were brought back or dropped meanwhile"
+                "gms.not_offloaded", "the weights were restored or dropped in the meantime"
             )
             return [ev.RefuseRequest(*asker, changed) for asker in askers.items()]
         is_held = any(epoch.phase in HELD for epoch in self.device.epochs.values())
@@ -307,7 +306,8 @@ class Offload:
         writer = self.device.writer
         if writer is not None:
             raise UnderstudyError(
-                "gms.writer", f"{writer.label} is loading weights; offload them once they are there"
+                "gms.writer",
+                f"{writer.label} is loading weights; offload them once it has committed them",
             )
 
     def _check_unmapped(self, epoch: Epoch, *, is_mapped: bool) -> None:

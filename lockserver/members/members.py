@@ -274,7 +274,7 @@ class Members:
                 yield from self._hang_up(member, "this member has sent nothing for too long")
         for conn in self.roll.late(now_ms - self.silent_ms):
             self.roll.leave(conn)
-            yield ev.Close(conn, "no want was sent for too long")
+            yield ev.Close(conn, "it has sent no `want` for too long")
         yield from self._end_claims()
         for engine in sorted({*self.groups, *self.roll.engines()}):
             yield from self._settle(engine)
@@ -429,7 +429,7 @@ def _check_shape(conn: int, want: WantMsg, locks: Collection[str]) -> RefuseConn
         why = f"{want.supervisor!r} is not a valid supervisor id: it must be 16 hex digits"
         return RefuseConnection(conn, "lock.bad_supervisor", why)
     if want.over:
-        why = "over TCP an engine cannot hand a lock over in place: no file proves that it rests"
+        why = "over TCP an engine cannot hand a lock over in place: no file proves that it stopped"
         return RefuseConnection(conn, "lock.bad_want", why)
     if want.member >= want.members:
         why = f"--member {want.member} is invalid: it must be 0 to {want.members - 1}"

@@ -200,7 +200,7 @@ class GatewayDesk:
                 continue
             if not each.is_silent:
                 each.is_silent = True
-                what = "is silent: a takeover does not reach it"
+                what = "is silent and does not learn of a takeover"
                 self._happened("lock.gateway_silent", each, what, "warning")
             each.is_late = each.is_given_up or self._services.has_waiting(each.lock)
 

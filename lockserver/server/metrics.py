@@ -26,12 +26,12 @@ GAUGES = {
     "lock_unresponsive": "1 while the lock's holder is silent.",
     "lock_switchover": "1 while the lock's holder is asked to hand it over.",
     "lock_lease_remaining_seconds": (
-        "Over TCP: how long the holder may live at most without another message."
+        "Over TCP: time until the holder's lease expires, unless renewed."
     ),
     "lock_members_missing": "Over TCP: members of the holder that are not connected.",
     "lock_gateways": "Gateways that have borrowed the lock's service socket.",
-    "lock_gateways_accepting": "Those of them that accept connections.",
-    "lock_gateways_silent": "Those of them that send no heartbeats.",
+    "lock_gateways_accepting": "Gateways that have borrowed it and accept connections.",
+    "lock_gateways_silent": "Gateways that have borrowed it and send no heartbeats.",
 }
 # The events that end a switchover, or report it overdue, and how they are counted.
 SWITCHOVER_RESULTS = {
@@ -66,7 +66,8 @@ class LockMetrics:
             tuple(SWITCHOVER_RESULTS.values()),
         )
         self._members_lost = metrics.counter(
-            "lock_members_lost_total", "Over TCP: engines that had to end for one of their members."
+            "lock_members_lost_total",
+            "Over TCP: engines that had to end because they lost a member.",
         )
         self._write_problem = metrics.gauge(
             "lock_write_problem", "1 while grants cannot be written to the state file."

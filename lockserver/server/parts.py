@@ -87,8 +87,8 @@ class LockDirectory:
         if found != self._identity:
             raise UnderstudyError(
                 "lock.directory_replaced",
-                f"{self._directory} was removed or replaced while this server was running; engines"
-                " that serve go on, and connect to the lock server that is started there next",
+                f"{self._directory} was removed or replaced while this server was running; active "
+                "engines keep serving, and connect to the next lock server that starts there",
                 path=self._directory,
             )
         problems = [

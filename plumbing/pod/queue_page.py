@@ -40,7 +40,7 @@ class QueuePage:
         try:
             page = _make(path) if path else bytearray(PAGE_BYTES)
         except OSError as error:
-            logger.warning("requests that only wait count as suspects: %s: %s", path, error)
+            logger.warning("waiting requests count as suspects: cannot create %s: %s", path, error)
             page = bytearray(PAGE_BYTES)
         self._words = memoryview(page).cast("Q")  # aligned, so each is written in one piece
         self._words[0] = MAGIC

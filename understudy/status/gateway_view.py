@@ -91,7 +91,7 @@ def gateway_faults(
     if "error" in gateway:
         then = "requests wait, and get a 503 after 10 s"
         if served_in_silence(lockserver):
-            then = "its child serves, and no takeover reaches it: see `lockserver status`"
+            then = "its child serves and does not learn of a takeover: see `lockserver status`"
         return [f"gateway: {gateway['error']}; {then}"]
     faults = [str(each) for each in gateway.get("problems") or ()]
     if not is_open(gateway) and not faults:

@@ -25,7 +25,7 @@ STEPS = {
     "failed": "failed",
     "recovering": "not known yet",
 }
-NOTHING_SWITCHES = "awake models are served, nothing switches"
+NOTHING_SWITCHES = "awake models are still served, but no model switches"
 
 
 def has_pool(lockserver: Document, pool: Document, *, has_socket: bool) -> bool:

@@ -183,13 +183,14 @@ def test_commit_that_is_not_the_copy_is_refused():
     bench, _ = offloaded()
     bench.attach(2)
     bench.allocate(2)
-    with pytest.raises(UnderstudyError, match="does not stand for"):
+    with pytest.raises(UnderstudyError) as other_copy:
         bench.commit(2, restaged_from="b" * 32)
     bench.close(2)
     bench.attach(3, identity=None)
     bench.allocate(3, 2 * MIB)
-    with pytest.raises(UnderstudyError, match="does not stand for"):
+    with pytest.raises(UnderstudyError) as other_identity:
         bench.commit(3, restaged_from=COPY)
+    assert other_copy.value.code == other_identity.value.code == "gms.stale_copy"
 
 
 def test_other_weights_are_refused_unless_they_are_to_replace_the_offloaded_ones():
