@@ -120,7 +120,7 @@ _add_order(
     Order.LOAD, "Load and wake MODEL, as a request for it would. This may evict other models."
 )
 _add_order(Order.SLEEP, "Put MODEL to sleep once it has no requests. The next request wakes it.")
-_add_order(Order.PIN, "Never evict MODEL or put it to sleep. Survives restarts of the pool.")
+_add_order(Order.PIN, "Never evict MODEL or put it to sleep. The pin survives restarts.")
 _add_order(Order.UNPIN, "Allow MODEL to be evicted and put to sleep again.")
 _add_order(Order.RESET, "Retry a failed MODEL.")
 
@@ -128,7 +128,7 @@ _add_order(Order.RESET, "Retry a failed MODEL.")
 @main.command()
 @options((DIR,))
 @model_argument
-@click.option("--force", is_flag=True, help="Even if MODEL is pinned.")
+@click.option("--force", is_flag=True, help="Unload it even if it is pinned.")
 @json_flag
 def unload(config: Resolved, model: str, force: bool, as_json: bool) -> None:
     """End MODEL's processes and free all its memory.
@@ -195,7 +195,7 @@ LEASE_OPTIONS = (
         "priority",
         int,
         0,
-        "Priority, as of a request; lower values are served first.",
+        "Priority, as for requests; lower values go first.",
         env="UNDERSTUDY_LEASE_PRIORITY",
         minimum=-PRIORITY_MAX,
         maximum=PRIORITY_MAX,

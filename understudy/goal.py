@@ -141,7 +141,7 @@ def _verdict(goal: Tier, engines: Sequence[ToldEngine], *, is_one: bool) -> str 
             raise refusals[0]
         if all(each.absence for each in engines):
             why = "; ".join(f"{each.name}: {each.absence}" for each in engines)
-            raise UnreachableError("pod.no_engine", f"no engine can be told: {why}")
+            raise UnreachableError("pod.no_engine", f"no engine can be reached: {why}")
         return KEPT if is_one else None
     if holder.refusal is not None:
         raise holder.refusal
@@ -209,5 +209,5 @@ def _text(goal: Tier, engines: Sequence[ToldEngine], result: str, took_ms: float
     first = f"{holder.name if holder else ''} is {wanted} {when}"
     if result == KEPT:
         first = f"{engines[0].name} does not hold the lock; it will be {wanted} once it does"
-    rest = [f"{each.name} was not told: {each.problem}" for each in engines if each.problem]
+    rest = [f"{each.name} did not get the goal: {each.problem}" for each in engines if each.problem]
     return "\n".join([first, *rest])

@@ -145,8 +145,7 @@ def has_room_for(fds: Sequence[int], read: Callable[[], Room] = read_room) -> bo
     if missing_bytes + RESERVE_BYTES <= room.free_bytes:
         return True
     logger.warning(
-        "KV memory takes its pages one by one, as they are used: %s of it are not there yet, and"
-        " %s are free (%s)",
+        "KV memory is allocated lazily: %s are not allocated yet, but only %s are free (%s)",
         size(missing_bytes),
         size(room.free_bytes),
         room.limited_by,

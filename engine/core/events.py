@@ -326,11 +326,11 @@ def explain(event: EngineEvent) -> tuple[str, str]:
         case Shall(goal=Tier.COLD):
             return "asked_to_be_cold", f"asked to be cold{_by(event)}"
         case Shall():
-            return "asked_to_rest", f"asked to rest{_by(event)}"
+            return "asked_to_rest", f"asked to sleep{_by(event)}"
         case Drained():
             return "drained", "drained"
         case Rested():
-            return "rested", "at rest: the KV memory is given back"
+            return "rested", "asleep: the KV memory is freed"
         case _:
             raise ValueError(f"{event} moves no engine")
 

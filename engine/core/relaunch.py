@@ -102,7 +102,7 @@ class Relaunch:
             what = "has answered" if is_other_active else "is active"
             return Due(pause, f"waiting until another engine {what}")
         if self._is_machine:
-            return Due(backoff, "trying again each second: it is the machine's fault")
+            return Due(backoff, "retrying every second: the machine is at fault, not the engine")
         if self.failures:
             return Due(backoff, f"backing off after {self.failures} failures before standby")
         return Due(backoff, "at once")

@@ -297,7 +297,7 @@ class Goals:
         if incarnation is not None and is_known and not incarnation.can_rest:
             backend = self._engine.settings.backend
             return self._hindrance() or (
-                f"{who} cannot rest: its {backend} backend does not say that it can"
+                f"{who} cannot sleep: its {backend} backend does not support it"
             )
         return self._hindrance()
 
@@ -305,9 +305,7 @@ class Goals:
         """Why no engine could rest here, nor be cold."""
         settings = self._engine.settings
         if settings.is_remote:
-            return (
-                f"{settings.engine} reaches its lock server over TCP, and can only rest beside it"
-            )
+            return f"{settings.engine} cannot sleep, because it reaches its lock server over TCP"
         return None
 
     def _fault(self) -> str:

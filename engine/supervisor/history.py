@@ -279,18 +279,18 @@ class EngineMetrics:
         )
         self._rests = page.counter(
             "engine_rests_total",
-            "Times that the engine gave its KV memory back without ending, to hand the lock over or"
-            " to rest.",
+            "Times that the engine freed its KV memory without exiting, to hand over the lock or "
+            "to sleep.",
             {"reason": ("hand_over", "goal")},
         )
         self._release = page.histogram(
             "engine_release_duration_seconds",
-            "How long the backend took to give its KV memory back, on every rank.",
+            "How long the backend took to free its KV memory on every rank.",
             buckets=REST_BUCKETS_S,
         )
         self._awake = page.histogram(
             "engine_wake_duration_seconds",
-            "From the request to wake until active, out of rest.",
+            "Time from a wake request until the sleeping engine is active.",
             buckets=REST_BUCKETS_S,
         )
         self._canaries = page.counter(
@@ -327,7 +327,7 @@ class EngineMetrics:
         )
         self._published = page.counter(
             "engine_kv_published_blocks_total",
-            "KV blocks that the next engine was told of, each use of one counted.",
+            "KV blocks published for the next engine; each use of a block counts.",
         )
         self._published_known = 0
         self._kept = page.gauge(

@@ -182,7 +182,7 @@ class Residency:
         took_ms = round(self._clock.now_ms() - self._asked_ms, 3)
         self._log.record(
             "engine.rested",
-            f"all KV memory is given back, after {took_ms:.1f} ms",
+            f"all KV memory was freed after {took_ms:.1f} ms",
             data={"incarnation": self._incarnation, "ms": took_ms, "keep_kv": keep_kv},
         )
         self._post(ev.Rested())
@@ -198,11 +198,11 @@ class Residency:
             case serving.WitnessState.HELD:
                 pids = procfs.holders_of(self._file.dev, self._file.ino)
                 who = f"pid {', '.join(map(str, pids))}" if pids else "a process"
-                return f"the backend says that it rests, but {who} still holds {name}"
+                return f"the backend says that it stopped serving, but {who} still holds {name}"
             case serving.WitnessState.UNSEEN:
-                return f"this supervisor has no descriptor left to look at {name}"
+                return f"this supervisor has no descriptor left to check {name}"
             case _:
-                return f"{name} is missing or was replaced, so nothing proves that the engine rests"
+                return f"{name} is missing or was replaced: nothing proves the end of serving"
 
 
 def _begun(woken: messages.WokenMsg) -> tuple[str, str, dict[str, Any]]:

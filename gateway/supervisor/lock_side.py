@@ -136,8 +136,7 @@ class GatewayLockSide:
         if self.is_served:
             self.is_served, self.changed_ms = False, self._clock.now_ms()
             message = (
-                f"lost the lock server ({reason}); requests are still served, but a takeover "
-                "must wait for it"
+                f"lost the lock server ({reason}); requests are served, a takeover waits for it"
             )
             self._log.record("gateway.lock_server_lost", message, "warning")
 

@@ -129,8 +129,7 @@ def problems(gateway: GatewayParts) -> list[str]:
     serving = children.serving
     found = [children.socket_problem, children.core.problem]
     if lock.problem is not None:
-        served = "requests are still served, but a takeover must wait"
-        meanwhile = served if lock.grant else "nothing is served"
+        meanwhile = "requests are served, a takeover waits" if lock.grant else "nothing is served"
         found.append(f"{lock.problem}; {meanwhile}")
     elif children.service is None:
         found.append("the lock server has lent no socket yet; see `lockserver status`")
@@ -364,8 +363,7 @@ GAUGES = {
     "parked_requests": "Streams that wait to be resumed.",
     "parked_oldest_seconds": "How long the oldest parked stream has waited.",
     "replaying_requests": "Streams that an engine is replaying, up to where their clients are.",
-    "suspect_requests": "Requests that were in flight at two engine deaths, without progress "
-    "between.",
+    "suspect_requests": "Requests in flight at two engine deaths without progress between.",
     "connections": "Connections of clients.",
     "held_bytes": "Memory of journals, bodies and held answers.",
     "held_bytes_max": "Limit of that memory; requests above it cannot be continued.",

@@ -134,8 +134,8 @@ def _wait(
 def _late(asked: LeaseMsg, timeout_s: float) -> WaitTimeoutError:
     return WaitTimeoutError(
         "pool.lease_timeout",
-        f"{asked.device} has not had {asked.size_bytes} bytes to lend within {timeout_s:g} s; see"
-        " `understudy pool explain`",
+        f"the pool could not free {asked.size_bytes} bytes of {asked.device} within {timeout_s:g} "
+        "s; see `understudy pool explain`",
     )
 
 

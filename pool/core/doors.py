@@ -61,7 +61,7 @@ def door_of(known: KnownModel, now_ms: float) -> Door:
             retry_s = None if known.is_permanent else FAILED_RETRY_S
             why = (
                 f"model {known.name} has failed: {known.fault.rstrip('.')};"
-                f" `understudy pool reset {known.name}` lets it try again"
+                f" `understudy pool reset {known.name}` retries it"
             )
             return RefusedDoor("pool.failed", why, retry_s)
         case ModelState.UNLOADING | ModelState.RELEASING | ModelState.DRAINING if (
@@ -73,8 +73,8 @@ def door_of(known: KnownModel, now_ms: float) -> Door:
             known.rules.is_on_demand or known.load_ordered_ms is not None
         ):
             why = (
-                f"model {known.name} is not loaded, and is not loaded on demand; an operator can:"
-                f" `understudy pool load {known.name}`"
+                f"model {known.name} is not loaded on demand; load it with `understudy pool load "
+                f"{known.name}`"
             )
             return RefusedDoor("pool.not_loaded", why, None)
     if known.never is not None and known.state is ModelState.PENDING:
@@ -118,7 +118,7 @@ def reason_of(known: KnownModel) -> str:
         return f"an operator is unloading model {name}"
     match known.state:
         case ModelState.PENDING:
-            return f"model {name} waits for room: {known.wait or 'it has just been asked for'}"
+            return f"model {name} waits for room: {known.wait or 'it was requested just now'}"
         case ModelState.LOADING:
             return f"model {name} is being loaded: {known.reason}"
         case ModelState.WAKING:

@@ -90,7 +90,7 @@ def _demand(pool: PoolSituation, event: ev.DemandCame) -> None:
 def _named(pool: PoolSituation, name: str) -> KnownEngine:
     engine = pool.engines.get(name)
     if engine is None:
-        raise WrongMessage(f"{name} is no engine of this pool")
+        raise WrongMessage(f"{name} is not an engine of this pool")
     return engine
 
 
@@ -202,7 +202,7 @@ def _holder(pool: PoolSituation, event: ev.HolderNamed) -> None:
 
 def _check_device(pool: PoolSituation, device: str) -> None:
     if device not in pool.books.devices:
-        raise WrongMessage(f"{device} is no device of this pool")
+        raise WrongMessage(f"{device} is not a device of this pool")
 
 
 # ------------------------------------------------------------------ people

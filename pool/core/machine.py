@@ -168,7 +168,7 @@ class ModelPool:
         if not is_awake:
             return False
         rest = Tier.WARM if known.rules.rest is Tier.AWAKE else known.rules.rest
-        pool.yields(known, rest, Leaving.ORDER, "an operator sends it to sleep")
+        pool.yields(known, rest, Leaving.ORDER, "an operator puts it to sleep")
         return True
 
     # ------------------------------------------------------------------ books

@@ -102,7 +102,7 @@ def decide(pool: PoolSituation, planner: Planner) -> None:
     for name in plan.unyields if pool.demand.is_heard and not blind else ():
         pool.unyield(pool.models[name])
     for victim in plan.rests:
-        _yield(pool, victim, Leaving.IDLE, "nobody has asked for it")
+        _yield(pool, victim, Leaving.IDLE, "no request came for it")
     for name in plan.shadows:
         launch_shadows(pool, pool.models[name])
 

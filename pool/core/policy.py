@@ -191,7 +191,7 @@ class _Planner:
         back_off_ms = model.back_off_until_ms
         if back_off_ms is not None and back_off_ms > self.now_ms:
             self.due_ms = min(self.due_ms, back_off_ms)
-            return Wait(back_off_ms, f"{model.name} has failed, and is tried again soon")
+            return Wait(back_off_ms, f"{model.name} has failed; the pool retries it soon")
         if model.state is ModelState.UNLOADING:
             return Wait(None, f"{model.name} is being unloaded")
         for name, more in claim.extra.items():

@@ -107,15 +107,15 @@ def stuck(head: Head, free: Mapping[str, int], models: Iterable[ModelView]) -> s
             parts.append(f"{other.name} is not fully known yet and holds {size(held)}")
         elif other.state in _HARD_TO_MOVE:
             parts.append(f"{other.name} is {other.state.value} and holds {size(held)}")
-    rest = "; ".join(parts[:NAMED_MAX]) or "the rest is booked by processes that cannot be asked"
+    rest = "; ".join(parts[:NAMED_MAX]) or "processes that the pool cannot evict hold the rest"
     return f"{_wants(head, free)}: {rest}"
 
 
 def unheard(device: str) -> str:
     """Nothing is given away on a device of which something is not known yet."""
     return (
-        f"not all engines {_where(device)}, or not the memory service, have been heard since the"
-        " pool started"
+        f"an engine {_where(device)}, or the memory service, has not reported since the pool "
+        "started"
     )
 
 
@@ -163,11 +163,11 @@ def _obstacle(each: Candidate, head: ModelView, rules: PoolRules) -> str:
             after = duration(head.rules.max_wait_ms)
             return f"{name} has work, and only a request that has waited for {after} interrupts it"
         case Obstacle.BETTER:
-            return f"{name} has work of a better priority"
+            return f"{name} has requests of a better priority"
         case Obstacle.RAISED:
             return f"{name} is {each.model.state.value}, because requests wait for it"
         case Obstacle.NONE:
-            return f"{name} can be asked to make room"
+            return f"{name} can be evicted"
 
 
 def _where(device: str) -> str:

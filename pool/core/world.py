@@ -428,7 +428,7 @@ def _wanted(pool: PoolSituation, known: KnownModel, *, is_wanted: bool) -> bool:
         return False
     known.is_wanted = is_wanted
     who = "a request waits" if pool.demand.tickets(known.name) else "an operator has asked"
-    pool.settle(known, f"{who} for it" if is_wanted else "nobody waits for it any more")
+    pool.settle(known, f"{who} for it" if is_wanted else "no request waits for it any more")
     return True
 
 

@@ -221,4 +221,4 @@ class EngineLink(KeptLink):
                 found = f"model {message.pool.model}" if message.pool else "no model's name"
                 self.problem = f"it runs with {found}; start it with --model-name {self.model}"
             case _:
-                raise ProtocolError("pool.not_an_answer", f"{message.TYPE} is no word of an engine")
+                raise ProtocolError("pool.not_an_answer", f"engines do not send {message.TYPE}")

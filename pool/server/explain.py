@@ -311,8 +311,8 @@ def wait_of(pool: PoolSituation, known: KnownModel) -> str | None:
         missing = [each.name for each in known.engines if each.said is None and not each.is_gone]
         if missing:
             have = "has" if len(missing) == 1 else "have"
-            return f"{', '.join(missing)} {have} not been heard since the pool started"
-        return "an engine is changing its state, and has not said yet what it will be"
+            return f"{', '.join(missing)} {have} not reported since the pool started"
+        return "an engine is changing its state and has not reported the new one yet"
     match known.state:
         case ModelState.PENDING:
             if is_blind(pool, known):

@@ -104,7 +104,7 @@ class LeaseDesk:
         file, state = witness.identify(path)
         if file is None or state is not witness.WitnessState.HELD:
             raise UnderstudyError(
-                "pool.no_lease_file", f"nobody holds {path}, so nothing would ever end this lease"
+                "pool.no_lease_file", f"no process holds {path}, so this lease would never end"
             )
         since_ms = min(message.since_ms, now_ms)
         self.leases[message.lease] = HeldLease(

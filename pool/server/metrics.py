@@ -28,27 +28,29 @@ BOOKED = tuple(each.value for each in EntryKind if each is not EntryKind.OUTSIDE
 # Name and help.
 OF_MODEL = {
     "pool_tickets": "Requests and parked streams that wait for a model.",
-    "pool_ticket_oldest_seconds": "How long the oldest of them has waited.",
-    "pool_in_flight_requests": "Requests that a model's engine has.",
+    "pool_ticket_oldest_seconds": "How long the oldest waiting request has waited.",
+    "pool_in_flight_requests": "Requests in flight in a model's engine.",
     "pool_parked_streams": "Streams that are parked while their model yields.",
     "pool_bound_seconds": "How long a request for a model can wait at most; NaN while that is not"
     " known.",
     "pool_memory_not_freed": "1 while memory of an unloaded model is not free.",
 }
 OF_DEVICE = {
-    "pool_outside_bytes": "Memory of a device that is used by nobody that the pool knows.",
+    "pool_outside_bytes": "Memory of a device used by processes outside the pool.",
     "pool_device_bytes": "Size of a device.",
-    "pool_free_bytes": "What may still be booked on a device; below 0, more is in use than fits.",
+    "pool_free_bytes": "Memory of a device that can still be reserved; below 0, more is in use "
+    "than fits.",
 }
 OF_SERVED_DEVICE = {
     "pool_wanted_ratio": "Share of the last ten minutes in which a device had requests, waiting or"
     " running.",
-    "pool_serving_ratio": "Share of that time in which one of its engines had requests; 1 if nobody"
-    " wanted it.",
+    "pool_serving_ratio": "Share of that time in which one of its engines had requests; 1 if none "
+    "came.",
 }
 OF_POOL = {
-    "pool_recovering": "1 while a model's engines have not all been heard since the start.",
-    "pool_write_problem": "1 while the state file cannot be written, and nothing is decided.",
+    "pool_recovering": "1 while not all of a model's engines have reported since the pool started.",
+    "pool_write_problem": "1 while the state file cannot be written and the pool makes no "
+    "decisions.",
     "pool_gateways": "Gateways that are connected.",
 }
 
@@ -81,7 +83,7 @@ class PoolMetrics:
         )
         self._switch = made.histogram(
             "pool_switch_seconds",
-            "Switches to a model that somebody waited for.",
+            "Switches to a model that requests waited for.",
             {"phase": PHASES},
         )
         self._waited = made.histogram(
@@ -94,7 +96,7 @@ class PoolMetrics:
         )
         self._booked = made.gauge(
             "pool_booked_bytes",
-            "Memory that is booked on a device, by kind.",
+            "Memory that is reserved on a device, by kind.",
             {**by_device, "kind": BOOKED},
         )
 

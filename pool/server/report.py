@@ -79,9 +79,9 @@ def problems(parts: PoolParts) -> list[str]:
     found: list[str | None] = [parts.problem]
     found += [each.alarm for each in parts.pool.situation.models.values()]
     if parts.locks.problem is not None:
-        found.append(f"the lock server cannot be heard: {parts.locks.problem}")
+        found.append(f"the pool cannot reach the lock server: {parts.locks.problem}")
     if not parts.gateways.conns:
-        found.append("no gateway is connected, so no request can raise a model")
+        found.append("no gateway is connected, so no request can wake a model")
     found += [*parts.engines.problems, *parts.memory.problems]
     found += [look() for look in parts.troubles]
     return [each for each in found if each]

@@ -234,7 +234,8 @@ class PoolServer(Handler):
         parts = self.parts
         if parts.problem is None:
             parts.problem = (
-                f"nothing is decided: {parts.state.path} cannot be written ({error.strerror});"
+                f"the pool makes no decisions: {parts.state.path} cannot be written "
+                f"({error.strerror});"
                 " models stay as they are until it can be written"
             )
             self.log.record("pool.state_unwritable", parts.problem, "error")
@@ -395,7 +396,7 @@ class PoolServer(Handler):
                 parts.metrics.count(record)
                 fields = ("wait_ms", "drain_ms", "release_ms", "raise_ms")
                 data = {name: round(getattr(record, name), 1) for name in fields}
-                text = f"{record.model} is awake, {duration(record.wait_ms)} after it was asked for"
+                text = f"{record.model} is awake, {duration(record.wait_ms)} after it was requested"
                 if record.victims:
                     text += f", in place of {', '.join(record.victims)}"
                 self._record(
@@ -488,7 +489,7 @@ class PoolServer(Handler):
         result = f"already_{_DONE_NAMES.get(message.order, now)}" if is_same else "accepted"
         sentence = explain.sentence(parts, message.model)
         if not is_same:
-            text = f"an operator orders: {message.order} {message.model}"
+            text = f"an operator requested: {message.order} {message.model}"
             data = {"model": message.model, "order": message.order}
             self.log.record("pool.order", text, data=data)
         return msg.OrderedMsg(result, now, sentence[: msg.SENTENCE_CHARS_MAX])
@@ -507,7 +508,7 @@ def _as_changed(
             except UnderstudyError as error:
                 del settings_of[setting]
                 what = f"{setting}={value}{f' of {model}' if model else ''}"
-                message = f"{what} was set and is dropped, for the pool file has changed:"
+                message = f"dropped the setting {what}, because the pool file has changed:"
                 data = {"error_code": error.code}
                 log.record("pool.change_dropped", f"{message} {error.message}", "warning", data)
         if not settings_of:

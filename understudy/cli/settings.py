@@ -50,8 +50,8 @@ POD_OPTIONS = (
         "device_bytes",
         size_list,
         None,
-        "Memory to use per device, or a size for each, in their order and separated by commas; 4GiB"
-        " of host memory, or all of a GPU, unless given.",
+        "Memory to use per device, e.g. 20GiB, or one size for each device, separated by commas. "
+        "Default: 4GiB of host memory, or all of a GPU.",
     ),
     Option(
         "tensor_parallel", int, 1, "Number of devices per engine.", minimum=1, maximum=RANKS_MAX

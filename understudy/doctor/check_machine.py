@@ -179,7 +179,7 @@ def host_memory(facts: PodFacts) -> Finding:
     found = f"devices of {size(promised)}; {has.memory_limit} is {size(has.memory_bytes)}"
     if promised > has.memory_bytes:
         return warned(
-            f"{found}: loading may get processes killed for lack of memory",
+            f"{found}: the kernel may kill processes while weights load",
             "give `gms serve` a smaller --device-bytes, or the machine more memory",
         )
     return passed(found)

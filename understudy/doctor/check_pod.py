@@ -212,7 +212,7 @@ def one_gateway(facts: PodFacts) -> Finding:
         pids = ", ".join(str(each.get("pid") or "not visible here") for each in borrowers)
         return warned(
             f"the lock server has lent its socket to {len(borrowers)} gateways: pids {pids}",
-            "stop the one that is too many, unless one replaces the other just now",
+            "stop one of them, unless one is replacing the other",
         )
     return passed(str(*found)) if found else skipped("no gateway is running on this directory")
 
@@ -279,13 +279,13 @@ def pool_file(facts: PodFacts) -> Finding:
     if found is None:
         return skipped("set UNDERSTUDY_POOL to the pool file" if document else NO_POOL)
     if found.file is None:
-        return failed(str(found.problem), f"correct {found.path}; what runs goes on meanwhile")
+        return failed(str(found.problem), f"correct {found.path}; running parts are not affected")
     runs = (document.get("file") or {}).get("digests") or {}
     names = dict.fromkeys((*found.digests, *runs)) if runs else {}
     changed = [each for each in names if found.digests.get(each) != runs.get(each)]
     if changed:
         words = [
-            each or "what is not about one model (devices, margin, queue, …)" for each in changed
+            each or "settings of the whole pool (devices, margin, queue, …)" for each in changed
         ]
         return warned(
             f"{found.path} has changed since the pool was started: {', '.join(words)}",
@@ -398,7 +398,7 @@ def _copies(facts: PodFacts, known: Mapping[str, Mapping[str, Any]]) -> Finding 
     if kept and needed > kept:
         return warned(
             f"the copies of all models' weights need {size(needed)}, and host_memory is"
-            f" {size(int(kept))}: the last models are unloaded in place of offloaded",
+            f" {size(int(kept))}: the last models are unloaded instead of offloaded",
             "raise host_memory",
         )
     return None
@@ -414,7 +414,7 @@ def pool_waits(facts: PodFacts) -> Finding:
     if endless:
         return warned(
             f"`cut: never` of {', '.join(endless)}: others on the same devices may wait for ever",
-            "set `drain_timeout: {cut: 30s}`, unless that is meant",
+            "set `drain_timeout: {cut: 30s}`, unless that is intended",
         )
     waits = {name: _turns_s(file, name) for name in file.models}
     longest = max(waits, key=lambda name: waits[name])

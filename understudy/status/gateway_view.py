@@ -52,7 +52,7 @@ def rest_line(gateway: Document | None) -> list[str]:
     rest = _rest_of(gateway)
     if not rest:
         return []
-    by = f"   {rest['goal_by']} asked for it" if rest.get("goal_by") else ""
+    by = f"   requested by {rest['goal_by']}" if rest.get("goal_by") else ""
     how = "run `understudy wake`" if _waits_for_operator(gateway) else "a request wakes it"
     return [f"rest   for {duration(rest.get('for_ms') or 0)}{by}   {how}"]
 
@@ -97,7 +97,7 @@ def gateway_faults(
     if not is_open(gateway) and not faults:
         faults.append("the gateway does not accept connections")
     if _waits_for_operator(gateway):
-        faults.append("the active engine rests and no request wakes it: run `understudy wake`")
+        faults.append("the active engine sleeps, and no request wakes it: run `understudy wake`")
     oldest_ms = load_of(gateway).get("parked_oldest_ms") or 0
     if oldest_ms > PARKED_LONG_MS and not has_pool:
         faults.append(f"a request has been parked for {duration(oldest_ms)}")

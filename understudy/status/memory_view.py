@@ -54,8 +54,8 @@ def _faults(device: Document, engines: Engines) -> list[str]:
     if "reason" not in kv:
         return _weights_faults(device, engines)
     away = (
-        f"the KV memory of {device.get('device_uuid')} has no server: {kv['reason']}; an engine"
-        " that wakes waits for it, or takes memory of its own and begins with an empty cache"
+        f"the KV memory of {device.get('device_uuid')} has no server: {kv['reason']}; a waking "
+        "engine waits for it, or starts with an empty private cache"
     )
     return [*_weights_faults(device, engines), away]
 

@@ -76,13 +76,13 @@ def pool_faults(pool: Document) -> list[str]:
                 f" of {duration(bound_ms)}: see `understudy pool explain {name}`"
             )
     missing = lacks_shadow(pool, is_expected=True)
-    faults += [f"the shadow of {name} could not take over now" for name in missing]
+    faults += [f"the shadow of {name} cannot take over now" for name in missing]
     for device in pool.get("devices") or ():
         over = _overbooked(device)
         if over > 0:
             faults.append(
-                f"{device['device']}: {size(over)} more in use than fits beside the margin;"
-                f" {size(device['outside_bytes'])} are used by programs outside the pool"
+                f"{device['device']}: {size(over)} more in use than fits beside the margin; "
+                f"programs outside the pool use {size(device['outside_bytes'])}"
             )
     return faults
 

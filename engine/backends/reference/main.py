@@ -59,7 +59,7 @@ _CONTEXT = "Most tokens per request, prompt and answer together (default: up to 
 _SLOTS = "Requests that run at the same time (default: %(default)s)."
 _CACHE = "Tokens that the prefix cache keeps (default: as many as the slots hold; 0: none)."
 _RANKS = "Model processes, each with its part of the weights on its own device (default: 1)."
-_INTERVAL = "Least time between two tokens of a request, as a large model needs (default: 0)."
+_INTERVAL = "Least time between two tokens of a request, to imitate a large model (default: 0)."
 _KV_MEMORY = (
     "Where the KV cache lives: `gms` (survives this process; the next engine reuses its blocks) or"
     " `private` (default: gms)."

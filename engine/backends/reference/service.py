@@ -248,8 +248,8 @@ class ReferenceBackend:
             if loop.time() >= end:
                 raise UnderstudyError(
                     "engine.in_flight",
-                    f"{served.requests_open} requests are still open after the drain, so the KV"
-                    " memory cannot be given back",
+                    f"{served.requests_open} requests are still open after the drain, so the KV "
+                    "memory cannot be freed",
                 )
             await asyncio.sleep(POLL_S)
         self._listener = None

@@ -42,7 +42,7 @@ def _leave(core: Any) -> Answer:
             index.leave()
         membership.leave_serving()
     except Exception as error:
-        logger.exception("the engine core does not let go of its index")
+        logger.exception("the engine core failed to release its KV index")
         return {"code": "vllm.not_parked", "problem": f"{type(error).__name__}: {error}"}
     return {"code": "", "problem": ""}
 

@@ -52,8 +52,8 @@ OWNED: Mapping[str, str] = {
     "gpu_memory_utilization": _KV,
     "num_gpu_blocks_override": _KV,
     "disable_log_stats": "hangs are detected from the engine's steps, which vLLM's stats count",
-    "enable_fault_tolerance": "another engine takes over; one that goes on after a rank has failed"
-    " would hold the lock while it cannot serve",
+    "enable_fault_tolerance": "another engine takes over; an engine that continued without a rank "
+    "would hold the lock and not serve",
     "enable_eplb": _READ_ONLY,
     "enable_elastic_ep": _READ_ONLY,
     "weight_transfer_config": _READ_ONLY,
@@ -91,7 +91,7 @@ OURS: Mapping[str, str] = {
     f" `{OWN}`, the engine's own; or `{AUTO}` (the default): on GPUs `{OWN}`, until the fence was"
     f" measured on one; on host memory `{GMS}`, unless the service lends none or no block could be"
     " kept",
-    NO_ADOPTION_FLAG: "begin with an empty cache whatever the memory service's memory contains",
+    NO_ADOPTION_FLAG: "start with an empty cache, ignoring the KV blocks of earlier engines",
     AUDIT_FLAG: f"with `{KV_MEMORY_FLAG} {GMS}`: publish a checksum of every block, and adopt none"
     " whose bytes have changed; for tests, because it slows every step",
     versions.OVERRIDE_FLAG: f"run a vLLM outside {versions.supported_range()}, which is untested",

@@ -142,8 +142,8 @@ def problem_with(config: Any, sources: Sources) -> str:
         config.model_config.logits_processors or entry_points(group=PROCESSORS)
     ):
         return (
-            "it has logits processors of its own, and vLLM's model runner V2 does not tell them"
-            " which tokens were already made"
+            "it has logits processors of its own, and vLLM's model runner V2 does not give them "
+            "the tokens already generated"
         )
     return contracts.changed(sources, RESUME_FILES, runners.in_use(config))
 

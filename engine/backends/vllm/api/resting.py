@@ -135,7 +135,7 @@ class Resting:
 
     async def _abort(self) -> None:
         """Their clients are gone, or have waited for the whole budget."""
-        logger.warning("the requests that vLLM still has are aborted: the engine is to rest")
+        logger.warning("aborting vLLM's remaining requests before sleep")
         async with asyncio.timeout(ABORT_S):
             await self._engine.sleep(level=1, mode="abort")
 

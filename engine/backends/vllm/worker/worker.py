@@ -336,7 +336,7 @@ class ParkingWorker(OffloadingWorker):
 
 
 def _not_given_back(why: str) -> UnderstudyError:
-    return UnderstudyError("vllm.not_parked", f"the KV memory was not given back: {why}")
+    return UnderstudyError("vllm.not_parked", f"the KV memory was not freed: {why}")
 
 
 LONG_AGO_S = 0.0  # on the monotonic clock
