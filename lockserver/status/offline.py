@@ -30,7 +30,7 @@ from plumbing.service.clock import Clock, SystemClock, moment
 from plumbing.service.files import read_json
 from plumbing.text import duration
 
-MEANWHILE = "engines serve meanwhile, and no other engine is granted the lock"
+MEANWHILE = "active engines keep serving, and no other engine is granted the lock"
 HANGS = "if it stays so, kill it: kill -9 {pid}; then start another, or let its container restart"
 
 

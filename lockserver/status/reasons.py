@@ -51,8 +51,8 @@ TEXTS: Mapping[str, tuple[str, str]] = {
     "unresponsive": ("{engine} is unresponsive and is not replaced while {lives}", "{end}"),
     "releasing": ("{engine} {lost}, and no other engine is granted it while {lives}", "{end}"),
     "unknown_holder": (
-        "the holder is not on file: waiting for an engine to claim the lock, or until no process"
-        " outside the connected engines holds a witness and no lease can be valid",
+        "the state file names no holder: waiting for an engine to claim the lock, or until no"
+        " process outside the connected engines holds a witness and no lease can be valid",
         "{end}nothing else: running engines connect and claim the lock on their own",
     ),
     "write_failed": (
@@ -70,11 +70,11 @@ TEXTS: Mapping[str, tuple[str, str]] = {
     "no_descriptors": ("the lock server is out of descriptors or memory, so {what}", RETRIES),
     "address_away": (
         "waiting for {address}: the gateway or engine that has it hands it back when it connects",
-        "nothing if it is of this pod; otherwise stop that process, or choose another --service",
+        "nothing if it is part of this pod; otherwise stop that process, or change --service",
     ),
     "no_gateway": ("no gateway accepts connections on {address}", "{end} --dir {directory}"),
     "gateway_silent": (
-        "{gateway} is silent: its child may serve, and no takeover reaches it",
+        "{gateway} is silent: its child may serve, but does not learn of a takeover",
         "{end}",
     ),
     "unreachable": (
@@ -235,7 +235,7 @@ def _holder_waits(
             *("releasing", entered_ms, (evidence,), who),
             lost="has handed the lock over",
             lives="it is not proven that none of its processes serves",
-            end=f"nothing: if it does not let go in time, its supervisor kills them; {end}",
+            end=f"nothing: if it does not stop serving in time, its supervisor kills them; {end}",
         )
         return
     evidences = seen.members or (_witness(holder, seen), _process(lock, supervisor, seen.halted))
@@ -277,7 +277,7 @@ def _witness(holder: Holder, seen: Seen) -> str:
     if seen.probe is WitnessState.HELD:
         return f"witness {name} is held by {named(seen.processes)}"
     if seen.probe is WitnessState.UNSEEN:
-        return f"witness {name} cannot be looked at: the lock server has no descriptor for it"
+        return f"witness {name} cannot be checked: the lock server has no descriptor for it"
     what = "free" if seen.probe is WitnessState.FREE else "sealed, or cannot be opened"
     return f"witness {name} is {what}"
 
@@ -450,7 +450,7 @@ def _server_waits(lock: Lock, here: Here) -> Iterator[LockWait]:
         yield wait("no_descriptors", undone.since_ms, (undone.why,), who, what=what)
     if undone is not None and undone.unseen and lock.is_fenced:
         engines = _names([engine for engine, _ in undone.unseen])
-        what = f"it cannot look at the witness of {engines} and admit it to the queue"
+        what = f"it cannot check the witness of {engines} and admit it to the queue"
         unseen = (*undone.unseen[0], None, None)
         yield wait("no_descriptors", undone.since_ms, (undone.why,), unseen, what=what)
     if service in here.away:
@@ -478,7 +478,7 @@ def gateway_waits(
         words: dict[str, Any] = {"address": each.address, "end": end, "directory": directory}
         yield wait("no_gateway", each.since_ms, evidence, is_fault=each.is_overdue, **words)
     for one in silent:
-        process = "not seen to be stopped" if one.halted is None else one.halted
+        process = "not stopped, as far as is visible" if one.halted is None else one.halted
         served = "connections wait" if one.is_late else "no connection waits for it"
         end = "restart its container; connections wait meanwhile"
         if one.pid:
@@ -557,390 +557,6 @@ def member_sentence(
     return f"{who}: {lease}{here}, {heard}"
 
 
-<<<<<<< HEAD
 def _names(who: Sequence[str]) -> str:
     more = len(who) - NAMED_MAX
     return ", ".join(who[:NAMED_MAX]) + (f" and {more} more" if more > 0 else "")
-=======
-def _releasing(lock: Lock, holder: Holder, supervisor: SupervisorRecord | None) -> str:
-    """What a lock in `releasing` still waits for."""
-    engine = holder.engine
-    if holder.lease is not None:
-        how = "has released the lock" if lock.is_ended else "has lost a member"
-        return f"{engine} {how}, but leases of that launch are still valid"
-    if lock.is_ended:
-        return f"{engine} has released the lock, but processes of that launch are still alive"
-    if supervisor is not None:
-        return (
-            f"{engine} is no longer connected, but its supervisor is alive: waiting for it to"
-            " reconnect or to exit"
-        )
-    if lock.cause == Signal.CONNECTION_CLOSED:
-        return f"{engine} is no longer connected, but its processes are still alive"
-    return f"{engine}'s supervisor has exited, but processes that it started are still alive"
-
-
-def _evidence(
-    lock: Lock, holder: Holder, supervisor: SupervisorRecord | None, seen: Seen
-) -> tuple[str, ...]:
-    if holder.lease is not None:
-        return tuple(member.sentence for member in seen.members)
-    return _witness(holder, seen), _process(lock, supervisor, seen.halted)
-
-
-def _witness(holder: Holder, seen: Seen) -> str:
-    name = holder.witness.name
-    if not seen.is_same_file:
-        alive = f"; {named(seen.processes)} had it open" if seen.processes else ""
-        return f"witness {name} was removed or replaced{alive}"
-    if seen.probe is WitnessState.HELD:
-        return f"witness {name} is held by {named(seen.processes)}"
-    if seen.probe is WitnessState.UNSEEN:
-        return f"witness {name} cannot be checked: the lock server has no descriptor for it"
-    what = "free" if seen.probe is WitnessState.FREE else "sealed, or cannot be opened"
-    return f"witness {name} is {what}"
-
-
-def _process(lock: Lock, supervisor: SupervisorRecord | None, halted: str | None) -> str:
-    if lock.is_ended:
-        return "its supervisor has ended this launch"
-    if supervisor is not None:
-        return pidfd_of(supervisor, halted)
-    if lock.state is LockState.RECOVERING:
-        return "its supervisor has not connected to this server"
-    return "its supervisor has exited" if lock.cause == Signal.PROCESS_GONE else "no pidfd"
-
-
-def _end(holder: Holder, seen: Seen, supervisor: SupervisorRecord | None = None) -> str:
-    """What would end the wait."""
-    if holder.lease is None:
-        halted = seen.halted if supervisor is not None else None
-        return kill_command(holder.engine, seen.processes, supervisor, halted)
-    alive = [member for member in seen.members if member.left_ms is not None]
-    left_ms = max((member.left_ms or 0.0 for member in alive), default=0.0)
-    who = ", ".join(str(member.index) for member in alive) or "none"
-    return (
-        f"nothing: the last lease expires in {duration(left_ms)} unless it is renewed; if a member"
-        f" ({who}) hangs and keeps renewing it, kill its container or host"
-    )
-
-
-def switchover_wait(found: Switchover, machine: LockMachine, now_ms: float) -> LockWait:
-    source, left_ms = found.source, max(0.0, found.deadline_ms - now_ms)
-    supervisor = machine.supervisors.get(source.supervisor)
-    fix = f"nothing: {found.to} is granted the lock once {source.engine} has finished its requests"
-    if found.is_overdue:
-        fix = (
-            "nothing: the request timed out and the handover continues; to see why it takes long,"
-            f" run engine status --engine-id {source.engine}; request it again, or stop"
-            f" {source.engine} and lose its requests in flight"
-        )
-    return LockWait(
-        "switchover",
-        f"{source.engine} is handing the lock over to {found.to}, as requested by"
-        f" {sentences.requester(found.pid)}",
-        found.since_ms,
-        (
-            "it has released the lock"
-            if found.is_released
-            else "it is finishing its requests: its processes are alive",
-            "its deadline has passed"
-            if found.is_overdue
-            else f"{duration(left_ms)} until its deadline",
-        ),
-        fix,
-        source.engine,
-        source.incarnation,
-        source.token,
-        supervisor.pid if supervisor is not None else None,
-        is_fault=found.is_overdue,
-    )
-
-
-def unknown_wait(lock: Lock, machine: LockMachine, seen: Seen) -> LockWait:
-    named_here = list(seen.strangers.items())[:NAMED_MAX]
-    evidence = [f"witness {name} is held by {named(processes)}" for name, processes in named_here]
-    if len(seen.strangers) > len(named_here):
-        evidence.append(f"and {len(seen.strangers) - len(named_here)} more")
-    if seen.strangers_ms > 0:
-        left = duration(seen.strangers_ms)
-        evidence.append(f"leases granted before this server started may be valid for {left} more")
-    pids = [each["pid"] for _, processes in named_here for each in processes]
-    end = f"kill -9 {' '.join(map(str, pids))}" if pids else "kill their containers"
-    fix = f"if these should not be running: {end}; " if seen.strangers else ""
-    return LockWait(
-        "unknown_holder",
-        "the holder is not on file: waiting for an engine to claim the lock, or until no process"
-        " outside the connected engines holds a witness and no lease can be valid",
-        machine.started_ms,
-        tuple(evidence) or ("no unknown process holds a witness",),
-        f"{fix}nothing else: running engines connect and claim the lock on their own",
-    )
-
-
-SILENT_NAMED_MAX = 16  # silent waiters listed one by one; `waiters` has all of them
-
-
-Who = tuple[str, str | None]  # an engine and its incarnation, if it has one
-
-
-@dataclass(frozen=True, slots=True)
-class Undone:
-    """What the server could not do for lack of descriptors or memory, and retries."""
-
-    why: str
-    since_ms: float
-    unlent: Mapping[str, Sequence[Who]]  # by lock: those that need its service socket
-    unseen: Sequence[Who]  # those whose witness could not be looked at
-
-
-def write_failed_wait(lock: Lock, machine: LockMachine, directory: str) -> LockWait:
-    assert machine.ledger.problem is not None
-    waiter = _next(lock, machine)
-    return LockWait(
-        "write_failed",
-        "no engine can be granted the lock, because the grant cannot be written",
-        machine.ledger.problem_ms,
-        (machine.ledger.problem,),
-        f"fix the disk under {directory} (df -h {directory}); the server retries every second",
-        engine=waiter.engine if waiter else None,
-        incarnation=waiter.incarnation if waiter else None,
-    )
-
-
-def handed_over_wait(lock: Lock, holder: Holder, machine: LockMachine, seen: Seen) -> LockWait:
-    """It handed the lock over in place, and its serving file does not prove it yet."""
-    serving, engine = holder.serving, holder.engine
-    name = serving.name if serving is not None else f"witness {holder.witness.name}"
-    supervisor = machine.supervisors.get(holder.supervisor)
-    return LockWait(
-        "releasing",
-        f"{engine} has handed the lock over, but some of its processes may still serve",
-        since_ms(lock, machine),
-        (f"{name} is held by {named(seen.processes)}, or was removed or replaced",),
-        "nothing: if it does not stop serving in time, its supervisor kills its processes;"
-        f" {kill_command(engine, seen.processes)}",
-        engine,
-        holder.incarnation,
-        holder.token,
-        supervisor.pid if supervisor is not None else None,
-    )
-
-
-def silent_waits(lock: Lock, machine: LockMachine) -> Iterator[LockWait]:
-    waiting = [(each, machine.supervisors[each.supervisor]) for each in lock.waiters]
-    silent = [pair for pair in waiting if pair[1].is_silent]
-    for waiter, supervisor in silent[:SILENT_NAMED_MAX]:
-        yield LockWait(
-            "waiter_silent",
-            f"{waiter.engine} is silent and skipped until it sends heartbeats; it keeps its place",
-            supervisor.heard_ms,
-            ("connected, but no heartbeat since", pidfd_of(supervisor)),
-            kill_command(waiter.engine, (), supervisor),
-            waiter.engine,
-            waiter.incarnation,
-            pid=supervisor.pid,
-            is_fault=lock.state is LockState.FREE,  # otherwise nothing is delayed by it
-        )
-
-
-def queue_waits(lock: Lock, machine: LockMachine, now_ms: float) -> Iterator[LockWait]:
-    waiter = _next(lock, machine)
-    if waiter is None:
-        return
-    holder, evidence = lock.holder, f"the lock is {lock.state}: see above"
-    fix = f"nothing more: {waiter.engine} is granted the lock once it is free"
-    supervisor = machine.supervisors.get(holder.supervisor) if holder is not None else None
-    if holder is not None and supervisor is not None and lock.state is LockState.HELD:
-        heard = duration(now_ms - supervisor.heard_ms)
-        evidence = f"{holder.engine} holds it, token {holder.token}, last heartbeat {heard} ago"
-        fix = f"nothing: {waiter.engine} is granted when {holder.engine} releases it or is gone"
-        if lock.is_fenced and not supervisor.is_silent:
-            lock_flag = f" --lock {lock.name}" if model_of(lock.name) else ""
-            fix += f"; to switch now: lockserver switchover{lock_flag} --to {waiter.engine}"
-    yield LockWait(
-        "queue",
-        f"{waiter.engine} is waiting, first of {len(lock.waiters)}",
-        waiter.since_ms,
-        (evidence,),
-        fix,
-        waiter.engine,
-        waiter.incarnation,
-        pid=machine.supervisors[waiter.supervisor].pid,
-        is_fault=False,
-    )
-
-
-def nobody_asks_wait(
-    lock: Lock, machine: LockMachine, members: Members, directory: str
-) -> LockWait:
-    connected = [each for each in machine.supervisors.values() if each.conn is not None]
-    evidence = [
-        f"{each.engine} ({pid_of(each)}) "
-        + ("has not launched" if each.incarnation is None else f"is preparing {each.incarnation}")
-        for each in connected[:NAMED_MAX]
-    ]
-    evidence += [f"{each} over TCP, incomplete" for each in members.roll.engines()[:NAMED_MAX]]
-    model = model_of(lock.name)
-    fix = f"start one: engine run --dir {directory}" + (f" --model-name {model}" if model else "")
-    if connected:
-        engine = connected[0].engine
-        fix = f"see why: engine status --dir {directory} --engine-id {engine}"
-    return LockWait(
-        "nobody_asks",
-        "no engine has requested the lock: none is ready",
-        since_ms(lock, machine),
-        tuple(evidence) or ("no engine is connected",),
-        fix,
-        is_fault=False,
-    )
-
-
-def address_away_wait(address: str, problem: str | None, machine: LockMachine) -> LockWait:
-    """After a restart: a borrower, or another process, still has the service address of a lock."""
-    return LockWait(
-        "address_away",
-        f"waiting for {address}: the gateway or engine that has the socket hands it back when it "
-        "connects",
-        machine.started_ms,
-        (problem or "it is in use",),
-        "nothing if that process is part of this pod; otherwise stop it, or choose another "
-        "--service",
-    )
-
-
-def undone_waits(lock: Lock, undone: Undone) -> Iterator[LockWait]:
-    """What the lock server itself owes engines that asked for this lock."""
-
-    def wait(engines: Sequence[Who], what: str) -> LockWait:
-        who = what.format(_named([engine for engine, _ in engines]))
-        return LockWait(
-            "no_descriptors",
-            f"the lock server is out of descriptors or memory, so {who}",
-            undone.since_ms,
-            (undone.why,),
-            "raise its limit of open files, or close what uses them up; the server retries on its"
-            " own",
-            *engines[0],
-        )
-
-    unlent = undone.unlent.get(kind_of(lock.name))
-    if unlent:
-        yield wait(unlent, "it cannot lend {} the service socket, and no request is accepted")
-    if lock.is_fenced and undone.unseen:
-        yield wait(undone.unseen, "it cannot check the witness of {} and admit it to the queue")
-
-
-def _named(engines: Sequence[str]) -> str:
-    more = len(engines) - NAMED_MAX
-    return ", ".join(engines[:NAMED_MAX]) + (f" and {more} more" if more > 0 else "")
-
-
-def unreachable_wait(problem: str, since: float, is_short: bool, directory: str) -> LockWait:
-    """No engine can connect; those that are connected are served."""
-    fix = f"remove the file that replaced it (ls -la {directory})"
-    if is_short:
-        fix = "raise the lock server's limit of open files, or close what uses them up"
-    return LockWait(
-        "unreachable",
-        "engines that are not connected cannot request the lock",
-        since,
-        (problem,),
-        f"{fix}; the server retries on its own",
-    )
-
-
-def _next(lock: Lock, machine: LockMachine) -> Waiter | None:
-    silent = {each.id for each in machine.supervisors.values() if each.is_silent}
-    return next_waiter(lock.waiters, silent, lock.preferred)
-
-
-def see_members(
-    engine: str, count: int, members: Members, now_ms: float, terms: LeaseTerms | None = None
-) -> list[SeenMember]:
-    """An engine's members as they are now; their leases are those of `terms`, or any."""
-    found = []
-    for index in range(count):
-        member = members.roll.known.get((engine, index))
-        leases = members.leases.of(engine, index)
-        if terms is not None:
-            leases = [each for each in leases if each.id == terms.members[index]]
-        found.append(
-            SeenMember(
-                index,
-                name=member.name if member is not None else "",
-                is_connected=member is not None and member.conn is not None,
-                left_ms=max((each.left_ms(now_ms) for each in leases), default=None),
-                heard_ms=None if member is None else now_ms - member.heard_ms,
-            )
-        )
-    return found
-
-
-def missing_members_waits(
-    lock: Lock, machine: LockMachine, members: Members, now_ms: float
-) -> Iterator[LockWait]:
-    """Each engine that would wait for this lock if it were complete."""
-    for engine in members.roll.engines():
-        group = members.groups.get(engine)
-        is_holder = lock.holder is not None and lock.holder.engine == engine
-        if is_holder or (group is not None and group.conn is not None):
-            continue
-        known = [member for key, member in members.roll.known.items() if key[0] == engine]
-        seen = see_members(engine, max(member.count for member in known), members, now_ms)
-        absent = [each for each in seen if not each.is_connected]
-        lost = [each.heard_ms for each in absent if each.heard_ms is not None]
-        since_ms = now_ms - max(lost) if lost else machine.started_ms
-        yield LockWait(
-            "members_missing",
-            f"{engine} is incomplete: {_what_is_missing(seen, absent)}",
-            since_ms,
-            tuple(each.sentence for each in seen),
-            _fix(engine, seen, absent),
-            engine,
-            next((each.incarnation for each in known if each.incarnation is not None), None),
-            is_fault=bool(lost),  # otherwise it is being started
-        )
-
-
-def _what_is_missing(seen: Sequence[SeenMember], absent: Sequence[SeenMember]) -> str:
-    if not absent:
-        return "a member has no launch that can be granted the lock"
-    who = ", ".join(str(each.index) for each in absent)
-    return f"member {who} of {len(seen)} is not connected"
-
-
-def _fix(engine: str, seen: Sequence[SeenMember], absent: Sequence[SeenMember]) -> str:
-    flags = f"--engine-id {engine}"
-    if not absent:
-        return f"nothing if it is being launched; otherwise, on each host: engine status {flags}"
-    member = f"--members {len(seen)} --member {absent[0].index}"
-    return f"on its host: engine status {flags}; if it is not running: engine run {flags} {member}"
-
-
-def waits_of(
-    lock: Lock, machine: LockMachine, members: Members, seen: Seen, now_ms: float, directory: str
-) -> list[LockWait]:
-    """Everything that this lock and its waiters wait for; the gravest first."""
-    found: list[LockWait] = []
-    if lock.holder is not None:
-        if lock.is_handed_over:
-            found.append(handed_over_wait(lock, lock.holder, machine, seen))
-        else:
-            found += holder_waits(lock, lock.holder, machine, seen, now_ms, directory)
-    elif lock.is_unknown:
-        found.append(unknown_wait(lock, machine, seen))
-    if machine.ledger.problem is not None:
-        found.append(write_failed_wait(lock, machine, directory))
-    switchover = machine.switchovers.under_way.get(lock.name)
-    if switchover is not None:
-        found.append(switchover_wait(switchover, machine, now_ms))
-    if lock.is_fenced:
-        found += missing_members_waits(lock, machine, members, now_ms)
-    found += silent_waits(lock, machine)
-    if lock.state is LockState.FREE and lock.is_fenced and not lock.waiters:
-        found.append(nobody_asks_wait(lock, machine, members, directory))
-    if lock.state is not LockState.FREE:
-        found += queue_waits(lock, machine, now_ms)
-    return found
->>>>>>> ee4a89a9 (words: the messages of gateway, memory service and lock server name what acts)

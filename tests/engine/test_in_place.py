@@ -331,7 +331,7 @@ def test_goal_that_cannot_be_is_refused(pod, directory):
         engine = pod.engine("e-0", flags=QUICK)
         engine.until("active")
         with engine.client() as client:
-            with pytest.raises(UnderstudyError, match="does not say that it can") as refused:
+            with pytest.raises(UnderstudyError) as refused:
                 client.request(m.SetGoalMsg(Tier.WARM, "a test"))
             assert refused.value.code == "engine.cannot_rest"
         with engine.client() as client:
