@@ -44,12 +44,13 @@ FREE_TIMEOUT = Option(
 MEMORY = Option("memory", str, "host", "The kind of memory.", choices=("host", "cuda"))
 DEVICE_BYTES = Option(
     "device_bytes", size_bytes, None,
-    "Memory to use per device; 4GiB of host memory, or all of a GPU, unless given.", minimum=1,
+    "Memory to use per device, e.g. 20GiB. Default: 4GiB of host memory, or all of a GPU.",
+    minimum=1,
 )  # fmt: skip
 DEVICES_BYTES = Option(
     "device_bytes", size_list, None,
-    "Memory to use per device, or a size for each, in their order and separated by commas; 4GiB of"
-    " host memory, or all of a GPU, unless given.",
+    "Memory to use per device, e.g. 20GiB, or one size for each device, separated by commas. "
+    "Default: 4GiB of host memory, or all of a GPU.",
 )  # fmt: skip
 STALL = Option(
     "stall_s", float, STALL_MS / 1000, "Longest time in seconds a writer may make no progress.",
@@ -57,8 +58,8 @@ STALL = Option(
 )  # fmt: skip
 HOST_MEMORY = Option(
     "host_memory", size_bytes, None,
-    "Host memory for copies of the weights, in equal parts for all devices, or, with models, as the"
-    " pool divides it; without it, weights are not copied and cannot be offloaded.", minimum=1,
+    "Host memory for copies of the weights, split evenly between devices (in a pool: as the pool "
+    "decides). Unset: no copies, no offloading.", minimum=1,
 )  # fmt: skip
 MODEL = Option(
     "model", str, (), "A model of the pod, which then has servers of its own on each device, such"
@@ -371,8 +372,7 @@ def drop_kv(config: Resolved, yes: bool, as_json: bool) -> None:
 def offload(config: Resolved, as_json: bool) -> None:
     """Free the weights of a device that no engine maps.
 
-    Host memory has a sealed copy of them (`gms serve --host-memory`), from which the next engine
-    brings them back.
+    The next engine restores them from a sealed copy in host memory (`gms serve --host-memory`).
     """
     from gms import upkeep
 

@@ -181,7 +181,7 @@ class KvLease(SessionThread):
     """The device's KV pool, this incarnation's until `close`. It keeps itself through deaths of
     the service, on a thread."""
 
-    what, kept = "KV memory service", "this engine keeps its KV memory and serves on"
+    what, kept = "KV memory service", "this engine keeps its KV memory and keeps serving"
 
     def __init__(
         self,
@@ -347,4 +347,4 @@ class KvLease(SessionThread):
             if not isinstance(error, RemoteError) or error.code not in FINAL:
                 raise
             self.state = DETACHED
-            self._on_change(f"{error.message}; this engine serves on")
+            self._on_change(f"{error.message}; this engine keeps serving")

@@ -22,7 +22,7 @@ HELP = {
     "recoveries_total": "Epochs that readers handed back to a restarted server.",
     "condemnations_total": "Epochs that were taken out of service because their bytes were bad.",
     "offloads_total": "Epochs freed because host memory has a sealed copy.",
-    "restages_total": "Epochs brought back from their copy in host memory.",
+    "restages_total": "Epochs restored from their copy in host memory.",
     "oom_waits_total": "Slabs that waited for memory to become free.",
     "protocol_errors_total": "Requests that were refused as the peer's fault.",
 }
@@ -31,7 +31,7 @@ KV_HELP = {
     "pools_made_total": "KV pools made.",
     "pools_lent_total": "Incarnations that a KV pool was lent to.",
     "pools_discarded_total": "KV pools whose content was never lent again.",
-    "pools_given_up_total": "KV pools that engines gave up in order to rest.",
+    "pools_given_up_total": "KV pools that engines freed in order to sleep.",
     "recoveries_total": "KV pools that engines handed back to a restarted server.",
     "stale_refusals_total": "Claims that were refused because a newer grant is known.",
     "full_waits_total": "KV pools that waited for memory to become free.",
@@ -102,7 +102,7 @@ class GmsMetrics(ServerMetrics):
             "gms_allocated_bytes", "Memory of all epochs, shared by readers.", both
         )
         self._exported = m.gauge("gms_exported_bytes", "Memory of the committed epoch.", both)
-        self._capacity = m.gauge("gms_capacity_bytes", "What the device may hold.", both)
+        self._capacity = m.gauge("gms_capacity_bytes", "Memory limit of the device.", both)
         self._fds = m.gauge("gms_open_fds", "Open descriptors of the device's server.", one)
 
     def count(self, event: Event) -> None:

@@ -238,7 +238,7 @@ class GmsSupervisor:
                 f" in {duration(delay)}" if (delay := verdict.delay_ms) else ""
             )
         elif child.is_dispensable:
-            then = f"restarting it in {KV_RETRY_S:g} s; weights are served on"
+            then = f"restarting it in {KV_RETRY_S:g} s; weights are still served"
         else:
             then = f"giving up after {child.restarts.deaths} attempts in a row"
         is_known = child.restarts.shortages > 1 and child.problem == what
@@ -284,7 +284,7 @@ class GmsSupervisor:
         if not silent:
             away = [child.device for child in self.kv_children if not child.is_responsive]
             details: dict[str, Any] = {"kv_silent": away} if self.kv_children else {}
-            but = f", but no KV server of {', '.join(away)}" if away else ""
+            but = f", but the KV server of {', '.join(away)} does not" if away else ""
             return Probe(True, f"every device's server answers{but}", details)
         why = (f"{device} ({trouble})" if trouble else device for device, trouble in silent.items())
         details = {"silent": list(silent), "problems": {d: t for d, t in silent.items() if t}}
@@ -508,7 +508,7 @@ class CopierProcess:
             await asyncio.sleep(RETRY_S)
 
     def _note(self, what: str) -> None:
-        said = f"what keeps the host copy of {self.device} {what}; restarting it"
+        said = f"the process that keeps the host copy of {self.device} {what}; restarting it"
         if said != self._said:  # once while it lasts
             self._said = said
             about = {"device_uuid": self.device}
