@@ -38,19 +38,16 @@ OF_MODEL = {
 OF_DEVICE = {
     "pool_outside_bytes": "Memory of a device used by processes outside the pool.",
     "pool_device_bytes": "Size of a device.",
-    "pool_free_bytes": "Memory of a device that can still be reserved; below 0, more is in use "
-    "than fits.",
+    "pool_free_bytes": "Memory that is not reserved; below 0, more is in use than fits.",
 }
 OF_SERVED_DEVICE = {
     "pool_wanted_ratio": "Share of the last ten minutes in which a device had requests, waiting or"
     " running.",
-    "pool_serving_ratio": "Share of that time in which one of its engines had requests; 1 if none "
-    "came.",
+    "pool_serving_ratio": "Share of that time in which an engine had requests; 1 if none came.",
 }
 OF_POOL = {
     "pool_recovering": "1 while not all of a model's engines have reported since the pool started.",
-    "pool_write_problem": "1 while the state file cannot be written and the pool makes no "
-    "decisions.",
+    "pool_write_problem": "1 while the state file cannot be written and nothing is decided.",
     "pool_gateways": "Gateways that are connected.",
 }
 
