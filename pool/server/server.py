@@ -234,7 +234,7 @@ class PoolServer(Handler):
         parts = self.parts
         if parts.problem is None:
             parts.problem = (
-                f"the pool decides nothing: {parts.state.path} cannot be written ({error.strerror});"
+                f"nothing is decided: {parts.state.path} cannot be written ({error.strerror});"
                 " models stay as they are until it can be written"
             )
             self.log.record("pool.state_unwritable", parts.problem, "error")
