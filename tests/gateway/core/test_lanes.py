@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from gateway.core import events as ev
@@ -300,6 +302,15 @@ def test_a_request_that_cannot_be_in_time_is_refused_at_once():
     pod.run(5_000.0)
     pod.set_door("b", ShutDoor(Running.FINISH, 60_000.0, "it is loaded again"))
     assert error(pod, late) == "pool.not_awake"
+
+
+def test_retry_after_is_from_the_expected_time():
+    lanes = Lanes(ev.GatewayRules(), {"a": LaneRules()})
+    lanes.handle(LaneDoorSet("a", 1, ShutDoor(Running.FINISH, 12_300.0, "it is loaded")), 0.0)
+    came = ev.RequestCame(1, "/v1/completions", 5, True, False, "a", wait_ms=1_000.0)
+    (found,) = [e for e in lanes.handle(came, 300.0) if isinstance(e, ev.AnswerError)]
+    assert found.retry_after_s == 12
+    assert "it is loaded" in json.loads(found.body)["error"]["message"]
 
 
 @pytest.mark.parametrize(
