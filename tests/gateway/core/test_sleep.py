@@ -136,7 +136,9 @@ def test_a_request_wakes_an_engine_once_wherever_it_is_on_its_way_down(state: st
     if state != "active":
         table.said("draining", Tier.WARM, is_answer=True)
         table.said(state, Tier.WARM)
-    assert goals(table.beat(in_flight=1, wanting=1)) == [Tier.AWAKE]
+    told, goal, door = table.beat(in_flight=1, wanting=1)
+    assert (told.kind, goal) == ("wake", ev.SendGoal(Tier.AWAKE))
+    assert (door.door, "wakes it" in door.reason) == (GatewayDoor.SHUT, False)
     assert goals(table.beat(in_flight=2, wanting=2)) == []
     table.said("draining", Tier.WARM)
     assert table.door is GatewayDoor.SHUT
