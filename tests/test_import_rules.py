@@ -417,10 +417,10 @@ LINES_MAX = {
     "plumbing": 6_765,
     "lockserver": 9_175,
     "gms": 11_560,
-    "engine": 21_170,
+    "engine": 21_160,
     "gateway": 10_965,
     "pool": 9_240,
-    "understudy": 11_760,
+    "understudy": 11_710,
     "hack": 7_270,
     "tests": 89_400,  # with the sweep, which hack had
 }
