@@ -210,7 +210,7 @@ def certificates(config: Resolved, directory: str | None) -> None:
 def status(config: Resolved, as_json: bool, watch: bool) -> None:
     """Show who holds each lock and who waits for it.
 
-    Without a server, or if it does not answer: the contents of its state file, and exit code 3.
+    If the server does not answer, show its state file, and exit with code 3.
     """
     directory = os.path.abspath(config["dir"])
     show_status(lambda: _look(directory), as_json=as_json, watch=watch)

@@ -149,8 +149,8 @@ def unload(config: Resolved, model: str, force: bool, as_json: bool) -> None:
 def set_(config: Resolved, assignment: str, model: str | None, as_json: bool) -> None:
     """Change a setting of the running pool, e.g. min_runtime=30s.
 
-    SETTING and VALUE are written as in the pool file. An empty VALUE restores the pool file's.
-    Survives restarts of the pool.
+    SETTING and VALUE are written as in the pool file. An empty VALUE restores that of the
+    pool file. The change survives restarts of the pool.
     """
     setting, equals, value = assignment.partition("=")
     if not equals or not setting:
@@ -218,8 +218,8 @@ LEASE_OPTIONS = (
 def lease(config: Resolved, command: tuple[str, ...]) -> None:
     """Reserve memory while COMMAND runs.
 
-    Waits for the memory as a request does; models are evicted to make room. The memory is reserved
-    until all of COMMAND's processes have exited. COMMAND has no standard input.
+    The lease queues with requests, and the pool evicts models to make room. It ends when all of
+    COMMAND's processes have exited. COMMAND has no standard input.
 
     Exits with COMMAND's exit code; 1 if the memory can never become free, 3 without a pool, 5 after
     --timeout.

@@ -80,7 +80,7 @@ OPTIONS = (
         "lockserver_socket",
         str,
         None,
-        "The lock server's socket or tcp://HOST:PORT; lockserver.sock in --dir unless given.",
+        "The lock server's socket or tcp://HOST:PORT. Default: lockserver.sock in --dir.",
         env="LOCKSERVER_SOCKET",
     ),
     Option("lockserver_tls_cert", str, None, "Over TCP: this engine's certificate, a PEM file."),
@@ -120,7 +120,7 @@ OPTIONS = (
         "gms_socket_dir",
         str,
         None,
-        "The directory of the memory service's sockets; --dir unless given.",
+        "The directory of the memory service's sockets. Default: --dir.",
         env="GMS_SOCKET_DIR",
     ),
     Option("http_host", str, "127.0.0.1", "Address of probes and metrics."),
@@ -128,7 +128,7 @@ OPTIONS = (
         "http_port",
         int,
         None,
-        f"Port of probes and metrics; {PORT_FIRST} plus the engine's number unless given.",
+        f"Port of probes and metrics; {PORT_FIRST} plus the engine's number by default.",
         minimum=0,
         maximum=65535,
     ),
@@ -153,14 +153,14 @@ OPTIONS = (
         "Time limit for requests in flight when the engine drains: 2 s less than the host's grace.",
     ),
     duration(
-        "release_ms", RELEASE_MS, "Time limit for KV memory to be given back when the engine rests."
+        "release_ms", RELEASE_MS, "Time limit for freeing KV memory before sleep or a hand-over."
     ),
     duration("reap_ms", REAP_MS, "Time limit for killed processes to exit."),
     duration(
         "answer_ms",
         health.ANSWER_MS,
-        "How soon the backend must answer a health check while active; without an answer it counts"
-        " as hung once --hang-ms has passed without a token, too.",
+        "Time limit for an answer to a health check while active. A backend counts as hung if it "
+        "also makes no token within --hang-ms.",
     ),
     duration(
         "hang_ms",

@@ -160,8 +160,7 @@ def doctor(config: Resolved, as_json: bool, strict: bool) -> None:
 def ui(config: Resolved) -> None:
     """Show the pod live in a browser.
 
-    It asks every part over its socket, reads only, and needs no part to be up. `understudy up`
-    starts one.
+    The page only reads, and works with any part down. `understudy up` starts one.
     """
     from understudy.ui.server import run
 

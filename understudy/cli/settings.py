@@ -37,7 +37,7 @@ POD_OPTIONS = (
         str,
         None,
         "The directory of a Hugging Face checkpoint; with --backend vllm also a model of the Hub,"
-        " such as Qwen/Qwen3-8B. A small random model unless given.",
+        " such as Qwen/Qwen3-8B. Default: a small random model.",
     ),
     Option(
         "backend",
@@ -136,7 +136,8 @@ DRILL_OPTIONS = (
         "expected",
         str,
         None,
-        "A file of prompts and their expected answers; learned from the pod unless given.",
+        "A file of prompts and their expected answers. Default: the drill learns them from the "
+        "pod.",
     ),
     Option(
         "burn",
