@@ -252,7 +252,6 @@ class SetModelDoor(PoolEffect, frozen=True):
     model: str
     number: int
     door: Door | None  # None: nothing was told yet
-    state: ModelState
 
 
 class TellEngine(PoolEffect, frozen=True):

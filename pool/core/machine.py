@@ -226,8 +226,7 @@ class ModelPool:
             if not (is_other or says_again):
                 continue
             if known.door is not None:
-                state = known.state
-                pool.say(ev.SetModelDoor(name, known.door_number, known.door, state))
+                pool.say(ev.SetModelDoor(name, known.door_number, known.door))
         pool.to_show.clear()
 
     def _is_other_door(self, known: KnownModel) -> bool:

@@ -25,7 +25,7 @@ from pool.core.events import (
     SetModelDoor,
 )
 from pool.core.machine import ModelPool
-from pool.core.states import ModelState, PooledRules
+from pool.core.states import PooledRules
 from pool.messages import DemandMsg, DoorsMsg, PooledModel
 from pool.settings import PoolFile
 
@@ -126,11 +126,6 @@ def _settled(demand: ModelDemand, now_ms: float) -> ModelDemand:
         )
         demand = replace(demand, tickets=tickets)
     return demand
-
-
-def nothing_told(model: str) -> SetModelDoor:
-    """Before the pool has told anything."""
-    return SetModelDoor(model, 0, None, ModelState.COLD)
 
 
 def for_gateways(

@@ -41,7 +41,7 @@ from pool.messages import PooledModel
 from pool.pool_file import with_changes
 from pool.server import explain, report
 from pool.server.engines import EngineSide
-from pool.server.gateways import PoolGateways, for_gateways, nothing_told
+from pool.server.gateways import PoolGateways, for_gateways
 from pool.server.leases import LeaseDesk
 from pool.server.locks import PoolLockSide
 from pool.server.memory import SAMPLE_S, MemorySide
@@ -268,7 +268,7 @@ class PoolServer(Handler):
             pool=pool,
             file=file,
             changed=changed,
-            doors={name: nothing_told(name) for name in models},
+            doors={name: ev.SetModelDoor(name, 0, None) for name in models},
             metrics=PoolMetrics(models, setup.devices),
             serving=ServingShare(file.devices, clock.now_ms()),
             gateways=PoolGateways(models, self._doors, feed, clock.now_ms),
