@@ -416,7 +416,7 @@ def test_the_package_alone_brings_what_it_imports_and_reads():
 LINES_MAX = {
     "plumbing": 6_765,
     "lockserver": 9_175,
-    "gms": 11_560,
+    "gms": 11_535,
     "engine": 21_160,
     "gateway": 10_965,
     "pool": 9_240,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from gms import names
 from tests.gms.bench import DEVICE, GPU, ClientProcess, GmsProcess
 from tests.gms.kv.kv_bench import Borrow, BorrowerProcess, KvProcess
 from tests.standin import build
@@ -40,6 +41,14 @@ def device(kind: str) -> str:
 @pytest.fixture
 def gms(directory: str, device: str) -> Iterator[GmsProcess]:
     server = GmsProcess(directory, device=device).start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def host(gms: GmsProcess) -> Iterator[GmsProcess]:
+    """The server of the host copies of what `gms` serves."""
+    server = GmsProcess(gms.directory, device=names.offload_device(gms.device)).start()
     yield server
     server.stop()
 

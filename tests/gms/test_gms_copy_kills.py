@@ -24,13 +24,6 @@ from tests.gms.test_gms_offload import patterned
 from tests.helpers import until
 
 
-@pytest.fixture
-def host(gms: GmsProcess) -> Iterator[GmsProcess]:
-    server = GmsProcess(gms.directory, device=names.offload_device(gms.device)).start()
-    yield server
-    server.stop()
-
-
 @contextmanager
 def keep_copy(gms: GmsProcess, stop: CopyStop) -> Iterator[subprocess.Popen[bytes]]:
     """`gms keep-copy`, as `gms serve` starts it; killed at the end, and with it what it started."""

@@ -22,26 +22,10 @@ from plumbing.wire.frames import encode_frame
 from plumbing.wire.messages import Message
 from tests.gms.bench import IDENTITY, GmsProcess, is_committed_with, kept
 from tests.gms.kinds import cuda_only, host_only, stand_in_only
-from tests.gms.limits import descriptors_left
 from tests.gms.test_gms_recovery import crash_in_commit
 from tests.helpers import open_fds, until
 
 NOBODY = "no server is listening"  # what a keeper says of a server that was killed
-
-
-def test_keeper_outlives_the_limit_of_open_files(gms: GmsProcess):
-    """No socket can be had while the server is away: it says so, and comes back afterwards."""
-    said: list[str] = []
-    with (
-        gms.load() as reader,
-        kept(reader, may_digest=lambda: False, on_change=said.append) as keeper,
-    ):
-        gms.kill()
-        until(lambda: NOBODY in str(said), "the keeper to have closed its connection")
-        with descriptors_left(0):
-            until(lambda: "open files; raise the limit" in said[-1], "it to be at the limit")
-        gms.start()
-        until(lambda: keeper.state == "attached", "it to come back")
 
 
 @stand_in_only

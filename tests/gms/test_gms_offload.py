@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from gms import messages as msg
-from gms import names
 from gms.client import Keeper, Offloaded, Reader, offloaded, release
 from gms.host_copy import CopyKeeper, make_copy
 from gms.questions import status_of
@@ -19,14 +18,6 @@ from tests.gms.kinds import host_only
 from tests.helpers import until
 
 SIZE = 3 * MIB
-
-
-@pytest.fixture
-def host(gms: GmsProcess) -> Iterator[GmsProcess]:
-    """The server of the copies of what `gms` serves."""
-    server = GmsProcess(gms.directory, device=names.offload_device(gms.device)).start()
-    yield server
-    server.stop()
 
 
 class Copies(CopyKeeper):

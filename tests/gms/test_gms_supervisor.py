@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from gms.client import Reader
-from plumbing.errors import GivenUpError
 from plumbing.service import procfs
 from tests.gms.bench import GmsProcess
 from tests.gms.kinds import host_only
@@ -164,30 +163,6 @@ def test_sigterm_ends_it_with_exit_code_zero(serve: Serve):
     assert not [name for name in os.listdir(serve.directory) if name.endswith(".sock")]
     serve.stderr.seek(0)
     assert b"Traceback" not in serve.stderr.read()
-
-
-@pytest.mark.slow
-@host_only  # the supervisor counts deaths; what its servers hold is all the same to it
-def test_several_deaths_in_a_row_end_it_with_the_code_of_giving_up(serve: Serve):
-    """Kill a server as often as it comes: the supervisor gives up, and its init with it."""
-    serve.started()
-    killed: set[int] = set()
-
-    def kill_again() -> bool:
-        for pid in procfs.children(serve.process.pid):
-            words = procfs._read(f"/proc/{pid}/cmdline").split("\0")
-            if (
-                {serve.first, "serve-device"} <= {*words}
-                and pid not in killed
-                and procfs.is_alive(pid)
-            ):
-                killed.add(pid)
-                os.kill(pid, signal.SIGKILL)
-        return serve.process.poll() is not None
-
-    until(kill_again, "the supervisor to give up", 60)
-    assert serve.process.returncode == GivenUpError.exit_code
-    assert len(killed) == 5
 
 
 def test_second_supervisor_is_refused_with_a_sentence(shared: Serve):
