@@ -48,14 +48,9 @@ class Device:
         self.is_journal_lost = is_journal_lost  # survivors say what was committed
         # The sealed copy in host memory that stands for what was committed, until the next commit.
         self.offloaded = offloaded
-        self.recoveries_total = 0
-        self.condemnations_total = 0
-        self.commits_total = 0
-        self.offloads_total = 0
-        self.restages_total = 0
-        self.exports_total = 0
-        self.reclaims_total = 0
-        self.oom_waits_total = 0
+        self.commits_total = self.offloads_total = self.restages_total = 0
+        self.recoveries_total = self.condemnations_total = 0
+        self.exports_total = self.reclaims_total = self.oom_waits_total = 0
         self.problem: str | None = None  # for operators to fix: a journal that cannot be written
         self.journal_retry_ms: float | None = None
         self._journal_writes = 0  # under way, and no session waits for them
@@ -259,8 +254,7 @@ def device_full(
     kv_bytes: int = 0,
 ) -> UnderstudyError:
     """The driver's error for memory that should be free, with what our own sessions hold."""
-    holders, shown = _holders(epochs, sessions)
-    shown += _kv(kv_bytes)
+    holders, shown = _holders(epochs, sessions, kv_bytes)
     ours, said = "; ".join(shown) or "nothing", error.details.get("said", error.message)
     return UnderstudyError(
         "gms.out_of_memory",
@@ -278,8 +272,7 @@ def _out_of_memory(
     sessions: Mapping[int, Session],
     kv_bytes: int,
 ) -> UnderstudyError:
-    holders, shown = _holders(epochs, sessions)
-    shown += _kv(kv_bytes)
+    holders, shown = _holders(epochs, sessions, kv_bytes)
     return UnderstudyError(
         "gms.out_of_memory",
         f"a slab of {size(size_bytes)} does not fit: the device has {size(capacity_bytes)}, "
@@ -294,15 +287,10 @@ def _out_of_memory(
     )
 
 
-def _kv(kv_bytes: int) -> list[str]:
-    how = "`gms drop-kv` frees it if no engine uses it"
-    return [f"KV memory {size(kv_bytes)} ({how})"] if kv_bytes else []
-
-
 def _holders(
-    epochs: Iterable[Epoch], sessions: Mapping[int, Session]
+    epochs: Iterable[Epoch], sessions: Mapping[int, Session], kv_bytes: int
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """The holders of each epoch: as data, and as phrases for a message."""
+    """The holders of each epoch: as data, and, with the KV memory, as phrases for a message."""
     holders: list[dict[str, Any]] = []
     shown = []
     for epoch in epochs:
@@ -310,17 +298,20 @@ def _holders(
             continue
         users = [s.label for s in sessions.values() if s.epoch == epoch.id]
         users += [f"pid {pid}" for pid in epoch.holders]
-        holders.append(
-            {
-                "epoch": epoch.id,
-                "phase": str(epoch.phase),
-                "size_bytes": epoch.size_bytes,
-                "users": users,
-            }
-        )
+        known = {"epoch": epoch.id, "phase": str(epoch.phase), "size_bytes": epoch.size_bytes}
+        holders.append({**known, "users": users})
         by = f" used by {', '.join(users)}" if users else " without users"
         shown.append(f"{epoch.phase} epoch {epoch.id[:8]} {size(epoch.size_bytes)}{by}")
+    if kv_bytes:
+        how = "`gms drop-kv` frees it if no engine uses it"
+        shown.append(f"KV memory {size(kv_bytes)} ({how})")
     return holders, shown
+
+
+TOTALS = (
+    *("commits_total", "offloads_total", "restages_total", "recoveries_total"),
+    *("condemnations_total", "exports_total", "reclaims_total", "oom_waits_total"),
+)
 
 
 def snapshot(device: Device, at: Callable[[float], str]) -> dict[str, Any]:
@@ -349,14 +340,7 @@ def snapshot(device: Device, at: Callable[[float], str]) -> dict[str, Any]:
             if e.phase in (EpochPhase.RELEASING, EpochPhase.ORPHANED)
         ],
         "problem": device.problem,
-        "commits_total": device.commits_total,
-        "offloads_total": device.offloads_total,
-        "restages_total": device.restages_total,
-        "recoveries_total": device.recoveries_total,
-        "condemnations_total": device.condemnations_total,
-        "exports_total": device.exports_total,
-        "reclaims_total": device.reclaims_total,
-        "oom_waits_total": device.oom_waits_total,
+        **{name: getattr(device, name) for name in TOTALS},
     }
 
 
@@ -377,12 +361,18 @@ def epochs_in_full(device: Device) -> list[dict[str, Any]]:
     ]
 
 
-def _session(session: Session, at: Callable[[float], str]) -> dict[str, Any]:
-    shown: dict[str, Any] = {
+def _who(session: Session) -> dict[str, Any]:
+    return {
         "engine": session.request.engine,
         "incarnation": session.request.incarnation,
         "rank": session.request.rank,
         "pid": session.pid,
+    }
+
+
+def _session(session: Session, at: Callable[[float], str]) -> dict[str, Any]:
+    shown: dict[str, Any] = {
+        **_who(session),
         "mode": "ro" if session.state is SessionState.READING else "rw",
         "state": str(session.state),
         "epoch": session.epoch,
@@ -395,10 +385,7 @@ def _session(session: Session, at: Callable[[float], str]) -> dict[str, Any]:
 
 def _waiter(session: Session, at: Callable[[float], str]) -> dict[str, Any]:
     return {
-        "engine": session.request.engine,
-        "incarnation": session.request.incarnation,
-        "rank": session.request.rank,
-        "pid": session.pid,
+        **_who(session),
         "mode": str(session.request.mode),
         "reason": session.reason,
         "message": session.reason_message,

@@ -104,16 +104,13 @@ class Upkeep:
                 f"epoch {message.epoch} is not the committed one, which is {epoch.id}",
                 epoch=epoch.id,
             )
-        readers = tuple(self.device.sessions[reader].label for reader in sorted(epoch.readers))
-        if (readers or event.is_mapped) and not message.even_if_mapped:
-            who = ", ".join(readers) or "a process without a session (it may be stopped)"
-            raise UnderstudyError(
-                "gms.epoch_mapped",
-                f"epoch {epoch.id} is mapped by {who}; stop it first, or use --even-if-mapped: new "
-                "engines then load again, and the memory is freed when its last process exits",
-                readers=list(readers),
+        if not message.even_if_mapped:
+            fix = (
+                "stop it first, or use --even-if-mapped: new engines then load again, and the "
+                "memory is freed when its last process exits"
             )
-        dropped = msg.DroppedMsg(epoch.id, readers)
+            _check_unmapped(self.device, epoch, fix, is_mapped=event.is_mapped)
+        dropped = msg.DroppedMsg(epoch.id, tuple(_readers(self.device, epoch)))
         self._dropped.append(ev.SendMessage(event.session, event.request_id, dropped))
         return [
             ev.RecordEvent(
@@ -262,7 +259,8 @@ class Offload:
         epoch = self.device.committed
         if epoch is None:
             raise UnderstudyError("gms.nothing_committed", "nothing is committed on this device")
-        self._check_unmapped(epoch, is_mapped=event.is_mapped)
+        fix = "its memory is freed once every engine has released it and offloads again"
+        _check_unmapped(self.device, epoch, fix, is_mapped=event.is_mapped)
         copy = _checked(event.copy, epoch)
         self._askers[event.session] = event.request_id
         self.device.offloaded = copy
@@ -310,16 +308,17 @@ class Offload:
                 f"{writer.label} is loading weights; offload them once it has committed them",
             )
 
-    def _check_unmapped(self, epoch: Epoch, *, is_mapped: bool) -> None:
-        readers = [self.device.sessions[reader].label for reader in sorted(epoch.readers)]
-        if readers or is_mapped:
-            who = ", ".join(readers) or "a process without a session (it may be stopped)"
-            raise UnderstudyError(
-                "gms.epoch_mapped",
-                f"epoch {epoch.id} is still mapped by {who}; its memory is freed once every engine "
-                "has released it and offloads again",
-                readers=readers,
-            )
+
+def _readers(device: Device, epoch: Epoch) -> list[str]:
+    return [device.sessions[reader].label for reader in sorted(epoch.readers)]
+
+
+def _check_unmapped(device: Device, epoch: Epoch, fix: str, *, is_mapped: bool) -> None:
+    readers = _readers(device, epoch)
+    if readers or is_mapped:
+        who = ", ".join(readers) or "a process without a session (it may be stopped)"
+        text = f"epoch {epoch.id} is still mapped by {who}; {fix}"
+        raise UnderstudyError("gms.epoch_mapped", text, readers=readers)
 
 
 def is_copy_of(copy: ev.JournalRecord, epoch: ev.JournalRecord) -> bool:

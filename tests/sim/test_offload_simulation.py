@@ -13,7 +13,6 @@ from gms.core import upkeep
 from gms.core.device import Device
 from gms.core.grants import Writing
 from gms.core.recovery import Recovery
-from gms.core.upkeep import Offload
 from tests.sim.offload_world import OffloadWorld
 from tests.sim.seeds import replayable, seeds
 
@@ -49,7 +48,7 @@ def any_copy_will_do(patch: pytest.MonkeyPatch) -> None:
 
 def mapped_weights_are_freed(patch: pytest.MonkeyPatch) -> None:
     """A process that maps them need not be waited for."""
-    patch.setattr(Offload, "_check_unmapped", lambda self, epoch, *, is_mapped: None)
+    patch.setattr(upkeep, "_check_unmapped", lambda device, epoch, fix, *, is_mapped: None)
     patch.setattr(upkeep, "HELD", ())
 
 
