@@ -26,8 +26,8 @@ ANSWER_S = 2.0  # an engine that is stopped never answers, and only the holder i
 LOOK_S = 0.05
 WANTED = {
     Tier.AWAKE: "awake",
-    Tier.WARM: "resting",
-    Tier.OFFLOADED: "resting with its weights offloaded",
+    Tier.WARM: "asleep",
+    Tier.OFFLOADED: "asleep with its weights offloaded",
 }
 DONE = {True: ("woken", "already_awake"), False: ("rested", "already_resting")}
 KEPT = "kept"  # the one engine that was told does not hold the lock

@@ -166,7 +166,7 @@ class Residency:
     def _did(self, rested: messages.RestedMsg, keep_kv: bool) -> None:
         if rested.kv_bytes_resident:
             left = size(rested.kv_bytes_resident)
-            self._post(Failed("kv_resident", f"the backend rests, but still maps {left} of KV"))
+            self._post(Failed("kv_resident", f"the backend sleeps, but still maps {left} of KV"))
         else:
             self._judge_rested(keep_kv)
 

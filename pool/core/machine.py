@@ -104,7 +104,7 @@ class ModelPool:
                 return
             is_due = False
             decide(pool, self._planner)
-        raise InvariantError("the pool does not come to rest")
+        raise InvariantError("the pool does not settle")
 
     def _touch_due(self) -> None:
         """Models about which time alone changes something now."""
@@ -129,7 +129,7 @@ class ModelPool:
                 self._begin_turn(known)
                 pool.to_follow.discard(known.name)
                 return
-        raise InvariantError(f"model {known.name} does not come to rest in {known.state}")
+        raise InvariantError(f"model {known.name} does not settle in {known.state}")
 
     def _begin_turn(self, known: KnownModel) -> None:
         """Its protection counts from when its streams have resumed: one that only replays its

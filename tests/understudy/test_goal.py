@@ -59,23 +59,22 @@ def run(directory: str, *words: str) -> subprocess.CompletedProcess[str]:
 def test_all_engines_are_told_and_the_active_one_is_waited_for(pair):
     active, standby = pair
     first = run(active.directory, "sleep", "--json")
-    again = run(active.directory, "sleep")
+    again = run(active.directory, "sleep", "--json")
     assert active.shall().state == "resting"
     assert standby.shall().goal is Tier.WARM
     woken = run(active.directory, "wake", "--json")
     assert (first.returncode, again.returncode, woken.returncode) == (0, 0, 0), first.stderr
-    assert again.stdout == "engine-0 is resting already\n"
     assert (active.shall().state, standby.shall().goal) == ("active", Tier.AWAKE)
-    documents = [json.loads(first.stdout), json.loads(woken.stdout)]
-    assert [each["result"] for each in documents] == ["rested", "woken"]
-    assert [mismatches(each, GoalDocument) for each in documents] == [[], []]
+    documents = [json.loads(each.stdout) for each in (first, again, woken)]
+    assert [each["result"] for each in documents] == ["rested", "already_resting", "woken"]
+    assert [mismatches(each, GoalDocument) for each in documents] == [[], [], []]
 
 
 def test_one_engine_can_be_told_alone(pair):
     active, standby = pair
-    done = run(active.directory, "sleep", "engine-1")
+    done = run(active.directory, "sleep", "engine-1", "--json")
     assert (done.returncode, standby.shall().goal) == (0, Tier.WARM)
-    assert "engine-1 does not hold the lock; it will be resting once it does" in done.stdout
+    assert json.loads(done.stdout)["result"] == "kept"
     assert active.shall().goal is Tier.AWAKE
 
 
@@ -83,13 +82,15 @@ def test_the_next_engine_is_waited_for_where_the_first_one_dies(pair):
     active, standby = pair
     with (
         active.kept_from("draining"),
-        subprocess.Popen(command(active.directory, "sleep"), stdout=subprocess.PIPE) as sleeping,
+        subprocess.Popen(
+            command(active.directory, "sleep", "--json"), stdout=subprocess.PIPE
+        ) as sleeping,
     ):
         until(lambda: standby.shall().goal is Tier.WARM, "both to be told")
         until(lambda: active.shall().goal is Tier.WARM, "both to be told")
         active.kill()
         assert sleeping.stdout is not None
-        assert b"engine-1 is resting" in sleeping.stdout.read()
+        assert json.load(sleeping.stdout)["result"] == "rested"
     assert sleeping.returncode == 0
 
 

@@ -80,7 +80,7 @@ def pod_view(
     elif serving and not standbys:
         faults.append("no standby: if the active engine dies now, the pod stops serving")
     elif serving and not ready and not faults:
-        faults.append(f"lock active is {lock.get('state')}: it cannot be granted now")
+        faults.append(f"lock active is {lock.get('state')}, so no standby can be granted it")
     soundness = "degraded" if faults else "healthy"
     is_served = serving and is_open(gateway, is_resting=resting is not None)
     if pool is not None:  # a request raises its model

@@ -126,9 +126,8 @@ async def _drill_new(start: Start, plan: DrillPlan, say: Say) -> DrillResult | N
 def _of_a_pool(what: str) -> UsageError:
     return UsageError(
         "drill.is_pool",
-        f"{what} has a pool, whose models take turns, so this drill would wait in vain for one that"
-        " is awake and its standby; use `understudy drill --pool FILE` with its pool file, which"
-        " starts a pod of its own",
+        f"{what} has a pool, and this drill needs one awake engine with a standby; use `understudy"
+        " drill --pool FILE` with its pool file, which starts a pod of its own",
     )
 
 

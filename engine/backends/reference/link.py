@@ -256,7 +256,7 @@ class Pipe:
 
     def _lost(self) -> UnderstudyError:
         return UnderstudyError(
-            RANK_LOST, f"{self._name} has ended, and an engine cannot go on without it"
+            RANK_LOST, f"{self._name} has ended, and an engine cannot continue without it"
         )
 
 

@@ -179,7 +179,7 @@ class ModelLink(Handler):
             case _:
                 future = self._answers.pop(type(message), None)
                 if future is None:
-                    raise UnderstudyError("engine.link", f"nobody has asked for {message.TYPE}")
+                    raise UnderstudyError("engine.link", f"{message.TYPE} answers no request")
                 future.set_result(message)
 
     def closed(self, conn: Connection, reason: str) -> None:

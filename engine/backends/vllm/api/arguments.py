@@ -86,11 +86,10 @@ OURS: Mapping[str, str] = {
     NO_SLEEP_FLAG: "never sleep; hand over by a relaunch",
     SELF_TEST_FLAG: "test resuming, KV blocks and a wake while the engine prepares, also on the CPU"
     " and whatever the result of the last test (default: on GPUs, once for each configuration)",
-    KV_MEMORY_FLAG: f"whose memory the KV cache is in: `{GMS}`, the memory service's, which"
-    " outlives the engine, so that the next one goes on with the blocks in it;"
-    f" `{OWN}`, the engine's own; or `{AUTO}` (the default): on GPUs `{OWN}`, until the fence was"
-    f" measured on one; on host memory `{GMS}`, unless the service lends none or no block could be"
-    " kept",
+    KV_MEMORY_FLAG: f"where the KV cache lives: `{GMS}` (survives the engine; the next one reuses"
+    f" its blocks), `{OWN}` (ends with the engine), or `{AUTO}` (default): `{OWN}` on GPUs, until"
+    f" the fence was measured on one; `{GMS}` on host memory, unless the service lends none or no"
+    " block could be kept",
     NO_ADOPTION_FLAG: "start with an empty cache, ignoring the KV blocks of earlier engines",
     AUDIT_FLAG: f"with `{KV_MEMORY_FLAG} {GMS}`: publish a checksum of every block, and adopt none"
     " whose bytes have changed; for tests, because it slows every step",
@@ -196,8 +195,9 @@ def _refuse_mps(args: argparse.Namespace, environ: Mapping[str, str]) -> None:
     if mps is not None:
         raise UsageError(
             "vllm.mps",
-            f"{KV_MEMORY_FLAG} {GMS} is not safe under the Multi-Process Service ({mps}): a kernel"
-            " of a killed engine may go on writing into memory that the next engine reads; run the"
+            f"{KV_MEMORY_FLAG} {GMS} is not safe under the Multi-Process Service ({mps}): a "
+            f"kernel of a killed engine may still write into memory that the next engine reads; "
+            f"run the"
             f" pod without MPS, or with {KV_MEMORY_FLAG} {OWN}",
             flag=KV_MEMORY_FLAG,
         )
