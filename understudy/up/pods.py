@@ -22,13 +22,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from plumbing.errors import UnderstudyError, UsageError
-from plumbing.pod.observers import ask
-from plumbing.pod.paths import engine_state, pool_socket, up_guard
+from plumbing.pod.paths import engine_state, up_guard
 from plumbing.service.clock import SystemClock
 from plumbing.service.signals import SignalInbox
 from plumbing.text import duration
 from plumbing.wire.server import PathGuard, guard_holder
-from pool.messages import CATALOGUE, StatusMsg
 from pool.pool_file import read_pool_file
 from pool.server.state_file import begin_new_pod
 from pool.settings import PoolFile
@@ -371,7 +369,7 @@ async def say_welcome(
     while True:
         view = await gather(directory)
         lines, missing = (
-            await _pool_lines(directory, view, containers)
+            _pool_lines(directory, view, containers)
             if has_pool(containers)
             else await _pod_lines(directory, view, containers, clock.now_ms() - began_ms)
         )
@@ -410,18 +408,15 @@ async def _pod_lines(
     return lines, ""
 
 
-async def _pool_lines(
+def _pool_lines(
     directory: Path, view: dict[str, Any], containers: Sequence[Container]
 ) -> tuple[list[str], str]:
     """As `_pod_lines`. No engine needs to be active: a request raises its model."""
-    try:
-        answered = await ask(pool_socket(str(directory)), CATALOGUE, StatusMsg())
-    except UnderstudyError as error:
-        return [], error.message
-    document = getattr(answered.message, "document", {})
-    models = [str(each.get("model")) for each in document.get("models") or ()]
-    url = _url(view)
-    if not (document.get("gateways") and models):
+    pool, url = view["pool"] or {"error": "the pool does not answer"}, _url(view)
+    models = [str(each["model"]) for each in pool.get("models", ())]
+    if "error" in pool:
+        return [], str(pool["error"])
+    if not (pool.get("gateways") and models):
         return [], "no gateway is connected to the pool"
     if not (url and is_open(view["gateway"])):
         return [], "; ".join(view["problems"]) or "the gateway does not accept"
