@@ -5,23 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import shutil
 import signal
 import subprocess
-from datetime import timedelta
 
 import pytest
 
-from lockserver.messages import CATALOGUE, EventMsg, WatchMsg
-from plumbing.wire.blocking import BlockingClient
 from tests.helpers import auntil
 from tests.lockserver.engines import Engine
 from tests.lockserver.processes import ServerProcess
 
-HOUR = timedelta(hours=1)
-HOUR_S = int(HOUR.total_seconds())
-ANSWER_S = 30.0
+HOUR_S = 3600
 TIME_NAMESPACE = ("unshare", "--time", f"--monotonic={HOUR_S}", f"--boottime={HOUR_S}")
 
 
@@ -66,15 +60,3 @@ def test_monotonic_clock_shifted_by_an_hour_between_two_servers_changes_nothing(
         holder = start_engine("engine-0")
         assert holder.granted() == 1
         asyncio.run(scenario())
-
-
-def events(directory: str) -> list[dict]:
-    """The events that the server remembers."""
-    with BlockingClient(os.path.join(directory, "lockserver.sock"), CATALOGUE) as client:
-        last = client.request(WatchMsg(0)).message.document["as_of_event_id"]
-        seen: list[dict] = []
-        while not seen or seen[-1]["id"] < last:
-            message = client.receive(ANSWER_S).message
-            if isinstance(message, EventMsg):
-                seen.append(message.record)
-        return seen

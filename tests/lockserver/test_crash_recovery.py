@@ -14,7 +14,6 @@ from collections.abc import Iterable
 import pytest
 
 from tests.helpers import auntil, until
-from tests.lockserver.by_hand import Hand
 from tests.lockserver.doomed_server import MOMENTS
 from tests.lockserver.engines import Engine
 from tests.lockserver.processes import ServerProcess
@@ -140,62 +139,6 @@ def test_server_and_both_engines_killed_at_once_first_to_return_gets_a_larger_to
     start_engine("engine-0")
     until(lambda: server.lock()["waiters"], "the other one to wait")
     assert server.lock()["holder"]["engine"] == "engine-1"
-
-
-@pytest.mark.slow
-def test_grant_lost_with_its_connection_is_repeated_to_the_same_engine(pod_dir, start_server):
-    """Goal: a grant that was not received does not lose the lock. Method: request it and disconnect
-    at once, so that the grant reaches no client; a second engine waits; the first asks again."""
-    server = start_server()
-
-    async def scenario() -> None:
-        with Hand(pod_dir, "engine-0") as hand:
-            with hand.connect() as client:
-                client.notify(hand.want())
-            await auntil(
-                lambda: server.lock()["cause"] == "connection_closed", "its end to be seen"
-            )
-            assert server.lock()["holder"]["token"] == 1
-            async with Engine(pod_dir, "engine-1") as standby:
-                standby.launch()
-                standby.want("active")
-                await auntil(lambda: server.lock()["waiters"], "the standby to wait")
-                with hand.connect() as client:
-                    client.notify(hand.want())
-                    assert hand.granted(client) == 1
-                    assert server.lock()["state"] == "held"
-                    assert standby.token() == 0
-                hand.end()
-                assert await standby.granted() == 2
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.slow
-def test_server_stopped_for_longer_than_any_timeout_declares_no_engine_dead(
-    pod_dir, start_server, start_engine
-):
-    """Goal: the server's own stall is not blamed on the engines. Method: SIGSTOP it for twice the
-    window and the silence limit while heartbeats queue up, then SIGCONT: no event about the
-    engines."""
-    # The heartbeats come every 50 ms; a busy machine may keep an engine from sending a few.
-    server = start_server("--silent-ms", "1500", "--window-ms", "1500")
-    holder = start_engine("engine-0")
-    token = holder.granted()
-
-    async def scenario() -> None:
-        async with Engine(pod_dir, "engine-1") as standby:
-            await standby.stand_by()
-            os.kill(server.pid, signal.SIGSTOP)
-            await asyncio.sleep(3)  # the stall itself: three times evidence.STALL_MS
-            os.kill(server.pid, signal.SIGCONT)
-            lock = await asyncio.to_thread(server.lock)
-            assert (lock["state"], lock["holder"]["token"]) == ("held", token)
-            holder.signal(signal.SIGKILL, tree=True)
-            assert await standby.granted() == token + 1
-
-    asyncio.run(scenario())
-    assert "unresponsive" not in server.log()
 
 
 # A server that is killed at one system call of its start.

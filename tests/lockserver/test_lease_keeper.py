@@ -1,4 +1,4 @@
-"""The lease as its member counts it: tables, and a simulation that detects missing rules."""
+"""The lease as its member counts it; with delays, stops and cuts in tests/sim/lease_world."""
 
 from __future__ import annotations
 
@@ -133,6 +133,3 @@ def test_unanswered_messages_are_bounded():
 def test_client_and_machine_agree_on_the_fenced_locks():
     """Goal: client and server agree on which locks a lease protects. Method: compare."""
     assert {name for name, is_fenced in KINDS.items() if is_fenced} == FENCED
-
-
-# ------------------------------------------------------------------ simulation

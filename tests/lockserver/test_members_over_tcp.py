@@ -99,19 +99,6 @@ def test_member_killed_other_is_notified_and_lock_is_free_when_the_last_is_gone(
     until(lambda: len(events_of(server, "lock.member_lost")) == 1, "one event of the loss")
 
 
-@pytest.mark.slow
-def test_restarted_server_gives_living_members_the_same_grant(server, start_member):
-    """Goal: a restart of the server is no failover. Method: SIGKILL it and start it again; both
-    members reconnect by themselves and keep token 1."""
-    members = [start_member("engine-0", k, 2) for k in (0, 1)]
-    assert [member.granted() for member in members] == [1, 1]
-    server.kill()
-    server.start()
-    assert [member.granted() for member in members] == [1, 1]
-    assert server.lock()["holder"]["token"] == 1
-    assert not events_of(server, "lock.member_lost")
-
-
 async def with_members(address, security, scenario, *members: tuple[str, int, int]) -> None:
     async with contextlib.AsyncExitStack() as stack:
         found = []

@@ -137,23 +137,6 @@ def test_gateway_borrows_once_and_is_told_of_every_model(pod_dir, server, port):
     asyncio.run(scenario())
 
 
-def test_restarted_server_without_a_model_keeps_the_lock_of_its_engine(pod_dir, start_server):
-    """Goal: an engine of a model that was removed is not forgotten. Method: grant, restart with
-    another model, and look; the engine repeats its want and has its lock again."""
-    server = start_server("--model", "chat")
-    with Hand(pod_dir, "chat-0") as engine:
-        with engine.connect() as line:
-            line.notify(engine.want("active:chat"))
-            token = engine.granted(line)
-        server.close()
-        server = start_server("--model", "coder")
-        assert server.status()["locks"]["active:chat"]["holder"]["engine"] == "chat-0"
-        with engine.connect() as line:
-            line.notify(engine.want("active:chat", tokens={"active:chat": token}))
-            assert engine.granted(line) == token
-        assert set(server.status()["locks"]) == {"active:chat", "active:coder", "loader:coder"}
-
-
 def test_wants_that_no_model_has_or_that_do_not_fit_are_refused_with_a_sentence(pod_dir, server):
     """Goal: what cannot be granted is said at once. Method: an unknown lock, locks of two models,
     and an engine whose record is larger than its share, with as many models as there may be."""
@@ -168,20 +151,6 @@ def test_wants_that_no_model_has_or_that_do_not_fit_are_refused_with_a_sentence(
                     engine.granted(line)
             assert caught.value.code == code
         assert "active:chat" in caught.value.message or code == "lock.bad_want"
-
-
-def test_want_that_does_not_fit_its_share_of_the_file_is_refused(pod_dir, start_server):
-    models = [word for number in range(100) for word in ("--model", f"m{number}")]
-    start_server(*models)
-    with Hand(pod_dir, "e" * 63) as engine, engine.connect() as line:
-        line.notify(engine.want("active:m1"))
-        with pytest.raises(RemoteError) as caught:
-            engine.granted(line)
-    assert caught.value.code == "lock.does_not_fit"
-    assert "use a shorter engine id, or fewer models" in caught.value.message
-    with Hand(pod_dir, "m1-0") as engine, engine.connect() as line:
-        line.notify(engine.want("active:m1", "loader:m1"))
-        assert engine.granted(line)
 
 
 @pytest.mark.parametrize("name", ["", "a_b", "-a", "a" * 26, "a/b", "a:b", "é"])

@@ -130,34 +130,3 @@ def test_holder_in_another_pid_namespace_or_on_an_older_kernel_outlives_the_serv
             assert await standby.granted() == 2
 
     asyncio.run(scenario())
-
-
-@pytest.mark.slow
-@ON_AN_OLD_KERNEL
-@pytest.mark.parametrize("lacks", old_kernel.LACKS)
-def test_orphans_of_a_supervisor_on_an_older_kernel_still_hold_the_lock(pod_dir, lacks):
-    """Goal: without a pidfd, a closed connection only triggers a check. Method: kill the supervisor
-    of backends that outlive it; no engine is granted the lock until they are dead."""
-    server = ServerProcess(pod_dir)
-    server.command = (*on_a_kernel_without(lacks), *server.command)
-
-    async def scenario(holder: EngineProcess) -> None:
-        was_gone: list[bool] = []
-        async with standby_in(pod_dir, holder, was_gone) as standby:
-            await standby.stand_by()
-            holder.signal(signal.SIGKILL, tree=False)
-            await auntil(lambda: server.lock()["state"] == "releasing", "the loss to be seen")
-            await auntil(lambda: "lock.waiting_evidence" in server.log(), "the event")
-            assert {each["pid"] for each in server.lock()["waiting_for"]} == set(holder.pids[1:])
-            assert standby.token() == 0
-            holder.signal(signal.SIGKILL, tree=True)
-            assert await standby.granted() == 2
-            assert all(was_gone)
-
-    with contextlib.closing(server):
-        server.start()
-        with contextlib.closing(
-            EngineProcess(pod_dir, "engine-0", fate="outlives_parent")
-        ) as holder:
-            assert holder.granted() == 1
-            asyncio.run(scenario(holder))

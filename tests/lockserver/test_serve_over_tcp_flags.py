@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
@@ -48,19 +47,6 @@ def test_serve_refuses_conflicting_flags_with_one_clear_error(pod_dir, code, fla
     assert ran.returncode == 2, ran.stderr
     assert code in ran.stderr
     assert "Traceback" not in ran.stderr
-
-
-def test_serve_with_an_address_in_use_exits_and_leaves_nothing_behind(pod_dir, start_server):
-    """Goal: a server never half starts. Method: a second one, on the port of the first."""
-    address = f"tcp://127.0.0.1:{free_port()}"
-    start_server("--listen", address, *tls_flags(shared()))
-    other = os.path.join(pod_dir, "other")
-    os.mkdir(other, 0o700)
-    ran = refused(other, "--listen", address, *tls_flags(shared()))
-    assert ran.returncode == 1, ran.stderr
-    assert "wire.address_in_use" in ran.stderr
-    assert "Traceback" not in ran.stderr
-    assert not os.path.exists(os.path.join(other, "lockserver.sock"))
 
 
 def test_serve_over_tcp_status_shows_address_and_security(start_server, pod_dir):
