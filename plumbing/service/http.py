@@ -13,7 +13,6 @@ first line and `Host`: a whole HTTP library would cost each process 0.1 s of its
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import logging
 import os
@@ -42,7 +41,7 @@ REQUEST_BYTES_MAX = 32 * 1024  # with a body, which nobody needs; times CONNECTI
 DEADLINE_S = 10.0  # from accept to the end of the answer; probes wait a second or two for theirs
 RETRY_S = 0.05  # out of descriptors: until some are closed
 PROBLEM_S = 10.0  # how long a problem is shown after it was last met
-STOP_GRACE_S = 0.5  # for answers in progress, which take milliseconds
+STOP_LOOKS, STOP_LOOK_S = 50, 0.01  # for answers in progress, which take milliseconds
 DIGITS_MAX = 19  # of an event's id; int() refuses more than some thousand digits
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _LINE = re.compile(r"([A-Z]+) (?:http://[^/?#\s]*)?([/*][^?#\s]*)(?:\?(\S*))? HTTP/1\.[01]")
@@ -56,9 +55,6 @@ class Probe:
     ok: bool
     reason: str
     details: Mapping[str, Any] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"ok": self.ok, "reason": self.reason, **self.details}
 
 
 Answer = tuple[int, bytes, str]  # status, body, content type
@@ -86,7 +82,6 @@ class HttpServer:
         self._socks: list[socket.socket] = []
         self._open: dict[_Connection, None] = {}  # oldest first
         self._arrivals: set[asyncio.Task[object]] = set()
-        self._has_closed = asyncio.Event()
         self._problem = (0.0, "")  # when it was last met
 
     @property
@@ -115,11 +110,10 @@ class HttpServer:
             sock.close()
         self._socks = []
         await asyncio.gather(*self._arrivals, return_exceptions=True)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(STOP_GRACE_S):
-                while any(each.is_answered for each in self._open):
-                    self._has_closed.clear()
-                    await self._has_closed.wait()
+        for _ in range(STOP_LOOKS):
+            if not any(each.is_answered for each in self._open):
+                break
+            await asyncio.sleep(STOP_LOOK_S)
         for each in tuple(self._open):
             each.transport.abort()
 
@@ -135,8 +129,7 @@ class HttpServer:
             self._limit_hits.inc()
             self._note(
                 f"{self.connections_max} HTTP connections are open, the limit, and the oldest are"
-                f" closed for new ones; `ss -tn 'sport = :{self.port}'` lists the peers: restrict"
-                " who can reach this port"
+                f" closed: restrict who reaches it (`ss -tn 'sport = :{self.port}'` lists them)"
             )
             self._close_oldest()
         connection.setblocking(False)
@@ -179,10 +172,10 @@ class HttpServer:
         name = path.strip("/")
         # Probes are answered in any case: they say little, and a refusal would restart a container.
         if name not in self._probes and (error := self._hosts.refusal(host)):
-            return _error(421, error)
+            return _json({"error": error.to_dict()}, 421)
         events = {} if self._events is None else {"events": partial(self._since, query)}
         pages: dict[str, Callable[[], Answer]] = {
-            **{each: partial(self._probe, each, query) for each in self._probes},
+            **{each: partial(_probe, ask) for each, ask in self._probes.items()},
             "status": lambda: _json(self._status()),
             "metrics": lambda: (200, self._metrics.render(), CONTENT_TYPE),
             **events,
@@ -192,20 +185,15 @@ class HttpServer:
             return _text(404)
         return pages[name]() if method in ("GET", "HEAD") else _text(405)
 
-    def _probe(self, name: str, query: str) -> Answer:
-        probe = self._probes[name]()
-        body = probe.to_dict()
-        if "verbose" in parse_qs(query, keep_blank_values=True):
-            body["checks"] = {each: ask().to_dict() for each, ask in self._probes.items()}
-        return _json(body, 200 if probe.ok else 503)
-
     def _since(self, query: str) -> Answer:
         """The events that are kept, or those of them after the id `since`."""
         assert self._events is not None  # the page exists only then
         since = parse_qs(query).get("since", ["0"])[0]
         if not since.isascii() or not since.isdigit() or len(since) > DIGITS_MAX:
-            message = f"since is {since!r}; it must be the id of an event"
-            return _error(400, UnderstudyError("service.bad_since", message))
+            error = UnderstudyError(
+                "service.bad_since", f"since is {since!r}; it must be the id of an event"
+            )
+            return _json({"error": error.to_dict()}, 400)
         found = [event.to_dict() for event in self._events.kept_since(int(since))]
         return _json({"as_of_event_id": self._events.last_id, "events": found})
 
@@ -231,7 +219,6 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._deadline.cancel()
         self._server._open.pop(self, None)
-        self._server._has_closed.set()
 
     def data_received(self, data: bytes) -> None:
         self._received_bytes += len(data)
@@ -271,8 +258,10 @@ def _json(document: dict[str, Any], status: int = 200) -> Answer:
     return status, f"{to_json(document)}\n".encode(), "application/json; charset=utf-8"
 
 
-def _error(status: int, error: UnderstudyError) -> Answer:
-    return _json({"error": error.to_dict()}, status)
+def _probe(ask: Callable[[], Probe]) -> Answer:
+    found = ask()
+    document = {"ok": found.ok, "reason": found.reason, **found.details}
+    return _json(document, 200 if found.ok else 503)
 
 
 def _text(status: int, why: str = "") -> Answer:

@@ -101,7 +101,6 @@ class ProbeAnswerFields(Schema, kw_only=True):
     message: Annotated[str | UnsetType, "only when an engine answers: for operators"] = UNSET
     since_s: Annotated[float | UnsetType, "only when an engine answers: time in its state"] = UNSET
     rule: Annotated[str | UnsetType, "only when an engine answers: [its rule](states.md)"] = UNSET
-    checks: Annotated[dict[str, Any] | UnsetType, "only with `?verbose`: every probe"] = UNSET
 
 
 class PortIndex(Schema):

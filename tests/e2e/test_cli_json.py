@@ -170,7 +170,7 @@ async def ports(found: Printed, pod: Pod) -> None:
         paths = (await found.fetch(port, "/", "Ports"))["paths"]
         assert [path for path in paths if f"`{path}`" not in PAGE] == []
         for path in {"/startup", "/live", "/ready", "/serving"} & set(paths):
-            await found.fetch(port, f"{path}?verbose", "Probes")
+            await found.fetch(port, path, "Probes")
     recorded = (await get(f"http://127.0.0.1:{numbers.lockserver}/events")).json()
     found.add("/events", *recorded["events"])
 
