@@ -11,7 +11,6 @@ if TYPE_CHECKING:
 
 NEVER = float("inf")
 LEASE_MS = 5000
-LEASES_MS = (LEASE_MS, 3000)  # of a server's lives
 DRIFT = 0.01  # how far a clock's rate may differ from true time
 LASTS_MS = (50, 400, 2000, 3500, 6000, 12_000)  # how long a fault may last before it ends by itself
 

@@ -16,7 +16,7 @@ from lockserver.core.machine import LockMachine
 from lockserver.members import group as me
 from lockserver.members.members import Members, is_virtual
 from lockserver.messages import GrantedMsg
-from tests.sim.lease_parts import DRIFT, LASTS_MS, LEASES_MS, Line
+from tests.sim.lease_parts import DRIFT, LASTS_MS, Line
 
 if TYPE_CHECKING:
     from tests.sim.lease_world import LeaseWorld
@@ -56,7 +56,7 @@ class Server:
             self.slots = [record, record]
         world, now_ms = self.world, self.now()
         self.machine = LockMachine(record, now_ms, silent_ms=SILENT_MS)
-        lease_ms = world.random.choice(LEASES_MS)
+        lease_ms = world.random.choice(world.leases_ms)
         self.leases = world.leases_type(now_ms, lease_ms=lease_ms, margin_ms=world.margin_ms)
         self.members = Members(self.leases, self.machine.locks, now_ms, silent_ms=SILENT_MS)
         self.perform(self.machine.begin())

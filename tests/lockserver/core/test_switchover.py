@@ -183,6 +183,19 @@ def test_holder_that_dies_is_an_ordinary_failover(to):
     assert happened(effects)[-1] == "lock.switchover_failed"
 
 
+def test_dead_target_leaves_the_queue_unchanged():
+    """Goal: FIFO if the preferred engine is gone. Method: engine-2, named, dies; engine-1 is next,
+    which is not what was requested; without a name, it is."""
+    for to, answer in (("engine-2", "lock.switchover_failed"), (None, "engine-1")):
+        shell = pod(*((B, C) if to else (C, B)))
+        ask(shell, to=to)
+        conn = 3 if to else 2
+        shell.feed(ev.ConnectionClosed(conn))
+        effects = give_up(shell)
+        assert [incarnation for _, incarnation, _ in sent(effects)] == [B]
+        assert answers(effects) == [(1, answer)]
+
+
 def test_switchover_back_to_the_same_holder_is_reported():
     """Goal: a switchover without effect is not reported as a success. Method: the only standby
     dies, the old holder is relaunched and is granted again."""
