@@ -414,8 +414,8 @@ def test_the_package_alone_brings_what_it_imports_and_reads():
 
 # Lines of each package, at most; lowered after each step towards the budgets of `hack/volume.py`.
 LINES_MAX = {
-    "plumbing": 6_765,
-    "lockserver": 9_175,
+    "plumbing": 6_752,
+    "lockserver": 9_173,
     "gms": 11_535,
     "engine": 21_160,
     "gateway": 10_965,

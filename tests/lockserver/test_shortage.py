@@ -97,7 +97,7 @@ def test_standby_that_asks_without_a_descriptor_left_is_queued_and_lent_to_later
         assert "limit of 3 open files" in shown["problem"]
         assert shown["locks"]["active"]["waiters"] == []
         (look,) = undone(watch)
-        assert "look at the witness of engine-1" in look
+        assert "check the witness of engine-1" in look
         assert "no_descriptors" not in {w["reason"] for w in shown["locks"]["loader"]["waits"]}
         engines = [{"engine": {"id": "engine-0", "state": "active"}}]
         engines.append({"engine": {"id": "engine-1", "state": "standby"}})

@@ -85,17 +85,6 @@ class ChangesItsLength(LeaseWorld):
     leases_ms = (5000, 2000)
 
 
-class AnnouncesItsOwnLength(ChangesItsLength):
-    """A restarted server renews with its own length, and not with that on file: the next one would
-    not wait long enough."""
-
-    class leases_type(Leases):
-        def renew(self, engine, member, who, claims, now_ms):
-            lease = super().renew(engine, member, who, claims, now_ms)
-            lease.lease_ms = self.lease_ms
-            return lease
-
-
 class FirstGoneFrees(LeaseWorld):
     """A group is taken for dead when its first member is."""
 
@@ -124,7 +113,7 @@ class AnybodyVouches(LeaseWorld):
 
 BROKEN = [
     *(LateKills, CountsFromReceipt, RenewsByMereSending, ActsOnOldGrants, ForgetsAtRestart),
-    *(AnnouncesItsOwnLength, FirstGoneFrees, LostStateIsFree, AnybodyVouches),
+    *(FirstGoneFrees, LostStateIsFree, AnybodyVouches),
 ]
 
 
