@@ -90,7 +90,7 @@ def test_the_next_engine_is_waited_for_where_the_first_one_dies(pair):
         until(lambda: active.shall().goal is Tier.WARM, "both to be told")
         active.kill()
         assert sleeping.stdout is not None
-        assert json.load(sleeping.stdout)["result"] == "rested"
+        assert json.load(sleeping.stdout)["engine"] == "engine-1"
     assert sleeping.returncode == 0
 
 
