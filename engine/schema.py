@@ -113,7 +113,7 @@ class EngineBudget(Schema):
 
 
 class EngineStop(Schema):
-    is_told: Annotated[bool, "it was told to end"]
+    is_told: Annotated[bool, "it was ordered to exit"]
     drain_ms: Annotated[float, "how long its streams get then (`--drain-ms`)"]
     streams: Annotated[
         str, "what its streams do if it alone is told to end: `hand_over` or `finish`"

@@ -69,7 +69,7 @@ class GatewayEngine(Schema):
     since: Annotated[Time, "since when"]
     for_ms: Annotated[float, "time since then"]
     tier: Annotated[str, "what is resident: `awake`, `warm`, `offloaded`, `cold`"]
-    goal: Annotated[str, "the tier that it was told to be at"]
+    goal: Annotated[str, "the tier of its newest goal"]
     goal_by: Annotated[str | None, "who told it last"]
     can_rest: Annotated[bool, "it can rest and wake without a relaunch"]
     fault: Annotated[str | None, "why it is not at its goal, and not on its way"]
@@ -85,7 +85,7 @@ class GatewayRest(Schema):
     sleeps_total: Annotated[int, "sleeps since the parent started"]
     wakes_total: Annotated[int, "wakes for a request"]
     engine: Annotated[GatewayEngine | None, "the lock holder's own report; null: unreachable"]
-    problem: Annotated[str | None, "why it cannot be heard, or its fault"]
+    problem: Annotated[str | None, "why it does not report, or its fault"]
 
 
 class GatewayModel(Schema):

@@ -17,13 +17,13 @@ class PoolHolder(Schema):
 class PoolEngine(Schema):
     engine: Annotated[str, "an engine of the model"]
     shadow: Annotated[bool, "it stands by to take over from the other one"]
-    connected: Annotated[bool, "it has been heard and is connected"]
-    goal: Annotated[str | None, "what it was told last"]
+    connected: Annotated[bool, "it has reported and is connected"]
+    goal: Annotated[str | None, "its newest goal"]
     state: Annotated[str | None, "its state"]
     tier: Annotated[str | None, "how much of it is resident"]
     token: Annotated[int | None, "token of its grant; 0: none"]
     in_flight: Annotated[int | None, "its own count"]
-    problem: Annotated[str | None, "why it cannot be heard, or is not at its goal"]
+    problem: Annotated[str | None, "why it does not report, or is not at its goal"]
 
 
 class PoolCost(Schema):
@@ -48,7 +48,7 @@ class PoolModel(Schema):
     floor: Annotated[str, "the tier that it holds, or falls to"]
     pinned: Annotated[bool, "it never yields"]
     priority: Annotated[int, "priority of its requests; lower is sooner"]
-    recovering: Annotated[bool, "not all of its engines have been heard"]
+    recovering: Annotated[bool, "not all of its engines have reported"]
     leaving: Annotated[str | None, "why it yields: `head`, `idle`, `order`"]
     tickets: Annotated[int, "requests and parked streams that wait for it"]
     oldest_ticket_ms: Annotated[float | None, "how long the oldest has waited"]
@@ -91,7 +91,7 @@ class PoolDevice(Schema):
     free_bytes: Annotated[int | None, "room in the books"]
     booked_bytes: Annotated[int, "booked, what leaves included"]
     leaving_bytes: Annotated[int, "booked, and on its way out"]
-    outside_bytes: Annotated[int, "used by nobody that the pool knows"]
+    outside_bytes: Annotated[int, "used by processes outside the pool"]
     margin_bytes: Annotated[int, "kept free"]
     booked: list[PoolBooked]
 
@@ -164,7 +164,7 @@ class PoolStatus(Schema):
     for_ms: Annotated[float, "time since then"]
     era: Annotated[str, "new whenever the state file was lost"]
     start: Annotated[int, "how often the pool has started with this era"]
-    recovering: Annotated[bool, "not all engines have been heard since the start"]
+    recovering: Annotated[bool, "not all engines have reported since the start"]
     models: list[PoolModel]
     devices: list[PoolDevice]
     leases: list[PoolLeaseFields]

@@ -84,11 +84,11 @@ class VersionDocument(Schema):
 
 
 class GoalEngine(Schema):
-    engine: Annotated[str, "an engine that was told"]
-    state: Annotated[str | None, "its state; null if it cannot be heard"]
+    engine: Annotated[str, "an engine that got the goal"]
+    state: Annotated[str | None, "its state; null if it does not answer"]
     tier: Annotated[str | None, "how much of it is resident"]
     goal: Annotated[str | None, "its goal"]
-    problem: Annotated[str | None, "why it was not told"]
+    problem: Annotated[str | None, "why it did not get the goal"]
 
 
 class GoalDocument(Schema):
@@ -103,7 +103,7 @@ class GoalDocument(Schema):
         str, "`rested`, `woken`, `already_…`; `kept`: ENGINE obeys once it holds the lock"
     ]
     goal: Annotated[str, "the engines' goal: `awake`, `warm` or `offloaded`"]
-    engine: Annotated[str | None, "the lock holder, if it was told"]
+    engine: Annotated[str | None, "the lock holder, if it got the goal"]
     token: Annotated[int | None, "the token of its grant"]
     took_ms: Annotated[float, "until it was there"]
     engines: list[GoalEngine]
