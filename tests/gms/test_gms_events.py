@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -12,11 +13,22 @@ from typing import Any
 import pytest
 
 from gms import messages as msg
+from gms.server.metrics import GmsMetrics
+from gms.server.supervisor import Child
 from plumbing.errors import UnderstudyError
+from plumbing.pod.observers import KEPT_BYTES_MAX, Observers
+from plumbing.service.events import EventLog
+from plumbing.service.metrics import Metrics
 from plumbing.wire.blocking import BlockingClient
+from plumbing.wire.connection import Connection
+from plumbing.wire.fds import OwnedFd
+from plumbing.wire.frames import encode_frame
+from plumbing.wire.messages import Message
+from plumbing.wire.server import Server
+from tests.fake_clock import FakeClock
 from tests.gms.bench import ClientProcess, GmsProcess
 from tests.gms.test_gms_supervisor import Serve
-from tests.helpers import until
+from tests.helpers import auntil, until
 
 Record = dict[str, Any]
 Start = Callable[..., ClientProcess]
@@ -119,3 +131,74 @@ def _pid_of_committed(gms: GmsProcess, last: int | None = None) -> int | None:
 def _pid_of(serve: Serve) -> int | None:
     pid: int | None = serve.devices()[0].get("pid")
     return pid
+
+
+class Watched:
+    """A server of nothing but events."""
+
+    def __init__(self, path: str) -> None:
+        self.log = EventLog("gms-HOST-0", FakeClock())
+        self.observers = Observers(self.log, lambda: {"device_uuid": "HOST-0"})
+        self.server = Server(path, msg.CATALOGUE, self, service="gms")
+
+    def opened(self, conn: Connection) -> None: ...
+
+    def received(
+        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
+    ) -> None:
+        assert isinstance(message, msg.WatchMsg)
+        self.observers.join(conn, message.since, request_id)
+
+    def closed(self, conn: Connection, reason: str) -> None:
+        self.observers.leave(conn)
+
+
+def test_an_observer_that_does_not_read_is_dropped_without_delaying_others(directory: str):
+    """Goal: observers cost a bounded share and no time. Method: one that never reads, while there
+    is more and more to tell; then the ring is all that is left of it, and another reads on."""
+
+    async def main() -> None:
+        path = f"{directory}/gms.sock"
+        watched = Watched(path)
+        await watched.server.start()
+        _, writer = await asyncio.open_unix_connection(path, limit=1024)
+        writer.write(encode_frame(msg.CATALOGUE.encode(msg.WatchMsg(since=0), 1), 0))
+        await auntil(lambda: len(watched.observers) == 1, "the watch to begin")
+        (deaf,) = watched.server.connections
+        said, told_bytes = "x" * 4000, 0
+        while not deaf.is_closed:
+            watched.log.record("gms.session", said, "debug")
+            told_bytes += len(said)
+            assert told_bytes < 2 * KEPT_BYTES_MAX, "somebody keeps it all for a deaf observer"
+        assert told_bytes > KEPT_BYTES_MAX / 2
+        await auntil(lambda: len(watched.observers) == 0, "the watch to end")
+        writer.close()
+        await watched.server.close()
+
+    asyncio.run(main())
+
+
+def test_a_relayed_event_is_counted_once_and_a_gap_is_recorded():
+    """Goal: the supervisor's record has each event of a server once, and says what it missed.
+    Method: records with a gap between them, as after a drop that lasted too long."""
+    ours, theirs = EventLog("gms", FakeClock(5)), EventLog("gms-HOST-0", FakeClock(start_ms=9))
+    metrics = GmsMetrics(Metrics(), ["HOST-0"], "weights")
+    ours.subscribe(metrics.count)
+    child = Child("/nowhere", "HOST-0", FakeClock(), metrics, ours)
+    for kind in ("gms.serving", "gms.recovered", "gms.session", "gms.condemned"):
+        theirs.record(kind, "so it is", "warning", {"epoch": "e"})
+    for event in theirs.kept_since(0):
+        if event.type != "gms.session":
+            child._relay(event.to_dict())
+    told = ours.kept_since(0)
+    kinds = ["gms.serving", "gms.recovered", "gms.events_missed", "gms.condemned"]
+    assert [event.type for event in told] == kinds
+    assert told[2].data == {"device_uuid": "HOST-0", "missed": 1}
+    expected = {
+        **theirs.kept_since(3)[0].to_dict(),
+        "data": {"epoch": "e", "device_uuid": "HOST-0"},
+    }
+    assert told[3].to_dict() == expected  # its own times and source; the ids agree by chance
+    page = metrics.metrics.render().decode()
+    for name in ("recoveries", "condemnations"):
+        assert f'understudy_gms_{name}_total{{device_uuid="HOST-0"}} 1.0' in page

@@ -9,6 +9,7 @@ import mmap
 import os
 import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -161,3 +162,17 @@ def test_flock_takes_the_low_number_of_its_placeholder(directory: str):
         assert held.fileno() == number < slab.fileno()
         assert epoch_file.is_held(path)
         assert not os.get_inheritable(number)
+
+
+def test_joiner_that_opened_the_file_before_it_was_removed_is_stale(directory: str):
+    """Open, then lose the race to the server's removal, then lock: the lock proves nothing."""
+    path = f"{directory}/e"
+    epoch_file.create(path)
+    server = os.open(path, os.O_RDWR)
+    fcntl.flock(server, fcntl.LOCK_EX)
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(epoch_file.join, path)
+        os.unlink(path)
+        os.close(server)
+        with pytest.raises(UnderstudyError, match=r"gms\.stale_epoch"):
+            joining.result(30)

@@ -180,3 +180,12 @@ def test_survivor_cannot_claim_more_than_any_device_has(host: GmsProcess):
 
 
 # ---------------------------------------------------------------------- floods
+
+
+def test_identity_below_one_huge_key_is_checked_in_no_time(host: GmsProcess):
+    """A key of 200 KiB with thousands below it: paths in errors are cut before they multiply."""
+    key = "k" * 200_000
+    identity = {key: {str(n): n for n in range(20_000)}, "x": b"no plain data"}
+    error = refusal(host, msg.AttachMsg("e", "i", "ro", identity=identity))
+    assert error.code == "gms.bad_identity"
+    assert len(error.message) < 500

@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from gms import messages as msg
-from gms.client import Reader
-from plumbing.errors import RemoteError, UnderstudyError
+from gms.client import Keeper, Reader
+from gms.core import events as ev
+from gms.server.server import DeviceServer
+from gms.vmm.host import HostMemory
+from plumbing.errors import ProtocolError, RemoteError, UnderstudyError, UnreachableError
 from plumbing.wire.blocking import BlockingClient
 from tests.gms.bench import MIB, GmsProcess, is_committed_with, kept, rejoin_of
 from tests.gms.kinds import host_only
@@ -151,3 +156,54 @@ def test_attach_without_descriptors_is_an_error_with_a_code(gms: GmsProcess):
 
 
 # ---------------------------------------------------------------------- effects
+
+
+class Connection:
+    """Notes what it is sent; `is_broken`: cannot be sent anything."""
+
+    def __init__(self, *, is_broken: bool) -> None:
+        self.is_broken, self.sent, self.closed = is_broken, [], ""
+
+    def send(self, message: Any, request_id: int, fds: Any = ()) -> None:
+        if self.is_broken:
+            raise ProtocolError("wire.frame_too_large", "as told")
+        self.sent.append(message)
+
+    def close(self, reason: str) -> None:
+        self.closed = reason
+
+
+def test_effect_that_fails_costs_its_session_and_drops_none_behind_it(directory: str):
+    """The first of two answers cannot be sent: its connection is closed, the event is recorded,
+    the other answer and what follows happen."""
+    bad, good = Connection(is_broken=True), Connection(is_broken=False)
+    answers = [ev.SendMessage(session, 7, msg.WaitingMsg("writer", "so")) for session in (1, 2)]
+    effects = [*answers, ev.RecordEvent("gms.session", "the last")]
+    server: Any = DeviceServer(directory, "HOST-0", HostMemory(), MIB)
+    server._conns = {1: bad, 2: good}
+    server.machine = SimpleNamespace(
+        handle=lambda event, now_ms: effects, next_deadline_ms=lambda: None
+    )
+    server._handle(ev.DeadlinePassed())
+    assert "as told" in bad.closed
+    assert (len(good.sent), good.closed) == (1, "")
+    kinds = [(event.type, event.severity) for event in server.log.kept_since(0)]
+    assert kinds == [("gms.effect", "error"), ("gms.session", "info")]
+
+
+def test_keeper_without_descriptor_or_thread_is_an_error_with_a_code(
+    gms: GmsProcess, monkeypatch: pytest.MonkeyPatch
+):
+    """Neither can be had when it begins: the engine's launch fails with what to raise."""
+
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with gms.load() as reader:
+        with descriptors_left(0), pytest.raises(UnreachableError, match=r"wire\.no_descriptors"):
+            Keeper(reader)
+        keeper = Keeper(reader)
+        monkeypatch.setattr(threading.Thread, "start", no_thread)
+        with pytest.raises(UnderstudyError, match=r"thread.*gms\.no_thread"):
+            keeper.start()
+        keeper.close()

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from engine.backends.reference.checkpoint import identity, open_checkpoint
-from plumbing.errors import InvariantError, RemoteError
+from plumbing.errors import InvariantError, RemoteError, UnderstudyError
 from tests.engine.reference.support import copy_of
 from tests.gms.bench import IDENTITY, MIB, ClientProcess, GmsProcess, journalled
 from tests.helpers import open_fds, until
@@ -235,3 +235,13 @@ def test_writer_that_hangs_is_dropped_and_named_until_it_is_gone(
     if end is signal.SIGCONT:
         hung.do("close")
     waiter.expect("writer")
+
+
+def test_remap_onto_another_layout_is_an_error(gms: GmsProcess):
+    """While it was unmapped, another layout of the same identity was committed: stale, fatal."""
+    gms.load().close()
+    with gms.reader() as reader:
+        reader.unmap()
+        gms.load(128, mode="rw", replace=True).close()
+        with pytest.raises(UnderstudyError, match=r"gms\.stale_layout"):
+            reader.remap(20)

@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,14 @@ from gms.server import supervisor as child_module
 from gms.server.supervisor import GmsSupervisor
 from plumbing.errors import GivenUpError
 from plumbing.pod import supervision
+from plumbing.pod.child_process import ChildProcess
 from plumbing.pod.gms_files import absences
 from plumbing.pod.supervision import DEATHS_MAX, SHORTAGE_EXIT_CODE
+from plumbing.service import procfs
 from tests.gms.kinds import host_only
-from tests.gms.limits import at_limit
+from tests.gms.limits import at_limit, descriptors_left
 from tests.gms.test_gms_supervisor import Serve, command, serve
-from tests.helpers import auntil, until
+from tests.helpers import auntil, open_fds, until
 from understudy.status.gather import memory_parts, status_of
 
 __all__ = ["serve"]  # a fixture
@@ -174,3 +177,28 @@ def test_server_that_never_answers_is_killed(directory: str, monkeypatch: pytest
     asyncio.run(scenario())
     told = [event.message for event in supervisor.log.kept_since(0)]
     assert any("stopped answering" in text for text in told)
+
+
+def test_start_that_fails_leaves_neither_process_nor_descriptor(monkeypatch: pytest.MonkeyPatch):
+    """No descriptor for a process, or for watching it after it was created."""
+
+    async def start() -> None:
+        ChildProcess(["sleep", "60"], os.environ)
+
+    def no_pidfd(pid: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    before, children = open_fds(), procfs.children(os.getpid())
+    for count in range(3):
+        with pytest.raises(OSError, match="Too many open files"):
+            asyncio.run(limited(start, count))
+    monkeypatch.setattr(os, "pidfd_open", no_pidfd)
+    with pytest.raises(OSError, match="Too many open files"):
+        asyncio.run(start())
+    assert procfs.children(os.getpid()) == children
+    assert open_fds() == before
+
+
+async def limited(action: Callable[[], Any], count: int) -> None:
+    with descriptors_left(count):
+        await action()
