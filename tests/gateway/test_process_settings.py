@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from gateway.supervisor.settings import OPTIONS, settle
 from plumbing.errors import UsageError
 from plumbing.service.config import resolve
+from tests.plumbing.wire.certificates import Authority
 
 
 @pytest.fixture
@@ -23,21 +23,13 @@ def settled(directory: str, **flags: str):
     return settle(resolve(OPTIONS, {"dir": directory, **flags}, {}))
 
 
-def certificate(folder: Path, *flags: str) -> tuple[str, str]:
-    cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
-    words = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
-    words += ["-subj", "/CN=pod", "-days", "1", "-keyout", key, "-out", cert, *flags]
-    subprocess.run(words, check=True, capture_output=True)
-    return cert, key
-
-
 def test_relative_paths_are_those_of_the_working_directory(directory: str, monkeypatch, tmp_path):
     """Goal: a child finds the same files; method: names without a directory."""
     monkeypatch.chdir(tmp_path)
-    cert, key = certificate(tmp_path, "-noenc")
+    pair = Authority(tmp_path).issue("pod")
     (tmp_path / "keys").write_text("sk-1\n")
-    child = settled(directory, tls_cert="cert.pem", tls_key="key.pem", api_keys="keys").child
-    assert (child.tls_cert, child.tls_key) == (cert, key)
+    child = settled(directory, tls_cert="pod.pem", tls_key="pod.key", api_keys="keys").child
+    assert (child.tls_cert, child.tls_key) == (pair.cert, pair.key)
     assert child.api_keys == str(tmp_path / "keys")
 
 
@@ -51,13 +43,14 @@ def refusal(directory: str, **flags: str) -> tuple[str, str]:
 def test_tls_files_that_cannot_work_are_refused(directory: str, tmp_path: Path):
     """Goal: no gateway whose handshakes all fail; method: one flag alone, no file, no PEM, the key
     of another certificate, and an encrypted key, for which nobody is asked at the terminal."""
-    cert, key = certificate(tmp_path, "-noenc")
-    (tmp_path / "other").mkdir()
-    _, foreign = certificate(tmp_path / "other", "-noenc")
+    authority = Authority(tmp_path)
+    issued = authority.issue("pod")
+    cert, key, foreign = issued.cert, issued.key, authority.issue("other").key
     for pair in ((cert, ""), ("", key), ("/nowhere", key), (key, key), (cert, foreign)):
         assert refusal(directory, tls_cert=pair[0], tls_key=pair[1])[0] == "gateway.bad_tls", pair
-    cert, key = certificate(tmp_path, "-passout", "pass:word")
-    assert "decrypt it first" in refusal(directory, tls_cert=cert, tls_key=key)[1]
+    locked = authority.issue("locked", passphrase=b"word")
+    refused = refusal(directory, tls_cert=locked.cert, tls_key=locked.key)
+    assert "decrypt it first" in refused[1]
 
 
 def test_a_file_of_keys_without_a_key_is_refused_and_never_quoted(directory: str, tmp_path: Path):

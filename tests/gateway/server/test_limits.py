@@ -4,22 +4,17 @@ Method: real sockets, a real rlimit, real certificates.
 """
 
 import asyncio
-import datetime
-import ipaddress
 import logging
 import os
 import resource
 import ssl
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
 from gateway.server import client_listener as listener
 from tests.gateway.server.harness import CHAT, scene, with_bench
 from tests.helpers import auntil, descriptors_below, open_fds
+from tests.plumbing.wire.certificates import Authority
 
 ASKED = {"messages": [], "max_tokens": 4}
 STREAM = {**ASKED, "stream": True}
@@ -141,44 +136,17 @@ def test_api_keys(tmp_path, monkeypatch):
     with_bench(tmp_path, scenario, api_keys=str(keys))
 
 
-def make_certificate(folder, name):
-    """The paths of a fresh certificate for 127.0.0.1 and its key."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-    now = datetime.datetime.now(datetime.UTC)
-    made = (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(subject)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(
-            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]),
-            critical=False,
-        )
-        .sign(key, hashes.SHA256())
-    )
-    cert_path, key_path = folder / "cert.pem", folder / "key.pem"
-    pem = serialization.Encoding.PEM
-    key_path.write_bytes(
-        key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    )
-    cert_path.write_bytes(made.public_bytes(pem))
-    return str(cert_path), str(key_path)
-
-
 def test_tls(tmp_path, monkeypatch):
     """Goal: a stream over TLS, plain HTTP gets nothing, and a renewed certificate is used."""
     monkeypatch.setattr("gateway.server.client_listener.SWEEP_S", 0.01)
-    cert, key = make_certificate(tmp_path, "first")
+    authority = Authority(tmp_path)
+    pair = authority.issue("first", file="pod")
 
     async def scenario(bench):
         await bench.active()
 
         async def ask():
-            context = ssl.create_default_context(cafile=cert)
+            context = ssl.create_default_context(cafile=pair.ca)
             client = await bench.client(ssl=context)
             client.ask(CHAT, STREAM)
             answer = await client.answer()
@@ -191,12 +159,12 @@ def test_tls(tmp_path, monkeypatch):
         plain.ask("/v1/models")
         assert b"200" not in await plain.rest()
         stamp = bench.listener.certificate.file.loads
-        make_certificate(tmp_path, "renewed")
+        authority.issue("renewed", file="pod")
         await auntil(lambda: bench.listener.certificate.file.loads > stamp, "it to be read")
         await auntil(lambda: bench.listener.problem is None, "both files to fit")
         assert await ask() == {"commonName": "renewed"}
 
-    with_bench(tmp_path, scenario, tls_cert=cert, tls_key=key)
+    with_bench(tmp_path, scenario, tls_cert=pair.cert, tls_key=pair.key)
 
 
 def test_the_access_log_has_no_users_text(tmp_path, caplog):

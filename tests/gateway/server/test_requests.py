@@ -18,10 +18,10 @@ from gateway.server.requests import is_hop_path
 from plumbing import gateway_protocol as hop
 from plumbing.gateway_protocol import Continuation
 from tests.gateway.server.harness import CHAT, scene, with_bench
-from tests.gateway.server.test_limits import make_certificate
 from tests.gateway.server.test_streams import ASKED, BODY, assert_whole
 from tests.gateway.stub_engine import group_of, last_events
 from tests.helpers import auntil
+from tests.plumbing.wire.certificates import Authority
 
 
 def reader(body_bytes_max=1000, refused=None, memory=None):
@@ -290,12 +290,13 @@ def test_hostile_clients_disturb_nobody(tmp_path, seed, is_secure):
         sent = spoilt(b"".join(dice.choices(kinds, k=dice.choice((1, 2)))), mistakes)
         return sent[: dice.choice((20, 100, 20_000, 20_000))]
 
-    cert, key = make_certificate(tmp_path, "gateway") if is_secure else ("", "")
+    pair = Authority(tmp_path).issue("gateway")
+    settings = {"tls_cert": pair.cert, "tls_key": pair.key} if is_secure else {}
 
     async def connect(bench, *, speaks_tls: bool = is_secure):
         if not speaks_tls:
             return await bench.client()
-        return await bench.client(ssl=ssl.create_default_context(cafile=cert))
+        return await bench.client(ssl=ssl.create_default_context(cafile=pair.ca))
 
     async def hostile(bench, data: bytes, at: int, leaving: str, size: int) -> None:
         speaks_tls = is_secure and (leaving == "in an answer" or dice.random() < 0.8)
@@ -355,7 +356,7 @@ def test_hostile_clients_disturb_nobody(tmp_path, seed, is_secure):
         assert b"200" in seen
         assert is_secure or b"400" in seen
 
-    with_bench(tmp_path, scenario, tls_cert=cert, tls_key=key)
+    with_bench(tmp_path, scenario, **settings)
 
 
 # Comments and events of a confused engine, none of which is content: each is a break.
