@@ -64,6 +64,7 @@ class Client:
             assert answer.sequence == list(range(first, first + len(answer.sequence)))
         assert self.ending is not None
         assert self.ending.tokens == len(tokens)
+        assert 0 <= self.ending.paused_ms <= self.ended_ms
 
 
 @dataclass
