@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.core import replay_join
 from gateway.core.client_request import TOKEN_MAX, Transcript
 from gateway.core.replay import Replay, ReplayMismatch, Rewriter
 from gateway.core.replay_join import Joined, events_in
@@ -265,6 +266,26 @@ def test_many_events_at_once_amount_to_the_same(api, pieces, usages, is_spaced, 
     if api == "chat" and said and said.isprintable():
         whole = [event_of(api, said, None, 0, separators, is_ascii)]
         assert joined.is_same(one_by_one(whole))
+
+
+@pytest.mark.parametrize("api", ["chat", "tools", "responses", "messages"])
+def test_only_the_first_of_many_alike_events_are_parsed(api, monkeypatch):
+    """Goal: a token costs no JSON, whatever is said beside it. Method: a long stream whose events
+    differ in text, log probabilities, token ids and numbers; events that are parsed are counted."""
+    parsed = []
+    parts_of = replay_join.parts_of
+    monkeypatch.setattr(replay_join, "parts_of", lambda data: parsed.append(data) or parts_of(data))
+    texts = ["a", "\\", '"', "漢", "\n", "😀", 'b\\"']
+    events = [
+        event_of(api, texts[at % 7], {"a": [{"token": "{", "b": at}]}, at, (",", ":"), at % 2 == 0)
+        for at in range(1000)
+    ]
+    joined = Joined()
+    for start in range(0, len(events), 60):
+        joined.add(b"".join(events[start : start + 60]))
+    assert len(parsed) <= 2
+    assert joined.is_same(one_by_one(events))
+    assert joined.held_bytes < 8192
 
 
 def test_event_of_another_form_is_not_taken_for_one_of_this_form():
