@@ -131,12 +131,19 @@ class Channel(Handler):
 
     def __init__(self, sock: socket.socket) -> None:
         self.backend: BackendHandler | None = None
+        self._its_loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._conn = UnixConnection(sock, msg.CHANNEL, self)
 
-    def prepared(self, backend: BackendHandler, prepared: msg.PreparedMsg) -> None:
-        """From now on `backend` takes requests."""
-        self.backend = backend
+    def prepared(
+        self,
+        backend: BackendHandler,
+        prepared: msg.PreparedMsg,
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        """From now on `backend` takes requests: on `loop`, if it runs on another one, but for
+        `health`."""
+        self.backend, self._its_loop = backend, loop
         self._conn.send(prepared)
 
     def end(self, report: msg.FaultReportMsg) -> NoReturn:
@@ -173,7 +180,12 @@ class Channel(Handler):
         fds: list[OwnedFd],
     ) -> None:
         try:
-            conn.send(await _handle(backend, message, fds), request_id)
+            work = _handle(backend, message, fds)
+            if self._its_loop is not None:
+                made = asyncio.run_coroutine_threadsafe(work, self._its_loop)
+                conn.send(await asyncio.wrap_future(made), request_id)
+            else:
+                conn.send(await work, request_id)
         except UnderstudyError as error:
             conn.fault(error, request_id, close=False)
         except Exception as error:  # a shortage, or a bug: the supervisor would wait for its budget

@@ -1,7 +1,7 @@
 """The channel to the supervisor on a thread of its own.
 
 vLLM's initialisation blocks the main thread's loop for minutes; meanwhile the supervisor's exit
-must be noticed and failures reported. Owns the thread, and the bridge between its loop and vLLM's.
+must be noticed and failures reported. Requests run on vLLM's loop, but for `health`.
 """
 
 from __future__ import annotations
@@ -9,23 +9,10 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Coroutine
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn
 
 from engine.backends.channel import Channel, Offloads
-from engine.messages import (
-    NO_ERA,
-    CanaryMsg,
-    FaultReportMsg,
-    HealthyMsg,
-    PreparedMsg,
-    RestedMsg,
-    WeightsPlacedMsg,
-    WokenMsg,
-)
-from plumbing.wire.fds import OwnedFd
-
-T = TypeVar("T")
+from engine.messages import FaultReportMsg, PreparedMsg
 
 
 class ChannelThread:
@@ -40,8 +27,8 @@ class ChannelThread:
 
     def prepared(self, backend: Offloads, prepared: PreparedMsg) -> None:
         """Report `prepared` and accept requests for `backend`; call this on the backend's loop."""
-        bridge = _Bridge(backend, asyncio.get_running_loop())
-        self._loop.call_soon_threadsafe(self._channel.prepared, bridge, prepared)
+        theirs = asyncio.get_running_loop()
+        self._loop.call_soon_threadsafe(self._channel.prepared, backend, prepared, theirs)
 
     def end(self, report: FaultReportMsg) -> NoReturn:
         """Send `report`, and end this process."""
@@ -56,42 +43,3 @@ class ChannelThread:
 
         self._loop.run_until_complete(make())
         self._loop.run_forever()
-
-
-class _Bridge:
-    """A backend that runs on another loop; only `health` runs on the caller's thread."""
-
-    def __init__(self, backend: Offloads, loop: asyncio.AbstractEventLoop) -> None:
-        self._backend = backend
-        self._loop = loop
-
-    async def wake(
-        self,
-        engine: str,
-        token: int,
-        listening: OwnedFd,
-        *,
-        era: str = NO_ERA,
-    ) -> WokenMsg:
-        return await self._on_its_loop(self._backend.wake(engine, token, listening, era=era))
-
-    async def run_canary(self) -> CanaryMsg:
-        return await self._on_its_loop(self._backend.run_canary())
-
-    async def serve(self) -> None:
-        await self._on_its_loop(self._backend.serve())
-
-    def health(self) -> HealthyMsg:
-        return self._backend.health()
-
-    async def drain(self, budget_s: float, *, resume: bool = False) -> None:
-        await self._on_its_loop(self._backend.drain(budget_s, resume=resume))
-
-    async def rest(self, budget_s: float, *, keep_kv: bool) -> RestedMsg:
-        return await self._on_its_loop(self._backend.rest(budget_s, keep_kv=keep_kv))
-
-    async def place_weights(self, budget_s: float, *, is_away: bool) -> WeightsPlacedMsg:
-        return await self._on_its_loop(self._backend.place_weights(budget_s, is_away=is_away))
-
-    async def _on_its_loop(self, work: Coroutine[Any, Any, T]) -> T:
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
