@@ -108,6 +108,13 @@ def test_sigterm_ends_a_cold_engine():
     assert ev.Exit(0, None) in engine.handle(ev.Terminate())
 
 
+def test_cold_wins_over_a_hand_over_on_its_way():
+    engine = engine_in(State.ACTIVE, can_rest=True)
+    effects = played(engine, ev.HandOver(INC, "other"), COLD, ev.Drained(), ev.Rested())
+    assert path_of(effects)[-1] is State.DEAD
+    assert ev.HandBack(7) in effects  # it gave the lock up first
+
+
 # ---------------------------------------------------------------- generations
 
 
@@ -124,6 +131,15 @@ def test_goals_of_a_pool_that_are_not_newer_are_dropped_in_every_order():
             assert engine.handle(goal) == []
             assert engine.now == known
         assert (engine.now.shall, engine.now.generation) == (goals[-1], goals[-1].generation)
+
+
+def test_goal_of_another_era_replaces_what_is_remembered():
+    engine = engine_in(State.STANDBY)
+    engine.handle(pool(Tier.WARM, 50))
+    engine.handle(pool(Tier.OFFLOADED, 1, era="another"))
+    assert engine.now.shall.goal is Tier.OFFLOADED
+    engine.handle(pool(Tier.WARM, 2, era="another"))
+    assert engine.now.shall.goal is Tier.WARM
 
 
 def test_goal_without_a_generation_counts_as_ever_and_hides_no_newer_one():
@@ -147,6 +163,13 @@ def test_newer_goal_of_the_same_tier_is_kept_so_that_an_older_one_is_recognised_
     assert effects == [ev.KeepGoal(Tier.WARM, "a pool", GoalGeneration("e", 1, 4))]
     later = Lifecycle(goal=Tier.WARM, generation=GoalGeneration("e", 1, 4))
     assert later.handle(pool(Tier.COLD, 3)) == []
+
+
+def test_generation_survives_a_death():
+    engine = engine_in(State.STANDBY)
+    engine.handle(pool(Tier.WARM, 3))
+    played(engine, ev.Failed("child_exit", "died"), REAPED, ev.Launch("e-0000000000000001"))
+    assert engine.handle(pool(Tier.COLD, 2)) == []
 
 
 @pytest.mark.parametrize("era", ["e", "a.b", "0123456789abcdef"])

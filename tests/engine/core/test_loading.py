@@ -47,6 +47,13 @@ def test_ranks_with_other_weights_are_refused():
     assert objection == "rank 1 has other weights than rank 0: model differs"
 
 
+def test_late_grant_is_ignored():
+    """A grant that arrives when nothing is wanted permits no rank, neither now nor later."""
+    loading = Loading(Role.AUTO)
+    assert loading.granted(5) == []
+    assert loading.asked(0, 1) == []
+
+
 def test_no_backend_is_prepared_while_a_rank_has_no_weights():
     """All or nothing: one of three ranks attached, then two, then all."""
     loading = Loading(Role.SHADOW)
