@@ -49,7 +49,7 @@ JUDGE_RETRY_S = 0.05
 # gone 120 to 145 ms after they are killed together on two cores, and after 70 to 85 ms with huge
 # pages. That costs 2 MB per process. Python's own arenas, the other half, would need
 # PYTHONMALLOC=malloc, which makes every start 15 % slower; vLLM's processes move them when they are
-# prepared (`backends/own_memory.py`).
+# prepared (`backends/process_memory.py`).
 TUNABLES_ENV = "GLIBC_TUNABLES"
 HUGE_PAGES = "glibc.malloc.hugetlb"
 

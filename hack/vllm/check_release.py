@@ -68,7 +68,7 @@ WATCHED = {
     ("v1/worker/gpu/states.py", "RequestState.__init__"): "V2 keeps other state of a request",
     ("v1/worker/gpu/warmup.py", "_warmup_kernels"): "V2 warms up in another way",
     ("v1/kv_cache_interface.py", "KVCacheTensor"): "a self-test's scratch memory is sized by it"
-    " (worker/scratch.py)",
+    " (worker/kv_cuda.py)",
 }
 
 

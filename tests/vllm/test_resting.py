@@ -1,7 +1,7 @@
 """Goal: an engine that rests has given everything back, or ends; nothing is left half done.
 
 Method: the backend around a fake engine and front that write down what is asked of them, and the
-real serving file. What a real vLLM does is in `test_rests.py`.
+real serving file. What a real vLLM does is in `test_pod_resume.py`.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ class VllmBackend:
         self._seat, self._cannot_rest = None, self._cannot_rest or why
 
     async def _into_huge_pages(self) -> None:
-        """So that they die sooner (`own_memory.py`)."""
+        """So that they die sooner (`process_memory.py`)."""
         await self._ask_ranks("understudy_into_huge_pages", STATUS_WAIT_S)
         if self._seat is not None:  # else this vLLM's core may not be as we know it
             await ask_core(self._engine, "understudy_into_huge_pages")

@@ -217,7 +217,7 @@ class SelfTest:
 
     Args:
         park: puts the engine to sleep.
-        take: takes memory for as many blocks as are used here (`worker/scratch.py`).
+        take: takes memory for as many blocks as are used here (`worker/kv_cuda.py`).
     """
 
     def __init__(

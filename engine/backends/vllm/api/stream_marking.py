@@ -1,5 +1,5 @@
 """Marks a stream of events for the gateway: a comment with the tokens of one engine output follows
-the events of that output, and both are one write (`plumbing/hop.py`).
+the events of that output, and both are one write (`plumbing/gateway_protocol.py`).
 
 The innermost ASGI application, around vLLM's routes. It must lie inside every middleware: some,
 including those that users add, pass a body on from another task, and then events would still be on
