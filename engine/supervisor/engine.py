@@ -23,14 +23,12 @@ from engine.core.health import Signs
 from engine.core.lifecycle import PARKED, IllegalEvent, Lifecycle
 from engine.core.relaunch import Death
 from engine.messages import FaultReportMsg, HealthyMsg
-from engine.supervisor import lock_side as over_tcp
-from engine.supervisor import state_file
+from engine.supervisor import lock_side, state_file
 from engine.supervisor.cpu_share import CpuShare
 from engine.supervisor.history import EngineMetrics, History
 from engine.supervisor.incarnation import Incarnation
 from engine.supervisor.kv_layout import layout_of
-from engine.supervisor.leftovers import Leftovers
-from engine.supervisor.leftovers import path_of as leftovers_path
+from engine.supervisor.leftovers import Leftovers, path_of
 from engine.supervisor.lock_side import LISTENER_RETRY_MS, LockSide
 from engine.supervisor.settings import EngineSettings
 from engine.supervisor.state_file import serving_engine
@@ -69,7 +67,7 @@ class Engine:
         self.exit: asyncio.Future[ev.Exit] = asyncio.get_running_loop().create_future()
         self.changes = Changes()
         self.on_tick: Callable[[], object] = lambda: None
-        self.leftovers = Leftovers(leftovers_path(settings.directory, settings.engine), self.log)
+        self.leftovers = Leftovers(path_of(settings.directory, settings.engine), self.log)
         self.layout = layout_of(settings)
         self.pressure = CpuPressure()
         self.watch: HealthWatch | None = None  # while active
@@ -96,7 +94,7 @@ class Engine:
             text = f"starting without the saved state: {self._saved_problem}"
             self.log.record("engine.state_file", text, "warning")
         if settings.members > 1 and settings.backend == "reference":
-            text = over_tcp.each_loads_all(settings.member, settings.members)
+            text = lock_side.each_loads_all(settings.member, settings.members)
             self.log.record("engine.members", text, "warning")
         self.leftovers.start()
         self.lock.listener.remove_leftover()  # of a predecessor that was killed
@@ -108,13 +106,13 @@ class Engine:
     def _launch_first(self) -> None:
         before, settings = self.predecessor, self.settings
         if settings.is_remote:
-            self.predecessor = over_tcp.predecessor(settings.directory, settings.engine)
+            self.predecessor = lock_side.predecessor(settings.directory, settings.engine)
         if self.predecessor is None:
             self._launch()
             return
         if before is None:
             self.log.record("engine.relaunch", self.predecessor, "warning")
-        self._timers.after("predecessor", over_tcp.POLL_MS, self._launch_first)
+        self._timers.after("predecessor", lock_side.POLL_MS, self._launch_first)
 
     def close(self) -> None:
         """End timers; a tree that still lives (only after a bug of ours) is killed."""

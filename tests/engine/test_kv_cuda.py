@@ -17,7 +17,6 @@ import pytest
 
 from engine.backends.process_memory import Room
 from engine.backends.vllm.worker import kv_cuda
-from engine.backends.vllm.worker import kv_cuda as scratch
 from engine.backends.vllm.worker.kv_cuda import CudaRange
 from gms.vmm.cuda import CudaMemory
 from gms.vmm.interface import release_all
@@ -244,7 +243,7 @@ def test_scratch_memory_keeps_apart_what_a_self_test_uses(machine: None):
 def test_the_smallest_size_modulo_which_all_parts_are_apart(
     used: list[tuple[int, int]], fits: int | None
 ):
-    assert scratch.fitting(used, 20, 40, 2) == fits
+    assert kv_cuda.fitting(used, 20, 40, 2) == fits
     if fits is not None:
         places = [byte % fits for start, end in used for byte in range(start, end)]
         assert len(set(places)) == len(places)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.supervisor import leftovers as held_files
+from engine.supervisor import leftovers
 from tests.engine.pod import Engine, Pod, stub_lock
 from tests.helpers import until
 
@@ -25,9 +25,9 @@ def prefix() -> Iterator[str]:
     """Of names that no other test has; what a failed test leaves is removed."""
     chosen = f"understudy-test-{secrets.token_hex(6)}"
     yield chosen
-    for name in os.listdir(held_files.SHM):
+    for name in os.listdir(leftovers.SHM):
         if chosen in name:
-            os.unlink(os.path.join(held_files.SHM, name))
+            os.unlink(os.path.join(leftovers.SHM, name))
 
 
 @pytest.fixture
@@ -38,14 +38,14 @@ def lock(directory: Path):
 
 def files_of(prefix: str, directory: Path) -> set[str]:
     """What is there with this prefix, in shared memory and in the pod's directory."""
-    there = [*os.listdir(held_files.SHM), *os.listdir(directory)]
+    there = [*os.listdir(leftovers.SHM), *os.listdir(directory)]
     return {name.removeprefix("sem.").removeprefix(prefix) for name in there if prefix in name}
 
 
 def started(pod: Pod, prefix: str) -> Engine:
     """An engine whose backend has used one file of each kind, all of which are on file; one of
     them was there before."""
-    before = os.path.join(held_files.SHM, f"{prefix}-before")
+    before = os.path.join(leftovers.SHM, f"{prefix}-before")
     with open(before, "wb"):
         engine = pod.engine("e-0", "--leave-behind", prefix, flags=QUICK)
     engine.until("active")
@@ -92,7 +92,7 @@ def test_a_killed_supervisors_successor_removes_it(pod, lock, prefix):
 def test_what_another_process_still_has_mapped_stays(pod, lock, prefix):
     """A stranger maps one of the files: it stays, and stays on the list, until he has gone."""
     engine = started(pod, prefix)
-    path = os.path.join(held_files.SHM, f"{prefix}-mapped")
+    path = os.path.join(leftovers.SHM, f"{prefix}-mapped")
     with open(path, "r+b") as file, mmap.mmap(file.fileno(), 4096):
         engine.process.send_signal(signal.SIGTERM)
         assert engine.wait() == 0
@@ -131,14 +131,14 @@ def contents_of(directory: Path) -> dict[str, tuple[int, bytes]]:
 
 def test_another_file_under_the_same_name_is_not_removed(prefix):
     """Replace a file by one of the same name after it was seen: it is not that one, and stays."""
-    path = os.path.join(held_files.SHM, prefix)
+    path = os.path.join(leftovers.SHM, prefix)
     with open(path, "wb"):
-        name = held_files.name_of(path)
+        name = leftovers.name_of(path)
     assert name is not None
     os.rename(path, f"{path}-aside")
     with open(path, "wb"):
-        assert held_files.remove(name) is None
+        assert leftovers.remove(name) is None
     assert os.path.exists(path)
     os.rename(f"{path}-aside", path)
-    assert held_files.remove(name) == 0
+    assert leftovers.remove(name) == 0
     assert not os.path.exists(path)

@@ -15,7 +15,6 @@ from typing import Any
 from msgspec import Struct
 
 from engine.backends.vllm import versions
-from engine.backends.vllm import versions as runners
 from plumbing.errors import UsageError
 from plumbing.text import size
 
@@ -111,7 +110,7 @@ def bytes_of_requests(vllm_config: Any, sequences: int) -> tuple[int, int]:
 
 
 def _of_requests(vllm_config: Any) -> list[str]:
-    if runners.in_use(vllm_config) != runners.V2:
+    if versions.in_use(vllm_config) != versions.V2:
         return []
     sequences = vllm_config.scheduler_config.max_num_seqs
     device, pinned = bytes_of_requests(vllm_config, sequences)

@@ -24,7 +24,6 @@ from vllm import envs
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from engine.backends.vllm import contracts, versions
-from engine.backends.vllm import versions as runners
 from engine.backends.vllm.contracts import Sources
 from engine.backends.vllm.resume import INSTALL_ENV
 from engine.backends.vllm.worker.identity import files_of
@@ -138,14 +137,14 @@ def problem_with(config: Any, sources: Sources) -> str:
     `sources`."""
     if config.scheduler_config.scheduler_cls is not None:
         return "it has a scheduler of its own (--scheduler-cls)"
-    if runners.in_use(config) == runners.V2 and (
+    if versions.in_use(config) == versions.V2 and (
         config.model_config.logits_processors or entry_points(group=PROCESSORS)
     ):
         return (
             "it has logits processors of its own, and vLLM's model runner V2 does not give them "
             "the tokens already generated"
         )
-    return contracts.changed(sources, RESUME_FILES, runners.in_use(config))
+    return contracts.changed(sources, RESUME_FILES, versions.in_use(config))
 
 
 def scheduler_of(config: Any) -> str:

@@ -169,8 +169,7 @@ def make_engine(parsed: ServeArguments, steps: Any) -> _Made:
     from vllm.usage.usage_lib import UsageContext
 
     from engine.backends.vllm import contracts, kv_size
-    from engine.backends.vllm.api import continuation, resting
-    from engine.backends.vllm.api import self_test as proof
+    from engine.backends.vllm.api import continuation, resting, self_test
     from engine.backends.vllm.api.kept_memory import KeptMemory
     from engine.backends.vllm.kv import eligible
 
@@ -204,7 +203,7 @@ def make_engine(parsed: ServeArguments, steps: Any) -> _Made:
     )
     engine.progressed = steps.record
     has_no_use = cannot_resume and cannot_rest and (cannot_keep or not parsed.kv.is_shared)
-    must_prove = parsed.self_test or (proof.is_needed() and not has_no_use)
+    must_prove = parsed.self_test or (self_test.is_needed() and not has_no_use)
     return _Made(
         engine,
         warnings,
@@ -212,7 +211,7 @@ def make_engine(parsed: ServeArguments, steps: Any) -> _Made:
         kv,
         cannot_rest,
         cannot_offload,
-        proof.about(config) if must_prove else None,
+        self_test.about(config) if must_prove else None,
     )
 
 

@@ -42,7 +42,6 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from engine.backends.vllm import NO_SELF_TEST, versions
-from engine.backends.vllm import versions as runners
 from engine.backends.vllm.resume.answer import CURRENT, Answer
 from engine.backends.vllm.worker.kv_cuda import BLOCKS
 from plumbing.errors import UnderstudyError
@@ -383,7 +382,7 @@ def about(config: Any) -> dict[str, Any]:
         "driver": _driver(),
         "vllm": versions.vllm_version(),
         "torch": versions.torch_version(),
-        "runner": runners.in_use(config),
+        "runner": versions.in_use(config),
         "noise": "fp64" if getattr(config.model_config, "use_fp64_gumbel", False) else "fp32",
         "computation": config.compute_hash(),  # vLLM's own digest: model, kernels, graphs, ranks
         "async": bool(scheduler.async_scheduling),

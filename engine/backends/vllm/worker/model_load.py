@@ -33,7 +33,6 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from engine.backends.vllm import PRIVATE
 from engine.backends.vllm.worker import binding
-from engine.backends.vllm.worker import binding as rehome
 from engine.backends.vllm.worker.binding import About
 from engine.backends.vllm.worker.pulse import Meter, Pulse
 from gms.client import Reader, Writer
@@ -121,7 +120,7 @@ class ModelLoad:
             UnderstudyError: `model.unbound`, `model.written`.
         """
         assert isinstance(self._attached, Reader)
-        about = rehome.read_about(self._attached, self._number)
+        about = binding.read_about(self._attached, self._number)
         if about is None or about.is_shared != self.is_shared:
             raise self._incompatible(about)
         return self._bound(about) if self.is_shared else self._loaded(inner_loader(self._config))
@@ -140,11 +139,11 @@ class ModelLoad:
         with Pulse(meter):
             model = self._loaded(inner_loader(self._config))
         about = About(type(model).__name__, is_shared=False)
-        rehome.write_about(self._attached, self._number, about)
+        binding.write_about(self._attached, self._number, about)
         return model
 
     def _bound(self, about: About) -> nn.Module:
-        attached, prefix = self._attached, rehome.name_in_epoch(self._number, "")
+        attached, prefix = self._attached, binding.name_in_epoch(self._number, "")
         records = {
             name.removeprefix(prefix): record
             for name, record in attached.tensors.items()
@@ -193,8 +192,8 @@ class ModelLoad:
             dropped=sorted(created.keys() - left),
             flags={flag: bool(getattr(loaded, flag)) for flag in FLAGS if hasattr(loaded, flag)},
         )
-        rehome.rehome(loaded, self._number, writer, self._device, about, meter)
-        rehome.write_about(writer, self._number, about)
+        binding.rehome(loaded, self._number, writer, self._device, about, meter)
+        binding.write_about(writer, self._number, about)
         del loaded
         gc.collect()
         return about

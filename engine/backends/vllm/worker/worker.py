@@ -28,7 +28,6 @@ from engine.backends.process_memory import Room, check_can_ever_fit
 from engine.backends.vllm import membership
 from engine.backends.vllm.kv import INSTALL_ENV as KEEP_KV_ENV
 from engine.backends.vllm.kv import facts
-from engine.backends.vllm.kv import facts as audit
 from engine.backends.vllm.kv_size import check_holds_a_sequence
 from engine.backends.vllm.membership import Answer, answering, reporting
 from engine.backends.vllm.resume import INSTALL_ENV, hook
@@ -314,7 +313,7 @@ class ParkingWorker(OffloadingWorker):
     @answering
     def understudy_checksum_kv(self, blocks: list[int]) -> Answer:
         """Of this rank's part of `blocks`, of all of which it has the memory."""
-        return {"checksums": audit.checksums(self.model_runner.kv_caches, self._blocks, blocks)}
+        return {"checksums": facts.checksums(self.model_runner.kv_caches, self._blocks, blocks)}
 
     @answering
     def understudy_distrust(self, detail: str) -> Answer:
