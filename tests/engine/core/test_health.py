@@ -107,6 +107,15 @@ def test_answer_unread_while_the_supervisor_was_stopped_is_no_hang():
     assert health.answered(60_000, 2, 7) is None
 
 
+def test_silence_adds_up_over_requests_that_gave_up():
+    """Two requests for 2 s, none for 0.5 s, two again: three seconds of waiting, before the canary
+    that ran between them has had its own."""
+    verdict = run(make(), 80_000, lambda now: (2 * (now % 2500 < 2000), 7), canary_passes=False)
+    assert verdict is not None
+    assert verdict[1] == "2 requests in flight and no token in 3 s (budget 3 s)"
+    assert verdict[0] <= 4500
+
+
 def test_requests_that_come_and_go_do_not_put_off_the_canary():
     """A request that nothing came of goes: a canary runs at that look, and its passing is proof."""
     health = make()
