@@ -5,7 +5,6 @@ Method: the backend around a fake engine and front, whose answers are chosen.
 """
 
 import asyncio
-import os
 import socket
 import warnings
 from types import SimpleNamespace
@@ -221,7 +220,7 @@ def test_a_wake_asks_every_rank_before_it_takes_memory(engine, tmp_path):
         backend = _backend(engine)
         await backend.prepare()
         engine.asked.clear()
-        with OwnedFd(os.open(tmp_path, os.O_RDONLY)) as listening:
+        with OwnedFd(socket.socket().detach()) as listening:
             taken = await backend.wake("engine-0", 3, listening)
         await backend.drain(0.0)  # closes the copy that it has kept
         return taken
@@ -252,7 +251,7 @@ def _woken(engine, tmp_path, monkeypatch, core, problem="", choice=SHARED):
         await backend.prepare()
         engine.asked.clear()
         try:
-            with OwnedFd(os.open(tmp_path, os.O_RDONLY)) as listening:
+            with OwnedFd(socket.socket().detach()) as listening:
                 return await backend.wake("engine-0", 3, listening, era="e" * 16)
         finally:
             await backend.drain(0.0)  # closes the copy that it has kept

@@ -7,7 +7,7 @@ real serving file. What a real vLLM does is in `test_pod_resume.py`.
 from __future__ import annotations
 
 import asyncio
-import os
+import socket
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -108,7 +108,7 @@ class World:
         )
 
     async def wake(self, token: int) -> None:
-        with OwnedFd(os.open(self.path, os.O_RDONLY)) as listening:
+        with OwnedFd(socket.socket().detach()) as listening:
             await self.backend.wake("e", token, listening)
 
     async def awake(self) -> None:
