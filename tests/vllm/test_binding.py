@@ -26,12 +26,14 @@ from torch import nn
 from engine.backends.vllm.worker.binding import (
     About,
     Binding,
+    Layout,
+    bytes_of,
     forms_of,
     name_in_epoch,
     rehome,
+    tensor_at,
 )
 from engine.backends.vllm.worker.pulse import Meter
-from engine.backends.vllm.worker.tensors import Layout, bytes_of, tensor_at
 from gms.client import TensorRecord
 from plumbing.errors import UnderstudyError
 from tests.engine.pod import ROOT

@@ -111,12 +111,12 @@ def test_contracts_of_a_runner_that_is_gone_hold(whole, gone: str, left: str):
 
 def test_a_vllm_without_any_runner_breaks_the_contracts_of_both(whole):
     users = {each.user for each in contracts.broken(Without(whole, *versions.FILES))}
-    assert {"resume/batch.py", "resume/runner_v2.py"} <= users
+    assert {"resume/batch.py", "resume/hook.py"} <= users
 
 
 def test_a_changed_runner_is_nothing_to_an_engine_with_the_other_one(whole):
     """Take one function out of V2: only engines with V2 are told."""
-    contract = next(each for each in CONTRACTS["resume/runner_v2.py"] if "/gpu/" in each.file)
+    contract = next(each for each in CONTRACTS["resume/hook.py"] if "/gpu/" in each.file)
     gone = Altered(whole, contract.file, contract.qualname, "pass")
     told = {each: contracts.changed(gone, ("resume/",), each) for each in whole.runners()}
     assert contract.name in told.pop("v2")

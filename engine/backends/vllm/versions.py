@@ -123,7 +123,7 @@ FILES = {
         "v1/worker/cpu_model_runner.py",
         "resume/batch",
     ),
-    V2: ("v1/worker/gpu/model_runner.py", "v1/worker/gpu/", "v1/worker/cpu/", "resume/runner_v2"),
+    V2: ("v1/worker/gpu/model_runner.py", "v1/worker/gpu/", "v1/worker/cpu/"),
 }
 
 

@@ -1,4 +1,10 @@
-"""In a worker: the hook by which its model runner takes up requests, by the runner in use."""
+"""In a worker: the hook by which its model runner takes up requests, by the runner in use.
+
+V2 needs no hook: a request that was preempted comes to it as a new one, with prompt and output in
+one list of tokens. From that list V2 derives all that a request's output shapes: the counts of
+penalties, bad words, minimum lengths. Its noise is a function of seed, position and token, so
+nothing is drawn again. Grammars are the scheduler's. `contracts.txt` has all of this.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +19,7 @@ def install(config: Any, runner: Any) -> str:
     """Returns what is in the way, or nothing. Imports only what this runner needs: another one's
     files may be gone, or must not be imported on this platform."""
     if versions.in_use(config) == versions.V2:
-        from engine.backends.vllm.resume import runner_v2
-
-        return runner_v2.install(runner)
+        return _problem_with_v2(runner)
     if current_platform.is_cpu():
         from engine.backends.vllm.resume import batch_cpu
 
@@ -23,3 +27,13 @@ def install(config: Any, runner: Any) -> str:
     from engine.backends.vllm.resume import batch
 
     return batch.install(runner)
+
+
+def _problem_with_v2(runner: Any) -> str:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    if not isinstance(runner, GPUModelRunner):
+        return f"vLLM's model runner is a {type(runner).__name__}"
+    if type(runner).add_requests is not GPUModelRunner.add_requests:
+        return f"{type(runner).__name__} adds requests in a way of its own"
+    return ""

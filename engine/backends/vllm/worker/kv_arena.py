@@ -22,7 +22,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from engine.backends.vllm import NO_SELF_TEST
-from engine.backends.vllm.worker.tensors import bytes_at
+from engine.backends.vllm.worker.binding import bytes_at
 from gms.client import Allocation
 from plumbing.errors import InvariantError, UsageError
 
