@@ -417,7 +417,7 @@ LINES_MAX = {
     "plumbing": 6_752,
     "lockserver": 9_173,
     "gms": 11_535,
-    "engine": 21_160,
+    "engine": 21_100,
     "gateway": 10_965,
     "pool": 9_240,
     "understudy": 11_710,
