@@ -251,7 +251,6 @@ def test_kv_server_that_keeps_dying_does_not_take_the_weights_down(
         await auntil(lambda: supervisor.children[0].is_answering, "the weights' server")
         probe = supervisor._startup()
         assert (probe.ok, probe.details) == (True, {"kv_silent": ["HOST-0"]})
-        assert "no KV server of HOST-0" in probe.reason
         (device,) = supervisor.status()["devices"]
         assert device["kv"]["state"] == "down"
         assert "code 3" in device["kv"]["problem"]
