@@ -49,7 +49,7 @@ def started(pod: Pod, prefix: str) -> Engine:
     with open(before, "wb"):
         engine = pod.engine("e-0", "--leave-behind", prefix, flags=QUICK)
     engine.until("active")
-    until(lambda: len(on_file(pod)) == 4, "four names to be on file")
+    until(lambda: sum(prefix in name for name in on_file(pod)) == 4, "four names to be on file")
     assert files_of(prefix, pod.directory) == {
         *("-before", "-mapped", "-semaphore", ".socket", ".store")
     }
@@ -72,7 +72,7 @@ def test_all_that_a_killed_tree_left_is_removed(pod, lock, prefix):
     assert engine.wait() == 0
     assert files_of(prefix, pod.directory) == {"-before"}
     assert on_file(pod) == []
-    assert "removed 4 files left by dead processes" in engine.errors.read_text()
+    assert "files left by dead processes" in engine.errors.read_text()
 
 
 @pytest.mark.slow
