@@ -100,12 +100,15 @@ def read_file(path: str) -> bytes:
     try:
         with open(path, "rb") as file:
             content = file.read(JSON_MAX_BYTES + 1)
-    except FileNotFoundError:
-        raise UsageError(
-            "model.missing",
-            f"{path} does not exist; name the directory of a Hugging Face checkpoint, or download "
-            "this one again.",
-        ) from None
+    except (FileNotFoundError, NotADirectoryError):
+        directory = os.path.dirname(path)
+        problem = f"{path} does not exist; download the checkpoint again."
+        if not os.path.isdir(directory):
+            problem = (
+                f"{directory} is not a directory; give the directory of a Hugging Face checkpoint "
+                "(config.json, *.safetensors, tokenizer.json)."
+            )
+        raise UsageError("model.missing", problem) from None
     except OSError as error:
         _check_shortage(path, error)
         raise UsageError(

@@ -182,7 +182,7 @@ def change_config(model: Path, **changes: object) -> None:
 
 
 BROKEN: dict[Breaking, tuple[int, Sequence[str]]] = {
-    shutil.rmtree: (USAGE, ("rmtree/model",)),
+    shutil.rmtree: (USAGE, ("rmtree/model is not a directory", "give the directory")),
     without_config: (USAGE, ("without_config/model", "config.json")),
     config_cut: (USAGE, ("config_cut/model/config.json", "JSON")),
     other_architecture: (USAGE, ("GPT2LMHeadModel", "Llama")),

@@ -169,12 +169,6 @@ def read_config(directory: str) -> LlamaConfig:
         UsageError: `model.missing`, `model.broken` or `model.unsupported`; the message names
             the file, the key and the value.
     """
-    if not os.path.isdir(directory):
-        raise UsageError(
-            "model.missing",
-            f"{directory} is not a directory; give the directory of a Hugging Face checkpoint "
-            "(config.json, *.safetensors, tokenizer.json).",
-        )
     path = os.path.join(directory, "config.json")
     document = read_json(path)
     generation_path = os.path.join(directory, "generation_config.json")
