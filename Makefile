@@ -89,7 +89,7 @@ fuzz: setup ## random input for the decoder, the sessions and real servers; keep
 	FUZZ_EXAMPLES=20000 FUZZ_KEEP=1 $(PY) -m pytest tests/fuzz -o faulthandler_timeout=0 $(ARGS)
 
 sim: setup ## random schedules of the memory service and of the lock: RUNS= of them from SEED= on
-	SEED=$(SEED) RUNS=$(RUNS) $(PY) -m pytest -q tests/sim/test_crash_recovery.py tests/sim/test_tensor_parallel.py tests/sim/test_lock_simulation.py tests/sim/test_lease_simulation.py -k simulation -o faulthandler_timeout=0 $(ARGS)
+	SEED=$(SEED) RUNS=$(RUNS) $(PY) -m pytest -q tests/sim/test_crash_recovery.py tests/sim/test_tensor_parallel.py tests/sim/lock tests/sim/lease -k simulation -o faulthandler_timeout=0 $(ARGS)
 
 drill: $(VENV)/.stamp ## start a pod, kill the active engine 20 times, print the report
 	@$(VENV)/bin/understudy drill $(ARGS)

@@ -1,4 +1,4 @@
-"""The lease as its member counts it; with delays, stops and cuts in tests/sim/lease_world."""
+"""The lease as its member counts it; with delays, stops and cuts in tests/sim/lease."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ import pytest
 
 from lockserver.client.lease import LeaseKeeper, RenewedLease
 from lockserver.members.leases import Leases
-from tests.sim.lease_world import LeaseWorld
-from tests.sim.seeds import replayable, seeds
+from tests.sim.kit import replayable, seeds
+from tests.sim.lease.world import LeaseWorld
 
 SCHEDULES = 60
 STEPS = 800
@@ -26,7 +26,7 @@ def test_lease_simulation_random_faults_never_two_grants_served_and_service_retu
             for _ in range(STEPS):
                 world.step(FAULT_RATE)
             assert world.settle(), "no engine serves although every fault has ended"
-        granted += len(world.law.granted)
+        granted += len(world.promises.granted)
         woken += world.woken
     assert granted > 2 * len(seeds(SCHEDULES))  # the schedules did something
     assert woken > len(seeds(SCHEDULES))

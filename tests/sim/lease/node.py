@@ -13,10 +13,10 @@ from lockserver.core import events as ev
 from lockserver.members import group as me
 from lockserver.messages import GrantedMsg, MemberLostMsg, RenewedMsg, WantMsg
 from lockserver.witness import name_of
-from tests.sim.lease_parts import DRIFT, LEASE_MS, NEVER, Line, Tree
+from tests.sim.lease.network import DRIFT, LEASE_MS, NEVER, Line, Tree
 
 if TYPE_CHECKING:
-    from tests.sim.lease_world import LeaseWorld
+    from tests.sim.lease.world import LeaseWorld
 
 BEAT_MS = 500.0
 DEAF = 0.4  # of a lease: a connection is suspect

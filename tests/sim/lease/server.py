@@ -16,10 +16,10 @@ from lockserver.core.machine import LockMachine
 from lockserver.members import group as me
 from lockserver.members.members import Members, is_virtual
 from lockserver.messages import GrantedMsg
-from tests.sim.lease_parts import DRIFT, LASTS_MS, Line
+from tests.sim.lease.network import DRIFT, LASTS_MS, Line
 
 if TYPE_CHECKING:
-    from tests.sim.lease_world import LeaseWorld
+    from tests.sim.lease.world import LeaseWorld
 
 SILENT_MS = 3000.0
 TICK_MS = 100.0
@@ -51,7 +51,7 @@ class Server:
         record = self.slots[1]
         readable = [slot.token for slot in self.slots if slot is not None]
         if len(readable) < 2 or record is None:  # like the state file: one bad slot is a lost slot
-            floor = max(readable, default=self.world.law.token_max)
+            floor = max(readable, default=self.world.promises.token_max)
             record = ev.LockRecord(floor + 1, unknown=LOCKS)
             self.slots = [record, record]
         world, now_ms = self.world, self.now()
@@ -101,7 +101,7 @@ class Server:
             self.feed(ev.PersistFailed("a full disk"))
             return
         self.slots = [self.slots[1], record]
-        self.world.law.written(record)
+        self.world.promises.written(record)
         if self.world.random.random() < DIES_AFTER_WRITE:
             self.world.trace.append("server dies between writing and sending")
             self.kill()

@@ -1,4 +1,5 @@
-"""What supervisors and their trees do by themselves, as the lock's protocol requires."""
+"""What supervisors and their trees do by themselves, as the lock's protocol requires; and what
+engines do that are told to end."""
 
 from __future__ import annotations
 
@@ -7,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 from lockserver.core import events as ev
 from lockserver.core.names import WitnessFile
 from lockserver.witness import name_of
-from tests.sim.lock_parts import Said, Sup, Tree
+from tests.sim.lock.parts import Said, Sup, Tree
 
 if TYPE_CHECKING:
-    from tests.sim.lock_world import World
+    from tests.sim.lock.world import World
 
+CONTINUATION = "one model, one release"
 LOST = ("lock.stale_claim", "lock.incarnation_ended")  # refusals that end an incarnation
 
 
@@ -32,7 +34,7 @@ class Supervisors:
                 continue
             conn, tree = sup.conn, sup.tree
             if conn is None:
-                if world.shell.machine is not None and not sup.is_patient:
+                if world.server.machine is not None and not sup.is_patient:
                     found.append((self.connect, sup))
             elif conn.down:
                 found.append((self.hear, sup))
@@ -77,10 +79,10 @@ class Supervisors:
         conn = sup.conn
         if not sup.is_alive or sup.is_stopped or conn is None or conn is not sup.served:
             return
-        if conn.server_open and not conn.up and self.world.shell.machine is not None:
+        if conn.server_open and not conn.up and self.world.server.machine is not None:
             sup.beats += 1
             sup.heard_ms = self.world.now_ms
-            self.world.shell.feed(ev.Beaten(conn.id, sup.beats))
+            self.world.server.feed(ev.Beaten(conn.id, sup.beats))
 
     # ------------------------------------------------------------------ receiving
 
@@ -109,7 +111,7 @@ class Supervisors:
         if lock == sup.active:
             if token <= tree.over and self.world.serving.ignores_old_grants:
                 return
-            self.world.law.obeys(tree, token)
+            self.world.promises.obeys(tree, token)
             if tree.is_told and sup.tokens[sup.active] != token:
                 self.give_up(sup)  # its token has changed: it does not know why
                 return
@@ -133,7 +135,7 @@ class Supervisors:
         number = world.next_number()
         incarnation = f"{sup.engine}-{number:016x}"
         tree = Tree(incarnation, WitnessFile(name_of(incarnation), 1, number), sup)
-        tree.is_loaded = sup.loader not in world.shell.kinds
+        tree.is_loaded = sup.loader not in world.server.kinds
         tree.coming = int(world.has_late)
         if world.hand_overs is not None:
             world.serving.equip(tree)
@@ -167,3 +169,100 @@ class Supervisors:
     def die_on_the_way(self, tree: Tree) -> None:
         tree.coming -= 1
         self.world.forget_dead(tree)
+
+
+class Departures:
+    """Engines that are told to end: one, or everybody at once, in any order, with any delay.
+
+    An order is on its way until its supervisor takes it (`be_told`). The active engine then waits
+    for the lock server's answer, or no longer; it leaves its streams to a successor or finishes
+    them; it gives up, reaps and exits. The others give up at once. A supervisor that hears that the
+    holder leaves vouches at any later time, unless it has taken an order by then.
+
+    What an engine does by rule is an attribute here, so that a test can leave it out.
+    """
+
+    vouches_untold = True  # it vouches for nobody once it was told to end itself
+    waits_for_settled = True  # news from before the server knew of the order are no answer
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.is_everybody_told = False
+        self.left = 0  # how often streams were left to a successor
+        self.finished = 0
+
+    def moves(self) -> list[tuple[Any, Any]]:
+        found: list[tuple[Any, Any]] = []
+        for sup in self.world.sups:
+            if not sup.is_alive or sup.is_stopped:
+                continue
+            if sup.is_ordered:
+                found.append((self.be_told, sup))
+            may_vouch = not sup.is_leaving or not self.vouches_untold
+            if may_vouch and sup.knows not in (0, sup.succeeds):
+                found.append((self.vouch, sup))
+            if sup.awaits_answer:
+                found.append((self.stop_waiting, sup))
+            elif sup.is_leaving and sup.tree is None:
+                found.append((self.exit, sup))
+            elif sup.is_leaving and not sup.is_killing:
+                found.append((self.finish, sup))
+        return found
+
+    def faults(self) -> list[tuple[Any, Any]]:
+        if self.is_everybody_told:
+            return []
+        fresh = [s for s in self.world.sups if s.is_alive and not (s.is_ordered or s.is_leaving)]
+        return [(self.tell_all, None), *((self.tell_one, sup) for sup in fresh)]
+
+    # ------------------------------------------------------------------ orders
+
+    def tell_all(self, _: None) -> None:
+        """The pod is stopped: nothing that ends is started again."""
+        self.is_everybody_told = True
+        for sup in self.world.sups:
+            sup.is_ordered |= sup.is_alive and not sup.is_leaving
+
+    def tell_one(self, sup: Sup) -> None:
+        sup.is_ordered = True
+
+    def be_told(self, sup: Sup) -> None:
+        sup.is_ordered, sup.is_leaving = False, True
+        if sup.tree is not None and sup.tree.is_told and not sup.is_killing:
+            sup.awaits_answer = True
+        else:
+            self.world.supervisors.give_up(sup)
+        self.world.supervisors.say(sup)
+
+    # ------------------------------------------------------------------ the successor
+
+    def heard_leaving(self, sup: Sup, message: ev.SendGrant) -> None:
+        if message.lock == sup.active and message.holder.engine != sup.engine:
+            sup.knows = message.holder.token
+
+    def vouch(self, sup: Sup) -> None:
+        sup.succeeds = sup.knows
+        self.world.promises.vouches(sup, sup.succeeds)
+        self.world.supervisors.say(sup)
+
+    # ------------------------------------------------------------------ the engine that leaves
+
+    def heard_news(self, sup: Sup, news: ev.TellStandby) -> None:
+        is_mine = sup.tree is not None and news.holder.incarnation == sup.tree.incarnation
+        is_answer = news.is_settled or not self.waits_for_settled
+        if is_mine and sup.awaits_answer and is_answer:
+            sup.awaits_answer = False
+            if news.continues:
+                self.left += 1
+                self.world.promises.left_streams(sup, news.holder.token)
+
+    def stop_waiting(self, sup: Sup) -> None:
+        """No answer came in time."""
+        sup.awaits_answer = False
+        self.finished += 1
+
+    def finish(self, sup: Sup) -> None:
+        self.world.supervisors.give_up(sup)
+
+    def exit(self, sup: Sup) -> None:
+        self.world.faults.kill_supervisor(sup)

@@ -5,10 +5,9 @@ that kill on time, and a server that dies, stalls and loses its disk; a seeded g
 Time is exact where safety depends on it: a kernel's timer and the end of a process tree happen at
 their own moment, whatever else is late. The machine, the members, the leases and each node's keeper
 of its lease are real.
-After every step the law checks the result.
+After every step the promises are checked.
 
-    lease_parts   records           lease_node    a supervisor        lease_server  the server
-    lease_network connections       lease_faults  the faults          lease_law     what must hold
+    network  trees and connections    node  a supervisor    server  the lock server
 """
 
 from __future__ import annotations
@@ -18,18 +17,20 @@ from collections.abc import Callable
 from operator import itemgetter
 
 from lockserver.client.lease import KILL_FRACTION, LeaseKeeper
+from lockserver.core import events as ev
 from lockserver.members.leases import Leases
-from tests.sim.lease_faults import Faults
-from tests.sim.lease_law import Law
-from tests.sim.lease_network import Network
-from tests.sim.lease_node import Node
-from tests.sim.lease_parts import LASTS_MS, LEASE_MS, NEVER, Tree
-from tests.sim.lease_server import Server
+from tests.sim.lease.network import LASTS_MS, LEASE_MS, NEVER, Network, Tree
+from tests.sim.lease.node import Node
+from tests.sim.lease.server import Server
 
 # A fifth of the shortest lease in any test plus the margin, minus the difference of two clocks.
 EXIT_MS_MAX = 1300
 EXITS_MS = (0, 5, 50, 400, EXIT_MS_MAX)
 STEPS_MS = (0, 1, 5, 20, 100, 250, 400)
+FAULTS = (
+    *("tree", "sup", "stop", "stop", "part", "part", "gone", "cut"),
+    *("server", "server", "lose", "stall", "disk", "race", "race"),
+)
 
 
 class LeaseWorld:
@@ -48,7 +49,7 @@ class LeaseWorld:
         self.trace: list[str] = []
         self.trees: list[Tree] = []
         self.woken = 0  # how many times a tree was told to serve
-        self.law = Law(self)
+        self.promises = Promises(self)
         self.network = Network(self)
         self.faults = Faults(self)
         self.server = Server(self)
@@ -92,7 +93,7 @@ class LeaseWorld:
         self.random.shuffle(turns)
         for take_turn in turns:
             take_turn()
-        self.law.check()
+        self.promises.check()
         self.sweep()
 
     def pass_time(self, ms: float) -> None:
@@ -148,3 +149,87 @@ class LeaseWorld:
             if n.is_alive and n.tree and n.tree.token == holder.token and n.tree.dies_ms == NEVER
         }
         return live == {who.incarnation for who in holder.lease.members}
+
+
+class Promises:
+    """Only one grant is served at a time, over all nodes, and tokens are unique."""
+
+    def __init__(self, world: LeaseWorld) -> None:
+        self.world = world
+        self.granted: dict[int, str] = {}  # token → incarnation
+        self.token_max = 0
+
+    def serving(self) -> list[Tree]:
+        return [tree for tree in self.world.trees if tree.token and not tree.is_dead]
+
+    def check(self) -> None:
+        tokens = {tree.token: tree.incarnation for tree in self.serving()}
+        assert len(tokens) <= 1, f"two grants are served: {tokens}"
+
+    def written(self, record: ev.LockRecord) -> None:
+        """A grant counts from when it is on disk: the previous holder must be dead by then."""
+        holder = record.holders.get("active")
+        if holder is None or holder.token <= self.token_max:
+            return
+        self.token_max = holder.token
+        others = [tree.incarnation for tree in self.serving() if tree.token != holder.token]
+        assert not others, f"granted to {holder.incarnation} while {others} live"
+        known = self.granted.setdefault(holder.token, holder.incarnation)
+        assert known == holder.incarnation, f"token {holder.token} was granted twice"
+
+
+class Faults:
+    """Each lasting fault ends by itself, except `gone`."""
+
+    def __init__(self, world: LeaseWorld) -> None:
+        self.world = world
+
+    def strike(self) -> None:
+        world = self.world
+        kind, lasts_ms = world.random.choice(FAULTS), world.random.choice(LASTS_MS)
+        until_ms = world.true_ms + lasts_ms
+        whom = ""
+        if not self.befall_server(kind, until_ms) and world.nodes:
+            node = world.random.choice(world.nodes)
+            self.befall_node(kind, node, until_ms)
+            whom = f" {node.engine}.{node.member}"
+        world.note(f"{kind}{whom} for {lasts_ms}")
+
+    def befall_server(self, kind: str, until_ms: float) -> bool:
+        """Whether this is a fault of the server, and it could be injected."""
+        server = self.world.server
+        if kind == "server" and server.machine is not None:
+            server.kill()
+        elif kind == "lose":
+            server.kill()
+            server.slots[self.world.random.randrange(2)] = None
+        elif kind == "stall":
+            server.stalls_until_ms = until_ms
+        elif kind == "disk":
+            server.disk_fails_until_ms = until_ms
+        else:
+            return False
+        return True
+
+    def befall_node(self, kind: str, node: Node, until_ms: float) -> None:
+        if kind == "tree" and node.tree is not None and not node.tree.is_dead:
+            self.world.doom(node.tree)
+        elif kind == "sup" and node.is_alive:
+            node.die()
+        elif kind == "stop":
+            node.stopped_until_ms = max(until_ms, node.stopped_until_ms)
+        elif kind == "part":
+            node.cut_off_until_ms = max(until_ms, node.cut_off_until_ms)
+        elif kind == "gone" and node.is_alive and not node.is_lost_for_good:
+            node.cut_off_until_ms, node.is_lost_for_good = NEVER, True
+        elif kind == "cut" and node.line is not None:
+            node.hang_up()
+        elif kind == "race":
+            self.race(node, until_ms)
+
+    def race(self, node: Node, until_ms: float) -> None:
+        """The holder dies at the moment when a waiter's network fails."""
+        for other in self.world.nodes:
+            if other.holds and other.tree is not None and other.engine != node.engine:
+                self.world.doom(other.tree)
+                node.cut_off_until_ms = max(until_ms, node.cut_off_until_ms)

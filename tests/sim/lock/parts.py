@@ -112,7 +112,7 @@ class Sup:
     newest: int = -1  # the number of the last one
     tree: Tree | None = None
     tokens: dict[str, int] = field(default_factory=dict)
-    # Where engines are told to end (`lock_departures.py`):
+    # Where engines are told to end (`engines.py`):
     is_ordered: bool = False  # the order is on its way
     is_leaving: bool = False
     awaits_answer: bool = False

@@ -1,7 +1,7 @@
 """What must always hold in a simulated pod: the promises of docs/lock.md, as the world sees them.
 
-The law keeps its own records (who asked when, what was sent) of what the shell receives and sends.
-It reads the machine only to ask which witness it would try, and whether a free lock is wanted.
+It keeps its own records (who asked when, what was sent) of what the server receives and sends. It
+reads the machine only to ask which witness it would try, and whether a free lock is wanted.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from lockserver.core.lock import LockState
 from lockserver.core.machine import SILENT_MS
 from lockserver.core.names import WitnessFile, WitnessState
 from plumbing.pod.models import kind_of
-from tests.sim.lock_parts import ACTIVE, Conn, Said, Sup, Tree
+from tests.sim.lock.parts import ACTIVE, Conn, Said, Sup, Tree
 
 if TYPE_CHECKING:
-    from tests.sim.lock_world import World
+    from tests.sim.lock.world import World
 
 # These refusals mean that the sender is not who it claims to be: its message does not count.
 IDENTITY = {"lock.engine_id_taken", "lock.identity_changed", "lock.too_many_waiters"}
@@ -27,7 +27,7 @@ UNPROVEN = "lock.witness_unproven"
 Owed = list[tuple[str, ev.Holder]]
 
 
-class Law:
+class Promises:
     def __init__(self, world: World) -> None:
         self.world = world
         self.sent: dict[int, tuple[str, str]] = {}  # token → lock and incarnation
@@ -144,12 +144,12 @@ class Law:
         return self.owed
 
     def is_known(self, sup: Sup) -> bool:
-        machine = self.world.shell.machine
+        machine = self.world.server.machine
         return machine is not None and sup.id in machine.supervisors
 
     def holds(self, sup: Sup) -> bool:
-        assert self.world.shell.machine is not None
-        locks = self.world.shell.machine.locks.values()
+        assert self.world.server.machine is not None
+        locks = self.world.server.machine.locks.values()
         return any(lock.holder is not None and lock.holder.supervisor == sup.id for lock in locks)
 
     def answered(self, owed: Owed) -> None:
@@ -237,7 +237,7 @@ class Law:
         self.old_tokens.discard(holder.token)
         before = self.sent_max.get(lock, 0)
         assert holder.token > before, f"{lock}: token {holder.token} is sent after {before}"
-        slot = self.world.shell.slots[1]
+        slot = self.world.server.slots[1]
         on_disk = slot.holders.get(lock) if slot is not None else None
         assert on_disk == holder, f"{who} is not on disk"
         assert is_owed or holder.supervisor not in self.leavers, f"{who} is granted, and leaves"
@@ -297,7 +297,7 @@ class Law:
         )
 
     def discarded(self, witnesses: Sequence[WitnessFile]) -> None:
-        newest = self.world.shell.slots[1]
+        newest = self.world.server.slots[1]
         needed = {holder.witness for holder in newest.holders.values()} if newest else set()
         assert needed.isdisjoint(witnesses), "a holder's witness is removed"
 
@@ -311,7 +311,7 @@ class Law:
             if self.world.hand_overs is not None:
                 used = {(t.incarnation, w.used) for t in living for w in t.workers if w.used}
                 assert len(used) <= 1, f"two terms may accept or write: {used}"
-        machine = self.world.shell.machine
+        machine = self.world.server.machine
         if machine is None:
             return
         for lock in machine.locks.values():

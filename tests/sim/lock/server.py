@@ -1,7 +1,7 @@
-"""The server's shell around the machine, as the simulation has it: a disk, probes, connections.
+"""The server around the machine, as the simulation has it: a disk, probes, connections.
 
-It does what `server.py`, `prober.py` and `state_file.py` do, and asks the law (`lock_law.py`)
-whether each act of the machine is allowed.
+It does what `server.py`, `prober.py` and `state_file.py` do, and has each act of
+the machine checked (`promises.py`).
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from lockserver.core.machine import LockMachine
 from lockserver.core.names import WitnessState
 from lockserver.messages import WantMsg
 from plumbing.pod.models import kind_of
-from tests.sim.lock_departures import CONTINUATION
-from tests.sim.lock_parts import ACTIVE, Conn, Said, Sup, Tree
+from tests.sim.lock.engines import CONTINUATION
+from tests.sim.lock.parts import ACTIVE, Conn, Said, Sup, Tree
 
 if TYPE_CHECKING:
-    from tests.sim.lock_world import World
+    from tests.sim.lock.world import World
 
 TICK = ev.TimePassed()
 FIRST_ERA = f"{1:016x}"
 NO_MACHINE = "the server is down"
 
 
-class Shell:
+class Server:
     def __init__(self, world: World, locks: tuple[str, ...]) -> None:
         self.world, self.kinds = world, {name: KINDS[kind_of(name)] for name in locks}
         self.machine: LockMachine | None = None
@@ -59,12 +59,12 @@ class Shell:
                 era=readable[0].era if readable else f"{self.starts:016x}",
             )
             self.slots = [record, record]
-            self.world.law.state_lost(is_whole=not readable)
-        is_first = not self.world.law.eras
-        self.world.law.era_began(record.era, is_new=is_first or not readable)
+            self.world.promises.state_lost(is_whole=not readable)
+        is_first = not self.world.promises.eras
+        self.world.promises.era_began(record.era, is_new=is_first or not readable)
         resumes = self.world.departures is not None
         self.machine = LockMachine(record, self.world.now_ms, kinds=self.kinds, resumes=resumes)
-        self.world.law.server_started()
+        self.world.promises.server_started()
         trees = self.world.trees.values()
         self.perform(
             self.machine.begin([t.witness for t in trees if t.is_sealed and not t.is_removed])
@@ -88,7 +88,7 @@ class Shell:
     # ------------------------------------------------------------------ effects
 
     def perform(self, effects: list[ev.LockEffect]) -> None:
-        law = self.world.law
+        promises = self.world.promises
         for effect in effects:
             if isinstance(effect, ev.Happened):
                 continue
@@ -96,12 +96,12 @@ class Shell:
                 assert effect is effects[-1], "something happens after a write is begun"
                 self.write(effect.record)
             elif isinstance(effect, ev.SendGrant):
-                law.granted(effect.lock, effect.holder, effect.era)
+                promises.granted(effect.lock, effect.holder, effect.era)
                 self.send(effect.conn, effect)
             elif isinstance(effect, ev.Announce):
                 self.announce(effect)
             elif isinstance(effect, ev.TellStandby) and self.world.departures is not None:
-                law.told_of_standby(effect)
+                promises.told_of_standby(effect)
                 self.send(effect.conn, effect)
             elif isinstance(effect, ev.RefuseConnection | ev.Close):
                 self.close(effect)
@@ -111,7 +111,7 @@ class Shell:
                 assert self.hearing is not None
                 self.unseen[conn] = self.hearing, effect.want
             elif isinstance(effect, ev.Discard):
-                law.discarded(effect.witnesses)
+                promises.discarded(effect.witnesses)
                 names = {file.name for file in effect.witnesses}
                 for tree in self.world.trees.values():
                     if tree.witness.name in names and not tree.is_alive:
@@ -131,7 +131,7 @@ class Shell:
             self.feed(ev.PersistFailed("a full disk"))
             return
         self.slots = [self.slots[1], record]
-        self.world.law.written(record)
+        self.world.promises.written(record)
         if self.dies_after_write:
             self.world.trace.append("the server dies between writing and sending")
             self.kill()
@@ -152,7 +152,7 @@ class Shell:
             return
         if isinstance(effect, ev.RefuseConnection):
             self.send(conn.id, effect)
-            self.world.law.refused(conn)
+            self.world.promises.refused(conn)
         conn.server_open = False
         conn.up.clear()
         self.unseen.pop(conn, None)
@@ -246,21 +246,21 @@ class Shell:
 
     def judge(self, conn: Conn, said: Said, event: ev.Wanted) -> None:
         sup, self.hearing = conn.sup, said
-        machine, law = self.machine, self.world.law
+        machine, promises = self.machine, self.world.promises
         assert machine is not None, NO_MACHINE
         holders = {name: lock.holder for name, lock in machine.locks.items()}
         effects = machine.handle(event, self.world.now_ms)
         codes = [
             e.code for e in effects if isinstance(e, ev.RefuseConnection) and e.conn == conn.id
         ]
-        owed = law.heard(conn, said, holders, codes, event)
+        owed = promises.heard(conn, said, holders, codes, event)
         self.perform(effects)
         if self.machine is None:
             return  # it died between write and send
         known = self.machine.supervisors.get(sup.id)
         if known is not None and known.conn == conn.id and self.world.has_pidfd:
             self.watched[sup.id] = sup
-        law.answered(owed)
+        promises.answered(owed)
 
     def see_eof(self, conn: Conn) -> None:
         conn.server_open = False
@@ -271,7 +271,7 @@ class Shell:
 
     def finish(self, conn: Conn) -> None:
         self.unseen.pop(conn, None)
-        self.world.law.closed(conn)
+        self.world.promises.closed(conn)
         self.feed(ev.ConnectionClosed(conn.id))
         self.world.forget_closed()
 
@@ -279,14 +279,14 @@ class Shell:
         """The pidfd of PID 1 of a container is readable once its whole tree is dead."""
         if self.world.is_process_gone(sup):
             del self.watched[sup.id]
-            self.world.law.gone(sup)
+            self.world.promises.gone(sup)
             self.feed(ev.ProcessGone(sup.id))
 
     def probe(self, subject: tuple[str, Tree]) -> None:
         lock, tree = subject
         self.seal(tree)
         if kind_of(lock) == ACTIVE:
-            self.world.law.freed_by_witness(tree, self.holder_of(lock).token)
+            self.world.promises.freed_by_witness(tree, self.holder_of(lock).token)
         self.feed(ev.WitnessFree(lock, tree.incarnation))
 
     def holder_of(self, lock: str) -> ev.Holder:
@@ -298,7 +298,7 @@ class Shell:
         lock, tree = subject
         token = self.holder_of(lock).token
         self.seal_serving(tree, token)
-        self.world.law.freed_by_serving_file(tree, token)
+        self.world.promises.freed_by_serving_file(tree, token)
         self.feed(ev.ServingFileFree(lock, tree.incarnation, token))
 
     def is_filed(self, tree: Tree, holder: ev.Holder) -> bool:

@@ -2,12 +2,11 @@
 
 Only the machine is real, and nothing sleeps. `moves` happen by themselves, `faults` are injected;
 the driver of a world (a seeded generator, Hypothesis, an exhaustive search) picks one, and `do`
-carries it out and has the law check the result. Time passes only by `wait`.
+carries it out and has the promises checked. Time passes only by `wait`.
 
-    lock_parts  records          lock_shell  the server        lock_supervisors  the engines
-    lock_faults the faults       lock_law    what must always hold
-    lock_serving  processes that join and leave a serving file, in pods that hand over in place
-    lock_departures  engines that are told to end
+    parts    records             server    the server and its disk    engines  supervisors, trees
+    serving  a hand-over in place: processes that join and leave a serving file
+    faults   what goes wrong     promises  what must always hold      planted  rules left out
 """
 
 from __future__ import annotations
@@ -16,13 +15,12 @@ import random
 from typing import Any
 
 from plumbing.pod.models import lock_of
-from tests.sim.lock_departures import Departures
-from tests.sim.lock_faults import Faults
-from tests.sim.lock_law import Law
-from tests.sim.lock_parts import ACTIVE, LOADER, Conn, Sup, Tree, Worker
-from tests.sim.lock_serving import Serving
-from tests.sim.lock_shell import TICK, Shell
-from tests.sim.lock_supervisors import Supervisors
+from tests.sim.lock.engines import Departures, Supervisors
+from tests.sim.lock.faults import Faults
+from tests.sim.lock.parts import ACTIVE, LOADER, Conn, Sup, Tree, Worker
+from tests.sim.lock.promises import Promises
+from tests.sim.lock.server import TICK, Server
+from tests.sim.lock.serving import Serving
 
 Move = tuple[Any, Any]  # what to call, and with what
 
@@ -65,19 +63,19 @@ class World:
         self.trees: dict[str, Tree] = {}
         self.living: list[Tree] = []  # trees with a process of any kind
         self.trace: list[Any] = []
-        self.law = Law(self)
-        self.shell = Shell(self, tuple(lock_of(kind, m) for m in models for kind in locks))
+        self.promises = Promises(self)
+        self.server = Server(self, tuple(lock_of(kind, m) for m in models for kind in locks))
         self.supervisors = Supervisors(self)
         self.serving = Serving(self)
         self.faults = Faults(self)
         for number in range(engines):
             self.new_sup(f"engine-{number}")
-        self.shell.start()
+        self.server.start()
 
     # ------------------------------------------------------------------ driving the world
 
     def moves(self) -> list[Move]:
-        found = self.shell.moves() + self.supervisors.moves()
+        found = self.server.moves() + self.supervisors.moves()
         if self.departures is not None:
             found += self.departures.moves()
         return found if self.hand_overs is None else found + self.serving.moves()
@@ -85,7 +83,7 @@ class World:
     def do(self, move: Move) -> None:
         self.trace.append(move)
         move[0](move[1])
-        self.law.check()
+        self.promises.check()
 
     def wait(self, ms: float) -> None:
         """Time passes; every supervisor that runs and is connected sends heartbeats."""
@@ -96,8 +94,8 @@ class World:
             ms -= STEP_MS
             for sup in self.sups:
                 self.supervisors.beat(sup)
-            if self.shell.machine is not None:
-                self.shell.feed(TICK)
+            if self.server.machine is not None:
+                self.server.feed(TICK)
 
     def random_step(self, rng: random.Random, fault_rate: float = FAULT_RATE) -> None:
         roll = rng.random()
@@ -126,7 +124,7 @@ class World:
         return all(self.is_model_served(lock_of(ACTIVE, model)) for model in self.models)
 
     def is_model_served(self, lock: str) -> bool:
-        machine = self.shell.machine
+        machine = self.server.machine
         holder = machine.locks[lock].holder if machine is not None else None
         return holder is not None and any(
             sup.tree is not None

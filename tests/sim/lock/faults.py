@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tests.sim.lock_parts import Conn, Said, Sup, Tree
-from tests.sim.lock_shell import TICK
+from tests.sim.lock.parts import Conn, Said, Sup, Tree
+from tests.sim.lock.server import TICK
 
 if TYPE_CHECKING:
-    from tests.sim.lock_world import World
+    from tests.sim.lock.world import World
 
 STALL_MS = 60_000.0
 NEVER_GRANTED = 1_000_000
@@ -20,7 +20,7 @@ class Faults:
         self.twins = 0
 
     def possible(self) -> list[tuple[Any, Any]]:
-        world, shell = self.world, self.world.shell
+        world, server = self.world, self.world.server
         found: list[tuple[Any, Any]] = []
         for sup in world.sups:
             if sup.is_alive:
@@ -41,15 +41,15 @@ class Faults:
                 found.append((self.end_stray, tree))
             elif tree.holding:
                 found.append((self.stray, tree))
-        if shell.machine is None:
-            found += [(self.lose_slot, slot) for slot in (0, 1) if shell.slots[slot] is not None]
+        if server.machine is None:
+            found += [(self.lose_slot, slot) for slot in (0, 1) if server.slots[slot] is not None]
         else:
             found += [(self.kill_server, None), (self.stall_server, None)]
-            if not shell.dies_after_write:
+            if not server.dies_after_write:
                 found.append((self.let_die_after_write, None))
             found += [(self.lie, conn) for conn in world.conns if conn.server_open and conn.up]
-        found.append((self.repair_disk if shell.disk_fails else self.fail_disk, None))
-        found.append((self.end_shortage if shell.is_short else self.run_short, None))
+        found.append((self.repair_disk if server.disk_fails else self.fail_disk, None))
+        found.append((self.end_shortage if server.is_short else self.run_short, None))
         if not self.twins:
             found += [(self.twin, sup) for sup in world.sups if sup.is_alive]
         if world.hand_overs is not None:
@@ -119,43 +119,43 @@ class Faults:
 
     def lie(self, conn: Conn) -> None:
         """A want arrives with a token that was never granted to it."""
-        machine = self.world.shell.machine
+        machine = self.world.server.machine
         said: Said = conn.up.popleft()
         active = conn.sup.active
         if machine is not None and not machine.locks[active].is_unknown and active in said.locks:
-            old = self.world.law.token_max
+            old = self.world.promises.token_max
             said.tokens[active] = NEVER_GRANTED if old % 2 else max(1, old - 1)
-        self.world.shell.hear(conn, said)
+        self.world.server.hear(conn, said)
 
     # ------------------------------------------------------------------ the server
 
     def kill_server(self, _: None) -> None:
-        self.world.shell.kill()
+        self.world.server.kill()
 
     def let_die_after_write(self, _: None) -> None:
-        self.world.shell.dies_after_write = True
+        self.world.server.dies_after_write = True
 
     def stall_server(self, _: None) -> None:
         """It is stopped for a minute and receives nothing."""
-        self.world.law.forgive(STALL_MS)
+        self.world.promises.forgive(STALL_MS)
         self.world.now_ms += STALL_MS
-        self.world.shell.feed(TICK)
+        self.world.server.feed(TICK)
 
     def lose_slot(self, slot: int) -> None:
-        self.world.shell.slots[slot] = None
+        self.world.server.slots[slot] = None
 
     def fail_disk(self, _: None) -> None:
-        self.world.shell.disk_fails = True
+        self.world.server.disk_fails = True
 
     def repair_disk(self, _: None) -> None:
-        self.world.shell.disk_fails = False
+        self.world.server.disk_fails = False
 
     def run_short(self, _: None) -> None:
         """The server's process has no descriptor left: it can look at no witness."""
-        self.world.shell.is_short = True
+        self.world.server.is_short = True
 
     def end_shortage(self, _: None) -> None:
-        self.world.shell.is_short = False
+        self.world.server.is_short = False
 
     # ------------------------------------------------------------------ repair
 
@@ -165,7 +165,7 @@ class Faults:
         world = self.world
         self.repair_disk(None)
         self.end_shortage(None)
-        world.shell.dies_after_write = False
+        world.server.dies_after_write = False
         self.twins = 1
         for tree in [t for t in world.living if t.strays]:
             self.end_stray(tree)
