@@ -1,5 +1,5 @@
 """What a peer may send, as data: a script is one byte that counts descriptors, then the bytes of a
-stream, with the descriptors attached to its first byte. Scripts are what the corpus keeps.
+stream, with the descriptors attached to its first byte. The corpus keeps scripts that were found.
 
 Strategies make them out of the catalogue itself, so that a new message is fuzzed from the day it
 is there: frames of every message with fields that are right, wrong, missing, surplus or huge, cut,
@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 import msgpack
 import msgspec
+import pytest
 from hypothesis import strategies as st
 
 from plumbing.wire.frames import HEADER, MAGIC, VERSION
@@ -26,8 +27,9 @@ CORPUS = Path(__file__).parent / "corpus"
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))  # 0: a short run, with every test run
 
 
-def corpus() -> list[Path]:
-    return sorted(CORPUS.glob("*.bin"))
+def corpus() -> list[Any]:
+    """Each script that once broke something, as a test's parameter."""
+    return [pytest.param(path.read_bytes(), id=path.stem) for path in sorted(CORPUS.glob("*.bin"))]
 
 
 def keep(script: bytes, name: str) -> None:
@@ -83,8 +85,14 @@ def valid(cls: type[Message], request_id: int = 1) -> bytes:
     return packed
 
 
+def replayed(catalogue: Catalogue) -> list[Any]:
+    """The corpus and the seeds."""
+    return [*corpus(), *(pytest.param(script, id=name) for name, script in seeds(catalogue))]
+
+
 def seeds(catalogue: Catalogue) -> Iterator[tuple[str, bytes]]:
-    """One script for every message, and one for every way that was once found to break a server."""
+    """One script for every message, so that one that is added is fuzzed from its first day, and one
+    for every way that was once found to break a server."""
     for cls in classes(catalogue):
         least = cls.FDS[0]
         yield f"valid-{type_of(cls)}", bytes([least]) + frame(valid(cls), least)

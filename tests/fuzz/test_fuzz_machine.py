@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -20,10 +19,9 @@ from tests.fuzz.streams import EXAMPLES, corpus, keep
 STEPS = 120
 
 
-@pytest.mark.parametrize("path", corpus(), ids=lambda path: path.stem)
-def test_machine_runs_the_corpus(path: Path):
-    """Replay every script that is kept, also those that were meant for the decoder."""
-    run(path.read_bytes()[: 3 * STEPS + 1])
+@pytest.mark.parametrize("script", corpus())
+def test_machine_runs_the_corpus(script: bytes):
+    run(script[: 3 * STEPS + 1])
 
 
 @settings(max_examples=EXAMPLES or 150, deadline=None)

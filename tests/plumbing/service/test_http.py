@@ -1,204 +1,273 @@
-"""Goal: probes, status and metrics over real sockets; one sentence where a port is taken."""
+"""Goal: probes, status, metrics and events over real sockets, for whoever may ask; what strangers
+send and hold costs them their connections, and a probe is answered meanwhile."""
+
+from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
 import textwrap
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import pytest
+import uvloop
 
 from plumbing.errors import UnderstudyError
+from plumbing.service import http as http_server
+from plumbing.service import process
 from plumbing.service.events import EventLog
+from plumbing.service.hosts import KnownHosts
 from plumbing.service.http import HttpServer, Probe
 from plumbing.service.metrics import Metrics
 from tests.fake_clock import FakeClock
 from tests.helpers import auntil, open_fds
 
-
-@asynccontextmanager
-async def serving(**changes):
-    probes = {
-        "live": lambda: Probe(True, "alive"),
-        "ready": lambda: Probe(False, "waiting_for_lock", {"holder": "engine-0"}),
-    }
-    settings = {
-        "probes": probes,
-        "status": lambda: {"schema": 1, "as_of_event_id": 0},
-        "metrics": Metrics(),
-        "events": EventLog("x", FakeClock()),
-    }
-    http = HttpServer("127.0.0.1", 0, **{**settings, **changes})
-    await http.start()
-    try:
-        yield http
-    finally:
-        await http.stop()
+ANSWER_S = 30.0
+PROBES = {
+    "live": lambda: Probe(True, "alive"),
+    "ready": lambda: Probe(False, "waiting_for_lock", {"holder": "engine-0"}),
+}
 
 
-async def fetch(port, path, method="GET"):
-    """One request on a connection of its own: (status, headers, body)."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    request = f"{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
-    writer.write(request.encode())
-    answer = await reader.read()
-    writer.close()
-    await writer.wait_closed()
-    head, _, body = answer.decode().partition("\r\n\r\n")
-    first, *lines = head.split("\r\n")
-    headers = dict(line.lower().split(": ", 1) for line in lines)
-    return int(first.split()[1]), headers, body
+class Reply(NamedTuple):
+    status: int
+    head: str
+    body: bytes
+
+    @property
+    def document(self) -> Any:
+        return json.loads(self.body)
 
 
-def test_probes_answer_200_or_503_and_say_why():
-    """Goal: the body of a probe; method: one that holds and one that does not."""
+class Service:
+    """A server, on the loop that our programs have, and a client of it."""
 
-    async def main():
-        async with serving() as http:
-            status, headers, body = await fetch(http.port, "/live")
-            assert (status, json.loads(body)) == (200, {"ok": True, "reason": "alive"})
-            assert headers["content-type"].startswith("application/json")
-            status, _, body = await fetch(http.port, "/ready")
-            assert status == 503
-            expected = {"ok": False, "reason": "waiting_for_lock", "holder": "engine-0"}
-            assert json.loads(body) == expected
+    def __init__(self, **changes: Any) -> None:
+        self.runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+        settings = {
+            "probes": PROBES,
+            "status": lambda: {"schema": 1, "as_of_event_id": 0},
+            "metrics": Metrics(),
+            "events": EventLog("x", FakeClock()),
+        }
+        self.http = HttpServer("127.0.0.1", 0, **{**settings, **changes})
+        self.run(self.http.start())
 
-    asyncio.run(main())
+    def run(self, what: Any) -> Any:
+        return self.runner.run(what)
 
+    def send(self, data: bytes) -> Reply:
+        return self.run(self.asend(data))
 
-def test_probe_that_raises_is_500_and_the_server_lives_on():
-    """Goal: a bug in one probe costs that answer; method: raise, then ask another."""
+    async def asend(self, data: bytes) -> Reply:
+        """Everything that follows `data`, until the server closes the connection."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.http.port)
+        with contextlib.suppress(ConnectionError):
+            writer.write(data)
+            async with asyncio.timeout(ANSWER_S):
+                said = await reader.read()
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+        head, _, body = said.partition(b"\r\n\r\n")
+        return Reply(int(head.split()[1]), head.decode().lower(), body)
 
-    async def main():
-        def broken():
-            raise RuntimeError("bug")
+    def get(self, path: str, method: str = "GET", host: str = "x", more: str = "") -> Reply:
+        return self.send(f"{method} {path} HTTP/1.1\r\nHost: {host}\r\n{more}\r\n".encode())
 
-        probes = {"live": lambda: Probe(True, "alive"), "ready": broken}
-        async with serving(probes=probes) as http:
-            assert (await fetch(http.port, "/ready"))[0] == 500
-            assert (await fetch(http.port, "/live"))[0] == 200
+    def until(self, what: Callable[[], object], why: str) -> None:
+        self.run(auntil(what, why))
 
-    asyncio.run(main())
-
-
-def test_status_metrics_and_index():
-    """Goal: the reading surface; method: fetch each page."""
-
-    async def main():
-        async with serving() as http:
-            _, _, body = await fetch(http.port, "/status")
-            assert json.loads(body) == {"schema": 1, "as_of_event_id": 0}
-            _, headers, body = await fetch(http.port, "/metrics")
-            assert headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
-            assert 'understudy_limit_hits_total{limit="http_connections"} 0.0' in body
-            _, _, body = await fetch(http.port, "/")
-            paths = ["/live", "/ready", "/status", "/metrics", "/events"]
-            assert json.loads(body) == {"paths": paths}
-
-    asyncio.run(main())
+    @property
+    def open(self) -> int:
+        return len(self.http._open)
 
 
-def test_events_are_the_last_ones_or_those_after_an_id():
-    """Goal: what has happened, without a stream. Method: three events; all, the rest, a bad id."""
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Service]]:
+    """Starts servers, which end with the test."""
+    made: list[Service] = []
 
-    async def main():
-        log = EventLog("x", FakeClock())
-        for number in range(3):
-            log.record("x.y", f"number {number}")
-        async with serving(events=log) as http:
-            for query, ids in (
-                ("", [1, 2, 3]),
-                ("?since=2", [3]),
-                ("?since=3", []),
-                ("?since=9", []),
-            ):
-                status, _, body = await fetch(http.port, f"/events{query}")
-                found = json.loads(body)
-                assert (status, found["as_of_event_id"]) == (200, 3)
-                assert [each["id"] for each in found["events"]] == ids
-            for bad in ("x", "-1", "²", "9" * 20):
-                status, _, body = await fetch(http.port, f"/events?since={quote(bad)}")
-                assert status == 400
-                assert json.loads(body)["error"]["code"] == "service.bad_since"
+    def start(**changes: Any) -> Service:
+        made.append(Service(**changes))
+        return made[-1]
 
-    asyncio.run(main())
+    yield start
+    for each in made:
+        each.run(each.http.stop())
+        each.runner.close()
 
 
-def test_nothing_changes_state_and_unknown_paths_are_404():
-    """Goal: TCP only reads; method: other methods, another path, a server without events."""
-
-    async def main():
-        async with serving(events=None) as http:
-            for method in ("POST", "PUT", "DELETE"):
-                assert (await fetch(http.port, "/status", method))[0] == 405
-            assert (await fetch(http.port, "/nothing"))[0] == 404
-            assert (await fetch(http.port, "/events"))[0] == 404
-
-    asyncio.run(main())
+@pytest.fixture
+def service(serve) -> Service:
+    return serve()
 
 
-def test_stop_frees_the_port_and_every_descriptor():
-    """Goal: no leak over start and stop; method: count descriptors around both."""
+# ---------------------------------------------------------------------- what is answered
 
-    async def main():
-        async with serving() as http:
-            await fetch(http.port, "/live")  # what is opened lazily is open from here on
-        before = open_fds()
-        async with serving() as http:
-            await fetch(http.port, "/live")
-            port = http.port
-            await http.stop()
-            await http.stop()
-        assert open_fds().keys() == before.keys()
-        with socket.create_server(("127.0.0.1", port)):
-            pass
 
-    asyncio.run(main())
+def test_probes_answer_200_or_503_and_say_why(service):
+    found = service.get("/live")
+    assert (found.status, found.document) == (200, {"ok": True, "reason": "alive"})
+    assert "content-type: application/json" in found.head
+    found = service.get("/ready")
+    expected = {"ok": False, "reason": "waiting_for_lock", "holder": "engine-0"}
+    assert (found.status, found.document) == (503, expected)
+    of_head = service.get("/ready", "HEAD")
+    assert (of_head.status, of_head.head, of_head.body) == (503, found.head, b"")
+
+
+def test_probe_that_raises_is_500_and_the_server_lives_on(serve):
+    service = serve(probes={**PROBES, "ready": lambda: 1 / 0})
+    assert [service.get(path).status for path in ("/ready", "/live")] == [500, 200]
+
+
+def test_status_metrics_and_index(service):
+    assert service.get("/status").document == {"schema": 1, "as_of_event_id": 0}
+    page = service.get("/metrics")
+    assert "content-type: text/plain; version=0.0.4; charset=utf-8" in page.head
+    assert b'understudy_limit_hits_total{limit="http_connections"} 0.0' in page.body
+    assert service.get("/").document["paths"] == [
+        *("/live", "/ready", "/status", "/metrics", "/events")
+    ]
+
+
+def test_events_are_the_last_ones_or_those_after_an_id(serve):
+    log = EventLog("x", FakeClock())
+    for number in range(3):
+        log.record("x.y", f"number {number}")
+    service = serve(events=log)
+    for query, ids in (("", [1, 2, 3]), ("?since=2", [3]), ("?since=3", []), ("?since=9", [])):
+        found = service.get(f"/events{query}").document
+        assert found["as_of_event_id"] == 3
+        assert [each["id"] for each in found["events"]] == ids
+    for bad in ("x", "-1", "²", "9" * 20):
+        found = service.get(f"/events?since={quote(bad)}")
+        assert (found.status, found.document["error"]["code"]) == (400, "service.bad_since")
+
+
+def test_nothing_changes_state_and_unknown_paths_are_404(serve):
+    service = serve(events=None)
+    assert {service.get("/status", each).status for each in ("POST", "PUT", "DELETE")} == {405}
+    assert {service.get(path).status for path in ("/nothing", "/events")} == {404}
+
+
+# ---------------------------------------------------------------------- which names are ours
+
+FOREIGN = ("attacker.example", "attacker.example.:9400", "svc.attacker.example")
+OURS = (
+    *("127.0.0.1", "10.1.2.3:9400", "127.1", "[::1]:9400", "[fd00::7]", "localhost."),
+    *("localhost", "LOCALHOST:9400", "pod.localhost", "understudy-lockserver:9400"),
+    *("understudy.models.svc", "understudy.models.svc.cluster.local."),
+)
+
+
+@pytest.mark.parametrize("host", [*FOREIGN, "cluster.local.org"])
+def test_name_that_an_attacker_may_own_reads_nothing_but_probes(host, service):
+    """Goal: DNS rebinding shows nothing of a pod. Method: every path as a rebound page asks for it,
+    with the page's own origin, which equals Host, and without."""
+    for path in ("/status", "/metrics", "/events", "/", "/nothing"):
+        for origin in ("", f"Origin: http://{host}\r\n"):
+            found = service.get(path, host=host, more=origin)
+            assert (found.status, found.document["error"]["code"]) == (421, "service.unknown_host")
+    assert service.get("/live", host=host).status == 200
+
+
+def test_addresses_and_private_names_are_answered(service):
+    """Goal: kubelets, Prometheus, port-forward and curl in a cluster work. Method: their names."""
+    assert {host: service.get("/status", host=host).status for host in OURS} == dict.fromkeys(
+        OURS, 200
+    )
+
+
+def test_names_given_by_an_option_and_the_machines_own_are_answered(monkeypatch):
+    """Goal: an Ingress, and a host's full name. Method: both, in other letters and with a dot."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "Node-7.cluster.example.org")
+    known = KnownHosts(["Status.Example.com"])
+    for host in (
+        "status.example.COM",
+        "status.example.com.:80",
+        "node-7.cluster.example.org",
+        None,
+    ):
+        assert known.has(host)  # None: a request without Host is no browser's
+    for host in ("other.example.com", "", "a b", "a:b", "a.example/", "1.2.3.4.attacker.example"):
+        assert not known.has(host)
+
+
+# ---------------------------------------------------------------------- what is odd
+
+HALF = b"GET /live HTTP/1.1\r\nHost: x\r\n"
+WHOLE = HALF + b"\r\n"
+ODD = {
+    "body": (b"POST /live HTTP/1.1\r\nContent-Length: 3\r\n\r\nabc", 405),
+    "asterisk": (b"OPTIONS * HTTP/1.1\r\n\r\n", 404),
+    "connect": (b"CONNECT a:1 HTTP/1.1\r\nHost: x\r\n\r\n", 400),
+    "http2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
+    "upgrade": (HALF + b"Upgrade: h2c\r\nConnection: Upgrade\r\n\r\n", 200),
+    "proxy": (b"GET http://x/live?a HTTP/1.1\r\nHost: x\r\n\r\n", 200),
+    "slashes": (b"GET //live HTTP/1.1\r\nHost: x\r\n\r\n", 404),
+    "http-1.0": (b"GET /live HTTP/1.0\r\n\r\n", 200),
+    "pipelined": (WHOLE * 2, 200),
+    "nonsense-behind": (WHOLE + b"\r\nnonsense", 200),
+    "head-too-large": (b"GET / HTTP/1.1\r\nX: " + b"a" * 30_000, 400),
+    "garbage": (b"\x00\xff" * 500, 400),
+}
+
+
+@pytest.mark.parametrize(("data", "status"), ODD.values(), ids=ODD)
+def test_each_request_has_one_answer(data, status, service, caplog):
+    """Goal: whatever is asked, one answer; the connection ends, and nothing is logged."""
+    found = service.send(data)
+    assert found.status == status
+    assert "connection: close" in found.head
+    assert b"HTTP/1.1 " not in found.body
+    # On a busy machine asyncio's debug mode warns of a step that took long: no fault of the server.
+    assert [each for each in caplog.records if not each.msg.startswith("Executing ")] == []
+
+
+def test_stop_sends_what_was_answered_and_frees_every_descriptor(serve):
+    """Goal: an answer is not cut by the stop, and nothing leaks. Method: one larger than the
+    buffers, whose reader starts when the server stops; descriptors around a second server."""
+    service = serve(status=lambda: {"x": "x" * 8_000_000})
+
+    async def read_at_the_stop() -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", service.http.port)
+        writer.write(b"GET /status HTTP/1.1\r\nHost: x\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        _, body = await asyncio.gather(service.http.stop(), reader.read())
+        writer.close()
+        return body
+
+    assert len(service.run(read_at_the_stop())) > 8_000_000
+    before = open_fds()
+    service.run(service.http.start())
+    assert service.get("/live").status == 200
+    for _ in range(2):
+        service.run(service.http.stop())
+    assert open_fds().keys() == before.keys()
+    with socket.create_server(("127.0.0.1", service.http.port)):
+        pass
 
 
 def test_port_in_use_names_port_and_process():
     """Goal: one sentence with the cause and the fix; method: take the port first."""
-
-    async def main():
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = listener.getsockname()[1]
-            http = HttpServer("127.0.0.1", port, probes={}, status=dict, metrics=Metrics())
-            before = open_fds()
-            with pytest.raises(UnderstudyError) as caught:
-                await http.start()
-            assert open_fds().keys() == before.keys()
-        error = caught.value
-        assert (error.code, error.exit_code) == ("service.port_in_use", 1)
-        assert error.details == {"host": "127.0.0.1", "port": port, "pid": os.getpid()}
-        assert f"port {port} on 127.0.0.1 is in use by pid {os.getpid()}" in error.message
-        assert "--http-port" in error.message
-
-    asyncio.run(main())
-
-
-def test_random_bytes_cost_their_sender_and_nobody_else(caplog):
-    """Goal: bad input disturbs nothing, leaks nothing, fills no log; method: garbage, huge head."""
-
-    async def main():
-        async with serving() as http:
-            await fetch(http.port, "/live")
-            before = open_fds()
-            for garbage in (b"\x00\xff" * 500, b"GET / HTTP/1.1\r\nX: " + b"a" * 20_000 + b"\r\n"):
-                reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
-                writer.write(garbage)
-                assert b" 400 " in (await reader.read()).split(b"\r\n")[0]
-                writer.close()
-                await writer.wait_closed()
-            assert (await fetch(http.port, "/live"))[0] == 200
-            await auntil(lambda: open_fds().keys() == before.keys(), "closed connections", 10)
-
-    asyncio.run(main())
-    # On a busy machine asyncio's debug mode warns of a step that took long: no fault of the server.
-    assert [each for each in caplog.records if not each.msg.startswith("Executing ")] == []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        http = HttpServer("127.0.0.1", port, probes={}, status=dict, metrics=Metrics())
+        before = open_fds()
+        with pytest.raises(UnderstudyError, match="--http-port") as caught:
+            asyncio.run(http.start())
+        assert open_fds().keys() == before.keys()
+    assert (caught.value.code, caught.value.exit_code) == ("service.port_in_use", 1)
+    assert caught.value.details == {"host": "127.0.0.1", "port": port, "pid": os.getpid()}
 
 
 def test_minimal_server_loads_no_heavy_library():
@@ -221,3 +290,140 @@ def test_minimal_server_loads_no_heavy_library():
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert not {"numpy", "rich", "psutil", "torch", "aiohttp"} & set(done.stdout.split())
+
+
+# ---------------------------------------------------------------------- strangers
+
+
+@contextlib.contextmanager
+def strangers(service: Service, count: int, data: bytes = HALF) -> Iterator[list[socket.socket]]:
+    """`count` connections that have sent `data` and stay open on their side; the server has turns
+    in between, because they may be more than its backlog takes."""
+    with contextlib.ExitStack() as stack:
+        made = []
+        for _ in range(count):
+            sock = stack.enter_context(socket.create_connection(("127.0.0.1", service.http.port)))
+            with contextlib.suppress(ConnectionError):  # closed already
+                sock.sendall(data)
+            sock.setblocking(False)
+            made.append(sock)
+            service.run(asyncio.sleep(0))
+        yield made
+
+
+async def end_of(sock: socket.socket) -> bytes:
+    """What arrives on `sock` until its other end closes it."""
+    data = b""
+    with contextlib.suppress(ConnectionError):
+        async with asyncio.timeout(ANSWER_S):
+            while more := await asyncio.get_running_loop().sock_recv(sock, 65536):
+                data += more
+    return data
+
+
+def test_probe_is_answered_while_strangers_hold_every_connection(serve, monkeypatch):
+    """Goal: the port cannot be taken. Method: half requests, several times the limit; then a probe,
+    the metric, and the problem, which is named while it lasts."""
+    service = serve()
+    limit = service.http.connections_max
+    assert service.http.problem is None
+    with strangers(service, 3 * limit):
+        assert service.get("/live").status == 200
+        service.until(lambda: service.open <= limit, "the oldest to be closed")
+        page = service.get("/metrics").body.decode()
+        (line,) = [each for each in page.splitlines() if "http_connections" in each]
+        assert float(line.split()[-1]) >= 2 * limit
+        assert f"{limit} HTTP connections are open" in service.http.problem
+        assert str(service.http.port) in service.http.problem
+    monkeypatch.setattr(http_server, "PROBLEM_S", 0.0)
+    service.until(lambda: service.http.problem is None, "the problem to be over")
+
+
+@pytest.mark.parametrize("sent", [b"", HALF, b"GET /live HTTP/1.1\r\nX: "])
+def test_connection_without_a_whole_request_is_closed_at_the_deadline(sent, service, monkeypatch):
+    """Goal: silence and half a head cost seconds. Method: a short deadline, and one who sends a
+    byte now and then."""
+    monkeypatch.setattr(http_server, "DEADLINE_S", 0.2)
+
+    async def drip_until_closed(sock: socket.socket) -> None:
+        closing = asyncio.ensure_future(end_of(sock))
+        while not closing.done():
+            with contextlib.suppress(ConnectionError):
+                sock.send(b"X")
+            await asyncio.sleep(0.01)
+
+    with strangers(service, 1, sent) as (quiet,), strangers(service, 1) as (drip,):
+        service.run(drip_until_closed(drip))
+        assert b"200" not in service.run(end_of(quiet))
+
+
+def test_reader_that_never_reads_its_answer_is_closed_at_the_deadline(serve, monkeypatch):
+    """Goal: an answer holds no connection for ever. Method: one larger than all buffers."""
+    monkeypatch.setattr(http_server, "DEADLINE_S", 0.2)
+    service = serve(status=lambda: {"x": "x" * 50_000_000})
+    with strangers(service, 1, b"GET /status HTTP/1.1\r\nHost: x\r\n\r\n"):
+        service.until(lambda: service.open, "the connection")
+        service.until(lambda: not service.open, "the connection to be closed")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET /live HTTP/1.1\r\n" + b"X: y\r\n" * 40_000,
+        b"POST /live HTTP/1.1\r\nContent-Length: 400000\r\n\r\n" + b"x" * 400_000,
+        b"POST /live HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 40_000,
+    ],
+    ids=["head", "body", "chunks"],
+)
+def test_request_larger_than_the_limit_ends_its_connection(data, service):
+    """Goal: a stranger's bytes are not kept. Method: heads and bodies far above the limit."""
+
+    async def flood() -> None:
+        _, writer = await asyncio.open_connection("127.0.0.1", service.http.port)
+        writer.write(data)
+        with contextlib.suppress(ConnectionError):
+            async with asyncio.timeout(ANSWER_S):
+                await writer.drain()
+        await auntil(lambda: not service.open, "the connection to be closed")
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+    service.run(flood())
+    assert service.get("/live").status == 200
+
+
+def test_share_of_descriptors_that_strangers_may_take():
+    """Goal: most descriptors stay ours, however few there are. Method: real limits."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        for limit, expected in ((4096, 64), (512, 64), (256, 32), (64, 8)):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+            assert process.strangers_max(64) == expected
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_out_of_descriptors_the_oldest_makes_room(service):
+    """Goal: a probe is answered although the process has no descriptor left. Method: a limit of
+    what is open, while strangers hold some of it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with strangers(service, 3), socket.socket() as pending:
+        service.until(lambda: service.open == 3, "the connections")
+        taken: list[socket.socket] = []
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(open_fds()) + 1, hard))
+            with contextlib.suppress(OSError):
+                while True:
+                    taken.append(socket.socket())
+            pending.setblocking(False)
+            pending.connect_ex(("127.0.0.1", service.http.port))
+            service.until(lambda: "cannot accept" in (service.http.problem or ""), "the shortage")
+            pending.setblocking(True)
+            pending.sendall(WHOLE)
+            pending.setblocking(False)
+            assert b"200 OK" in service.run(end_of(pending))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for sock in taken:
+                sock.close()
