@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.deploy.image import build
+from tests.deploy.container_image import build
 from tests.deploy.manifests import DEPLOY
 
 

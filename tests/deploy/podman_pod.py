@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from plumbing.service.procfs import children, is_alive
-from tests.deploy.image import PODMAN
+from tests.deploy.container_image import PODMAN
 from tests.deploy.manifests import (
     INIT,
     Document,

@@ -16,6 +16,8 @@ from tests.deploy.manifests import (
     DEPLOY,
     IN_MANY_CONTAINERS,
     IN_ONE_POD,
+    NODES,
+    OVERLAYS,
     WITH_CLAIM,
     Document,
     block,
@@ -85,6 +87,50 @@ def test_page_is_one_more_container_of_the_pod(own: Path, overlay: str):
     startup, liveness = page["startupProbe"], page["livenessProbe"]
     assert {each["httpGet"]["path"] for each in (startup, liveness)} == {"/live"}
     assert liveness | {"httpGet": 0} == lock["livenessProbe"] | {"httpGet": 0}
+
+
+def is_published(found: list[Document]) -> bool:
+    """Whether the Service that balances requests lists pods that are not ready."""
+    services = (each["spec"] for each in found if each["kind"] == "Service")
+    (service,) = (each for each in services if each.get("ports", [{}])[0].get("name") == "http")
+    return service.get("publishNotReadyAddresses", False) is True
+
+
+def makers(found: list[Document]) -> list[Document]:
+    return [each["spec"] for each in found if each["kind"] in OF_PODS]
+
+
+@needs_kubectl
+@pytest.mark.parametrize("overlay", IN_ONE_POD)
+def test_replicas_list_only_pods_that_are_ready(own: Path, overlay: str):
+    """Goal: requests go to a pod that serves, and a pod that ends gets none. Method: the component
+    on each overlay; the flag, and the sleep of each container that drains."""
+    found = render(own, using(overlay, "replicas"))
+    assert not is_published(found)
+    ((made,), (alone,)) = makers(found), makers(documents(overlay))
+    spec, grace = made["template"]["spec"], "terminationGracePeriodSeconds"
+    assert made["replicas"] == 2
+    sleep = {"preStop": {"sleep": {"seconds": 5}}}
+    assert [each["lifecycle"] for each in spec["containers"]] == [sleep] * len(spec["containers"])
+    assert spec[grace] == alone["template"]["spec"][grace] + 5
+    (spread,) = spec["topologySpreadConstraints"]
+    assert spread["labelSelector"] == made["selector"]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_dead_container_takes_no_pod_out_of_its_service(overlay: str):
+    """Goal: a pod that is alone is listed whichever container died, for up to five minutes of the
+    kubelet's back-off; no request goes to a pod that loads or ends while another serves. Method:
+    the flag against the number of pods; only pods without it wait before they end."""
+    found = documents(overlay)
+    made = next(
+        each
+        for each in makers(found)
+        if "understudy" in str(each["selector"]) and (overlay != NODES or "serviceName" in each)
+    )
+    assert is_published(found) == (made["replicas"] == 1) == (overlay != NODES)
+    waits = ["lifecycle" in each for each in made["template"]["spec"]["containers"]]
+    assert waits == [overlay == NODES] * len(waits)
 
 
 @needs_kubectl

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from plumbing.service.procfs import is_alive, rss_bytes
-from tests.deploy.image import why_not
+from tests.deploy.container_image import why_not
 from tests.deploy.podman_pod import PodmanPod, pid_namespace
 from tests.e2e.pods import CLIENTS, grants_in, load_on
 from tests.e2e.processes import Processes, kill

@@ -1,4 +1,4 @@
-"""Our worker on host memory with private weights: no supervisor, no memory service."""
+"""Our worker on host memory with weights of its own: no supervisor, no memory service of weights."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from engine.backends.vllm.worker.kv_arena import AddressRange
 from engine.backends.vllm.worker.kv_host import HostRange
 
 
-class PrivateWorker(CPUWorker):
-    free_bytes = 1 << 40
-
+class UnsupervisedWorker(CPUWorker):
     def init_device(self) -> None:
         member: Any = SimpleNamespace(
             leftover=lambda path: None, report=lambda error: None, seat=None
@@ -24,14 +22,14 @@ class PrivateWorker(CPUWorker):
         super().init_device()
 
     def load_model(self, **kwargs: Any) -> None:
-        ours: Any = SimpleNamespace(is_awake=False, is_away=False, bytes=0, epoch="", identity={})
-        ours.cannot_offload = ""
+        ours: Any = SimpleNamespace(is_awake=False, is_away=False, bytes=0, identity={})
+        ours.cannot_offload, ours.epoch = "", "0" * 32
         weights._of_this_process = ours
         StockCPUWorker.load_model(self, **kwargs)
 
-    def reserve(self, kv_bytes: int) -> AddressRange:
-        return HostRange(kv_bytes, read=lambda: Room(self.free_bytes, 1 << 40, "a test"))
 
-    def find_free(self, free_bytes: int) -> None:
-        """From now on so much memory is free."""
-        self.free_bytes = free_bytes
+class PrivateWorker(UnsupervisedWorker):
+    """With KV memory of its own, too."""
+
+    def reserve(self, kv_bytes: int) -> AddressRange:
+        return HostRange(kv_bytes, read=lambda: Room(1 << 40, 1 << 40, "a test"))

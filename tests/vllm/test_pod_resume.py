@@ -8,11 +8,10 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from http.client import HTTPConnection, HTTPException
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from plumbing.wire.blocking import BlockingClient
 from tests.e2e.processes import pod_ports
 from tests.helpers import auntil
 from tests.vllm.conftest import IS_INTERPRETED, WHOLE_DEADLINE_S
+from tests.vllm.resume_matrix.client import begin, made_by
 from understudy.pod.runner import PodRunner
 from understudy.pod.table import LocalPod
 from understudy.status.gather import gather
@@ -60,17 +60,6 @@ BODY = {
 }
 
 
-class Connection(HTTPConnection):
-    def __init__(self, path: str) -> None:
-        super().__init__("engine", timeout=ANSWER_S)
-        self.path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.settimeout(ANSWER_S)
-        self.sock.connect(self.path)
-
-
 class Engine:
     """One engine as the gateway finds it while it is active."""
 
@@ -78,19 +67,14 @@ class Engine:
         self.path = engine_http_socket(str(directory), name)
 
     def hello(self) -> Any:
-        with contextlib.closing(Connection(self.path)) as connection:
-            connection.request("GET", hop.HELLO_PATH, headers={hop.GATEWAY: "1"})
-            with connection.getresponse() as response:
-                return json.load(response)
+        with begin(self.path, hop.HELLO_PATH, method="GET") as response:
+            return json.load(response)
 
     def cached_tokens(self, prompt: list[int]) -> int:
         """How many tokens of `prompt` need not be computed."""
-        body = json.dumps({"prompt": prompt, "max_tokens": 1}).encode()
-        headers = {hop.GATEWAY: "1", "Content-Type": "application/json"}
-        with contextlib.closing(Connection(self.path)) as connection:
-            connection.request("POST", "/v1/completions", body, headers)
-            with connection.getresponse() as response:
-                usage = json.load(response)["usage"]
+        body = {"prompt": prompt, "max_tokens": 1}
+        with begin(self.path, "/v1/completions", body) as response:
+            usage = json.load(response)["usage"]
         return int(usage["prompt_tokens_details"]["cached_tokens"])
 
     def stream(
@@ -100,37 +84,16 @@ class Engine:
         most: int = ANSWER_TOKENS,
     ) -> bytes:
         """The answer of `most` tokens, as far as it comes; `strike` is called after some groups."""
-        body, headers = json.dumps({**BODY, "max_tokens": most}).encode(), {hop.GATEWAY: "1"}
-        headers["Content-Type"] = "application/json"
-        if journal is not None:
-            body, headers[hop.JOURNAL] = hop.with_journal(body, journal)
-        text = b""
-        with contextlib.closing(Connection(self.path)) as connection:
-            connection.request("POST", "/v1/completions", body, headers)
-            with connection.getresponse() as response:
-                assert response.getheader(hop.CONTINUATION) == "state"
-                with contextlib.suppress(HTTPException, ConnectionError):
-                    while part := response.read1():
-                        text += part
-                        if strike is not None and text.count(hop.GROUP_MARK) >= KILL_AFTER:
-                            strike()
-                            strike = None
+        text, body = b"", {**BODY, "max_tokens": most}
+        with begin(self.path, "/v1/completions", body, journal) as response:
+            assert response.getheader(hop.CONTINUATION) == "state"
+            with contextlib.suppress(HTTPException, ConnectionError):
+                while part := response.read1():
+                    text += part
+                    if strike is not None and text.count(hop.GROUP_MARK) >= KILL_AFTER:
+                        strike()
+                        strike = None
         return text
-
-
-def made_by(text: bytes) -> tuple[Journal, str]:
-    """Tokens and text of the whole groups."""
-    tokens: list[int] = []
-    chunks: list[int] = []
-    said = pending = ""
-    for part in text.split(b"\n\n"):
-        if part.startswith(hop.GROUP_MARK):
-            ids, sizes = hop.read_group_end(part)
-            tokens, chunks = tokens + ids, chunks + sizes
-            said, pending = said + pending, ""
-        elif part.startswith(b"data: {"):
-            pending += "".join(each["text"] for each in json.loads(part[6:])["choices"])
-    return Journal(tokens, chunks), said
 
 
 async def whole(directory: Path) -> Any:

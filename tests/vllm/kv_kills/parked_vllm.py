@@ -32,7 +32,7 @@ class ParkedVllm:
         kind = "KeepingAsyncScheduler" if is_async else "KeepingScheduler"
         self._llm: Any = LLM(
             model,
-            worker_cls="tests.vllm.kv_kills.worker.Worker",
+            worker_cls="tests.vllm.parked_worker.UnsupervisedWorker",
             scheduler_cls=f"engine.backends.vllm.kv.scheduler.{kind}",
             async_scheduling=is_async,
             dtype="float32",

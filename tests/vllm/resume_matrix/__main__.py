@@ -13,13 +13,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
-import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -27,10 +24,10 @@ from typing import Any
 
 from hack import v2_on_cpu
 from plumbing.gateway_protocol import Journal
-from tests.vllm.about import ROOT, commit, machine
+from tests.vllm.about import commit, machine
+from tests.vllm.resume_matrix.client import Answer, ask, journal_of, running_engine
 from tests.vllm.resume_matrix.compare import difference
 from tests.vllm.resume_matrix.engine import ASYNC_FLAG, BLOCK_TOKENS, LORA_FLAG
-from tests.vllm.resume_matrix.hop_client import Answer, ask, journal_of
 from tests.vllm.resume_matrix.rows import (
     COMPLETIONS,
     Row,
@@ -42,9 +39,8 @@ from tests.vllm.resume_matrix.rows import (
 )
 
 SCHEMA = 2
-AT_ONCE = 8
+AT_ONCE, CUTS_MAX = 8, 9
 ASKED_MAX = 20  # until an answer is not merged
-ENGINE = "tests.vllm.resume_matrix.engine"
 LONG_TOKENS = 8000
 
 
@@ -55,7 +51,7 @@ def main() -> int:
         path = flags.socket
         if path is None:
             env = v2_on_cpu.environment(flags.runner)
-            path = stack.enter_context(engine([*vllm, *flags.vllm], env))
+            path = stack.enter_context(running_engine([*vllm, *flags.vllm], env)).path
         report = measure(path, flags)
     text = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
     if flags.json == "-":
@@ -66,16 +62,13 @@ def main() -> int:
 
 
 def measure(path: str, flags: argparse.Namespace) -> dict[str, Any]:
-    first = ask(path, *first_row()[:2])
-    text = "".join(event["choices"][0]["text"] for event in first.events if event["choices"])
-    rows = _apart(flags)[0] or all_rows(first.tokens, text)
-    wanted = {name: row for name, row in rows.items() if not flags.row or name in flags.row}
     began = time.monotonic()
-    with _beside(path, flags.beside), ThreadPoolExecutor(flags.at_once) as pool:
-        found = _try_all(path, wanted, flags, pool)
+    with _beside(path, flags.beside):
+        found = try_rows(path, _apart(flags)[0], flags.row, flags.at_once, flags.cuts)
     for name, about in found.items():
         _say(name, about, flags)
-    resumed, wrong = _counted(found.values(), "cuts", "wrong")
+    resumed = sum(len(about["cuts"]) for about in found.values())
+    wrong = sum(len(about["wrong"]) for about in found.values())
     report = {
         "schema": SCHEMA,
         "commit": commit(),
@@ -130,10 +123,6 @@ def _beside(path: str, streams: int) -> Iterator[None]:
             thread.join()
 
 
-def _counted(found: Any, *names: str) -> list[int]:
-    return [sum(len(about.get(name, ())) for about in found) for name in names]
-
-
 def installed(name: str) -> str | None:
     try:
         return version(name)
@@ -165,10 +154,27 @@ def _ask(path: str, row: Row, journal: Journal | None = None) -> Answer:
     return found
 
 
-def _try_all(
-    path: str, rows: Mapping[str, Row], flags: argparse.Namespace, pool: ThreadPoolExecutor
+def try_rows(
+    path: str,
+    rows: Mapping[str, Row] = {},
+    names: Collection[str] | None = None,
+    at_once: int = AT_ONCE,
+    cuts_max: int = CUTS_MAX,
 ) -> dict[str, Any]:
-    """Each row's answer, and what is wrong with each that was resumed."""
+    """Each row's answer, and what is wrong with each that was resumed. `rows`: by default all that
+    need no engine of their own. `names`: only these."""
+    if not rows:
+        first = ask(path, *first_row()[:2])
+        text = "".join(event["choices"][0]["text"] for event in first.events if event["choices"])
+        rows = all_rows(first.tokens, text)
+    wanted = {name: row for name, row in rows.items() if not names or name in names}
+    with ThreadPoolExecutor(at_once) as pool:
+        return _try_all(path, wanted, cuts_max, pool)
+
+
+def _try_all(
+    path: str, rows: Mapping[str, Row], cuts_max: int, pool: ThreadPoolExecutor
+) -> dict[str, Any]:
     firsts = {name: pool.submit(_ask, path, row) for name, row in rows.items()}
     found: dict[str, Any] = {}
     jobs = []
@@ -183,7 +189,7 @@ def _try_all(
         if first.continuation not in ("state", "exact") or not first.is_whole:
             about["wrong"]["0"] = f"it has no end: {first.status} {first.body[-300:]!r}"
             continue
-        about["cuts"] = cuts(row, len(first.tokens), flags.cuts)
+        about["cuts"] = cuts(row, len(first.tokens), cuts_max)
         for cut in about["cuts"]:
             resumed = pool.submit(_ask, path, row, journal_of(first, cut))
             jobs.append((about["wrong"], first, cut, resumed))
@@ -205,29 +211,6 @@ def _say(name: str, about: dict[str, Any], flags: argparse.Namespace) -> None:
     print(line, file=out)
     for cut, what in about["wrong"].items():
         print(f"    behind {cut} tokens: {what}", file=out)
-
-
-@contextlib.contextmanager
-def engine(flags: list[str], env: Mapping[str, str]) -> Iterator[str]:
-    """An engine with a random model; yields its socket."""
-    with tempfile.TemporaryDirectory(prefix="us-rm-") as base:
-        path = f"{base}/engine.sock"
-        command = [sys.executable, "-m", ENGINE, f"{base}/model", path, *flags]
-        with subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**os.environ, **env},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        ) as child:
-            assert child.stdin is not None
-            assert child.stdout is not None
-            if not any(line.strip() == "ready" for line in child.stdout):
-                raise SystemExit("the engine did not start")
-            yield path
-            child.stdin.close()
-            child.wait()
 
 
 def _flags() -> argparse.Namespace:
@@ -255,7 +238,9 @@ def _flags() -> argparse.Namespace:
         "--long-tokens", type=int, default=LONG_TOKENS, help="[default: %(default)s]"
     )
     parser.add_argument("--row", action="append", metavar="NAME", help="only this kind; repeatable")
-    parser.add_argument("--cuts", type=int, default=9, help="at most, per kind [default: all]")
+    parser.add_argument(
+        "--cuts", type=int, default=CUTS_MAX, help="at most, per kind [default: all]"
+    )
     parser.add_argument("vllm", nargs="*", metavar="FLAG", help="for vLLM")
     return parser.parse_args()
 

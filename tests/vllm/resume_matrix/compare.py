@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from tests.vllm.resume_matrix.hop_client import Answer
+from tests.vllm.resume_matrix.client import Answer
 
 # Made anew by each engine, or a kind of event, which depends on how the events were cut.
 VOLATILE = (

@@ -23,7 +23,6 @@ from plumbing.wire.fds import OwnedFd
 from tests.vllm.overlapping import keep_async_scheduling
 from tests.vllm.resume_matrix.model import ADAPTER, RANK, write_adapter, write_thinking_model
 
-WORKERS = "tests.vllm.resume_matrix"
 BLOCK_TOKENS = 32
 FLAGS = (
     "--dtype=float32",
@@ -55,8 +54,6 @@ TOKEN = 1
 
 
 async def serve(model: str, path: str, flags: list[str]) -> None:
-    from vllm.platforms import current_platform
-
     from engine.backends.vllm.api import arguments
     from engine.backends.vllm.api.backend import StepCounter, VllmBackend
     from engine.backends.vllm.api.http import Front, bind
@@ -69,8 +66,7 @@ async def serve(model: str, path: str, flags: list[str]) -> None:
         flags = [*flags, f"--lora-modules={ADAPTER}={adapter}", f"--max-lora-rank={RANK}"]
     parsed = arguments.parse([model, *FLAGS, *flags])
     args, steps = parsed.vllm, StepCounter()
-    worker = "worker" if current_platform.is_cpu() else "worker_gpu"
-    args.worker_cls = f"{WORKERS}.{worker}.Worker"
+    args.worker_cls = "tests.vllm.resume_matrix.worker.Worker"
     args.load_format, args.model_loader_extra_config = "auto", {}
     private = bind(args, f"{path}.trial")
     made = make_engine(parsed, steps)
