@@ -90,13 +90,6 @@ def test_driver_error_fails_one_part_and_sets_the_exit_code(tmp_path: Path):
     assert report["parts"]["device"]["status"] == "ok"
 
 
-def test_parts_without_time_are_skipped_with_the_reason(tmp_path: Path):
-    """A budget of a second: nothing is started, everything says why, the file is written."""
-    _, report = rehearse(tmp_path / "r.json", "--budget-s", "1")
-    assert {part["reason"] for part in report["parts"].values()} == {"out of time"}
-    assert report["claims"] == {}
-
-
 @pytest.mark.slow
 def test_part_that_hangs_is_ended_with_its_peers(monkeypatch: pytest.MonkeyPatch):
     """A part that outlives its limit: killed, reported as failed, what it had found is kept."""
@@ -107,18 +100,6 @@ def test_part_that_hangs_is_ended_with_its_peers(monkeypatch: pytest.MonkeyPatch
     found = device_check._run_part("context", build.GPU_A, 8.5, flags)
     assert found["status"] == "failed"
     assert found["reason"].startswith("no end after")
-
-
-@pytest.mark.parametrize(("flags", "code"), [((), 0), (("--require",), 1)])
-def test_without_a_gpu_nothing_is_written(flags: tuple[str, ...], code: int):
-    """No driver, or no device visible: one line with the reason and what was skipped."""
-    before = written()
-    done = run(*flags, CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == code
-    assert "no GPU can be used here (" in done.stdout
-    assert all(name in done.stdout for name in PARTS)
-    assert done.stdout.count("\n") == 1
-    assert written() == before
 
 
 @pytest.mark.slow
@@ -134,17 +115,6 @@ def test_rehearsal_is_never_written_to_bench_device(tmp_path: Path):
     assert "nothing was written: this was the stand-in" in done.stdout
     assert run("--only", "nonsense").returncode == 2
     assert written() == before
-
-
-def test_missing_library_is_one_sentence():
-    """A missing dependency is reported with the command that installs it."""
-    program = (
-        "import sys; sys.modules['msgspec'] = None; sys.argv[1:] = []\n"
-        "from hack.device_check import main; sys.exit(main())"
-    )
-    words = [sys.executable, "-c", program]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "msgspec cannot be imported; pip install" in done.stdout
 
 
 def test_whole_run_on_a_real_device_is_written_under_its_name(

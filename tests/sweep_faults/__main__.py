@@ -1,15 +1,14 @@
 """Let every system call of the pod that makes a descriptor, process, thread or file fail once.
 
     python -m tests.sweep_faults [--phase grant] [--process lockserver] [--kind descriptor]
-        [--site TEXT] [--sample N] [--seed N] [--json]
+        [--site TEXT] [--sample N] [--json]
 
 Starts a pod with the reference backend, records which calls its processes make at rest and while
 something happens, and lets each of them fail once: EMFILE, EAGAIN or ENOSPC. After each, the pod
 must be whole by itself within 30 s, or its status must name a problem; and the next death of the
 active engine must lead to a takeover. Exit code 1 if any case fails.
 
-The command that repeats a single case is printed with its result. `--last-ms` lets all calls of a
-kind fail for a while instead: `--last-ms 3000 --phase grant --process lockserver`.
+The command that repeats a single case is printed with its result.
 """
 
 from __future__ import annotations
@@ -37,6 +36,7 @@ from understudy.up.models import make_random_model
 DEADLINE_S = 30.0
 SITE_SHOWN = 150
 ERRORS_SHOWN = 8
+SAMPLE_SEED = 1
 UNEXPECTED = "Exception in callback"  # what asyncio says of an error that reached the loop
 
 
@@ -48,40 +48,28 @@ def _flags() -> argparse.Namespace:
     parser.add_argument("--process", default="", choices=ROLES, help="default: all")
     parser.add_argument("--kind", default="", choices=KINDS, help="what there is no more of")
     parser.add_argument("--site", default="", help="only sites with this text")
-    parser.add_argument("--skip", type=int, default=0, help="calls at the site that succeed first")
-    parser.add_argument("--last-ms", type=int, default=0, help="all calls of a kind, for so long")
     parser.add_argument("--sample", type=int, default=0, help="that many cases, chosen at random")
-    parser.add_argument("--seed", type=int, default=1, help="of the sample")
     parser.add_argument("--deadline-s", type=float, default=DEADLINE_S, help="to be whole again")
-    parser.add_argument("--every", action="store_true", help="each site in each phase")
     parser.add_argument("--list", action="store_true", help="print the cases, run none")
     parser.add_argument("--json", action="store_true", help="the report on stdout, as JSON")
     return parser.parse_args()
 
 
 async def cases_of(sweep: Sweep, flags: argparse.Namespace) -> list[Case]:
-    """The cases that the flags choose, in the order of the phases."""
+    """The cases that the flags choose, in the order of the phases; each call in the first phase in
+    which it is made."""
+    if flags.site and flags.process and flags.kind and len(flags.phase or ()) == 1:
+        return [Case(flags.phase[0], flags.process, flags.kind, flags.site)]
     found: list[Case] = []
     swept: set[tuple[str, str, str]] = set()
     for phase in flags.phase or PHASES:
-        recorded = await sweep.sites(phase)
-        if flags.last_ms:  # wherever they are
-            both = {(each.role, each.kind) for each in recorded}
-            recorded = [Case(phase, *each, site="", last_ms=flags.last_ms) for each in sorted(both)]
-        elif not flags.every:
-            recorded = [each for each in recorded if each.place not in swept]
-            swept.update(each.place for each in recorded)
+        recorded = [each for each in await sweep.sites(phase) if each.place not in swept]
+        swept.update(each.place for each in recorded)
         found += chosen(recorded, flags.process, flags.kind, flags.site)
     if flags.sample and flags.sample < len(found):
-        kept = random.Random(flags.seed).sample(range(len(found)), flags.sample)
+        kept = random.Random(SAMPLE_SEED).sample(range(len(found)), flags.sample)
         found = [found[number] for number in sorted(kept)]
     return found
-
-
-def _is_one(flags: argparse.Namespace) -> bool:
-    """Whether the flags name one case, so that there is nothing to record."""
-    names_site = bool(flags.site or flags.last_ms)
-    return bool(names_site and flags.process and flags.kind and len(flags.phase or ()) == 1)
 
 
 async def _run(directory: Path, flags: argparse.Namespace, outcomes: list[Outcome]) -> None:
@@ -89,11 +77,7 @@ async def _run(directory: Path, flags: argparse.Namespace, outcomes: list[Outcom
     model = await make_random_model(directory / "model")
     sweep = Sweep(directory, model, build(directory), flags.deadline_s, _say)
     try:
-        if _is_one(flags):
-            one = (flags.phase[0], flags.process, flags.kind, flags.site, flags.skip, flags.last_ms)
-            cases = [Case(*one)]
-        else:
-            cases = await cases_of(sweep, flags)
+        cases = await cases_of(sweep, flags)
         for number, case in enumerate(cases, 1):
             if flags.list:
                 print(case.flags())
@@ -113,12 +97,10 @@ async def _run(directory: Path, flags: argparse.Namespace, outcomes: list[Outcom
 def line_of(outcome: Outcome) -> str:
     """One line for one case."""
     case = outcome.case
-    where = case.site[:SITE_SHOWN] or f"all for {case.last_ms} ms"
     took = f"{outcome.whole_ms:.0f} ms" if outcome.whole_ms is not None else "-"
     cost = f"  [{'; '.join(outcome.cost)}]" if outcome.cost else ""
-    return (
-        f"{outcome.verdict.value:<11} {took:>8}  {case.phase} {case.role} {case.kind} {where}{cost}"
-    )
+    where = f"{case.phase} {case.role} {case.kind} {case.site[:SITE_SHOWN]}"
+    return f"{outcome.verdict.value:<11} {took:>8}  {where}{cost}"
 
 
 def _say_more(outcome: Outcome) -> None:

@@ -54,13 +54,10 @@ enum { FD = 1, PROCESS = 2, THREAD = 4, NEW_FILE = 8 };
 struct control {
   uint32_t state;
   uint32_t kinds;   /* of the armed fault */
-  uint32_t skip;    /* matching calls that still succeed */
   int32_t error;    /* the errno */
-  uint32_t last_ms; /* 0: one call fails; else every matching one until so long after the first */
   uint32_t seen;    /* matching calls */
-  uint32_t fired;   /* calls that failed */
+  uint32_t fired;   /* calls that failed: one at most */
   uint32_t armings; /* how often a fault was armed, or recording began */
-  uint64_t first_ms;
   char process[256]; /* parts of the command line, by line; with `!` in front, not a part of it */
   char site[1024];   /* a part of the site; empty: any */
   char root[256];    /* paths below it are shown from there */
@@ -211,16 +208,9 @@ static int is_known(const char *site) {
 
 static int fails_here(unsigned kinds, const char *site) {
   if (control->site[0] && !strstr(site, control->site)) return 0;
-  uint32_t before = __atomic_fetch_add(&control->seen, 1, __ATOMIC_SEQ_CST);
-  if (!control->last_ms) {
-    if (before != control->skip) return 0;
-  } else {
-    uint64_t none = 0, now = now_ms();
-    __atomic_compare_exchange_n(&control->first_ms, &none, now, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
-    if (now - control->first_ms > control->last_ms) return 0;
-  }
+  if (__atomic_fetch_add(&control->seen, 1, __ATOMIC_SEQ_CST)) return 0;
   /* The log line first: who sees `fired` may read it. */
-  if (control->fired < 100) log_record('F', kinds, site);
+  log_record('F', kinds, site);
   __atomic_fetch_add(&control->fired, 1, __ATOMIC_SEQ_CST);
   return 1;
 }

@@ -47,13 +47,10 @@ class _Block(ctypes.Structure):
     _fields_: ClassVar[Any] = [
         ("state", ctypes.c_uint32),
         ("kinds", ctypes.c_uint32),
-        ("skip", ctypes.c_uint32),
         ("error", ctypes.c_int32),
-        ("last_ms", ctypes.c_uint32),
         ("seen", ctypes.c_uint32),
         ("fired", ctypes.c_uint32),
         ("armings", ctypes.c_uint32),
-        ("first_ms", ctypes.c_uint64),
         ("process", ctypes.c_char * 256),
         ("site", ctypes.c_char * 1024),
         ("root", ctypes.c_char * 256),
@@ -93,15 +90,14 @@ class Control:
         """From now on, every process records each site once."""
         self._begin(RECORD)
 
-    def arm(self, process: Sequence[str], kind: Kind, site: str, skip: int, last_ms: int) -> None:
-        """Fail one call, or, with `last_ms`, all for so long. `process`: parts of its command line,
-        with `!` in front for what is not in it."""
+    def arm(self, process: Sequence[str], kind: Kind, site: str) -> None:
+        """Fail one call. `process`: parts of its command line, with `!` in front for what is not in
+        it."""
         block = self._block
         block.state = OFF
         block.process = os.fsencode("\n".join(process))
         block.site = os.fsencode(site)
         block.kinds, block.error = kind.bit, kind.error
-        block.skip, block.last_ms = skip, last_ms
         self._begin(ARMED)
 
     def rest(self) -> None:
@@ -123,7 +119,7 @@ class Control:
     def _begin(self, state: int) -> None:
         self._block.state = OFF
         self._log.unlink(missing_ok=True)
-        self._block.seen = self._block.fired = self._block.first_ms = 0
+        self._block.seen = self._block.fired = 0
         self._block.armings += 1
         self._block.state = state
 

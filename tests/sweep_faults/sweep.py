@@ -53,18 +53,12 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Case:
-    """The call at `site` of the process `role` fails as if there were no more of `kind`.
-
-    `skip` calls at that site succeed first. `last_ms` above 0: every call of the kind fails for so
-    long, wherever it is.
-    """
+    """The call at `site` of the process `role` fails as if there were no more of `kind`."""
 
     phase: str
     role: str
     kind: str
     site: str
-    skip: int = 0
-    last_ms: int = 0
 
     @property
     def place(self) -> tuple[str, str, str]:
@@ -84,8 +78,6 @@ class Case:
         """The command that repeats it."""
         found = f"--phase {self.phase} --process {self.role} --kind {self.kind}"
         found += f" --site '{self.site}'" if self.site else ""
-        found += f" --skip {self.skip}" if self.skip else ""
-        found += f" --last-ms {self.last_ms}" if self.last_ms else ""
         return f"python -m tests.sweep_faults {found}"
 
 
@@ -165,9 +157,7 @@ class Sweep:
         pod, standing = await self._ready()
         log = Log(pod.directory / "log")
         phase = PHASES[case.phase]
-        self._control.arm(
-            standing.program(case.role), KINDS[case.kind], case.site, case.skip, case.last_ms
-        )
+        self._control.arm(standing.program(case.role), KINDS[case.kind], case.site)
         began_s = time.monotonic()
         await self._drive(case, pod, standing)
         look = await pod.until_whole(self._deadline_s, lambda new: phase.is_over(standing, new))
@@ -199,7 +189,7 @@ class Sweep:
                 self._say(f"  {error}")  # the fault may have hit what we asked
             if case.phase != "rest" or self._control.fired or time.monotonic() > end_s:
                 break
-        await asyncio.sleep(max(SETTLE_S, case.last_ms / 1000))
+        await asyncio.sleep(SETTLE_S)
 
     async def _explain(self, outcome: Outcome, pod: SweptPod, look: Look) -> None:
         """It is not whole in time: is it named, and does it heal later?"""

@@ -126,20 +126,9 @@ def run(control: Control, call: str) -> str:
 def test_a_call_fails_once_and_then_succeeds(
     control: Control, call: str, kind: str, error: int
 ) -> None:
-    control.arm([sys.executable], KINDS[kind], ":wanted_call:", skip=0, last_ms=0)
+    control.arm([sys.executable], KINDS[kind], ":wanted_call:")
     assert run(control, call).split("\n")[-2] == f"[{error}, 0]"
     assert control.fired == 1
-
-
-def test_calls_that_are_to_succeed_first_do(control: Control) -> None:
-    control.arm([sys.executable], KINDS["descriptor"], "pipe@", skip=1, last_ms=0)
-    assert run(control, "pipe") == f"[0, {EMFILE}]\n"
-
-
-def test_every_call_of_a_kind_fails_while_that_lasts(control: Control) -> None:
-    control.arm([sys.executable], KINDS["descriptor"], ":wanted_call:", 0, last_ms=60_000)
-    assert run(control, "pipe") == f"[{EMFILE}, {EMFILE}]\n"
-    assert control.fired == 2
 
 
 @pytest.mark.parametrize(
@@ -154,7 +143,7 @@ def test_every_call_of_a_kind_fails_while_that_lasts(control: Control) -> None:
 def test_no_other_process_kind_or_site_is_hit(
     control: Control, process: Sequence[str], kind: str, site: str
 ) -> None:
-    control.arm(process, KINDS[kind], site, skip=0, last_ms=0)
+    control.arm(process, KINDS[kind], site)
     assert run(control, "pipe") == "[0, 0]\n"
     assert control.fired == 0
 
@@ -172,7 +161,7 @@ def test_recording_names_each_site_once_with_the_functions_that_lead_to_it(
 
 
 def test_nothing_fails_or_is_recorded_at_rest(control: Control) -> None:
-    control.arm([sys.executable], KINDS["descriptor"], "", 0, 0)
+    control.arm([sys.executable], KINDS["descriptor"], "")
     control.rest()
     assert run(control, "pipe") == "[0, 0]\n"
     assert (control.fired, control.calls()) == (0, [])

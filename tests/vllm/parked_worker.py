@@ -1,4 +1,4 @@
-"""Our worker on host memory with weights of its own: no supervisor, no memory service of weights."""
+"""Our worker on host memory with weights of its own, which no supervisor has started."""
 
 from __future__ import annotations
 
