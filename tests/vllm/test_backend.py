@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.backends.vllm.api.gateway_endpoints import Traffic
 from engine.messages import WokenMsg
 from gms.names import kv_socket_path
 from plumbing.errors import UnderstudyError
@@ -25,86 +24,29 @@ with warnings.catch_warnings():
     from engine.backends.vllm.api.backend import StepCounter, VllmBackend
     from engine.backends.vllm.api.continuation import Continuing
     from engine.backends.vllm.api.kept_memory import KeptMemory, KvChoice
-
-FINE = {"rank": 0, "ok": True, "code": "", "error": ""}
-STATUS = {**FINE, "weights_bytes": 10, "kv_bytes": 20, "epoch": "e", "identity": {"a": 1}}
-STATUS["cannot_offload"] = ""
-
-
-class Engine:
-    """Answers calls to the workers from a list; generates one token with a given logprob."""
-
-    def __init__(self) -> None:
-        self.errored = False
-        self.asked = []
-        taken = {**FINE, "kv_bytes": 7}
-        self.answers = {
-            "understudy_status": [STATUS, {**STATUS, "rank": 1}],
-            "understudy_take_kv": [taken, taken],
-        }
-        self.hangs = set()
-        self.is_awake = True
-        self.token, self.logprob = 5, -0.5
-        self.output_processor = SimpleNamespace(get_num_unfinished_requests=lambda: 0)
-        self.model_config = SimpleNamespace(
-            get_vocab_size=lambda: 100, max_model_len=4, logprobs_mode="raw_logprobs"
-        )
-        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=2))
-
-    async def collective_rpc(self, method, timeout, args):  # noqa: ASYNC109  # as vLLM names it
-        self.asked.append((method, *args))
-        if method in self.hangs:
-            await asyncio.Event().wait()
-        return self.answers.get(method, [FINE, {**FINE, "rank": 1}])
-
-    async def wake_up(self):
-        self.asked.append(("wake_up",))
-        return self.is_awake
-
-    async def sleep(self, level, mode="abort"):
-        self.asked.append(("sleep", level))
-
-    async def generate(self, prompt, sampling, request_id):
-        assert len(prompt["prompt_token_ids"]) < self.model_config.max_model_len
-        logprobs = [{self.token: SimpleNamespace(logprob=self.logprob)}]
-        yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[self.token], logprobs=logprobs)])
-
-
-class Front:
-    """No HTTP."""
-
-    has_ended = False
-    is_open = False
-
-    def __init__(self) -> None:
-        self.traffic = Traffic()
-
-    async def warm_up(self):
-        pass
-
-    async def drain(self, budget_s, *, resume=False):
-        pass
+    from tests.vllm.fake_engine import FINE, POOL, STATUS, FakeEngine, FakeFront
 
 
 @pytest.fixture
 def engine():
-    return Engine()
+    """Of two ranks, without a pool."""
+    found = FakeEngine()
+    found.answers["understudy_status"] = [STATUS, {**STATUS, "rank": 1}]
+    found.answers["understudy_take_kv"] = [{**FINE, "kv_bytes": 7}] * 2
+    return found
 
 
-def _backend(engine):
-    return VllmBackend(engine, Front(), StepCounter())
+def _backend(engine, *more, **named):
+    return VllmBackend(engine, FakeFront(engine), StepCounter(), *more, **named)
 
 
 def test_an_engine_is_parked_before_it_reports_prepared(engine):
     """Goal: an engine holds no KV memory when it reports `prepared`; method: the order of calls."""
     prepared = asyncio.run(_backend(engine).prepare())
-    asked = [("sleep", 1), ("understudy_status",), ("understudy_into_huge_pages",)]
+    asked = [("sleep", 1, "abort"), "understudy_status", "understudy_into_huge_pages"]
     assert engine.asked == asked
-    assert (prepared.weights_bytes, prepared.kv_bytes, prepared.epoch) == (
-        20,
-        40,
-        "e",
-    )  # of both ranks
+    of_both = (prepared.weights_bytes, prepared.kv_bytes, prepared.epoch)
+    assert of_both == (20, 40, "e")
 
 
 @pytest.mark.parametrize("why", ["", "the seed is lost"])
@@ -117,14 +59,8 @@ def test_without_a_proof_nothing_is_continued_published_or_put_to_sleep(engine, 
     async def prove(run):
         return why
 
-    async def core(method, *asked):
-        return {"problem": ""}
-
-    engine.engine_core = SimpleNamespace(call_utility_async=core)
     engine.abilities = "all"
-    backend = VllmBackend(
-        engine, Front(), StepCounter(), lambda ranks: found, kept, seat, prove=prove
-    )
+    backend = _backend(engine, lambda ranks: found, kept, seat, prove=prove)
     prepared = asyncio.run(backend.prepare())
     assert prepared.continuation == ("" if why else "an id")
     assert prepared.can_rest == (not why)
@@ -226,14 +162,9 @@ def test_a_wake_asks_every_rank_before_it_takes_memory(engine, tmp_path):
         return taken
 
     assert asyncio.run(scenario()) == WokenMsg(14)
-    assert [name for name, *_ in engine.asked] == [
-        "understudy_join",
-        "understudy_take_kv",
-        "wake_up",
-    ]
+    assert engine.asked == ["understudy_join", "understudy_take_kv", "wake_up"]
 
 
-POOL = {"device": "HOST-0", "claim": {}, "facts": {}}
 SHARED = KvChoice(is_shared=True)
 AUTO = KvChoice(is_shared=True, may_be_private=True)
 
@@ -245,11 +176,12 @@ def _woken(engine, tmp_path, monkeypatch, core, problem="", choice=SHARED):
     engine.engine_core = SimpleNamespace(call_utility_async=core)
     engine.answers["understudy_take_kv"] = [{**FINE, "kv_bytes": 7, "pool": POOL}]
     kept = KeptMemory(choice, problem)
-    backend = VllmBackend(engine, Front(), StepCounter(), kv=kept)
+    backend = _backend(engine, kv=kept)
 
     async def scenario():
         await backend.prepare()
         engine.asked.clear()
+        engine.arguments.clear()
         try:
             with OwnedFd(socket.socket().detach()) as listening:
                 return await backend.wake("engine-0", 3, listening, era="e" * 16)
@@ -268,10 +200,9 @@ def test_a_wake_on_borrowed_memory_says_what_was_adopted(engine, tmp_path, monke
 
     woken = _woken(engine, tmp_path, monkeypatch, core)
     assert woken == WokenMsg(7, "gms", 5)
-    by_name = {name: rest for name, *rest in engine.asked}
-    lending = by_name["understudy_take_kv"][1]
+    ((_, lending),) = engine.arguments["understudy_take_kv"]
     assert (lending["incarnation"], lending["token"], lending["era"]) == ("engine-0-1", 3, "e" * 16)
-    assert "understudy_forget_kv" not in by_name
+    assert "understudy_forget_kv" not in engine.asked
 
 
 @pytest.mark.parametrize("problem", ["", "prefix caching is off"])
@@ -287,7 +218,7 @@ def test_an_index_that_nobody_keeps_is_forgotten_before_the_first_step(
     woken = _woken(engine, tmp_path, monkeypatch, core, problem)
     assert woken.kv_note.startswith("no block is published")
     assert (problem or "no pool") in woken.kv_note
-    assert [name for name, *_ in engine.asked][-2:] == ["understudy_forget_kv", "wake_up"]
+    assert engine.asked[-2:] == ["understudy_forget_kv", "wake_up"]
     engine.answers["understudy_forget_kv"] = [{**FINE, "ok": False, "code": "c.d", "error": "x"}]
     with pytest.raises(UnderstudyError, match="x"):
         _woken(engine, tmp_path, monkeypatch, core, problem)
@@ -308,7 +239,7 @@ def test_private_memory_is_taken_where_none_is_lent_or_nothing_is_kept(
     assert (woken.kv_memory, woken.adopted_blocks) == ("private", 0)
     assert woken.kv_note.startswith("private KV memory: ")
     assert woken.kv_note.endswith(why)
-    (asked,) = [rest for name, *rest in engine.asked if name == "understudy_take_kv"]
+    (asked,) = engine.arguments["understudy_take_kv"]
     assert len(asked) == 1, "no rank borrows"
 
 
@@ -360,7 +291,7 @@ def test_what_is_published_is_followed_until_the_core_gives_it_up(engine, monkey
     monkeypatch.setenv("GMS_SOCKET_DIR", "/nowhere")
     engine.engine_core = SimpleNamespace(call_utility_async=core)
     kept = KeptMemory(KvChoice(is_shared=True))
-    backend = VllmBackend(engine, Front(), StepCounter(), kv=kept)
+    backend = _backend(engine, kv=kept)
 
     async def scenario():
         began = await kept.begin(engine, None, [{"pool": POOL}])

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from engine.backends.vllm.api.gateway_endpoints import Traffic
 from lockserver import serving
 from plumbing.errors import UnderstudyError
 from plumbing.wire.fds import OwnedFd
@@ -24,70 +23,10 @@ with warnings.catch_warnings():
     from engine.backends.vllm.api import resting
     from engine.backends.vllm.api.backend import StepCounter, VllmBackend
     from engine.backends.vllm.api.kept_memory import KeptMemory, KvChoice
+    from tests.vllm.fake_engine import FakeEngine, FakeFront
 
-FINE = {"rank": 0, "ok": True, "code": "", "error": ""}
-STATUS = FINE | {"weights_bytes": 1, "kv_bytes": 2, "epoch": "e", "identity": {}}
-STATUS["cannot_offload"] = ""
-POOL = {"device": "HOST-0", "claim": {}, "facts": {}}
 INCARNATION = f"e-{1:016x}"
 BUDGET_S = 60.0
-
-
-class Engine:
-    """Writes down what is asked of it, and answers as it was told to."""
-
-    def __init__(self) -> None:
-        self.asked: list[Any] = []
-        self.errored = False
-        self.in_flight = 0
-        self.is_busy = False  # a sleep that waits does not return before one that aborts
-        self.aborted = asyncio.Event()
-        self.rested: dict[str, Any] = {**FINE, "kv_resident_bytes": 0}
-        self.placed: dict[str, Any] = {**FINE, "is_away": True, "freed_bytes": 1, "note": ""}
-        self.core = {"problem": "", "adopted": 0, "why_empty": "", "torn": 0}
-        count = lambda: self.in_flight  # noqa: E731  # as vLLM's processor has it
-        self.output_processor = SimpleNamespace(get_num_unfinished_requests=count)
-        self.model_config = SimpleNamespace(max_model_len=4)
-        self.engine_core = self
-
-    async def collective_rpc(self, method: str, timeout: float, args: Any) -> Any:  # noqa: ASYNC109  # as vLLM names it
-        has_more = method in ("understudy_rest", "understudy_place_weights")
-        self.asked.append((method, *args) if has_more else method)
-        return {
-            "understudy_status": [STATUS],
-            "understudy_take_kv": [{**FINE, "kv_bytes": 2, "pool": POOL}],
-            "understudy_rest": [self.rested],
-            "understudy_place_weights": [self.placed],
-        }.get(method, [FINE])
-
-    async def call_utility_async(self, method: str, *asked: Any) -> Any:
-        self.asked.append(method)
-        return self.core
-
-    async def wake_up(self) -> None:
-        self.asked.append("wake_up")
-
-    async def sleep(self, level: int, mode: str) -> None:
-        self.asked.append(("sleep", level, mode))
-        if mode == "abort":
-            self.aborted.set()
-            self.in_flight = 0
-        elif self.is_busy:
-            await self.aborted.wait()
-
-
-class Front:
-    is_open = has_ended = False
-
-    def __init__(self, engine: Engine) -> None:
-        self.traffic, self._asked = Traffic(), engine.asked
-
-    async def drain(self, budget_s: float, *, resume: bool = False) -> None:
-        self.traffic.is_draining = True
-
-    async def stop(self, budget_s: float) -> None:
-        self._asked.append("stop")
-        self.traffic.renew()
 
 
 class World:
@@ -97,11 +36,11 @@ class World:
         monkeypatch.setenv("GMS_SOCKET_DIR", str(directory))
         monkeypatch.setenv("UNDERSTUDY_INCARNATION", INCARNATION)
         self.path, self.file = serving.create(str(directory), INCARNATION)
-        self.engine = Engine()
+        self.engine = FakeEngine()
         self.seat = serving.ServingSeat(self.path, self.file)
         self.backend = VllmBackend(
             self.engine,  # type: ignore[arg-type]
-            Front(self.engine),  # type: ignore[arg-type]
+            FakeFront(self.engine),  # type: ignore[arg-type]
             StepCounter(),
             kv=KeptMemory(KvChoice(is_shared=True)),
             seat=self.seat,
@@ -198,7 +137,7 @@ def test_an_engine_that_is_not_parked_everywhere_fails_and_holds_on(
         if what == "core":
             engine.core = {"code": "vllm.not_parked", "problem": "it cannot"}
         if what == "rank":
-            engine.rested = {**FINE, "ok": False, "code": "vllm.not_parked", "error": "it has some"}
+            engine.rested |= {"ok": False, "code": "vllm.not_parked", "error": "it has some"}
         with pytest.raises(UnderstudyError) as found:
             await world.backend.rest(BUDGET_S, keep_kv=False)
         with pytest.raises(UnderstudyError):
