@@ -1,9 +1,9 @@
-"""Waits until a pod is ready for a failover, kills, and waits until the victim works again.
+"""The victims of a drill: how each is found, dies, and is known to work again.
 
-A target is a name and its processes: `FINDERS` says how a part's main process is found, `MISSING`
-what it lacks until it works again. Parts are held by pidfd before the kill and die with all their
-descendants. A process of an engine dies through the engine's control socket: that works across PID
-namespaces, and a rehearsed death does not count as a crash loop.
+A victim is a name and its processes. `KINDS` has a row for each part that is not an engine: how its
+main process is found, and what it lacks until it works again. A part dies with all its descendants,
+which are held by pidfd before. A process of an engine dies through the engine's control socket:
+that works across PID namespaces, and a rehearsed death does not count as a crash loop.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,23 +147,22 @@ async def wait_whole(
 
 
 def whole_of(view: dict[str, Any]) -> Whole | None:
-    """The pod of this view, if one engine is active, a standby is queued and requests can come in.
-    None also if a document lacks these facts."""
+    """The pod of this view; None unless it is ready for a failover, or if facts are missing."""
     lock = (view["lockserver"].get("locks") or {}).get("active") or {}
     queued = {waiter.get("engine") for waiter in lock.get("waiters") or []}
     engines = [engine.get("engine") or {} for engine in view["engines"]]
     parked = [str(each.get("id")) for each in engines if each.get("state") == PARKED]
     ready = tuple(name for name in parked if name in queued)
-    service, gateway = service_of(view), view["gateway"]
+    service, gateway = service_of(view["lockserver"]), view["gateway"]
     is_serving = view["active"] is not None and view["token"] is not None and is_open(gateway)
     if is_serving and view["failover_ready"] and ready and service:
         return Whole(view["active"], view["token"], service, ready)
     return None
 
 
-def service_of(view: dict[str, Any]) -> str:
+def service_of(lockserver: Mapping[str, Any]) -> str:
     """The address for the pod's requests, from the lock server's status; empty if unknown."""
-    service = (view["lockserver"].get("service") or {}).get("active") or {}
+    service = (lockserver.get("service") or {}).get("active") or {}
     return str(service.get("address") or "")
 
 
@@ -197,32 +196,29 @@ async def kill_engine(directory: Path, kill: Kill, observer: Observer) -> None:
     path = engine_sockets(directory)[str(kill.engine)]
     status = await ask(path, engine_messages.CONTROL, engine_messages.StatusMsg())
     document = _document(status)
-    about = document.get("engine") or {}
     running = observer.incarnation_of(str(kill.engine))
-    kill.killed_ms = clock.now_ms()
     # In a pool the last incarnation may have ended long ago, as the pool wanted.
-    kill.incarnation = running if kill.model else about.get("incarnation")
+    said = (document.get("engine") or {}).get("incarnation")
+    kill.incarnation = running if kill.model else said
+    kill.killed_ms = clock.now_ms()
     kill.kept_blocks = int(kv_of(document).get("kept_blocks") or 0)
     observer.expect(kill, _old_tree(directory, kill, status))
     await strike(path, status.pid, kill)
-
-
-async def announce(directory: str, kill: Kill) -> None:
-    """Tell the gateway that this death is ours: three of them would end a user's stream, which was
-    in all these engines. Where no gateway answers, nothing is announced."""
-    death = ExpectDeathMsg(str(kill.engine), kill.old_token, model_of(kill.lock))
-    with contextlib.suppress(UnderstudyError):
-        await ask(gateway_socket(directory), GATEWAY_CONTROL, death, ANNOUNCED_S)
 
 
 async def strike(path: str, supervisor: int, kill: Kill) -> None:
     """Announce the death of the engine with the control socket `path`, kill or stop the target, and
     note when.
 
+    The gateway must know that this death is ours: three of them would end a user's stream, which
+    was in all these engines. Where no gateway answers, nothing is announced.
+
     Raises:
         UnderstudyError: as `kill_engine`.
     """
-    await announce(os.path.dirname(path), kill)
+    death = ExpectDeathMsg(str(kill.engine), kill.old_token, model_of(kill.lock))
+    with contextlib.suppress(UnderstudyError):
+        await ask(gateway_socket(os.path.dirname(path)), GATEWAY_CONTROL, death, ANNOUNCED_S)
     process = process_of(kill.target)
     if process == SUPERVISOR and STOP in kill.target:
         # Not through its control socket: a process that hangs does not reply.
@@ -270,11 +266,9 @@ def backend_processes(supervisor: int) -> list[int]:
 
 def _words(pid: int) -> list[str]:
     """The command line of `pid`; nothing if it is gone."""
-    try:
-        text = Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
-    except OSError:
-        return []
-    return text.split("\0")
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+    return []
 
 
 def kv_of(status: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -302,15 +296,16 @@ async def note_adoption(directory: Path, kill: Kill) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What a finder looks at. `model`: whose memory server it looks for."""
+    """Where a part is looked for. `model`: whose memory server, in a pool."""
 
     pids: Pids
     gateway: Document
     model: str = ""
 
     @property
-    def servers(self) -> list[int]:
-        return list(self.pids.gms.values())
+    def memory_supervisor(self) -> int | None:
+        servers = list(self.pids.gms.values())
+        return parent(servers[0]) if servers else None
 
     @property
     def child(self) -> int | None:
@@ -318,8 +313,100 @@ class Scene:
         return (self.gateway.get("child") or {}).get("pid")
 
 
-def _memory_supervisor(scene: Scene) -> int | None:
-    return parent(scene.servers[0]) if scene.servers else None
+@dataclass(frozen=True, slots=True)
+class Victim:
+    """A part that can be killed: the pidfds of its processes, its own first. `child`: of a gateway;
+    `memory`: the devices' documents, as they must be again, `pid`: the killed server's own in them;
+    `models`: whose servers must answer again."""
+
+    target: str
+    pidfds: tuple[int, ...]
+    child: int | None = None
+    device: str = ""
+    memory: tuple[Document, ...] = ()
+    pid: int = 0
+    models: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PartKind:
+    """How to find a part's main process, and what it lacks until it works again."""
+
+    find: Callable[[Scene], int | None]
+    missing: Callable[[Path, Victim], Awaitable[str | None]]
+
+
+async def find_part(
+    directory: Path,
+    target: str,
+    stack: ExitStack,
+    *,
+    number: int = 0,
+    model: str = "",
+    models: tuple[str, ...] = (),
+) -> Victim | None:
+    """Find and hold a part until `stack` is closed. In a pool of `models`: the memory server of
+    `model`; None: it does not run now. Without models: that of the device `number`, modulo their
+    count.
+
+    Raises:
+        UnderstudyError: `drill.no_memory`, nothing is committed; `drill.not_here`.
+    """
+    view, pids = await gather(directory), await pids_of(directory)
+    scene, found = Scene(pids, view["gateway"] or {}, model), committed_devices(view)
+    memory: tuple[Document, ...] = ()
+    if target == GMS and not models:
+        if not found:
+            raise UnderstudyError("drill.no_memory", "no memory service has committed weights")
+        memory = (list(found.values())[number % len(found)],)
+        device, own = str(memory[0]["device_uuid"]), int(memory[0].get("pid") or 0)
+        pid, what = pids.gms.get(device), f"the server of {device}"
+    else:
+        pid, what, own = KINDS[target].find(scene), target, 0
+        if pid is None and models:
+            return None
+        device = place_served(pid or 0, VERBS[target]) if target in VERBS else ""
+        if target == GMS_SUPERVISOR:
+            memory, model = () if models else tuple(found.values()), ""
+    held = [stack.enter_context(hold(each, what)) for each in (pid, *descendants(pid or 0))]
+    whose = (models if target == GMS_SUPERVISOR else (model,)) if models else ()
+    return Victim(target, tuple(held), scene.child, device, memory, own, whose)
+
+
+async def kill_part(victim: Victim, kill: Kill) -> None:
+    """SIGKILL, and wait until all its processes are gone.
+
+    Raises:
+        WaitTimeoutError: `drill.no_part`.
+    """
+    kill.device = victim.device
+    kill.killed_ms = clock.now_ms()
+    signal.pidfd_send_signal(victim.pidfds[0], signal.SIGKILL)
+
+    async def look() -> str | None:
+        return None if all(map(is_gone, victim.pidfds)) else "check their state with `ps`"
+
+    what = f"processes of {victim.target} did not end"
+    await wait_for(look, BACK_DEADLINE_S, "drill.no_part", what)
+    kill.gone_ms = clock.now_ms()
+
+
+async def wait_back(
+    directory: Path, victim: Victim, kill: Kill, say: Say = say_nothing, stretch: float = 1.0
+) -> None:
+    """Wait until the part works again with all that it had; records when.
+
+    Raises:
+        WaitTimeoutError: `drill.no_recovery` of memory, `drill.no_part`.
+    """
+
+    async def look() -> str | None:
+        return await KINDS[victim.target].missing(directory, victim)
+
+    code = "drill.no_recovery" if victim.memory else "drill.no_part"
+    what = f"{kill.victim} did not come back"
+    await wait_for(look, BACK_DEADLINE_S * stretch, code, what, say)
+    kill.back_ms = clock.now_ms()
 
 
 def _gateway_child(scene: Scene) -> int | None:
@@ -327,14 +414,34 @@ def _gateway_child(scene: Scene) -> int | None:
     return next((pid for pid in below if inner_pid(pid) == scene.child), None)
 
 
+async def _no_gateway(directory: Path, victim: Victim) -> str | None:
+    gateway = await status_of(gateway_part(directory))
+    if victim.target == GATEWAY_CHILD and Scene(NOBODY, gateway).child == victim.child:
+        return "its child is the same"
+    return None if gateway.get("accepting") else str(gateway.get("error") or "it does not accept")
+
+
+async def _no_lockserver(directory: Path, victim: Victim) -> str | None:
+    return (await status_of(lockserver_part(directory))).get("error")
+
+
+async def _no_pool(directory: Path, victim: Victim) -> str | None:
+    pool = await status_of(pool_part(directory))
+    if pool.get("gateways") and not pool.get("recovering"):
+        return None
+    return str(pool.get("error") or "it is recovering")
+
+
+# ------------------------------------------------------------------ memory servers
+
+
 def _server(target: str) -> Callable[[Scene], int | None]:
     """Finds a model's server of this kind, on its first device."""
 
     def find(scene: Scene) -> int | None:
-        for pid in descendants(_memory_supervisor(scene) or 0):
+        for pid in descendants(scene.memory_supervisor or 0):
             place = place_served(pid, VERBS[target])
-            is_copy = place.startswith(COPIES)
-            is_kind = target == GMS_KEEPER or is_copy is (target == GMS_COPY)
+            is_kind = target == GMS_KEEPER or place.startswith(COPIES) is (target == GMS_COPY)
             if place and model_at(place) == scene.model and is_kind:
                 return pid
         return None
@@ -349,23 +456,13 @@ def place_served(pid: int, verb: str) -> str:
     return words[words.index("--device") + 1] if is_it else ""
 
 
-FINDERS: Mapping[str, Callable[[Scene], int | None]] = {
-    LOCKSERVER: lambda scene: scene.pids.lockserver,
-    POOL: lambda scene: scene.pids.pool,
-    GATEWAY: lambda scene: scene.pids.gateway,
-    GATEWAY_CHILD: _gateway_child,
-    GMS_SUPERVISOR: _memory_supervisor,
-    **{target: _server(target) for target in VERBS},
-}
-
-
 def committed_devices(view: Document) -> dict[str, Document]:
     """The devices with committed weights, by name."""
     found = [device for part in view["gms"] for device in devices(part)]
     return {str(each["device_uuid"]): each for each in found if each.get("state") == COMMITTED}
 
 
-def readers_of(device: Document) -> frozenset[str]:
+def _readers_of(device: Document) -> frozenset[str]:
     """The readers of the committed epoch, as `engine-0-… rank 1`."""
     return frozenset(
         f"{session.get('incarnation')} rank {session.get('rank')}"
@@ -374,119 +471,7 @@ def readers_of(device: Document) -> frozenset[str]:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class HeldPart:
-    """A part that can be killed: the pidfds of its processes, its own first. `child`: of a gateway;
-    `memory`: the devices' documents, as they must be again, `pid`: the killed server's own in them;
-    `models`: whose servers must answer again."""
-
-    target: str
-    pidfds: tuple[int, ...]
-    child: int | None = None
-    device: str = ""
-    memory: tuple[Document, ...] = ()
-    pid: int = 0
-    models: tuple[str, ...] = ()
-
-
-async def find_part(
-    directory: Path,
-    target: str,
-    stack: ExitStack,
-    *,
-    number: int = 0,
-    model: str = "",
-    models: Sequence[str] = (),
-) -> HeldPart | None:
-    """Find and hold a part until `stack` is closed. In a pool of `models`: the memory server of
-    `model`; None: it does not run now. Without models: that of the device `number`, modulo their
-    count.
-
-    Raises:
-        UnderstudyError: `drill.no_memory`, nothing is committed; `drill.not_here`.
-    """
-    view, pids = await gather(directory), await pids_of(directory)
-    scene, found = Scene(pids, view["gateway"] or {}, model), committed_devices(view)
-    if target == GMS and not models:
-        if not found:
-            raise UnderstudyError("drill.no_memory", "no memory service has committed weights")
-        before = list(found.values())[number % len(found)]
-        device, own = str(before["device_uuid"]), int(before.get("pid") or 0)
-        pidfds = _hold_all(pids.gms.get(device), f"the server of {device}", stack)
-        return HeldPart(target, pidfds, device=device, memory=(before,), pid=own)
-    pid, is_supervisor = FINDERS[target](scene), target == GMS_SUPERVISOR
-    if pid is None and models:
-        return None
-    pidfds = _hold_all(pid, target, stack)
-    if models:
-        device = place_served(pid or 0, VERBS[target]) if target in VERBS else ""
-        whose = tuple(models) if is_supervisor else (model,)
-        return HeldPart(target, pidfds, scene.child, device, models=whose)
-    memory = tuple(found.values()) if is_supervisor else ()
-    return HeldPart(target, pidfds, scene.child, memory=memory)
-
-
-def _hold_all(pid: int | None, what: str, stack: ExitStack) -> tuple[int, ...]:
-    first = stack.enter_context(hold(pid, what))
-    return first, *(stack.enter_context(hold(each, what)) for each in descendants(pid or 0))
-
-
-async def kill_part(victim: HeldPart, kill: Kill) -> None:
-    """SIGKILL, and wait until all its processes are gone.
-
-    Raises:
-        WaitTimeoutError: `drill.no_part`.
-    """
-    kill.killed_ms = clock.now_ms()
-    signal.pidfd_send_signal(victim.pidfds[0], signal.SIGKILL)
-
-    async def look() -> str | None:
-        is_done = all(is_gone(pidfd) for pidfd in victim.pidfds)
-        return None if is_done else "check their state with `ps`"
-
-    what = f"processes of {victim.target} did not end"
-    await wait_for(look, BACK_DEADLINE_S, "drill.no_part", what)
-    kill.gone_ms = clock.now_ms()
-
-
-async def wait_back(
-    directory: Path, victim: HeldPart, kill: Kill, say: Say = say_nothing, stretch: float = 1.0
-) -> None:
-    """Wait until the part works again with all that it had; records when.
-
-    Raises:
-        WaitTimeoutError: `drill.no_recovery` of memory, `drill.no_part`.
-    """
-
-    async def look() -> str | None:
-        return await MISSING[victim.target](directory, victim)
-
-    code = "drill.no_recovery" if victim.memory else "drill.no_part"
-    what = f"{kill.victim} did not come back"
-    await wait_for(look, BACK_DEADLINE_S * stretch, code, what, say)
-    kill.back_ms = clock.now_ms()
-
-
-async def _no_gateway(directory: Path, victim: HeldPart) -> str | None:
-    gateway = await status_of(gateway_part(directory))
-    scene = Scene(Pids(None, {}, {}), gateway)
-    if victim.target == GATEWAY_CHILD and scene.child == victim.child:
-        return "its child is the same"
-    return None if gateway.get("accepting") else str(gateway.get("error") or "it does not accept")
-
-
-async def _no_lockserver(directory: Path, victim: HeldPart) -> str | None:
-    return (await status_of(lockserver_part(directory))).get("error")
-
-
-async def _no_pool(directory: Path, victim: HeldPart) -> str | None:
-    pool = await status_of(pool_part(directory))
-    if pool.get("gateways") and not pool.get("recovering"):
-        return None
-    return str(pool.get("error") or "it is recovering")
-
-
-async def _no_memory(directory: Path, victim: HeldPart) -> str | None:
+async def _no_memory(directory: Path, victim: Victim) -> str | None:
     for was in victim.memory:
         now = await _memory_status(directory, str(was["device_uuid"]), str(was["tag"]))
         if (missing := _changed_memory(was, now, victim.pid)) is not None:
@@ -496,15 +481,14 @@ async def _no_memory(directory: Path, victim: HeldPart) -> str | None:
         return "no memory server answers"
     for model in victim.models:
         target = GMS if victim.target == GMS_SUPERVISOR else victim.target
-        pid = FINDERS[target](Scene(pids, {}, model))
+        pid = KINDS[target].find(Scene(pids, {}, model))
         if pid is None:
             return f"the {target} server of {model} does not run"
-        tag = KV if target == GMS_KV else WEIGHTS
-        if target == GMS_KEEPER:
-            continue  # it has no socket
-        document = await _memory_status(directory, place_served(pid, VERBS[target]), tag)
-        if "error" in document:
-            return str(document["error"])
+        if target != GMS_KEEPER:  # it has no socket
+            place, tag = place_served(pid, VERBS[target]), KV if target == GMS_KV else WEIGHTS
+            document = await _memory_status(directory, place, tag)
+            if "error" in document:
+                return str(document["error"])
     return None
 
 
@@ -517,7 +501,7 @@ def _changed_memory(was: Document, now: Document, killed: int) -> str | None:
         return f"the killed server (pid {killed}) still answers"
     if now.get("state") != COMMITTED or now.get("epoch") != was.get("epoch"):
         return f"it is {now.get('state')}, with the epoch {now.get('epoch')}"
-    away = sorted(readers_of(was) - readers_of(now))
+    away = sorted(_readers_of(was) - _readers_of(now))
     return f"not attached: {', '.join(away)}" if away else None
 
 
@@ -526,14 +510,18 @@ async def _memory_status(directory: Path, place: str, tag: str) -> Document:
     return await status_of(PodPart(place, path, gms_messages.CATALOGUE))
 
 
-# What a part still lacks, if anything.
-MISSING: Mapping[str, Callable[[Path, HeldPart], Awaitable[str | None]]] = {
-    LOCKSERVER: _no_lockserver,
-    POOL: _no_pool,
-    GATEWAY: _no_gateway,
-    GATEWAY_CHILD: _no_gateway,
-    **dict.fromkeys((GMS_SUPERVISOR, *VERBS), _no_memory),
+NOBODY = Pids(None, {}, {})
+KINDS: Mapping[str, PartKind] = {
+    LOCKSERVER: PartKind(lambda scene: scene.pids.lockserver, _no_lockserver),
+    POOL: PartKind(lambda scene: scene.pids.pool, _no_pool),
+    GATEWAY: PartKind(lambda scene: scene.pids.gateway, _no_gateway),
+    GATEWAY_CHILD: PartKind(_gateway_child, _no_gateway),
+    GMS_SUPERVISOR: PartKind(lambda scene: scene.memory_supervisor, _no_memory),
+    **{target: PartKind(_server(target), _no_memory) for target in VERBS},
 }
+
+
+# ------------------------------------------------------------------ who may be killed
 
 
 @contextmanager

@@ -1,27 +1,47 @@
 """One drill from start to end: learn the answers, load the pod, kill, wait, kill again.
 
 Owns the order of the steps and the progress lines; judges nothing. It is kept lean, because it
-shares its CPU cores with the pod whose speed it reports. `pool.py` has what is different in a pool.
+shares its CPU cores with the pod whose speed it reports.
+
+A pool's drill has more victims and several models. Every part is to die in every state of a model,
+so a kill waits until a model enters a state. Clients send requests in bursts, those of the first
+model in longer ones, so that all models also become idle.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import socket
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from plumbing.errors import UnderstudyError, UnreachableError
-from plumbing.pod.paths import engine_sockets, lockserver_socket
+from engine import messages as engine_messages
+from plumbing.errors import (
+    RemoteError,
+    UnderstudyError,
+    UnreachableError,
+    UsageError,
+    WaitTimeoutError,
+)
+from plumbing.pod.models import ACTIVE, lock_of
+from plumbing.pod.observers import ask
+from plumbing.pod.paths import engine_socket, engine_sockets, lockserver_socket, pool_socket
 from plumbing.service.clock import SystemClock
 from plumbing.text import duration
-from understudy.drill.clients import Target, inside_target, send, stream_without_pause
+from pool.core.events import Order
+from pool.core.states import ModelState
+from pool.messages import CATALOGUE, OrderMsg
+from pool.settings import PoolFile, engines_of
+from understudy.drill.clients import Target, inside_target, pause, send, stream_without_pause
 from understudy.drill.killer import (
     WHOLE_DEADLINE_S,
+    Victim,
     Whole,
     changes,
     committed_devices,
@@ -29,6 +49,7 @@ from understudy.drill.killer import (
     kill_engine,
     kill_part,
     note_adoption,
+    service_of,
     standing,
     wait_back,
     wait_for,
@@ -36,30 +57,78 @@ from understudy.drill.killer import (
 )
 from understudy.drill.machine import Burn, PhysicalMemory, roots_of
 from understudy.drill.observer import Observer
-from understudy.drill.prompts import bank_of, learn_answers, model_name, read_expected
+from understudy.drill.prompts import (
+    bank_of,
+    learn_answers,
+    model_name,
+    pool_prompts,
+    read_expected,
+)
 from understudy.drill.records import (
+    ALL_PARTS,
+    GATEWAY,
+    GATEWAY_CHILD,
     GMS,
-    PARTS,
+    GMS_COPY,
+    GMS_KEEPER,
+    GMS_KV,
+    GMS_SUPERVISOR,
+    LOCKSERVER,
+    OF_MODEL,
+    POOL,
+    SHADOW,
+    STOP,
+    SUPERVISOR,
+    End,
     Exchange,
     Kill,
     MemoryUse,
     Prompt,
     Records,
+    StatedBound,
     Upgrade,
     base_targets,
+    process_of,
     targets_of,
 )
 from understudy.drill.upgrade import SETTING, VALUE, Upgrader
 from understudy.pod.runner import PodRunner
-from understudy.status.gather import engine_parts, gather, pids_of, require_pod, status_of
+from understudy.status.gather import (
+    engine_parts,
+    gateway_part,
+    gather,
+    lockserver_part,
+    pids_of,
+    pool_part,
+    require_pod,
+    status_of,
+)
 
 FIRST_WHOLE_DEADLINE_S = 7200.0  # a first start may wait two hours for the weights
-ANSWERS_DEADLINE_S = 90.0  # longer than a client waits for a silent server
+START_DEADLINE_S = 120.0  # until gateway, pool and engines have found one another
 UP_DEADLINE_S = 300.0  # a container's probe may run only every ten seconds
 TAKEOVER_DEADLINE_S = 90.0  # more than the wake budget (60 s) and the hold (10 s)
 PROBE_PAUSE_S = 0.002  # else a refusing port gets thousands of requests a second
 GONE_AFTER_S = 3.0  # a part that is restarted listens again within a second
 LOOK_S = 1.0  # the look costs the pod one connection
+ANSWERS_DEADLINE_S = 90.0  # longer than a client waits for a silent server
+
+# In a pool.
+WORKING = ("standby", "resting", "active")  # of an engine that has come back from its death
+NO_SUCH_PROCESS = "engine.unknown_target"
+LEARNED_AT_ONCE = 5
+POOL_ANSWERS_DEADLINE_S = 300.0  # as long as a request may wait
+SILENCE_S = 330.0  # longer than a ticket waits in the gateway by default, which ends in an answer
+SWITCHES_DEADLINE_S = 120.0  # for the next switch: turns take seconds
+CLIENTS_MIN = 2  # of each model: one that streams for longer than a turn, one that sends anew
+BURST, FIRST_BURST = 4, 12  # requests of a client, after which its model is left alone
+PAUSE_S = 2.5
+MISSED_MAX = 300  # kills for which there was no moment: more than all pairs of target and state
+STATE_DEADLINE_S = 20.0  # several turns of all models; else no model enters this state
+BACK_DEADLINE_S = 120.0
+FIND_S = 0.005  # between two looks for a process that is just being started
+FIND_DEADLINE_S = 1.5  # after that, the engine has no such process
+STATED_EVERY_S = 1.0  # how often the bounds are read: they change with costs and requests
 
 # Flags of both backends: the KV cache in memory that outlives its engine, and not using that.
 LENT_KV, NO_ADOPTION = ("--kv-memory", "gms"), ("--no-kv-adoption",)
@@ -72,7 +141,8 @@ clock = SystemClock()
 class DrillPlan:
     """How many kills, of which targets, under how much load.
 
-    `targets` are killed in turn; default: every process of an engine of this pod, and `also`.
+    `targets` are killed in turn; default: every process of an engine of this pod, and `also`, or,
+    in a pool, every part.
     `expected`: a file of prompts and answers; default: the first active engine's answers.
     `is_upgrade`: no kills; both engines get a new configuration instead.
     `burn`: number of busy loops per CPU meanwhile; `duration_s`: spread the kills over this time.
@@ -104,6 +174,55 @@ class DrillPlan:
         return 1.0 + self.burn
 
 
+# ------------------------------------------------------------------ which kill comes next
+
+# When to kill in a pool: as a model enters one of these states.
+STATES = (
+    ModelState.DRAINING,
+    ModelState.WAKING,
+    ModelState.AWAKE,
+    ModelState.RELEASING,
+    ModelState.PENDING,
+    ModelState.LOADING,
+    ModelState.WARM,
+    ModelState.UNLOADING,
+    ModelState.OFFLOADED,
+    ModelState.COLD,
+)
+
+
+def pool_targets(backend: str | None, *, has_shadow: bool, has_copies: bool) -> tuple[str, ...]:
+    """Every part and every process, so that those of one kind are not neighbours."""
+    names = base_targets(backend)
+    front, model = names[0], names[1]
+    shadows = (f"{SHADOW}{model}", f"{SHADOW}{SUPERVISOR}") if has_shadow else ("", "")
+    # Without a shadow no engine takes over for half a minute, which is how long a hang may last.
+    hangs = (f"{STOP}{model}", f"{STOP}{SUPERVISOR}") if has_shadow else ("", "")
+    copies = (GMS_COPY, GMS_KEEPER) if has_copies else ("", "")
+    found = (
+        *(POOL, model, GATEWAY_CHILD, SUPERVISOR, LOCKSERVER, shadows[0], GMS, front, GMS_KV),
+        *(hangs[0], GATEWAY, copies[0], shadows[1], GMS_SUPERVISOR, hangs[1], copies[1]),
+    )
+    return tuple(each for each in found if each)
+
+
+def kill_order(
+    targets: Sequence[str], states: Sequence[ModelState] = STATES
+) -> Iterator[tuple[str, ModelState]]:
+    """Pairs of a target and a state, without end; no pair comes twice before all have come. The
+    first round pairs each target with another state, and each further round shifts the pairs by
+    one. A model that is cold has nothing but supervisors."""
+    for shift in itertools.count():
+        for number, target in enumerate(targets):
+            state = states[(number + shift) % len(states)]
+            is_backend = target not in ALL_PARTS and process_of(target) != SUPERVISOR
+            if not (is_backend and state is ModelState.COLD):
+                yield target, state
+
+
+# ------------------------------------------------------------------ the drill
+
+
 class Drill:
     """A drill on the pod whose sockets are in `directory`. `records` grows while it runs."""
 
@@ -113,23 +232,51 @@ class Drill:
         plan: DrillPlan,
         say: Callable[[str], None],
         runner: PodRunner | None = None,
+        file: PoolFile | None = None,
     ) -> None:
         """`runner` runs the pod, if the drill started it. Upgrades need it. Nothing is killed until
-        its containers have passed their startup probes: before that a hang goes unnoticed."""
+        its containers have passed their startup probes: before that a hang goes unnoticed.
+        `file`: that of the pod's pool, if it has one.
+
+        Raises:
+            UsageError: `drill.no_shadow`.
+        """
         self.records = Records()
         self.directory = directory
         self.prompts: list[Prompt] = []
         self.backend: str | None = None  # of the engines; known after `prepare`
         self._plan, self._say, self._runner = plan, say, runner
         self._targets = tuple(plan.targets)
+        self._models: dict[str, tuple[str, ...]] = {}  # of a pool: each model's engines
         self._physical = PhysicalMemory()
+        self._missed: set[tuple[ModelState, tuple[str, ...]]] = set()  # waited for in vain
+        if file is not None:
+            self._models = {name: engines_of(name, each) for name, each in file.models.items()}
+            self.records.models = self._models
+            self.backend = next(iter(file.models.values())).backend
+            has_shadow = any(len(each) > 1 for each in self._models.values())
+            self._targets = self._targets or pool_targets(
+                self.backend, has_shadow=has_shadow, has_copies=bool(file.host_memory)
+            )
+            named = [each for each in self._targets if each.startswith(SHADOW)]
+            if named and not has_shadow:
+                raise UsageError(
+                    "drill.no_shadow",
+                    f"--target {named[0]}: no model of this pool file has a shadow; choose another"
+                    " target, or add `shadow: follows` to a model",
+                )
+
+    # ------------------------------------------------------------------ before the first kill
 
     async def prepare(self) -> Target:
         """Wait until the pod is ready for a failover, and learn the expected answers.
 
         Raises:
-            UnderstudyError: the pod does not become ready, or its model gives no usable answers.
+            UnderstudyError: the pod does not become ready, or a model gives no usable answers.
         """
+        return await (self._prepare_pool() if self._models else self._prepare_pod())
+
+    async def _prepare_pod(self) -> Target:
         await require_pod(self.directory)
         whole = await wait_whole(self.directory, self._say, FIRST_WHOLE_DEADLINE_S)
         engines = {part.name: part for part in engine_parts(self.directory)}
@@ -171,6 +318,38 @@ class Drill:
                     f" in {self.directory} has {after.token}: does it lead to another pod, too?",
                 )
 
+    async def _prepare_pool(self) -> Target:
+        await self._wait(
+            self._undecided, START_DEADLINE_S, "drill.not_up", "the pool was not ready"
+        )
+        target = inside_target(service_of(await status_of(lockserver_part(self.directory))))
+        # The reference backend computes each request alike, whatever runs beside it.
+        at_once = 1 if self.backend == "vllm" else LEARNED_AT_ONCE
+        for model in self._models:
+            began_ms, bank = clock.now_ms(), pool_prompts(self.backend, model)
+            parts = [bank[number::at_once] for number in range(at_once)]
+            learned = await asyncio.gather(*(learn_answers(target, p, len(p)) for p in parts))
+            for _, answers in learned:
+                self.records.expected |= answers
+            used = [each for each in bank if each.key in self.records.expected]
+            self.prompts += used
+            took = duration(clock.now_ms() - began_ms)
+            self._say(f"{model}: {len(used)} answers learned in {took}")
+        return target
+
+    async def _undecided(self) -> str | None:
+        """What gateway, pool and engines still lack."""
+        pool, gateway = await self._pool(), await status_of(gateway_part(self.directory))
+        if "error" in pool:
+            return str(pool["error"])
+        if not gateway.get("accepting"):
+            return str(gateway.get("error") or "the gateway does not accept requests")
+        if pool.get("recovering"):
+            return "it is recovering"
+        return next(iter(pool.get("problems") or ()), None)
+
+    # ------------------------------------------------------------------ under load
+
     async def run(self, target: Target) -> None:
         """All kills under load. Raises what ended the drill early; `records` is valid anyway."""
         records, stopping = self.records, asyncio.Event()
@@ -181,6 +360,10 @@ class Drill:
         observer = Observer(self.directory, engine_sockets(self.directory), records)
         clients = [asyncio.create_task(each) for each in self._clients(target, stopping)]
         try:
+            if self._plan.is_upgrade:
+                await self._upgrade(observer)
+            elif GMS in self._targets and not self._models:
+                await self._watch_memory()
             await self._make_kills(target, observer)
             stopping.set()
             await asyncio.gather(*clients)
@@ -199,25 +382,38 @@ class Drill:
         self, target: Target, stopping: asyncio.Event
     ) -> Iterable[Coroutine[Any, Any, None]]:
         done = self.records.exchanges.append
-        for number in range(self._plan.clients):
-            yield stream_without_pause(target, self.prompts, number, done, stopping)
+        if not self._models:
+            for number in range(self._plan.clients):
+                yield stream_without_pause(target, self.prompts, number, done, stopping)
+            return
+        count = max(CLIENTS_MIN, -(-self._plan.clients // len(self._models)))
+        for order, model in enumerate(self._models):
+            prompts = [each for each in self.prompts if each.body["model"] == model]
+            together = asyncio.Barrier(count)
+            rest = partial(_rest, BURST if order else FIRST_BURST, together, stopping)
+            for number in range(count):
+                start = number * len(prompts) // count
+                yield stream_without_pause(target, prompts, start, done, stopping, rest, SILENCE_S)
+            yield _release(together, stopping)
+        yield self._note_bounds(stopping)
 
-    async def _make_kills(self, target: Target, observer: Observer) -> None:
-        if self._plan.is_upgrade:
-            await self._upgrade(observer)
-        elif GMS in self._targets:
-            await self._watch_memory()
-        wanted = range(self._plan.kills_wanted)
-        for number, what in zip(wanted, itertools.cycle(self._targets), strict=False):
-            await self._until_due(number)
-            await self._all_up(observer)
-            whole = await self._whole()
-            if what in PARTS:
-                await self._kill_part(number + 1, what)
-            else:
-                await self._kill_engine(number + 1, what, whole, target, observer)
-        await self._until_due(self._plan.kills_wanted)
-        await self._whole()  # the last victim recovers, too
+    async def _note_bounds(self, stopping: asyncio.Event) -> None:
+        """Note the bounds that the pool states, while it answers."""
+        while not stopping.is_set():
+            models, now_ms = (await self._pool()).get("models") or (), clock.now_ms()
+            self.records.bounds += [
+                StatedBound(now_ms, each["model"], each.get("bound_ms")) for each in models
+            ]
+            await pause(stopping, STATED_EVERY_S)
+
+    async def _watch_memory(self) -> None:
+        """Note the committed memory, and sample the physical memory of the processes that there
+        are now: earlier kills may have replaced engines."""
+        if self.records.memory is None:
+            found = committed_devices(await gather(self.directory))
+            sizes = [int(each["committed_bytes"]) for each in found.values()]
+            self.records.memory = MemoryUse(sum(sizes), min(sizes, default=0))
+        self._physical.watch(roots_of(await pids_of(self.directory)))
 
     async def _upgrade(self, observer: Observer) -> None:
         """Give both engines a new configuration, and send requests to both."""
@@ -227,86 +423,110 @@ class Drill:
         upgrader = Upgrader(self.directory, self._runner, observer, self._say, self._answers)
         await upgrader.run(self.records.upgrade)
 
+    async def _make_kills(self, target: Target, observer: Observer) -> None:
+        """
+        Raises:
+            WaitTimeoutError: something did not come back, or no model enters any state.
+        """
+        records, wanted = self.records, self._plan.kills_wanted
+        plain = ((each, None) for each in itertools.cycle(self._targets))
+        for what, state in kill_order(self._targets) if self._models else plain:
+            if len(records.kills) >= wanted:
+                break
+            await self._until_due(len(records.kills))
+            await self._all_up(observer)
+            whole = None if self._models else await self._whole()
+            if what in ALL_PARTS:
+                kill = await self._kill_part(what, state, observer)
+            elif whole is not None:
+                kill = await self._kill_active(what, whole, target, observer)
+            else:
+                kill = await self._kill_models_engine(what, state, observer)
+            if kill is None:
+                records.not_reached.append(f"{what} at {state}")
+            else:
+                self._say(self._line(kill))
+            if len(records.not_reached) > MISSED_MAX:
+                raise WaitTimeoutError(
+                    "drill.no_phase", f"{MISSED_MAX} times no model entered the state for a kill"
+                )
+        await self._until_due(wanted)
+        if self._models:
+            await self._until_switched()
+        else:
+            await self._whole()  # the last victim recovers, too
+
+    def _line(self, kill: Kill) -> str:
+        """`kill 3/20  backend-model of engine-0: engine-1 answered after 31 ms`."""
+        of = f" of {kill.engine}" if kill.engine else ""
+        at = f" as {kill.model} was {kill.phase}" if kill.model else ""
+        done = f"kill {len(self.records.kills)}/{self._plan.kills}  {kill.target}{of}{at}"
+        if kill.took_ms is not None:
+            done += f": {kill.result}, back after {duration(kill.took_ms)}"
+        else:
+            done += f": {kill.result}"
+        return f"{done}; {len(self.records.switches)} switches" if self._models else done
+
     async def _until_due(self, kills: int) -> None:
         """Wait until the time for this number of kills has passed."""
         share = kills / max(1, self._plan.kills_wanted)
         due_ms = self.records.began_ms + 1000 * self._plan.duration_s * share
         await asyncio.sleep(max(0.0, due_ms - clock.now_ms()) / 1000)
 
-    async def _whole(self) -> Whole:
-        return await wait_whole(self.directory, self._say, WHOLE_DEADLINE_S * self._plan.stretch)
+    # ------------------------------------------------------------------ one kill
 
-    async def _watch_memory(self) -> None:
-        """Note the committed memory, and start sampling the physical memory."""
-        view = await gather(self.directory)
-        sizes = [int(each["committed_bytes"]) for each in committed_devices(view).values()]
-        self.records.memory = MemoryUse(sum(sizes), min(sizes, default=0))
-        self._physical.watch(roots_of(await pids_of(self.directory)))
-
-    async def _all_up(self, observer: Observer) -> None:
-        """Wait until every container has passed its startup probe, and its watches are connected.
-
-        Raises:
-            WaitTimeoutError: `drill.not_up`, with what is missing.
-        """
-
-        async def look() -> str | None:
-            missing = list(self._runner.not_up()) if self._runner is not None else []
-            return ", ".join([*missing, *observer.unwatched()]) or None
-
-        deadline_s = UP_DEADLINE_S * self._plan.stretch
-        await wait_for(look, deadline_s, "drill.not_up", "the pod was not up again")
-
-    async def _kill_part(self, number: int, what: str) -> None:
-        """Kill a part that is not an engine, and record what else its death has changed."""
-        kill = Kill(what)
-        made = sum(each.target == what for each in self.records.kills)
-        before = standing(await gather(self.directory))
+    async def _kill_part(
+        self, what: str, state: ModelState | None, observer: Observer
+    ) -> Kill | None:
+        """Kill a part that is not an engine, and record what else its death has changed. None: no
+        model entered the state, or there was no such process."""
+        models, records = tuple(self._models), self.records
+        made = sum(each.target == what for each in records.kills)
+        before = {} if models else standing(await gather(self.directory))
+        model = ""
         with ExitStack() as stack:
-            victim = await find_part(self.directory, what, stack, number=made)
-            assert victim is not None  # only a model's part may be missing
-            kill.device = victim.device
-            self.records.kills.append(kill)
+            held: dict[str, Victim] = {}
+            for name in models if what in OF_MODEL else (*models[:1], "")[:1]:
+                found = await find_part(
+                    self.directory, what, stack, number=made, model=name, models=models
+                )
+                if found is not None:
+                    held[name] = found
+            if state is not None:
+                entering = list(held) if what in OF_MODEL else models
+                found_model = await self._entered(observer, state, entering) if held else None
+                if found_model is None:
+                    return None
+                model = found_model
+            victim = held.get(model) or next(iter(held.values()))
+            kill = Kill(what, model=model, phase=state or "", result="did not come back")
+            records.kills.append(kill)
             await kill_part(victim, kill)
         await wait_back(self.directory, victim, kill, self._say, self._plan.stretch)
-        await self._whole()
-        if self.records.memory is not None:  # earlier kills may have replaced engines
-            self._physical.watch(roots_of(await pids_of(self.directory)))
+        kill.result = "restarted"
+        if not models:
+            await self._whole()
+        if records.memory is not None:
+            await self._watch_memory()
         await self._answers()
-        after = standing(await gather(self.directory))
-        about = f"after the death of {kill.victim}"
-        self.records.disturbed += [f"{about}, {each}" for each in changes(before, after)]
-        took = duration(kill.took_ms or 0.0)
-        self._say(f"kill {number}/{self._plan.kills}  {kill.victim}  back after {took}")
+        if before:
+            after = standing(await gather(self.directory))
+            about = f"after the death of {kill.victim}"
+            records.disturbed += [f"{about}, {each}" for each in changes(before, after)]
+        return kill
 
-    async def _kill_engine(
-        self, number: int, what: str, whole: Whole, target: Target, observer: Observer
-    ) -> None:
-        kill = Kill(what, whole.engine, whole.token)
+    async def _kill_active(
+        self, what: str, whole: Whole, target: Target, observer: Observer
+    ) -> Kill:
+        """Kill a process of the active engine, and wait until another engine answers."""
+        kill = Kill(what, whole.engine, whole.token, result="no engine took over")
         await kill_engine(self.directory, kill, observer)
         self.records.kills.append(kill)
         took_ms = await self._probe(kill, target)
         why = await note_adoption(self.directory, kill)
-        self._say(
-            f"kill {number}/{self._plan.kills}  {what} of {kill.engine}  "
-            f"{kill.new_engine or 'its successor'} answered after {duration(took_ms)}"
-            f"{f', KV blocks were not adopted: {why}' if why else ''}"
-        )
-
-    async def _answers(self) -> None:
-        """Wait until every client has had two more answers, so that a recovered part is used, too.
-
-        Raises:
-            WaitTimeoutError: `drill.no_answers`.
-        """
-        goal = len(self.records.exchanges) + 2 * self._plan.clients
-
-        async def look() -> str | None:
-            missing = goal - len(self.records.exchanges)
-            return f"{missing} are missing, although nothing was killed" if missing > 0 else None
-
-        deadline_s = ANSWERS_DEADLINE_S * self._plan.stretch
-        await wait_for(look, deadline_s, "drill.no_answers", "requests did not complete")
+        kill.result = f"{kill.new_engine or 'its successor'} answered after {duration(took_ms)}"
+        kill.result += f", KV blocks were not adopted: {why}" if why else ""
+        return kill
 
     async def _probe(self, kill: Kill, target: Target) -> float:
         """Send requests until the new active engine answers; milliseconds since the kill.
@@ -326,10 +546,201 @@ class Drill:
                 return exchange
             return f"the last request: {exchange.end}, status {exchange.status}, {exchange.detail}"
 
-        deadline_s = TAKEOVER_DEADLINE_S * self._plan.stretch
         what = f"no engine took over from {kill.engine}"
-        found = await wait_for(look, deadline_s, "drill.no_takeover", what, poll_s=PROBE_PAUSE_S)
+        found = await self._wait(
+            look, TAKEOVER_DEADLINE_S, "drill.no_takeover", what, poll_s=PROBE_PAUSE_S
+        )
         return (found.first_token_ms or found.ended_ms) - kill.killed_ms
+
+    async def _kill_models_engine(
+        self, what: str, state: ModelState | None, observer: Observer
+    ) -> Kill | None:
+        """Kill a process of an engine as its model enters `state`, and wait until it is back. None:
+        no model entered the state, or there was no such process any more."""
+        # Without a shadow a hang would last for half a minute: no engine could take over.
+        needs_shadow = what.startswith((SHADOW, STOP))
+        wanted = [name for name, each in self._models.items() if len(each) > 1 or not needs_shadow]
+        document = await self._pool()
+        assert state is not None  # in a pool each kill has one
+        model = await self._entered(observer, state, wanted)
+        if model is None:
+            return None
+        engines, is_shadow = self._models[model], what.startswith(SHADOW)
+        holder, token = _holder_of(_model_in(document, model))
+        first = holder if holder in engines else engines[0]
+        engine = next(each for each in engines if (each == first) is not is_shadow)
+        supervisor, _ = await self._engine(engine)
+        end_ms = clock.now_ms() + FIND_DEADLINE_S * 1000
+        while not await self._struck(
+            kill := Kill(
+                what,
+                engine,
+                token,
+                lock=lock_of(ACTIVE, model),
+                peers=engines,
+                model=model,
+                phase=state,
+                result="did not come back",
+            ),
+            observer,
+        ):
+            if clock.now_ms() > end_ms:
+                return None
+            await asyncio.sleep(FIND_S)  # its supervisor may be about to start it
+        self.records.kills.append(kill)
+        failed = f"{engine} did not come back after the death of {what} as {model} was {state}"
+        look = partial(self._not_back, kill, supervisor)
+        await self._wait(look, BACK_DEADLINE_S, "drill.not_back", failed)
+        kill.back_ms = clock.now_ms()
+        # The pool forgets the death: three of them in ten minutes are a fault of the model.
+        with contextlib.suppress(UnderstudyError):
+            await ask(pool_socket(str(self.directory)), CATALOGUE, OrderMsg(model, Order.RESET))
+        await self._answers()
+        return kill
+
+    async def _struck(self, kill: Kill, observer: Observer) -> bool:
+        """Whether the engine had the process, which is dead now."""
+        try:
+            await kill_engine(self.directory, kill, observer)
+        except (UnreachableError, KeyError):
+            return False
+        except RemoteError as error:
+            if error.code == NO_SUCH_PROCESS:
+                return False
+            raise
+        return True
+
+    async def _not_back(self, kill: Kill, supervisor: int) -> str | None:
+        """Why the engine has not come back: another incarnation stands by, sleeps or serves, or the
+        engine is to be cold. Notes the kill's result once it has."""
+        pid, about = await self._engine(str(kill.engine))
+        if not pid or (process_of(kill.target) == SUPERVISOR and pid == supervisor):
+            return "its supervisor did not restart"
+        model = _model_in(await self._pool(), kill.model)
+        engines = model.get("engines") or ()
+        said: Mapping[str, Any] = next((e for e in engines if e["engine"] == kill.engine), {})
+        if not said.get("connected"):
+            return "it has not connected to the pool"
+        is_up = about.get("incarnation") != kill.incarnation and about.get("state") in WORKING
+        if not is_up and said.get("goal") != "cold":
+            return "its next incarnation does not work yet"
+        kill.result = "relaunched" if is_up else "cold, as the pool wants it"
+        holder, _ = _holder_of(model)
+        if holder not in (None, kill.engine) and not kill.target.startswith(SHADOW):
+            kill.result = f"{holder} took over"
+        return None
+
+    # ------------------------------------------------------------------ waits
+
+    async def _wait(
+        self,
+        look: Callable[[], Coroutine[Any, Any, T | str]],
+        deadline_s: float,
+        code: str,
+        what: str,
+        **more: Any,
+    ) -> T:
+        return await wait_for(look, deadline_s * self._plan.stretch, code, what, **more)
+
+    async def _whole(self) -> Whole:
+        return await wait_whole(self.directory, self._say, WHOLE_DEADLINE_S * self._plan.stretch)
+
+    async def _all_up(self, observer: Observer) -> None:
+        """Wait until every container has passed its startup probe, and its watches are connected.
+
+        Raises:
+            WaitTimeoutError: `drill.not_up`, with what is missing.
+        """
+
+        async def look() -> str | None:
+            missing = list(self._runner.not_up()) if self._runner is not None else []
+            return ", ".join([*missing, *observer.unwatched()]) or None
+
+        await self._wait(look, UP_DEADLINE_S, "drill.not_up", "the pod was not up again")
+
+    async def _answers(self) -> None:
+        """Wait until a recovered part was used, too: each client has had two more answers, or each
+        model has answered.
+
+        Raises:
+            WaitTimeoutError: `drill.no_answers`.
+        """
+        exchanges, began = self.records.exchanges, len(self.records.exchanges)
+
+        async def look() -> str | None:
+            if self._models:
+                answered = {each.model for each in exchanges[began:] if each.end is End.DONE}
+                return ", ".join(sorted(self._models.keys() - answered)) or None
+            missing = began + 2 * self._plan.clients - len(exchanges)
+            return f"{missing} are missing, although nothing was killed" if missing > 0 else None
+
+        deadline_s = POOL_ANSWERS_DEADLINE_S if self._models else ANSWERS_DEADLINE_S
+        await self._wait(look, deadline_s, "drill.no_answers", "requests did not complete")
+
+    async def _entered(
+        self, observer: Observer, state: ModelState, models: Sequence[str]
+    ) -> str | None:
+        """The model that enters the state; None: none does, or none did the last time."""
+        wanted = state, tuple(models)
+        if not models or wanted in self._missed:
+            return None
+        deadline_s = STATE_DEADLINE_S * self._plan.stretch
+        found = await observer.entered(state, models, deadline_s)
+        if found is None:
+            self._missed.add(wanted)
+        return found
+
+    async def _until_switched(self) -> None:
+        """Wait for as many switches as are wanted.
+
+        Raises:
+            WaitTimeoutError: `drill.no_switch`.
+        """
+        switches, wanted = self.records.switches, self._plan.switches
+        while (seen := len(switches)) < wanted:
+
+            async def look(seen: int = seen) -> str | None:
+                return None if len(switches) > seen else f"{seen} of {wanted} switches were seen"
+
+            what = "no model was switched to"
+            await self._wait(look, SWITCHES_DEADLINE_S, "drill.no_switch", what)
+
+    async def _pool(self) -> Mapping[str, Any]:
+        return await status_of(pool_part(self.directory))
+
+    async def _engine(self, engine: str) -> tuple[int, dict[str, Any]]:
+        """The pid of its supervisor and its status; 0 if it does not answer."""
+        path = engine_socket(str(self.directory), engine)
+        with contextlib.suppress(UnderstudyError):
+            found = await ask(path, engine_messages.CONTROL, engine_messages.StatusMsg())
+            return found.pid, (getattr(found.message, "document", {}).get("engine") or {})
+        return 0, {}
+
+
+def _model_in(document: Mapping[str, Any], model: str) -> Mapping[str, Any]:
+    """A model in the pool's document."""
+    models = document.get("models") or ()
+    return next((each for each in models if each["model"] == model), {})
+
+
+def _holder_of(model: Mapping[str, Any]) -> tuple[str | None, int]:
+    """The engine that holds a model's lock and its token, from the pool's document."""
+    holder = model.get("holder")
+    return (holder["engine"], int(holder["token"])) if holder else (None, 0)
+
+
+async def _rest(burst: int, together: asyncio.Barrier, stopping: asyncio.Event, sent: int) -> None:
+    """All clients of a model pause together after each burst."""
+    if sent % burst == 0 and not stopping.is_set():
+        with contextlib.suppress(asyncio.BrokenBarrierError):
+            await together.wait()
+        await pause(stopping, PAUSE_S)
+
+
+async def _release(together: asyncio.Barrier, stopping: asyncio.Event) -> None:
+    """Release the clients that wait for one another when the drill ends."""
+    await stopping.wait()
+    await together.abort()
 
 
 # ------------------------------------------------------------------ a pod that is gone

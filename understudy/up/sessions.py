@@ -22,7 +22,6 @@ from plumbing.service.signals import SignalInbox
 from pool.pool_file import read_pool_file
 from understudy.drill.clients import Target
 from understudy.drill.page import page_data, write_page
-from understudy.drill.pool import PoolDrill
 from understudy.drill.records import Records
 from understudy.drill.report import print_report
 from understudy.drill.run import Drill, DrillPlan, unless_gone
@@ -100,7 +99,7 @@ async def drill_new_pool(
         models = read_pool_file(str(file))
         prepared = await prepare_pool(started, file, 0, directory, say, is_drilled=True)
         runner = PodRunner(prepared.containers, directory / "log")
-        return PoolDrill(directory, models, plan, say, runner), runner, prepared.title
+        return Drill(directory, plan, say, runner, models), runner, prepared.title
 
     return await _drill_new(start, plan, say)
 

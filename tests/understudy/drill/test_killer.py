@@ -28,8 +28,8 @@ from tests.plumbing.service.test_init import INIT, NAMESPACE, ROOT, can_unshare
 from understudy.drill import killer
 from understudy.drill.killer import (
     FIRST,
-    MISSING,
-    HeldPart,
+    KINDS,
+    Victim,
     changes,
     committed_devices,
     find_part,
@@ -39,7 +39,6 @@ from understudy.drill.killer import (
     wait_back,
 )
 from understudy.drill.observer import OldTree
-from understudy.drill.pool import STATES, default_targets, kill_order
 from understudy.drill.prompts import pool_prompts
 from understudy.drill.records import (
     ALL_PARTS,
@@ -56,6 +55,7 @@ from understudy.drill.records import (
     process_of,
     targets_of,
 )
+from understudy.drill.run import STATES, kill_order, pool_targets
 
 HOLDS_ITSELF = """
 import os
@@ -166,7 +166,7 @@ def test_part_is_killed_with_all_its_processes_and_awaited_until_another_answers
     another process does."""
     path, kill = str(tmp_path / "lockserver.sock"), Kill(LOCKSERVER)
 
-    async def find_and_kill() -> HeldPart:
+    async def find_and_kill() -> Victim:
         with ExitStack() as stack:
             victim = await find_part(tmp_path, LOCKSERVER, stack)
             assert victim is not None
@@ -241,7 +241,7 @@ class Answers:
 
 async def recover(directory: Path, *documents: dict) -> Kill:
     kill = Kill(GMS, killed_ms=killer.clock.now_ms(), device="HOST-0")
-    victim = HeldPart(GMS, (), memory=(device(),), pid=1)
+    victim = Victim(GMS, (), memory=(device(),), pid=1)
     path = str(directory / "gms_HOST-0_weights.sock")
     server = Server(path, gms_messages.CATALOGUE, Answers(list(documents)), service="gms")
     await server.start()
@@ -280,15 +280,15 @@ def test_memory_that_does_not_recover_ends_the_drill(
 
 
 def test_memory_supervisor_without_weights_is_back_once_a_server_answers(tmp_path: Path):
-    victim = HeldPart(GMS_SUPERVISOR, ())
-    assert asyncio.run(MISSING[GMS_SUPERVISOR](tmp_path, victim)) is not None
+    victim = Victim(GMS_SUPERVISOR, ())
+    assert asyncio.run(KINDS[GMS_SUPERVISOR].missing(tmp_path, victim)) is not None
 
     async def answered() -> str | None:
         path = str(tmp_path / "gms_HOST-0_weights.sock")
         server = Server(path, gms_messages.CATALOGUE, Answers([device()]), service="gms")
         await server.start()
         try:
-            return await MISSING[GMS_SUPERVISOR](tmp_path, victim)
+            return await KINDS[GMS_SUPERVISOR].missing(tmp_path, victim)
         finally:
             await server.close()
 
@@ -366,7 +366,7 @@ def test_text_that_names_no_target_is_refused(text):
 
 
 def test_every_target_dies_in_every_state_before_any_pair_comes_again():
-    targets = default_targets("reference", has_shadow=True, has_copies=True)
+    targets = pool_targets("reference", has_shadow=True, has_copies=True)
     backends = [
         each for each in targets if each not in ALL_PARTS and process_of(each) != SUPERVISOR
     ]
@@ -379,7 +379,7 @@ def test_every_target_dies_in_every_state_before_any_pair_comes_again():
 
 
 def test_pool_without_shadows_or_copies_has_no_targets_there():
-    targets = default_targets("vllm", has_shadow=False, has_copies=False)
+    targets = pool_targets("vllm", has_shadow=False, has_copies=False)
     assert not [each for each in targets if each.startswith(("shadow:", "stop:"))]
     assert not {"gms-copy", "gms-keeper"} & {*targets}
     assert {"api", "core", "supervisor", "pool"} <= {*targets}
