@@ -3,8 +3,9 @@
     python -m hack.device_check [--device UUID] [--only PART,…] [--max-gib 80] [--budget-s 480]
 
 Each part runs in its own process with its own limit, and its findings go to
-bench/device/<device>-<date>.json; then the tests of the memory service run on the real driver. Only
-plain allocations are made and no setting is changed; 4 GiB of the device stay free. Without a GPU
+bench/device/<device>-<date>.json. Then `make device-check` runs the tests of the memory service on
+the real driver. Only plain allocations are made and no setting is changed; 4 GiB of the device stay
+free. Without a GPU
 it prints so and writes nothing. `--stand-in` rehearses everything on the tests' stand-in for the
 driver; the report is marked, and never written to bench/device. The stand-in belongs to the tests,
 which nothing here imports: it is a program that is run (`python -m tests.standin.build`).
@@ -31,12 +32,11 @@ BENCH = ROOT / "bench" / "device"
 SCHEMA = 1
 GRACE_S = 5.0  # beyond a part's own limit, which it keeps itself
 FIRST = "device"
-SUITE, SUITE_S, SUITE_S_MIN = "suite", 150.0, 20.0
 PART_S_MIN = 8.0  # no part finds anything in less
 STILL_S = 0.3  # how long memory in use must not change to count
-REAL = {"max_gib": 80.0, "max_slabs": 4000, "max_kills": 100, "still_s": STILL_S}
+REAL = {"max_gib": 80.0, "max_kills": 100, "still_s": STILL_S}
 # Two cores and no GPU: the same calls with small sizes; free memory is free at once.
-STAND_IN = {"max_gib": 1.0, "max_slabs": 80, "max_kills": 2, "still_s": 0.02}
+STAND_IN = {"max_gib": 1.0, "max_kills": 2, "still_s": 0.02}
 
 
 def main() -> int:
@@ -54,12 +54,10 @@ def main() -> int:
 def _check(flags: argparse.Namespace) -> int:
     from hack.device.parts import PARTS
 
-    names = [name for name in flags.only.split(",") if name] or [*PARTS, SUITE]
+    names = [name for name in flags.only.split(",") if name] or [*PARTS]
     names = list(dict.fromkeys([FIRST, *names]))  # names the device in the report
-    if unknown := set(names) - {*PARTS, SUITE}:
-        print(
-            f"unknown parts: {', '.join(sorted(unknown))}; there are {', '.join([*PARTS, SUITE])}"
-        )
+    if unknown := set(names) - {*PARTS}:
+        print(f"unknown parts: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
         return 2
     if flags.stand_in:
         os.environ.update(_stand_in())
@@ -80,10 +78,8 @@ def _flags() -> argparse.Namespace:
         "--only", default="", help="only these parts, with commas; writes with --out only"
     )
     parser.add_argument("--max-gib", type=float, help="of the device, at any time (80)")
-    parser.add_argument("--max-slabs", type=int, help="in one epoch (4000)")
     parser.add_argument("--max-kills", type=int, help="of a process that writes (100)")
     parser.add_argument("--budget-s", type=float, default=480, help="for everything")
-    parser.add_argument("--suite", default="tests/gms", help="tests to run on the device")
     parser.add_argument("--out", type=Path, help="instead of bench/device/<device>-<date>.json")
     parser.add_argument("--require", action="store_true", help="fail if there is no GPU")
     parser.add_argument("--stand-in", action="store_true", help="rehearse without a GPU")
@@ -114,7 +110,6 @@ def _device(wanted: str) -> tuple[str | None, str]:
 def _ask(names: list[str], device: str, flags: argparse.Namespace) -> dict[str, Any]:
     """Every part in turn; the last one gets what is left of the budget."""
     from hack.device.parts import PARTS, question
-    from hack.device.suite import run_suite
     from hack.rig import commit, machine
 
     began = time.monotonic()
@@ -131,16 +126,8 @@ def _ask(names: list[str], device: str, flags: argparse.Namespace) -> dict[str, 
         started = time.monotonic()
         rest_s = end - started - GRACE_S
         print(f"{name} ...", file=sys.stderr, flush=True)
-        if name == SUITE:
-            found = {"question": "Do the memory service's tests pass on this driver?"}
-            if rest_s < SUITE_S_MIN:
-                found |= {"status": "skipped", "reason": "out of time"}
-            else:
-                found |= run_suite(flags.suite.split(","), device, rest_s)
-        else:
-            reserved_s = SUITE_S if SUITE in names else 0.0
-            limit_s = min(PARTS[name][1], rest_s - reserved_s)
-            found = {"question": question(name), **_run_part(name, device, limit_s, flags)}
+        limit_s = min(PARTS[name][1], rest_s)
+        found = {"question": question(name), **_run_part(name, device, limit_s, flags)}
         report["parts"][name] = {**found, "seconds": round(time.monotonic() - started, 1)}
     report["seconds"] = round(time.monotonic() - began, 1)
     report["claims"] = {
@@ -168,7 +155,6 @@ def _run_part(name: str, device: str, limit_s: float, flags: argparse.Namespace)
             "directory": directory,
             "limit_s": limit_s,
             "bytes_max": int(flags.max_gib * GIB),
-            "slabs_max": flags.max_slabs,
             "kills_max": flags.max_kills,
             "still_s": flags.still_s,
         }

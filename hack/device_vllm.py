@@ -16,9 +16,9 @@ the file keeps the other parts of the same commit. Without a GPU, or without vLL
 sentence names what is missing. `--rehearse` runs everything with the CPU build on host memory; its
 report is marked, and never written to bench/device.
 
-Part `pod` starts stock vLLM for its answers and speed; then two engines on the same devices: their
-speed, their memory on each device, the sleeps, and a drill that kills the API process, the engine
-core and a worker under load. Answers in bfloat16 depend on what else is in a batch, so only prompts
+Part `pod` starts stock vLLM for its answers; then two engines on the same devices: their memory on
+each device, the sleeps, and a drill that kills the API process, the engine core and a worker under
+load. Answers in bfloat16 depend on what else is in a batch, so only prompts
 whose two best candidates lie far apart are compared; `--load-format dummy` has none, so the pod's
 own first answers are compared instead.
 """
@@ -34,6 +34,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +43,13 @@ from hack.device.find import find_devices
 from hack.device.part import Nvml
 from hack.rig import ROOT, commit, machine
 from hack.standing_pod import StandingPod
-from hack.vllm.stock import Question, Stock, measure
+from hack.vllm.stock import Stock
 from plumbing.errors import UnderstudyError
 from plumbing.pod.cli import INTERRUPTED, run_async
-from plumbing.service.signals import SignalInbox
 from understudy.drill.clients import Target
-from understudy.drill.prompts import write_expected
 from understudy.drill.run import Drill, DrillPlan
 from understudy.pod.ports import free_pod_ports
-from understudy.pod.runner import PodRunner, run_pod
+from understudy.pod.runner import PodRunner
 from understudy.pod.table import LocalPod
 from understudy.status.gather import gather
 from understudy.up.models import VLLM_RANDOM_MODEL, make_random_model
@@ -180,9 +179,8 @@ class Run:
         self.place, self.flags, self.base = place, flags, base
         self.gpus = [Nvml(uuid, STILL_S) for uuid in place.devices]
         self.kv_bytes = flags.kv_bytes or (REHEARSED_KV_BYTES if flags.rehearse else KV_BYTES)
-        self.questions: list[Question] = []
         self.expected: Path | None = None
-        self.found: dict[str, Any] = {"memory": {}, "speed": {}}
+        self.found: dict[str, Any] = {"memory": {}}
         self.problems: list[str] = []
 
     @property
@@ -266,40 +264,22 @@ class Run:
         }
 
     async def _ask_stock(self, model: Path) -> bool:
-        """Measure stock, and write a file of the answers that the pod must give, if there are any
-        that rounding cannot change. False: interrupted."""
-        ranks = self.flags.tensor_parallel
-        stock = Stock(model, self.base / "stock", ranks, self.vllm_flags, self.env)
-
-        async def body() -> bool:
-            self._note_memory("stock")
-            stock.note_leftovers()
-            try:
-                await self._learn(stock)
-            except UnderstudyError as error:
-                self.found["answers"] = f"the pod's own, since {error.message}"
-            return True
-
-        inbox = SignalInbox()
+        """Write a file of the answers that the pod must give, if there are any that rounding cannot
+        change. False: interrupted."""
+        stock = Stock(
+            model, self.base / "stock", self.flags.tensor_parallel, self.vllm_flags, self.env
+        )
+        self.expected, gap_min = self.base / "expected.json", 0 if self.flags.rehearse else GAP_MIN
+        look = partial(self._note_memory, "stock")
         try:
-            done = await run_pod(stock.runner, body, inbox.get, _say)
-        finally:
-            inbox.close()
-        stock.remove_leftovers()
-        return bool(done)
-
-    async def _learn(self, stock: Stock) -> None:
-        gap_min = 0.0 if self.flags.rehearse else GAP_MIN
-        asked = [each for each in await stock.questions() if each.gap >= gap_min]
-        if not asked:
-            raise UnderstudyError("drill.no_answers", "rounding could change every answer")
-        prompts, answers = await stock.answers(asked)
-        self.questions = [each for each in asked if each.prompt.key in answers]
-        self.found["answers"] = f"stock vLLM's, to {len(self.questions)} prompts"
-        self.found["smallest_gap"] = min(each.gap for each in self.questions)
-        self.found["speed"]["stock"] = await self._speed(stock.target)
-        self.expected = self.base / "expected.json"
-        write_expected(self.expected, prompts, answers, source="stock vLLM")
+            questions = await stock.write_answers(self.expected, _say, gap_min=gap_min, look=look)
+        except UnderstudyError as error:
+            self.expected, questions = None, []
+            self.found["answers"] = f"the pod's own, since {error.message}"
+        if questions:
+            self.found["answers"] = f"stock vLLM's, to {len(questions)} prompts"
+            self.found["smallest_gap"] = min(each.gap for each in questions)
+        return questions is not None
 
     async def _drill(self, model: Path) -> DrillResult | None:
         directory = self.base / "pod"
@@ -321,8 +301,6 @@ class Run:
             self._note_memory("pod")
             self._note_self_test(directory)
             await self._note_engines(directory)
-            if self.questions:
-                self.found["speed"]["understudy"] = await self._speed(target)
             await self._sleep_under_load(await StandingPod.of(directory, drill, target))
 
         runner = PodRunner(pod.containers(), directory / "log")
@@ -340,11 +318,6 @@ class Run:
             pod.close()
 
     # ------------------------------------------------------------------ figures
-
-    async def _speed(self, target: Target) -> dict[str, Any]:
-        await measure(target, self.questions, self.flags.clients, 2.0)
-        speed = await measure(target, self.questions, self.flags.clients, self.flags.seconds)
-        return speed.to_dict()
 
     def _note_memory(self, when: str) -> None:
         """Bytes of each device in use, once they do not change."""
@@ -387,7 +360,6 @@ def _print_part(name: str, part: dict[str, Any]) -> None:
         for phase, found in part["drill"]["phases_ms"].items():
             print(f"    {phase:<12} {found['p50']} ms (p50), {found['max']} ms (max)")
         print(f"  memory         {json.dumps(part['memory'])}")
-        print(f"  speed          {json.dumps(part['speed'])}")
     elif "resumed" in part:
         print(f"  resumed        {part['resumed_right']} of {part['resumed']} right")
     for problem in part["problems"]:
@@ -403,7 +375,6 @@ def _flags() -> argparse.Namespace:
     parser.add_argument("--kv-bytes", type=int, default=0, help=f"per rank ({KV_BYTES})")
     parser.add_argument("--kills", type=int, default=3, help="api, core and worker in turn")
     parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each measurement of speed")
     parser.add_argument(
         "--out", type=Path, help="instead of bench/device/vllm-<device>-<date>.json"
     )

@@ -38,15 +38,13 @@ from hack.vllm.stock import Question, Stock
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.pod.cli import INTERRUPTED, fail, run_async
 from plumbing.service.config import Option, Resolved, resolve
-from plumbing.service.signals import SignalInbox
 from plumbing.text import size
 from understudy.cli.settings import DRILL_OPTIONS
 from understudy.drill.clients import Target
 from understudy.drill.page import check_destination
-from understudy.drill.prompts import write_expected
 from understudy.drill.report import print_report
 from understudy.drill.run import LENT_KV, NO_ADOPTION, Drill, DrillPlan
-from understudy.pod.runner import PodRunner, run_pod
+from understudy.pod.runner import PodRunner
 from understudy.up.models import VLLM_RANDOM_MODEL
 from understudy.up.pods import Say
 from understudy.up.sessions import DrillResult, compare_adoption, run_drill
@@ -153,25 +151,15 @@ class Run:
         env = environment(self.base)
         stock = Stock(model, self.base / "stock", ranks, self.flags, env)
 
-        async def body() -> bool:
-            # Short answers to short prompts fill no block, so no KV cache would be adopted.
-            questions = await stock.questions(is_long=True)
-            prompts, answers = await stock.answers(questions)
-            write_expected(file, prompts, answers, source="stock vLLM")
-            found.questions = [each for each in questions if each.prompt.key in answers]
+        def look() -> None:
             found.stock_private_bytes = private_bytes(workers_below(stock.tree()), self.kv_bytes)
-            stock.note_leftovers()
-            return True
 
         self.say(f"starting stock vLLM with {ranks} ranks, for its answers")
-        inbox = SignalInbox()
-        try:
-            done = await run_pod(stock.runner, body, inbox.get, self.say)
-        finally:
-            inbox.close()
-        stock.remove_leftovers()
+        # Short answers to short prompts fill no block, so no KV cache would be adopted.
+        questions = await stock.write_answers(file, self.say, is_long=True, look=look)
         shutil.rmtree(temporary(self.base))
-        return bool(done)
+        found.questions = questions or ()
+        return questions is not None
 
     async def _drill(
         self,

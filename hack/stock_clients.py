@@ -1,23 +1,19 @@
 """Stock clients of a pod whose processes are killed: do they ever see an error?
 
-    python -m hack.stock_clients [--client openai|benchmark] [--kills 100] [--backend vllm] [--json]
+    python -m hack.stock_clients [--kills 100] [--backend vllm] [--json]
 
-`openai`: the clients of the `openai` package, told never to retry. They ask for chats and
-completions, streamed and not, with all that must survive a failover; each answer is compared with
-the one given before the first kill. `benchmark`: vLLM's own serving benchmark, `vllm bench serve
---dataset-name random`, run again until all kills were made. Every process of the engines is killed
-in turn, and then every other part of the pod. Exits 1 if a client saw an error, a cut stream or
-another answer. Run it with the Python of .venv-vllm for the benchmark, or for vLLM as the backend.
+The clients of the `openai` package, told never to retry, send chats and completions, streamed and
+not, with all that must survive a failover; each answer is compared with the one given before the
+first kill. Every process of the engines is killed in turn, and then every other part of the pod.
+Exits 1 if a client saw an error, a cut stream or another answer. For vLLM as the backend, run it
+with the Python of .venv-vllm.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import math
-import os
-import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,10 +22,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hack import rig
-from hack.vllm.pod import environment, make_pod, model_of
+from hack.vllm.pod import make_pod, model_of
 from plumbing.errors import UnderstudyError
 from understudy.drill.clients import Target, clock
-from understudy.drill.records import GATEWAYS, GMS, LOCKSERVER, PARTS, Records
+from understudy.drill.records import GATEWAYS, PARTS, Records
 from understudy.drill.run import Drill, DrillPlan
 from understudy.drill.verdict import judge
 from understudy.pod.runner import PodRunner
@@ -356,112 +352,6 @@ async def _answer(client: openai.AsyncOpenAI, model: str, kind: RequestKind) -> 
     return said
 
 
-# ---------------------------------------------------------------------- vLLM's serving benchmark
-
-# What `vllm bench serve` runs. The command itself looks for a package called vllm, which the CPU
-# build is not called, and ends.
-START = """
-from vllm.benchmarks.serve import add_cli_args, main
-from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-parser = FlexibleArgumentParser()
-add_cli_args(parser)
-main(parser.parse_args())
-"""
-STARTED = b"Starting main benchmark run"
-INPUT_TOKENS, OUTPUT_TOKENS = 24, 64
-# The reference backend computes four requests at once, and one of them is the drill's own.
-CONCURRENCY = 3
-GAPS = "longest_gap_ms"
-
-
-class ServingBenchmark:
-    """The benchmark's process, run again until all kills were made. It calls a stream complete that
-    ends after its first token, so the tokens of each are counted here: one with too few was cut.
-    Its clock is the drill's."""
-
-    def __init__(self, base: Path, tokenizer: Path, prompts: int) -> None:
-        self._base, self._tokenizer, self._prompts = base, tokenizer, prompts
-        self.attempts: list[Attempt] = []
-        self.gaps_ms: list[float] = []
-        self._started = asyncio.Event()
-        self._runs = 0
-
-    async def run(self, target: Target, drill: Drill) -> None:
-        """Raises UnderstudyError: `benchmark.failed`, it ended with an error of its own."""
-        model, stop = str(drill.prompts[0].body["model"]), asyncio.Event()
-        running = asyncio.create_task(self._run_on(target, model, stop))
-        started = asyncio.create_task(self._started.wait())
-        try:
-            await asyncio.wait({running, started}, return_when=asyncio.FIRST_COMPLETED)
-            if self._started.is_set():
-                await drill.run(target)
-            stop.set()
-            await running
-        finally:
-            started.cancel()
-            running.cancel()
-            await asyncio.gather(running, started, return_exceptions=True)
-
-    async def _run_on(self, target: Target, model: str, stop: asyncio.Event) -> None:
-        while not stop.is_set():
-            self._runs += 1
-            file = self._base / f"benchmark-{self._runs}.json"
-            await self._run_once(self._flags(target, model, file), file.with_suffix(".log"))
-            document = json.loads(file.read_text())
-            names = ("start_times", "latencies", "itls", "output_lens", "errors")
-            for began_s, took_s, gaps_s, tokens, error in zip(
-                *(document[name] for name in names), strict=True
-            ):
-                said = "" if tokens == OUTPUT_TOKENS else f"cut after {tokens} tokens"
-                end_ms = 1000 * (began_s + took_s)
-                raised = error.strip().rpartition("\n")[2] or said
-                self.attempts.append(Attempt("benchmark", True, 1000 * began_s, end_ms, raised))
-                self.gaps_ms.append(1000 * max(gaps_s, default=0.0))
-
-    def _flags(self, target: Target, model: str, file: Path) -> list[str]:
-        wanted = {
-            "backend": "openai",
-            "host": target.host,
-            "port": target.port,
-            "endpoint": "/v1/completions",
-            "model": model,
-            "tokenizer": self._tokenizer,
-            "dataset-name": "random",
-            "random-input-len": INPUT_TOKENS,
-            "random-output-len": OUTPUT_TOKENS,
-            "num-prompts": self._prompts,
-            "max-concurrency": CONCURRENCY,
-            "temperature": 0,
-            "result-dir": file.parent,
-            "result-filename": file.name,
-        }
-        given = [f"--{name}={value}" for name, value in wanted.items()]
-        return [*given, "--ignore-eos", "--disable-tqdm", "--save-result", "--save-detailed"]
-
-    async def _run_once(self, flags: Sequence[str], log: Path) -> None:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", START, *flags),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env={**os.environ, **environment(self._base)},
-        )
-        assert process.stdout is not None
-        try:
-            with log.open("wb") as file:
-                async for line in process.stdout:
-                    file.write(line)
-                    if STARTED in line:
-                        self._started.set()
-            code = await process.wait()
-        finally:
-            if process.returncode is None:
-                process.kill()
-        if code:
-            raise UnderstudyError("benchmark.failed", f"it ended with code {code}; see {log}")
-
-
 # ---------------------------------------------------------------------- the run
 
 
@@ -473,9 +363,7 @@ def pod_of(backend: str, base: Path, model: Path) -> LocalPod:
     return replace(pod, backend=backend, env={**random.env})
 
 
-def document(
-    client: OpenaiClients | ServingBenchmark, drill: Drill, kills: int, backend: str
-) -> rig.Figures:
+def document(client: OpenaiClients, drill: Drill, kills: int, backend: str) -> rig.Figures:
     """The fates of all requests, and the drill's own report."""
     records = drill.records
     fates = [(each, fate_of(each, records)) for each in client.attempts]
@@ -494,7 +382,6 @@ def document(
     met = [sum(each.overlaps(at_ms, None) for each in client.attempts) for at_ms in killed_ms]
     report = judge(records, kills)
     drilled = report.to_dict(backend, {})
-    gaps = {GAPS: rig.spread(client.gaps_ms)} if isinstance(client, ServingBenchmark) else {}
     problems = [*first["first_error"], *first["first_wrong"], *report.problems]
     if not fates:
         problems.append("no request was made")
@@ -504,7 +391,6 @@ def document(
         "fates": Counter(fate for _, fate in fates),
         "kills_under_load": sum(1 for each in met if each),
         "requests_over_a_kill": sum(met),
-        **gaps,
         "kinds": kinds,
         **first,
         "drill": drilled,
@@ -515,22 +401,17 @@ def document(
 async def run(flags: Any, base: Path) -> rig.Figures:
     model = await model_of(base, str(flags.model) if flags.model else None)
     pod = pod_of(flags.backend, base, model)
-    is_openai = flags.client == "openai"
     plan = DrillPlan(
         flags.kills,
         tuple(flags.target),
-        clients=1 if is_openai else 0,
-        also=PARTS if is_openai else (LOCKSERVER, GMS),
+        clients=1,
+        also=PARTS,
         duration_s=flags.kills * flags.apart_s,
     )
 
     async def measure(runner: PodRunner) -> rig.Figures:
         drill = Drill(pod.directory, plan, rig.say, runner)
-        client: OpenaiClients | ServingBenchmark
-        if is_openai:
-            client = OpenaiClients(KINDS[flags.backend], flags.clients)
-        else:
-            client = ServingBenchmark(base, model, flags.prompts)
+        client = OpenaiClients(KINDS[flags.backend], flags.clients)
         await client.run(await drill.prepare(), drill)
         return document(client, drill, plan.kills_wanted, flags.backend)
 
@@ -539,10 +420,8 @@ async def run(flags: Any, base: Path) -> rig.Figures:
 
 def main() -> None:
     parser = rig.arguments("stock_clients", "stock clients of a pod whose processes are killed")
-    parser.add_argument("--client", choices=("openai", "benchmark"), default="openai")
     parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--clients", type=int, default=4, help="of the openai package")
-    parser.add_argument("--prompts", type=int, default=400, help="of one run of the benchmark")
+    parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--apart-s", type=float, default=APART_S, help="from kill to kill")
     parser.add_argument("--backend", choices=sorted(KINDS), default="reference")
     parser.add_argument("--model", type=Path, help="a checkpoint [default: a random one]")
@@ -551,7 +430,7 @@ def main() -> None:
     )
     flags = parser.parse_args()
     if flags.quick:
-        flags.kills, flags.apart_s, flags.prompts = 3, 2.0, 20
+        flags.kills, flags.apart_s = 3, 2.0
     rig.finish(rig.run("clients-", partial(run, flags)), is_json=flags.json)
 
 

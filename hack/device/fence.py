@@ -1,4 +1,4 @@
-"""Of a takeover: a killed process writes no more, and memory that is there is mapped fast.
+"""Of a takeover: a killed process writes no more.
 
 A *fence* is what the lock server waits for before it grants: the witness is free, and the process
 is gone. From then on a successor may use the memory that the dead process wrote to.
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hack.device.death import is_free, is_readable
-from hack.device.part import GIB, MIB, Part, Skipped, mib
+from hack.device.part import MIB, Part, Skipped
 from hack.device.remote import NotOffered, Peer, PeerError
 
 BUFFER_BYTES = 64 * MIB  # a round over it takes a GPU 30 µs
@@ -24,7 +24,6 @@ ALIVE_S_MAX = 0.05  # how long a process writes before it is killed; drawn at ra
 POLL_S = 0.0002
 WAIT_S = 10.0
 RUN_S = 6.0  # what one kill may take at most, with a fresh process
-HANDLE_BYTES, HANDLES = 2 * GIB, 8  # of the pool that is mapped; the service makes such slabs
 
 
 def fence(part: Part) -> None:
@@ -132,32 +131,3 @@ def _figures(runs: list[dict[str, Any]], seed: int) -> dict[str, Any]:
         "last_change_seen_before_the_fence_ms": spread("quiet_before_ms"),
         "reads_by_the_watcher": spread("reads"),
     }
-
-
-def wake(part: Part) -> None:
-    """How long does it take to map memory that is there, against making it and zeroing it?"""
-    size = min(HANDLE_BYTES, part.bytes_max // 32)
-    if not part.fits(HANDLES * size):
-        raise Skipped(f"there are not {HANDLES * size // MIB} MiB to spare")
-    owner, successor = part.peer(), part.peer(context=True)
-    owner("create", size_bytes=size, count=HANDLES)
-    fds = owner.lend()
-    there = _timed(successor, [("adopt", fds, {"size_bytes": size}), ("map", (), {})])
-    successor("unmap")
-    successor("release")
-    owner.close()
-    newcomer = part.peer(context=True)
-    plan = {"size_bytes": size, "count": HANDLES}
-    anew = _timed(newcomer, [("create", (), plan), ("map", (), {}), ("clear", (), {})])
-    part.note(handle_mib=mib(size), handles=HANDLES, map_what_is_there=there, make_anew=anew)
-    part.claim(mapping_is_faster_than_making=there["ms"] < anew["ms"])
-
-
-def _timed(peer: Peer, steps: list[tuple[str, Any, dict[str, Any]]]) -> dict[str, Any]:
-    """Each step's driver calls, and their sum."""
-    calls: dict[str, float] = {}
-    for do, fds, more in steps:
-        peer(do, fds, **({"writable": True} if do == "map" else more))
-        for name, took_ms in peer.calls.items():
-            calls[name] = round(calls.get(name, 0.0) + took_ms, 3)
-    return {"ms": round(sum(calls.values()), 3), "of_it_in_calls_ms": calls}

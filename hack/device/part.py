@@ -83,12 +83,11 @@ class Part:
         directory: str,
         limit_s: float,
         bytes_max: int,
-        slabs_max: int,
         kills_max: int,
         still_s: float,
     ) -> None:
         self.device, self.directory = device, directory
-        self.bytes_max, self.slabs_max, self.still_s = bytes_max, slabs_max, still_s
+        self.bytes_max, self.still_s = bytes_max, still_s
         self.kills_max = kills_max
         self.peers = contextlib.ExitStack()
         self._result, self._end = Path(result), time.monotonic() + limit_s

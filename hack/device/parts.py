@@ -26,9 +26,7 @@ PARTS = {
     "crash": (service.crash, 60.0),
     "fence": (fence.fence, 150.0),
     "rest": (rest.rest, 60.0),
-    "attach": (service.attach, 70.0),
     "death": (death.death, 100.0),
-    "wake": (fence.wake, 40.0),
 }
 
 

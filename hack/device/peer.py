@@ -1,9 +1,9 @@
 """The process that opens CUDA for a device check and serves requests, one at a time.
 
 Started by `remote.Peer`: `python -m hack.device.peer FD DEVICE WITNESS`. A request is one JSON
-object `{"do": name, …}` with descriptors; `do_<name>` serves it. An answer has `value` or `error`,
-and `calls`: how long the driver calls took, the source of all cost figures. Memory is the project's
-own `CudaMemory`; the driver is called directly only where it is what the question is about.
+object `{"do": name, …}` with descriptors; `do_<name>` serves it. An answer has `value` or `error`.
+Memory is the project's own `CudaMemory`; the driver is called directly only where it is what the
+question is about.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from gms.client import Keeper, Reader, Writer, open_session
@@ -33,26 +33,6 @@ ONES = 0x01010101
 IDENTITY = {"model": "device-check", "shards": {"a": "1"}}
 
 
-class Recorder:
-    """Wraps `Driver.call` and notes how long each call took."""
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = call
-        self._ms: dict[str, float] = {}
-
-    def __call__(self, name: str, *args: Any) -> Any:
-        began = time.perf_counter()
-        try:
-            return self._call(name, *args)
-        finally:
-            self._ms[name] = self._ms.get(name, 0.0) + (time.perf_counter() - began) * 1e3
-
-    def take(self) -> dict[str, float]:
-        """The milliseconds since the last time, by the name of the call."""
-        taken, self._ms = self._ms, {}
-        return {name: round(ms, 3) for name, ms in taken.items()}
-
-
 class Requests:
     """What this process holds, and a method for each request."""
 
@@ -61,14 +41,11 @@ class Requests:
         self.slabs: list[CudaAllocation] = []
         self.ranges: list[CudaReservation] = []
         self.outgoing: list[OwnedFd] = []
-        self.call: Recorder | None = None
         self.graph: tuple[Any, Any] | None = None
 
     def do_open(self, context: bool) -> dict[str, Any]:
         self.memory = CudaMemory(self.device, context=context)
         self.driver = self.memory.driver
-        self.call = Recorder(self.driver.call)
-        self.driver.call = self.call  # type: ignore[method-assign]  # all calls are timed
         return {**self.memory.facts(), "capacity_bytes": self.memory.capacity_bytes}
 
     def do_has_context(self) -> bool:
@@ -235,13 +212,10 @@ class Requests:
         writer.write(f"t{slabs - 1}", b"\7" * PAGE)
         self.session: Reader = writer.commit(IDENTITY)
 
-    def do_attach(self, directory: str) -> dict[str, float]:
-        began = time.perf_counter()
+    def do_attach(self, directory: str) -> None:
         reader = self._session(directory, "ro")
-        took_ms = (time.perf_counter() - began) * 1e3
         assert isinstance(reader, Reader)
         self.session = reader
-        return {"attach_ms": round(took_ms, 2), "slabs": len(reader.slab_sizes)}
 
     def do_keep(self) -> None:
         Keeper(self.session, may_digest=lambda: False).start()
@@ -251,9 +225,6 @@ class Requests:
         places, tensors = self.session._attachment.range, self.session.tensors
         last = max(record.offset for record in tensors.values())
         return sorted({*places.read(0, PAGE), *places.read(last, PAGE)})
-
-    def do_detach(self) -> None:
-        self.session.close()
 
     def _session(self, directory: str, mode: str) -> Reader | Writer:
         return open_session(
@@ -282,7 +253,6 @@ def serve(sock: socket.socket, requests: Requests) -> None:
             answer["error"] = f"{error.code}: {error.message}"
         except Exception as error:
             answer["error"] = f"{type(error).__name__}: {error}"
-        answer["calls"] = requests.call.take() if requests.call else {}
         lent = [fd.fileno() for fd in requests.outgoing]
         socket.send_fds(sock, [json.dumps(answer).encode()], lent)
         while requests.outgoing:

@@ -29,14 +29,10 @@ class NotOffered(PeerError):
 
 
 class Peer:
-    """One process with CUDA; `peer("create", size_bytes=…)` is `do_create` there.
-
-    `calls` has the milliseconds of the driver calls of the last answer, by name.
-    """
+    """One process with CUDA; `peer("create", size_bytes=…)` is `do_create` there."""
 
     def __init__(self, device: str, witness: str | None = None) -> None:
         """`witness`: a file on which it holds a shared lock, on descriptor 0, while it lives."""
-        self.calls: dict[str, float] = {}
         self._fds: list[OwnedFd] = []
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         words = [str(theirs.fileno()), device, "witness" if witness else "none"]
@@ -75,7 +71,6 @@ class Peer:
             raise PeerError(f"the process ended with {self.process.wait(END_S)}")
         self._fds = [OwnedFd(fd) for fd in received]
         reply = json.loads(words)
-        self.calls = reply["calls"]
         if "error" in reply:
             is_missing = reply["error"].startswith("FunctionNotFoundError")
             raise (NotOffered if is_missing else PeerError)(reply["error"])

@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from hack.device.part import GIB, MIB, NOISE_BYTES, Part, Skipped, mib
 from hack.device.remote import Peer
@@ -14,8 +13,7 @@ from hack.processes import MemoryServer, until
 
 SERVER_BYTES_MAX = 16 * MIB  # what the design allows a server without a context
 SLAB_BYTES = 64 * MIB
-KILLS, ROUNDS = 5, 3
-ATTACHED = ((64, 2), (250, 2), (64, 256), (1000, 2), (4000, 2))  # slabs, MiB of each
+KILLS = 5
 
 
 @contextlib.contextmanager
@@ -100,36 +98,5 @@ def crash(part: Part) -> None:
         )
 
 
-def attach(part: Part) -> None:
-    """How long does a fresh process take from connect to the last mapping, by number of slabs?"""
-    for count, slab_mib in ATTACHED:
-        name, slab = f"{count}x{slab_mib}_mib", slab_mib * MIB
-        if count > part.slabs_max or not part.fits(count * slab):
-            part.note(**{name: "skipped: not so much may be taken of this device"})
-            continue
-        if part.left_s() < 15:
-            part.note(**{name: "skipped: out of time"})
-            continue
-        with running(part, name) as service:
-            began = time.monotonic()
-            _load(part.peer(), service, count, slab)
-            load_ms = round((time.monotonic() - began) * 1e3, 1)
-            rounds = [_attach_once(part, service) for _ in range(ROUNDS)]
-            part.peers.close()
-        rounds.sort(key=lambda found: found["attach_ms"])
-        part.note(**{name: {"load_ms": load_ms, **rounds[ROUNDS // 2]}})
-
-
 def _load(writer: Peer, service: MemoryServer, slabs: int, slab_bytes: int) -> None:
     writer("load", directory=service.directory, slabs=slabs, slab_bytes=slab_bytes)
-
-
-def _attach_once(part: Part, service: MemoryServer) -> dict[str, Any]:
-    reader = part.peer(context=True)
-    found = reader("attach", directory=service.directory)
-    calls = reader.calls
-    began = time.monotonic()
-    reader("detach")
-    detach_ms = round((time.monotonic() - began) * 1e3, 2)
-    reader.close()
-    return {**found, "of_it_in_calls_ms": calls, "detach_ms": detach_ms}

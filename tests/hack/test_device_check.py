@@ -19,8 +19,6 @@ from hack.device.parts import PARTS
 from tests.standin import build
 
 ROOT = device_check.ROOT
-# On a machine without a GPU there is time and memory for small sizes only.
-TOO_LARGE_HERE = "skipped: not so much may be taken of this device"
 
 
 def run(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -49,28 +47,22 @@ def written() -> list[Path]:
 def test_rehearsal_answers_every_part(tmp_path: Path):
     """All of it on the stand-in: each part is ok, what it relies on holds, the file is marked."""
     before = written()
-    tests = "tests/gms/test_gms_cuda.py"
-    code, report = rehearse(tmp_path / "report.json", "--suite", tests)
+    code, report = rehearse(tmp_path / "report.json")
     assert report["is_stand_in"]
-    assert [*PARTS, "suite"] == list(report["parts"])
+    assert [*PARTS] == list(report["parts"])
     problems = {name: part for name, part in report["parts"].items() if part["status"] != "ok"}
     assert problems == {}
     for name, part in report["parts"].items():
         assert part["question"].endswith("?"), name
         assert part["figures"], name
-        assert part.get("claims") or name in ("device", "attach", "suite"), name
+        assert part.get("claims") or name == "device", name
     # How late NVML sees memory free is a matter of time, which a busy machine has not.
     holds = {name: it for name, it in report["claims"].items() if not name.startswith("memory_is")}
     assert [name for name, it in holds.items() if not it] == []
     assert len(holds) > 15
     assert code == (0 if all(report["claims"].values()) else 1)
-    assert report["parts"]["attach"]["figures"]["4000x2_mib"] == TOO_LARGE_HERE
     runs = report["parts"]["death"]["figures"]["runs"]
     assert ["cuModuleLoadData" in run.get("skipped", "") for run in runs] == [False, True] * 2
-    suite = report["parts"]["suite"]["figures"]
-    assert (suite["failure"], suite["error"]) == (0, 0)
-    assert suite["passed"] > 5
-    assert "only the stand-in" in next(iter(suite["skipped_because"]))
     assert written() == before
 
 
@@ -96,7 +88,7 @@ def test_part_that_hangs_is_ended_with_its_peers(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(device_check, "GRACE_S", -7.0)
     for name, value in build.environment().items():
         monkeypatch.setenv(name, value)
-    flags = device_check.argparse.Namespace(max_gib=1.0, max_slabs=1, max_kills=1, still_s=30.0)
+    flags = device_check.argparse.Namespace(max_gib=1.0, max_kills=1, still_s=30.0)
     found = device_check._run_part("context", build.GPU_A, 8.5, flags)
     assert found["status"] == "failed"
     assert found["reason"].startswith("no end after")

@@ -27,7 +27,6 @@ def test_a_write_after_the_fence_is_found(tmp_path: Path, monkeypatch: pytest.Mo
         directory=str(tmp_path),
         limit_s=60,
         bytes_max=256 << 20,
-        slabs_max=1,
         kills_max=1,
         still_s=0.02,
     )
