@@ -1,6 +1,6 @@
 """`make drill-vllm`: the drill with vLLM, its tokens compared with those of stock vLLM.
 
-    python -m hack.drill_vllm [the drill's flags] [--runner v1|v2] [--json]
+    python -m hack.drill_vllm [the drill's flags] [--runner v1|v2] [--device all] [--json]
         [-- vLLM's flags]
 
 Makes a random model, gets the answers to prompts that rounding cannot change from a stock server,
@@ -10,6 +10,12 @@ The report is the drill's own; `--json` has the same keys and, under `vllm`, the
 The prompts are long and most share their beginning, so that blocks of the KV cache are published
 and adopted. With `--kv-compare` a second pod, whose engines adopt none, is drilled in the same way;
 what the pod takes of the machine is not measured then.
+
+With `--device` it runs on GPUs, with the model runner, the scheduling and the graphs that vLLM
+chooses by itself, and measures each device's memory. Before the kills the active engine sleeps and
+wakes under load: graphs then run over memory that was unmapped and mapped again. Answers in
+bfloat16 depend on what else is in a batch, so only prompts whose two best candidates lie far apart
+are compared; `--load-format dummy` has none, so the pod's own first answers are compared instead.
 
 What other vLLM servers of this machine leave in /dev/shm meanwhile counts as the pod's. To keep it
 apart: `unshare --mount sh -c 'mount -t tmpfs none /dev/shm && exec python -m hack.drill_vllm'`.
@@ -24,17 +30,21 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from engine.supervisor import leftovers
 from hack import v2_on_cpu
-from hack.rig import machine
+from hack.bench_sleep import across_sleeps
+from hack.device.find import find_devices
+from hack.device.part import Nvml
+from hack.rig import ROOT, machine
+from hack.standing_pod import StandingPod
 from hack.vllm.figures import Figures, look_at, private_bytes, workers_below
-from hack.vllm.pod import environment, make_pod, model_of, temporary
-from hack.vllm.stock import Question, Stock
+from hack.vllm.pod import MODEL_SHAPE, environment, make_pod, model_of, temporary
+from hack.vllm.stock import GAP_MIN, Question, Stock
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.pod.cli import INTERRUPTED, fail, run_async
 from plumbing.service.config import Option, Resolved, resolve
@@ -45,6 +55,7 @@ from understudy.drill.page import check_destination
 from understudy.drill.report import print_report
 from understudy.drill.run import LENT_KV, NO_ADOPTION, Drill, DrillPlan
 from understudy.pod.runner import PodRunner
+from understudy.status.gather import gather
 from understudy.up.models import VLLM_RANDOM_MODEL
 from understudy.up.pods import Say
 from understudy.up.sessions import DrillResult, compare_adoption, run_drill
@@ -71,6 +82,13 @@ OPTIONS: tuple[Option, ...] = tuple(
 NO_ADOPTING = (*LENT_KV, *NO_ADOPTION)
 KV_FLAG = "--kv-cache-memory-bytes"
 LEFT_SHOWN = 5
+# On GPUs. The random model has heads of 256, the widest that attention kernels take.
+DEVICE_SHAPE = ("--hidden=1024", "--layers=16")
+DEVICE_FLAGS = (f"{KV_FLAG}={4 << 30}",)
+WHOLE_DEVICE = "1TiB"  # more than any device has: the memory service takes what there is
+DEVICE_GAP_MIN = 0.25  # of log probabilities in bfloat16, whose step near 1 is 2^-8
+STILL_S = 0.5  # how long a device's memory in use must not change to count
+SLEEPS, SLEEPING_CLIENTS = 3, 8
 # Headers that torch compiles once; they are there wherever its cache is.
 CACHE = "/torchinductor_"
 
@@ -83,6 +101,7 @@ class Found:
     questions: Sequence[Question] = ()
     stock_private_bytes: int | None = None
     figures: Figures | None = None
+    devices: dict[str, Any] = field(default_factory=dict)  # on GPUs
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -90,6 +109,7 @@ class Found:
             "prompts_compared_with_stock": len(self.questions),
             "smallest_gap": min((question.gap for question in self.questions), default=None),
             **(self.figures.to_dict() if self.figures else {}),
+            **self.devices,
         }
 
 
@@ -103,12 +123,22 @@ class Run:
     compares_kv: bool
     vllm_flags: tuple[str, ...]
     runner: str | None
+    gpus: tuple[Nvml, ...]  # () : on the CPU
     say: Say
 
     @property
     def flags(self) -> tuple[str, ...]:
         """vLLM's, for stock and for ours; the last of duplicates counts."""
-        return (*VLLM_RANDOM_MODEL.arguments, *self.vllm_flags)
+        ours = DEVICE_FLAGS if self.gpus else VLLM_RANDOM_MODEL.arguments
+        return (*ours, *self.vllm_flags)
+
+    @property
+    def env(self) -> dict[str, str]:
+        """Of stock and of ours."""
+        if not self.gpus:
+            return environment(self.base)
+        uuids = ",".join(each.uuid for each in self.gpus)
+        return {"CUDA_VISIBLE_DEVICES": uuids, "TMPDIR": str(temporary(self.base))}
 
     @property
     def kv_bytes(self) -> int:
@@ -127,19 +157,22 @@ class Run:
     async def everything(self) -> tuple[DrillResult, Found] | None:
         """None: interrupted."""
         _ = self.kv_bytes  # refused before anything starts
-        model = await model_of(self.base, self.config["model"])
+        shape = DEVICE_SHAPE if self.gpus else MODEL_SHAPE
+        model = await model_of(self.base, self.config["model"], shape)
         found = Found(v2_on_cpu.name_of(self.runner))
+        self._note_memory(found, "nothing")
         expected = self.config["expected"]
         if expected is None:
             expected = self.base / "expected.json"
             if not await self._ask_stock(model, expected, found):
                 return None
+        answers = Path(expected) if Path(expected).exists() else None
         if not self.compares_kv:
-            result = await self._drill(model, Path(expected), found)
+            result = await self._drill(model, answers, found)
         else:
             result = await compare_adoption(
-                partial(self._drill, model, Path(expected), None, "kept", LENT_KV),
-                partial(self._drill, model, Path(expected), None, "empty", NO_ADOPTING),
+                partial(self._drill, model, answers, None, "kept", LENT_KV),
+                partial(self._drill, model, answers, None, "empty", NO_ADOPTING),
                 self.say,
             )
         return (result, found) if result is not None else None
@@ -148,15 +181,26 @@ class Run:
         """Write the expected answers into `file`; False: interrupted."""
         ranks = self.config["tensor_parallel"]
         temporary(self.base).mkdir()
-        env = environment(self.base)
-        stock = Stock(model, self.base / "stock", ranks, self.flags, env)
+        stock = Stock(model, self.base / "stock", ranks, self.flags, self.env)
 
         def look() -> None:
-            found.stock_private_bytes = private_bytes(workers_below(stock.tree()), self.kv_bytes)
+            self._note_memory(found, "stock")
+            if not self.gpus:
+                tree = workers_below(stock.tree())
+                found.stock_private_bytes = private_bytes(tree, self.kv_bytes)
 
         self.say(f"starting stock vLLM with {ranks} ranks, for its answers")
-        # Short answers to short prompts fill no block, so no KV cache would be adopted.
-        questions = await stock.write_answers(file, self.say, is_long=True, look=look)
+        gap_min = DEVICE_GAP_MIN if self.gpus else GAP_MIN
+        try:
+            # Short answers to short prompts fill no block, so no KV cache would be adopted.
+            questions = await stock.write_answers(
+                file, self.say, is_long=True, gap_min=gap_min, look=look
+            )
+        except UnderstudyError as error:
+            if not self.gpus or error.code != "drill.no_answers":
+                raise
+            self.say(f"the pod's own answers are compared: {error.message}")
+            questions = []
         shutil.rmtree(temporary(self.base))
         found.questions = questions or ()
         return questions is not None
@@ -164,7 +208,7 @@ class Run:
     async def _drill(
         self,
         model: Path,
-        expected: Path,
+        expected: Path | None,
         found: Found | None,
         name: str = "",
         more: tuple[str, ...] = (),
@@ -182,14 +226,19 @@ class Run:
         )
         ranks = config["tensor_parallel"]
         pod = make_pod(base, model, ranks, (*self.flags, *more), config["device_bytes"])
-        directory = pod.directory
+        if self.gpus:
+            env = {**self.env, "UNDERSTUDY_WAKE": "manual"}  # it sleeps although requests wait
+            size = config["device_bytes"] or WHOLE_DEVICE
+            pod = replace(pod, memory="cuda", device_bytes=size, env=env)
+        directory, seen = pod.directory, list[str]()
 
         async def look(target: Target) -> None:
-            if found is None:
-                return
-            found.figures = await look_at(
-                directory, self.kv_bytes, found.stock_private_bytes, self.idle_s
-            )
+            if found is not None and self.gpus:
+                seen.extend(await self._look_at_devices(drill, target, found))
+            elif found is not None:
+                found.figures = await look_at(
+                    directory, self.kv_bytes, found.stock_private_bytes, self.idle_s
+                )
 
         self.say(f"starting a pod of two vLLM engines in {directory}")
         runner = PodRunner(pod.containers(), directory / "log")
@@ -197,10 +246,40 @@ class Run:
         result = await run_drill(drill, runner, plan, self.say, look)
         if result is not None:
             problems = result.report.problems
-            if found is not None:
+            if found is not None and not self.gpus:
                 problems += found.figures.problems() if found.figures else ["nothing was measured"]
-            problems += self._leftovers(before, base)
+            problems += [*seen, *self._leftovers(before, base)]
         return result
+
+    # ------------------------------------------------------------------ on GPUs
+
+    def _note_memory(self, found: Found, when: str) -> None:
+        """Bytes of each device in use, once they do not change."""
+        if self.gpus:
+            memory = found.devices.setdefault("memory", {})
+            memory[f"with_{when}"] = [gpu.settled() for gpu in self.gpus]
+
+    async def _look_at_devices(self, drill: Drill, target: Target, found: Found) -> list[str]:
+        """Note what each engine takes of its device beside the shared weights, and the self-tests;
+        then sleep and wake under load. What is wrong."""
+        from engine.backends.vllm.api.self_test import NAME
+
+        self._note_memory(found, "pod")
+        view = await gather(drill.directory)
+        by_pid = {pid: size for gpu in self.gpus for pid, size in gpu.by_process().items()}
+        for part in view["engines"]:
+            role = "active" if part["engine"]["id"] == view["active"] else "standby"
+            pids = {name: by_pid.get(pid) for name, pid in part["backend"]["pids"].items()}
+            found.devices["memory"][role] = {name: size for name, size in pids.items() if size}
+        tests = json.loads((drill.directory / NAME).read_text()).values()
+        problems = [f"self-test: {each['problem']}" for each in tests if each["problem"] != ""]
+        pod = await StandingPod.of(drill.directory, drill, target)
+        try:
+            sleeps = await across_sleeps(pod, SLEEPING_CLIENTS, SLEEPS)
+        finally:
+            pod.close()
+        found.devices |= {"self_tests": [*tests], "sleeps": sleeps}
+        return [*problems, *sleeps["problems"]]
 
     def _leftovers(self, before: frozenset[leftovers.Name], base: Path) -> list[str]:
         """Files that the pod has left behind; those that other processes hold do not count."""
@@ -233,7 +312,8 @@ def main() -> None:
 
     done = None
     try:
-        os.environ.update(v2_on_cpu.environment(flags.runner))
+        gpus = gpus_of(flags.device) if flags.device else ()
+        os.environ.update({} if gpus else v2_on_cpu.environment(flags.runner))
         run = Run(
             base,
             config,
@@ -241,6 +321,7 @@ def main() -> None:
             flags.kv_compare,
             tuple(flags.vllm),
             flags.runner,
+            gpus[: config["tensor_parallel"]],
             say,
         )
         done = run_async(run.everything)
@@ -256,6 +337,17 @@ def main() -> None:
         done[0].write_page(page, done[0].backend or "vllm")
         say(f"the report is in {page}")
     sys.exit(0 if done[0].report.passed else 1)
+
+
+def gpus_of(asked: str) -> tuple[Nvml, ...]:
+    """The GPUs of these UUIDs, or all.
+
+    The process ends with a sentence if there are none.
+    """
+    devices, reason = find_devices([] if asked == "all" else asked.split(","), str(ROOT))
+    if not devices:
+        sys.exit(f"nothing was measured, since {reason}")
+    return tuple(Nvml(uuid, STILL_S) for uuid in devices)
 
 
 def show(result: DrillResult, found: Found, *, as_json: bool) -> None:
@@ -304,6 +396,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=v2_on_cpu.RUNNERS,
         help="vLLM's model runner, stock's and ours [default: what vLLM chooses on a GPU]",
     )
+    parser.add_argument("--device", metavar="UUIDS", help="run on these GPUs, or on all")
     parser.add_argument(
         "--kv-compare",
         action="store_true",

@@ -31,7 +31,7 @@ class Nvml:
         """`still_s`: how long memory in use must not change to count as settled."""
         import pynvml
 
-        self._api, self._still_s = pynvml, still_s
+        self.uuid, self._api, self._still_s = uuid, pynvml, still_s
         pynvml.nvmlInit()
         self._device = pynvml.nvmlDeviceGetHandleByUUID(uuid)
 

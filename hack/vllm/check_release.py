@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(*changed_lines(old, new), sep="\n")
     print(
         "then: widen SUPPORTED in engine/backends/vllm/versions.py, run `make test-vllm` and, on a"
-        " GPU, `python -m hack.device_vllm`"
+        " GPU, what docs/vllm.md lists"
     )
     return 1 if broken else 0
 

@@ -32,11 +32,11 @@ def environment(base: Path) -> dict[str, str]:
     return {**chosen, "TMPDIR": str(temporary(base))}
 
 
-async def model_of(base: Path, given: str | None) -> Path:
+async def model_of(base: Path, given: str | None, shape: Sequence[str] = MODEL_SHAPE) -> Path:
     """The user's checkpoint, or a random one."""
     if given is not None:
         return Path(os.path.abspath(given))
-    return await make_random_model(base / "model", MODEL_SHAPE)
+    return await make_random_model(base / "model", shape)
 
 
 def make_pod(

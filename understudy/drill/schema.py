@@ -42,34 +42,45 @@ class DrillUpgrade(Schema):
     pause_ms: Annotated[float | None, "from the old grant's last token to the new one's first"]
 
 
-class DrillDocument(Schema, kw_only=True):
-    """How did the pod survive kills under load?
-
-    The exit code also says whether the drill passed; stderr says why it did not.
-    """
+class AnyDrillDocument(Schema, kw_only=True):
+    """What the documents of all drills have."""
 
     passed: Annotated[bool, "all that must be 0 is 0, and `problems` is empty"]
     problems: Annotated[list[str], "any other reason why the drill did not pass"]
+    mode: Annotated[str, "`gateway`, or `pool`"]
     requests: Annotated[int, "number of requests sent"]
     kills: Annotated[int, "number of kills"]
     killed: Annotated[dict[str, int], "number of kills, by target"]
     refused: Annotated[int, "requests that were refused; must be 0"]
     wrong_tokens: Annotated[int, "answers that were wrong; must be 0"]
+    doubled_tokens: Annotated[int, "pieces of text that a client got twice; must be 0"]
     double_active: Annotated[int, "how often two engines served at once; must be 0"]
     false_deaths: Annotated[int, "engines that ended unkilled; must be 0"]
+    lost_in_gateway: Annotated[
+        int, "requests lost with the gateway's process, which are not counted as lost"
+    ]
+    resumed: Annotated[int, "streams resumed at another engine"]
+    lasted_s: Annotated[float, "how long the pod was under load"]
+    backend: Annotated[str, "`reference`, `vllm`"]
+    machine: DrillMachine
+    burn: Annotated[DrillBurn | UnsetType, "only when run with `--burn`"] = UNSET
+
+
+class DrillDocument(AnyDrillDocument, kw_only=True):
+    """How did the pod survive kills under load?
+
+    The exit code also says whether the drill passed; stderr says why it did not.
+    """
+
     lost_in_flight: Annotated[
         int, "requests that a kill cut off or left without an answer; must be 0"
     ]
     broken_streams: Annotated[int, "those of them that were streams"]
-    doubled_tokens: Annotated[int, "pieces of text that a client got twice; must be 0"]
-    resumed: Annotated[int, "streams resumed at another engine"]
-    lost_in_gateway: Annotated[
-        int, "requests lost with the gateway's process; not in `lost_in_flight`"
-    ]
-    mode: Annotated[str, "`gateway`"]
-    lasted_s: Annotated[float, "how long the pod was under load"]
     failover_ms: Annotated[
         Percentiles, "from the SIGKILL to the first token of a request sent after it"
+    ]
+    phases_ms: Annotated[
+        dict[str, Percentiles], "duration of the phases `detect`, `fence`, `grant`, `wake`, `serve`"
     ]
     pause_ms: Annotated[Percentiles, "longest gap in the text of resumed streams"]
     adopted_blocks: Annotated[int, "KV blocks with which the successors' caches began"]
@@ -80,15 +91,9 @@ class DrillDocument(Schema, kw_only=True):
     without_adoption: Annotated[
         dict[str, Any] | UnsetType, "only when run with `--kv-compare`: the drill without adoption"
     ] = UNSET
-    phases_ms: Annotated[
-        dict[str, Percentiles], "duration of the phases `detect`, `fence`, `grant`, `wake`, `serve`"
-    ]
-    backend: Annotated[str, "`reference`, `vllm`"]
-    machine: DrillMachine
     url: Annotated[
         str | UnsetType, "only when run with `--url`: the address outside the pod that clients used"
     ] = UNSET
-    burn: Annotated[DrillBurn | UnsetType, "only when run with `--burn`"] = UNSET
     gms: Annotated[DrillGms | UnsetType, "only when memory servers were killed"] = UNSET
     upgrade: Annotated[DrillUpgrade | UnsetType, "only when run with `--upgrade`"] = UNSET
     vllm: Annotated[dict[str, Any] | UnsetType, "only when written by `make drill-vllm`"] = UNSET
@@ -112,18 +117,18 @@ class PoolDrillModel(Schema):
     longest_wait_of_bound: Annotated[float | None, "as above, of this model"]
 
 
-class PoolDrillDocument(Schema, kw_only=True):
+class PoolDrillDocument(AnyDrillDocument, kw_only=True):
     """How did a pool of models survive switches and kills under load?
 
-    Exit code and stderr as above.
+    `passed` also requires that both `longest_…_of_bound` are at most 1. Exit code and stderr as
+    above.
     """
 
-    passed: Annotated[bool, "as of `drill`, and both `longest_…_of_bound` are at most 1"]
-    problems: Annotated[list[str], "any other reason why the drill did not pass"]
-    mode: Annotated[str, "`pool`"]
-    lasted_s: Annotated[float, "how long the pod was under load"]
-    requests: Annotated[int, "number of requests sent"]
+    lost: Annotated[int, "requests without an answer; must be 0"]
+    cut: Annotated[int, "requests that ended with the error `pool.cut`; must be 0"]
+    broken_streams: Annotated[int, "streams that ended without their end marker; must be 0"]
     switches: Annotated[int, "model switches for waiting requests"]
+    parked: Annotated[int, "how often a stream was parked and went on"]
     switch_ms: Annotated[
         Percentiles, "a switch: drain and release of one model, start of the other"
     ]
@@ -135,30 +140,12 @@ class PoolDrillDocument(Schema, kw_only=True):
     pool_back_ms: Annotated[
         Percentiles, "from SIGKILL of the pool until the next one knows all parts"
     ]
-    parked: Annotated[int, "how often a stream was parked and went on"]
-    resumed: Annotated[int, "how often a stream went on at a shadow"]
     longest_wait_of_bound: Annotated[
         float | None, "longest wait divided by its stated bound; at most 1; null: no bound"
     ]
     longest_pause_of_bound: Annotated[
         float | None, "longest gap in a stream's text divided by that bound"
     ]
-    lost: Annotated[int, "requests without an answer; must be 0"]
-    refused: Annotated[int, "requests that were refused; must be 0"]
-    cut: Annotated[int, "requests that ended with the error `pool.cut`; must be 0"]
-    broken_streams: Annotated[int, "streams that ended without their end marker; must be 0"]
-    wrong_tokens: Annotated[int, "answers that were wrong; must be 0"]
-    doubled_tokens: Annotated[int, "pieces of text that a client got twice; must be 0"]
-    double_active: Annotated[
-        int, "grants while a process of the killed engine was alive; must be 0"
-    ]
-    false_deaths: Annotated[int, "engines that ended unasked; must be 0"]
-    lost_in_gateway: Annotated[int, "requests lost with the gateway's process"]
-    kills: Annotated[int, "number of kills"]
-    killed: Annotated[dict[str, int], "number of kills, by target"]
+    models: dict[str, PoolDrillModel]
     outcomes: list[PoolDrillOutcome]
     not_reached: Annotated[list[str], "kills left out because no model reached their state"]
-    models: dict[str, PoolDrillModel]
-    backend: Annotated[str, "`reference`, `vllm`"]
-    machine: Annotated[dict[str, Any], "as above"]
-    burn: Annotated[dict[str, float] | UnsetType, "only when run with `--burn`: as above"] = UNSET
