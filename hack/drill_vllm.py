@@ -42,7 +42,7 @@ from hack.device.find import find_devices
 from hack.device.part import Nvml
 from hack.rig import ROOT, machine
 from hack.standing_pod import StandingPod
-from hack.vllm.figures import Figures, look_at, private_bytes, workers_below
+from hack.vllm.figures import Figures, look_at, private_bytes, problems_of, workers_below
 from hack.vllm.pod import MODEL_SHAPE, environment, make_pod, model_of, temporary
 from hack.vllm.stock import GAP_MIN, Question, Stock
 from plumbing.errors import UnderstudyError, UsageError
@@ -108,7 +108,7 @@ class Found:
             "runner": self.runner,
             "prompts_compared_with_stock": len(self.questions),
             "smallest_gap": min((question.gap for question in self.questions), default=None),
-            **(self.figures.to_dict() if self.figures else {}),
+            **(self.figures or {}),
             **self.devices,
         }
 
@@ -247,7 +247,9 @@ class Run:
         if result is not None:
             problems = result.report.problems
             if found is not None and not self.gpus:
-                problems += found.figures.problems() if found.figures else ["nothing was measured"]
+                problems += (
+                    problems_of(found.figures) if found.figures else ["nothing was measured"]
+                )
             problems += [*seen, *self._leftovers(before, base)]
         return result
 
@@ -369,15 +371,14 @@ def show(result: DrillResult, found: Found, *, as_json: bool) -> None:
 
 def _lines(found: Found) -> list[str]:
     lines = [f"answers          {len(found.questions)} prompts, compared with stock vLLM"]
-    figures = found.figures
-    if figures is not None:
+    if (it := found.figures) is not None:
         lines += [
-            f"weights          {size(figures.weights_committed_bytes)} committed, "
-            f"{size(figures.weights_pss_bytes)} of memory in all processes together",
-            f"engines          {size(figures.active_pss_bytes)} active (KV cache "
-            f"{size(figures.active_kv_resident_bytes)}), {size(figures.standby_pss_bytes)} standby "
-            f"(KV cache {size(figures.standby_kv_resident_bytes)})",
-            f"idle standby     {figures.standby_cpu_percent:.1f} % of a core",
+            f"weights          {size(it['weights_committed_bytes'])} committed, "
+            f"{size(it['weights_pss_bytes'])} of memory in all processes together",
+            f"engines          {size(it['active_pss_bytes'])} active (KV cache "
+            f"{size(it['active_kv_resident_bytes'])}), {size(it['standby_pss_bytes'])} standby "
+            f"(KV cache {size(it['standby_kv_resident_bytes'])})",
+            f"idle standby     {it['standby_cpu_percent']:.1f} % of a core",
         ]
     return lines
 

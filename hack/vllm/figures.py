@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,62 +28,35 @@ COUNTED_TWICE = 1.05  # of the committed bytes; more cannot be the rounding of p
 KV_ROOM_BYTES = 8 << 20  # what the kernel may merge with the mapping of a KV cache
 KV_LEAST = 0.9  # of the requested size: vLLM takes whole blocks for all layers
 MIB = 1 << 20
+Figures = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """A pod that is whole and idle. `*_worker_private_bytes`: of all workers of one engine, without
-    the KV cache; stock's is None if no stock server was measured."""
-
-    weights_committed_bytes: int
-    weights_physical_bytes: int
-    weights_pss_bytes: int
-    kv_bytes: int
-    standby_kv_resident_bytes: int
-    active_kv_resident_bytes: int
-    active_pss_bytes: int
-    standby_pss_bytes: int
-    standby_worker_private_bytes: int
-    stock_worker_private_bytes: int | None
-    idle_s: float
-    standby_cpu_percent: float
-    standby_cpu_percent_by_process: Mapping[str, float]
-
-    def to_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__}
-
-    def problems(self) -> list[str]:
-        """Promises that these figures break."""
-        found = []
-        limit = COUNTED_TWICE * self.weights_committed_bytes
-        for what, size in (
-            ("physical memory", self.weights_physical_bytes),
-            ("Pss", self.weights_pss_bytes),
-        ):
-            if not 0 < size <= limit:
-                found.append(
-                    f"the {what} of the weights is {size} bytes with two engines up, and"
-                    f" {self.weights_committed_bytes} are committed"
-                )
-        stock = self.stock_worker_private_bytes
-        spared = stock - self.standby_worker_private_bytes if stock is not None else 0
-        # Stock workers have private weights, and ours must not. With a model as small as a test's,
-        # that difference is lost in the rest.
-        is_visible = self.weights_committed_bytes >= 64 * MIB
-        if stock is not None and is_visible and spared < self.weights_committed_bytes // 2:
-            found.append(
-                f"the standby's workers have {self.standby_worker_private_bytes} private bytes,"
-                f" and stock ones {stock}: the weights are not shared"
-            )
-        if self.standby_kv_resident_bytes:
-            found.append(f"the standby has {self.standby_kv_resident_bytes} bytes of KV cache")
-        is_whole_period = self.idle_s >= IDLE_S_PER_RANK  # in less, one check weighs too much
-        if is_whole_period and self.standby_cpu_percent > IDLE_CPU_PERCENT_MAX:
-            found.append(
-                f"the idle standby takes {self.standby_cpu_percent:.1f} % of a core, more than"
-                f" {IDLE_CPU_PERCENT_MAX:g} %: {self.standby_cpu_percent_by_process}"
-            )
-        return found
+def problems_of(found: Figures) -> list[str]:
+    """Promises that these figures break."""
+    committed = found["weights_committed_bytes"]
+    problems = [
+        f"the {what} memory of the weights is {found[f'weights_{what}_bytes']} bytes with two"
+        f" engines up, and {committed} are committed"
+        for what in ("physical", "pss")
+        if not 0 < found[f"weights_{what}_bytes"] <= COUNTED_TWICE * committed
+    ]
+    stock, ours = found["stock_worker_private_bytes"], found["standby_worker_private_bytes"]
+    # Stock workers have private weights, and ours must not. With a model as small as a test's, that
+    # difference is lost in the rest.
+    if stock is not None and committed >= 64 * MIB and stock - ours < committed // 2:
+        problems.append(
+            f"the standby's workers have {ours} private bytes, and stock ones {stock}: the weights"
+            " are not shared"
+        )
+    if found["standby_kv_resident_bytes"]:
+        problems.append(f"the standby has {found['standby_kv_resident_bytes']} bytes of KV cache")
+    is_whole_period = found["idle_s"] >= IDLE_S_PER_RANK  # in less, one check weighs too much
+    if is_whole_period and found["standby_cpu_percent"] > IDLE_CPU_PERCENT_MAX:
+        problems.append(
+            f"the idle standby takes {found['standby_cpu_percent']:.1f} % of a core, more than"
+            f" {IDLE_CPU_PERCENT_MAX:g} %: {found['standby_cpu_percent_by_process']}"
+        )
+    return problems
 
 
 async def look_at(
@@ -94,7 +66,8 @@ async def look_at(
     idle_s: float | None = None,
 ) -> Figures:
     """The figures of the pod in `directory`, which must be whole and idle for `idle_s` (by default
-    one period of a parked engine's check).
+    one period of a parked engine's check). `*_worker_private_bytes`: of all workers of one engine,
+    without the KV cache; stock's is None if no stock server was measured.
 
     Raises:
         UnderstudyError: `drill.no_figures`, a KV cache cannot be found.
@@ -111,21 +84,21 @@ async def look_at(
     )
     idle_s = idle_s or IDLE_S_PER_RANK * len(workers_of(standby))
     cpu = await cpu_percent(tree_of(standby), idle_s)
-    return Figures(
-        weights_committed_bytes=committed,
-        weights_physical_bytes=physical_bytes(everybody),
-        weights_pss_bytes=slabs,
-        kv_bytes=kv_bytes,
-        standby_kv_resident_bytes=kv_resident(workers_of(standby), kv_bytes),
-        active_kv_resident_bytes=kv_resident(workers_of(active), kv_bytes),
-        active_pss_bytes=pss(active),
-        standby_pss_bytes=pss(standby),
-        standby_worker_private_bytes=private_bytes(workers_of(standby), kv_bytes),
-        stock_worker_private_bytes=stock_worker_private_bytes,
-        idle_s=idle_s,
-        standby_cpu_percent=round(sum(cpu.values()), 2),
-        standby_cpu_percent_by_process=cpu,
-    )
+    return {
+        "weights_committed_bytes": committed,
+        "weights_physical_bytes": physical_bytes(everybody),
+        "weights_pss_bytes": slabs,
+        "kv_bytes": kv_bytes,
+        "standby_kv_resident_bytes": kv_resident(workers_of(standby), kv_bytes),
+        "active_kv_resident_bytes": kv_resident(workers_of(active), kv_bytes),
+        "active_pss_bytes": pss(active),
+        "standby_pss_bytes": pss(standby),
+        "standby_worker_private_bytes": private_bytes(workers_of(standby), kv_bytes),
+        "stock_worker_private_bytes": stock_worker_private_bytes,
+        "idle_s": idle_s,
+        "standby_cpu_percent": round(sum(cpu.values()), 2),
+        "standby_cpu_percent_by_process": cpu,
+    }
 
 
 def workers_of(engine: Mapping[str, Any]) -> list[int]:
