@@ -195,7 +195,7 @@ async def run(
         try:
             return await measure(pod, rounds, 3 if is_quick else STREAMED_SLEEPS, problems)
         finally:
-            pod.close()
+            await pod.close()
 
     found = await rig.with_pod(local.containers(), base / "log", body)
     problems += [] if is_quick else missed(backend, found["to_awake_ms"])

@@ -279,7 +279,7 @@ class Run:
         try:
             sleeps = await across_sleeps(pod, SLEEPING_CLIENTS, SLEEPS)
         finally:
-            pod.close()
+            await pod.close()
         found.devices |= {"self_tests": [*tests], "sleeps": sleeps}
         return [*problems, *sleeps["problems"]]
 
