@@ -314,7 +314,7 @@ class Scene:
 
 
 @dataclass(frozen=True, slots=True)
-class Victim:
+class HeldPart:
     """A part that can be killed: the pidfds of its processes, its own first. `child`: of a gateway;
     `memory`: the devices' documents, as they must be again, `pid`: the killed server's own in them;
     `models`: whose servers must answer again."""
@@ -329,11 +329,11 @@ class Victim:
 
 
 @dataclass(frozen=True, slots=True)
-class PartKind:
+class KillableKind:
     """How to find a part's main process, and what it lacks until it works again."""
 
     find: Callable[[Scene], int | None]
-    missing: Callable[[Path, Victim], Awaitable[str | None]]
+    missing: Callable[[Path, HeldPart], Awaitable[str | None]]
 
 
 async def find_part(
@@ -344,7 +344,7 @@ async def find_part(
     number: int = 0,
     model: str = "",
     models: tuple[str, ...] = (),
-) -> Victim | None:
+) -> HeldPart | None:
     """Find and hold a part until `stack` is closed. In a pool of `models`: the memory server of
     `model`; None: it does not run now. Without models: that of the device `number`, modulo their
     count.
@@ -370,10 +370,10 @@ async def find_part(
             memory, model = () if models else tuple(found.values()), ""
     held = [stack.enter_context(hold(each, what)) for each in (pid, *descendants(pid or 0))]
     whose = (models if target == GMS_SUPERVISOR else (model,)) if models else ()
-    return Victim(target, tuple(held), scene.child, device, memory, own, whose)
+    return HeldPart(target, tuple(held), scene.child, device, memory, own, whose)
 
 
-async def kill_part(victim: Victim, kill: Kill) -> None:
+async def kill_part(victim: HeldPart, kill: Kill) -> None:
     """SIGKILL, and wait until all its processes are gone.
 
     Raises:
@@ -392,7 +392,7 @@ async def kill_part(victim: Victim, kill: Kill) -> None:
 
 
 async def wait_back(
-    directory: Path, victim: Victim, kill: Kill, say: Say = say_nothing, stretch: float = 1.0
+    directory: Path, victim: HeldPart, kill: Kill, say: Say = say_nothing, stretch: float = 1.0
 ) -> None:
     """Wait until the part works again with all that it had; records when.
 
@@ -414,18 +414,18 @@ def _gateway_child(scene: Scene) -> int | None:
     return next((pid for pid in below if inner_pid(pid) == scene.child), None)
 
 
-async def _no_gateway(directory: Path, victim: Victim) -> str | None:
+async def _no_gateway(directory: Path, victim: HeldPart) -> str | None:
     gateway = await status_of(gateway_part(directory))
     if victim.target == GATEWAY_CHILD and Scene(NOBODY, gateway).child == victim.child:
         return "its child is the same"
     return None if gateway.get("accepting") else str(gateway.get("error") or "it does not accept")
 
 
-async def _no_lockserver(directory: Path, victim: Victim) -> str | None:
+async def _no_lockserver(directory: Path, victim: HeldPart) -> str | None:
     return (await status_of(lockserver_part(directory))).get("error")
 
 
-async def _no_pool(directory: Path, victim: Victim) -> str | None:
+async def _no_pool(directory: Path, victim: HeldPart) -> str | None:
     pool = await status_of(pool_part(directory))
     if pool.get("gateways") and not pool.get("recovering"):
         return None
@@ -471,7 +471,7 @@ def _readers_of(device: Document) -> frozenset[str]:
     )
 
 
-async def _no_memory(directory: Path, victim: Victim) -> str | None:
+async def _no_memory(directory: Path, victim: HeldPart) -> str | None:
     for was in victim.memory:
         now = await _memory_status(directory, str(was["device_uuid"]), str(was["tag"]))
         if (missing := _changed_memory(was, now, victim.pid)) is not None:
@@ -511,13 +511,13 @@ async def _memory_status(directory: Path, place: str, tag: str) -> Document:
 
 
 NOBODY = Pids(None, {}, {})
-KINDS: Mapping[str, PartKind] = {
-    LOCKSERVER: PartKind(lambda scene: scene.pids.lockserver, _no_lockserver),
-    POOL: PartKind(lambda scene: scene.pids.pool, _no_pool),
-    GATEWAY: PartKind(lambda scene: scene.pids.gateway, _no_gateway),
-    GATEWAY_CHILD: PartKind(_gateway_child, _no_gateway),
-    GMS_SUPERVISOR: PartKind(lambda scene: scene.memory_supervisor, _no_memory),
-    **{target: PartKind(_server(target), _no_memory) for target in VERBS},
+KINDS: Mapping[str, KillableKind] = {
+    LOCKSERVER: KillableKind(lambda scene: scene.pids.lockserver, _no_lockserver),
+    POOL: KillableKind(lambda scene: scene.pids.pool, _no_pool),
+    GATEWAY: KillableKind(lambda scene: scene.pids.gateway, _no_gateway),
+    GATEWAY_CHILD: KillableKind(_gateway_child, _no_gateway),
+    GMS_SUPERVISOR: KillableKind(lambda scene: scene.memory_supervisor, _no_memory),
+    **{target: KillableKind(_server(target), _no_memory) for target in VERBS},
 }
 
 

@@ -41,7 +41,7 @@ from pool.settings import PoolFile, engines_of
 from understudy.drill.clients import Target, inside_target, pause, send, stream_without_pause
 from understudy.drill.killer import (
     WHOLE_DEADLINE_S,
-    Victim,
+    HeldPart,
     Whole,
     changes,
     committed_devices,
@@ -485,7 +485,7 @@ class Drill:
         before = {} if models else standing(await gather(self.directory))
         model = ""
         with ExitStack() as stack:
-            held: dict[str, Victim] = {}
+            held: dict[str, HeldPart] = {}
             for name in models if what in OF_MODEL else (*models[:1], "")[:1]:
                 found = await find_part(
                     self.directory, what, stack, number=made, model=name, models=models

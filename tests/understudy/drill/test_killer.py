@@ -29,7 +29,7 @@ from understudy.drill import killer
 from understudy.drill.killer import (
     FIRST,
     KINDS,
-    Victim,
+    HeldPart,
     changes,
     committed_devices,
     find_part,
@@ -166,7 +166,7 @@ def test_part_is_killed_with_all_its_processes_and_awaited_until_another_answers
     another process does."""
     path, kill = str(tmp_path / "lockserver.sock"), Kill(LOCKSERVER)
 
-    async def find_and_kill() -> Victim:
+    async def find_and_kill() -> HeldPart:
         with ExitStack() as stack:
             victim = await find_part(tmp_path, LOCKSERVER, stack)
             assert victim is not None
@@ -241,7 +241,7 @@ class Answers:
 
 async def recover(directory: Path, *documents: dict) -> Kill:
     kill = Kill(GMS, killed_ms=killer.clock.now_ms(), device="HOST-0")
-    victim = Victim(GMS, (), memory=(device(),), pid=1)
+    victim = HeldPart(GMS, (), memory=(device(),), pid=1)
     path = str(directory / "gms_HOST-0_weights.sock")
     server = Server(path, gms_messages.CATALOGUE, Answers(list(documents)), service="gms")
     await server.start()
@@ -280,7 +280,7 @@ def test_memory_that_does_not_recover_ends_the_drill(
 
 
 def test_memory_supervisor_without_weights_is_back_once_a_server_answers(tmp_path: Path):
-    victim = Victim(GMS_SUPERVISOR, ())
+    victim = HeldPart(GMS_SUPERVISOR, ())
     assert asyncio.run(KINDS[GMS_SUPERVISOR].missing(tmp_path, victim)) is not None
 
     async def answered() -> str | None:
