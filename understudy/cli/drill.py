@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 
@@ -38,6 +38,7 @@ from understudy.up import sessions
 from understudy.up.sessions import DrillResult
 
 say = partial(click.echo, err=True)
+Work = Callable[[], Coroutine[Any, Any, DrillResult | None]]
 
 # Drills of a pod that they start in their own way: the options that they do not take, and why.
 ALONE = {
@@ -94,9 +95,8 @@ def drill(
     kinds = {"--pool": pool_file is not None, "--upgrade": upgrade, "--kv-compare": kv_compare}
     kinds["--attach"] = attach
     _refuse_together(config, [name for name, is_set in kinds.items() if is_set], arguments)
-    if pool_file is not None:
-        _finish(_drill_pool(config, pool_file, as_json=as_json), config, page, as_json=as_json)
-    _refuse_without_pool(config)
+    if pool_file is None:
+        _refuse_without_pool(config)
     plan = DrillPlan(
         config["kills"],
         config["target"],
@@ -107,17 +107,18 @@ def drill(
         duration_s=config["duration_s"],
         has_long_prompts=kv_compare,
         outside=_outside(config, attach=attach),
+        switches=config["switches"],
     )
     if attach:
-        result = _drill_running(config, arguments, plan, as_json=as_json, yes=yes)
+        work = _of_running_pod(config, arguments, plan, as_json=as_json, yes=yes)
     else:
-        result = _drill_new(config, arguments, plan, as_json=as_json, is_compared=kv_compare)
-    _finish(result, config, page, as_json=as_json)
+        work = _of_new_pod(config, arguments, plan, pool_file, is_compared=kv_compare)
+    _finish(run_async(work, as_json=as_json), config, page, as_json=as_json)
 
 
-def _drill_running(
+def _of_running_pod(
     config: Resolved, arguments: tuple[str, ...], plan: DrillPlan, *, as_json: bool, yes: bool
-) -> DrillResult | None:
+) -> Work:
     refuse_flags(
         "drill.needless_flag",
         [*given_flags(POD_OPTIONS, config), *arguments[:1]],
@@ -126,41 +127,37 @@ def _drill_running(
     directory = Path(os.path.abspath(config["dir"]))
     run_async(lambda: require_pod(directory), as_json=as_json)  # before anybody is asked
     _ask_first(directory, plan, yes=yes)
-    return run_async(lambda: sessions.drill_running_pod(directory, plan, say), as_json=as_json)
+    return partial(sessions.drill_running_pod, directory, plan, say)
 
 
-def _drill_new(
+def _of_new_pod(
     config: Resolved,
     arguments: tuple[str, ...],
     plan: DrillPlan,
+    pool_file: str | None,
     *,
-    as_json: bool,
     is_compared: bool,
-) -> DrillResult | None:
-    _refuse_directory(config)
-    if is_compared:
-        flags = [(*LENT_KV, *more, *arguments) for more in ((), NO_ADOPTION)]
-        pods = [pod_of(config, DRILL_OPTIONS, each) for each in flags]
-        adopting, empty = (partial(sessions.drill_new_pod, each, plan, say) for each in pods)
-        both = partial(sessions.compare_adoption, adopting, empty, say)
-        return run_async(both, as_json=as_json)
-    prepare = pod_of(config, DRILL_OPTIONS, arguments)
-    return run_async(lambda: sessions.drill_new_pod(prepare, plan, say), as_json=as_json)
+) -> Work:
+    if config.origin("dir") == "flag":
+        raise UsageError(
+            "drill.needless_flag",
+            "--dir requires --attach: without it, a drill starts its own pod in a new directory; "
+            "remove --dir, or add --attach",
+        )
+    if pool_file is not None:
+        pod = local_pod(config, DRILL_OPTIONS, ())
+        path = Path(os.path.abspath(pool_file)) if pool_file else None
+        return partial(sessions.drill_new_pool, pod, path, plan, say)
 
+    def drilled(*more: str) -> Work:
+        pod = pod_of(config, DRILL_OPTIONS, (*more, *arguments))
+        return partial(sessions.drill_new_pod, pod, plan, say)
 
-def _drill_pool(config: Resolved, file: str, *, as_json: bool) -> DrillResult | None:
-    _refuse_directory(config)
-    plan = DrillPlan(
-        config["kills"],
-        config["target"],
-        config["clients"],
-        burn=config["burn"],
-        duration_s=config["duration_s"],
-        switches=config["switches"],
+    if not is_compared:
+        return drilled()
+    return partial(
+        sessions.compare_adoption, drilled(*LENT_KV), drilled(*LENT_KV, *NO_ADOPTION), say
     )
-    pod = local_pod(config, DRILL_OPTIONS, ())
-    path = Path(os.path.abspath(file)) if file else None
-    return run_async(lambda: sessions.drill_new_pool(pod, path, plan, say), as_json=as_json)
 
 
 def _finish(
@@ -199,15 +196,6 @@ def _refuse_together(config: Resolved, kinds: Sequence[str], arguments: tuple[st
     given = [*others, *given_flags(declared, config)]
     given += arguments[:1] if kind == "--pool" else ()
     refuse_flags("drill.needless_flag", given, f"{kind}, {why}")
-
-
-def _refuse_directory(config: Resolved) -> None:
-    if config.origin("dir") == "flag":
-        raise UsageError(
-            "drill.needless_flag",
-            "--dir requires --attach: without it, a drill starts its own pod in a new directory; "
-            "remove --dir, or add --attach",
-        )
 
 
 def _refuse_without_pool(config: Resolved) -> None:
