@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -42,14 +41,11 @@ APART_S = 5.0
 ANSWER_S = 120.0  # longer than a takeover on a busy machine; then it counts as lost
 ALIKE_ROUNDS = 2  # of all kinds at once, before the first kill
 AFTER_ERROR_S = 0.02  # else a port that refuses would get thousands of requests a second
-LOGPROB_TOLERANCE = 2e-3  # between two batches, in float32
 SHOWN_MAX = 20  # of errors and of wrong answers
-# So that vLLM takes calls of tools from the text.
-VLLM_FLAGS = ("--enable-auto-tool-choice", "--tool-call-parser=hermes")
 
 # ---------------------------------------------------------------------- what the package asks for
 
-CHAT, TEXT, RESPONSES = "chat", "completion", "responses"
+CHAT, TEXT = "chat", "completion"
 MESSAGES = [{"role": "user", "content": "Name three colours."}]
 PROMPT = "The understudy steps onto the stage and"
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["left", "right"]}}, "required": ["a"]}
@@ -62,9 +58,6 @@ SMALL = {
     "additionalProperties": False,
 }
 TOOL = {"type": "function", "function": {"name": "look", "parameters": SMALL}}
-# A random model has nothing to say, so a grammar makes it call a tool where it may decide itself.
-ARGUMENTS = r'\{"a": "[a-z]{6}", "n": [0-9]{3}\}'
-CALL = rf'<tool_call>\n\{{"name": "look", "arguments": {ARGUMENTS}\}}\n</tool_call>'
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +78,7 @@ def both(
     """Streamed and not. What cannot be continued is asked again where nothing was sent."""
     common: dict[str, Any] = {"temperature": 0, **more}
     usage: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
-    match api:
-        case "chat":
-            common["messages"] = MESSAGES
-        case "completion":
-            common["prompt"] = PROMPT
-        case "responses":
-            common |= {"input": "Name three colours.", "store": False}
-            usage = {"stream": True}
+    common |= {"messages": MESSAGES} if api == CHAT else {"prompt": PROMPT}
     return (
         RequestKind(f"{name}, streamed", api, {**common, **usage}, is_continued),
         RequestKind(name, api, common),
@@ -119,21 +105,11 @@ REFERENCE = (
     *both("stop strings", TEXT, stop=["e", "qu"], max_tokens=48),
 )
 NAMED = {"type": "function", "function": {"name": "look"}}
-AUTO: dict[str, Any] = {"tool_choice": "auto", **body(structured_outputs={"regex": CALL})}
+# tests/vllm/resume_matrix has the others: log probabilities, responses, grammars, chosen tools.
 VLLM = (
     *REFERENCE,
     *both("JSON schema", CHAT, response_format=IN_SCHEMA, max_tokens=48),
-    *both(
-        *("expression", CHAT),
-        max_tokens=48,
-        **body(structured_outputs={"regex": "[a-f]{6,12}-(left|right)"}),
-    ),
     *both("named tool", CHAT, max_tokens=80, tools=[TOOL], tool_choice=NAMED, **SAMPLED),
-    *both("tool", CHAT, max_tokens=160, tools=[TOOL], **AUTO, **SAMPLED),
-    *both("required tool", CHAT, max_tokens=120, tools=[TOOL], tool_choice="required", **SAMPLED),
-    *both("logprobs", TEXT, max_tokens=48, logprobs=2),
-    *both("logprobs of a chat", CHAT, max_tokens=48, logprobs=True, top_logprobs=2),
-    *both("responses", RESPONSES, max_output_tokens=48),
     *both("two choices", TEXT, is_continued=False, max_tokens=48, n=2, **SAMPLED),
 )
 KINDS = {"reference": REFERENCE, "vllm": VLLM}
@@ -155,9 +131,6 @@ class ChoiceSeen:
     text: str = ""
     reason: str | None = None
     calls: dict[int, ToolCall] = field(default_factory=dict)
-    tokens: list[str] = field(default_factory=list)  # with their log probabilities
-    logprobs: list[float | None] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
 
     def add(self, choice: Mapping[str, Any]) -> None:
         """Take up one event's choice, or that of a whole answer."""
@@ -169,17 +142,10 @@ class ChoiceSeen:
             call.name += each["function"].get("name") or ""
             call.arguments += each["function"].get("arguments") or ""
             call.ids |= {each["id"]} if each.get("id") else set()
-        found = choice.get("logprobs") or {}
-        for step in found.get("content") or ():
-            self.tokens.append(step["token"])
-            self.logprobs.append(step["logprob"])
-        self.tokens += found.get("tokens") or ()
-        self.logprobs += found.get("token_logprobs") or ()
-        self.offsets += found.get("text_offset") or ()
 
     def exact(self) -> tuple[Any, ...]:
         calls = [(call.name, call.arguments, len(call.ids)) for call in self.calls.values()]
-        return self.text, self.reason, calls, self.tokens, self.offsets
+        return self.text, self.reason, calls
 
 
 @dataclass(slots=True)
@@ -199,41 +165,12 @@ class WholeAnswer:
         for choice in event["choices"]:
             self.parts.setdefault(choice["index"], ChoiceSeen()).add(choice)
 
-    def add_response(self, event: Mapping[str, Any]) -> None:
-        """Take up an event of the Responses API, or a whole answer."""
-        part = self.parts.setdefault(0, ChoiceSeen())
-        response = event.get("response") or event
-        if event.get("type") == "response.output_text.delta":
-            part.text += event["delta"]
-        elif response.get("object") == "response":
-            self.ids.add(response["id"])
-            self.usage = (response.get("usage") or {}).get("output_tokens", self.usage)
-            part.reason = response["status"]
-            part.text = texts_of(response) if "response" not in event else part.text
-
     def is_like(self, other: WholeAnswer) -> bool:
         """Whether both say the same, each under one id."""
-        if self.exact() != other.exact() or len(self.ids) != 1:
-            return False
-        pairs: Iterable[tuple[float | None, float | None]] = (
-            pair
-            for index, part in self.parts.items()
-            for pair in zip(part.logprobs, other.parts[index].logprobs, strict=True)
-        )
-        return all(
-            one is two or math.isclose(one or 0.0, two or 0.0, abs_tol=LOGPROB_TOLERANCE)
-            for one, two in pairs
-        )
+        return self.exact() == other.exact() and len(self.ids) == 1
 
     def exact(self) -> tuple[Any, ...]:
         return self.usage, {index: part.exact() for index, part in self.parts.items()}
-
-
-def texts_of(response: Mapping[str, Any]) -> str:
-    """The text of a whole answer of the Responses API."""
-    items = (item for item in response.get("output") or ())
-    contents = (content for item in items for content in item.get("content") or ())
-    return "".join(content.get("text") or "" for content in contents)
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,19 +273,14 @@ class OpenaiClients:
 
 async def _answer(client: openai.AsyncOpenAI, model: str, kind: RequestKind) -> WholeAnswer:
     """Raises openai.OpenAIError, ValueError: there is none, or not a whole one."""
-    api: Any = {
-        CHAT: client.chat.completions,
-        TEXT: client.completions,
-        RESPONSES: client.responses,
-    }[kind.api]
+    api: Any = {CHAT: client.chat.completions, TEXT: client.completions}[kind.api]
     said = WholeAnswer()
-    add = said.add_response if kind.api == RESPONSES else said.add
     answer = await api.create(model=model, **kind.arguments)
     if not kind.arguments.get("stream"):
-        add(answer.model_dump())
+        said.add(answer.model_dump())
         return said
     async for event in answer:
-        add(event.model_dump())
+        said.add(event.model_dump())
     return said
 
 
@@ -357,7 +289,7 @@ async def _answer(client: openai.AsyncOpenAI, model: str, kind: RequestKind) -> 
 
 def pod_of(backend: str, base: Path, model: Path) -> LocalPod:
     if backend == "vllm":
-        return make_pod(base, model, 1, (*VLLM_RANDOM_MODEL.arguments, *VLLM_FLAGS))
+        return make_pod(base, model, 1, VLLM_RANDOM_MODEL.arguments)
     random = RandomModel.of(backend)
     pod = make_pod(base, model, 1, random.arguments)
     return replace(pod, backend=backend, env={**random.env})
