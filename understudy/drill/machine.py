@@ -87,7 +87,6 @@ class PhysicalMemory:
     """Peak physical memory of the weights, sampled in a task from `watch` to `close`."""
 
     peak_bytes: int = 0
-    samples: int = 0
     _roots: Sequence[int] = ()
     _task: asyncio.Task[None] | None = None
 
@@ -107,7 +106,6 @@ class PhysicalMemory:
         """The bytes now."""
         found = physical_bytes({pid for root in self._roots for pid in (root, *descendants(root))})
         self.peak_bytes = max(self.peak_bytes, found)
-        self.samples += found > 0
         return found
 
     async def _run(self) -> None:

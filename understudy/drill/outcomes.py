@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 
 from understudy.drill.records import (
@@ -29,30 +29,20 @@ from understudy.drill.records import (
 UNAVAILABLE = frozenset({429, 503})  # the server refused for now
 CLIENT_ERROR = 400  # and above: not an answer of the model
 AWAKE = "awake"
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """p50, p99 and max of a sample in milliseconds; None where nothing was measured."""
-
-    p50: float | None
-    p99: float | None
-    max: float | None
-
-    def to_dict(self) -> dict[str, float | None]:
-        return asdict(self)
+Spread = dict[str, float | None]
 
 
 def spread(sample: Iterable[float]) -> Spread:
-    """Percentiles by nearest rank, which never interpolates."""
+    """p50, p99 and max in milliseconds, by nearest rank, which never interpolates; None where
+    nothing was measured."""
     ordered = sorted(sample)
+    ranks = {"p50": 0.5, "p99": 0.99, "max": 1.0}
     if not ordered:
-        return Spread(None, None, None)
-
-    def rank(percent: float) -> float:
-        return round(ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)], 3)
-
-    return Spread(rank(50), rank(99), round(ordered[-1], 3))
+        return dict.fromkeys(ranks)
+    return {
+        name: round(ordered[max(0, math.ceil(share * len(ordered)) - 1)], 3)
+        for name, share in ranks.items()
+    }
 
 
 # ------------------------------------------------------------------ outcomes

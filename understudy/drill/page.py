@@ -79,7 +79,7 @@ def page_data(
         "kills_left_out": len(kills[KILLS_MAX:]),
         "kills": drawn.kills(kills),
         "part_kills": parts,
-        "back_ms": spread(part["back_ms"] for part in parts if part["back_ms"]).to_dict(),
+        "back_ms": spread(part["back_ms"] for part in parts if part["back_ms"]),
         "requests": drawn.dots(),
     }
     if records.models:

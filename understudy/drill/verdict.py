@@ -394,9 +394,8 @@ def judge(records: Records, kills_wanted: int, switches_wanted: int = 0) -> Dril
     values |= (
         _pool_values(evidence, pause_ms) if records.models else _pod_values(evidence, pause_ms)
     )
-    spreads = {key: each.to_dict() for key, each in values.items() if isinstance(each, Spread)}
     problems = [problem for rule in RULES for problem in rule.problems(evidence)]
-    return DrillReport(values | spreads, evidence.failovers_ms, problems)
+    return DrillReport(values, evidence.failovers_ms, problems)
 
 
 def _killed(records: Records) -> dict[str, int]:
@@ -415,7 +414,7 @@ def _pod_values(evidence: Evidence, pause_ms: Spread) -> dict[str, Any]:
         "failover_ms": spread(evidence.failovers_ms),
         "pause_ms": pause_ms,
         "phases_ms": {
-            name: spread(each[name] for each in phases if name in each).to_dict() for name in PHASES
+            name: spread(each[name] for each in phases if name in each) for name in PHASES
         },
         **kv_share(records.kills),
     }
@@ -424,7 +423,7 @@ def _pod_values(evidence: Evidence, pause_ms: Spread) -> dict[str, Any]:
     if records.memory is not None:
         back = [kill.took_ms for kill in records.kills if kill.target == GMS and kill.took_ms]
         found["gms"] = {
-            "recovery_ms": spread(back).to_dict(),
+            "recovery_ms": spread(back),
             "committed_bytes": records.memory.committed_bytes,
             "peak_physical_bytes": records.memory.peak_bytes,
         }

@@ -29,7 +29,6 @@ from tests.understudy.drill.seen_drills import (
 from understudy.cli.main import main
 from understudy.drill.outcomes import (
     Pause,
-    Spread,
     classify,
     doubled_pieces,
     failover_pauses,
@@ -401,10 +400,9 @@ def test_bound_is_the_largest_that_was_stated_meanwhile():
 
 
 def test_spread_is_by_nearest_rank():
-    assert spread(range(1, 101)) == Spread(50, 99, 100)
-    assert spread([3.0]) == Spread(3, 3, 3)
-    assert spread([2, 1]) == Spread(1, 2, 2)
-    assert spread([]) == Spread(None, None, None)
+    samples = {(50, 99, 100): range(1, 101), (3, 3, 3): [3.0], (1, 2, 2): [2, 1]}
+    for found, sample in {**samples, (None, None, None): []}.items():
+        assert spread(sample) == dict(zip(("p50", "p99", "max"), found, strict=True))
 
 
 # ------------------------------------------------------------------ adoption, and the text
@@ -436,7 +434,7 @@ def compared(*reports: DrillReport) -> DrillReport:
 
 def with_blocks(kill: Kill | None, pause_ms: float = 1.0) -> DrillReport:
     report = judge(Records(kills=[kill] if kill else []), 0)
-    report.values["pause_ms"] = Spread(pause_ms, pause_ms, pause_ms).to_dict()
+    report.values["pause_ms"] = spread([pause_ms])
     report.problems = []
     return report
 
