@@ -440,7 +440,7 @@ def _page(containers: Sequence[Container]) -> list[str]:
 
 def _url(view: dict[str, Any]) -> str:
     """Where requests go; empty while the lock server does not say it."""
-    address = service_of(view)
+    address = service_of(view["lockserver"])
     host, _, port = address.rpartition(":")
     return f"http://{reachable(host.strip('[]'))}:{port}" if address else ""
 
