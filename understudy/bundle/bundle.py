@@ -1,8 +1,8 @@
 """`understudy support-bundle`: diagnostics in one file.
 
 Decides what goes in and how much of it. Each source is collected separately: if it fails or hangs,
-its entry is missing, and `contents.txt` says why. So it works with any part of the pod down; the
-parts' own commands then answer from their state files. `redact.py` removes secrets and prompts.
+its entry is missing, and `contents.txt` says why. So it works with any part of the pod down; what
+the parts wrote last is in their state files. `redact.py` removes secrets and prompts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import tarfile
 import time
 from collections.abc import Awaitable, Callable, Collection
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,16 +49,6 @@ ENTRY_BYTES_MAX = 4 << 20  # of other entries: a thousand events of ten parts
 BUNDLE_BYTES_MAX = 32 << 20  # before compression: the result fits mail and issue trackers
 
 POOL_LOCK = os.path.basename(pool_socket("")).removesuffix(".sock") + ".lock"  # outlives the pool
-COMMANDS = {
-    "lockserver-status.json": ("lockserver.cli", "status"),
-    "gms-status.json": ("gms.cli", "status"),
-    "gateway-status.json": ("gateway.cli", "status"),
-}
-# Only of a pod with a pool file.
-POOL_COMMANDS = {
-    "pool-status.json": ("pool.cli", "status"),
-    "pool-explain.json": ("pool.cli", "explain"),
-}
 
 
 class Bundle:
@@ -137,14 +126,13 @@ async def _gather(directory: Path, log_dir: Path) -> Bundle:
         return _json(document(str(directory), examine(facts[0])))
 
     # At the same time: a part that hangs is waited for by each that asks it.
-    has_pool = (directory / POOL_LOCK).exists()
-    commands = COMMANDS | (POOL_COMMANDS if has_pool else {})
     questions: dict[str, Callable[[], Awaitable[str]]] = {
         "status.json": lambda: _answer(gather(directory)),
         "events.jsonl": lambda: _events(directory),
         "doctor.json": doctor,
-        **{name: partial(_run, words, directory) for name, words in commands.items()},
     }
+    if (directory / POOL_LOCK).exists():
+        questions["pool-explain.json"] = lambda: _explain(directory)
     await asyncio.gather(*(entry(name, ask) for name, ask in questions.items()))
     if facts and facts[0].pool_file is not None:
         path = Path(facts[0].pool_file.path)
@@ -173,11 +161,10 @@ async def _events(directory: Path) -> str:
     return "".join(f"{json.dumps(each, default=str)}\n" for each in await past_events(directory))
 
 
-async def _run(command: tuple[str, str], directory: Path) -> str:
-    """The output of one of our commands, which falls back to state files."""
-    module, verb = command
-    flags = ("--json", "--dir", str(directory))
-    _, output, errors = await output_of(sys.executable, "-m", module, verb, *flags)
+async def _explain(directory: Path) -> str:
+    """The output of `understudy pool explain`."""
+    words = ("-m", "pool.cli", "explain", "--json", "--dir", str(directory))
+    _, output, errors = await output_of(sys.executable, *words)
     return output + errors
 
 
