@@ -483,22 +483,22 @@ class Drill:
         models, records = tuple(self._models), self.records
         made = sum(each.target == what for each in records.kills)
         before = {} if models else standing(await gather(self.directory))
-        model = ""
+        whose = models if what in OF_MODEL else models[:1]
         with ExitStack() as stack:
             held: dict[str, HeldPart] = {}
-            for name in models if what in OF_MODEL else (*models[:1], "")[:1]:
+            for name in whose or ("",):
                 found = await find_part(
                     self.directory, what, stack, number=made, model=name, models=models
                 )
                 if found is not None:
                     held[name] = found
+            model: str | None = ""
             if state is not None:
                 entering = list(held) if what in OF_MODEL else models
-                found_model = await self._entered(observer, state, entering) if held else None
-                if found_model is None:
-                    return None
-                model = found_model
-            victim = held.get(model) or next(iter(held.values()))
+                model = await self._entered(observer, state, entering)
+            if model is None or not held:
+                return None
+            victim = held.get(model) or held[next(iter(held))]
             kill = Kill(what, model=model, phase=state or "", result="did not come back")
             records.kills.append(kill)
             await kill_part(victim, kill)
