@@ -458,13 +458,12 @@ class Drill:
 
     def _line(self, kill: Kill) -> str:
         """`kill 3/20  backend-model of engine-0: engine-1 answered after 31 ms`."""
-        of = f" of {kill.engine}" if kill.engine else ""
+        victim = f"{kill.target} of {kill.engine}" if kill.engine else kill.victim
         at = f" as {kill.model} was {kill.phase}" if kill.model else ""
-        done = f"kill {len(self.records.kills)}/{self._plan.kills}  {kill.target}{of}{at}"
-        if kill.took_ms is not None:
-            done += f": {kill.result}, back after {duration(kill.took_ms)}"
-        else:
-            done += f": {kill.result}"
+        back = "" if kill.took_ms is None else f", back after {duration(kill.took_ms)}"
+        done = (
+            f"kill {len(self.records.kills)}/{self._plan.kills}  {victim}{at}: {kill.result}{back}"
+        )
         return f"{done}; {len(self.records.switches)} switches" if self._models else done
 
     async def _until_due(self, kills: int) -> None:
