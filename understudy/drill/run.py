@@ -457,12 +457,12 @@ class Drill:
             await self._whole()  # the last victim recovers, too
 
     def _line(self, kill: Kill) -> str:
-        """`kill 3/20  backend-model of engine-0: engine-1 answered after 31 ms`."""
+        """`kill 3/20  backend-model of engine-0  engine-1 answered after 31 ms`."""
         victim = f"{kill.target} of {kill.engine}" if kill.engine else kill.victim
         at = f" as {kill.model} was {kill.phase}" if kill.model else ""
         back = "" if kill.took_ms is None else f", back after {duration(kill.took_ms)}"
         done = (
-            f"kill {len(self.records.kills)}/{self._plan.kills}  {victim}{at}: {kill.result}{back}"
+            f"kill {len(self.records.kills)}/{self._plan.kills}  {victim}{at}  {kill.result}{back}"
         )
         return f"{done}; {len(self.records.switches)} switches" if self._models else done
 
