@@ -1,14 +1,12 @@
 """The `pool` command: `serve`, what looks at a pool, and what orders it; and `lease`.
 
-`understudy pool` has the same commands, and `understudy lease` is `lease`. `render` and what it
-calls show the status document as text: they own words and lines, no facts.
+`understudy pool` has the same commands, and `understudy lease` is `lease`.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import click
@@ -29,9 +27,10 @@ from plumbing.pod.paths import lockserver_socket, pool_socket
 from plumbing.service import log
 from plumbing.service.config import Option, Resolved, duration_s, size_bytes
 from plumbing.service.process import arm_from_environment
-from plumbing.text import duration, size, table, to_json
+from plumbing.text import to_json
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.messages import Message
+from pool import status_text
 from pool.core.events import Order
 from pool.core.states import PRIORITY_MAX
 from pool.messages import (
@@ -93,8 +92,8 @@ def _look(directory: str) -> Look:
         why = f"no pool answers in {directory}; {MEANWHILE}"
         document = {"schema": 1, "online": False, "dir": directory, "problems": [why]}
         away = UnreachableError("pool.offline", why, cause=error.code)
-        return Look(document, render(document), away)
-    return Look(document, render(document))
+        return Look(document, status_text.text_of(document), away)
+    return Look(document, status_text.text_of(document))
 
 
 @main.command()
@@ -281,78 +280,6 @@ def _no_pool(directory: str, error: UnreachableError) -> UnreachableError:
         f"the pod in {directory} has no pool, because it was started without a pool file; see"
         " `understudy status`",
     )
-
-
-Document = dict[str, Any]
-PROBLEMS_MAX = 5
-
-
-def render(document: Document) -> str:
-    return "\n".join(_lines(document))
-
-
-def _lines(document: Document) -> Iterator[str]:
-    if not document["online"]:
-        yield f"pool     offline view  {document['dir']}"
-        yield from _problems(document)
-        return
-    state = "  recovering" if document["recovering"] else ""
-    yield f"pool     pid {document['pid']}  since {document['since']}  {document['dir']}{state}"
-    rows: list[tuple[str, ...]] = [("model", "state", "for", "in flight", "waiting", "memory", "")]
-    rows += [_model(each) for each in document["models"]]
-    yield from table(rows)
-    for device in document["devices"]:
-        yield _device(device)
-    for lease in document["leases"]:
-        how = "granted" if lease["granted"] else "waiting"
-        where = f"{size(lease['bytes'])} of {lease['device']}"
-        why = f"  {lease['waits_for']}" if lease["waits_for"] else ""
-        who = f"  {lease['command']}, pid {lease['pid']}" if lease["command"] else ""
-        yield f"lease    {lease['lease']}  {where}  {how}{who}{why}"
-    yield from _problems(document)
-
-
-def _model(model: Document) -> tuple[str, ...]:
-    notes = [name for name in ("pinned", "recovering") if model[name]]
-    if model["estimated"]:
-        notes.append("size estimated" if model["sizes"] else "size unknown")
-    why = model["alarm"] or model["fault"] or model["waits_for"]
-    if why:
-        notes.append(why)
-    waiting = str(model["tickets"])
-    if model["oldest_ticket_ms"] is not None:
-        waiting += f" (oldest {duration(model['oldest_ticket_ms'])})"
-    held = sum(sum(kinds.values()) for kinds in model["bytes"].values())
-    return (
-        model["model"],
-        model["state"],
-        duration(model["for_ms"]),
-        str(model["in_flight"]),
-        waiting,
-        size(held),
-        "; ".join(notes),
-    )
-
-
-def _device(device: Document) -> str:
-    name = f"device   {device['device']}"
-    if device["total_bytes"] is None:
-        return f"{name}  not measured yet"
-    parts = [f"{size(device['free_bytes'])} free of {size(device['total_bytes'])}"]
-    parts.append(f"{size(device['booked_bytes'])} booked")
-    if device["leaving_bytes"]:
-        parts.append(f"{size(device['leaving_bytes'])} of it leaving")
-    if device["outside_bytes"]:
-        parts.append(f"{size(device['outside_bytes'])} used by others")
-    return f"{name}  {', '.join(parts)}"
-
-
-def _problems(document: Document) -> Iterator[str]:
-    found = document["problems"]
-    for problem in found[:PROBLEMS_MAX]:
-        yield f"problem  {problem}"
-    if len(found) > PROBLEMS_MAX:
-        yield f"problem  and {len(found) - PROBLEMS_MAX} more"
 
 
 if __name__ == "__main__":

@@ -9,22 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from plumbing.text import duration, size, table
+from plumbing.text import duration, size
+from pool import status_text
 from understudy.status.memory_view import Document
 
 AWAKE, FAILED, COLD = "awake", "failed", "cold"
-HEADER = ("model", "state", "for", "tier", "engines", "in flight", "waiting", "memory", "reason")
 MODELS_SHOWN = 20  # what fits on a screen; `understudy pool status` shows all
 WAITING_SHOWN = 5
-STEPS = {
-    "waits": "waits for room",
-    "switches": "others make room",
-    "rises": "on its way up",
-    "next_turn": "waits for its next turn",
-    "refused": "refused",
-    "failed": "failed",
-    "recovering": "not known yet",
-}
 NOTHING_SWITCHES = "awake models are still served, but no model switches"
 
 
@@ -91,35 +82,8 @@ def pool_lines(pool: Document) -> list[str]:
     """The models, who waits, and the devices."""
     if "error" in pool:
         return ["pool   down"]
-    models = models_of(pool)
-    out = table([HEADER, *(_row(each) for each in models[:MODELS_SHOWN])])
-    if len(models) > MODELS_SHOWN:
-        out.append(f"       and {len(models) - MODELS_SHOWN} more: see `understudy pool status`")
-    out += plan_lines(pool, WAITING_SHOWN)
-    out += [f"device {each['device']}   {_room(each)}" for each in pool.get("devices") or ()]
-    for lease in pool.get("leases") or ():
-        how = "granted" if lease["granted"] else "waiting"
-        out.append(
-            f"lease  {lease['lease']}   {size(lease['bytes'])} of {lease['device']}   {how} for"
-            f" {duration(lease['for_ms'])}{_why(lease)}"
-        )
-    return [*out, f"pool   {_state(pool)}   pid {pool.get('pid', '-')}"]
-
-
-def plan_lines(pool: Document, most: int) -> list[str]:
-    """Each model that somebody waits for and that does not serve yet, with what happens next."""
-    plan = pool.get("plan") or ()
-    out = []
-    for each in plan[:most]:
-        who = f"{each['tickets']} waiting" if each["tickets"] else "ordered"
-        asked = f"; asked: {', '.join(each['victims'])}" if each["victims"] else ""
-        out.append(
-            f"next   {each['model']}   {STEPS.get(each['step'], each['step'])}   {who} for"
-            f" {duration(each['waited_ms'])}   {each['why']}{asked}"
-        )
-    if len(plan) > most:
-        out.append(f"       and {len(plan) - most} more models are waited for")
-    return out
+    state = f"pool   {status_text.state_of(pool)}   pid {pool.get('pid', '-')}"
+    return [*status_text.lines(pool, MODELS_SHOWN, WAITING_SHOWN), state]
 
 
 def headline(pool: Document) -> str:
@@ -130,55 +94,6 @@ def headline(pool: Document) -> str:
     awake = sum(each["state"] == AWAKE for each in models)
     waiting = sum(each["tickets"] for each in models)
     return f"{awake} of {len(models)} models awake, {waiting} waiting"
-
-
-def _why(lease: Document) -> str:
-    return f"   {lease['waits_for']}" if lease.get("waits_for") else ""
-
-
-def _state(pool: Document) -> str:
-    return "recovering" if pool.get("recovering") else "deciding"
-
-
-def _row(model: Document) -> tuple[str, ...]:
-    waiting = str(model["tickets"])
-    if model["oldest_ticket_ms"] is not None:
-        waiting += f" (oldest {duration(model['oldest_ticket_ms'])})"
-    held = sum(sum(kinds.values()) for kinds in model["bytes"].values())
-    notes = [word for word in ("pinned", "recovering") if model[word]]
-    if model["estimated"]:
-        notes.append("size estimated" if model["sizes"] else "size unknown")
-    why = model["alarm"] or model["fault"] or model["waits_for"] or model["reason"]
-    return (
-        model["model"],
-        model["state"],
-        duration(model["for_ms"]),
-        model["tier"],
-        ", ".join(_engine(each) for each in model["engines"]),
-        str(model["in_flight"]),
-        waiting,
-        size(held),
-        "; ".join([*notes, *([why] if why else [])]) or "-",
-    )
-
-
-def _engine(engine: Document) -> str:
-    shadow = " (shadow)" if engine["shadow"] else ""
-    return f"{engine['engine']}{shadow} {engine['state'] or 'unreachable'}"
-
-
-def _room(device: Document) -> str:
-    if device["total_bytes"] is None:
-        return "not measured yet"
-    owners: dict[str, int] = {}
-    for each in device["booked"]:
-        name = each["owner"] + (" (leaving)" if each["leaving"] else "")
-        owners[name] = owners.get(name, 0) + each["bytes"]
-    parts = [f"{name} {size(found)}" for name, found in owners.items()]
-    if device["outside_bytes"]:
-        parts.append(f"others {size(device['outside_bytes'])}")
-    held = ", ".join(parts) or "nothing is booked"
-    return f"{size(device['free_bytes'])} free of {size(device['total_bytes'])}   {held}"
 
 
 def _overbooked(device: Document) -> int:
