@@ -17,8 +17,7 @@ from msgspec.structs import replace
 
 from plumbing.pod.messages import Tier
 from plumbing.pod.models import NAME_PATTERN
-from pool.core.states import PRIORITY_MAX, TICKETS_MAX
-from pool.core.view import ModelRules, PoolRules
+from pool.core.states import PRIORITY_MAX, TICKETS_MAX, ModelRules, PoolRules
 
 ALIASES_MAX = 32
 DEVICES_MAX = 64

@@ -49,15 +49,18 @@ class PoolCallbacks:
 
 
 class KeptLink(Handler):
-    """A connection that is made again whenever it ends: `begin` is called on each, and `lose` after
-    it. `problem`: why its server cannot be heard."""
+    """A connection that is made again whenever it ends: `begin` is called on each, `hear` with each
+    message, `refused` with each error, and `lose` after it. `problem`: why its server cannot be
+    heard. `look_soon` calls `look` once, for all that happens until then."""
 
     def __init__(self, path: str, catalogue: Catalogue) -> None:
-        """Connect later, in `run`."""
+        """Connect later, in `start` or `run`."""
         self.problem: str | None = "not connected yet"
         self.conn: Connection | None = None
         self.path, self._catalogue = path, catalogue
         self._ended = asyncio.Event()
+        self._due: asyncio.TimerHandle | None = None
+        self._due_s = 0.0
 
     @property
     def is_connected(self) -> bool:
@@ -66,14 +69,45 @@ class KeptLink(Handler):
     def begin(self, conn: Connection) -> None:
         """It is connected."""
 
+    def hear(self, message: Message, request_id: int) -> None:
+        """A message of its server."""
+
+    def refused(self, error: FaultMsg, request_id: int) -> None:
+        """An error of its server; `problem` has its sentence."""
+
     def lose(self, reason: str) -> None:
         """It is connected no more."""
+
+    def look(self) -> None:
+        """Ask how things are, if it is connected."""
+
+    def look_soon(self, delay_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        at_s = loop.time() + delay_s
+        if self._due is None or at_s < self._due_s:
+            self.forget_look()
+            self._due, self._due_s = loop.call_at(at_s, self._look_now), at_s
+
+    def _look_now(self) -> None:
+        self.forget_look()
+        self.look()
+
+    def forget_look(self) -> None:
+        """What was to be looked at has been, or is no more."""
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
+
+    def start(self) -> asyncio.Task[None]:
+        """Stay connected until the task is cancelled."""
+        return asyncio.get_running_loop().create_task(self.run())
 
     async def run(self) -> None:
         """Stay connected until cancelled."""
         try:
             await keep_connected(self._connect, self._ended, self._failed)
         finally:
+            self.forget_look()
             conn, self.conn = self.conn, None
             if conn is not None:
                 conn.close("its program is ending")
@@ -98,6 +132,18 @@ class KeptLink(Handler):
     def opened(self, conn: Connection) -> None:
         self.conn = conn
         self.begin(conn)
+
+    def received(
+        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
+    ) -> None:
+        close_all(fds)
+        if conn is not self.conn:
+            return
+        if isinstance(message, FaultMsg):
+            self.problem = message.message
+            self.refused(message, request_id)
+        else:
+            self.hear(message, request_id)
 
     def closed(self, conn: Connection, reason: str) -> None:
         self._forget(conn, reason)
@@ -124,29 +170,25 @@ class PoolLink(KeptLink):
         super().__init__(pool_socket(directory), CATALOGUE)
         self.gateway = gateway or secrets.token_hex(8)
         self._demand, self._callbacks = demand, callbacks
-        self._due: asyncio.TimerHandle | None = None
         self._said: dict[str, ModelDemand] | None = None  # on this connection, last
         self._pace = DemandPace()
 
     def changed(self) -> None:
         """The demand may be another one: send it if so, with what changes in the next moment."""
-        if self.conn is not None and self._due is None:
-            loop = asyncio.get_running_loop()
-            self._due = loop.call_at(self._pace.next_s(loop.time()), self._send)
+        if self.conn is not None:
+            now_s = asyncio.get_running_loop().time()
+            self.look_soon(self._pace.next_s(now_s) - now_s)
 
     def begin(self, conn: Connection) -> None:
-        self._send()
+        self.look()
         self._callbacks.on_connected()
 
     def lose(self, reason: str) -> None:
         self._said = None
-        if self._due is not None:
-            self._due.cancel()
-            self._due = None
+        self.forget_look()
         self._callbacks.on_lost(reason)
 
-    def _send(self) -> None:
-        self._due = None
+    def look(self) -> None:
         if self.conn is None:
             return
         demand = dict(self._demand())
@@ -155,18 +197,13 @@ class PoolLink(KeptLink):
             self._pace.said(asyncio.get_running_loop().time())
             self.conn.send(DemandMsg(self.gateway, demand))
 
-    def received(
-        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
-    ) -> None:
-        close_all(fds)
-        match message:
-            case DoorsMsg():
-                self.problem = None
-                self._callbacks.on_doors(message)
-            case FaultMsg():
-                self.problem = message.message
-                error = RemoteError(message.code, message.message, **message.details)
-                self._callbacks.on_refused(error)
+    def hear(self, message: Message, request_id: int) -> None:
+        if isinstance(message, DoorsMsg):
+            self.problem = None
+            self._callbacks.on_doors(message)
+
+    def refused(self, error: FaultMsg, request_id: int) -> None:
+        self._callbacks.on_refused(RemoteError(error.code, error.message, **error.details))
 
     def closed(self, conn: Connection, reason: str) -> None:
         refusal = self.problem

@@ -18,8 +18,16 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from plumbing.pod.messages import Tier
-from pool.core.states import TICKETS_MAX, Count, GoalGeneration, Millis, ModelState, Priority
-from pool.core.view import ModelRules, PoolRules
+from pool.core.states import (
+    TICKETS_MAX,
+    Count,
+    GoalGeneration,
+    Millis,
+    ModelRules,
+    ModelState,
+    PoolRules,
+    Priority,
+)
 
 
 class TicketKind(StrEnum):

@@ -6,10 +6,11 @@
       └── offloaded, warm ◀──freed── releasing ◀──quiet── draining ◀─────────────┘
       └── failed ◀──freed── unloading ◀── a budget, an order, a death on the way down
 
-Nobody sets the phase: `phase_of` derives it after every event, and `world.py` acts on a change.
+Nobody sets the phase: `phase_of` derives it after every event, and `facts.py` acts on a change.
 What is decided is a goal, which the engines are told, and while the model drains the tier to which
 it will fall. What is learned are three facts: `floor`, the tier that its engines hold;
-`is_serving`; and `frees`, while memory that it gave up is not proven to be free.
+`is_serving`; and `frees`, while memory that it gave up is not proven to be free. A lease is a model
+without engines, which is pending until it is granted, and then awake and pinned until it is over.
 
 What a reader may not expect:
 
@@ -23,11 +24,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from plumbing.pod.messages import Tier
-from pool.core.events import Door, EngineSaid, Running
-from pool.core.states import HOST, EngineSizes, EntryKey, EntryKind, GoalGeneration, ModelState
-from pool.core.view import Leaving, ModelRules
+from pool.core.demand import TicketView
+from pool.core.events import Door, EngineSaid, LeaseAsked, Running
+from pool.core.states import (
+    HOST,
+    EngineSizes,
+    EntryKey,
+    EntryKind,
+    GoalGeneration,
+    ModelRules,
+    ModelState,
+)
 
 RANK: Mapping[Tier, int] = {tier: rank for rank, tier in enumerate(Tier)}
 
@@ -44,13 +54,36 @@ WITHOUT_KV = frozenset({"dead", "init", "standby", "resting"})
 PARKED = frozenset({"standby", "resting"})
 SETTLED = frozenset({"dead", "standby", "resting", "active"})  # and not on its way
 
+BUDGET_MS = 60_000.0  # the least that any phase is given
+BUDGET_FACTOR = 2.0  # of what it took before
+FIRST_LOAD_MS = 1_800_000.0  # of a first load, which nobody has measured: large models take minutes
+CUT_MS = 10_000.0  # from the marked error of the last requests to the kill
+HEADLESS_MS = 60_000.0  # for the lock server to grant a living shadow
+BACK_OFF_MS = (1_000.0, 5_000.0)  # after the first fault, and the next ones
+
+LEASE_PREFIX = "lease/"  # no model is called so: a name with a slash is not accepted for one
+
+
+def budget_ms(measured_ms: float | None) -> float:
+    """How long a phase may last. A spent budget ends in a kill, so each is generous: what ends
+    first, and better, is the plan's."""
+    return max(BUDGET_MS, BUDGET_FACTOR * (measured_ms or 0.0))
+
+
+class Leaving(StrEnum):
+    """Why a model is on its way down."""
+
+    HEAD = "head"  # another one's ticket needs its room
+    IDLE = "idle"  # nobody has asked for it
+    ORDER = "order"  # an operator's
+
 
 def lower(one: Tier, other: Tier) -> Tier:
     return min(one, other, key=RANK.__getitem__)
 
 
 @dataclass(slots=True)
-class KnownEngine:
+class ModelEngine:
     """One engine: what it was told, and what it has said since this pool has started."""
 
     name: str
@@ -138,14 +171,16 @@ class Stander:
     token: int
 
 
-@dataclass(slots=True)
-class KnownModel:
-    """One model with its engines, its door, and what is planned for it."""
+@dataclass(slots=True, eq=False)
+class Model:
+    """One model with its engines: what is decided, learned and wanted, and what follows (`derive`
+    in `facts.py`). Only what `saved.py` names outlives a restart."""
 
     name: str
     rules: ModelRules
-    engines: tuple[KnownEngine, ...]
-    sizes: EngineSizes | None
+    engines: tuple[ModelEngine, ...] = ()
+    sizes: EngineSizes | None = None
+    lease: LeaseAsked | None = None  # of a neighbour, in the place of engines
     # What is decided: its goal, and the tier to which it falls once it has drained.
     goal: Tier = Tier.COLD
     falls_to: Tier | None = None
@@ -159,11 +194,6 @@ class KnownModel:
     is_again: bool = False  # it loads or wakes again, after a death
     is_recovering: bool = True  # not all of its engines have been heard since the start
     is_unknown: bool = True  # nor is it on file
-    # Its phase, derived.
-    state: ModelState = ModelState.COLD
-    since_ms: float = 0.0
-    stage_since_ms: float = 0.0  # since when its budget counts: of a stage of a drain, of a launch
-    reason: str = ""
     # Its faults.
     faults_ms: tuple[float, ...] = ()  # when: those of the last ten minutes
     fault: str = ""  # the last one
@@ -183,14 +213,13 @@ class KnownModel:
     load_ordered_ms: float | None = None
     is_sleep_ordered: bool = False
     is_unload_ordered: bool = False
-    # What the policy wants.
-    is_raised_for_ticket: bool = False
-    has_plan: bool = False
+    # What the plan wants.
+    is_raised_for_ticket: bool = False  # it is on its way up because somebody waits
+    has_plan: bool = False  # a head for which others were asked, and neither raised nor gone since
     victims: tuple[str, ...] = ()
     wait: str = ""  # why it waits
     never: str | None = None  # why it will not fit
     expected_ms: float | None = None  # when it should be awake, by what was measured
-    ticket_due_ms: float | None = None  # when time alone changes which ticket is its first
     # When, and for how long.
     wanted_since_ms: float | None = None
     last_request_ms: float = 0.0
@@ -198,7 +227,7 @@ class KnownModel:
     has_resumed: bool = False  # in this turn it had streams to resume
     turn_since_ms: float | None = None  # since when it makes new tokens: its protection counts
     raise_due_ms: float = 0.0  # when that, and what comes before it, has lasted too long
-    asleep_since_ms: float | None = None
+    asleep_since_ms: float | None = None  # since when it is below awake, at whatever tier
     drained_ms: float | None = None
     costs: Costs = field(default_factory=Costs)
     spent_ms: dict[str, float] = field(default_factory=dict)  # the last drain, release, raise
@@ -209,10 +238,39 @@ class KnownModel:
     door_expected_ms: float | None = None  # that was said with it
     asked: int | None = None  # the number of the question for its memory
     asked_for: frozenset[object] = frozenset()
+    # Derived: its phase, and what the plan goes by. Bytes are by device, and on `HOST`.
+    state: ModelState = ModelState.COLD
+    since_ms: float = 0.0
+    stage_since_ms: float = 0.0  # since when its budget counts: of a stage of a drain, of a launch
+    reason: str = ""
+    is_blind: bool = False  # something about it is not known yet: it goes neither up nor down
+    ticket: TicketView | None = None  # that decides for it; None: nobody waits
+    ticket_due_ms: float | None = None  # when time alone changes which one that is
+    in_flight: int = 0
+    cannot_park: int = 0
+    keep_alive_ms: float | None = None  # as recent requests ask; None: its rules'; inf: for ever
+    has_copy: bool = False  # so that it can be offloaded
+    # What it has booked at each tier without its shadow. A tier that is not named is unknown, and
+    # takes the whole of its devices.
+    needs: Mapping[Tier, Mapping[str, int]] = field(default_factory=lambda: {Tier.COLD: {}})
+    booked: Mapping[str, int] = field(default_factory=dict)  # without its shadow, until proven free
+    shadow: Tier | None = None  # what its shadow holds, or is falling to; None: it has none
+    shadow_bytes: Mapping[str, int] = field(default_factory=dict)  # booked besides, or to be
+    seen: tuple[object, ...] = ()  # of all this, what the last plan went by
+    due_ms: float = float("inf")  # when time alone changes something about it
     keys: tuple[EntryKey, ...] = field(init=False)  # all its lines in the books, in a fixed order
 
     def __post_init__(self) -> None:
         self.keys = tuple(_keys(self))
+
+    @property
+    def is_lease(self) -> bool:
+        return self.lease is not None
+
+    @property
+    def tier(self) -> Tier:
+        """Its goal, or where it is falling to."""
+        return self.goal if self.falls_to is None else self.falls_to
 
     @property
     def held(self) -> Tier:
@@ -223,6 +281,19 @@ class KnownModel:
     def is_pinned(self) -> bool:
         return self.rules.is_pinned if self.pinned is None else self.pinned
 
+    @property
+    def turn_from_ms(self) -> float | None:
+        """Since when its turn counts, or from when at the latest."""
+        if self.turn_since_ms is not None or self.awake_since_ms is None:
+            return self.turn_since_ms
+        return max(self.awake_since_ms, self.raise_due_ms)
+
+    @property
+    def switch_ms(self) -> float:
+        return self.costs.switch_ms(self.held)
+
+    # ------------------------------------------------------------------ faults
+
     def is_exhausted(self, now_ms: float) -> bool:
         """Whether it has failed too often to try again."""
         recent = [ms for ms in self.faults_ms if now_ms - ms < FAULT_WINDOW_MS]
@@ -232,21 +303,23 @@ class KnownModel:
         recent = [ms for ms in self.faults_ms if now_ms - ms < FAULT_WINDOW_MS]
         self.faults_ms = (*recent, now_ms)[-FAULTS_MAX:]
         self.fault, self.is_permanent = why, self.is_permanent or is_permanent
+        self.back_off(now_ms)
+
+    def back_off(self, now_ms: float) -> None:
+        """After its last fault, or one of the machine: for so long others may have its room."""
+        number = min(len(self.faults_ms), len(BACK_OFF_MS)) - 1
+        self.back_off_until_ms = now_ms + BACK_OFF_MS[number]
 
     def forget_faults(self) -> None:
         self.faults_ms, self.fault, self.is_permanent, self.has_failed = (), "", False, False
         self.back_off_until_ms = None
 
-    def fall(self, tier: Tier, how: ModelState) -> None:
-        """Its goal is `tier` from now on, and what it has above that is to be freed. `how`:
-        `RELEASING`, or `UNLOADING` where its processes are killed."""
-        self.goal = self.floor = tier
-        self.falls_to, self.is_serving, self.frees = None, False, how
+    # ------------------------------------------------------------------ its engines
 
-    def engine(self, name: str) -> KnownEngine | None:
+    def engine(self, name: str) -> ModelEngine | None:
         return next((each for each in self.engines if each.name == name), None)
 
-    def stander(self) -> KnownEngine | None:
+    def stander(self) -> ModelEngine | None:
         """The engine that stands for the model and has said so itself."""
         holder = self.holder
         engine = self.engine(holder.engine) if holder is not None else None
@@ -254,10 +327,10 @@ class KnownModel:
             return None
         return engine if engine.said.token == holder.token else None
 
-    def living(self) -> Iterator[KnownEngine]:
+    def living(self) -> Iterator[ModelEngine]:
         return (engine for engine in self.engines if engine.incarnation)
 
-    def main(self) -> KnownEngine:
+    def main(self) -> ModelEngine:
         """The engine that is not the shadow: the holder of the lock, or who would be raised."""
         if self.holder is not None:
             holder = self.engine(self.holder.engine)
@@ -265,21 +338,108 @@ class KnownModel:
                 return holder
         return next((each for each in self.engines if each.cap is not Tier.COLD), self.engines[0])
 
-    def shadows(self) -> list[KnownEngine]:
+    def shadows(self) -> list[ModelEngine]:
         main = self.main()
         return [engine for engine in self.engines if engine is not main]
 
-    def goal_of(self, engine: KnownEngine) -> Tier:
+    def goal_of(self, engine: ModelEngine) -> Tier:
         return lower(self.goal, engine.cap)
 
+    @property
+    def is_machines_fault(self) -> bool:
+        """Whether it waits for a disk: its supervisor tries again each second."""
+        said = self.main().said
+        return said is not None and said.is_machine
 
-def _keys(known: KnownModel) -> Iterator[EntryKey]:
-    for device in known.rules.devices:
-        for engine in known.engines:
+    # ------------------------------------------------------------------ budgets
+
+    @property
+    def load_budget_ms(self) -> float:
+        measured_ms = self.costs.load_ms
+        return FIRST_LOAD_MS if measured_ms is None else budget_ms(measured_ms)
+
+    @property
+    def raise_budget_ms(self) -> float:
+        """From where it is to awake."""
+        wake_ms = budget_ms(self.costs.waking_ms(self.floor))
+        return wake_ms if self.floor is not Tier.COLD else self.load_budget_ms + wake_ms
+
+    @property
+    def raise_ms(self) -> float | None:
+        """What that, and the resumed streams, took; None: never measured."""
+        raise_ms = self.costs.raise_ms(self.held)
+        return None if raise_ms is None else raise_ms + (self.costs.resume_ms or 0.0)
+
+    def deadline_ms(self) -> float | None:
+        """When its phase, or the stage of its drain, has lasted too long."""
+        since_ms, rules = self.stage_since_ms, self.rules
+        match self.state:
+            case _S.LOADING:
+                return None if self.is_machines_fault else since_ms + self.load_budget_ms
+            case _S.WAKING:
+                return since_ms + budget_ms(self.costs.waking_ms(self.floor))
+            case _S.DRAINING if self.running is Running.CUT:
+                return since_ms + CUT_MS
+            case _S.DRAINING:
+                # Before an unload nobody waits for a next turn of parked streams: they may finish.
+                park_ms, cut_ms = rules.park_ms, rules.cut_ms
+                if self.running is Running.FINISH and not self.is_unload_ordered:
+                    return since_ms + park_ms
+                if self.is_unload_ordered and self.running is Running.PARK:
+                    return since_ms
+                if cut_ms is None:
+                    return None
+                return since_ms + (cut_ms if self.is_unload_ordered else max(0, cut_ms - park_ms))
+            case _S.RELEASING:
+                return since_ms + budget_ms(self.costs.release_ms)
+            case _S.UNLOADING:
+                return since_ms + budget_ms(None)
+            case _:
+                return None
+
+    def next_due_ms(self) -> float:
+        """When time alone changes something about it; infinite: never."""
+        found = [self.deadline_ms(), self.ticket_due_ms]
+        if self.awake_since_ms is not None and self.turn_since_ms is None:
+            found.append(self.raise_due_ms)
+        if self.headless_ms is not None:
+            found.append(self.headless_ms + HEADLESS_MS)
+        return min((ms for ms in found if ms is not None), default=float("inf"))
+
+
+def a_lease(asked: LeaseAsked) -> Model:
+    """It waits like a model of one tier. Nobody can make it yield once it is there."""
+    return Model(
+        name=LEASE_PREFIX + asked.lease,
+        rules=ModelRules((asked.device,), priority=asked.priority),
+        lease=asked,
+        is_wanted=True,
+        is_recovering=False,
+        is_unknown=False,
+        state=ModelState.PENDING,
+        ticket=TicketView(asked.priority, asked.since_ms),
+        needs={Tier.COLD: {}, Tier.AWAKE: {asked.device: asked.bytes}},
+    )
+
+
+def grant(lease: Model) -> None:
+    """It is booked."""
+    assert lease.lease is not None
+    lease.goal, lease.is_serving, lease.pinned, lease.ticket = Tier.AWAKE, True, True, None
+    lease.state, lease.awake_since_ms = phase_of(lease), lease.lease.since_ms
+    lease.booked = lease.needs[Tier.AWAKE]
+
+
+def _keys(model: Model) -> Iterator[EntryKey]:
+    if model.lease is not None:
+        yield EntryKey(model.lease.device, EntryKind.LEASE, model.lease.lease)
+        return
+    for device in model.rules.devices:
+        for engine in model.engines:
             yield EntryKey(device, EntryKind.BASE, engine.name)
-        yield EntryKey(device, EntryKind.WEIGHTS, known.name)
-        yield EntryKey(device, EntryKind.KV, known.name)
-    yield EntryKey(HOST, EntryKind.COPY, known.name)
+        yield EntryKey(device, EntryKind.WEIGHTS, model.name)
+        yield EntryKey(device, EntryKind.KV, model.name)
+    yield EntryKey(HOST, EntryKind.COPY, model.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +448,7 @@ class PhaseRow:
 
     state: ModelState
     when: str
-    holds: Callable[[KnownModel], bool]
+    holds: Callable[[Model], bool]
 
 
 _S, _T = ModelState, Tier
@@ -341,6 +501,6 @@ PHASES = (
 )
 
 
-def phase_of(model: KnownModel) -> ModelState:
+def phase_of(model: Model) -> ModelState:
     """What is going on, of what is decided and learned."""
     return next(row.state for row in PHASES if row.holds(model))

@@ -1,4 +1,4 @@
-"""The words of the pool: a model's states, what is booked on devices, who asks for what."""
+"""The words of the pool: a model's phases, what is booked on devices, the settings it goes by."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from plumbing.pod.messages import GoalGeneration as GoalGeneration
+from plumbing.pod.messages import Tier
 
 HOST = "HOST"  # the host's memory, beside the devices: copies of weights are booked on it
 
@@ -90,3 +91,29 @@ class PooledRules(Struct, frozen=True, forbid_unknown_fields=True):
     starve_after_ms: Millis
     max_in_flight: Annotated[int, Meta(ge=1, le=COUNT_MAX)] | None = None
     client_priority: Priority | None = None
+
+
+class PoolRules(Struct, frozen=True):
+    """The settings of the whole pool. Times are in ms."""
+
+    margin_bytes: int = 512 << 20  # of each device, kept free
+    starve_after_ms: float = 60_000.0  # a ticket so old counts as of the next better priority
+    quantum_factor: float = 1.0  # a turn lasts at least so many switches
+
+
+class ModelRules(Struct, frozen=True):
+    """The settings of one model. Times are in ms."""
+
+    devices: tuple[str, ...]
+    priority: int = 0
+    is_pinned: bool = False
+    shadow_keeps: bool = False
+    rest: Tier = Tier.WARM  # where it goes when nobody asks for it
+    is_on_demand: bool = True  # a request may load it from cold
+    min_runtime_ms: float = 10_000.0
+    max_wait_ms: float = 5_000.0
+    keep_alive_ms: float = 300_000.0
+    offload_after_ms: float | None = None  # asleep
+    unload_after_ms: float | None = None
+    park_ms: float = 2_000.0  # of a drain: then streams are parked
+    cut_ms: float | None = 30_000.0  # then the rest is cut; None: never

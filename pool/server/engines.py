@@ -24,7 +24,6 @@ from plumbing.pod.paths import engine_socket
 from plumbing.service.clock import Clock
 from plumbing.text import duration
 from plumbing.wire.connection import Connection
-from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import FaultMsg, Message
 from pool.client.link import KeptLink
 from pool.core.events import EngineDead, EngineLost, EngineSaid, PoolEvent
@@ -65,8 +64,7 @@ class EngineSide:
     def start(self) -> list[asyncio.Task[None]]:
         """Take up the evidence of an earlier pool, and connect to all engines."""
         self.witnesses.recover(self._owner)
-        loop = asyncio.get_running_loop()
-        return [loop.create_task(link.run()) for link in self.links.values()]
+        return [link.start() for link in self.links.values()]
 
     def look(self) -> None:
         """Call this every second or so."""
@@ -202,18 +200,17 @@ class EngineLink(KeptLink):
         if was_heard:
             self._on_lost(self)
 
-    def received(
-        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
-    ) -> None:
-        close_all(fds)
-        if conn is not self.conn:
-            return
+    def refused(self, error: FaultMsg, request_id: int) -> None:
+        self._answered(request_id)
+
+    def _answered(self, request_id: int) -> None:
         if request_id == self._request:
             self._asked_ms = None
         self._heard_ms = self._clock.now_ms()
+
+    def hear(self, message: Message, request_id: int) -> None:
+        self._answered(request_id)
         match message:
-            case FaultMsg():
-                self.problem = message.message
             case EngineReportMsg(pool=PoolWord() as word) if word.model == self.model:
                 self.said, self.problem = message, message.fault or None
                 self._on_said(self, message, word)

@@ -24,7 +24,7 @@ from pool.core.events import (
     PoolEvent,
     SetModelDoor,
 )
-from pool.core.machine import ModelPool
+from pool.core.reconcile import ModelPool
 from pool.core.states import PooledRules
 from pool.messages import DemandMsg, DoorsMsg, PooledModel
 from pool.settings import PoolFile
@@ -134,9 +134,9 @@ def for_gateways(
     """All models, as the message `doors` has them. `file`: with what was set at runtime."""
     found = {}
     for name, told in doors.items():
-        known, settings = pool.situation.models[name], file.models[name]
+        known, settings = pool.facts.models[name], file.models[name]
         memory: dict[str, int] = {}
-        for key, size_bytes in pool.situation.books.booked(known).items():
+        for key, size_bytes in pool.facts.ledger.booked(known).items():
             memory[key.device] = memory.get(key.device, 0) + size_bytes
         found[name] = PooledModel(
             number=told.number,

@@ -28,8 +28,7 @@ from plumbing.pod.messages import WitnessRef
 from plumbing.pod.models import ACTIVE, kind_of, lock_of, model_of
 from plumbing.pod.paths import lockserver_socket
 from plumbing.wire.connection import Connection
-from plumbing.wire.fds import OwnedFd, close_all
-from plumbing.wire.messages import FaultMsg, Message
+from plumbing.wire.messages import Message
 from pool.client.link import KeptLink
 
 LOOK_S = 0.05  # between two looks at the status: it costs the lock server a walk through /proc
@@ -48,15 +47,11 @@ class PoolLockSide(KeptLink):
         self.holders: dict[str, tuple[str, int, str]] = {}
         self._models, self._on_holder = models, on_holder
         self._grants = NewestGrants()
-        self._due: asyncio.TimerHandle | None = None
 
     def begin(self, conn: Connection) -> None:
         conn.send(lock.WatchMsg(), 1)
 
-    def received(
-        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
-    ) -> None:
-        close_all(fds)
+    def hear(self, message: Message, request_id: int) -> None:
         match message:
             case lock.StatusReplyMsg():
                 self.problem = None
@@ -64,16 +59,9 @@ class PoolLockSide(KeptLink):
             case lock.GrantedMsg() if kind_of(message.lock) == ACTIVE:
                 self._granted(message)
             case lock.EventMsg():
-                self._look_soon()
-            case FaultMsg():
-                self.problem = message.message
+                self.look_soon(LOOK_S)
 
-    def _look_soon(self) -> None:
-        if self._due is None:
-            self._due = asyncio.get_running_loop().call_later(LOOK_S, self._look)
-
-    def _look(self) -> None:
-        self._due = None
+    def look(self) -> None:
         if self.conn is not None:
             self.conn.send(lock.StatusMsg(), 1)
 

@@ -26,8 +26,7 @@ from plumbing.pod.models import model_at, place_of
 from plumbing.pod.observers import ask
 from plumbing.pod.paths import KV, WEIGHTS, gms_socket
 from plumbing.wire.connection import Connection
-from plumbing.wire.fds import OwnedFd, close_all
-from plumbing.wire.messages import FaultMsg, Message
+from plumbing.wire.messages import Message
 from pool.client.link import KeptLink
 from pool.core.events import DeviceIs, MemoryIs, PoolEvent
 from pool.core.states import HOST
@@ -89,14 +88,13 @@ class MemorySide:
         """Connect to all of them."""
         if self._host_bytes:
             self._feed(DeviceIs(HOST, self._host_bytes, 0))
-        loop = asyncio.get_running_loop()
-        return [loop.create_task(link.run()) for link in self.links()]
+        return [link.start() for link in self.links()]
 
     def sample(self) -> None:
         """Look how much of each device is used. Call this every second."""
         for device, links in self._places.items():
             if device != HOST:
-                links[0].look_soon()
+                links[0].look_soon(LOOK_S)
 
     def ask(self, model: str, number: int) -> None:
         """Look anew at all memory of `model`, and report it with this number."""
@@ -211,7 +209,6 @@ class PlaceLink(KeptLink):
         self.is_to_free = self.is_copy_to_stay = False
         self._is_to_forget = False  # also what stands for offloaded weights
         self._on_change = on_change
-        self._due: asyncio.TimerHandle | None = None
         self._freeing: asyncio.Task[None] | None = None
         self._restless_s = RESTLESS_S
         self._question = 0  # the newest one
@@ -221,14 +218,14 @@ class PlaceLink(KeptLink):
     def ask(self, number: int) -> None:
         """Look anew; `answered` is `number` then. Asked again on every connection until it is."""
         self._question = number
-        self._look()
+        self.look()
 
     def free(self, *, keeps_copy: bool = False) -> None:
         """Nobody needs this memory: have it freed as soon as no process maps it. `keeps_copy`: of
         weights, so that the copy in host memory stands for them."""
         self.is_to_free, self.is_copy_to_stay = True, keeps_copy
         self._is_to_forget = not keeps_copy
-        self.look_soon()
+        self.look_soon(LOOK_S)
 
     def keep(self) -> None:
         """It is needed again."""
@@ -239,21 +236,17 @@ class PlaceLink(KeptLink):
         try:
             await super().run()
         finally:
-            for each in (self._due, self._freeing):
-                if each is not None:
-                    each.cancel()
+            if self._freeing is not None:
+                self._freeing.cancel()
 
-    def look_soon(self, delay_s: float = LOOK_S) -> None:
-        if self._due is None:
-            self._due = asyncio.get_running_loop().call_later(delay_s, self._look)
+    def look(self) -> None:
+        self._ask(StatusMsg())
 
-    def _look(self, question: Message | None = None) -> None:
-        if self._due is not None:
-            self._due.cancel()
-            self._due = None
+    def _ask(self, question: Message) -> None:
+        self.forget_look()
         if self.conn is not None:
             self._asked = self._asked[0] + 1, self._question
-            self.conn.send(question or StatusMsg(), self._asked[0])
+            self.conn.send(question, self._asked[0])
 
     async def _free(self) -> None:
         try:
@@ -270,23 +263,18 @@ class PlaceLink(KeptLink):
                 self.is_copy_to_stay = False  # there is nothing to come back from
             await asyncio.sleep(RETRY_S)
         self._freeing = None
-        self.look_soon()
+        self.look_soon(LOOK_S)
 
     def begin(self, conn: Connection) -> None:
-        self._look(WatchMsg())
+        self._ask(WatchMsg())
 
-    def received(
-        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
-    ) -> None:
-        close_all(fds)
+    def hear(self, message: Message, request_id: int) -> None:
         match message:
             case StatusReplyMsg():
                 self.problem = None
                 self._look_at(message.document, is_newest=request_id == self._asked[0])
             case EventMsg():
-                self.look_soon()
-            case FaultMsg():
-                self.problem = message.message
+                self.look_soon(LOOK_S)
 
     def _look_at(self, document: dict[str, Any], *, is_newest: bool) -> None:
         state = document["state"]

@@ -13,13 +13,12 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from plumbing.service.metrics import Metrics
+from pool.core.demand import Demand
 from pool.core.events import ModelChanged, PoolRecord, Switched
-from pool.core.model import KnownModel
-from pool.core.reservations import PoolLedger
+from pool.core.facts import Facts
+from pool.core.ledger import PoolLedger
+from pool.core.model import Leaving, Model
 from pool.core.states import HOST, EntryKind, ModelState
-from pool.core.tickets import Demand
-from pool.core.view import Leaving
-from pool.core.world import PoolSituation
 
 PHASES = ("wait", "drain", "release", "raise")
 STATES = tuple(each.value for each in ModelState)
@@ -111,7 +110,7 @@ class PoolMetrics:
 
     def update(
         self,
-        pool: PoolSituation,
+        pool: Facts,
         now_ms: float,
         bounds_ms: Mapping[str, float],
         shares: Mapping[str, tuple[float, float]],
@@ -138,7 +137,7 @@ class PoolMetrics:
             self._set(OF_SERVED_DEVICE, share, device_uuid=device)
         is_recovering = any(each.is_recovering for each in pool.models.values())
         self._set(OF_POOL, (is_recovering, is_unwritten, gateways))
-        self._update_devices(pool.books.ledger)
+        self._update_devices(pool.ledger)
 
     def _set(self, names: Iterable[str], values: Sequence[float], **labels: str) -> None:
         for name, value in zip(names, values, strict=True):
@@ -175,7 +174,7 @@ class ServingShare:
             [(0.0, {}, {})], maxlen=STEPS_MAX
         )
 
-    def look(self, models: Mapping[str, KnownModel], demand: Demand, now_ms: float) -> None:
+    def look(self, models: Mapping[str, Model], demand: Demand, now_ms: float) -> None:
         """Call this at every change of `demand`, and now and then."""
         spent_ms, self._looked_ms = max(0.0, now_ms - self._looked_ms), now_ms
         if now_ms - self._step_ms >= STEP_MS:

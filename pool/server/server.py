@@ -35,18 +35,17 @@ from plumbing.wire.server import Server
 from pool import messages as msg
 from pool.core import events as ev
 from pool.core.events import Order
-from pool.core.machine import ModelPool
-from pool.core.recovery import PoolSnapshot
+from pool.core.reconcile import ModelPool
+from pool.core.saved import PoolSnapshot
 from pool.messages import PooledModel
 from pool.pool_file import with_changes
-from pool.server import explain, report
+from pool.server import report
 from pool.server.engines import EngineSide
 from pool.server.gateways import PoolGateways, for_gateways
 from pool.server.leases import LeaseDesk
 from pool.server.locks import PoolLockSide
 from pool.server.memory import SAMPLE_S, MemorySide
 from pool.server.metrics import PoolMetrics, ServingShare
-from pool.server.parts import PoolParts
 from pool.server.settings import PoolSettings
 from pool.server.state_file import NEW_POD, PoolStateFile
 from pool.settings import PoolFile, engines_of
@@ -60,10 +59,8 @@ DUE_S_MIN = 0.001  # the core may ask to be called at once, and others must get 
 DUE_S_MAX = 3600.0
 
 
-class PoolServer(Handler):
+class PoolServer(report.PoolParts, Handler):
     """One directory's pool, and its socket for gateways, leases and users."""
-
-    parts: PoolParts  # from `start` on
 
     def __init__(self, settings: PoolSettings, clock: Clock | None = None) -> None:
         self.settings = settings
@@ -72,7 +69,8 @@ class PoolServer(Handler):
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         path = pool_socket(settings.directory)
         self.server = Server(path, msg.CATALOGUE, self, service="pool", spare_fds=SPARE_FDS)
-        self._observers = Observers(self.log, lambda: report.document(self.parts))
+        self.troubles = [lambda: self.server.problem]
+        self._observers = Observers(self.log, lambda: report.document(self))
         self._inbox: deque[ev.PoolEvent] = deque()
         self._effects: deque[ev.PoolEffect] = deque()
         self._is_busy = False
@@ -88,25 +86,54 @@ class PoolServer(Handler):
         """
         await self.server.start()  # first: it guards everything below against a second pool
         try:
-            self.parts = parts = self._open()
+            self._open()
         except BaseException:
             await self.server.close()
             raise
-        parts.metrics.metrics.refresh = lambda: self._refresh(parts)
-        loop = asyncio.get_running_loop()
-        self._tasks = [
-            *parts.engines.start(),
-            *parts.memory.start(),
-            loop.create_task(parts.locks.run()),
-        ]
+        self._tasks = [*self.engines.start(), *self.memory.start(), self.locks.start()]
         for task in self._tasks:
             task.add_done_callback(self._ended)
         self.feed(ev.PoolTick())
-        if (parts.state.loaded.record or {NEW_POD: True}).get(NEW_POD):
-            for name, model in parts.file.models.items():
+        if (self.state.loaded.record or {NEW_POD: True}).get(NEW_POD):
+            for name, model in self.file.models.items():
                 if model.preload:
                     self.feed(ev.Ordered(name, ev.Order.LOAD))
         self._tick()
+
+    def _open(self) -> None:
+        """
+        Raises:
+            UnderstudyError: the state cannot be kept, or does not fit these settings.
+        """
+        settings, clock, feed = self.settings, self.clock, self.feed
+        directory = settings.directory
+        self.state = state = PoolStateFile(directory)
+        record = state.loaded.record or {}
+        self.changed = record.get("changed", {})
+        self.file = file = _as_changed(settings, self.changed, self.log)
+        models, setup = file.models, settings.setup_of(file)
+        snapshot = msgspec.convert(record["pool"], PoolSnapshot) if record else None
+        self.pool = ModelPool(setup, clock.now_ms(), secrets.token_hex(8), snapshot)
+        self.facts = self.pool.facts
+        self.doors = {name: ev.SetModelDoor(name, 0, None) for name in models}
+        self.metrics = PoolMetrics(models, setup.devices)
+        self.metrics.metrics.refresh = self._refresh
+        self.serving = ServingShare(file.devices, clock.now_ms())
+        self.gateways = PoolGateways(models, self._doors, feed, clock.now_ms)
+        engines_by_model = {name: engines_of(name, each) for name, each in models.items()}
+        self.engines = EngineSide(directory, engines_by_model, clock, feed)
+        self.locks = PoolLockSide(directory, models, self._held)
+        devices = {name: each.devices for name, each in models.items()}
+        bases = self.engines.bases
+        self.memory = MemorySide(directory, devices, file.host_memory, feed, bases)
+        self.leases = LeaseDesk(directory, file.devices, feed)
+        self.started_ms = clock.now_ms()
+        granted = {each.lease for each in snapshot.leases} if snapshot is not None else set()
+        self.leases.recover(record.get("leases", {}), granted)
+        if state.loaded.problem is not None:
+            kept = f"; moved to {state.loaded.aside}" if state.loaded.aside else ""
+            message = f"{state.path}: {state.loaded.problem}{kept}"
+            self.log.record("pool.state_lost", message, "error", {"aside": state.loaded.aside})
 
     async def close(self) -> None:
         """Stop. Nobody is told anything: engines and gateways go on with what they were told."""
@@ -116,7 +143,7 @@ class PoolServer(Handler):
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for part in (self.parts.leases, self.parts.engines, self.parts.gateways, self.parts.state):
+        for part in (self.leases, self.engines, self.gateways, self.state):
             part.close()
         await self.server.close()
 
@@ -131,7 +158,7 @@ class PoolServer(Handler):
         """
         if self._is_busy or self._effects:
             if len(self._inbox) >= INBOX_MAX:
-                raise InvariantError(f"{INBOX_MAX} events wait: {self.parts.problem}")
+                raise InvariantError(f"{INBOX_MAX} events wait: {self.problem}")
             self._inbox.append(event)
             return
         try:
@@ -146,29 +173,28 @@ class PoolServer(Handler):
             UsageError: there is no such setting, or it cannot have this value.
             OSError: it cannot be written to the state file.
         """
-        parts = self.parts
-        changed = {name: dict(found) for name, found in parts.changed.items()}
+        changed = {name: dict(found) for name, found in self.changed.items()}
         changed.setdefault(model, {}).pop(setting, None)
         if value is not None:
             changed[model][setting] = value
-        file, before = with_changes(self.settings.file, changed), parts.changed
-        parts.changed = {name: found for name, found in changed.items() if found}
+        file, before = with_changes(self.settings.file, changed), self.changed
+        self.changed = {name: found for name, found in changed.items() if found}
         try:
             self._save(True)
         except OSError:
-            parts.changed = before
+            self.changed = before
             raise
-        parts.file = file
+        self.file = file
         if model:
-            self.feed(ev.RulesChanged(model, parts.file.models[model].rules))
+            self.feed(ev.RulesChanged(model, self.file.models[model].rules))
         else:
-            self.feed(ev.RulesChanged(None, parts.file.rules))
-        parts.gateways.tell(is_urgent=True)
+            self.feed(ev.RulesChanged(None, self.file.rules))
+        self.gateways.tell(is_urgent=True)
 
     def _handle(self, event: ev.PoolEvent) -> None:
         self._is_busy = True
         try:
-            effects = self.parts.pool.handle(event, self.clock.now_ms())
+            effects = self.pool.handle(event, self.clock.now_ms())
             if isinstance(event, ev.DemandCame | ev.GatewayGone):
                 self._look_at_serving()
             # Whoever waits is told first, and then it is written down.
@@ -178,18 +204,18 @@ class PoolServer(Handler):
             self._is_busy = False
 
     def _look_at_serving(self) -> None:
-        pool = self.parts.pool.situation
-        self.parts.serving.look(pool.models, pool.demand, self.clock.now_ms())
+        pool = self.facts
+        self.serving.look(pool.models, pool.demand, self.clock.now_ms())
 
-    def _refresh(self, parts: PoolParts) -> None:
+    def _refresh(self) -> None:
         self._look_at_serving()
-        parts.metrics.update(
-            parts.pool.situation,
+        self.metrics.update(
+            self.facts,
             self.clock.now_ms(),
-            explain.bounds_ms(parts),
-            parts.serving.shares(),
-            is_unwritten=parts.problem is not None,
-            gateways=len(parts.gateways.conns),
+            report.bounds_ms(self),
+            self.serving.shares(),
+            is_unwritten=self.problem is not None,
+            gateways=len(self.gateways.conns),
         )
 
     def _perform(self) -> None:
@@ -220,83 +246,28 @@ class PoolServer(Handler):
         Raises:
             OSError: it may not be on file.
         """
-        parts = self.parts
-        parts.state.write(
+        self.state.write(
             {
-                "pool": msgspec.to_builtins(parts.pool.snapshot()),
-                "leases": parts.leases.record(),
-                "changed": parts.changed,
+                "pool": self.pool.snapshot(),
+                "leases": self.leases.record(),
+                "changed": self.changed,
             },
             survives_power_cut=is_order,
         )
 
     def _hold(self, error: OSError) -> None:
-        parts = self.parts
-        if parts.problem is None:
-            parts.problem = (
-                f"nothing is decided: {parts.state.path} cannot be written ({error.strerror});"
+        if self.problem is None:
+            self.problem = (
+                f"nothing is decided: {self.state.path} cannot be written ({error.strerror});"
                 " models stay as they are until it can be written"
             )
-            self.log.record("pool.state_unwritable", parts.problem, "error")
+            self.log.record("pool.state_unwritable", self.problem, "error")
         self._rearm(SAVE_RETRY_S)
-
-    def _open(self) -> PoolParts:
-        """
-        Raises:
-            UnderstudyError: the state cannot be kept, or does not fit these settings.
-        """
-        settings, clock, feed = self.settings, self.clock, self.feed
-        state = PoolStateFile(settings.directory)
-        record = state.loaded.record or {}
-        changed = record.get("changed", {})
-        file = _as_changed(settings, changed, self.log)
-        models = file.models
-        snapshot = msgspec.convert(record["pool"], PoolSnapshot) if record else None
-        setup = settings.setup_of(file)
-        pool = ModelPool(setup, clock.now_ms(), secrets.token_hex(8), snapshot)
-        engines = EngineSide(
-            settings.directory,
-            {name: engines_of(name, each) for name, each in models.items()},
-            clock,
-            feed,
-        )
-        parts = PoolParts(
-            settings=settings,
-            clock=clock,
-            log=self.log,
-            state=state,
-            pool=pool,
-            file=file,
-            changed=changed,
-            doors={name: ev.SetModelDoor(name, 0, None) for name in models},
-            metrics=PoolMetrics(models, setup.devices),
-            serving=ServingShare(file.devices, clock.now_ms()),
-            gateways=PoolGateways(models, self._doors, feed, clock.now_ms),
-            engines=engines,
-            locks=PoolLockSide(settings.directory, models, self._held),
-            memory=MemorySide(
-                settings.directory,
-                {name: each.devices for name, each in models.items()},
-                file.host_memory,
-                feed,
-                engines.bases,
-            ),
-            leases=LeaseDesk(settings.directory, file.devices, feed),
-            started_ms=clock.now_ms(),
-        )
-        granted = {each.lease for each in snapshot.leases} if snapshot is not None else set()
-        parts.leases.recover(record.get("leases", {}), granted)
-        parts.troubles = [lambda: self.server.problem]
-        if state.loaded.problem is not None:
-            kept = f"; moved to {state.loaded.aside}" if state.loaded.aside else ""
-            message = f"{state.path}: {state.loaded.problem}{kept}"
-            self.log.record("pool.state_lost", message, "error", {"aside": state.loaded.aside})
-        return parts
 
     # ------------------------------------------------------------------ neighbours and time
 
     def _doors(self) -> Mapping[str, PooledModel]:
-        return for_gateways(self.parts.pool, self.parts.doors, self.parts.file)
+        return for_gateways(self.pool, self.doors, self.file)
 
     def _held(self, model: str, engine: str, token: int, era: str) -> None:
         self.feed(ev.HolderNamed(model, engine, token, era))
@@ -309,7 +280,7 @@ class PoolServer(Handler):
     def _arm(self) -> None:
         if self._effects:
             return  # the retry of the state is due
-        due_ms = self.parts.pool.due_ms
+        due_ms = self.pool.due_ms
         delay_s = DUE_S_MAX if due_ms is None else (due_ms - self.clock.now_ms()) / 1000
         self._rearm(min(max(delay_s, DUE_S_MIN), DUE_S_MAX))
 
@@ -324,16 +295,16 @@ class PoolServer(Handler):
             self._perform()
             if self._effects:
                 return
-            self.parts.problem = None
-            self.log.record("pool.state_written", f"{self.parts.state.path} can be written again")
+            self.problem = None
+            self.log.record("pool.state_written", f"{self.state.path} can be written again")
             self._drain()
             return
         self.feed(ev.PoolTick())
 
     def _tick(self) -> None:
         self._ticker = asyncio.get_running_loop().call_later(SAMPLE_S, self._tick)
-        self.parts.engines.look()
-        self.parts.memory.sample()
+        self.engines.look()
+        self.memory.sample()
         self._look_at_serving()
         self.server.reserve.refill()
 
@@ -344,55 +315,52 @@ class PoolServer(Handler):
         Raises:
             OSError: the state could not be written; nothing behind this may be performed.
         """
-        parts = self.parts
         match effect:
             case ev.SaveState():
                 self._save(effect.is_order)
             case ev.SetModelDoor():
-                is_new = effect.number != parts.doors[effect.model].number
-                parts.doors[effect.model] = effect
-                parts.gateways.tell(is_urgent=is_new)
+                is_new = effect.number != self.doors[effect.model].number
+                self.doors[effect.model] = effect
+                self.gateways.tell(is_urgent=is_new)
             case ev.TellEngine():
                 self._tell(effect)
             case ev.KillEngine():
-                parts.engines.tell(effect.engine, Tier.COLD, effect.generation, is_kill=True)
+                self.engines.tell(effect.engine, Tier.COLD, effect.generation, is_kill=True)
                 self._record("pool.kill", effect.reason, "warning", engine_id=effect.engine)
             case ev.FreeKv():
-                parts.memory.free_kv(effect.model)
+                self.memory.free_kv(effect.model)
             case ev.FreeWeights():
-                parts.memory.free_weights(effect.model, and_copy=effect.and_copy)
+                self.memory.free_weights(effect.model, and_copy=effect.and_copy)
             case ev.AskMemory():
-                parts.memory.ask(effect.model, effect.number)
+                self.memory.ask(effect.model, effect.number)
             case ev.AskWitness():
-                parts.engines.witnesses.ask(effect.engine, effect.number)
+                self.engines.witnesses.ask(effect.engine, effect.number)
             case ev.GrantLease():
-                parts.leases.granted(effect.lease)
+                self.leases.granted(effect.lease)
                 self._record("pool.lease", f"lease {effect.lease} is granted", lease=effect.lease)
             case ev.RefuseLease():
-                parts.leases.refused(effect.lease, effect.code, effect.sentence)
+                self.leases.refused(effect.lease, effect.code, effect.sentence)
                 self._record("pool.lease", effect.sentence, "warning", lease=effect.lease)
             case ev.PoolRecord():
                 self._note(effect)
 
     def _tell(self, effect: ev.TellEngine) -> None:
-        parts = self.parts
-        model = parts.engines.links[effect.engine].model
+        model = self.engines.links[effect.engine].model
         if effect.goal is not Tier.COLD:
-            parts.memory.keep(model, and_kv=effect.goal is Tier.AWAKE)
-        parts.engines.tell(effect.engine, effect.goal, effect.generation)
+            self.memory.keep(model, and_kv=effect.goal is Tier.AWAKE)
+        self.engines.tell(effect.engine, effect.goal, effect.generation)
 
     def _note(self, record: ev.PoolRecord) -> None:
-        parts = self.parts
         match record:
             case ev.ModelChanged():
-                parts.gateways.tell(is_urgent=False)
-                known = parts.pool.situation.models[record.model]
-                parts.metrics.count(record, known.leaving)
+                self.gateways.tell(is_urgent=False)
+                known = self.facts.models[record.model]
+                self.metrics.count(record, known.leaving)
                 text = f"{record.model}: {record.old} → {record.new}: {record.reason}"
                 data = {"model": record.model, "from": record.old, "to": record.new}
                 self._record("pool.model", text, **data, cause=record.reason)
             case ev.Switched():
-                parts.metrics.count(record)
+                self.metrics.count(record)
                 fields = ("wait_ms", "drain_ms", "release_ms", "raise_ms")
                 data = {name: round(getattr(record, name), 1) for name in fields}
                 text = f"{record.model} is awake, {duration(record.wait_ms)} after it was requested"
@@ -402,7 +370,7 @@ class PoolServer(Handler):
                     "pool.switch", text, model=record.model, victims=list(record.victims), **data
                 )
             case ev.LeaseWaits():
-                parts.leases.waits(record.lease, record.why)
+                self.leases.waits(record.lease, record.why)
             case ev.Alarm():
                 self._record(
                     "pool.alarm",
@@ -421,21 +389,20 @@ class PoolServer(Handler):
 
     def closed(self, conn: Connection, reason: str) -> None:
         self._observers.leave(conn)
-        self.parts.gateways.left(conn)
-        self.parts.leases.left(conn)
+        self.gateways.left(conn)
+        self.leases.left(conn)
 
     def received(
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
     ) -> None:
         close_all(fds)
-        parts = self.parts
         match message:
             case msg.DemandMsg():
-                parts.gateways.said(conn, message)
+                self.gateways.said(conn, message)
             case msg.LeaseMsg():
-                parts.leases.asked(conn, message, request_id, parts.clock.now_ms())
+                self.leases.asked(conn, message, request_id, self.clock.now_ms())
             case msg.StatusMsg():
-                conn.send(msg.StatusReplyMsg(report.document(parts)), request_id)
+                conn.send(msg.StatusReplyMsg(report.document(self)), request_id)
             case msg.WatchMsg():
                 self._observers.join(conn, message.since, request_id)
             case msg.OrderMsg() | msg.SetMsg() | msg.ExplainMsg():
@@ -453,9 +420,8 @@ class PoolServer(Handler):
         Raises:
             UnderstudyError: it is not obeyed, and nothing has changed.
         """
-        parts = self.parts
-        if message.model is not None and message.model not in parts.doors:
-            known = ", ".join(parts.doors)
+        if message.model is not None and message.model not in self.doors:
+            known = ", ".join(self.doors)
             raise UsageError(
                 "model_not_found", f"this pool has no model {message.model}; it has {known}"
             )
@@ -474,19 +440,18 @@ class PoolServer(Handler):
                 self.log.record("pool.set", sentence, data={"setting": message.setting})
                 return msg.OrderedMsg("accepted", None, sentence)
             case msg.ExplainMsg():
-                return msg.ExplainedMsg(explain.document(parts, message.model))
+                return msg.ExplainedMsg(report.explained(self, message.model))
 
     def _order(self, message: msg.OrderMsg) -> msg.OrderedMsg:
-        parts = self.parts
-        known = parts.pool.situation.models[message.model]
+        known = self.facts.models[message.model]
         before, was_pinned = known.state, known.is_pinned
         self.feed(ev.Ordered(message.model, message.order, message.is_forced))
         now = known.state
-        is_same = now is before and before in explain.DONE.get(message.order, ())
+        is_same = now is before and before in report.DONE.get(message.order, ())
         if message.order in (Order.PIN, Order.UNPIN):
             is_same = was_pinned is (message.order is Order.PIN)
         result = f"already_{_DONE_NAMES.get(message.order, now)}" if is_same else "accepted"
-        sentence = explain.sentence(parts, message.model)
+        sentence = report.sentence(self, message.model)
         if not is_same:
             text = f"an operator requested: {message.order} {message.model}"
             data = {"model": message.model, "order": message.order}
@@ -526,13 +491,13 @@ async def run(settings: PoolSettings) -> None:
     http = HttpServer(
         settings.http_host,
         settings.http_port,
-        probes=report.probes(lambda: server.parts),
-        status=lambda: report.document(server.parts),
-        metrics=server.parts.metrics.metrics,
+        probes=report.probes(server),
+        status=lambda: report.document(server),
+        metrics=server.metrics.metrics,
         events=server.log,
         allowed_hosts=settings.allowed_hosts,
     )
-    server.parts.troubles.append(lambda: http.problem)
+    server.troubles.append(lambda: http.problem)
     try:
         await http.start()
         models = len(settings.file.models)

@@ -14,8 +14,8 @@ from plumbing.errors import UsageError
 from plumbing.pod.paths import DIRECTORY, runtime_dir
 from plumbing.service.config import Option, Resolved
 from plumbing.service.hosts import ALLOWED_HOST
+from pool.core.facts import ModelSetup, PoolSetup
 from pool.core.states import HOST, EngineSizes
-from pool.core.world import ModelSetup, PoolSetup
 from pool.pool_file import named, read_pool_file, with_served_names
 from pool.settings import ModelSettings, PoolFile, engines_of
 

@@ -1,6 +1,6 @@
 """What the pool must know after a restart, on disk: one preallocated file, two slots of 64 KiB.
 
-The bytes are `plumbing.service.files`'s, the meaning is `pool.core.recovery`'s; here is what a lost
+The bytes are `plumbing.service.files`'s, the meaning is `pool.core.saved`'s; here is what a lost
 record leads to. Both slots are valid from the moment the file exists, so one bad slot means that
 the newest record may be lost, and the other one must not be believed: goals that were told later
 would come back with older generations. Then the file is put aside, and a new *era* begins: engines
@@ -25,7 +25,7 @@ import msgspec
 from plumbing.errors import UnderstudyError
 from plumbing.pod.paths import pool_state
 from plumbing.service.files import SlotFile, SlotFormat, put_aside
-from pool.core.recovery import PoolSnapshot, anew
+from pool.core.saved import PoolSnapshot, anew
 
 SCHEMA = 1
 NEW_POD = "new_pod"  # in a record that no pool has read yet
@@ -70,7 +70,7 @@ class PoolStateFile:
             raise _unwritable(self.path, error) from error
 
     def write(self, record: dict[str, Any], *, survives_power_cut: bool = True) -> None:
-        """Write the next slot; as `SlotFile.write`.
+        """Write the next slot; as `SlotFile.write`. Values may be structs.
 
         Raises:
             OSError: it may or may not be on file; write again before anything depends on it. EFBIG:
@@ -88,7 +88,7 @@ class PoolStateFile:
 
 
 def begin_new_pod(directory: str) -> None:
-    """Forget what is on file of a pod whose processes are all gone (`pool.core.recovery.anew`); a
+    """Forget what is on file of a pod whose processes are all gone (`pool.core.saved.anew`); a
     pool that starts then loads what is to be loaded at the start.
 
     Raises:
@@ -101,7 +101,7 @@ def begin_new_pod(directory: str) -> None:
         record = file.loaded.record
         if record is not None:
             old = msgspec.convert(record["pool"], PoolSnapshot)
-            file.write({**record, "pool": msgspec.to_builtins(anew(old)), NEW_POD: True})
+            file.write({**record, "pool": anew(old), NEW_POD: True})
     except OSError as error:
         raise _unwritable(file.path, error) from error
     finally:
@@ -118,7 +118,7 @@ def _unwritable(path: str, error: OSError) -> UnderstudyError:
 
 
 def _text(record: dict[str, Any] | None) -> bytes:
-    return json.dumps({"schema": SCHEMA, "record": record}, separators=(",", ":")).encode()
+    return msgspec.json.encode({"schema": SCHEMA, "record": record})
 
 
 def _load(path: str) -> LoadedPool:

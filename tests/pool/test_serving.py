@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from pool.core.demand import Demand
 from pool.core.events import DemandCame, ModelDemand, Ticket
-from pool.core.tickets import Demand
 from pool.server.metrics import STEP_MS, STEPS_MAX, ServingShare
 
 MODELS = {

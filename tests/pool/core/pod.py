@@ -9,11 +9,10 @@ from msgspec.structs import replace
 
 from plumbing.pod.messages import Tier
 from pool.core import events as ev
-from pool.core.machine import ModelPool
-from pool.core.recovery import PoolSnapshot
-from pool.core.states import EngineSizes, GoalGeneration, ModelState
-from pool.core.view import ModelRules
-from pool.core.world import ModelSetup, PoolSetup
+from pool.core.facts import ModelSetup, PoolSetup
+from pool.core.reconcile import ModelPool
+from pool.core.saved import PoolSnapshot
+from pool.core.states import EngineSizes, GoalGeneration, ModelRules, ModelState
 
 GPU = "HOST-0"
 MIB = 1 << 20
@@ -226,4 +225,4 @@ class Pod:
                 return
 
     def state(self, model: str) -> ModelState:
-        return self.pool.situation.models[model].state
+        return self.pool.facts.models[model].state

@@ -1,17 +1,18 @@
 """Goal: the bound of a wait is the formula of the documentation. Method: small pools, by hand."""
 
-from pool.core.doors import bound, measured_bound, sharing_with, unmeasured
+from pool.core.bound import bound, measured_bound, sharing_with, unmeasured
 from tests.pool.core.views import NO_MARGIN, a_model
 
-TIMES = {"load_ms": 1_000.0, "release_ms": 100.0}
+TIMES = {"switch_ms": 40_000.0, "release_ms": 100.0}  # so the budget of a raise is 80 s
 
 
 def test_four_models_on_one_device():
-    """5 s, own drain and release 2.1, three turns of 1 + 10 + 2 + 0.1, own raise 1."""
+    """5 s, own drain and release 2.1, three turns of 80 + 40 + 2 + 0.1, own raise 80; a turn is
+    protected for as long as a switch costs."""
     models = [a_model(name, **TIMES) for name in "abcd"]
     found = bound("a", 0, models, NO_MARGIN)
     assert [turn.model for turn in found.turns] == ["b", "c", "d"]
-    assert found.total_ms == 5_000 + 2_100 + 3 * 13_100 + 1_000
+    assert found.total_ms == 5_000 + 2_100 + 3 * 122_100 + 80_000
 
 
 def test_worse_priority_and_requests_that_cannot_be_parked():
@@ -40,14 +41,14 @@ def test_sharing_goes_through_others_and_pinned_models_take_no_turns():
 
 def test_what_raises_took_stands_in_the_place_of_their_budgets_once_all_are_measured():
     models = [
-        a_model("a", raise_ms=30.0, **TIMES),
-        a_model("b", raise_ms=200.0, **TIMES),
+        a_model("a", raise_ms=30.0, release_ms=100.0),
+        a_model("b", raise_ms=200.0, release_ms=100.0),
         a_model("far", on=("1",)),
         a_model("pinned", rules={"is_pinned": True}),
     ]
     found = measured_bound("a", 0, models, NO_MARGIN)
     assert found.total_ms == 5_000 + 2_100 + (200 + 10_000 + 2_000 + 100) + 30
     assert unmeasured("a", models) == []
-    less = [models[0], a_model("b", **TIMES), *models[2:]]
+    less = [models[0], a_model("b"), *models[2:]]
     assert measured_bound("a", 0, less, NO_MARGIN) is None
     assert unmeasured("a", less) == ["b"]

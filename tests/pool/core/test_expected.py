@@ -25,10 +25,10 @@ def pod_of(*names):
     pod.ask(names[0])
     pod.settle()
     assert [pod.state(name) for name in names] == [S.AWAKE] + [S.WARM] * (len(names) - 1)
-    for known in pod.pool.situation.models.values():
+    for known in pod.pool.facts.models.values():
         known.costs = Costs(**COSTS, **LEAVES)
         known.awake_since_ms = known.turn_since_ms = None
-    first = pod.pool.situation.models[names[0]]
+    first = pod.pool.facts.models[names[0]]
     first.awake_since_ms = first.turn_since_ms = pod.now_ms
     pod.in_flight[names[0]] = pod.supervisors[f"{names[0]}0"].in_flight = 1
     pod.say_demand()
@@ -75,7 +75,7 @@ def test_model_behind_one_that_is_being_raised_is_expected_after_its_turn():
     pod.obey_goals()
     pod.answer_questions()
     assert pod.state("b") is S.WAKING
-    costs = pod.pool.situation.models["b"].costs
+    costs = pod.pool.facts.models["b"].costs
     pod.ask("a")
     assert costs.wake_ms == 300.0
     assert expected(pod, "a") is not None
@@ -89,7 +89,7 @@ def test_raise_is_expected_by_where_it_begins_and_nothing_is_where_it_was_never_
     for floor, wanted in ((Tier.COLD, 20_300.0), (Tier.OFFLOADED, 900.0), (Tier.WARM, 300.0)):
         assert Costs(**COSTS).raise_ms(floor) == wanted
         assert Costs().raise_ms(floor) is None
-    pod.pool.situation.models["b"].costs = Costs(**COSTS)
+    pod.pool.facts.models["b"].costs = Costs(**COSTS)
     pod.ask("b")
     assert (pod.state("b"), expected(pod, "b")) == (S.LOADING, 20_300.0)
 
@@ -106,7 +106,7 @@ def test_each_phase_is_measured():
             pod.answer_questions()
         pod.settle()
         pod.tick(20_000)
-    costs = pod.pool.situation.models["a"].costs
+    costs = pod.pool.facts.models["a"].costs
     assert costs.resume_ms is costs.restage_ms is None
     for name in ("load_ms", "wake_ms", "turn_ms", "drain_ms", "release_ms"):
         assert getattr(costs, name) is not None, name

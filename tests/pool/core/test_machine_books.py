@@ -5,9 +5,9 @@ from msgspec.structs import replace
 
 from plumbing.pod.messages import Tier
 from pool.core import events as ev
-from pool.core.machine import ModelPool
+from pool.core.facts import WrongMessage
+from pool.core.reconcile import ModelPool
 from pool.core.states import HOST, EngineSizes, EntryKey, EntryKind, ModelState
-from pool.core.world import WrongMessage
 from tests.pool.core.pod import ERA, GPU, MIB, SIZES, Pod, rules
 
 S = ModelState
@@ -20,7 +20,7 @@ def base(engine):
 
 
 def booked(pod):
-    return pod.pool.situation.books.ledger.entries
+    return pod.pool.facts.ledger.entries
 
 
 def releasing(engines=1, deaf=()):
@@ -111,7 +111,7 @@ def test_memory_that_does_not_come_back_is_an_alarm_and_stays_booked():
     assert alarms[0].code == "pool.memory_not_freed"
     assert "a0 has not answered" in alarms[0].sentence
     assert {base("a0"), WEIGHTS, KV} <= set(booked(pod))
-    assert not pod.pool.situation.books.ledger.leaving  # so no head waits for it
+    assert not pod.pool.facts.ledger.leaving  # so no head waits for it
 
 
 @pytest.mark.parametrize(
@@ -178,11 +178,11 @@ def test_copy_that_is_made_where_there_is_room_is_booked_until_its_model_is_cold
     assert COPY not in booked(pod)
     pod.handle(ev.MemoryIs(HOST, {}, {}, {"a": 100 * MIB}))
     assert booked(pod)[COPY] == 100 * MIB
-    assert COPY not in pod.pool.situation.books.ledger.leaving
+    assert COPY not in pod.pool.facts.ledger.leaving
     pod.handle(ev.Ordered("a", ev.Order.UNLOAD))
     pod.settle()
     assert COPY in booked(pod)  # the memory service has not said that it is free
-    number = pod.pool.situation.models["a"].asked
+    number = pod.pool.facts.models["a"].asked
     pod.handle(ev.MemoryIs(HOST, {}, {}, {}, {"a": number}))
     assert COPY not in booked(pod)
     assert pod.state("a") is S.COLD
@@ -191,7 +191,7 @@ def test_copy_that_is_made_where_there_is_room_is_booked_until_its_model_is_cold
 def test_weights_and_kv_are_learnt_where_nobody_can_measure_a_base():
     """As on a GPU: the base stays what was estimated for it."""
     pod = Pod(total_bytes=2000 * MIB).start()
-    known = pod.pool.situation.models["a"]
+    known = pod.pool.facts.models["a"]
     known.sizes = EngineSizes({GPU: 30 * MIB}, {GPU: 1}, {}, is_estimated=True)
     pod.ask("a")
     word = pod.supervisors["a0"].said(state="standby", incarnation="a0.1")
@@ -211,7 +211,7 @@ def test_weights_are_as_large_as_the_memory_service_says():
     held = SIZES.weights[GPU] + 4096
     pod.handle(ev.MemoryIs(GPU, {"a": held}, {"a": SIZES.kv[GPU]}, {}, dict(pod.asked)))
     pod.handle(pod.supervisors["a0"].said())
-    known = pod.pool.situation.models["a"]
+    known = pod.pool.facts.models["a"]
     assert known.sizes is not None
     assert known.sizes.weights == {GPU: held}
     assert booked(pod)[WEIGHTS] == held

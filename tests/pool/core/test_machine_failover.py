@@ -26,7 +26,7 @@ def doors(pod):
 
 
 def faults(pod):
-    return pod.pool.situation.models["a"].faults_ms
+    return pod.pool.facts.models["a"].faults_ms
 
 
 def test_failover_keeps_the_door_open_and_tells_no_goal():
@@ -56,7 +56,7 @@ def test_failover_is_no_fault_and_its_order_does_not_matter():
     pod.holders["a"] = new
     pod.settle()
     assert pod.state("a") is S.AWAKE
-    assert pod.pool.situation.models["a"].faults_ms == ()
+    assert pod.pool.facts.models["a"].faults_ms == ()
 
 
 def test_holder_that_is_named_late_replaces_nobody_unless_the_lock_server_has_lost_its_state():
@@ -66,9 +66,9 @@ def test_holder_that_is_named_late_replaces_nobody_unless_the_lock_server_has_lo
     pod.settle()
     token = pod.supervisors["a1"].token
     pod.handle(ev.HolderNamed("a", "a0", token - 1, "locks"))
-    assert pod.pool.situation.models["a"].holder.engine == "a1"
+    assert pod.pool.facts.models["a"].holder.engine == "a1"
     pod.handle(ev.HolderNamed("a", "a0", 1, "another era"))
-    assert pod.pool.situation.models["a"].holder.engine == "a0"
+    assert pod.pool.facts.models["a"].holder.engine == "a0"
 
 
 def test_model_without_a_shadow_is_loaded_again_behind_its_open_door():
@@ -107,7 +107,7 @@ def test_engine_that_dies_on_its_way_down_frees_by_its_witness():
     pod.kill(pod.supervisors["a0"])
     assert pod.state("a") is S.UNLOADING
     pod.settle()
-    assert (pod.state("a"), pod.pool.situation.books.ledger.entries) == (S.COLD, {})
+    assert (pod.state("a"), pod.pool.facts.ledger.entries) == (S.COLD, {})
 
 
 def crash(pod, fault="out of memory", *, is_permanent=False):

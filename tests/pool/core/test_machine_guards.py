@@ -7,9 +7,9 @@ import pytest
 
 from plumbing.pod.messages import Tier
 from pool.core import events as ev
-from pool.core.machine import ModelPool
+from pool.core.reconcile import ModelPool
 from pool.core.states import EngineSizes, ModelState
-from pool.core.view import Plan, Raise
+from pool.core.who_wakes import Plan, Raise
 from tests.pool.core.pod import ERA, GPU, MIB, Pod, rules
 
 S = ModelState
@@ -40,7 +40,7 @@ def test_on_a_device_that_nobody_has_described_nothing_is_raised_whatever_the_po
 def test_model_that_turns_out_larger_than_its_estimate_rests_until_there_is_room():
     pod = Pod(total_bytes=1300 * MIB).start()
     small = EngineSizes({GPU: MIB}, {GPU: MIB}, {GPU: MIB}, is_estimated=True)
-    pod.pool.situation.models["b"].sizes = small
+    pod.pool.facts.models["b"].sizes = small
     pod.ask("a")
     pod.settle()
     pod.in_flight["a"] = pod.supervisors["a0"].in_flight = 1
@@ -98,7 +98,7 @@ def test_order_to_unload_a_model_that_comes_back_from_a_death_shuts_its_open_doo
         engine.state = "waking"
         pod.handle(engine.said())
     assert pod.state("a") is (S.WAKING if is_waking else S.LOADING)
-    assert isinstance(pod.pool.situation.models["a"].door, ev.OpenDoor)
+    assert isinstance(pod.pool.facts.models["a"].door, ev.OpenDoor)
     pod.all.clear()
     pod.handle(ev.Ordered("a", ev.Order.UNLOAD))
     assert isinstance(pod.doors["a"].door, ev.ShutDoor)
@@ -149,4 +149,4 @@ def test_tickets_of_a_model_that_is_being_unloaded_do_not_bring_it_back():
     pod.ask("a")
     assert pod.state("a") is S.LOADING
     pod.handle(ev.Ordered("a", ev.Order.UNLOAD))
-    assert not pod.pool.situation.models["a"].is_wanted
+    assert not pod.pool.facts.models["a"].is_wanted

@@ -4,8 +4,8 @@ import pytest
 
 from plumbing.pod.messages import Tier
 from pool.core import events as ev
+from pool.core.facts import OrderRefused
 from pool.core.states import ModelState
-from pool.core.world import OrderRefused
 from tests.pool.core.pod import GPU, MIB, Pod, rules
 
 S = ModelState
@@ -58,7 +58,7 @@ def test_engine_that_ends_as_it_was_told_is_not_called_dead():
     pod.settle()
     order(pod, "unload")
     pod.settle()
-    model = pod.pool.situation.models["a"]
+    model = pod.pool.facts.models["a"]
     assert (model.state, model.reason) == (S.COLD, "an operator unloads it")
 
 
@@ -92,7 +92,7 @@ def test_unknown_model_and_failed_model_refuse_orders():
     pod = pod_of()
     with pytest.raises(OrderRefused):
         pod.handle(ev.Ordered("c", ev.Order.LOAD))
-    pod.pool.situation.models["a"].state = S.FAILED
+    pod.pool.facts.models["a"].state = S.FAILED
     with pytest.raises(OrderRefused) as caught:
         order(pod, "load")
     assert "reset" in caught.value.message
@@ -145,7 +145,7 @@ def test_lease_says_whom_it_waits_for_once_for_each_reason():
     assert "a has work" in why
     assert said(pod.tick(10)) == []
     assert said(pod.tick(20_000)) == ["a makes room for it"]
-    assert pod.pool.situation.leases["l1"].victims == ("a",)
+    assert pod.pool.facts.leases["l1"].victims == ("a",)
     assert said(pod.tick(10)) == []
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from plumbing.pod.messages import Tier
 from pool.core import events as ev
-from pool.core.machine import ModelPool
-from pool.core.recovery import PoolSnapshot
+from pool.core.reconcile import ModelPool
+from pool.core.saved import PoolSnapshot
 from pool.core.states import EntryKey, EntryKind, GoalGeneration, ModelState
 from tests.pool.core.pod import GPU, MIB, Pod, rules
 
@@ -61,7 +61,7 @@ def test_nothing_changes_for_engines_and_clients_when_all_have_been_heard():
     pod = restart(served())
     hear_all(pod)
     assert pod.state("a") is S.AWAKE
-    assert not pod.pool.situation.models["a"].is_recovering
+    assert not pod.pool.facts.models["a"].is_recovering
     told = [each for each in pod.all if isinstance(each, ev.TellEngine)]
     assert [each.generation.start for each in told] == [1] * 4
     assert {each.name: each.state for each in pod.supervisors.values()}["a0"] == "active"
@@ -79,13 +79,13 @@ def test_turn_ends_however_often_the_pool_is_restarted_in_it():
         pod.tick(2_000)  # a fifth of `min_runtime`
         hear_all(restart(pod))
     assert pod.state("a") is S.DRAINING
-    known = pod.pool.situation.models["a"]
+    known = pod.pool.facts.models["a"]
     began_ms, park_ms = known.drained_ms, known.rules.park_ms
     assert known.running is ev.Running.FINISH
     for _ in range(2):
         pod.tick(park_ms / 2)
         hear_all(restart(pod))
-    known = pod.pool.situation.models["a"]
+    known = pod.pool.facts.models["a"]
     assert (known.drained_ms, known.running) == (began_ms, ev.Running.PARK)
 
 
@@ -102,7 +102,7 @@ def test_model_that_was_draining_stays_shut_and_ends_its_drain():
     assert pod.state("a") is S.DRAINING
     pod.in_flight["a"] = pod.supervisors["a0"].in_flight = 0
     pod.settle()
-    assert (pod.state("a"), pod.pool.situation.books.ledger.entries) == (S.COLD, {})
+    assert (pod.state("a"), pod.pool.facts.ledger.entries) == (S.COLD, {})
 
 
 def test_nothing_is_raised_before_the_device_and_its_memory_have_been_heard():
@@ -135,7 +135,7 @@ def test_lost_file_adopts_what_lives_and_restarts_nothing():
     assert pod.state("a") is S.AWAKE
     told = {each.engine: each.goal for each in pod.all if isinstance(each, ev.TellEngine)}
     assert told["a0"] is told["a1"] is Tier.AWAKE
-    held = pod.pool.situation.books.booked(pod.pool.situation.models["a"])
+    held = pod.pool.facts.ledger.booked(pod.pool.facts.models["a"])
     assert sum(held.values()) == 620 * MIB
 
 
@@ -145,7 +145,7 @@ def test_lost_file_waits_for_an_engine_that_is_on_its_way():
     hear = pod.supervisors["a0"].said(state="waking", tier=Tier.WARM)
     pod.handle(hear)
     pod.handle(pod.supervisors["a1"].said())
-    assert pod.pool.situation.models["a"].is_unknown
+    assert pod.pool.facts.models["a"].is_unknown
     pod.handle(pod.supervisors["a0"].said())
     assert pod.state("a") is S.AWAKE
 
@@ -163,10 +163,10 @@ def test_engine_that_was_on_its_way_up_when_it_was_adopted_is_no_liar_and_is_boo
     for state, tier in (("waking", Tier.WARM), ("active", Tier.AWAKE), ("releasing", Tier.AWAKE)):
         engine.state = state
         pod.handle(engine.said(tier=tier))
-        assert kv in pod.pool.situation.books.ledger.entries
+        assert kv in pod.pool.facts.ledger.entries
     pod.settle()
     assert pod.state("a") is S.WARM
-    assert kv not in pod.pool.situation.books.ledger.entries
+    assert kv not in pod.pool.facts.ledger.entries
 
 
 def test_doors_are_numbered_above_what_a_gateway_obeys_of_a_lost_pool():
@@ -180,9 +180,9 @@ def test_doors_are_numbered_above_what_a_gateway_obeys_of_a_lost_pool():
 def test_pins_costs_and_faults_are_on_file():
     pod = served()
     pod.handle(ev.Ordered("a", ev.Order.PIN))
-    before = pod.pool.situation.models["a"]
+    before = pod.pool.facts.models["a"]
     before.faults_ms, before.costs.wake_ms = (pod.now_ms,), 123.0
-    known = restart(pod).pool.situation.models["a"]
+    known = restart(pod).pool.facts.models["a"]
     assert (known.is_pinned, known.faults_ms, known.costs.wake_ms) == (
         True,
         (pod.now_ms,),
@@ -194,12 +194,12 @@ def test_one_slot_of_the_state_file_has_room_for_the_largest_pool():
     devices = tuple(f"GPU-{i:08d}-aaaa-bbbb-cccc-123456789012" for i in range(2))
     models = {f"model-with-a-long-name-{i:02d}": rules(devices=devices) for i in range(100)}
     pod = Pod(models, engines=2)
-    for name in pod.pool.situation.models:
-        known = pod.pool.situation.models[name]
+    for name in pod.pool.facts.models:
+        known = pod.pool.facts.models[name]
         known.is_unknown = False
         known.door = ev.ShutDoor(ev.Running.FINISH, 1234.5, f"model {name} waits for room: x" * 3)
-        for key, size in pod.pool.situation.books.entries_at(known, Tier.AWAKE).items():
-            pod.pool.situation.books.ledger.settle(key, size or 17_179_869_184)
+        for key, size in pod.pool.facts.ledger.entries_at(known, Tier.AWAKE).items():
+            pod.pool.facts.ledger.settle(key, size or 17_179_869_184)
     assert len(msgspec.json.encode(pod.pool.snapshot())) < 65_536 - 4_096
 
 
@@ -254,7 +254,7 @@ def test_tickets_are_not_forgotten_while_no_gateway_is_heard(model):
     pod.ask(model)
     assert pod.state(model) is S.LOADING
     restart(pod).handle(ev.PoolTick())
-    assert pod.pool.situation.models[model].is_wanted
+    assert pod.pool.facts.models[model].is_wanted
     pod.tickets[model] = []
     hear_all(pod)
-    assert not pod.pool.situation.models[model].is_wanted
+    assert not pod.pool.facts.models[model].is_wanted

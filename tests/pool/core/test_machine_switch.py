@@ -34,7 +34,7 @@ def test_protection_of_a_turn_counts_from_when_its_streams_have_resumed():
     pod.tick(12_000)
     assert pod.state("a") is S.AWAKE
     resuming(pod)
-    known = pod.pool.situation.models["a"]
+    known = pod.pool.facts.models["a"]
     assert known.costs.resume_ms == 24_000.0
     pod.tick(23_999)  # the protection is at least what the switch has cost
     assert pod.state("a") is S.AWAKE
@@ -45,7 +45,7 @@ def test_protection_of_a_turn_counts_from_when_its_streams_have_resumed():
 def test_streams_that_never_resume_do_not_keep_the_device():
     pod = awake_for_parked_streams()
     resuming(pod, count=3)
-    due_ms = pod.pool.situation.models["a"].raise_due_ms
+    due_ms = pod.pool.facts.models["a"].raise_due_ms
     pod.tick(due_ms - pod.now_ms)
     assert pod.state("a") is S.AWAKE
     assert pod.pool.due_ms is not None

@@ -6,9 +6,8 @@ Method: every combination of the facts that a phase looks at.
 import itertools
 
 from plumbing.pod.messages import Tier
-from pool.core.model import PHASES, KnownEngine, KnownModel, phase_of
-from pool.core.states import ModelState
-from pool.core.view import ModelRules
+from pool.core.model import PHASES, Model, ModelEngine, phase_of
+from pool.core.states import ModelRules, ModelState
 
 S, T = ModelState, Tier
 
@@ -22,7 +21,7 @@ def every_model():
         *[(False, True)] * 3,
     )
     for goal, floor, falls_to, frees, is_serving, has_failed, is_wanted in facts:
-        found = KnownModel("m", ModelRules(("0",)), (KnownEngine("m-0", "m"),), None)
+        found = Model("m", ModelRules(("0",)), (ModelEngine("m-0", "m"),))
         found.goal, found.floor, found.falls_to, found.frees = goal, floor, falls_to, frees
         found.is_serving, found.has_failed, found.is_wanted = is_serving, has_failed, is_wanted
         yield found

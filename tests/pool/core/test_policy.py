@@ -8,13 +8,13 @@ whom; then who is not unloaded for a head that can wait.
 import pytest
 
 from plumbing.pod.messages import Tier
-from pool.core.doors import bound
+from pool.core.bound import bound
 from pool.core.events import LeaseAsked
-from pool.core.policy import plan
+from pool.core.model import Leaving, a_lease, grant
 from pool.core.states import HOST, ModelState
-from pool.core.tickets import lease_view
-from pool.core.view import Leaving, Never, Raise, Victim, Wait, Yield
-from tests.pool.core.views import GIB, NO_MARGIN, a_model, devices_of
+from pool.core.who_sleeps import Victim
+from pool.core.who_wakes import Never, Raise, Wait, Yield, plan
+from tests.pool.core.views import GIB, NO_MARGIN, a_model, but, devices_of
 
 S = ModelState
 NOW = 1_000_000.0
@@ -131,9 +131,7 @@ def test_shadows_yield_first_unless_they_are_kept():
 
 def test_model_without_a_size_takes_the_whole_device():
     unknown = a_model("a", S.COLD, waits_since=NOW)
-    unknown = type(unknown)(
-        "a", unknown.rules, S.COLD, Tier.COLD, {Tier.COLD: {}}, ticket=unknown.ticket
-    )
+    unknown = but(unknown, needs={Tier.COLD: {}}, booked={})
     idle = a_model("x", S.AWAKE, base=1, weights=1)
     found = planned([unknown, idle], {"0": 15})
     assert found.decisions == {"a": Yield((Victim("x", Tier.COLD),))}
@@ -192,21 +190,14 @@ def test_claims_on_host_memory_are_in_each_others_way():
         a_model("a", on=("0", HOST), kv=4, waits_since=1.0),
         a_model("b", on=("1", HOST), kv=4, waits_since=2.0),
     ]
-    models = [type(each)(**_but(each, rules=_on(each.rules))) for each in models]
+    rules = type(models[0].rules)
+    # Host memory belongs to nobody's devices.
+    models = [but(each, rules=rules(devices=each.rules.devices[:1])) for each in models]
     found = planned(models, {"0": 9, "1": 9, HOST: 6})
     assert found.decisions == {"a": Raise(), "b": Wait(None, "b is behind a", behind="a")}
     with_margin = type(NO_MARGIN)(margin_bytes=GIB)
     devices = devices_of(models, {"0": 9, "1": 9, HOST: 4})
     assert plan(NOW, models, devices, with_margin).decisions["a"] == Raise()
-
-
-def _but(view, **fields):
-    return {**{name: getattr(view, name) for name in view.__struct_fields__}, **fields}
-
-
-def _on(rules):
-    """Without host memory, which belongs to nobody's devices."""
-    return type(rules)(**_but(rules, devices=rules.devices[:1]))
 
 
 def test_age_changes_the_order_only_between_priorities():
@@ -243,13 +234,13 @@ def test_awake_model_is_waited_for_until_it_is_idle_or_its_protection_ends(awake
     [
         ({"is_raised_for_ticket": False}, True),
         ({"waits_since": NOW - 9.0}, False),
-        ({"waits_since": NOW - 9.0, "is_loading_again": True}, True),
-        ({"waits_since": NOW - 99.0, "is_loading_again": True}, False),
-        ({"waits_since": NOW - 99.0, "is_loading_again": True, "head": {"has_plan": True}}, True),
+        ({"waits_since": NOW - 9.0, "is_again": True}, True),
+        ({"waits_since": NOW - 99.0, "is_again": True}, False),
+        ({"waits_since": NOW - 99.0, "is_again": True, "head": {"has_plan": True}}, True),
         (
             {
                 "waits_since": NOW - 99.0,
-                "is_loading_again": True,
+                "is_again": True,
                 "back_off_until_ms": NOW + 1.0,
             },
             True,
@@ -400,7 +391,7 @@ def test_of_two_that_drain_only_the_one_that_is_not_needed_turns_round():
 def test_copies_in_host_memory_yield_to_what_needs_it():
     copies = {Tier.OFFLOADED: {HOST: 5 * GIB}}
     old = a_model("old", S.OFFLOADED, on=(HOST,), base=5, kv=0)
-    old = type(old)("old", a_model("old").rules, S.OFFLOADED, Tier.OFFLOADED, copies, old.booked)
+    old = but(old, rules=a_model("old").rules, needs=copies, has_copy=False)
     head = a_model("a", on=("0", HOST), kv=4, waits_since=NOW)
     devices = devices_of([head, old], {"0": 10, HOST: 6})
     assert plan(NOW, [head, old], devices, NO_MARGIN).decisions["a"] == Yield(
@@ -435,12 +426,12 @@ def test_nothing_is_raised_where_too_much_is_booked():
 
 def test_lease_waits_and_then_never_yields():
     asked = LeaseAsked("train", "0", 10 * GIB, NOW)
-    waiting = lease_view(asked, is_granted=False)
+    lease = a_lease(asked)
     idle = a_model("x", S.AWAKE)
-    found = planned([waiting, idle], {"0": 15})
+    found = planned([lease, idle], {"0": 15})
     assert found.decisions == {"lease/train": Yield((Victim("x", Tier.WARM),))}
-    granted = lease_view(asked, is_granted=True)
-    found = planned([granted, a_model("a", waits_since=NOW)], {"0": 15})
+    grant(lease)
+    found = planned([lease, a_model("a", waits_since=NOW)], {"0": 15})
     assert found.decisions["a"].why.endswith("15.0 GiB: lease train holds 10.0 GiB")
 
 

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plumbing.pod.messages import Tier
-from pool.core.policy import plan
+from pool.core.demand import TicketView, level_of
+from pool.core.model import Leaving
 from pool.core.states import ModelState
-from pool.core.tickets import level_of
-from pool.core.view import Leaving, Never, Raise, TicketView, Wait, Yield
+from pool.core.who_wakes import Never, Raise, Wait, Yield, plan
 from tests.pool.core.views import GIB, NO_MARGIN, a_model, devices_of
 
 S = ModelState
@@ -60,7 +60,7 @@ def _model(draw, name, devices):
         has_plan=has_plan,
         has_copy=draw(st.booleans()),
         is_raised_for_ticket=state in (S.LOADING, S.WAKING) and waits,
-        is_loading_again=state is S.LOADING and draw(st.booleans()),
+        is_again=state is S.LOADING and draw(st.booleans()),
         leaving=draw(st.sampled_from(Leaving)) if state in DOWN else None,
         switch_ms=500.0,
     )
@@ -126,7 +126,7 @@ def victims_are_allowed_to_be_asked(models, devices, by_name, found):
             assert not asked.rules.is_pinned
             assert asked.state not in (S.WAKING, S.UNLOADING, S.FAILED, S.COLD)
             if asked.state is S.LOADING:
-                assert asked.ticket is None or asked.is_loading_again
+                assert asked.ticket is None or asked.is_again
             quiet_ms = NOW - max(asked.last_request_ms, asked.awake_since_ms or 0.0)
             is_idle = not asked.in_flight and asked.ticket is None and quiet_ms >= 500.0
             if asked.state is S.AWAKE and not is_idle:

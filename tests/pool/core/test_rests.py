@@ -3,10 +3,9 @@
 import pytest
 
 from plumbing.pod.messages import Tier
-from pool.core.policy import rests_of
 from pool.core.states import ModelState
-from pool.core.view import Victim
-from tests.pool.core.views import a_model
+from pool.core.who_sleeps import Victim, rests_of
+from tests.pool.core.views import a_model, but
 
 S = ModelState
 ASKED = 1_000_000.0  # the last request
@@ -90,10 +89,17 @@ def test_model_does_not_rest(model):
     assert rests_of([_asked_last(model)], (), 10 * ASKED) == ((), float("inf"))
 
 
+def test_model_that_is_ordered_to_sleep_does_so_once_it_has_no_request():
+    ordered = {"is_sleep_ordered": True, "keep_alive_ms": float("inf"), "awake_since_ms": ASKED}
+    for rest, tier in ((Tier.AWAKE, Tier.WARM), (Tier.COLD, Tier.COLD)):
+        model = a_model("x", S.AWAKE, rules={"rest": rest}, **ordered)
+        assert rests_of([model], (), ASKED)[0] == (Victim("x", tier),)
+        assert rests_of([but(model, in_flight=1)], (), ASKED)[0] == ()
+
+
 def test_victim_of_a_head_does_not_rest_as_well():
     assert rests_of([_asked_last(a_model("x", S.AWAKE))], {"x"}, 10 * ASKED)[0] == ()
 
 
 def _asked_last(model):
-    fields = {name: getattr(model, name) for name in model.__struct_fields__}
-    return type(model)(**{**fields, "last_request_ms": ASKED})
+    return but(model, last_request_ms=ASKED)

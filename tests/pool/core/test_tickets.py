@@ -1,9 +1,9 @@
 """Goal: who is before whom. Method: tickets of known ages and priorities."""
 
+from pool.core.demand import TicketView, first_ticket, level_of, next_change_ms
 from pool.core.events import LeaseAsked, Ticket, TicketKind
-from pool.core.states import ModelState
-from pool.core.tickets import first_ticket, lease_view, level_of, next_change_ms
-from pool.core.view import PoolRules, TicketView
+from pool.core.model import a_lease, grant
+from pool.core.states import ModelState, PoolRules
 from tests.pool.core.views import GIB
 
 RULES = PoolRules()
@@ -38,9 +38,9 @@ def test_change_is_due_only_between_priorities():
 
 def test_lease_waits_like_a_model_and_then_stays():
     asked = LeaseAsked("train", "0", 20 * GIB, NOW, 1)
-    waiting = lease_view(asked, is_granted=False)
-    assert (waiting.name, waiting.state) == ("lease/train", ModelState.PENDING)
-    granted = lease_view(asked, is_granted=True)
-    assert granted.rules.is_pinned
-    assert granted.booked == {"0": 20 * GIB}
-    assert granted.ticket is None
+    lease = a_lease(asked)
+    assert (lease.name, lease.state) == ("lease/train", ModelState.PENDING)
+    assert lease.ticket == TicketView(1, NOW)
+    grant(lease)
+    assert (lease.state, lease.is_pinned, lease.ticket) == (ModelState.AWAKE, True, None)
+    assert lease.booked == {"0": 20 * GIB}

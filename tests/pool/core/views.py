@@ -1,8 +1,12 @@
-"""Models and devices for the policy's tests, in whole GiB: what matters stands in the test."""
+"""Models and devices for the plan's tests, in whole GiB: what matters stands in the test."""
+
+from copy import copy
 
 from plumbing.pod.messages import Tier
-from pool.core.states import ModelState
-from pool.core.view import DeviceView, ModelRules, ModelView, PoolRules, TicketView
+from pool.core.demand import TicketView
+from pool.core.ledger import DeviceView
+from pool.core.model import Costs, Model
+from pool.core.states import ModelRules, ModelState, PoolRules
 
 GIB = 1 << 30
 NO_MARGIN = PoolRules(margin_bytes=0)
@@ -31,9 +35,13 @@ def a_model(
     rules=None,
     tier=None,
     shadow_base=0,
+    switch_ms=None,
+    raise_ms=None,
+    release_ms=None,
     **more,
 ):
-    """A model with its sizes on each of its devices; `waits_since`: when its ticket came."""
+    """A model with its sizes on each of its devices; `waits_since`: when its ticket came; the costs
+    that it has learned: of a switch, a raise from where it is, and a release."""
     sizes = {
         Tier.COLD: 0,
         Tier.OFFLOADED: base,
@@ -53,15 +61,25 @@ def a_model(
         more.setdefault("is_raised_for_ticket", True)
     ticket = None if waits_since is None else TicketView(priority, waits_since)
     more.setdefault("has_copy", True)
-    return ModelView(
+    wake_ms = switch_ms if raise_ms is None else raise_ms
+    model = Model(
         name,
         ModelRules(devices=tuple(on), priority=priority, **(rules or {})),
-        state,
-        tier,
-        needs,
-        ticket=ticket,
+        goal=tier,
+        floor=Tier.WARM,
+        costs=Costs(wake_ms=wake_ms, release_ms=release_ms),
         **more,
     )
+    model.state, model.needs, model.ticket = state, needs, ticket
+    return model
+
+
+def but(model, **fields):
+    """A copy of it with these."""
+    other = copy(model)
+    for name, value in fields.items():
+        setattr(other, name, value)
+    return other
 
 
 def devices_of(models, totals, *, margin=0, outside=None):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pool.core.machine import ModelPool
-from pool.core.recovery import PoolSnapshot
-from pool.core.world import ModelSetup, PoolSetup
+from pool.core.facts import ModelSetup, PoolSetup
+from pool.core.reconcile import ModelPool
+from pool.core.saved import PoolSnapshot
 from tests.sim.pool.law_plan import judged_plan
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from engine.core.events import State
 from plumbing.pod.messages import Tier
-from pool.core.doors import bound as product_bound
+from pool.core.bound import bound as product_bound
 from pool.core.events import (
     GrantLease,
     KillEngine,
@@ -233,7 +233,8 @@ class Law(Books):
         name = "P15" if request.ticket is TicketKind.PARKED else "P7"
         assert wait <= bound, f"{name}: {request.model} waits {wait:.0f} ms, bound {bound:.0f}"
         core = self.world.pool.core
-        seen = [*core.situation.views.values()] if core is not None else []
+        models = core.facts.models.values() if core is not None else ()
+        seen = [model for model in models if not model.is_unknown]
         if len(seen) == len(self.world.rules):  # what users are shown, once all is known
             rules = self.world.pool_rules
             shown = product_bound(request.model, request.priority, seen, rules).total_ms

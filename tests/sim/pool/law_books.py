@@ -20,7 +20,7 @@ from pool.core.events import (
     PoolEvent,
     TellEngine,
 )
-from pool.core.recovery import PoolSnapshot
+from pool.core.saved import PoolSnapshot
 from pool.core.states import HOST, EngineSizes, GoalGeneration, ModelState
 from tests.sim.pool.engine import RANK
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pool.core.view import ModelRules
+from pool.core.states import ModelRules
 
 if TYPE_CHECKING:
     from tests.sim.pool.gateway import Request

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from plumbing.pod.messages import Tier
-from pool.core import policy
-from pool.core.states import ModelState
-from pool.core.view import DeviceView, ModelView, Plan, PoolRules, Raise, Wait, Yield
+from pool.core import who_wakes
+from pool.core.ledger import DeviceView
+from pool.core.model import Model
+from pool.core.states import ModelState, PoolRules
+from pool.core.who_wakes import Plan, Raise, Wait, Yield
 
 Sizes = Mapping[str, int]
 
@@ -21,11 +23,11 @@ GOES_DOWN = (ModelState.DRAINING, ModelState.RELEASING)
 
 def judged_plan(
     now_ms: float,
-    models: Sequence[ModelView],
+    models: Sequence[Model],
     devices: Mapping[str, DeviceView],
     rules: PoolRules,
 ) -> Plan:
-    plan = policy.plan(now_ms, models, devices, rules)
+    plan = who_wakes.plan(now_ms, models, devices, rules)
     seen = {model.name: model for model in models}
     order = list(plan.decisions)
     raised = {name for name in order if isinstance(plan.decisions[name], Raise)}
@@ -51,7 +53,7 @@ def judged_plan(
     return plan
 
 
-def is_head(model: ModelView, plan: Plan, now_ms: float) -> bool:
+def is_head(model: Model, plan: Plan, now_ms: float) -> bool:
     """Somebody makes room for it, or it waits for its turn with nobody before it."""
     match plan.decisions[model.name]:
         case Yield():
@@ -67,7 +69,7 @@ def fits(more: Sizes, room: Sizes, taken: Sizes) -> bool:
     return all(size <= room.get(device, 0) - taken.get(device, 0) for device, size in more.items())
 
 
-def more_of(model: ModelView) -> Sizes:
+def more_of(model: Model) -> Sizes:
     """What it has to be given before it can be awake; on its way down, on top of where that
     ends. Nothing is known to be enough for a model of unknown size."""
     needs = model.needs.get(Tier.AWAKE)
@@ -83,7 +85,7 @@ def more_of(model: ModelView) -> Sizes:
 
 
 def room_of(
-    head: ModelView, plan: Plan, seen: Mapping[str, ModelView], devices: Mapping[str, DeviceView]
+    head: Model, plan: Plan, seen: Mapping[str, Model], devices: Mapping[str, DeviceView]
 ) -> Sizes:
     room = {name: device.free_bytes + device.leaving_bytes for name, device in devices.items()}
     match plan.decisions[head.name]:
@@ -104,7 +106,7 @@ def room_of(
     return room
 
 
-def given_by(victim: ModelView, tier: Tier) -> Sizes:
+def given_by(victim: Model, tier: Tier) -> Sizes:
     kept = victim.needs.get(tier, {})
     shadow = victim.shadow_bytes if tier is Tier.COLD else {}
     return {

@@ -15,15 +15,14 @@ from msgspec.structs import replace
 
 from engine.core.events import State
 from plumbing.pod.messages import Tier
-from pool.core import inputs, machine, planning, policy, recovery, tickets, victims
-from pool.core import planning as views
+from pool.core import facts, inputs, reconcile, saved, who_sleeps, who_wakes
+from pool.core.demand import Demand
 from pool.core.events import EngineSaid, TicketKind
-from pool.core.machine import ModelPool
-from pool.core.model import KnownEngine, KnownModel
-from pool.core.reservations import Books
+from pool.core.facts import Facts
+from pool.core.ledger import PoolLedger
+from pool.core.model import Model, ModelEngine
+from pool.core.reconcile import ModelPool
 from pool.core.states import EntryKey, EntryKind, ModelState
-from pool.core.tickets import Demand
-from pool.core.world import PoolSituation
 from tests.sim.pool import scenes
 from tests.sim.pool.engine import Engine
 from tests.sim.pool.gateway import Child, Lane
@@ -51,45 +50,45 @@ class Rule:
 
 def kv_leaves_on_rested(patch: Patch) -> None:
     """The holder rests: its KV memory is free, though the shadow has not acknowledged."""
-    real = Books._may_be_free
+    real = PoolLedger._may_be_free
 
-    def may_be_free(self: Books, known: KnownModel, key: EntryKey) -> bool:
+    def may_be_free(self: PoolLedger, known: Model, key: EntryKey) -> bool:
         if key.kind is EntryKind.KV:
             return any(engine.is_without_kv for engine in known.engines)
         return real(self, known, key)
 
-    patch.setattr(Books, "_may_be_free", may_be_free)
+    patch.setattr(PoolLedger, "_may_be_free", may_be_free)
 
 
 def weights_leave_at_unmap(patch: Patch) -> None:
     """Who has unmapped its weights has given them back."""
-    real = Books._is_free
+    real = PoolLedger._is_free
 
-    def is_free(self: Books, known: KnownModel, key: EntryKey) -> bool:
+    def is_free(self: PoolLedger, known: Model, key: EntryKey) -> bool:
         return key.kind is EntryKind.WEIGHTS or real(self, known, key)
 
-    patch.setattr(Books, "_is_free", is_free)
+    patch.setattr(PoolLedger, "_is_free", is_free)
 
 
 def a_death_is_an_answer(patch: Patch) -> None:
     """An engine whose processes are dead takes nothing, whatever goal its supervisor remembers."""
-    real: Any = vars(KnownEngine)["is_without_kv"]
+    real: Any = vars(ModelEngine)["is_without_kv"]
 
-    def is_without_kv(self: KnownEngine) -> bool:
+    def is_without_kv(self: ModelEngine) -> bool:
         said = self.said
         return (said is not None and not self.incarnation) or bool(real.fget(self))
 
-    patch.setattr(KnownEngine, "is_without_kv", property(is_without_kv))
+    patch.setattr(ModelEngine, "is_without_kv", property(is_without_kv))
 
 
 def an_old_picture_is_proof(patch: Patch) -> None:
     """What the memory service said before it was asked proves that memory is free."""
 
-    def is_free(self: Books, known: KnownModel, key: EntryKey) -> bool:
+    def is_free(self: PoolLedger, known: Model, key: EntryKey) -> bool:
         return not self._bytes_held(key)
 
-    patch.setattr(Books, "_is_free", is_free)
-    patch.setattr(KnownEngine, "has_obeyed", property(lambda self: self.said is not None))
+    patch.setattr(PoolLedger, "_is_free", is_free)
+    patch.setattr(ModelEngine, "has_obeyed", property(lambda self: self.said is not None))
 
 
 # -------------------------------------------------------------------------------------- P3 to P5
@@ -121,78 +120,73 @@ def the_engines_count_alone(patch: Patch) -> None:
 
 def protection_from_the_first_request(patch: Patch) -> None:
     """Protection counts from when somebody wanted the model, not from when it is awake."""
-    real = views.view_of
+    real: Any = vars(Model)["turn_from_ms"]
 
-    def view_of(known: KnownModel, *args: Any, **options: Any) -> Any:
-        view = real(known, *args, **options)
-        since_ms = known.wanted_since_ms
-        if view.awake_since_ms is None or since_ms is None:
-            return view
-        since_ms = min(since_ms, view.awake_since_ms)
-        return replace(view, awake_since_ms=since_ms, turn_since_ms=since_ms)
+    def turn_from_ms(self: Model) -> float | None:
+        turn_ms, since_ms = real.fget(self), self.wanted_since_ms
+        return turn_ms if turn_ms is None or since_ms is None else min(turn_ms, since_ms)
 
-    patch.setattr(planning, "view_of", view_of)
+    patch.setattr(Model, "turn_from_ms", property(turn_from_ms))
 
 
 def pinned_yields(patch: Patch) -> None:
     """A pinned model is a victim like any other."""
-    real = views.view_of
-
-    def view_of(*args: Any, **options: Any) -> Any:
-        view = real(*args, **options)
-        return replace(view, rules=replace(view.rules, is_pinned=False))
-
-    patch.setattr(planning, "view_of", view_of)
+    patch.setattr(Model, "is_pinned", property(lambda self: self.is_lease and self.pinned))
 
 
 def yield_only_when_idle(patch: Patch) -> None:
     """Who has work is no victim, however long that takes."""
-    real = victims._ready
+    real = who_sleeps._ready
 
     def ready(head: Any, model: Any, now_ms: float, rules: Any) -> Any:
         if model.in_flight:
-            return float("inf"), victims.Obstacle.PROTECTED
+            return float("inf"), who_sleeps.Obstacle.PROTECTED
         return real(head, model, now_ms, rules)
 
-    patch.setattr(victims, "_ready", ready)
+    patch.setattr(who_sleeps, "_ready", ready)
 
 
 def requeued_at_old_age(patch: Patch) -> None:
     """What a turn has not served keeps its age between models."""
-    real = tickets.first_ticket
+    real = facts.first_ticket
 
     def first_ticket(tickets: Any, drained_ms: Any, now_ms: float, rules: Any) -> Any:
         old = [t if t.kind is TicketKind.NEW else replace(t, since_ms=0.0) for t in tickets]
         return real(old, None, now_ms, rules)
 
-    patch.setattr(views, "first_ticket", first_ticket)
+    patch.setattr(facts, "first_ticket", first_ticket)
 
 
 def no_protection(patch: Patch) -> None:
     """Strict first come, first served: an older ticket takes the device at once."""
-    patch.setattr(victims, "protection_ms", lambda model, rules: 0.0)
-    real = views.view_of
+    patch.setattr(who_sleeps, "protection_ms", lambda model, rules: 0.0)
+    real = who_sleeps._ready
 
-    def view_of(*args: Any, **options: Any) -> Any:
-        view = real(*args, **options)
-        return replace(view, rules=replace(view.rules, max_wait_ms=0.0))
+    def ready(head: Any, model: Any, now_ms: float, rules: Any) -> Any:
+        young = replace(head.model.rules, max_wait_ms=0.0)
+        head.model.rules, before = young, head.model.rules
+        try:
+            return real(head, model, now_ms, rules)
+        finally:
+            head.model.rules = before
 
-    patch.setattr(planning, "view_of", view_of)
+    patch.setattr(who_sleeps, "_ready", ready)
 
 
 def plan_kept_for_a_gone_head(patch: Patch) -> None:
     """Who has once had a ticket is made room for, though its client has left."""
-    real = views.view_of
+    real = Facts.derive
 
-    def view_of(known: KnownModel, ticket: Any, demand: Demand, *args: Any, **options: Any) -> Any:
-        kept = vars(demand).setdefault("kept", {})
-        if known.state is ModelState.AWAKE or options["is_blind"]:
-            kept.pop(known.name, None)
-        elif ticket is not None:
-            kept[known.name] = ticket
-        return real(known, ticket or kept.get(known.name), demand, *args, **options)
+    def derive(self: Facts, model: Model) -> None:
+        real(self, model)
+        kept = vars(self.demand).setdefault("kept", {})
+        if model.state is ModelState.AWAKE or model.is_blind:
+            kept.pop(model.name, None)
+        elif model.ticket is not None:
+            kept[model.name] = model.ticket
+        model.ticket = model.ticket or kept.get(model.name)
 
-    patch.setattr(planning, "view_of", view_of)
+    patch.setattr(Facts, "derive", derive)
 
 
 # -------------------------------------------------------------------------------------- P10 to P13
@@ -200,17 +194,17 @@ def plan_kept_for_a_gone_head(patch: Patch) -> None:
 
 def a_raise_per_request(patch: Patch) -> None:
     """Whoever asks for a model that is on its way raises it again."""
-    real = planning.decide
+    real = ModelPool._planned
 
-    def decide(pool: PoolSituation, planner: Any) -> None:
-        for known in pool.models.values():
-            tickets = len(pool.demand.tickets(known.name))
-            if known.state is ModelState.LOADING and tickets > 1 and known.door_number % 2:
-                pool.tell(known.main(), Tier.AWAKE)
-                known.door_number += 1
-        real(pool, planner)
+    def planned(self: ModelPool) -> Any:
+        for model in self.facts.models.values():
+            tickets = len(self.facts.demand.tickets(model.name))
+            if model.state is ModelState.LOADING and tickets > 1 and model.door_number % 2:
+                self.facts.tell(model.main(), Tier.AWAKE)
+                model.door_number += 1
+        return real(self)
 
-    patch.setattr(machine, "decide", decide)
+    patch.setattr(ModelPool, "_planned", planned)
 
 
 def the_shadow_asks_the_pool(patch: Patch) -> None:
@@ -224,37 +218,37 @@ def the_shadow_asks_the_pool(patch: Patch) -> None:
 
 def a_shadow_is_told_warm(patch: Patch) -> None:
     """A shadow's goal is the tier that it reaches."""
-    real = KnownModel.goal_of
+    real = Model.goal_of
 
-    def goal_of(self: KnownModel, engine: KnownEngine) -> Tier:
+    def goal_of(self: Model, engine: ModelEngine) -> Tier:
         goal = real(self, engine)
         is_shadow = engine is not self.main() and goal is Tier.AWAKE
         return Tier.WARM if is_shadow else goal
 
-    patch.setattr(KnownModel, "goal_of", goal_of)
+    patch.setattr(Model, "goal_of", goal_of)
 
 
 def floors_are_not_to_be_taken(patch: Patch) -> None:
     """A model that waits keeps what it holds: two that hold weights wait for each other's."""
-    real = victims._candidate
+    real = who_sleeps._candidate
 
     def candidate(head: Any, names: Any, model: Any, *args: Any) -> Any:
         is_floor = model.state is ModelState.PENDING
         return None if is_floor else real(head, names, model, *args)
 
-    patch.setattr(victims, "_candidate", candidate)
+    patch.setattr(who_sleeps, "_candidate", candidate)
 
 
 def recovery_by_deadline(patch: Patch) -> None:
     """A restarted pool takes what it has not heard of for gone."""
-    real = recovery.recover
+    real = saved.recover
 
-    def recover(pool: PoolSituation, known: KnownModel) -> None:
+    def recover(pool: Facts, known: Model) -> None:
         if not known.is_unknown:
             known.is_recovering = False
         real(pool, known)
 
-    patch.setattr(machine, "recover", recover)
+    patch.setattr(reconcile, "recover", recover)
 
 
 def saved_behind_what_is_told(patch: Patch) -> None:
@@ -273,13 +267,13 @@ def saved_behind_what_is_told(patch: Patch) -> None:
 
 def starts_are_not_counted(patch: Patch) -> None:
     """The counter of goals begins anew with every pool, and nothing tells them apart."""
-    real = recovery._restore
+    real = saved._restore
 
-    def restore(pool: PoolSituation, snapshot: Any) -> None:
+    def restore(pool: Facts, snapshot: Any) -> None:
         real(pool, snapshot)
         pool.start = snapshot.start
 
-    patch.setattr(recovery, "_restore", restore)
+    patch.setattr(saved, "_restore", restore)
 
 
 def parked_streams_are_no_ticket(patch: Patch) -> None:
@@ -294,9 +288,9 @@ def parked_streams_are_no_ticket(patch: Patch) -> None:
 
 def first_fit(patch: Patch) -> None:
     """Whoever fits is raised, into room that a head waits for as well."""
-    real = policy._Planner._raises
+    real = who_wakes._Planner._raises
     patch.setattr(
-        policy._Planner, "_raises", lambda self, claim, room: real(self, claim, self.free)
+        who_wakes._Planner, "_raises", lambda self, claim, room: real(self, claim, self.free)
     )
 
 
@@ -304,7 +298,7 @@ def applied_in_part_then_refused(patch: Patch) -> None:
     """A wrong word of an engine is taken in before it is judged."""
     real = inputs._engine
 
-    def engine(pool: PoolSituation, said: EngineSaid) -> None:
+    def engine(pool: Facts, said: EngineSaid) -> None:
         known = pool.engines.get(said.engine)
         if known is not None:
             known.said = said
@@ -317,7 +311,7 @@ def a_fault_of_the_machine_counts(patch: Patch) -> None:
     """A death is the model's fault, whoever says what."""
     real = inputs._engine
 
-    def engine(pool: PoolSituation, said: EngineSaid) -> None:
+    def engine(pool: Facts, said: EngineSaid) -> None:
         real(pool, replace(said, is_machine=False))
 
     patch.setattr(inputs, "_engine", engine)

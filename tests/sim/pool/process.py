@@ -28,10 +28,10 @@ from pool.core.events import (
     SetModelDoor,
     TellEngine,
 )
-from pool.core.machine import ModelPool
-from pool.core.recovery import PoolSnapshot
+from pool.core.facts import OrderRefused, WrongMessage
+from pool.core.reconcile import ModelPool
+from pool.core.saved import PoolSnapshot
 from pool.core.states import HOST
-from pool.core.world import OrderRefused, WrongMessage
 from tests.sim.pool.core_api import make_pool
 from tests.sim.pool.memory import seen_device, seen_memory
 from tests.sim.pool.timeline import Line
@@ -129,7 +129,7 @@ class PoolProcess:
             return
         before = pickle.dumps(core)
         try:
-            core.handle(event, core.situation.now_ms)
+            core.handle(event, core.facts.now_ms)
         except WrongMessage:
             assert pickle.dumps(core) == before, f"P16: applied in part, then refused: {event}"
         else:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from pool.core.states import EngineSizes, ModelState
-from pool.core.view import ModelRules
+from pool.core.states import EngineSizes, ModelRules, ModelState
 from tests.sim.pool.faults import kill_pool
 from tests.sim.pool.gateway import Kind, Request
 from tests.sim.pool.runs import settle
@@ -126,7 +125,7 @@ def the_disk_is_full_while_a_model_loads() -> None:
     world.ask("m1", SHORT_MS)
     world.pass_time(100_000)
     assert world.pool.core is not None
-    model = world.pool.core.situation.models["m1"]
+    model = world.pool.core.facts.models["m1"]
     assert model.state is not ModelState.FAILED, "no model fails by the machine's fault"
     assert not model.faults_ms, "a fault of the machine is a model's"
     served = world.ask("m0", SHORT_MS)

@@ -15,8 +15,7 @@ from collections.abc import Callable
 
 from engine.core.events import State
 from plumbing.pod.messages import Tier
-from pool.core.states import HOST, EngineSizes
-from pool.core.view import ModelRules, PoolRules
+from pool.core.states import HOST, EngineSizes, ModelRules, PoolRules
 from tests.sim.pool.engine import Engine
 from tests.sim.pool.faults import FAULTS
 from tests.sim.pool.gateway import Gateway, Kind, Request

@@ -1,4 +1,4 @@
-"""What should happen next: a pure function of what is so now.
+"""Who is woken next: the plan, a pure function of what is so now.
 
     claims      models with a ticket that are below awake; those whose plan stands first, then by
                 level and age
@@ -6,60 +6,89 @@
     backfill    any other claim, if it fits into room that no head needs
 
 Nothing is remembered from one call to the next. That a plan stands is the bit `has_plan` of its
-model, which the machine sets when it obeys `Yield`: then the head goes first, whatever came since,
+model, set when `Yield` is obeyed: then the head goes first, whatever came since,
 until it is awake, gone or impossible. A model that is booked and on its way up blocks nobody.
 
 The surprising thing: a claim that cannot fit claims nothing. If only what never yields is in its
 way (pinned models, leases, strangers) its tickets are told so at once; if it is memory that nobody
 can be asked for (of an engine that is lost, say), it waits, and others go on.
-
-`rests_of` says which models go down because there was no request for them: keep-alive, and what
-follows when asleep.
-
-    awake     quiet for `keep_alive`, and awake for `min_runtime`   → its `rest` tier
-    asleep    above its `rest` tier, as above                        → its `rest` tier
-    warm      asleep for `offload_after`, with a copy in host memory → offloaded
-    above cold, asleep for `unload_after`                            → cold
-
-Never a pinned model, one with a ticket, or one that was asked to make room. Without a copy in host
-memory a model whose rest is `offloaded` stays warm: only `unload_after` makes it cold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+from msgspec import Struct
+
 from plumbing.pod.messages import Tier
-from pool.core import reasons, victims
-from pool.core.states import FALLING, HOST, REST, ModelState, sums
-from pool.core.tickets import next_level_ms, order_of
-from pool.core.victims import Head, Obstacle, choose_idle_soon, quiet_since_ms, unloaded
-from pool.core.view import (
-    Decision,
-    DeviceView,
-    Leaving,
-    ModelView,
-    Never,
-    Plan,
-    PoolRules,
-    Raise,
-    Victim,
-    Wait,
-    Yield,
-)
+from pool.core import reasons, who_sleeps
+from pool.core.demand import next_level_ms, order_of
+from pool.core.ledger import DeviceView
+from pool.core.model import Leaving, Model
+from pool.core.states import FALLING, HOST, REST, ModelState, PoolRules, sums
+from pool.core.who_sleeps import Head, Obstacle, Victim, choose_idle_soon, rests_of, unloaded
 
 MAY_BE_RAISED = frozenset({ModelState.COLD, *REST, ModelState.PENDING})
 _CLAIMS_NOTHING = frozenset({ModelState.AWAKE, ModelState.WAKING, ModelState.FAILED})
 # A shadow maps the weights while it starts: an offloaded model's would need room for them.
 _MAY_LAUNCH_SHADOW = frozenset({ModelState.WARM, ModelState.AWAKE})
 _NEVER_MS = float("inf")
+
+
+class Raise(Struct, frozen=True):
+    """Book it to `AWAKE` and raise it now. `is_backfill`: it takes room that no plan needs."""
+
+    is_backfill: bool = False
+
+
+class Yield(Struct, frozen=True):
+    """Ask these, then look again when memory is free. Empty: those that were asked suffice."""
+
+    victims: tuple[Victim, ...]
+
+
+class Wait(Struct, frozen=True):
+    """Look again at `until_ms`; None: at the next event. `why`: a sentence for operators, which
+    does not change while the reason is the same (so it names no remaining time). `victims`: models
+    that are going to be asked then; `behind`: the model, or lease, that goes first. `is_outranked`:
+    one of them has work of a better priority, and most likely ends it before `until_ms`."""
+
+    until_ms: float | None
+    why: str
+    victims: tuple[str, ...] = ()
+    behind: str = ""
+    is_outranked: bool = False
+
+
+class Never(Struct, frozen=True):
+    """It fits only if something goes that never does by itself. `why` says who holds what."""
+
+    why: str
+
+
+Decision = Raise | Yield | Wait | Never
+
+
+class Plan(Struct, frozen=True):
+    """`decisions`: for each model with a ticket that is not awake or on its way up, in the order of
+    the policy. `rests`: models that go down because nobody has asked for them. `unyields`: models
+    whose room no head needs any more, and that still drain. `shadows`: shadows that may be launched
+    now. `due_ms`: when time alone changes the plan."""
+
+    decisions: Mapping[str, Decision]
+    rests: tuple[Victim, ...] = ()
+    unyields: tuple[str, ...] = ()
+    shadows: tuple[str, ...] = ()
+    due_ms: float | None = None
+
+
 _BLOCKED = Wait(None, "")
 
 
 def plan(
     now_ms: float,
-    models: Sequence[ModelView],
+    models: Sequence[Model],
     devices: Mapping[str, DeviceView],
     rules: PoolRules,
 ) -> Plan:
@@ -73,7 +102,7 @@ class _Planner:
     def __init__(
         self,
         now_ms: float,
-        models: Sequence[ModelView],
+        models: Sequence[Model],
         devices: Mapping[str, DeviceView],
         rules: PoolRules,
     ) -> None:
@@ -93,11 +122,11 @@ class _Planner:
             for name, device in devices.items()
         }
         self.held_for_ever = dict.fromkeys(devices, 0)
-        self.models_on: dict[str, list[ModelView]] = {HOST: [*models]}
+        self.models_on: dict[str, list[Model]] = {HOST: [*models]}
         for model in models:
             for name in model.rules.devices:
                 self.models_on.setdefault(name, []).append(model)
-            if model.rules.is_pinned:
+            if model.is_pinned:
                 for name, size_bytes in reasons.held_for_ever(model).items():
                     self.held_for_ever[name] = self.held_for_ever.get(name, 0) + size_bytes
 
@@ -164,7 +193,7 @@ class _Planner:
         for name in claim.places:
             self.claimed.setdefault(name, claim)
 
-    def _awake(self, model: ModelView) -> Mapping[str, int]:
+    def _awake(self, model: Model) -> Mapping[str, int]:
         """What it has booked awake; all of its devices if nobody knows."""
         needs = model.needs.get(Tier.AWAKE)
         if needs is None:
@@ -173,7 +202,7 @@ class _Planner:
             return sums(needs, model.shadow_bytes)
         return needs
 
-    def _extra(self, model: ModelView) -> dict[str, int]:
+    def _extra(self, model: Model) -> dict[str, int]:
         """What is to be booked to raise it; on its way down, on top of where that ends."""
         held = model.needs.get(model.tier, {}) if model.state in FALLING else model.booked
         return {
@@ -197,7 +226,7 @@ class _Planner:
         for name, more in claim.extra.items():
             needed = more if model.state in FALLING else more + model.booked.get(name, 0)
             others = self.held_for_ever[name]
-            if model.rules.is_pinned:
+            if model.is_pinned:
                 others -= reasons.held_for_ever(model).get(name, 0)
             if needed > self.usable[name] - others:
                 device, margin_bytes = self.devices[name], self.rules.margin_bytes
@@ -222,11 +251,11 @@ class _Planner:
             self._reserve(claim)
             return Yield(())
         models = [*{each.name: each for name in short for each in self.models_on[name]}.values()]
-        found = victims.candidates(claim, short, models, self.now_ms, self.rules)
-        ready_ms = victims.ready_ms(found, short)
+        found = who_sleeps.candidates(claim, short, models, self.now_ms, self.rules)
+        ready_ms = who_sleeps.ready_ms(found, short)
         if ready_ms is None:
             return Wait(None, reasons.stuck(claim, self.free, models))
-        chosen = victims.choose([each for each in found if each.ready_ms <= ready_ms], short)
+        chosen = who_sleeps.choose([each for each in found if each.ready_ms <= ready_ms], short)
         spared: tuple[str, ...] = ()
         unloads = unloaded(chosen, models) if ready_ms <= self.now_ms else ()
         if unloads:
@@ -312,7 +341,7 @@ class _Planner:
         return tuple(found)
 
     def _needs(
-        self, claim: Head, model: ModelView, gives: Mapping[str, int], leaving: Mapping[str, int]
+        self, claim: Head, model: Model, gives: Mapping[str, int], leaving: Mapping[str, int]
     ) -> bool:
         """Whether the head would be short without what this model gives."""
         return claim.model is not model and any(
@@ -337,48 +366,3 @@ class _Planner:
                 found.append(model.name)
                 self._take(model.shadow_bytes)
         return tuple(found)
-
-
-def rests_of(
-    models: Sequence[ModelView], asked: Collection[str], now_ms: float
-) -> tuple[tuple[Victim, ...], float]:
-    """Who rests now, and when the next one will; infinite: nobody."""
-    found: list[Victim] = []
-    next_ms = float("inf")
-    for model in models:
-        may_rest = not (model.rules.is_pinned or model.is_blind)
-        if model.ticket is not None or not may_rest or model.name in asked:
-            continue
-        due = [(at_ms, tier) for at_ms, tier in _dues(model) if at_ms != float("inf")]
-        ready = [tier for at_ms, tier in due if at_ms <= now_ms]
-        if ready:
-            found.append(Victim(model.name, ready[-1]))
-        next_ms = min([next_ms, *(at_ms for at_ms, _ in due if at_ms > now_ms)])
-    return tuple(found), next_ms
-
-
-def _dues(model: ModelView) -> list[tuple[float, Tier]]:
-    """When it goes where, the deepest last."""
-    rules = model.rules
-    rest = Tier.WARM if rules.rest is Tier.OFFLOADED and not model.has_copy else rules.rest
-    keep_alive_ms = rules.keep_alive_ms if model.keep_alive_ms is None else model.keep_alive_ms
-    match model.state:
-        case ModelState.AWAKE if not model.in_flight and rest is not Tier.AWAKE:
-            awake_ms = (model.awake_since_ms or 0.0) + rules.min_runtime_ms
-            return [(max(quiet_since_ms(model) + keep_alive_ms, awake_ms), rest)]
-        case ModelState.WARM | ModelState.OFFLOADED:
-            asleep_ms = model.asleep_since_ms or 0.0
-            rest_ms = max(asleep_ms, model.last_request_ms + keep_alive_ms)
-            due = []
-            if model.state is ModelState.WARM and model.has_copy:
-                if rest is Tier.OFFLOADED:
-                    due.append((rest_ms, Tier.OFFLOADED))
-                if rules.offload_after_ms is not None:
-                    due.append((asleep_ms + rules.offload_after_ms, Tier.OFFLOADED))
-            if rest is Tier.COLD:
-                due.append((rest_ms, Tier.COLD))
-            if rules.unload_after_ms is not None:
-                due.append((asleep_ms + rules.unload_after_ms, Tier.COLD))
-            return due
-        case _:
-            return []

@@ -27,13 +27,12 @@ from msgspec.structs import replace
 
 from plumbing.pod.messages import Tier
 from pool.core import events as ev
-from pool.core.doors import door_key
+from pool.core.admission import door_key
 from pool.core.events import LeaseAsked, OpenDoor, Running
-from pool.core.model import SETTLED, Costs, KnownEngine, KnownModel, lower
-from pool.core.reservations import Books
-from pool.core.states import EngineSizes, EntryKey, EntryKind, GoalGeneration, ModelState
-from pool.core.view import Leaving
-from pool.core.world import ModelSetup, PoolLease, PoolSetup, PoolSituation
+from pool.core.facts import Facts, ModelSetup, PoolSetup
+from pool.core.ledger import PoolLedger
+from pool.core.model import SETTLED, Costs, Leaving, Model, ModelEngine, a_lease, grant, lower
+from pool.core.states import EngineSizes, GoalGeneration, ModelState
 
 TEXT_MAX = 100  # characters of a reason or a fault on file
 
@@ -86,7 +85,7 @@ class SavedModel(Struct, frozen=True, array_like=True):
     last_request_ms: float = 0.0
     sizes: Sizes | None = None
     is_estimated: bool = False
-    booked: tuple[int | None, ...] = ()  # in the order of `KnownModel.keys`
+    booked: tuple[int | None, ...] = ()  # in the order of `Model.keys`
     door: OpenDoor | None = None  # any other one is made anew
     door_number: int = 0
     engines: tuple[SavedEngine, ...] = ()
@@ -109,20 +108,24 @@ class PoolSnapshot(Struct, frozen=True):
     gateways: tuple[str, ...] = ()  # that may have requests
 
 
-def saved(pool: PoolSituation) -> PoolSnapshot:
+def saved(facts: Facts) -> PoolSnapshot:
     return PoolSnapshot(
-        era=pool.era,
-        start=pool.start,
-        number=pool.number,
-        door_number=pool.door_number,
-        question=pool.books.number,
+        era=facts.era,
+        start=facts.start,
+        number=facts.number,
+        door_number=facts.door_number,
+        question=facts.ledger.number,
         models={
-            name: _saved_model(pool, known)
-            for name, known in pool.models.items()
-            if not known.is_unknown
+            name: _saved_model(facts, model)
+            for name, model in facts.models.items()
+            if not model.is_unknown
         },
-        leases=tuple(lease.asked for lease in pool.leases.values() if lease.is_granted),
-        gateways=pool.demand.gateways,
+        leases=tuple(
+            lease.lease
+            for lease in facts.leases.values()
+            if lease.lease is not None and lease.goal is Tier.AWAKE
+        ),
+        gateways=facts.demand.gateways,
     )
 
 
@@ -142,151 +145,147 @@ def anew(old: PoolSnapshot) -> PoolSnapshot:
     return replace(old, models=models)
 
 
-def shape_of(known: KnownModel) -> int:
-    names = [*known.rules.devices, "", *(engine.name for engine in known.engines)]
+def shape_of(model: Model) -> int:
+    names = [*model.rules.devices, "", *(engine.name for engine in model.engines)]
     return crc32("\n".join(names).encode())
 
 
-def sizes_on(known: KnownModel, saved_sizes: Sizes, *, is_estimated: bool) -> EngineSizes:
+def sizes_on(model: Model, saved_sizes: Sizes, *, is_estimated: bool) -> EngineSizes:
     """What was saved, by device again."""
     base, weights, kv = (
-        dict(zip(known.rules.devices, each, strict=True)) if each else {} for each in saved_sizes
+        dict(zip(model.rules.devices, each, strict=True)) if each else {} for each in saved_sizes
     )
     return EngineSizes(base, weights, kv, is_estimated)
 
 
-def _saved_sizes(known: KnownModel) -> Sizes | None:
-    if known.sizes is None:
+def _saved_sizes(model: Model) -> Sizes | None:
+    if model.sizes is None:
         return None
-    parts = (known.sizes.base, known.sizes.weights, known.sizes.kv)
-    devices = known.rules.devices
+    parts = (model.sizes.base, model.sizes.weights, model.sizes.kv)
+    devices = model.rules.devices
     return tuple(tuple(each.get(name, 0) for name in devices) if each else () for each in parts)
 
 
-def _saved_model(pool: PoolSituation, known: KnownModel) -> SavedModel:
-    costs, entries = known.costs, pool.books.ledger.entries
+def _saved_model(facts: Facts, model: Model) -> SavedModel:
+    costs, entries = model.costs, facts.ledger.entries
     found = SavedModel(
-        shape_of(known),
-        fault=known.fault[:TEXT_MAX],
-        reason=known.reason[:TEXT_MAX],
+        shape_of(model),
+        fault=model.fault[:TEXT_MAX],
+        reason=model.reason[:TEXT_MAX],
         load_ms=_rounded(costs.load_ms),
         wake_ms=_rounded(costs.wake_ms),
         release_ms=_rounded(costs.release_ms),
-        sizes=_saved_sizes(known),
-        is_estimated=known.sizes is not None and known.sizes.is_estimated,
-        booked=tuple(entries.get(key) for key in known.keys),
-        door=known.door if isinstance(known.door, OpenDoor) else None,
-        engines=tuple(_saved_engines(pool, known)),
+        sizes=_saved_sizes(model),
+        is_estimated=model.sizes is not None and model.sizes.is_estimated,
+        booked=tuple(entries.get(key) for key in model.keys),
+        door=model.door if isinstance(model.door, OpenDoor) else None,
+        engines=tuple(_saved_engines(facts, model)),
         more_costs=tuple(_rounded(getattr(costs, name)) for name in MORE_COSTS),
-        awake_since_ms=_rounded(known.awake_since_ms),
-        drained_ms=_rounded(known.drained_ms),
-        **{name: getattr(known, name) for name in SAVED_AS_IT_IS},
+        awake_since_ms=_rounded(model.awake_since_ms),
+        drained_ms=_rounded(model.drained_ms),
+        **{name: getattr(model, name) for name in SAVED_AS_IT_IS},
     )
-    return replace(found, floor=known.held)
+    return replace(found, floor=model.held)
 
 
 def _rounded(spent_ms: float | None) -> float | None:
     return None if spent_ms is None else round(spent_ms, 1)
 
 
-def _saved_engines(pool: PoolSituation, known: KnownModel) -> Iterator[SavedEngine]:
-    engine: KnownEngine
-    for engine in known.engines:
-        told = engine.generation or GoalGeneration(pool.era, 0, 0)
+def _saved_engines(facts: Facts, model: Model) -> Iterator[SavedEngine]:
+    engine: ModelEngine
+    for engine in model.engines:
+        told = engine.generation or GoalGeneration(facts.era, 0, 0)
         yield SavedEngine(engine.goal, told.start, told.number, engine.cap, engine.is_gone)
 
 
-def begin(
-    setup: PoolSetup, now_ms: float, era: str, snapshot: PoolSnapshot | None
-) -> PoolSituation:
-    """The situation before the first event."""
-    books = Books(setup.rules.margin_bytes, setup.devices)
-    pool = PoolSituation(
-        rules=setup.rules, models={}, engines={}, books=books, era=era, now_ms=now_ms
-    )
+def begin(setup: PoolSetup, now_ms: float, era: str, snapshot: PoolSnapshot | None) -> Facts:
+    """What is known before the first event."""
+    ledger = PoolLedger(setup.rules.margin_bytes, setup.devices)
+    facts = Facts(setup.rules, models={}, engines={}, ledger=ledger, era=era, now_ms=now_ms)
     for name, each in setup.models.items():
-        known = _new_model(name, each, now_ms)
-        pool.models[name] = known
-        pool.engines |= {engine.name: engine for engine in known.engines}
+        model = _new_model(name, each, now_ms)
+        facts.models[name] = model
+        facts.engines |= {engine.name: engine for engine in model.engines}
     if snapshot is not None:
-        _restore(pool, snapshot)
-    return pool
+        _restore(facts, snapshot)
+    return facts
 
 
-def _new_model(name: str, setup: ModelSetup, now_ms: float) -> KnownModel:
-    engines = tuple(KnownEngine(engine, name) for engine in setup.engines)
-    known = KnownModel(name, setup.rules, engines, setup.sizes)
-    known.since_ms = known.stage_since_ms = known.last_request_ms = now_ms
-    return known
+def _new_model(name: str, setup: ModelSetup, now_ms: float) -> Model:
+    engines = tuple(ModelEngine(engine, name) for engine in setup.engines)
+    model = Model(name, setup.rules, engines, setup.sizes)
+    model.since_ms = model.stage_since_ms = model.last_request_ms = now_ms
+    return model
 
 
-def _restore(pool: PoolSituation, snapshot: PoolSnapshot) -> None:
-    pool.era, pool.start = snapshot.era, snapshot.start + 1
-    pool.door_number, pool.books.number = snapshot.door_number, snapshot.question
-    pool.demand.restore(snapshot.gateways)
+def _restore(facts: Facts, snapshot: PoolSnapshot) -> None:
+    facts.era, facts.start = snapshot.era, snapshot.start + 1
+    facts.door_number, facts.ledger.number = snapshot.door_number, snapshot.question
+    facts.demand.restore(snapshot.gateways)
     for asked in snapshot.leases:
-        pool.leases[asked.lease] = PoolLease(asked, is_granted=True)
-        key = EntryKey(asked.device, EntryKind.LEASE, asked.lease)
-        pool.books.ledger.settle(key, asked.bytes)
-    for name, known in pool.models.items():
+        facts.leases[asked.lease] = lease = a_lease(asked)
+        facts.ledger.settle(lease.keys[0], asked.bytes)
+        grant(lease)
+    for name, model in facts.models.items():
         saved = snapshot.models.get(name)
-        if saved is not None and saved.shape == shape_of(known):
-            _restore_model(pool, known, saved)
-            for engine, told in zip(known.engines, saved.engines, strict=True):
+        if saved is not None and saved.shape == shape_of(model):
+            _restore_model(facts, model, saved)
+            for engine, told in zip(model.engines, saved.engines, strict=True):
                 _restore_engine(engine, told, snapshot.era)
 
 
-def _restore_engine(engine: KnownEngine, saved: SavedEngine, era: str) -> None:
+def _restore_engine(engine: ModelEngine, saved: SavedEngine, era: str) -> None:
     engine.goal, engine.cap, engine.is_gone = saved.goal, saved.cap, saved.is_gone
     if saved.goal is not None:
         engine.generation = GoalGeneration(era, saved.start, saved.number)
 
 
-def _restore_model(pool: PoolSituation, known: KnownModel, saved: SavedModel) -> None:
-    now_ms = pool.now_ms
-    for key, size_bytes in zip(known.keys, saved.booked, strict=True):
+def _restore_model(facts: Facts, model: Model, saved: SavedModel) -> None:
+    now_ms = facts.now_ms
+    for key, size_bytes in zip(model.keys, saved.booked, strict=True):
         if size_bytes is not None:
-            pool.books.ledger.settle(key, size_bytes)
+            facts.ledger.settle(key, size_bytes)
     for name in (*SAVED_AS_IT_IS, "fault", "reason"):
-        setattr(known, name, getattr(saved, name))
-    known.faults_ms = tuple(ms for ms in saved.faults_ms if ms <= now_ms)
-    known.last_request_ms = min(saved.last_request_ms, now_ms)
-    known.since_ms = known.stage_since_ms = now_ms
-    known.is_unknown = False
-    _restore_goal(known, saved.goal)
-    known.costs = Costs(saved.load_ms, saved.wake_ms, release_ms=saved.release_ms)
+        setattr(model, name, getattr(saved, name))
+    model.faults_ms = tuple(ms for ms in saved.faults_ms if ms <= now_ms)
+    model.last_request_ms = min(saved.last_request_ms, now_ms)
+    model.since_ms = model.stage_since_ms = now_ms
+    model.is_unknown = False
+    _restore_goal(model, saved.goal)
+    model.costs = Costs(saved.load_ms, saved.wake_ms, release_ms=saved.release_ms)
     for cost, spent_ms in zip(MORE_COSTS, saved.more_costs, strict=False):
-        setattr(known.costs, cost, spent_ms)
+        setattr(model.costs, cost, spent_ms)
     if saved.sizes is not None:
-        known.sizes = sizes_on(known, saved.sizes, is_estimated=saved.is_estimated)
+        model.sizes = sizes_on(model, saved.sizes, is_estimated=saved.is_estimated)
     if saved.door is not None:
-        known.door, known.door_key = saved.door, door_key(known, saved.door)
+        model.door, model.door_key = saved.door, door_key(model, saved.door)
     # A pool that is restarted again and again must not let one turn, or its drain, last for ever.
-    known.drained_ms = _not_after(now_ms, saved.drained_ms)
-    if known.state is ModelState.DRAINING and known.running is Running.FINISH:
-        known.stage_since_ms = known.drained_ms or now_ms
-    if known.state in (ModelState.AWAKE, ModelState.DRAINING):
-        known.awake_since_ms = awake_ms = _not_after(now_ms, saved.awake_since_ms) or now_ms
-        known.turn_since_ms = min(awake_ms + (known.costs.resume_ms or 0.0), now_ms)
+    model.drained_ms = _not_after(now_ms, saved.drained_ms)
+    if model.state is ModelState.DRAINING and model.running is Running.FINISH:
+        model.stage_since_ms = model.drained_ms or now_ms
+    if model.state in (ModelState.AWAKE, ModelState.DRAINING):
+        model.awake_since_ms = awake_ms = _not_after(now_ms, saved.awake_since_ms) or now_ms
+        model.turn_since_ms = min(awake_ms + (model.costs.resume_ms or 0.0), now_ms)
     else:
-        known.asleep_since_ms = now_ms
+        model.asleep_since_ms = now_ms
 
 
-def _restore_goal(known: KnownModel, goal: Tier) -> None:
+def _restore_goal(model: Model, goal: Tier) -> None:
     """What leads to the phase that is on file."""
-    match known.state:
+    match model.state:
         case ModelState.LOADING:
-            known.goal, known.floor = goal, Tier.COLD
+            model.goal, model.floor = goal, Tier.COLD
         case ModelState.WAKING:
-            known.goal = Tier.AWAKE
+            model.goal = Tier.AWAKE
         case ModelState.AWAKE:
-            known.goal, known.is_serving = Tier.AWAKE, True
+            model.goal, model.is_serving = Tier.AWAKE, True
         case ModelState.DRAINING:
-            known.goal, known.falls_to, known.is_serving = Tier.AWAKE, known.floor, True
+            model.goal, model.falls_to, model.is_serving = Tier.AWAKE, model.floor, True
         case ModelState.RELEASING | ModelState.UNLOADING:
-            known.goal, known.frees = known.floor, known.state
+            model.goal, model.frees = model.floor, model.state
         case _:
-            known.goal, known.has_failed = known.floor, known.state is ModelState.FAILED
+            model.goal, model.has_failed = model.floor, model.state is ModelState.FAILED
 
 
 def _not_after(now_ms: float, saved_ms: float | None) -> float | None:
@@ -294,29 +293,27 @@ def _not_after(now_ms: float, saved_ms: float | None) -> float | None:
     return None if saved_ms is None else min(saved_ms, now_ms)
 
 
-def say_again(pool: PoolSituation) -> None:
+def say_again(facts: Facts) -> None:
     """The goals that were told before this start, for the shell to tell on its new connections.
     Doors follow, each once: as it was, or as it is now."""
-    for engine in pool.engines.values():
+    for engine in facts.engines.values():
         if engine.goal is not None and engine.generation is not None:
-            pool.say(ev.TellEngine(engine.name, engine.goal, engine.generation))
-    for known in pool.models.values():
-        pool.aim(known)
+            facts.say(ev.TellEngine(engine.name, engine.goal, engine.generation))
 
 
-def recover(pool: PoolSituation, known: KnownModel) -> None:
+def recover(facts: Facts, model: Model) -> None:
     """End its recovery, if enough has been heard."""
-    if not known.is_recovering:
+    if not model.is_recovering:
         return
-    if known.is_unknown:
-        if all(_is_settled(engine) for engine in known.engines):
-            _adopt(pool, known)
-    elif all(engine.is_gone or engine.said is not None for engine in known.engines):
-        known.is_recovering = False
-        pool.touch(known.name)
+    if model.is_unknown:
+        if all(_is_settled(engine) for engine in model.engines):
+            _adopt(facts, model)
+    elif all(engine.is_gone or engine.said is not None for engine in model.engines):
+        model.is_recovering = False
+        facts.touch(model.name)
 
 
-def _is_settled(engine: KnownEngine) -> bool:
+def _is_settled(engine: ModelEngine) -> bool:
     """Heard, and not on its way: its own budgets end what it does."""
     said = engine.said
     return (
@@ -326,17 +323,17 @@ def _is_settled(engine: KnownEngine) -> bool:
     )
 
 
-def _adopt(pool: PoolSituation, known: KnownModel) -> None:
+def _adopt(facts: Facts, model: Model) -> None:
     """The model is what its engines are."""
-    living = [engine for engine in known.engines if engine.incarnation]
-    for engine in known.engines:
+    living = [engine for engine in model.engines if engine.incarnation]
+    for engine in model.engines:
         engine.cap = Tier.AWAKE if engine in living else Tier.COLD
     words = [engine.said for engine in living if engine.said is not None]
     tier = max((said.tier for said in words), key=list(Tier).index, default=Tier.COLD)
-    known.is_unknown = known.is_recovering = False
-    known.goal, known.floor = tier, lower(tier, Tier.WARM)
-    known.is_serving = tier is Tier.AWAKE
-    for key, size_bytes in pool.books.entries_at(known, known.goal).items():
-        pool.books.ledger.settle(key, max(size_bytes, pool.books.ledger.entries.get(key, 0)))
-    pool.settle(known, "found so at the start of the pool")
-    pool.touch_all()
+    model.is_unknown = model.is_recovering = False
+    model.goal, model.floor = tier, lower(tier, Tier.WARM)
+    model.is_serving = tier is Tier.AWAKE
+    for key, size_bytes in facts.ledger.entries_at(model, model.goal).items():
+        facts.ledger.settle(key, max(size_bytes, facts.ledger.entries.get(key, 0)))
+    facts.settle(model, "found so at the start of the pool")
+    facts.touch_all()

@@ -5,12 +5,11 @@ The ledger has one line for each thing that takes room:
     free = total − margin − outside − Σ entries
 
 What is leaving still counts: an entry is dropped when its memory is proven to be free, never when
-somebody was asked to give it back. Mechanics only: what is booked when, and what proves it gone, is
-the machine's. The surprising thing: `free_bytes` may be negative. Books can be wrong (a measured
-size above the estimate, a stranger on the device), and then they say so instead of raising.
+somebody was asked to give it back. The surprising thing: `free_bytes` may be negative. Books can be
+wrong (a measured size above the estimate, a stranger on the device), and then they say so instead
+of raising.
 
-`Books` owns the ledger and what the memory service reports. An entry enters before anybody is told
-to take memory. It leaves on three proofs, in this order:
+An entry enters before anybody is told to take memory. It leaves on three proofs, in this order:
 
 1. every engine of the model obeys the lower goal, by its own word. A death is no proof of that: a
    supervisor that has not seen the goal launches again with the old one;
@@ -18,37 +17,48 @@ to take memory. It leaves on three proofs, in this order:
 3. the answer says that nothing is held: the kernel's for the base of an engine (`AskWitness`), the
    memory service's for the rest (`AskMemory`).
 
-Must not know of states, tickets or doors.
+Must not know of phases, tickets or admission.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from plumbing.errors import InvariantError
+from msgspec import Struct
+
 from plumbing.pod.messages import Tier
-from pool.core.events import (
-    AskMemory,
-    AskWitness,
-    FreeKv,
-    FreeWeights,
-    MemoryIs,
-    PoolEffect,
-)
-from pool.core.model import RANK, WITHOUT_KV, KnownEngine, KnownModel
+from pool.core.events import AskMemory, AskWitness, FreeKv, FreeWeights, MemoryIs, PoolEffect
+from pool.core.model import RANK, WITHOUT_KV, Model, ModelEngine
 from pool.core.states import HOST, EngineSizes, EntryKey, EntryKind, sums
-from pool.core.view import DeviceView
+
+Entries = dict[EntryKey, int]
+
+
+class DeviceView(Struct, frozen=True):
+    """`free_bytes` now, in the books, the margin and what is outside taken off; it may be negative.
+    `leaving_bytes`: booked, and on its way out already, whoever's it is."""
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+    leaving_bytes: int = 0
+    outside_bytes: int = 0
 
 
 class PoolLedger:
-    """All entries of the pool. Sums are kept, so that every question is answered at once."""
+    """All entries of the pool, and what the memory service has said. Sums are kept, so that every
+    question is answered at once."""
 
-    def __init__(self, margin_bytes: int) -> None:
+    def __init__(self, margin_bytes: int, devices: tuple[str, ...] = ()) -> None:
+        """`devices`: all of the pool, with `HOST` if there is host memory for copies."""
         self.margin_bytes = margin_bytes
-        self.entries: dict[EntryKey, int] = {}
+        self.devices = devices
+        self.entries: Entries = {}
         self.leaving: set[EntryKey] = set()
         self.totals: dict[str, int] = {}
         self.outside: dict[str, int] = {}
+        self.memory: dict[str, MemoryIs] = {}
+        self.number = 0  # of the last question
         self._booked: dict[str, int] = {}
 
     # ------------------------------------------------------------------ looking
@@ -93,18 +103,23 @@ class PoolLedger:
         self.totals[device] = total_bytes
         self.outside[device] = max(0, outside_bytes)
 
-    def book(self, entries: Mapping[EntryKey, int]) -> None:
-        """All of them, or none: an entry that is there is replaced, and stays."""
-        if not self.fits(entries):
-            raise InvariantError(f"booked without room: {entries}")
-        for key, size_bytes in entries.items():
+    def book(self, entries: Entries) -> bool:
+        """Book what is missing of these, all or nothing; whether there was room. What leaves stays
+        then."""
+        missing = {
+            key: size
+            for key, size in entries.items()
+            if size > self.entries.get(key, -1) or key in self.leaving
+        }
+        if not self.fits(missing):
+            return False
+        for key, size_bytes in missing.items():
             self.settle(key, size_bytes)
             self.leaving.discard(key)
+        return True
 
     def settle(self, key: EntryKey, size_bytes: int) -> None:
         """It is of this size, whether there is room for it or not: it was measured."""
-        if size_bytes < 0:
-            raise InvariantError(f"{key} of {size_bytes} bytes")
         before = self.entries.get(key, 0)
         self.entries[key] = size_bytes
         self._booked[key.device] = self._booked.get(key.device, 0) + size_bytes - before
@@ -116,14 +131,213 @@ class PoolLedger:
         if size_bytes:
             self._booked[key.device] -= size_bytes
 
-    def mark_leaving(self, keys: Iterable[EntryKey]) -> None:
-        """Somebody was asked to give these back."""
-        self.leaving.update(key for key in keys if key in self.entries)
+    # ------------------------------------------------------------------ what a model needs
 
-    def mark_staying(self, keys: Iterable[EntryKey]) -> None:
-        """Nobody needs to give these back any more, or nobody answers for them: they stay booked,
-        and the policy does not count on them."""
-        self.leaving.difference_update(keys)
+    def is_known(self, device: str) -> bool:
+        """Whether what is there has been heard since the pool has started."""
+        is_counted = device not in self.devices or device in self.totals
+        return is_counted and (device not in self.devices or device in self.memory)
+
+    def copies(self, model: Model) -> bool:
+        """Whether a copy of its weights in host memory is booked with it: it is to be offloaded, or
+        the copy that is made after the first load, where there is room for one, has been made."""
+        sizes, total = model.sizes, self.totals.get(HOST, 0)
+        rules = model.rules
+        is_needed = rules.rest is Tier.OFFLOADED or rules.offload_after_ms is not None
+        if not is_needed and EntryKey(HOST, EntryKind.COPY, model.name) not in self.entries:
+            return False
+        return sizes is not None and 0 < sum(sizes.weights.values()) <= total
+
+    def entries_at(
+        self, model: Model, tier: Tier, engines: tuple[ModelEngine, ...] | None = None
+    ) -> Entries:
+        """All that `model` has booked at a tier, with those of its `engines` that may go there."""
+        sizes = model.sizes
+        engines = model.engines if engines is None else engines
+        is_up = tier is not Tier.COLD
+        up = [each.name for each in engines if is_up and each.cap is not Tier.COLD]
+        if not up:
+            return {}
+        if sizes is None:
+            sizes = self._whole(model)
+        held = {EntryKind.BASE: sizes.base}
+        if RANK[tier] >= RANK[Tier.WARM]:
+            held[EntryKind.WEIGHTS] = sizes.weights
+        if tier is Tier.AWAKE:
+            held[EntryKind.KV] = sizes.kv
+        if self.copies(model):
+            held[EntryKind.COPY] = {HOST: sum(sizes.weights.values())}
+        return {
+            key: held[key.kind].get(key.device, 0)
+            for key in model.keys
+            if key.kind in held and (key.kind is not EntryKind.BASE or key.owner in up)
+        }
+
+    def _whole(self, model: Model) -> EngineSizes:
+        """Of a model whose size nobody knows: all of its devices, for its first engine."""
+        known = [device for device in model.rules.devices if device in self.totals]
+        whole = {device: max(0, self.usable_bytes(device)) for device in known}
+        return EngineSizes(base=whole, weights={}, kv={}, is_estimated=True)
+
+    def booked(self, model: Model) -> Entries:
+        """All lines of this model and of its engines."""
+        entries = self.entries
+        return {key: entries[key] for key in model.keys if key in entries}
+
+    # ------------------------------------------------------------------ what is said
+
+    def hear_memory(self, event: MemoryIs, models: Mapping[str, Model]) -> None:
+        """What is held is booked, whatever there is room for."""
+        self.memory[event.device] = event
+        for kind, sizes in self._held(event):
+            for name, size_bytes in sizes.items():
+                key = EntryKey(event.device, kind, name)
+                if name in models and size_bytes > self.entries.get(key, 0):
+                    self.settle(key, size_bytes)
+        for name in event.weights_bytes.keys() & models.keys():
+            self.learn_sizes(models[name])
+
+    @staticmethod
+    def _held(event: MemoryIs) -> Iterator[tuple[EntryKind, Mapping[str, int]]]:
+        yield EntryKind.WEIGHTS, event.weights_bytes
+        yield EntryKind.KV, event.kv_bytes
+        yield EntryKind.COPY, event.copy_bytes
+
+    def learn_sizes(self, model: Model) -> None:
+        """Take what its engines have measured; what is booked for their goals follows. Where nobody
+        can measure a base, as on a GPU, that one stays estimated."""
+        words = [engine.said for engine in model.engines if engine.said is not None]
+        before = model.sizes or EngineSizes({}, {}, {})
+        base = _largest([said.base_bytes for said in words])
+        weights = _largest([said.weights_bytes for said in words]) or before.weights
+        sizes = EngineSizes(
+            base=base or before.base,
+            weights={
+                device: max(size_bytes, self._weights_held(model, device))
+                for device, size_bytes in weights.items()
+            },
+            kv=_largest([said.kv_bytes for said in words]) or before.kv,
+            is_estimated=before.is_estimated and not base,
+        )
+        if sizes == model.sizes or not sizes.base:
+            return
+        model.sizes = sizes
+        for key, size_bytes in self.entries_at(model, Tier.AWAKE).items():
+            if key in self.entries:
+                held = self._bytes_held(key)
+                self.settle(key, max(size_bytes, held))
+
+    def _weights_held(self, model: Model, device: str) -> int:
+        """By the memory service, which counts whole pages where an engine counts its tensors. With
+        the smaller figure, all who rest could give way and a page of each would still be booked."""
+        return self._bytes_held(EntryKey(device, EntryKind.WEIGHTS, model.name))
+
+    def book_living(self, model: Model) -> None:
+        """An engine that lives has its base, whoever has launched it, and one that wakes or serves
+        has KV memory: a goal of its own, from before ours, may have led there."""
+        sizes = model.sizes or self._whole(model)
+        for engine in model.living():
+            held = {EntryKind.BASE: (engine.name, sizes.base)}
+            if engine.said is not None and engine.said.state not in WITHOUT_KV:
+                held[EntryKind.KV] = (model.name, sizes.kv)
+            for device in model.rules.devices:
+                for kind, (owner, size) in held.items():
+                    key = EntryKey(device, kind, owner)
+                    if key not in self.entries:
+                        self.settle(key, size.get(device, 0))
+
+    # ------------------------------------------------------------------ what leaves
+
+    def let_go(self, model: Model, wanted: Entries, stays: Entries) -> Iterator[PoolEffect]:
+        """Drop what is booked, not wanted, and proven to be free; ask for the proofs. `stays`: what
+        it has at the end of a drain. The policy counts on the rest."""
+        yield from self._ask_witnesses(model)
+        booked = self.booked(model)
+        leaving = [key for key in booked if key not in wanted]
+        going = [] if model.alarm else [key for key in booked if key not in stays]
+        self.leaving = (self.leaving - booked.keys()) | set(going)
+        if not leaving:
+            model.asked, model.asked_for = None, frozenset()
+            return
+        ready = frozenset(key for key in leaving if self._may_be_free(model, key))
+        if any(key.kind is not EntryKind.BASE for key in ready - model.asked_for):
+            self.number += 1
+            model.asked, model.asked_for = self.number, ready
+            if any(key.kind is EntryKind.KV for key in ready):
+                yield FreeKv(model.name)
+            if any(key.kind is EntryKind.COPY for key in ready) or (
+                all(engine.is_gone for engine in model.engines)
+            ):
+                yield FreeWeights(model.name, and_copy=True)
+            yield AskMemory(model.name, self.number)
+        else:
+            model.asked_for = ready
+        for key in ready:
+            if self._is_free(model, key):
+                self.drop(key)
+
+    def why_not_free(self, model: Model) -> str | None:
+        """Which of the three proofs is missing, in their order; None: nothing is to be freed."""
+        deaf = [each for each in model.engines if not (each.has_obeyed or each.is_gone)]
+        if deaf:
+            return f"{_names(deaf)} has not answered its newest goal, {deaf[0].goal}"
+        busy = [each for each in model.engines if not each.is_without_kv]
+        if busy:
+            return f"{_names(busy)} has not let go of its KV memory"
+        wanted = self.entries_at(model, model.goal)
+        left = [key for key in self.booked(model) if key not in wanted]
+        owners = {key.owner for key in left if key.kind is EntryKind.BASE}
+        alive = [each for each in model.engines if each.name in owners and each.goal is Tier.COLD]
+        if alive:
+            return f"processes of {_names(alive)} are still alive"
+        parts = sorted({f"{key.kind} on {key.device}" for key in left})
+        return f"the memory service has not freed {', '.join(parts)}" if parts else None
+
+    def _ask_witnesses(self, model: Model) -> Iterator[PoolEffect]:
+        for engine in model.engines:
+            is_stopped = engine.goal is Tier.COLD and engine.has_obeyed
+            if is_stopped and not engine.is_gone and engine.asked is None:
+                self.number += 1
+                engine.asked = self.number
+                yield AskWitness(engine.name, self.number)
+
+    def _may_be_free(self, model: Model, key: EntryKey) -> bool:
+        """Whether none of its engines has it or is going to take it."""
+        match key.kind:
+            case EntryKind.KV:
+                return all(engine.is_without_kv for engine in model.engines)
+            case EntryKind.WEIGHTS:
+                return all(engine.is_without_weights for engine in model.engines)
+            case EntryKind.COPY:
+                return all(engine.is_gone for engine in model.engines)
+            case _:
+                engine = model.engine(key.owner)
+                return engine is not None and engine.is_gone
+
+    def _is_free(self, model: Model, key: EntryKey) -> bool:
+        if key.kind is EntryKind.BASE:
+            return True  # its witnesses were the proof
+        memory = self.memory.get(key.device)
+        if memory is None or model.asked is None:
+            return False
+        return memory.asked.get(model.name, 0) >= model.asked and not self._bytes_held(key)
+
+    def _bytes_held(self, key: EntryKey) -> int:
+        memory = self.memory.get(key.device)
+        if memory is None:
+            return 0
+        for kind, sizes in self._held(memory):
+            if kind is key.kind:
+                return sizes.get(key.owner, 0)
+        return 0
+
+
+def _names(engines: Iterable[ModelEngine]) -> str:
+    return ", ".join(each.name for each in engines)
+
+
+def _largest(found: list[Mapping[str, int]]) -> dict[str, int]:
+    return {name: max(each.get(name, 0) for each in found) for each in found for name in each}
 
 
 def needs_of(sizes: EngineSizes | None, *, has_copy: bool = True) -> dict[Tier, Mapping[str, int]]:
@@ -140,240 +354,3 @@ def needs_of(sizes: EngineSizes | None, *, has_copy: bool = True) -> dict[Tier, 
         if sizes.kv:
             needs[Tier.AWAKE] = sums(warm, sizes.kv)
     return needs
-
-
-Entries = dict[EntryKey, int]
-
-
-class Books:
-    """The ledger, and what is proven."""
-
-    def __init__(self, margin_bytes: int, devices: tuple[str, ...]) -> None:
-        """`devices`: all of the pool, with `HOST` if there is host memory for copies."""
-        self.ledger = PoolLedger(margin_bytes)
-        self.devices = devices
-        self.memory: dict[str, MemoryIs] = {}
-        self.number = 0  # of the last question
-
-    # ------------------------------------------------------------------ what a model needs
-
-    def is_known(self, device: str) -> bool:
-        """Whether what is there has been heard since the pool has started."""
-        is_counted = device not in self.devices or device in self.ledger.totals
-        return is_counted and (device not in self.devices or device in self.memory)
-
-    def copies(self, known: KnownModel) -> bool:
-        """Whether a copy of its weights in host memory is booked with it: it is to be offloaded, or
-        the copy that is made after the first load, where there is room for one, has been made."""
-        sizes, total = known.sizes, self.ledger.totals.get(HOST, 0)
-        rules = known.rules
-        is_needed = rules.rest is Tier.OFFLOADED or rules.offload_after_ms is not None
-        if not is_needed and EntryKey(HOST, EntryKind.COPY, known.name) not in self.ledger.entries:
-            return False
-        return sizes is not None and 0 < sum(sizes.weights.values()) <= total
-
-    def entries_at(
-        self, known: KnownModel, tier: Tier, engines: tuple[KnownEngine, ...] | None = None
-    ) -> Entries:
-        """All that `known` has booked at a tier, with those of its `engines` that may go there."""
-        sizes = known.sizes
-        engines = known.engines if engines is None else engines
-        is_up = tier is not Tier.COLD
-        up = [each.name for each in engines if is_up and each.cap is not Tier.COLD]
-        if not up:
-            return {}
-        if sizes is None:
-            sizes = self._whole(known)
-        held = {EntryKind.BASE: sizes.base}
-        if RANK[tier] >= RANK[Tier.WARM]:
-            held[EntryKind.WEIGHTS] = sizes.weights
-        if tier is Tier.AWAKE:
-            held[EntryKind.KV] = sizes.kv
-        if self.copies(known):
-            held[EntryKind.COPY] = {HOST: sum(sizes.weights.values())}
-        return {
-            key: held[key.kind].get(key.device, 0)
-            for key in known.keys
-            if key.kind in held and (key.kind is not EntryKind.BASE or key.owner in up)
-        }
-
-    def _whole(self, known: KnownModel) -> EngineSizes:
-        """Of a model whose size nobody knows: all of its devices, for its first engine."""
-        ledger = self.ledger
-        whole = {
-            d: max(0, ledger.usable_bytes(d)) for d in known.rules.devices if d in ledger.totals
-        }
-        return EngineSizes(base=whole, weights={}, kv={}, is_estimated=True)
-
-    def booked(self, known: KnownModel) -> Entries:
-        """All lines of this model and of its engines."""
-        entries = self.ledger.entries
-        return {key: entries[key] for key in known.keys if key in entries}
-
-    def book(self, entries: Entries) -> bool:
-        """Book what is missing of these, all or nothing; whether there was room."""
-        missing = {
-            key: size
-            for key, size in entries.items()
-            if size > self.ledger.entries.get(key, -1) or key in self.ledger.leaving
-        }
-        if not self.ledger.fits(missing):
-            return False
-        self.ledger.book(missing)
-        return True
-
-    # ------------------------------------------------------------------ what is said
-
-    def hear_memory(self, event: MemoryIs, models: Mapping[str, KnownModel]) -> None:
-        """What is held is booked, whatever there is room for."""
-        self.memory[event.device] = event
-        for kind, sizes in self._held(event):
-            for name, size_bytes in sizes.items():
-                key = EntryKey(event.device, kind, name)
-                if name in models and size_bytes > self.ledger.entries.get(key, 0):
-                    self.ledger.settle(key, size_bytes)
-        for name in event.weights_bytes.keys() & models.keys():
-            self.learn_sizes(models[name])
-
-    @staticmethod
-    def _held(event: MemoryIs) -> Iterator[tuple[EntryKind, Mapping[str, int]]]:
-        yield EntryKind.WEIGHTS, event.weights_bytes
-        yield EntryKind.KV, event.kv_bytes
-        yield EntryKind.COPY, event.copy_bytes
-
-    def learn_sizes(self, known: KnownModel) -> None:
-        """Take what its engines have measured; what is booked for their goals follows. Where nobody
-        can measure a base, as on a GPU, that one stays estimated."""
-        words = [engine.said for engine in known.engines if engine.said is not None]
-        before = known.sizes or EngineSizes({}, {}, {})
-        base = _largest([said.base_bytes for said in words])
-        weights = _largest([said.weights_bytes for said in words]) or before.weights
-        sizes = EngineSizes(
-            base=base or before.base,
-            weights={
-                device: max(size_bytes, self._weights_held(known, device))
-                for device, size_bytes in weights.items()
-            },
-            kv=_largest([said.kv_bytes for said in words]) or before.kv,
-            is_estimated=before.is_estimated and not base,
-        )
-        if sizes == known.sizes or not sizes.base:
-            return
-        known.sizes = sizes
-        for key, size_bytes in self.entries_at(known, Tier.AWAKE).items():
-            if key in self.ledger.entries:
-                held = self._bytes_held(key)
-                self.ledger.settle(key, max(size_bytes, held))
-
-    def _weights_held(self, known: KnownModel, device: str) -> int:
-        """By the memory service, which counts whole pages where an engine counts its tensors. With
-        the smaller figure, all who rest could give way and a page of each would still be booked."""
-        return self._bytes_held(EntryKey(device, EntryKind.WEIGHTS, known.name))
-
-    def book_living(self, known: KnownModel) -> None:
-        """An engine that lives has its base, whoever has launched it, and one that wakes or serves
-        has KV memory: a goal of its own, from before ours, may have led there."""
-        sizes = known.sizes or self._whole(known)
-        for engine in known.living():
-            held = {EntryKind.BASE: (engine.name, sizes.base)}
-            if engine.said is not None and engine.said.state not in WITHOUT_KV:
-                held[EntryKind.KV] = (known.name, sizes.kv)
-            for device in known.rules.devices:
-                for kind, (owner, size) in held.items():
-                    key = EntryKey(device, kind, owner)
-                    if key not in self.ledger.entries:
-                        self.ledger.settle(key, size.get(device, 0))
-
-    # ------------------------------------------------------------------ what leaves
-
-    def let_go(self, known: KnownModel, wanted: Entries, stays: Entries) -> Iterator[PoolEffect]:
-        """Drop what is booked, not wanted, and proven to be free; ask for the proofs. `stays`: what
-        it has at the end of a drain. The policy counts on the rest."""
-        yield from self._ask_witnesses(known)
-        booked = self.booked(known)
-        leaving = [key for key in booked if key not in wanted]
-        going = [] if known.alarm else [key for key in booked if key not in stays]
-        self.ledger.mark_staying(booked)
-        self.ledger.mark_leaving(going)
-        if not leaving:
-            known.asked, known.asked_for = None, frozenset()
-            return
-        ready = frozenset(key for key in leaving if self._may_be_free(known, key))
-        if any(key.kind is not EntryKind.BASE for key in ready - known.asked_for):
-            self.number += 1
-            known.asked, known.asked_for = self.number, ready
-            if any(key.kind is EntryKind.KV for key in ready):
-                yield FreeKv(known.name)
-            if any(key.kind is EntryKind.COPY for key in ready) or (
-                all(engine.is_gone for engine in known.engines)
-            ):
-                yield FreeWeights(known.name, and_copy=True)
-            yield AskMemory(known.name, self.number)
-        else:
-            known.asked_for = ready
-        for key in ready:
-            if self._is_free(known, key):
-                self.ledger.drop(key)
-
-    def why_not_free(self, known: KnownModel) -> str | None:
-        """Which of the three proofs is missing, in their order; None: nothing is to be freed."""
-        deaf = [each for each in known.engines if not (each.has_obeyed or each.is_gone)]
-        if deaf:
-            return f"{_names(deaf)} has not answered its newest goal, {deaf[0].goal}"
-        busy = [each for each in known.engines if not each.is_without_kv]
-        if busy:
-            return f"{_names(busy)} has not let go of its KV memory"
-        wanted = self.entries_at(known, known.goal)
-        left = [key for key in self.booked(known) if key not in wanted]
-        owners = {key.owner for key in left if key.kind is EntryKind.BASE}
-        alive = [each for each in known.engines if each.name in owners and each.goal is Tier.COLD]
-        if alive:
-            return f"processes of {_names(alive)} are still alive"
-        parts = sorted({f"{key.kind} on {key.device}" for key in left})
-        return f"the memory service has not freed {', '.join(parts)}" if parts else None
-
-    def _ask_witnesses(self, known: KnownModel) -> Iterator[PoolEffect]:
-        for engine in known.engines:
-            is_stopped = engine.goal is Tier.COLD and engine.has_obeyed
-            if is_stopped and not engine.is_gone and engine.asked is None:
-                self.number += 1
-                engine.asked = self.number
-                yield AskWitness(engine.name, self.number)
-
-    def _may_be_free(self, known: KnownModel, key: EntryKey) -> bool:
-        """Whether none of its engines has it or is going to take it."""
-        match key.kind:
-            case EntryKind.KV:
-                return all(engine.is_without_kv for engine in known.engines)
-            case EntryKind.WEIGHTS:
-                return all(engine.is_without_weights for engine in known.engines)
-            case EntryKind.COPY:
-                return all(engine.is_gone for engine in known.engines)
-            case _:
-                engine = known.engine(key.owner)
-                return engine is not None and engine.is_gone
-
-    def _is_free(self, known: KnownModel, key: EntryKey) -> bool:
-        if key.kind is EntryKind.BASE:
-            return True  # its witnesses were the proof
-        memory = self.memory.get(key.device)
-        if memory is None or known.asked is None:
-            return False
-        return memory.asked.get(known.name, 0) >= known.asked and not self._bytes_held(key)
-
-    def _bytes_held(self, key: EntryKey) -> int:
-        memory = self.memory.get(key.device)
-        if memory is None:
-            return 0
-        for kind, sizes in self._held(memory):
-            if kind is key.kind:
-                return sizes.get(key.owner, 0)
-        return 0
-
-
-def _names(engines: Iterable[KnownEngine]) -> str:
-    return ", ".join(each.name for each in engines)
-
-
-def _largest(found: list[Mapping[str, int]]) -> dict[str, int]:
-    return {name: max(each.get(name, 0) for each in found) for each in found for name in each}

@@ -17,10 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
-from plumbing.pod.messages import Tier
-from pool.core.events import DemandCame, LeaseAsked, ModelDemand, Ticket, TicketKind
-from pool.core.states import ModelState
-from pool.core.view import ModelRules, ModelView, PoolRules, TicketView
+from msgspec import Struct
+
+from pool.core.events import DemandCame, ModelDemand, Ticket, TicketKind
+from pool.core.states import PoolRules
 
 NOTHING = ModelDemand()
 
@@ -104,7 +104,15 @@ class Demand:
 
 
 ROUNDING_MS = 0.001  # sums of floats are not exact, and what is due must be so at its instant
-LEASE_PREFIX = "lease/"  # no model is called so: a name with a slash is not accepted for one
+
+
+class TicketView(Struct, frozen=True):
+    """Of one model's tickets (or the one of a lease or an order), the one that decides: what
+    `first_ticket` has chosen."""
+
+    priority: int
+    since_ms: float
+    is_parked: bool = False
 
 
 def level_of(priority: int, since_ms: float, now_ms: float, rules: PoolRules) -> int:
@@ -156,22 +164,3 @@ def next_change_ms(
         return None
     floor_ms = float("-inf") if drained_ms is None else drained_ms
     return min(next_level_ms(max(ticket.since_ms, floor_ms), now_ms, rules) for ticket in tickets)
-
-
-def lease_view(asked: LeaseAsked, *, is_granted: bool, has_plan: bool = False) -> ModelView:
-    """A lease as the policy sees it: a model of one tier, which waits like any other, and which
-    nobody can make yield once it is there."""
-    needs = {asked.device: asked.bytes}
-    rules = ModelRules((asked.device,), priority=asked.priority, is_pinned=is_granted)
-    return ModelView(
-        name=LEASE_PREFIX + asked.lease,
-        rules=rules,
-        state=ModelState.AWAKE if is_granted else ModelState.PENDING,
-        tier=Tier.AWAKE if is_granted else Tier.COLD,
-        needs={Tier.COLD: {}, Tier.AWAKE: needs},
-        booked=needs if is_granted else {},
-        ticket=None if is_granted else TicketView(asked.priority, asked.since_ms),
-        awake_since_ms=asked.since_ms if is_granted else None,
-        has_plan=has_plan,
-        is_lease=True,
-    )

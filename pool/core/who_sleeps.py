@@ -1,5 +1,7 @@
-"""Who gives room to a head: no more of them and no deeper than needed, the cheapest first; and
-when a head waits rather than have models unloaded.
+"""Who goes to sleep, when, and how deep: the one place that decides it.
+
+For a **head**, whose ticket needs room: no more victims and no deeper than needed, the cheapest
+first.
 
     class  who                                          to              when
     0      shadows, unless `shadow: keeps`              cold            now
@@ -15,33 +17,40 @@ when a head waits rather than have models unloaded.
 Within a class the least recently asked yields first. A model that leaves already may be asked to
 leave deeper. Never one that is pinned or on its way up for a ticket; a granted lease is pinned.
 
-The surprising things: nobody is asked until all who are needed may be asked. To ask early those who
-may be would leave the device idle until the last one's protection ends. And nobody is unloaded
-(classes 5 and 7) for a head that is `IDLE_MS_MAX` old at most, if to wait until an awake model is
-idle spares it that: a load takes longer than that wait.
+Nobody is asked until all who are needed may be asked: to ask early those who may be would leave the
+device idle until the last one's protection ends. And nobody is unloaded (classes 5 and 7) for a
+head that is `IDLE_MS_MAX` old at most, if to wait until an awake model is idle spares it that. Who
+is unloaded has to load again: half a second with the smallest model, half a minute with vLLM. An
+awake model that was asked a moment ago is idle within `IDLE_MS_MAX`; one that is at work may be
+idle by then, because most requests are short. A head waits for that only in its own first
+`IDLE_MS_MAX`, however often models are asked anew meanwhile: so this wait passes with `max_wait`,
+and no head before it adds another.
 
-Who is unloaded has to load again: half a second with the smallest model, half a minute with vLLM.
-An awake model that was asked a moment ago is idle within `IDLE_MS_MAX`, and then has room to give;
-one that is at work may be idle by then, because most requests are short.
+For **nobody** (`rests_of`): keep-alive, what follows when asleep, and an operator's order.
 
-The surprising thing: a head waits for that only in its own first `IDLE_MS_MAX`, however often
-models are asked anew meanwhile. So this wait passes with `max_wait`, and no head before it adds
-another.
+    awake     quiet for `keep_alive`, and awake for `min_runtime`    → its `rest` tier
+              ordered to sleep, once it has no request               → its `rest` tier
+    asleep    above its `rest` tier, as above                        → its `rest` tier
+    asleep    for `offload_after`, `unload_after`                    → offloaded, cold
+
+Times asleep count from when the model stopped being awake. A model is offloaded only if its weights
+have a copy in host memory: without one a model whose rest is `offloaded` stays warm, and only
+`unload_after` makes it cold.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from copy import copy
 from enum import StrEnum
 from operator import gt, itemgetter
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from plumbing.pod.messages import Tier
-from pool.core.states import REST, RISING, ModelState
-from pool.core.tickets import order_of
-from pool.core.view import ModelView, PoolRules, TicketView, Victim
+from pool.core.demand import TicketView, order_of
+from pool.core.model import Model
+from pool.core.states import REST, RISING, ModelState, PoolRules
 
 # Awake and quiet for so long is idle, however costly it is to wake again; so a head need not wait
 # longer for that.
@@ -65,6 +74,14 @@ _DESCENTS: Mapping[tuple[str, bool], tuple[tuple[int, Tier], ...]] = {
     ("working", True): ((6, Tier.WARM), (6, Tier.OFFLOADED), (7, Tier.COLD)),
     ("working", False): ((6, Tier.WARM), (7, Tier.COLD)),
 }
+
+
+class Victim(Struct, frozen=True):
+    """`model` goes down to `tier`; `is_shadow`: its shadow alone."""
+
+    model: str
+    tier: Tier
+    is_shadow: bool = False
 
 
 class Obstacle(StrEnum):
@@ -91,7 +108,7 @@ class Candidate(Struct, frozen=True):
     """Who may give room, from when, and how: `steps` from the first to the deepest. `ready_ms`:
     infinite if only an event can tell. `idle_ms`: when a model that is quiet will be idle."""
 
-    model: ModelView
+    model: Model
     steps: Sequence[Step]
     ready_ms: float
     idle_ms: float = float("inf")
@@ -103,40 +120,40 @@ class Head(Struct, frozen=True):
     """For whom room is made. `extra`: what is to be booked to raise it; `places`: the devices on
     which others are behind it."""
 
-    model: ModelView
+    model: Model
     ticket: TicketView
     order: tuple[int, float]
     extra: Mapping[str, int]
     places: tuple[str, ...]
 
-    def is_before(self, other: ModelView, now_ms: float, rules: PoolRules) -> bool:
+    def is_before(self, other: Model, now_ms: float, rules: PoolRules) -> bool:
         """A plan that stands goes before every ticket."""
         if other.ticket is None or self.model.has_plan:
             return True
         return self.order < order_of(other.ticket, now_ms, rules)
 
 
-def protection_ms(model: ModelView, rules: PoolRules) -> float:
+def protection_ms(model: Model, rules: PoolRules) -> float:
     """For how long it is no victim while it has work, from when it is awake and has resumed its
     streams: a turn in which they only replay would be followed by another one of that kind."""
     return max(model.rules.min_runtime_ms, rules.quantum_factor * model.switch_ms)
 
 
-def quiet_since_ms(model: ModelView) -> float:
+def quiet_since_ms(model: Model) -> float:
     """Since when nobody has asked; a model that was woken a moment ago has not been asked yet."""
     return max(model.last_request_ms, model.awake_since_ms or 0.0)
 
 
-def idle_after_ms(model: ModelView) -> float:
+def idle_after_ms(model: Model) -> float:
     """For how long it must be quiet to be idle."""
     return min(IDLE_MS_MAX, model.switch_ms)
 
 
-def has_work(model: ModelView) -> bool:
+def has_work(model: Model) -> bool:
     return model.in_flight > 0 or model.ticket is not None
 
 
-def idle_from_ms(model: ModelView) -> float:
+def idle_from_ms(model: Model) -> float:
     """From when it is idle; infinite while it has work."""
     if has_work(model):
         return float("inf")
@@ -149,7 +166,7 @@ def idle_from_ms(model: ModelView) -> float:
 def candidates(
     head: Head,
     short: Mapping[str, int],
-    models: Iterable[ModelView],
+    models: Iterable[Model],
     now_ms: float,
     rules: PoolRules,
 ) -> list[Candidate]:
@@ -165,7 +182,7 @@ def candidates(
             if any(freed):
                 step = Step((0, _who(model, is_last=is_head), 0), Tier.COLD, freed)
                 found.append(Candidate(model, (step,), now_ms, is_shadow=True))
-        if is_head or model.rules.is_pinned:
+        if is_head or model.is_pinned:
             continue
         candidate = _candidate(head, names, model, now_ms, rules)
         if candidate is not None and candidate.steps:
@@ -174,7 +191,7 @@ def candidates(
 
 
 def _candidate(
-    head: Head, names: Sequence[str], model: ModelView, now_ms: float, rules: PoolRules
+    head: Head, names: Sequence[str], model: Model, now_ms: float, rules: PoolRules
 ) -> Candidate | None:
     match model.state:
         case state if state in _AT_REST:
@@ -196,20 +213,19 @@ def _candidate(
             return None
 
 
-def _may_unload(head: Head, model: ModelView, now_ms: float, rules: PoolRules) -> bool:
+def _may_unload(head: Head, model: Model, now_ms: float, rules: PoolRules) -> bool:
     """Whether a load may be broken off."""
     if model.ticket is None:
         return True
     is_backing_off = model.back_off_until_ms is not None and model.back_off_until_ms > now_ms
-    return model.is_loading_again and (is_backing_off or head.is_before(model, now_ms, rules))
+    return model.is_again and (is_backing_off or head.is_before(model, now_ms, rules))
 
 
-def _ready(head: Head, model: ModelView, now_ms: float, rules: PoolRules) -> tuple[float, Obstacle]:
+def _ready(head: Head, model: Model, now_ms: float, rules: PoolRules) -> tuple[float, Obstacle]:
     """From when a model with work may be asked, and what it takes longest to wait for."""
     behind = max(0, head.ticket.priority - model.rules.priority)
-    since_ms = model.awake_since_ms if model.turn_since_ms is None else model.turn_since_ms
     reasons = (
-        ((since_ms or 0.0) + protection_ms(model, rules), Obstacle.PROTECTED),
+        ((model.turn_from_ms or 0.0) + protection_ms(model, rules), Obstacle.PROTECTED),
         (head.ticket.since_ms + head.model.rules.max_wait_ms, Obstacle.YOUNG),
         (head.ticket.since_ms + behind * rules.starve_after_ms, Obstacle.BETTER),
     )
@@ -217,7 +233,7 @@ def _ready(head: Head, model: ModelView, now_ms: float, rules: PoolRules) -> tup
     return (ready_ms, obstacle) if ready_ms > now_ms else (now_ms, Obstacle.NONE)
 
 
-def _steps(model: ModelView, names: Sequence[str], what: str) -> tuple[Step, ...]:
+def _steps(model: Model, names: Sequence[str], what: str) -> tuple[Step, ...]:
     """From what it holds downwards, as far as that gives room where it is short."""
     steps: list[Step] = []
     held = _holds(model)
@@ -243,12 +259,12 @@ def _steps(model: ModelView, names: Sequence[str], what: str) -> tuple[Step, ...
     return tuple(steps)
 
 
-def has_shadow(model: ModelView) -> bool:
+def has_shadow(model: Model) -> bool:
     """Whether its shadow holds memory."""
     return model.shadow is not None and model.shadow is not Tier.COLD
 
 
-def _holds(model: ModelView) -> Mapping[str, int]:
+def _holds(model: Model) -> Mapping[str, int]:
     """What it will hold if it is not asked. At rest that is its tier's, so that nobody counts on
     memory of a dead engine twice: it is booked, and leaves already."""
     if model.state in _AT_REST:
@@ -256,7 +272,7 @@ def _holds(model: ModelView) -> Mapping[str, int]:
     return model.booked
 
 
-def _who(model: ModelView, *, is_last: bool = False) -> tuple[bool, float, float, str]:
+def _who(model: Model, *, is_last: bool = False) -> tuple[bool, float, float, str]:
     """What victims of one class are sorted by."""
     return (is_last, model.last_request_ms, model.awake_since_ms or 0.0, model.name)
 
@@ -312,7 +328,7 @@ def _less(some: Sequence[int], other: Sequence[int]) -> list[int]:
 _MAY_BE_IDLE_SOON = frozenset({ModelState.AWAKE, ModelState.WAKING})
 
 
-def unloaded(chosen: Iterable[Victim], models: Iterable[ModelView]) -> tuple[str, ...]:
+def unloaded(chosen: Iterable[Victim], models: Iterable[Model]) -> tuple[str, ...]:
     """Who of them would have to load again. A load that is broken off was for nobody."""
     loading = {model.name for model in models if model.state is ModelState.LOADING}
     return tuple(
@@ -325,7 +341,7 @@ def unloaded(chosen: Iterable[Victim], models: Iterable[ModelView]) -> tuple[str
 def choose_idle_soon(
     head: Head,
     short: Mapping[str, int],
-    models: Collection[ModelView],
+    models: Collection[Model],
     found: Iterable[Candidate],
     unloads: int,
     now_ms: float,
@@ -349,7 +365,7 @@ def _choose_at(
     at_ms: float,
     head: Head,
     short: Mapping[str, int],
-    models: Iterable[ModelView],
+    models: Iterable[Model],
     rules: PoolRules,
 ) -> dict[Victim, Sequence[int]]:
     """Whom the head would ask then, of those who may be asked."""
@@ -357,16 +373,61 @@ def _choose_at(
     return choose([each for each in then if each.ready_ms <= at_ms], short)
 
 
-def _as_if_idle(model: ModelView) -> ModelView:
+def _as_if_idle(model: Model) -> Model:
     """As it is if its work has ended, and it has been quiet since."""
     if model.state not in _MAY_BE_IDLE_SOON or not has_work(model):
         return model
-    return replace(
-        model,
-        state=ModelState.AWAKE,
-        tier=Tier.AWAKE,
-        awake_since_ms=None,
-        last_request_ms=model.last_request_ms - IDLE_MS_MAX,
-        in_flight=0,
-        ticket=None,
-    )
+    idle = copy(model)
+    idle.state, idle.awake_since_ms, idle.in_flight, idle.ticket = ModelState.AWAKE, None, 0, None
+    idle.last_request_ms -= IDLE_MS_MAX
+    return idle
+
+
+# ------------------------------------------------------------------------------------ for nobody
+
+
+def rests_of(
+    models: Sequence[Model], asked: Collection[str], now_ms: float
+) -> tuple[tuple[Victim, ...], float]:
+    """Who goes to sleep now, and when the next one will; infinite: nobody."""
+    found: list[Victim] = []
+    next_ms = float("inf")
+    for model in models:
+        may_rest = not (model.is_pinned or model.is_blind)
+        if model.ticket is not None or not may_rest or model.name in asked:
+            continue
+        due = [(at_ms, tier) for at_ms, tier in _dues(model) if at_ms < float("inf")]
+        ready = [tier for at_ms, tier in due if at_ms <= now_ms]
+        if ready:
+            found.append(Victim(model.name, ready[-1]))
+        next_ms = min([next_ms, *(at_ms for at_ms, _ in due if at_ms > now_ms)])
+    return tuple(found), next_ms
+
+
+def _dues(model: Model) -> list[tuple[float, Tier]]:
+    """When it goes where, the deepest last."""
+    rules = model.rules
+    rest = Tier.WARM if rules.rest is Tier.OFFLOADED and not model.has_copy else rules.rest
+    keep_alive_ms = rules.keep_alive_ms if model.keep_alive_ms is None else model.keep_alive_ms
+    match model.state:
+        case ModelState.AWAKE if not model.in_flight and model.is_sleep_ordered:
+            return [(float("-inf"), Tier.WARM if rest is Tier.AWAKE else rest)]
+        case ModelState.AWAKE if not model.in_flight and rest is not Tier.AWAKE:
+            awake_ms = (model.awake_since_ms or 0.0) + rules.min_runtime_ms
+            return [(max(quiet_since_ms(model) + keep_alive_ms, awake_ms), rest)]
+        case ModelState.WARM | ModelState.OFFLOADED:
+            asleep_ms = model.asleep_since_ms or 0.0
+            rest_ms = max(asleep_ms, model.last_request_ms + keep_alive_ms)
+            due = []
+            if model.state is ModelState.WARM and model.has_copy:
+                if rest is Tier.OFFLOADED:
+                    due.append((rest_ms, Tier.OFFLOADED))
+                if rules.offload_after_ms is not None:
+                    due.append((asleep_ms + rules.offload_after_ms, Tier.OFFLOADED))
+            if rest is Tier.COLD:
+                due.append((rest_ms, Tier.COLD))
+            if rules.unload_after_ms is not None:
+                due.append((asleep_ms + rules.unload_after_ms, Tier.COLD))
+            return due
+        case _:
+            return []

@@ -1,0 +1,350 @@
+"""Everything the pool knows, with what changes a model: `Facts` is its state, and has one owner
+(`reconcile.py` and the modules that it calls).
+
+What is stored is little: bookings, goals with their generation, pins, settings, last use, and what
+was learned (`saved.py`). All else follows: `settle` derives a model's phase after each decision and
+each report, and `derive` what the plan goes by. Goals are never told by who decides them: `aim`
+tells the difference between what is decided and what was told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from msgspec import Struct
+
+from plumbing.errors import UnderstudyError
+from plumbing.pod.messages import Tier
+from pool.core import events as ev
+from pool.core.demand import Demand, TicketView, first_ticket, next_change_ms
+from pool.core.events import Running
+from pool.core.ledger import PoolLedger, needs_of
+from pool.core.model import RANK, Leaving, Model, ModelEngine, phase_of
+from pool.core.states import (
+    FALLING,
+    HOST,
+    REST,
+    RISING,
+    EngineSizes,
+    EntryKind,
+    GoalGeneration,
+    ModelRules,
+    ModelState,
+    PoolRules,
+)
+from pool.core.who_sleeps import protection_ms
+
+S = ModelState
+
+
+class WrongMessage(UnderstudyError):
+    """A neighbour has said what cannot be. Nothing has changed; its connection is to be closed."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("pool.wrong_message", message)
+
+
+class OrderRefused(UnderstudyError):
+    """An order that will not be obeyed. Nothing has changed."""
+
+
+class ModelSetup(Struct, frozen=True):
+    """One model of the pool file. `sizes`: estimated from the file or the model; None: unknown."""
+
+    rules: ModelRules
+    engines: tuple[str, ...]
+    sizes: EngineSizes | None = None
+
+
+class PoolSetup(Struct, frozen=True):
+    """The pool file. `devices`: all, with `HOST` if there is host memory for copies."""
+
+    models: Mapping[str, ModelSetup]
+    devices: tuple[str, ...]
+    rules: PoolRules = PoolRules()
+
+
+@dataclass(slots=True)
+class Facts:
+    """The state of the pool. `changed`: models that are to be followed; `shown`: those whose
+    admission may have to be told."""
+
+    rules: PoolRules
+    models: dict[str, Model]
+    engines: dict[str, ModelEngine]
+    ledger: PoolLedger
+    era: str
+    start: int = 1
+    number: int = 0  # of the last generation in this start
+    door_number: int = 0
+    demand: Demand = field(default_factory=Demand)
+    leases: dict[str, Model] = field(default_factory=dict)
+    now_ms: float = 0.0
+    out: list[ev.PoolEffect] = field(default_factory=list)
+    changed: set[str] = field(default_factory=set)
+    shown: set[str] = field(default_factory=set)
+    is_plan_old: bool = True  # something that it goes by is another one
+    is_news_for_file: bool = False  # something to remember, though nobody is told anything
+
+    def say(self, effect: ev.PoolEffect) -> None:
+        """To a neighbour, in the order in which it must be performed."""
+        self.out.append(effect)
+
+    def touch(self, *names: str) -> None:
+        """Something about these models has changed."""
+        self.changed.update(names)
+        self.shown.update(names)
+
+    def touch_all(self) -> None:
+        self.touch(*self.models)
+
+    # ------------------------------------------------------------------ what follows
+
+    def settle(self, model: Model, reason: str) -> None:
+        """Something was decided or learned about it: derive its phase, and do what a new one brings
+        with it."""
+        self.touch(model.name)
+        before, state = model.state, phase_of(model)
+        if state is not before:
+            spent_ms = self.now_ms - model.stage_since_ms
+            model.since_ms = model.stage_since_ms = self.now_ms
+            model.state, model.reason = state, reason
+            self.say(ev.ModelChanged(model.name, before, state, reason))
+            self._learn_costs(model, before, spent_ms)
+            self._entered(model, before)
+
+    def _learn_costs(self, model: Model, before: ModelState, spent_ms: float) -> None:
+        costs, state = model.costs, model.state
+        model.spent_ms[before] = spent_ms
+        match before:
+            case S.LOADING if state is not S.UNLOADING:
+                costs.learn("load_ms", spent_ms)
+            case S.WAKING if state is S.AWAKE:
+                is_away = model.floor is Tier.OFFLOADED
+                costs.learn("restage_ms" if is_away else "wake_ms", spent_ms)
+            case S.AWAKE if state is S.DRAINING:
+                costs.learn("turn_ms", min(spent_ms, protection_ms(model, self.rules)))
+            case S.DRAINING if state is S.RELEASING:
+                costs.learn("drain_ms", self.now_ms - (model.drained_ms or self.now_ms))
+            case S.RELEASING if state is not S.UNLOADING:
+                costs.learn("release_ms", spent_ms)
+
+    def _entered(self, model: Model, before: ModelState) -> None:
+        state = model.state
+        model.alarm = ""
+        model.is_again &= state in RISING
+        model.is_sleep_ordered &= state is S.AWAKE or state in RISING
+        if state in RISING and before not in RISING:
+            model.raise_due_ms = self.now_ms + model.raise_budget_ms
+        if before is S.AWAKE:
+            model.asleep_since_ms = self.now_ms
+            model.awake_since_ms = model.turn_since_ms = None
+        match state:
+            case S.AWAKE:
+                self._is_awake(model, before)
+            case S.DRAINING:
+                model.drained_ms, model.running = self.now_ms, Running.FINISH
+            case S.LOADING | S.WAKING:
+                model.has_plan, model.never, model.wait = False, None, ""
+            case S.PENDING:
+                model.leaving, model.is_unload_ordered = None, False
+            case S.COLD | S.FAILED | S.OFFLOADED | S.WARM:
+                model.is_raised_for_ticket = model.has_plan = False
+                model.leaving, model.never, model.wait = None, None, ""
+                model.is_unload_ordered &= state in REST
+
+    def _is_awake(self, model: Model, before: ModelState) -> None:
+        if before is not S.DRAINING and model.is_raised_for_ticket:
+            since_ms = model.wanted_since_ms
+            others = [self.models[name] for name in model.victims if name in self.models]
+            self.say(
+                ev.Switched(
+                    model=model.name,
+                    victims=model.victims,
+                    wait_ms=self.now_ms - since_ms if since_ms is not None else 0.0,
+                    drain_ms=_longest(others, S.DRAINING),
+                    release_ms=_longest(others, S.RELEASING),
+                    raise_ms=model.spent_ms.get(S.WAKING, 0.0),
+                )
+            )
+        model.fault = ""
+        model.awake_since_ms, model.asleep_since_ms = self.now_ms, None
+        model.turn_since_ms = None
+        model.is_raised_for_ticket = model.has_plan = False
+        model.load_ordered_ms = model.back_off_until_ms = model.never = model.leaving = None
+        model.victims, model.wait = (), ""
+
+    def derive(self, model: Model) -> None:
+        """What the plan goes by. Nothing new here means that the last plan still holds."""
+        name, demand, ledger = model.name, self.demand, self.ledger
+        model.ticket = self.ticket_of(model)
+        tickets = demand.tickets(name)
+        model.ticket_due_ms = (
+            next_change_ms(tickets, model.drained_ms, self.now_ms, self.rules) if tickets else None
+        )
+        engine = model.stander()
+        model.in_flight = demand.in_flight(name)
+        model.cannot_park = demand.cannot_park(name)
+        if engine is not None and engine.said is not None and not engine.said.can_resume:
+            model.cannot_park = model.in_flight
+        model.keep_alive_ms = demand.keep_alive_ms(name)
+        host = ledger.memory.get(HOST)
+        model.has_copy = host is not None and host.copy_bytes.get(name, 0) > 0
+        model.needs = needs_of(model.sizes, has_copy=ledger.copies(model))
+        shadows = model.shadows()
+        names = {each.name for each in shadows}
+        booked: dict[str, int] = {}
+        besides: dict[str, int] = {}
+        for key, size_bytes in ledger.booked(model).items():
+            found = besides if key.kind is EntryKind.BASE and key.owner in names else booked
+            found[key.device] = found.get(key.device, 0) + size_bytes
+        model.shadow = max((each.cap for each in shadows), key=RANK.__getitem__, default=None)
+        if model.shadow is not None:
+            if not besides and model.sizes is not None:
+                besides = dict(model.sizes.base)
+            held = Tier.WARM if model.state is S.AWAKE else model.held
+            model.shadow = Tier.COLD if model.shadow is Tier.COLD else held
+        model.booked, model.shadow_bytes = booked, besides
+        seen = (
+            *(model.state, model.tier, model.ticket, model.in_flight, model.cannot_park, booked),
+            *(besides, model.shadow, model.needs, model.has_copy, model.rules, model.is_pinned),
+            *(model.is_blind, model.has_plan, model.leaving, model.is_again, model.switch_ms),
+            *(model.awake_since_ms, model.turn_from_ms, model.asleep_since_ms),
+            *(model.last_request_ms, model.back_off_until_ms, model.keep_alive_ms),
+            *(model.is_raised_for_ticket, model.is_sleep_ordered),
+        )
+        if seen != model.seen:
+            model.seen, self.is_plan_old = seen, True
+        model.due_ms = model.next_due_ms()
+
+    def ticket_of(self, model: Model) -> TicketView | None:
+        """The ticket that decides for this model; an order to load it is one."""
+        load_ms = model.load_ordered_ms
+        is_cold = model.goal is Tier.COLD and load_ms is None
+        is_refused = model.is_unload_ordered or (is_cold and not model.rules.is_on_demand)
+        tickets = [] if is_refused else self.demand.tickets(model.name)
+        first = first_ticket(tickets, model.drained_ms, self.now_ms, self.rules)
+        if load_ms is None or (first is not None and first.since_ms <= load_ms):
+            return first
+        return TicketView(model.rules.priority, load_ms)
+
+    # ------------------------------------------------------------------ what is decided
+
+    def wake(self, model: Model) -> None:
+        """All that it needs awake is booked."""
+        model.goal, model.is_serving = Tier.AWAKE, False
+        self.settle(model, "there is room for it")
+
+    def fall(self, model: Model, tier: Tier, reason: str, how: ModelState) -> None:
+        """Down to `tier` at once: what it has above that is to be freed. `how`: `RELEASING`, or
+        `UNLOADING` where its processes are killed."""
+        model.goal = model.floor = tier
+        model.falls_to, model.is_serving, model.frees = None, False, how
+        self.settle(model, reason)
+
+    def yields(self, model: Model, tier: Tier, why: Leaving, reason: str) -> None:
+        """Send a model down to a tier, if it may go: it drains first, if it is awake."""
+        engine = model.stander()
+        if engine is not None and engine.said is not None and not engine.said.can_rest:
+            tier = Tier.COLD  # its engine cannot sleep in place
+        match model.state:
+            case S.AWAKE:
+                model.falls_to = tier
+                self.settle(model, reason)
+            case S.DRAINING if model.falls_to is not None and RANK[tier] < RANK[model.falls_to]:
+                model.falls_to = tier
+                self.touch(model.name)
+            case S.RELEASING if RANK[tier] < RANK[model.goal]:
+                self.fall(model, tier, reason, S.RELEASING)
+            case S.OFFLOADED | S.WARM | S.PENDING if RANK[tier] < RANK[model.goal]:
+                self.fall(model, tier, reason, S.UNLOADING if tier is Tier.COLD else S.RELEASING)
+            case S.LOADING if may_break_off(model) and not self.is_sent_to(model):
+                self.fall(model, Tier.COLD, reason, S.UNLOADING)
+            case _:
+                return
+        model.leaving = why
+
+    def unyield(self, model: Model) -> None:
+        """Nobody needs its room any more."""
+        if model.state is S.DRAINING and model.leaving is not Leaving.ORDER:
+            model.falls_to = None
+            self.settle(model, "its memory is no longer needed")
+
+    def unload(self, model: Model) -> bool:
+        """An operator's order, obeyed at once, but behind a shut door; False: there is none, or
+        nothing is left to do."""
+        is_done = model.state in FALLING and model.held is Tier.COLD
+        if not model.is_unload_ordered or is_done or self.is_sent_to(model):
+            return False
+        reason = "an operator unloads it"
+        match model.state:
+            case S.AWAKE | S.DRAINING:
+                model.falls_to = Tier.COLD
+                self.settle(model, reason)
+            case S.RELEASING:
+                self.fall(model, Tier.COLD, reason, S.RELEASING)
+            case S.LOADING | S.OFFLOADED | S.WARM | S.PENDING | S.WAKING:
+                self.fall(model, Tier.COLD, reason, S.UNLOADING)
+        model.leaving = Leaving.ORDER
+        return True
+
+    def kill(self, model: Model, reason: str) -> None:
+        """Its trees at once, and a newer goal of cold behind that: the one to be obeyed."""
+        for engine in model.engines:
+            if not engine.is_gone:
+                self.say(ev.KillEngine(engine.name, self._generation(), reason))
+                engine.goal = None
+        self.fall(model, Tier.COLD, reason, S.UNLOADING)
+
+    def is_sent_to(self, model: Model) -> bool:
+        """Whether requests may reach a model that loads or wakes again: behind the door that stayed
+        open over the death, its next engine may serve before we hear of it. The door is shut
+        first."""
+        if model.state not in RISING or not model.is_again:
+            return False
+        if isinstance(model.door, ev.OpenDoor):
+            model.door = None
+            self.shown.add(model.name)
+        is_shut = isinstance(model.door, ev.ShutDoor)
+        return not (is_shut and self.demand.is_quiet(model.name, model.door_number))
+
+    # ------------------------------------------------------------------ what is told
+
+    def aim(self, model: Model) -> None:
+        """Tell its engines their goals, where these have changed."""
+        if model.is_unknown:
+            return
+        for engine in model.engines:
+            goal = model.goal_of(engine)
+            if goal is not engine.goal:
+                self.tell(engine, goal)
+
+    def tell(self, engine: ModelEngine, goal: Tier) -> None:
+        """A goal under a new generation."""
+        self.touch(engine.model)
+        engine.goal, engine.asked, engine.has_rested = goal, None, False
+        engine.generation = self._generation()
+        if goal is not Tier.COLD:
+            engine.is_gone = False
+        self.say(ev.TellEngine(engine.name, goal, engine.generation))
+
+    def _generation(self) -> GoalGeneration:
+        self.number += 1
+        return GoalGeneration(self.era, self.start, self.number)
+
+    def renumber_doors(self, above: int) -> None:
+        """Say every door again, under a number that no gateway has obeyed."""
+        self.door_number = above
+        for model in self.models.values():
+            model.door_key = ()
+        self.touch_all()
+
+
+def may_break_off(model: Model) -> bool:
+    """Whether a load may be: while it is for somebody, only if it loads again after a death."""
+    return model.is_again or not model.is_wanted
+
+
+def _longest(models: list[Model], state: ModelState) -> float:
+    return max((model.spent_ms.get(state, 0.0) for model in models), default=0.0)

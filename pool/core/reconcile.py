@@ -1,0 +1,370 @@
+"""The pool: events in, effects out, in one loop that reconciles what is decided with what is so.
+
+    neighbours ──▶ inputs.py ──▶ facts.py ──▶ steps.py: what follows for each model ──▶ goals
+                                    ▲  │
+                                    │  └──▶ who_wakes.py, who_sleeps.py: the plan
+                                    └──────────────┘
+
+After every event the facts about each model are followed until nothing more follows, then the plan
+is made and obeyed, and again, until nothing changes. Goals and admission are told as the difference
+between what is decided and what was told. So no message depends on another one, and every wait has
+an event or a deadline that ends it (`due_ms`). A decision is about now: it is made again after
+every change, so what cannot be done is not retried here.
+
+What is surely true at every step:
+
+- An effect that tells somebody something comes after `SaveState`: what a neighbour was told is on
+  file, so the file is never behind the world.
+- Memory is booked before a goal that takes it is told, and booked out by `ledger.py` alone.
+- A goal has a generation of its own. One that was superseded is never said again.
+- A door is shut before the goal of an engine behind it is lowered: a drain ends only once every
+  gateway obeys the shut door, and so does the unloading of a model that loads or wakes again after
+  a death, whoever asks for it.
+- Nothing is raised on a device of which something is not known yet.
+
+Must not know of clocks, sockets or files. `saved.py` has its restarts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from plumbing.errors import InvariantError
+from plumbing.pod.messages import Tier
+from pool.core import admission, reasons, saved, who_wakes
+from pool.core import events as ev
+from pool.core.facts import Facts, PoolSetup, may_break_off
+from pool.core.inputs import hear
+from pool.core.ledger import DeviceView, Entries
+from pool.core.model import LEASE_PREFIX, Leaving, Model, grant
+from pool.core.saved import PoolSnapshot, recover
+from pool.core.states import EntryKind, ModelState, PoolRules
+from pool.core.steps import begin_turn, next_step
+from pool.core.who_sleeps import Victim
+from pool.core.who_wakes import Decision, Never, Plan, Raise, Wait, Yield
+
+STEPS_MAX = 24  # of one model, after one event: more than any path through its phases
+ROUNDS_MAX = 200  # of steps and plan after one event: each changes at least one model
+
+Planner = Callable[[float, Sequence[Model], Mapping[str, DeviceView], PoolRules], Plan]
+
+
+class ModelPool:
+    """The machine: `handle` is its only way to change."""
+
+    def __init__(
+        self,
+        setup: PoolSetup,
+        now_ms: float,
+        era: str,
+        snapshot: PoolSnapshot | None = None,
+        planner: Planner = who_wakes.plan,
+    ) -> None:
+        """`era`: random, for a pool that finds no state of its own; `snapshot` has another one."""
+        self.facts = saved.begin(setup, now_ms, era, snapshot)
+        self._planner = planner
+        self._plan: Plan | None = None
+        self._plan_due_ms: float | None = None
+        self._went_by: tuple[object, ...] = ()  # beside the models, for the last plan
+        self._is_started = False
+        self.due_ms: float | None = now_ms
+
+    def snapshot(self) -> PoolSnapshot:
+        """What `SaveState` writes."""
+        return saved.saved(self.facts)
+
+    def handle(self, event: ev.PoolEvent, now_ms: float) -> list[ev.PoolEffect]:
+        """What follows from `event`, to be performed in order.
+
+        Raises:
+            WrongMessage: its sender's fault; nothing has changed.
+            OrderRefused: nothing has changed.
+        """
+        facts = self.facts
+        facts.now_ms, facts.out = now_ms, []
+        hear(facts, event)
+        is_first, self._is_started = not self._is_started, True
+        if is_first:
+            facts.touch_all()
+            saved.say_again(facts)
+        self._reconcile()
+        out, facts.out = facts.out, []
+        admission.tell(facts, says_again=is_first)
+        out, facts.out = [*facts.out, *out], []
+        dues = [model.due_ms for model in facts.models.values()]
+        due_ms = min(dues) if self._plan_due_ms is None else min([self._plan_due_ms, *dues])
+        self.due_ms = None if due_ms == float("inf") else due_ms
+        is_told = any(not isinstance(effect, ev.PoolRecord) for effect in out)
+        is_told |= facts.is_news_for_file
+        facts.is_news_for_file = False
+        return [ev.SaveState(isinstance(event, ev.Ordered)), *out] if is_told else out
+
+    # ------------------------------------------------------------------ the loop
+
+    def _reconcile(self) -> None:
+        facts = self.facts
+        if self.due_ms is not None and self.due_ms <= facts.now_ms:
+            due = [name for name, model in facts.models.items() if model.due_ms <= facts.now_ms]
+            facts.touch(*due)
+        is_due = self._plan_due_ms is not None and self._plan_due_ms <= facts.now_ms
+        for _ in range(ROUNDS_MAX):
+            is_other = is_due or facts.is_plan_old or bool(facts.changed)
+            while facts.changed:
+                for name in [name for name in facts.models if name in facts.changed]:
+                    self._follow(facts.models[name])
+            if not is_other:
+                return
+            is_due = False
+            self._obey(self._planned())
+        raise InvariantError("the pool does not settle")
+
+    def _follow(self, model: Model) -> None:
+        """Do what the facts about it lead to, until nothing more follows."""
+        facts = self.facts
+        recover(facts, model)
+        facts.changed.discard(model.name)
+        if model.is_unknown:
+            return
+        for _ in range(STEPS_MAX):
+            facts.aim(model)
+            self._keep_books(model)
+            if not next_step(facts, model):
+                begin_turn(facts, model)
+                facts.derive(model)
+                facts.changed.discard(model.name)
+                return
+        raise InvariantError(f"model {model.name} does not settle in {model.state}")
+
+    def _keep_books(self, model: Model) -> None:
+        facts, ledger = self.facts, self.facts.ledger
+        wanted = ledger.entries_at(model, model.goal)
+        if model.goal is Tier.OFFLOADED and model.frees is None:
+            wanted |= self._reloaded(model)
+        before = len(ledger.entries)
+        falls_to = model.falls_to
+        stays = wanted if falls_to is None else ledger.entries_at(model, falls_to)
+        for effect in ledger.let_go(model, wanted, stays):
+            facts.say(effect)
+        if len(ledger.entries) != before:
+            facts.touch(model.name)
+
+    def _reloaded(self, model: Model) -> Entries:
+        """Weights of an offloaded model, one of whose engines starts again: it maps them before it
+        can let them go. Without room for that it may not start."""
+        facts = self.facts
+        starting = [
+            engine
+            for engine in model.engines
+            if not engine.is_gone and engine.cap is not Tier.COLD and not engine.is_without_weights
+        ]
+        weights = {
+            key: size
+            for key, size in facts.ledger.entries_at(model, Tier.WARM).items()
+            if key.kind is EntryKind.WEIGHTS
+        }
+        if not starting or facts.ledger.book(weights):
+            return weights if starting else {}
+        if model.state is ModelState.LOADING:
+            why = "there is no room to load its weights again"
+            if may_break_off(model):
+                facts.fall(model, Tier.COLD, why, ModelState.UNLOADING)
+            return {}
+        for engine in starting:
+            if engine in model.shadows():
+                engine.cap = Tier.COLD
+                facts.aim(model)
+        return {}
+
+    # ------------------------------------------------------------------ the plan
+
+    def _planned(self) -> Plan:
+        """The last plan, while nothing that it follows from has changed: most events are no news.
+        It is obeyed again, for what could not be done then may be possible now."""
+        facts = self.facts
+        blind = _blind_models(facts)
+        for model in facts.models.values():
+            if model.is_blind is not (model.name in blind):
+                model.is_blind = not model.is_blind
+                if not model.is_unknown:
+                    facts.derive(model)
+        leases = [lease for lease in facts.leases.values() if _is_heard(facts, lease)]
+        for lease in facts.leases.values():
+            if lease not in leases:
+                _lease_waits(facts, lease, reasons.unheard(lease.rules.devices[0]))
+        devices, plan = facts.ledger.views(), self._plan
+        went_by = (devices, facts.rules, leases)
+        is_late = plan is None or (plan.due_ms is not None and facts.now_ms >= plan.due_ms)
+        if plan is None or is_late or facts.is_plan_old or went_by != self._went_by:
+            models = [model for model in facts.models.values() if not model.is_unknown]
+            plan = self._planner(facts.now_ms, [*models, *leases], devices, facts.rules)
+            self._plan, self._went_by, facts.is_plan_old = plan, went_by, False
+        dues = [plan.due_ms, *(model.ticket_due_ms for model in facts.models.values())]
+        self._plan_due_ms = min((ms for ms in dues if ms is not None), default=None)
+        return plan
+
+    def _obey(self, plan: Plan) -> None:
+        """As far as the books and the phases allow."""
+        facts = self.facts
+        for name, decision in plan.decisions.items():
+            if name.startswith(LEASE_PREFIX):
+                _decide_lease(facts, name, decision)
+            else:
+                _decide(facts, facts.models[name], decision)
+        expected = admission.expect(facts.models, plan.decisions, facts.now_ms)
+        for model in facts.models.values():
+            if model.never is not None and model.name not in plan.decisions:
+                _set_never(facts, model, None)
+            if model.expected_ms != expected.get(model.name):
+                model.expected_ms = expected.get(model.name)
+                facts.shown.add(model.name)
+        # Of a pool that has just started: who needed the room may not have been heard yet.
+        is_blind = any(model.is_blind for model in facts.models.values())
+        for name in plan.unyields if facts.demand.is_heard and not is_blind else ():
+            facts.unyield(facts.models[name])
+        for victim in plan.rests:
+            if facts.models[victim.model].is_sleep_ordered:
+                _yield(facts, victim, Leaving.ORDER, "an operator puts it to sleep")
+            else:
+                _yield(facts, victim, Leaving.IDLE, "no request came for it")
+        for name in plan.shadows:
+            _launch_shadows(facts, facts.models[name])
+
+
+def _blind_models(facts: Facts) -> set[str]:
+    """Of which something on their devices, or of themselves, is not known yet."""
+    if not all(facts.ledger.is_known(device) for device in facts.ledger.devices):
+        return {*facts.models}
+    unknown = [model for model in facts.models.values() if model.is_unknown]
+    devices = {device for model in unknown for device in model.rules.devices}
+    return {
+        name
+        for name, model in facts.models.items()
+        if model.is_recovering or not devices.isdisjoint(model.rules.devices)
+    }
+
+
+def _decide(facts: Facts, model: Model, decision: Decision) -> None:
+    match decision:
+        case Raise():
+            _raise(facts, model)
+        case Yield():
+            if not model.has_plan:
+                model.has_plan, model.victims = True, ()
+                facts.touch(model.name)
+            _ask(facts, model, decision, model.name)
+            model.wait = reasons.making_room(model.victims)
+            _set_never(facts, model, None)
+        case Wait():
+            model.wait = decision.why
+            _set_never(facts, model, None)
+        case Never():
+            if model.has_plan:
+                model.has_plan = False
+                facts.touch(model.name)
+            _set_never(facts, model, decision.why)
+
+
+def _set_never(facts: Facts, model: Model, why: str | None) -> None:
+    if model.never != why:
+        model.never = why
+        facts.shown.add(model.name)
+
+
+def _ask(facts: Facts, head: Model, decision: Yield, name: str) -> None:
+    for victim in decision.victims:
+        head.victims = tuple(dict.fromkeys((*head.victims, victim.model)))
+        _yield(facts, victim, Leaving.HEAD, f"evicted to make room for {name}")
+
+
+def _yield(facts: Facts, victim: Victim, why: Leaving, reason: str) -> None:
+    model = facts.models[victim.model]
+    if not victim.is_shadow:
+        facts.yields(model, victim.tier, why, reason)
+        return
+    for engine in model.shadows():
+        if engine.cap is not victim.tier:
+            engine.cap = victim.tier
+            facts.touch(model.name)
+
+
+def _raise(facts: Facts, model: Model) -> None:
+    if model.is_blind or model.state is not ModelState.PENDING:
+        return
+    if model.goal is Tier.COLD:
+        _choose_engine(model)
+    if not facts.ledger.book(facts.ledger.entries_at(model, Tier.AWAKE)):
+        return
+    ticket = facts.ticket_of(model)
+    model.wanted_since_ms = ticket.since_ms if ticket is not None else facts.now_ms
+    model.is_raised_for_ticket = True
+    facts.wake(model)
+
+
+def _choose_engine(model: Model) -> None:
+    """Of a cold model one engine is raised, if its shadow does not belong to it: one that can be
+    heard and has not failed."""
+    engines = sorted(
+        model.engines,
+        key=lambda each: (not each.is_connected, each.said is not None and bool(each.said.fault)),
+    )
+    for place, engine in enumerate(engines):
+        is_raised = place == 0 or model.rules.shadow_keeps
+        engine.cap = Tier.AWAKE if is_raised else Tier.COLD
+
+
+def _launch_shadows(facts: Facts, model: Model) -> None:
+    """There is room for a shadow that nobody else needs. While it starts it maps the weights, so
+    an offloaded model launches none."""
+    if model.state not in (ModelState.WARM, ModelState.AWAKE):
+        return
+    for engine in model.shadows():
+        if engine.cap is not Tier.COLD:
+            continue
+        engine.cap = Tier.AWAKE
+        entries = facts.ledger.entries_at(model, Tier.OFFLOADED, (engine,))
+        base = {key: size for key, size in entries.items() if key.kind is EntryKind.BASE}
+        if facts.ledger.book(base):
+            facts.touch(model.name)
+        else:
+            engine.cap = Tier.COLD
+
+
+# ------------------------------------------------------------------ leases
+
+
+def _is_heard(facts: Facts, lease: Model) -> bool:
+    if lease.goal is Tier.AWAKE:
+        return True
+    return all(facts.ledger.is_known(each) for each in facts.ledger.devices) and not any(
+        model.is_unknown and not {*lease.rules.devices}.isdisjoint(model.rules.devices)
+        for model in facts.models.values()
+    )
+
+
+def _decide_lease(facts: Facts, name: str, decision: Decision) -> None:
+    lease_id = name.removeprefix(LEASE_PREFIX)
+    lease = facts.leases[lease_id]
+    match decision:
+        case Raise():
+            assert lease.lease is not None
+            if facts.ledger.book(dict.fromkeys(lease.keys, lease.lease.bytes)):
+                grant(lease)
+                facts.is_plan_old = True
+                facts.say(ev.GrantLease(lease_id))
+        case Yield():
+            if not lease.has_plan:
+                lease.has_plan = facts.is_plan_old = True
+            _ask(facts, lease, decision, f"lease {lease_id}")
+            _lease_waits(facts, lease, reasons.making_room(lease.victims))
+        case Wait():
+            _lease_waits(facts, lease, decision.why)
+        case Never():
+            del facts.leases[lease_id]
+            facts.is_plan_old = True
+            facts.say(ev.RefuseLease(lease_id, "pool.no_room", decision.why))
+
+
+def _lease_waits(facts: Facts, lease: Model, why: str) -> None:
+    if why != lease.wait:
+        lease.wait = why
+        facts.say(ev.LeaseWaits(lease.name.removeprefix(LEASE_PREFIX), why))
