@@ -180,8 +180,6 @@ def _text(document: dict[str, Any]) -> str:
         lines.append(f"health   {_health(health)}")
     if lock.get("lease"):
         lines.insert(3, f"lease    {_lease(lock['lease'])}")
-    if engine.get("members", 1) > 1:
-        lines.insert(1, f"member   {engine['member']} of {engine['members']} (0 serves)")
     if document["relaunch"]:
         lines.append(f"next     launch in at most {duration(document['relaunch']['in_ms'])}")
     if document["deaths"]:

@@ -25,8 +25,6 @@ class EngineEngine(Schema):
     restarts: Annotated[int, "restarts by the container's init"]
     is_healthy: Annotated[bool, "false: it is active and fails to generate"]
     was_standby: Annotated[bool, "it has reached `standby` at least once in this pod"]
-    member: Annotated[int, "this node's number; only node 0 serves"]
-    members: Annotated[int, "number of nodes that the engine spans"]
 
 
 class EngineGoal(Schema):

@@ -104,7 +104,7 @@ SERVE = (
         gone="clients reach engines through the gateway (`gateway serve`); only with --listen do"
         " engines accept connections themselves, each at its --service-address",
     ),
-    Option("listen", _tcp, None, "tcp://HOST:PORT to listen on for engines that span hosts."),
+    Option("listen", _tcp, None, "tcp://HOST:PORT to listen on for engines on other hosts."),
     Option(
         "lease_ms",
         int,
@@ -123,7 +123,7 @@ SERVE = (
     ),
     Option("tls_cert", str, None, "Over TCP: this server's certificate, a PEM file."),
     Option("tls_key", str, None, "Over TCP: the private key of this certificate."),
-    Option("tls_ca", str, None, "Over TCP: the CA certificate that members are verified with."),
+    Option("tls_ca", str, None, "Over TCP: the CA certificate that engines are verified with."),
 )
 
 HOST = Option(
@@ -173,7 +173,7 @@ def serve(config: Resolved) -> None:
 
 
 def _security(config: Resolved) -> Security:
-    """How members authenticate; an impossible combination is a `UsageError`."""
+    """How engines authenticate; an impossible combination is a `UsageError`."""
     from plumbing.wire.tcp import settle
 
     if config["service"]:

@@ -24,7 +24,6 @@ from plumbing.wire.messages import Catalogue, Message, messages_in
 TOKEN_CLAIMED_MAX = 2**62  # leaves room above any claim, so that a bogus one cannot exhaust tokens
 SERVICES_MAX = 8  # listening sockets in one hand-back; the standard pod has one
 LOCKS_MAX = 8  # locks named in one `want`
-MEMBERS_MAX = 16  # nodes that one engine may span; all are filed in one slot of the state file
 REASON_CHARS_MAX = 512
 SWITCHOVER_MS_MAX = 24 * 3_600_000  # a long drain is a matter of hours at most
 CONTINUATION_CHARS_MAX = 128  # a digest and a version; compared, never interpreted
@@ -60,10 +59,8 @@ class WantMsg(Message, frozen=True, tag="want"):
     locks: Annotated[tuple[str, ...], Meta(max_length=LOCKS_MAX)]
     tokens: dict[str, Annotated[int, Meta(ge=1, le=TOKEN_CLAIMED_MAX)]]
     services: Annotated[tuple[str, ...], Meta(max_length=SERVICES_MAX)] = ()
-    # Over TCP only: which of the engine's nodes this is, and a counter shared with `beat` that
-    # grows with each message, so that the sender knows when the message that is answered was sent.
-    member: Annotated[int, Meta(ge=0, le=MEMBERS_MAX - 1)] = 0
-    members: Annotated[int, Meta(ge=1, le=MEMBERS_MAX)] = 1
+    # A counter shared with `beat` that grows with each message. Over TCP it orders messages of
+    # several connections, and the sender knows when the message that is answered was sent.
     progress: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     continuation: Annotated[str, Meta(max_length=CONTINUATION_CHARS_MAX)] = ""
     over: dict[str, Annotated[int, Meta(ge=1, le=TOKEN_CLAIMED_MAX)]] = field(default_factory=dict)
@@ -146,24 +143,14 @@ class IdleMsg(Message, frozen=True, tag="idle"):
 
 
 class RenewedMsg(Message, frozen=True, tag="renewed"):
-    """Server → member, over TCP, for every `want` and `beat`: its lease restarts from when the
-    message that carried `progress` was **sent**, which the member knows by its own clock.
+    """Server → supervisor, over TCP, for every `want` and `beat`: its lease restarts from when the
+    message that carried `progress` was **sent**, which the supervisor knows by its own clock.
 
-    `lease_ms`: how long, plus a margin, the server waits before it takes the member for dead.
+    `lease_ms`: how long, plus a margin, the server waits before it takes the engine for dead.
     """
 
     progress: Annotated[int, Meta(ge=0, le=2**63 - 1)]
     lease_ms: Annotated[int, Meta(ge=1, le=3_600_000)]
-
-
-class MemberLostMsg(Message, frozen=True, tag="member_lost"):
-    """Server → the other members, over TCP: one of the engine's nodes is gone, so `incarnation`
-    (the receiver's own) can no longer serve: kill its tree, reap it, reconnect with a new one."""
-
-    engine: EngineId
-    incarnation: IncarnationId
-    member: Annotated[int, Meta(ge=0, le=MEMBERS_MAX - 1)]
-    reason: Annotated[str, Meta(max_length=REASON_CHARS_MAX)]
 
 
 class SwitchOverMsg(Message, frozen=True, tag="switch_over"):

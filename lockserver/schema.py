@@ -113,34 +113,11 @@ class LockLock(Schema, kw_only=True):
 class LockTcp(Schema):
     address: Annotated[str, "`tcp://HOST:PORT`"]
     secured: Annotated[bool, "true, secured by certificates"]
-    lease_ms: Annotated[float, "how long a member may rely on the server's last answer"]
+    lease_ms: Annotated[float, "how long an engine may rely on the server's last answer"]
     lease_margin_ms: Annotated[float, "how much longer than the lease the server waits"]
     connections: Annotated[int, "number of open connections"]
     refused: Annotated[int, "number of connections that failed to authenticate"]
     last_refusal: Annotated[str | None, "the last refused peer, and the reason"]
-
-
-class LockMemberMember(Schema):
-    member: Annotated[int, "its number, from 0"]
-    name: Annotated[
-        str | None, "the name in its certificate, or its address; null: never connected"
-    ]
-    supervisor: Annotated[str | None, "id of its supervisor, new at each start"]
-    incarnation: Annotated[str | None, "its launch; null between two launches"]
-    connected: Annotated[bool, "whether it is connected"]
-    heard_ms_ago: Annotated[float | None, "time since its last new message"]
-    lease_left_ms: Annotated[float | None, "time until it counts as dead; null: it has no lease"]
-    wants: Annotated[list[str], "locks that it holds or wants"]
-    over: Annotated[str | None, "why this launch can no longer serve"]
-
-
-class LockMember(Schema):
-    count: Annotated[int, "number of nodes that the engine spans"]
-    state: Annotated[
-        str, "`whole`, `waiting` (for members), `ending` (one is lost, so the others must end)"
-    ]
-    missing: Annotated[list[int], "members that are not connected"]
-    members: list[LockMemberMember]
 
 
 class LockSupervisor(Schema):
@@ -153,6 +130,10 @@ class LockSupervisor(Schema):
     silent: Annotated[bool, "no heartbeat for `--silent-ms`"]
     heard_ms_ago: Annotated[float, "time since its last heartbeat"]
     wants: Annotated[list[str], "locks that it holds or wants"]
+    peer: Annotated[str | None, "over TCP: the name in its certificate, or its address"]
+    lease_left_ms: Annotated[
+        float | None, "over TCP: time until its processes count as dead; null: it has no lease"
+    ]
 
 
 class LockService(Schema):
@@ -214,7 +195,6 @@ class LockserverStatus(Schema):
     problem: Annotated[str | None, "what does not work, for operators"]
     locks: dict[str, LockLock]
     tcp: Annotated[LockTcp | None, "the listener [over TCP](lock.md#over-tcp); null: none"]
-    members: Annotated[dict[str, LockMember], "engines connected [over TCP](lock.md#over-tcp)"]
     supervisors: list[LockSupervisor]
     supervisors_total: Annotated[int, "number of all known supervisors, listed or not"]
     service: dict[str, LockService]

@@ -84,7 +84,6 @@ DISTRIBUTIONS = {"pynvml": "nvidia-ml-py", "yaml": "pyyaml"}
 # ours it imports only what is pure, and of the standard library nothing that acts.
 CORES = (
     "lockserver.core",
-    "lockserver.members",
     "gms.core",
     "gms.kv.core",
     "engine.core",
@@ -312,7 +311,7 @@ def test_pynvml_is_in_one_file_at_most():
         (breaks_core, "engine/core/probes.py", "if TYPE_CHECKING:\n    import logging"),
         (breaks_core, "gms/core/epochs.py", "from gms.server import journal"),
         (breaks_core, "lockserver/core/lock.py", "from lockserver import witness"),
-        (breaks_core, "lockserver/members/group.py", "import time"),
+        (breaks_core, "lockserver/core/leases.py", "import time"),
         (breaks_client, "gms/client/reader.py", "import asyncio"),
         (breaks_click, "lockserver/server/server.py", "import click"),
         (breaks_rich, "understudy/cli/main.py", "from rich.table import Table"),

@@ -94,7 +94,7 @@ class Failed(EngineEvent, frozen=True):
 
 # Causes outside of the incarnation, which may have been healthy: they do not count against the next
 # launch, and do not explain a death that has another cause.
-FROM_OUTSIDE = frozenset({"lease_lost", "member_lost"})
+FROM_OUTSIDE = frozenset({"lease_lost"})
 
 
 # A disk is full, read-only or broken. It counts against no incarnation, and is tried again.

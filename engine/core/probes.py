@@ -23,7 +23,6 @@ class Rule(StrEnum):
     UNLESS_FIRST_WITHIN_BUDGET = "503 first; later 200 until the budget is spent"
     WITHIN_BUDGET = "200 until the budget is spent"
     WHILE_HEALTHY = "200 while generation is healthy"
-    WHERE_SERVED = "200 on the member that serves"
     UNLESS_CRASH_LOOP = "200 until the budget is spent or a crash loop is declared"
 
 
@@ -45,7 +44,7 @@ TABLE: Mapping[str, Mapping[State, Rule]] = {
         State.DEAD: Rule.UNLESS_CRASH_LOOP,
     },
     "ready": {**NEVER, **dict.fromkeys((State.STANDBY, State.ACTIVE, State.RESTING), Rule.YES)},
-    "serving": {**NEVER, State.ACTIVE: Rule.WHERE_SERVED},
+    "serving": {**NEVER, State.ACTIVE: Rule.YES},
 }
 
 
@@ -59,7 +58,6 @@ class View:
     is_budget_spent: bool  # of this state; while dead, of reaping
     is_healthy: bool
     is_crash_loop: bool
-    takes_traffic: bool = True  # False: a member that works for another one
     is_cold: bool = False  # it is not launched, because its goal is `cold`
 
 
@@ -98,7 +96,5 @@ def _objection(rule: Rule, view: View) -> str | None:
             return spent
         case Rule.WHILE_HEALTHY:
             return None if view.is_healthy else "generation_unhealthy"
-        case Rule.WHERE_SERVED:
-            return None if view.takes_traffic else "another_member_serves"
         case Rule.UNLESS_CRASH_LOOP:
             return "crash_loop" if view.is_crash_loop else spent

@@ -89,13 +89,9 @@ class Engine:
 
     def start(self) -> None:
         """Launch for the first time."""
-        settings = self.settings
         if self._saved_problem:
             text = f"starting without the saved state: {self._saved_problem}"
             self.log.record("engine.state_file", text, "warning")
-        if settings.members > 1 and settings.backend == "reference":
-            text = lock_side.each_loads_all(settings.member, settings.members)
-            self.log.record("engine.members", text, "warning")
         self.leftovers.start()
         self.lock.listener.remove_leftover()  # of a predecessor that was killed
         self._tick()

@@ -216,7 +216,7 @@ class History:
 
 
 PHASES = ("detect", "fence", "grant", "wake", "serve")
-LOST = ("lock_lost", "lease_lost", "member_lost")
+LOST = ("lock_lost", "lease_lost")
 STATE_BUCKETS_S = (0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 REST_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 30.0)
@@ -268,7 +268,7 @@ class EngineMetrics:
         self._successes.inc(saved.failover_successes)
         self._lost = page.counter(
             "engine_lock_lost_total",
-            "Deaths of this engine because it lost the lock, its lease or another member.",
+            "Deaths of this engine because it lost the lock or its lease.",
             {"reason": LOST},
         )
         self._phases = page.histogram(

@@ -159,8 +159,6 @@ class Incarnation:
             **({MODEL_ENV: settings.model} if settings.model else {}),
             "GMS_SOCKET_DIR": settings.gms_socket_dir,
             "UNDERSTUDY_DIR": settings.directory,
-            "UNDERSTUDY_MEMBER": str(settings.member),
-            "UNDERSTUDY_MEMBERS": str(settings.members),
         }
 
     def tick(self, *, is_parked: bool) -> None:

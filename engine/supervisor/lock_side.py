@@ -14,9 +14,7 @@ is told to end, no engine confirms.
 its death breaks every connection that it has not accepted, at once; `remove` then unlinks the file.
 With a TCP lock server there is no gateway: the supervisor binds the engine's own address when the
 engine wakes and closes it once it is reaped, so clients of an inactive engine are refused, not kept
-waiting. A member that serves nothing has a socket too, because a backend is woken with one; the
-kernel chooses its name. Over TCP the supervisor also looks for what an earlier supervisor of the
-engine left behind.
+waiting. Over TCP the supervisor also looks for what an earlier supervisor of it left behind.
 """
 
 from __future__ import annotations
@@ -94,6 +92,7 @@ class LockSide:
         self.listener: PrivateSocket | OwnListener = PrivateSocket(settings.private_path)
         self.address: str | None = None  # where clients connect
         if settings.is_remote:
+            assert settings.service_address is not None  # or `settle` had refused
             self.listener = OwnListener(settings.service_address)
             self.address = self.listener.name
         self._refusal: str | None = None
@@ -119,11 +118,9 @@ class LockSide:
                 on_refused=self._refused,
                 on_hand_over=self._hand_over,
                 on_lease_lost=lambda reason: self._end("lease_lost", reason),
-                on_member_lost=lambda reason: self._end("member_lost", reason),
             ),
             engine=settings.engine,
             security=settings.lockserver_security,
-            member=(settings.member, settings.members),
         )
 
     @property
@@ -353,7 +350,6 @@ def _listen(path: str) -> OwnedFd:
 
 
 BACKLOG = 4096  # as the lock server's: net.core.somaxconn's default
-AUTOBIND = ""  # Linux makes up an abstract name (man 7 unix, "autobind")
 POLL_MS = 100.0  # between two looks at witnesses; holders usually end in milliseconds, or never
 
 
@@ -362,16 +358,16 @@ class OwnListener:
 
     path = None
 
-    def __init__(self, address: TcpAddress | None) -> None:
-        """`address` has a numeric host; None: a member that serves nothing."""
+    def __init__(self, address: TcpAddress) -> None:
+        """`address` has a numeric host."""
         self.problem: str | None = None
         self._address = address
         self._sock: socket.socket | None = None
 
     @property
-    def name(self) -> str | None:
+    def name(self) -> str:
         """HOST:PORT, for display."""
-        return None if self._address is None else str(self._address).partition("://")[2]
+        return str(self._address).partition("://")[2]
 
     def listen(self) -> OwnedFd | None:
         """A copy of the listening socket, which is bound now if it is not yet; None if it cannot
@@ -398,19 +394,13 @@ class OwnListener:
         self.problem = None
 
     def _bind(self) -> socket.socket:
-        family: socket.AddressFamily
-        name: str | tuple[str, int]
-        if self._address is None:
-            family, name = socket.AF_UNIX, AUTOBIND
-        else:
-            name = (self._address.host, self._address.port)  # a numeric host: nothing is resolved
-            family = socket.AF_INET6 if ":" in self._address.host else socket.AF_INET
+        name = (self._address.host, self._address.port)  # a numeric host: nothing is resolved
+        family = socket.AF_INET6 if ":" in self._address.host else socket.AF_INET
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
-            if self._address is not None:
-                # Connections of the last engine may still be in TIME_WAIT; a second listener is
-                # refused all the same.
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            # Connections of the last engine may still be in TIME_WAIT; a second listener is refused
+            # all the same.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(name)
             sock.listen(BACKLOG)
         except BaseException:
@@ -419,7 +409,7 @@ class OwnListener:
         return sock
 
     def _why(self, error: OSError) -> str:
-        if self._address is None or is_shortage(error):
+        if is_shortage(error):
             return no_descriptors("open the listening socket", error).message
         pid = procfs.listener_pid(self._address.port)
         who = f"; pid {pid} ({procfs.name(pid)}) listens on that port" if pid else ""
@@ -427,14 +417,6 @@ class OwnListener:
             f"cannot listen on {self.name}: {error.strerror}{who}; retrying until the waking budget"
             " is spent; stop that process, or choose another --service-address"
         )
-
-
-def each_loads_all(member: int, members: int) -> str:
-    """What users must know of the reference backend on several nodes."""
-    return (
-        f"this is member {member} of {members}; the reference backend does not divide a model among"
-        " them: each loads the whole model, and member 0 serves"
-    )
 
 
 def predecessor(directory: str, engine: str) -> str | None:

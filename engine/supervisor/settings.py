@@ -16,7 +16,6 @@ from engine.backends.registry import model_arguments
 from engine.core import health, relaunch
 from engine.core.events import State
 from engine.core.loading import Role
-from lockserver.client import messages as lock
 from plumbing.errors import UsageError
 from plumbing.pod.gms_files import HOST_DEVICES_ENV
 from plumbing.pod.messages import Tier
@@ -29,7 +28,6 @@ from plumbing.wire.tcp import Security
 from plumbing.wire.tcp import settle as settle_security
 from plumbing.wire.tcp_address import SCHEME, TcpAddress
 
-MEMBERS_MAX = lock.MEMBERS_MAX
 PORT_FIRST = 9410  # engine n serves its probes on 9410 + n
 TERMINATION_LOG = "/dev/termination-log"  # where Kubernetes reads why a container ended
 
@@ -97,24 +95,22 @@ OPTIONS = (
         "members",
         int,
         1,
-        "Number of nodes that this engine spans, one supervisor each; above 1 requires TCP.",
-        minimum=1,
-        maximum=MEMBERS_MAX,
+        gone="one supervisor has the engine's lease; a backend that spans nodes starts its own"
+        " processes on them",
     ),
     Option(
         "member",
         int,
         0,
-        "Which of these nodes this is, from 0; member 0 serves.",
-        minimum=0,
-        maximum=MEMBERS_MAX - 1,
+        gone="one supervisor has the engine's lease; a backend that spans nodes starts its own"
+        " processes on them",
     ),
     Option(
         "service_address",
         str,
         None,
-        "HOST:PORT to serve on when active. Only with a lock server over TCP, and then required"
-        " for member 0; a lock server on a Unix socket provides the listening socket.",
+        "HOST:PORT to serve on when active. Only with a lock server over TCP, and then required;"
+        " a lock server on a Unix socket provides the listening socket.",
     ),
     Option(
         "gms_socket_dir",
@@ -197,8 +193,6 @@ OPTIONS = (
 
 TERMINATION_LOG_BYTES_MAX = 4096  # what the kubelet keeps of it
 SECURITY = ("lockserver_tls_cert", "lockserver_tls_key", "lockserver_tls_ca")
-# vLLM can span nodes, but by means of its own; sharing and parking here assume ranks on one node.
-ONE_NODE_BACKENDS = frozenset({"vllm"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,16 +208,14 @@ class EngineSettings:
     role: Role
     lockserver_socket: str
     lockserver_security: Security | None  # None: a Unix socket
-    member: int
-    members: int
-    service_address: TcpAddress | None  # None: the lock server lends it, or none serves
+    service_address: TcpAddress | None  # None: a gateway accepts
     gms_socket_dir: str
     http_port: int
     budgets_ms: Mapping[State, int]
 
     @property
     def is_remote(self) -> bool:
-        """Whether the lock server is reached over TCP, so that a lease stands for the witness."""
+        """Whether the lock is over TCP: a lease counts instead of the witness."""
         return self.lockserver_socket.startswith(SCHEME)
 
     @property
@@ -251,10 +243,10 @@ def settle(config: Resolved, command: list[str], directory: str) -> EngineSettin
     Raises:
         UsageError: settings that do not go together; also security files that cannot be used.
     """
-    engine, member = config["engine_id"], config["member"]
+    engine = config["engine_id"]
     address = config["lockserver_socket"] or lockserver_socket(directory)
     is_remote = address.startswith(SCHEME)
-    _check_members(config, is_remote=is_remote)
+    _check_tcp(config, is_remote=is_remote)
     port = config["http_port"]
     return EngineSettings(
         config=config,
@@ -266,10 +258,7 @@ def settle(config: Resolved, command: list[str], directory: str) -> EngineSettin
         role=Role(config["role"]),
         lockserver_socket=address,
         lockserver_security=_security(config, address) if is_remote else None,
-        member=member,
-        members=config["members"],
-        # Other members serve nothing, even where they share an environment that sets it.
-        service_address=_service_address(config["service_address"] if member == 0 else None),
+        service_address=_service_address(config["service_address"]),
         gms_socket_dir=config["gms_socket_dir"] or directory,
         http_port=port if port is not None else PORT_FIRST + number_of(engine),
         budgets_ms={
@@ -282,20 +271,8 @@ def settle(config: Resolved, command: list[str], directory: str) -> EngineSettin
     )
 
 
-def _check_members(config: Resolved, *, is_remote: bool) -> None:
+def _check_tcp(config: Resolved, *, is_remote: bool) -> None:
     """Check the settings that belong to a lock server over TCP, and only there."""
-    member, members = config["member"], config["members"]
-    if member >= members:
-        raise UsageError(
-            "engine.bad_member",
-            f"--member must be 0–{members - 1}, and is {member}: --members is {members}",
-        )
-    if members > 1 and config["backend"] in ONE_NODE_BACKENDS:
-        raise UsageError(
-            "engine.cannot_span",
-            f"--members {members}: the {config['backend']} backend keeps all ranks of an engine on"
-            " one node; leave --members out",
-        )
     if is_remote:
         if config["model_name"] or config["goal"] != Tier.AWAKE:
             raise UsageError(
@@ -303,7 +280,7 @@ def _check_members(config: Resolved, *, is_remote: bool) -> None:
                 "--model-name and --goal need a lock server on this host: leave them out, or leave"
                 " out the tcp:// address of --lockserver-socket",
             )
-        if member == 0 and config["service_address"] is None:
+        if config["service_address"] is None:
             raise UsageError(
                 "engine.no_service_address",
                 "a lock server over TCP has no socket to lend: set --service-address HOST:PORT,"
@@ -317,12 +294,6 @@ def _check_members(config: Resolved, *, is_remote: bool) -> None:
                 f"--{name.replace('_', '-')} needs a lock server over TCP, and this one is a Unix"
                 " socket; set --lockserver-socket tcp://HOST:PORT, or leave it out",
             )
-    if members > 1:
-        raise UsageError(
-            "engine.only_over_tcp",
-            f"an engine of {members} members needs a lock server that all nodes reach: set"
-            " --lockserver-socket tcp://HOST:PORT",
-        )
 
 
 def _security(config: Resolved, address: str) -> Security:

@@ -61,8 +61,6 @@ class EngineStatus:
                 "restarts": restarts(),
                 "is_healthy": history.is_healthy,
                 "was_standby": history.saved.was_standby,
-                "member": settings.member,
-                "members": settings.members,
             },
             "goal": {
                 "tier": tier_of(now.state, is_away=now.is_away).value,
@@ -239,7 +237,6 @@ class EngineStatus:
             is_budget_spent=history.is_budget_spent,
             is_healthy=history.is_healthy,
             is_crash_loop=engine.relauncher.verdict is not None,
-            takes_traffic=engine.settings.member == 0,
             is_cold=engine.lifecycle.now.shall.goal is Tier.COLD,
         )
         answer = probes.answer(endpoint, view)

@@ -27,7 +27,6 @@ from lockserver.messages import (
     BeatMsg,
     GrantedMsg,
     HandOverMsg,
-    MemberLostMsg,
     RenewedMsg,
     ServiceMsg,
     StandbyMsg,
@@ -70,14 +69,10 @@ class LockCallbacks:
       is retried with back-off.
     - `on_hand_over(lock, incarnation, to, resume)`: as in `HandOverMsg`. May arrive again.
     - `on_connected()`, `on_lost(reason)`.
-
-    Over TCP alone; the incarnation's tree must be killed and reaped at once:
-
-    - `on_lease_lost(reason)`: the server could not be heard for too long while `active` was held.
-      Called once per incarnation. A little later the kernel ends this process, unless `set_want`
-      states before then that the tree is reaped, or the server is heard.
-    - `on_member_lost(reason)`: another of the nodes that this engine spans is gone, or the server
-      has given this one up. May arrive again.
+    - `on_lease_lost(reason)`: over TCP, the server could not be heard for too long while `active`
+      was held: the incarnation's tree must be killed and reaped at once. Called once per
+      incarnation. A little later the kernel ends this process, unless `set_want` states before then
+      that the tree is reaped, or the server is heard.
     """
 
     on_granted: Callable[[str, str, int], object] = _ignore
@@ -89,7 +84,6 @@ class LockCallbacks:
     on_refused: Callable[[UnderstudyError], object] = _ignore
     on_hand_over: Callable[[str, str, str, bool], object] = _ignore
     on_lease_lost: Callable[[str], object] = _ignore
-    on_member_lost: Callable[[str], object] = _ignore
 
 
 class LockClient:
@@ -103,7 +97,6 @@ class LockClient:
         engine: str,
         supervisor: str | None = None,
         security: Security | None = None,
-        member: tuple[int, int] = (0, 1),
         heartbeat_ms: float = HEARTBEAT_MS,
         ender: DeadMan | None = None,
     ) -> None:
@@ -112,7 +105,6 @@ class LockClient:
         Args:
             address: the path of a Unix socket, or tcp://HOST:PORT with its `security`.
             supervisor: this process's id, 16 hex digits; random unless given.
-            member: which of the engine's nodes this is, and how many there are.
             ender: stands in for the kernel's timer in tests.
 
         Raises:
@@ -130,7 +122,7 @@ class LockClient:
         self._must_repeat = False  # a grant arrived that could not be acted on
         self._heartbeat_ms = heartbeat_ms
         self._want = WantMsg(
-            self.supervisor, engine, None, None, (), {}, member=member[0], members=member[1]
+            self.supervisor, engine, None, None, (), {}
         )  # without `services` and `progress`, which belong to one sending
         self._services: dict[str, OwnedFd] = {}
         self._grants = NewestGrants()
@@ -275,12 +267,6 @@ class LockClient:
                 self._callbacks.on_standby(message)
         elif isinstance(message, RenewedMsg) and self._lease is not None:
             self._lease.renewed(message)
-        elif isinstance(message, MemberLostMsg):
-            if message.incarnation == self._want.incarnation:
-                is_own = message.member == self._want.member
-                who = "this supervisor" if is_own else f"member {message.member} of this engine"
-                reason = f"the lock server has lost {who}: {message.reason}"
-                self._callbacks.on_member_lost(reason)
         elif isinstance(message, ServiceMsg):
             self._borrow(message, fds)
         elif isinstance(message, HandOverMsg):

@@ -4,24 +4,22 @@ Inputs come from the shell (`server.py`, or a simulation); effects go back to it
 effect with an answer is `Persist`: the shell hands in `Persisted` or `PersistFailed` before
 anything else, so that nothing is ever sent that is not on disk.
 
-`LeaseTerms` is evidence over TCP, as it is filed: whose leases fence a holder, and how long each
-lasts. A leased holder has no witness that this server could lock. It is filed with device and inode
-0, which no file has: a server that does not know leases and reads this file finds the witness
-unproven, makes no grant and reports why. That is why the file's schema is the same as without
-leases; a new number would look like a lost state to it, and after a lost state a lock is free as
-soon as no local process holds a witness.
+A holder over TCP is filed with the length of its lease, and has no witness that this server could
+lock. It is filed with device and inode 0, which no file has: a server that does not know leases and
+reads this file finds the witness unproven, makes no grant and reports why. That is why the file's
+schema is the same as without leases; a new number would look like a lost state to it, and after a
+lost state a lock is free as soon as no local process holds a witness.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from lockserver.core.names import (
-    INCARNATION,
     ServingFile,
     WitnessFile,
     WitnessState,
@@ -30,45 +28,7 @@ from lockserver.core.names import (
 )
 from lockserver.messages import NO_ERA, WantMsg
 
-MEMBERS_MAX = 16  # per engine; this many fit into a slot of the state file, for every lock
-SUPERVISOR_CHARS = 16
 LEASE_MS_MAX = 3_600_000
-
-
-@dataclass(frozen=True, slots=True)
-class MemberId:
-    """One member's process tree: which supervisor vouches for it, and its incarnation."""
-
-    supervisor: str
-    incarnation: str
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseTerms:
-    """The leases that a group of members was granted under, by member index."""
-
-    lease_ms: int
-    members: tuple[MemberId, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Compact: only the 16 hex digits of an incarnation, since its engine is filed already."""
-        packed = [m.supervisor + m.incarnation.rpartition("-")[2] for m in self.members]
-        return {"ms": self.lease_ms, "members": packed}
-
-    @classmethod
-    def from_dict(cls, raw: Mapping[str, Any], engine: str) -> LeaseTerms:
-        """The terms that `to_dict` wrote; KeyError, TypeError or ValueError if malformed."""
-        lease_ms, packed = int(raw["ms"]), list(raw["members"])
-        if not 1 <= lease_ms <= LEASE_MS_MAX or not 1 <= len(packed) <= MEMBERS_MAX:
-            raise ValueError(f"invalid lease terms: {lease_ms} ms, {len(packed)} members")
-        return cls(lease_ms, tuple(_unpack(str(each), engine) for each in packed))
-
-
-def _unpack(packed: str, engine: str) -> MemberId:
-    member = MemberId(packed[:SUPERVISOR_CHARS], f"{engine}-{packed[SUPERVISOR_CHARS:]}")
-    if not INCARNATION.fullmatch(member.incarnation):
-        raise ValueError(f"{packed!r} is not a valid member of {engine}")
-    return member
 
 
 def unlockable_witness(incarnation: str) -> WitnessFile:
@@ -86,11 +46,13 @@ class Holder:
     witness: WitnessFile
     token: int
     since_mono_ms: float
-    lease: LeaseTerms | None = None  # over TCP: the evidence, in place of the witness
+    lease_ms: int | None = None  # over TCP: its lease is the evidence, in place of the witness
     serving: ServingFile | None = None  # the evidence if it hands over in place
 
     def to_dict(self) -> dict[str, Any]:
-        terms = {} if self.lease is None else {"lease": self.lease.to_dict()}
+        # As an earlier version files one of several members: its supervisor and its random digits.
+        member = self.supervisor + self.incarnation.rpartition("-")[2]
+        lease = {"ms": self.lease_ms, "members": [member]}
         serving = {} if self.serving is None else {"serving": [self.serving.dev, self.serving.ino]}
         return {
             "engine": self.engine,
@@ -101,14 +63,14 @@ class Holder:
             "ino": self.witness.ino,
             "token": self.token,
             "since_mono_ms": self.since_mono_ms,
-            **terms,
+            **({} if self.lease_ms is None else {"lease": lease}),
             **serving,
         }
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Holder:
         """The holder that `to_dict` wrote; KeyError, TypeError or ValueError if malformed."""
-        terms, serving = raw.get("lease"), raw.get("serving")
+        lease, serving = raw.get("lease"), raw.get("serving")
         return cls(
             engine=str(raw["engine"]),
             incarnation=str(raw["incarnation"]),
@@ -116,9 +78,16 @@ class Holder:
             witness=WitnessFile(str(raw["witness"]), int(raw["dev"]), int(raw["ino"])),
             token=int(raw["token"]),
             since_mono_ms=float(raw["since_mono_ms"]),
-            lease=None if terms is None else LeaseTerms.from_dict(terms, str(raw["engine"])),
+            lease_ms=None if lease is None else _lease_ms(**lease),
             serving=None if serving is None else _serving(str(raw["incarnation"]), *serving),
         )
+
+
+def _lease_ms(ms: int, members: Sequence[str]) -> int:
+    """The length on file; ValueError also for several members, whose lock then is unknown."""
+    if not 1 <= int(ms) <= LEASE_MS_MAX or len(members) != 1:
+        raise ValueError(f"invalid lease: {ms} ms, {len(members)} members")
+    return int(ms)
 
 
 def _serving(incarnation: str, dev: int, ino: int) -> ServingFile:
@@ -142,19 +111,19 @@ class LockRecord:
 
 
 class Input(msgspec.Struct, frozen=True):
-    """What has happened, for `LockMachine` and for `Members`."""
+    """What has happened."""
 
 
 class Wanted(Input, frozen=True):
     """A supervisor's complete want, with what the shell saw of its witness and its process."""
 
-    conn: int  # grows in magnitude with every connection opened; negative: a virtual one
+    conn: int  # grows with every connection that is accepted
     msg: WantMsg
     witness_file: WitnessFile | None = None
     witness_state: WitnessState = WitnessState.UNPROVEN
     pid: int = 0
     process: str = "none"  # where the pidfd came from; "lease": over TCP; "none": there is none
-    lease: LeaseTerms | None = None  # over TCP: the evidence, in place of a witness file
+    lease_ms: int | None = None  # over TCP, from `Leases`: the evidence, in place of a witness file
     serving: ServingFile | None = None  # this incarnation's, if there is one
     is_repeat: bool = False  # asked for by `LookAgain`: the supervisor itself has sent nothing
 
@@ -241,6 +210,14 @@ class SendGrant(LockEffect, frozen=True):
     holder: Holder
     era: str
     is_leaving: bool = False
+
+
+class Renew(LockEffect, frozen=True):
+    """Over TCP: answer the message that carried `progress`; its sender's lease restarts."""
+
+    conn: int
+    progress: int
+    lease_ms: int
 
 
 class TellStandby(LockEffect, frozen=True):

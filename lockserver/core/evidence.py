@@ -6,6 +6,9 @@ record if its process has ended, if its connection closed and there is no pidfd,
 connected since a restart. So a witness is worth trying if there is no record, or the lock is ended,
 or the supervisor is silent. It is tried only then, because the server seals what it finds free.
 
+A holder on another host has no witness here: its lease counts instead, and the end of that lease
+is the end of its supervisor, too.
+
 A holder that has handed its lock over in place is alive, and so is its witness. What is tried then
 is the serving file that was filed with the grant, and only after the holder's own word: before it
 wakes, no process holds that file, and after it rests, none may ever hold it for that token again.
@@ -18,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from lockserver.core import sentences
-from lockserver.core.events import Holder, LockEffect
+from lockserver.core.events import Close, Holder, LockEffect
 from lockserver.core.ledger import Ledger
 from lockserver.core.lock import Lock, LockState
 from lockserver.core.supervisors import Locks, Supervisors
@@ -40,7 +43,9 @@ def probes_due(locks: Locks, supervisors: Supervisors) -> list[tuple[str, Holder
     return [
         (lock.name, lock.holder)
         for lock in locks.values()
-        if lock.holder is not None and is_decisive(lock, supervisors)
+        if lock.holder is not None
+        and lock.holder.lease_ms is None
+        and is_decisive(lock, supervisors)
     ]
 
 
@@ -120,6 +125,8 @@ def fall_silent(
         ]
         if not held:
             yield sentences.of_supervisor("lock.silent", supervisor)
+        if supervisor.is_leased and supervisor.conn is not None:
+            yield Close(supervisor.conn, "it has sent nothing for too long")
         for lock, holder in held:
             yield sentences.unresponsive(lock, holder, supervisor)
 

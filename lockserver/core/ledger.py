@@ -90,7 +90,7 @@ class Ledger:
                 witness=witness,
                 token=token,
                 since_mono_ms=now_ms,
-                lease=supervisor.lease,
+                lease_ms=supervisor.lease_ms,
                 serving=supervisor.serving,
             )
             return _Grant(lock, holder, waiter)

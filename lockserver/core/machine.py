@@ -3,7 +3,8 @@
 A supervisor's `want` is its complete state; `_wanted` makes the locks agree
 with it. When a holder is lost (its want no longer names the lock, its connection closed, its
 process ended, it fell silent), `evidence.probes_due` names its witness exactly when finding that
-witness free would settle the matter; the shell tries it and reports `WitnessFree`. Likewise
+witness free would settle the matter; the shell tries it and reports `WitnessFree`. Of an engine on
+another host its lease is the evidence, which the machine has itself (`leases.py`). Likewise
 `evidence.handed_over` names the serving file of a holder that says that it handed over and lives.
 After every event the ledger chooses the next grant, which is made once it is on disk.
 
@@ -20,10 +21,12 @@ from collections.abc import Iterable, Mapping
 from lockserver.core import events as ev
 from lockserver.core import evidence, sentences
 from lockserver.core.events import LockEffect, Wanted
+from lockserver.core.leases import Leases
 from lockserver.core.ledger import Ledger
 from lockserver.core.lock import KINDS, Lock, LockState, Signal, Waiter
 from lockserver.core.names import WitnessFile, WitnessState
 from lockserver.core.supervisors import (
+    LEASE,
     SupervisorRecord,
     claimant,
     end_of,
@@ -53,10 +56,12 @@ class LockMachine:
         silent_ms: float = SILENT_MS,
         window_ms: float = WINDOW_MS,
         resumes: bool = False,
+        leases: Leases | None = None,
     ) -> None:
         """Start from the record on disk: its holders are `recovering` until they reconnect.
         `share_bytes`: how much of the file each lock has, if that is limited. `resumes`: there
-        is a gateway, so that one engine may continue another's streams."""
+        is a gateway, so that one engine may continue another's streams. `leases`: of engines on
+        other hosts."""
         self.ledger = Ledger(record, share_bytes)
         self.silent_ms, self.window_ms = silent_ms, window_ms
         self.started_ms = self._ticked_ms = now_ms
@@ -64,10 +69,13 @@ class LockMachine:
         self.supervisors: dict[str, SupervisorRecord] = {}
         self._by_conn: dict[int, SupervisorRecord] = {}  # heartbeats must not scan
         self.switchovers = Switchovers(resumes=resumes)
+        self.leases = leases or Leases(now_ms)
         for name, lock in self.locks.items():
             holder = record.holders.get(name)
             if holder is not None or name in record.unknown:
                 lock.state, lock.holder = LockState.RECOVERING, holder
+            if holder is not None:
+                self.leases.presume(holder, now_ms)
 
     def handle(self, event: ev.Input, now_ms: float) -> list[LockEffect]:
         """Take one event; the effects must be carried out at once and in order. A `Persist` is
@@ -75,6 +83,7 @@ class LockMachine:
         if self.ledger.is_writing and not isinstance(event, ev.Persisted | ev.PersistFailed):
             raise InvariantError(f"{type(event).__name__} while a grant is being written")
         effects = list(self._on(event, now_ms))
+        effects += self._free_expired(now_ms)
         effects += self.switchovers.observe(self.locks, now_ms)
         effects += tell_standbys(
             self.locks, self.supervisors, self.ledger.era, resumes=self.switchovers.resumes
@@ -125,12 +134,15 @@ class LockMachine:
 
     def _wanted(self, want: Wanted, now_ms: float) -> Iterable[LockEffect]:
         sender = self._by_conn.get(want.conn)
-        refusal = refuse(want, sender, self.locks, self.supervisors, self.ledger)
+        refusal = None
+        if want.process == LEASE:
+            want, refusal = self.leases.vouched(want), self.leases.refuse(want, now_ms)
+        refusal = refusal or refuse(want, sender, self.locks, self.supervisors, self.ledger)
         if refusal is not None:
             yield refusal
             return
         known = self.supervisors.get(want.msg.supervisor)
-        if known is not None and abs(want.conn) < abs(known.newest):
+        if known is not None and known.has_outrun(want):
             yield ev.Close(want.conn, "a newer connection replaces this one")
             return  # it was sent before what the newer connection sent
         yield from self._evict_twins(want)
@@ -138,6 +150,8 @@ class LockMachine:
         if known is not None and known.conn is not None and is_first:
             yield ev.Close(known.conn, "a newer connection replaces this one")
         supervisor = self._enrol(want, now_ms)
+        if supervisor.is_leased:
+            yield self._renew(supervisor, now_ms)
         self.ledger.reach(max(want.msg.over.values(), default=0))  # it may be lost with the file
         if not want.is_repeat:
             yield from self._mark_heard(supervisor, now_ms)
@@ -173,7 +187,6 @@ class LockMachine:
         if supervisor.witness is not None and supervisor.incarnation != want.msg.incarnation:
             self.ledger.end(supervisor.witness)
         if supervisor.conn != want.conn:
-            supervisor.progress = -1
             self._hang_up(supervisor)
             self._by_conn[want.conn] = supervisor
         supervisor.adopt(want)
@@ -241,10 +254,17 @@ class LockMachine:
         if supervisor is None:
             why = "a supervisor must send `want` before its first heartbeat"
             return [ev.RefuseConnection(beat.conn, "lock.want_first", why)]
-        if beat.progress == supervisor.progress:
+        if beat.progress <= supervisor.progress:
             return []  # the same count again: the sender no longer makes progress
         supervisor.progress = beat.progress
-        return self._mark_heard(supervisor, now_ms)
+        heard = self._mark_heard(supervisor, now_ms)
+        return [self._renew(supervisor, now_ms), *heard] if supervisor.is_leased else heard
+
+    def _renew(self, supervisor: SupervisorRecord, now_ms: float) -> ev.Renew:
+        assert supervisor.conn is not None
+        who = supervisor.engine, supervisor.id, supervisor.incarnation
+        lease_ms = self.leases.renew(*who, now_ms)
+        return ev.Renew(supervisor.conn, supervisor.progress, lease_ms)
 
     def _hang_up(self, supervisor: SupervisorRecord) -> None:
         """Forget its connection: it closed, or another one replaces it."""
@@ -263,7 +283,8 @@ class LockMachine:
             return
         self._hang_up(supervisor)
         self._leave_queues(supervisor.id)
-        if not supervisor.has_process:  # the connection was all that proved it alive
+        if not supervisor.has_process and not self.leases.of(supervisor.id):
+            # The connection was all that proved it alive.
             yield from self._drop(supervisor)
         yield from self._lose_all(supervisor, Signal.CONNECTION_CLOSED, now_ms)
 
@@ -322,6 +343,14 @@ class LockMachine:
         if any(event == ev.ServingFileFree(k, each.incarnation, each.token) for k, each in due):
             yield from self._free(self.locks[event.lock], now_ms)
 
+    def _free_expired(self, now_ms: float) -> Iterable[LockEffect]:
+        """Free the locks of holders whose lease was the evidence, and is over."""
+        for lock in self.locks.values():
+            holder = lock.holder
+            if holder is not None and self.leases.is_gone(holder):
+                free = ev.WitnessFree(lock.name, holder.incarnation)
+                yield from self._witness_free(free, now_ms)
+
     def _directory_scanned(self, event: ev.DirectoryScanned, now_ms: float) -> Iterable[LockEffect]:
         self.ledger.reach(event.sealed)
         locks, known = self.locks, self.supervisors
@@ -341,7 +370,11 @@ class LockMachine:
 
     def _time_passed(self, now_ms: float) -> Iterable[LockEffect]:
         gap_ms, self._ticked_ms = now_ms - self._ticked_ms, now_ms
-        if gap_ms > evidence.STALL_MS:
+        is_stalled = gap_ms > evidence.STALL_MS
+        if is_stalled:
             evidence.forgive(self.supervisors, now_ms)
+        for lease in self.leases.tick(now_ms, is_stalled=is_stalled):
+            yield sentences.lease_expired(lease)
+            yield from self._process_gone(ev.ProcessGone(lease.supervisor), now_ms)
         yield from evidence.fall_silent(self.locks, self.supervisors, now_ms - self.silent_ms)
         yield from evidence.report_overdue(self.locks, now_ms, self.started_ms + self.window_ms)

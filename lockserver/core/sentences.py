@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockserver.core.events import Happened, Holder, RefuseConnection, Wanted
+from lockserver.core.leases import Lease
 from lockserver.core.lock import Lock, LockState, Signal, Waiter
 from lockserver.core.supervisors import SupervisorRecord
 
@@ -44,8 +45,8 @@ EVENTS: Mapping[str, tuple[str, str]] = {
     ),
     "lock.unresponsive/leased": (
         "warning",
-        "{engine} holds the {lock} lock and some of its members are silent; no other engine is"
-        " granted it before their leases expire",
+        "{engine} holds the {lock} lock and is silent; no other engine is granted it before its"
+        " lease expires",
     ),
     "lock.unresponsive": (
         "warning",
@@ -64,9 +65,10 @@ EVENTS: Mapping[str, tuple[str, str]] = {
     ),
     "lock.waiting_evidence/leased": (
         "warning",
-        "{lock} lock is waiting for the members of {engine} to report that they have ended, or for"
-        " their leases to expire",
+        "{lock} lock is waiting for {engine} to report that its processes have ended, or for its"
+        " lease to expire",
     ),
+    "lock.lease_expired": ("warning", "the lease of {engine} has expired"),
     "lock.waiting_evidence": (
         "warning",
         "{lock} lock is waiting: processes of {incarnation} are still alive",
@@ -179,7 +181,7 @@ def granted(lock: Lock, holder: Holder, waiter: Waiter, now_ms: float) -> Happen
 
 
 def unresponsive(lock: Lock, holder: Holder, supervisor: SupervisorRecord) -> Happened:
-    if holder.lease is not None:
+    if holder.lease_ms is not None:
         return of_holder("lock.unresponsive/leased", lock, holder)
     data = facts(lock, holder, pid=supervisor.pid)
     return event("lock.unresponsive", data, evidence=holder)
@@ -190,11 +192,20 @@ def overdue(lock: Lock) -> Happened:
     holder = lock.holder
     if holder is None:
         return event("lock.waiting_evidence/unknown", {"lock": lock.name})
-    if holder.lease is not None:
+    if holder.lease_ms is not None:
         return of_holder("lock.waiting_evidence/leased", lock, holder)
     is_late = lock.state is LockState.RECOVERING
     kind = "lock.unresponsive/before" if is_late else "lock.waiting_evidence"
     return event(kind, facts(lock, holder), evidence=holder)
+
+
+def lease_expired(lease: Lease) -> Happened:
+    data = {
+        "engine": lease.engine,
+        "incarnation": lease.incarnation,
+        "lease_ms": lease.lease_ms,
+    }
+    return event("lock.lease_expired", data)
 
 
 def requester(pid: int) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
-from lockserver.core.events import Holder, LeaseTerms, RefuseConnection, Wanted
+from lockserver.core.events import Holder, RefuseConnection, Wanted
 from lockserver.core.lock import Lock, Signal
 from lockserver.core.names import (
     ENGINE_ID,
@@ -29,6 +29,7 @@ from plumbing.pod.models import model_of
 # Each may be remembered until its process ends.
 SUPERVISORS_MAX = 1024
 LOCKS_NAMED_MAX = 8  # in the refusal of one that there is not
+LEASE = "lease"  # `process` of a supervisor over TCP: its lease counts instead
 SINCE_MS_MAX = 1e12 + 0.001  # thirty years of a clock, with its fraction
 
 
@@ -48,7 +49,7 @@ class SupervisorRecord:
     incarnation: str | None = None
     witness: WitnessFile | None = None
     witness_name: str | None = None
-    lease: LeaseTerms | None = None
+    lease_ms: int | None = None
     serving: ServingFile | None = None
     locks: tuple[str, ...] = ()
     tokens: Mapping[str, int] = field(default_factory=dict)
@@ -62,7 +63,19 @@ class SupervisorRecord:
 
     @property
     def has_process(self) -> bool:
-        return self.process != "none"
+        return self.process not in ("none", LEASE)
+
+    @property
+    def is_leased(self) -> bool:
+        """Whether it is on another host, so that its lease counts instead of its process."""
+        return self.process == LEASE
+
+    def has_outrun(self, want: Wanted) -> bool:
+        """Whether `want` was sent before what has been received of this supervisor. Over TCP a
+        connection that was opened earlier may be accepted later."""
+        if want.process == LEASE:
+            return want.msg.progress < self.progress
+        return want.conn < self.newest
 
     def may_wait_for(self, lock: str) -> bool:
         """Whoever was told to end keeps what it holds, and is granted nothing."""
@@ -73,10 +86,14 @@ class SupervisorRecord:
         is_unseen = want.witness_state is WitnessState.UNSEEN and want.witness_file is None
         if not is_unseen or self.incarnation != want.msg.incarnation:
             self.witness = want.witness_file  # else it is the one that was seen before
+        if want.process == LEASE:
+            self.progress = want.msg.progress
+        elif self.conn != want.conn:
+            self.progress = -1
         self.conn, self.pid, self.process = want.conn, want.pid, want.process
         self.newest = want.conn
         self.incarnation, self.witness_name = want.msg.incarnation, want.msg.witness
-        self.lease, self.serving = want.lease, want.serving
+        self.lease_ms, self.serving = want.lease_ms, want.serving
         self.locks, self.tokens = want.msg.locks, dict(want.msg.tokens)
         self.over = dict(want.msg.over)
         self.continuation = want.msg.continuation
@@ -95,7 +112,7 @@ def claimant(want: Wanted, token: int, now_ms: float) -> Holder:
         witness=file,
         token=token,
         since_mono_ms=now_ms,
-        lease=want.lease,
+        lease_ms=want.lease_ms,
         serving=want.serving,
     )
 

@@ -12,7 +12,7 @@ import asyncio
 from datetime import datetime
 
 from lockserver.core import events as ev
-from lockserver.status import document as status
+from lockserver.status.online import processes_of
 from lockserver.status.reasons import named
 from plumbing.service.clock import Clock
 from plumbing.service.events import EventLog
@@ -44,6 +44,6 @@ class EventOutbox:
         for effect, ts, mono_ms in pending:
             data, message = dict(effect.data), effect.message
             if effect.evidence is not None:
-                data["pids"] = status.processes_of(effect.evidence)
+                data["pids"] = processes_of(effect.evidence)
                 message = f"{message}: {named(data['pids'])}"
             self._log.record(effect.type, message, effect.severity, data, at=(ts, mono_ms))

@@ -8,10 +8,8 @@ from prometheus_client import Counter
 
 from lockserver.core.lock import LockState
 from lockserver.core.machine import LockMachine
-from lockserver.members.members import Members
 from lockserver.server.gateways import ConnectedGateway
 from lockserver.server.service_socket import STATES
-from lockserver.status.document import longest_left_ms, missing_of
 from plumbing.pod.models import ACTIVE, kind_of
 from plumbing.service.events import Event
 from plumbing.service.metrics import Metrics
@@ -28,7 +26,6 @@ GAUGES = {
     "lock_lease_remaining_seconds": (
         "Over TCP: time until the holder's lease expires, unless renewed."
     ),
-    "lock_members_missing": "Over TCP: members of the holder that are not connected.",
     "lock_gateways": "Gateways that have borrowed the lock's service socket.",
     "lock_gateways_accepting": "Gateways that have borrowed it and accept connections.",
     "lock_gateways_silent": "Gateways that have borrowed it and send no heartbeats.",
@@ -65,10 +62,6 @@ class LockMetrics:
             "result",
             tuple(SWITCHOVER_RESULTS.values()),
         )
-        self._members_lost = metrics.counter(
-            "lock_members_lost_total",
-            "Over TCP: engines that had to end because they lost a member.",
-        )
         self._write_problem = metrics.gauge(
             "lock_write_problem", "1 while grants cannot be written to the state file."
         )
@@ -98,7 +91,6 @@ class LockMetrics:
     def update(
         self,
         machine: LockMachine,
-        members: Members,
         gateways: Sequence[ConnectedGateway],
         now_ms: float,
     ) -> None:
@@ -107,14 +99,15 @@ class LockMetrics:
             supervisor = machine.supervisors.get(holder.supervisor) if holder else None
             self._state.set(lock.state, lock=lock.name)
             borrowers = [each for each in gateways if each.lock == kind_of(lock.name)]
+            incarnation = holder.incarnation if holder else None
+            left_ms = machine.leases.left_ms(incarnation, now_ms) or 0.0
             values = {
                 "lock_held": lock.state is LockState.HELD,
                 "lock_token": holder.token if holder else 0,
                 "lock_waiters": len(lock.waiters),
                 "lock_unresponsive": supervisor is not None and supervisor.is_silent,
                 "lock_switchover": lock.name in machine.switchovers.under_way,
-                "lock_lease_remaining_seconds": longest_left_ms(holder, members, now_ms) / 1000,
-                "lock_members_missing": missing_of(holder, members),
+                "lock_lease_remaining_seconds": left_ms / 1000,
                 "lock_gateways": len(borrowers),
                 "lock_gateways_accepting": sum(each.is_accepting for each in borrowers),
                 "lock_gateways_silent": sum(each.is_silent for each in borrowers),
@@ -128,8 +121,6 @@ class LockMetrics:
         data = event.data
         if event.type == "lock.releasing":
             self._losses.labels(lock=data["lock"], reason=data["cause"]).inc()
-        elif event.type == "lock.member_lost":
-            self._members_lost.inc()
         elif event.type in SWITCHOVER_RESULTS:
             result = SWITCHOVER_RESULTS[event.type]
             self._switchovers.labels(lock=data["lock"], result=result).inc()

@@ -26,11 +26,11 @@ from typing import Self
 
 from lockserver.core import events as ev
 from lockserver.core.events import RefuseSwitchOver, ReportSwitchOver, SwitchOverAsked
+from lockserver.core.leases import Leases
 from lockserver.core.lock import with_filed
 from lockserver.core.machine import LockMachine
 from lockserver.core.names import WitnessState
 from lockserver.core.supervisors import SupervisorRecord
-from lockserver.members.leases import Leases
 from lockserver.messages import SWITCHOVER_MS_MAX, SwitchedOverMsg, SwitchOverMsg
 from lockserver.server.event_outbox import EventOutbox
 from lockserver.server.gateways import GatewayDesk
@@ -177,14 +177,14 @@ class SwitchoverDesk:
 
 
 def is_alive(witnesses: WitnessDesk, leases: Leases, supervisor: SupervisorRecord) -> bool:
-    """Whether processes of this supervisor's backend hold its witness; over TCP, whether the leases
-    of all members are valid.
+    """Whether processes of this supervisor's backend hold its witness; over TCP, whether its lease
+    is valid.
 
     Raises:
         UnderstudyError: `lock.no_descriptors`.
     """
-    if supervisor.lease is not None:
-        return leases.is_whole(supervisor.lease)
+    if supervisor.is_leased:
+        return supervisor.incarnation in leases.valid
     if supervisor.witness is None:
         return False
     found, state = witnesses.identify(supervisor.witness.name)
@@ -314,9 +314,15 @@ class Parts:
             silent_ms=settings.silent_ms,
             window_ms=settings.window_ms,
             resumes=settings.listen is None,
+            leases=Leases(
+                clock.now_ms(),
+                lease_ms=settings.lease_ms,
+                margin_ms=settings.lease_margin_ms,
+                listens=settings.listen is not None,
+            ),
         )
+        conns: dict[int, Connection] = {}
         outbox = EventOutbox(events, clock)
-        remote = Remote(settings, machine, clock, feed, outbox)
         reserve = Reserve(SPARE_FDS)
         witnesses = WitnessDesk(path, reserve)
         services = ServiceDesk(settings.services, settings.hold_ms, reserve)
@@ -329,12 +335,12 @@ class Parts:
             started=clock.wall(),
             events=events,
             metrics=metrics,
-            conns={},
+            conns=conns,
             directory=LockDirectory(path, wire, events),
             state=state,
             machine=machine,
             outbox=outbox,
-            remote=remote,
+            remote=Remote(settings, machine.leases, conns, clock, feed),
             reserve=reserve,
             services=services,
             witnesses=witnesses,
@@ -342,9 +348,9 @@ class Parts:
                 machine, services, gateways, witnesses, (reserve, wire.reserve), events
             ),
             processes=ProcessWatch(lambda supervisor: feed(ev.ProcessGone(supervisor))),
-            switchovers=SwitchoverDesk(machine, partial(is_alive, witnesses, remote.leases)),
+            switchovers=SwitchoverDesk(machine, partial(is_alive, witnesses, machine.leases)),
             gateways=gateways,
-            prober=Prober(witnesses, machine, remote.leases, feed),
+            prober=Prober(witnesses, machine, feed),
         )
 
     def conn_of(self, supervisor: SupervisorRecord) -> Connection | None:

@@ -3,9 +3,8 @@
 Nothing announces that a witness is free, so `Prober` tries it often: at once, then every 0.2 ms for
 20 ms, which is how long small processes take to die, every millisecond for the first second, then
 every 10 ms. A try takes microseconds, so it runs on the loop. The serving file of a holder that has
-handed over in place is tried likewise. Where a holder's evidence is a lease, `leases` is asked
-instead of the file. The first 20 ms are slept on the loop, in steps, because uvloop's timers count
-whole milliseconds; between two steps the loop serves its connections.
+handed over in place is tried likewise. The first 20 ms are slept on the loop, in steps, because
+uvloop's timers count whole milliseconds; between two steps the loop serves its connections.
 
 `WitnessDesk` looks at the witnesses and serving files of the directory, also when the server is
 short of descriptors. A look that is not possible now is repeated with a descriptor from the
@@ -28,7 +27,6 @@ from lockserver import serving, witness
 from lockserver.core import evidence
 from lockserver.core.events import (
     DirectoryScanned,
-    Holder,
     Input,
     ServingFileFree,
     Wanted,
@@ -44,7 +42,6 @@ from lockserver.core.names import (
     WitnessFile,
     WitnessState,
 )
-from lockserver.members.leases import Leases
 from lockserver.messages import WantMsg
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import Reserve
@@ -63,12 +60,10 @@ class Prober:
         self,
         witnesses: WitnessDesk,
         machine: LockMachine,
-        leases: Leases,
         feed: Callable[[Input], None],
     ) -> None:
         self._witnesses = witnesses
         self._machine = machine
-        self._leases = leases
         self._feed = feed
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.Handle | None = None
@@ -119,7 +114,7 @@ class Prober:
 
     def _try_holders(self) -> None:
         for lock, holder in evidence.probes_due(self._machine.locks, self._machine.supervisors):
-            if self._is_free(holder):
+            if self._witnesses.probe(holder.witness) is WitnessState.FREE:
                 self._feed(WitnessFree(lock, holder.incarnation))
         for lock, holder in evidence.handed_over(self._machine.locks):
             assert holder.serving is not None  # or it would not have been named
@@ -127,20 +122,11 @@ class Prober:
             if state is WitnessState.FREE:
                 self._feed(ServingFileFree(lock, holder.incarnation, holder.token))
 
-    def _is_free(self, holder: Holder) -> bool:
-        """Whether no process of this holder can be alive; if so, seal it."""
-        if holder.lease is not None:
-            is_free = self._leases.is_free(holder.lease)
-            if is_free:
-                self._leases.seal(holder.lease)
-            return is_free
-        return self._witnesses.probe(holder.witness) is WitnessState.FREE
-
     def _try_directory(self) -> None:
         """Look first and seal only if that settles it: new processes may be about to lock. A look
         that is not possible settles nothing."""
         machine = self._machine
-        if not self._leases.may_free_unknown(machine.locks):
+        if machine.leases.may_have_strangers:
             return
         held, serves = self._witnesses.scan(), self._witnesses.scan_serving()
         if held is None or serves is None:

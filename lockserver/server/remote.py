@@ -1,8 +1,7 @@
-"""The shell around members and leases: TCP messages and the time go in, messages come out.
+"""Engines on other hosts: their connections over TCP, whose messages go to the machine like others.
 
-Events for the lock itself go to the machine through `feed`; its effects on a virtual connection
-come back through `perform`. It exists even without an address to listen on: a holder on file may be
-a group, and then its leases must expire before another engine is granted the lock.
+Their evidence is a lease, which the machine keeps (`core/leases.py`). Status, events and switchover
+are the Unix socket's alone.
 """
 
 from __future__ import annotations
@@ -11,12 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from lockserver.core import events as ev
-from lockserver.core.machine import LockMachine
-from lockserver.members import group as me
-from lockserver.members.leases import Leases
-from lockserver.members.members import Members
-from lockserver.messages import CATALOGUE, BeatMsg, GrantedMsg, HandOverMsg, WantMsg
-from lockserver.server.event_outbox import EventOutbox
+from lockserver.core.leases import Leases
+from lockserver.core.supervisors import LEASE
+from lockserver.messages import CATALOGUE, BeatMsg, WantMsg
 from lockserver.server.settings import LockSettings
 from plumbing.errors import ProtocolError
 from plumbing.service.clock import Clock
@@ -29,31 +25,24 @@ from plumbing.wire.tcp import TcpServer
 
 
 class Remote:
-    """All members of one lock server."""
+    """The listener over TCP, if there is an address to listen on."""
 
     def __init__(
         self,
         settings: LockSettings,
-        machine: LockMachine,
+        leases: Leases,
+        conns: dict[int, Connection],
         clock: Clock,
         feed: Callable[[ev.Input], None],
-        outbox: EventOutbox,
     ) -> None:
-        now_ms, listen = clock.now_ms(), settings.listen
-        self.leases = Leases(
-            now_ms,
-            lease_ms=settings.lease_ms,
-            margin_ms=settings.lease_margin_ms,
-            listens=listen is not None,
-        )
-        self.members = Members(self.leases, machine.locks, now_ms, silent_ms=settings.silent_ms)
-        self._clock, self._feed, self._outbox = clock, feed, outbox
-        self._conns: dict[int, Connection] = {}
+        self._leases, self._conns, self._clock, self._feed = leases, conns, clock, feed
+        self._silent_ms = settings.silent_ms
+        self._since_ms: dict[int, float] = {}  # connections without a `want` yet
         self.server: TcpServer | None = None
-        if listen is not None:
+        if settings.listen is not None:
             assert settings.security is not None, "who listens has certificates"
             self.server = TcpServer(
-                listen,
+                settings.listen,
                 CATALOGUE,
                 self,
                 service="lockserver",
@@ -72,7 +61,7 @@ class Remote:
 
     @property
     def problem(self) -> str | None:
-        """Why no member can connect, or what is wrong with the security files, for operators."""
+        """Why no engine can connect, or what is wrong with the security files, for operators."""
         if self.server is None:
             return None
         return self.server.problem or self.server.security_problem
@@ -84,80 +73,43 @@ class Remote:
         return {
             "address": str(self.server.address),
             "secured": True,  # by certificates, always; scripts read it
-            "lease_ms": self.leases.lease_ms,
-            "lease_margin_ms": round(self.leases.margin_ms),
+            "lease_ms": self._leases.lease_ms,
+            "lease_margin_ms": round(self._leases.margin_ms),
             "connections": len(self.server.connections),
             "refused": self.server.refused_count,
             "last_refusal": self.server.last_refusal,
         }
 
+    def tick(self, now_ms: float) -> None:
+        """Close connections that have not said for too long whose they are."""
+        for number, since_ms in self._since_ms.items():
+            if now_ms - since_ms > self._silent_ms:
+                self._conns[number].close("it has sent no `want` for too long")
+
     # ------------------------------------------------------------------ as the wire's handler
 
     def opened(self, conn: Connection) -> None:
         self._conns[conn.id] = conn
-        self._handle(me.MemberOpened(conn.id))
+        self._since_ms[conn.id] = self._clock.now_ms()
 
     def received(
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
     ) -> None:
         if isinstance(message, WantMsg) and not message.services:
-            self._handle(me.MemberWanted(conn.id, message, str(conn.peer)))
+            self._since_ms.pop(conn.id, None)
+            self._feed(ev.Wanted(conn.id, message, process=LEASE))
         elif isinstance(message, BeatMsg):
-            self._handle(ev.Beaten(conn.id, message.progress))
+            self._feed(ev.Beaten(conn.id, message.progress))
         else:
             close_all(fds)
             raise ProtocolError(
                 "lock.unexpected_message",
-                f"over TCP the lock server accepts only wants and heartbeats of members, not"
+                f"over TCP the lock server accepts only wants and heartbeats of engines, not"
                 f" {message.TYPE!r}; use the Unix socket of its host for status, events and"
                 " switchover",
             )
 
     def closed(self, conn: Connection, reason: str) -> None:
         self._conns.pop(conn.id, None)
-        self._handle(ev.ConnectionClosed(conn.id))
-
-    def tick(self) -> None:
-        """Time has passed; must be called before the machine handles it."""
-        self._handle(ev.TimePassed())
-
-    def _handle(self, event: ev.Input) -> None:
-        for output in self.members.handle(event, self._clock.now_ms()):
-            self._do(output)
-
-    # ------------------------------------------------------------------ outputs
-
-    def perform(self, effect: ev.LockEffect) -> None:
-        """An effect of the machine on a virtual connection."""
-        for output in self.members.fan_out(effect):
-            self._do(output)
-
-    def announce(self, message: GrantedMsg) -> None:
-        for conn in self.members.audience(message.engine):
-            self._send(conn, message)
-
-    def _send(self, conn_id: int, message: Message) -> None:
-        conn = self._conns.get(conn_id)
-        if conn is not None:
-            conn.send(message)
-
-    def _do(self, output: ev.LockEffect) -> None:
-        match output:
-            case me.Feed():
-                self._feed(output.event)
-            case me.SendMsg():
-                self._send(output.conn, output.message)
-            case ev.SendHandOver(conn, lock, incarnation, to, resume):
-                self._send(conn, HandOverMsg(lock, incarnation, to, resume))
-            case ev.RefuseConnection() | ev.Close():
-                end_connection(self._conns.get(output.conn), output)
-            case ev.Happened():
-                self._outbox.add(output)
-
-
-def end_connection(conn: Connection | None, effect: ev.RefuseConnection | ev.Close) -> None:
-    """Close a connection, if it is still open, with an error frame where one is due."""
-    if conn is not None and isinstance(effect, ev.Close):
-        conn.close(effect.reason)
-    elif conn is not None and isinstance(effect, ev.RefuseConnection):
-        conn.fault(ProtocolError(effect.code, effect.message, **effect.details))
+        self._since_ms.pop(conn.id, None)
+        self._feed(ev.ConnectionClosed(conn.id))

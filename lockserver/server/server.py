@@ -1,4 +1,4 @@
-"""The lock server as a process: the shell around the machine, its effects, its report, its HTTP.
+"""The lock server as a process: the shell around the machine, its effects, its HTTP.
 
 `LockServer` takes messages and the time in and owns the connections and the order of things. It
 must not decide who holds what: every question goes to `core`. Everything runs as callbacks on one
@@ -10,17 +10,14 @@ answered (a write); anything else is our own fault. A `Persist` is done in place
 purpose, because nothing may happen between choosing a holder and having it on disk; its outcome
 goes back into the machine before it returns.
 
-`LockReport` reads everything and changes nothing: the status document, and the problems found at
-the start. `run` starts the server and its HTTP endpoints, and waits for the signal that ends both.
+`run` starts the server and its HTTP endpoints, and waits for the signal that ends both.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,13 +25,13 @@ from lockserver import witness
 from lockserver.core import events as ev
 from lockserver.core.lock import KINDS, LockState
 from lockserver.core.supervisors import SUPERVISORS_MAX
-from lockserver.members.members import is_virtual
 from lockserver.messages import (
     CATALOGUE,
     BeatMsg,
     BorrowMsg,
     GrantedMsg,
     HandOverMsg,
+    RenewedMsg,
     StandbyMsg,
     StatusMsg,
     StatusReplyMsg,
@@ -44,18 +41,15 @@ from lockserver.messages import (
 )
 from lockserver.server.metrics import LockMetrics
 from lockserver.server.parts import Parts
-from lockserver.server.remote import end_connection
+from lockserver.server.report import LockReport
 from lockserver.server.settings import LockSettings
-from lockserver.status import document
-from lockserver.status.reasons import Here
 from plumbing.errors import InvariantError, ProtocolError, UnderstudyError, UsageError
 from plumbing.pod.models import ACTIVE, model_of
 from plumbing.pod.observers import Observers
 from plumbing.pod.paths import lockserver_guard, lockserver_socket
-from plumbing.service.clock import Clock, SystemClock, rfc3339
-from plumbing.service.events import Event, EventLog
+from plumbing.service.clock import Clock, SystemClock
+from plumbing.service.events import EventLog
 from plumbing.service.http import HttpServer, Probe
-from plumbing.service.notify import restarts
 from plumbing.service.signals import until_ended
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd, close_all
@@ -225,11 +219,11 @@ class LockServer:
             parts.directory.look(self.clock.now_ms())
         except UnderstudyError as error:
             self._fail(error)
-        parts.remote.tick()
         for again in parts.witnesses.tick():
             self.feed(again)
         self.feed(ev.TimePassed())
         now_ms = self.clock.now_ms()
+        parts.remote.tick(now_ms)
         parts.shortage.tick(now_ms)
         parts.gateways.tick(now_ms)
         for name in parts.services.watch(parts.gateways.is_accepting, now_ms):
@@ -247,7 +241,7 @@ class LockServer:
         parts = self.parts
         parts.outbox.flush()
         gateways = tuple(parts.gateways.gateways.values())
-        self.metrics.update(parts.machine, parts.remote.members, gateways, self.clock.now_ms())
+        self.metrics.update(parts.machine, gateways, self.clock.now_ms())
 
 
 class LockPerformer:
@@ -261,10 +255,7 @@ class LockPerformer:
     def perform(self, effects: list[ev.LockEffect]) -> None:
         for effect in effects:
             try:
-                if is_virtual(getattr(effect, "conn", 0)):
-                    self._parts.remote.perform(effect)
-                else:
-                    self._do(effect)
+                self._do(effect)
             except OSError as error:  # the loop would log it and go on without the others
                 raise InvariantError(f"{type(effect).__name__} failed: {error}") from error
 
@@ -273,6 +264,8 @@ class LockPerformer:
         match effect:
             case ev.SendGrant():
                 self._send(effect.conn, granted(effect))
+            case ev.Renew(conn, progress, lease_ms):
+                self._send(conn, RenewedMsg(progress, lease_ms))
             case ev.TellStandby():
                 news = effect.is_ready, effect.continues, effect.is_settled
                 self._send(effect.conn, StandbyMsg(effect.lock, effect.holder.incarnation, *news))
@@ -313,7 +306,6 @@ class LockPerformer:
             conn = self._parts.conn_of(supervisor)
             if conn is not None and supervisor.id != effect.holder.supervisor:
                 conn.send(message)
-        self._parts.remote.announce(message)
         self._observers.send(message)
 
     def _persist(self, record: ev.LockRecord) -> None:
@@ -328,6 +320,14 @@ class LockPerformer:
         self._parts.metrics.synced(took_s)
 
 
+def end_connection(conn: Connection | None, effect: ev.RefuseConnection | ev.Close) -> None:
+    """Close a connection, if it is still open, with an error frame where one is due."""
+    if conn is not None and isinstance(effect, ev.Close):
+        conn.close(effect.reason)
+    elif conn is not None and isinstance(effect, ev.RefuseConnection):
+        conn.fault(ProtocolError(effect.code, effect.message, **effect.details))
+
+
 def granted(effect: ev.SendGrant | ev.Announce) -> GrantedMsg:
     holder = effect.holder
     return GrantedMsg(
@@ -338,82 +338,6 @@ def granted(effect: ev.SendGrant | ev.Announce) -> GrantedMsg:
         effect.era,
         effect.is_leaving,
     )
-
-
-LAST_GRANTS = 20
-DIRECT, GATEWAY = "direct", "gateway"  # who accepts connections: engines (over TCP), a gateway
-
-
-class LockReport:
-    """Reports on `parts`; keeps the last grants."""
-
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-        self._last_grants: deque[dict[str, Any]] = deque(maxlen=LAST_GRANTS)
-        parts.events.subscribe(self._keep_grant)
-
-    def document(self, http_problem: str | None = None) -> dict[str, Any]:
-        """The status document, the same for the CLI, `/status` and observers."""
-        with self._parts.reserve:  # it looks at witnesses and at /proc
-            return self._document(http_problem)
-
-    def _document(self, http_problem: str | None) -> dict[str, Any]:
-        parts = self._parts
-        parts.outbox.flush()
-        machine, members = parts.machine, parts.remote.members
-        directory, clock = parts.directory, parts.clock
-        here = Here(
-            machine,
-            members,
-            clock,
-            parts.settings.directory,
-            away=parts.services.away(),
-            unreachable=directory.unreachable,
-            undone=parts.shortage.undone(),
-            no_gateway=parts.gateways.missing,
-            silent_gateways=parts.gateways.silent(),
-        )
-        sources = (machine.ledger, directory, parts.remote, parts.shortage, parts.gateways)
-        problems = (*(each.problem for each in sources), http_problem)
-        return {
-            "schema": document.SCHEMA,
-            **parts.events.newest(),
-            "server": {
-                "pid": os.getpid(),
-                "since": rfc3339(parts.started),
-                "dir": parts.settings.directory,
-                "online": True,
-                "restarts": restarts(),
-            },
-            "models": list(parts.settings.models),
-            "mode": GATEWAY if parts.settings.listen is None else DIRECT,
-            "era": machine.ledger.era,
-            "token": machine.ledger.token,
-            "problem": next(filter(None, problems), None),
-            "locks": document.lock_documents(here),
-            "tcp": parts.remote.document(),
-            "members": document.member_documents(members, clock.now_ms()),
-            "supervisors": document.supervisor_documents(machine, clock),
-            "supervisors_total": len(machine.supervisors),
-            "service": parts.services.documents(),
-            "gateways": parts.gateways.documents(),
-            "last_grants": list(self._last_grants),
-        }
-
-    def record_start(self) -> None:
-        """Record what was wrong on disk, and which service addresses are in use."""
-        events, state = self._parts.events, self._parts.state
-        if state.loaded.problem is not None:
-            kept = f"; moved to {state.loaded.aside}" if state.loaded.aside else ""
-            message = f"{state.path}: {state.loaded.problem}{kept}"
-            events.record("lock.state_lost", message, "error", {"aside": state.loaded.aside})
-        for lock, (address, problem) in self._parts.services.away().items():
-            message = f"waiting for an engine to hand {address} back: {problem}"
-            events.record("lock.service_away", message, "warning", {"lock": lock})
-
-    def _keep_grant(self, event: Event) -> None:
-        if event.type == "lock.granted":
-            self._last_grants.append({**event.data, "ts": rfc3339(event.ts)})
 
 
 SETTLE_S = 0.3  # within which engines say that they were told to end, too

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from lockserver.core.leases import LEASE_MS, MARGIN_MS
 from lockserver.core.lock import kinds_of
 from lockserver.core.machine import SILENT_MS, WINDOW_MS
-from lockserver.members.leases import LEASE_MS, MARGIN_MS
 from plumbing.wire.tcp import Security
 from plumbing.wire.tcp_address import TcpAddress
 
@@ -23,7 +23,7 @@ class LockSettings:
     window_ms: float = WINDOW_MS
     hold_ms: float = HOLD_MS
     silent_ms: float = SILENT_MS
-    listen: TcpAddress | None = None  # for engines that span nodes; None: this host only
+    listen: TcpAddress | None = None  # for engines on other hosts; None: this host only
     security: Security | None = None  # of `listen`, which needs it
     lease_ms: float = LEASE_MS
     lease_margin_ms: float = MARGIN_MS

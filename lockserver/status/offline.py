@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lockserver import state_file, witness
+from msgspec import to_builtins
+
+from lockserver import schema, state_file, witness
 from lockserver.core.events import Holder, LockRecord
 from lockserver.core.lock import KINDS, kinds_of, with_filed
 from lockserver.core.names import WitnessState
-from lockserver.status.document import SCHEMA, processes_of, wait_document
-from lockserver.status.reasons import NOBODY, RESUME, named, wait
+from lockserver.status.online import SCHEMA, processes_of, shown_wait
+from lockserver.status.reasons import NOBODY, RESUME, LockWait, Process, named, wait
 from plumbing.errors import UnderstudyError, UnreachableError, WaitTimeoutError
 from plumbing.pod.messages import Tier
 from plumbing.pod.paths import engine_state, lockserver_guard
@@ -51,7 +54,7 @@ def silent_server(directory: str, error: UnderstudyError) -> SilentServer | None
     One in another PID namespace is not visible. Then it is known by accepting the connection.
     """
     path = lockserver_guard(directory)
-    pid = _holder(path)
+    pid = _guard_holder(path)
     if pid is None and not isinstance(error, WaitTimeoutError):
         return None
     if pid is None:
@@ -69,7 +72,7 @@ def silent_server(directory: str, error: UnderstudyError) -> SilentServer | None
     )
 
 
-def _holder(path: str) -> int | None:
+def _guard_holder(path: str) -> int | None:
     """The process that has the guard at `path` open, if it is visible; the one named in it first.
 
     Only a server opens it. Trying its flock instead could make a server that starts now fail.
@@ -102,88 +105,94 @@ def offline(
     if found is None:
         return None
     written_s = os.stat(os.path.join(directory, state_file.NAME)).st_mtime
-    written_ms = clock.now_ms() - (time.time() - written_s) * 1000
-    return {
-        "schema": SCHEMA,
-        "as_of_event_id": 0,
-        "last_event": None,
-        "server": {"pid": None, "since": None, "dir": directory, "online": False},
-        "models": list(found.models),
-        "mode": None,
-        "era": found.record.era,
-        "token": found.record.token,
-        "locks": {
-            name: {
-                "kind": "fenced" if is_fenced else "plain",
-                **_lock_document(directory, name, found.record, written_ms, clock, silent),
-            }
-            for name, is_fenced in with_filed(kinds_of(found.models), found.record).items()
-        },
-        "tcp": None,
-        "members": {},
-        "supervisors": [],
-        "supervisors_total": 0,
-        "service": {},
-        "gateways": [],
-        "last_grants": [],
-        "problem": found.problem,
-    }
-
-
-def _lock_document(
-    directory: str,
-    name: str,
-    record: LockRecord,
-    written_ms: float,
-    clock: Clock,
-    silent: SilentServer | None,
-) -> dict[str, Any]:
-    holder = record.holders.get(name)
-    since_ms = written_ms if holder is None else holder.since_mono_ms
-    document: dict[str, Any] = {
-        "state": "unknown",
-        **moment(since_ms, clock),
-        "holder": None,
-        "waiters": [],
-        "waiters_total": 0,
-        "waiting_for": [],
-        "waits": [],
-        "problem": UNANSWERED if silent is None else silent.message,
-    }
-    evidence = "no holder is on file" if name not in record.unknown else "the holder is not on file"
-    if holder is not None:
-        processes = processes_of(holder.witness)
-        state = _witness_state(directory, holder)
-        document["holder"] = {
-            "engine": holder.engine,
-            "incarnation": holder.incarnation,
-            "token": holder.token,
-            **moment(holder.since_mono_ms, clock),
-            "since_mono_ms": holder.since_mono_ms,
-            "witness": state,
-        }
-        document["waiting_for"] = processes
-        who = f" by {named(processes)}" if state == str(WitnessState.HELD) else ""
-        evidence = f"witness {holder.witness.name} is {state}{who}"
-        if state == str(WitnessState.UNPROVEN):
-            evidence = (
-                f"witness {holder.witness.name} is missing or was replaced: it proves nothing"
-            )
-        if holder.lease is not None:
-            count, length = len(holder.lease.members), duration(holder.lease.lease_ms)
-            evidence = f"{count} members over TCP cannot renew their leases of {length}"
-    meanwhile = "until then an active engine keeps serving, and no other engine is granted the lock"
-    if holder is not None and holder.lease is not None:
-        meanwhile = "the active engine stops before its lease expires"
-    fix = f"start it: lockserver serve --dir {directory}; {meanwhile}"
-    whose = (holder.engine, holder.incarnation, holder.token, None) if holder else NOBODY
-    told = wait(
-        *("no_server", since_ms, (evidence,), whose),
-        what=UNANSWERED if silent is None else silent.message,
-        end=fix if silent is None else silent.fix,
+    seen = _Seen(
+        directory, found.record, clock.now_ms() - (time.time() - written_s) * 1000, clock, silent
     )
-    document["waits"] = [wait_document(told, clock)]
+    kinds = with_filed(kinds_of(found.models), found.record)
+    status = schema.LockserverStatus(
+        schema=SCHEMA,
+        as_of_event_id=0,
+        last_event=None,
+        server=schema.LockServerFields(pid=None, since=None, dir=directory, online=False),
+        models=list(found.models),
+        mode=None,
+        era=found.record.era,
+        token=found.record.token,
+        problem=found.problem,
+        locks={name: _lock(name, seen, is_fenced=fenced) for name, fenced in kinds.items()},
+        tcp=None,
+        supervisors=[],
+        supervisors_total=0,
+        service={},
+        gateways=[],
+        last_grants=[],
+    )
+    document: dict[str, Any] = to_builtins(status)
     return document
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    directory: str
+    record: LockRecord
+    written_ms: float
+    clock: Clock
+    silent: SilentServer | None
+
+
+def _lock(name: str, seen: _Seen, *, is_fenced: bool) -> schema.LockLock:
+    holder, clock = seen.record.holders.get(name), seen.clock
+    since_ms = seen.written_ms if holder is None else holder.since_mono_ms
+    processes = [] if holder is None else processes_of(holder.witness)
+    what = UNANSWERED if seen.silent is None else seen.silent.message
+    return schema.LockLock(
+        kind="fenced" if is_fenced else "plain",
+        state="unknown",
+        **moment(since_ms, clock),
+        holder=None if holder is None else _holder(holder, seen),
+        waiters=[],
+        waiters_total=0,
+        waiting_for=[schema.LockWaitingFor(**each) for each in processes],
+        waits=[shown_wait(_wait(name, holder, processes, since_ms, seen, what), clock)],
+        problem=what,
+    )
+
+
+def _holder(holder: Holder, seen: _Seen) -> schema.LockHolder:
+    return schema.LockHolder(
+        engine=holder.engine,
+        incarnation=holder.incarnation,
+        token=holder.token,
+        **moment(holder.since_mono_ms, seen.clock),
+        since_mono_ms=holder.since_mono_ms,
+        witness=_witness_state(seen.directory, holder),
+    )
+
+
+def _wait(
+    name: str,
+    holder: Holder | None,
+    processes: Sequence[Process],
+    since_ms: float,
+    seen: _Seen,
+    what: str,
+) -> LockWait:
+    meanwhile = "until then an active engine keeps serving, and no other engine is granted the lock"
+    if holder is None:
+        is_unknown = name in seen.record.unknown
+        evidence = "the holder is not on file" if is_unknown else "no holder is on file"
+    elif holder.lease_ms is not None:
+        evidence = f"it cannot renew its lease of {duration(holder.lease_ms)}"
+        meanwhile = "the active engine stops before its lease expires"
+    elif (state := _witness_state(seen.directory, holder)) == WitnessState.UNPROVEN:
+        evidence = f"witness {holder.witness.name} is missing or was replaced: it proves nothing"
+    else:
+        who = f" by {named(processes)}" if state == WitnessState.HELD else ""
+        evidence = f"witness {holder.witness.name} is {state}{who}"
+    fix = f"start it: lockserver serve --dir {seen.directory}; {meanwhile}"
+    end = fix if seen.silent is None else seen.silent.fix
+    whose = (holder.engine, holder.incarnation, holder.token, None) if holder else NOBODY
+    return wait("no_server", since_ms, (evidence,), whose, what=what, end=end)
 
 
 def _witness_state(directory: str, holder: Holder) -> str:

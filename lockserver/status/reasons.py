@@ -1,7 +1,7 @@
 """What a lock waits for: `TEXTS` is the table of the states that can last, each with its sentence
 and its fix; `waits_of` finds those that a lock is in, with who, since when and the evidence.
 
-Pure: `document` looks at witnesses and /proc. Waits that are no fault are listed too: a queue
+Pure: `online` looks at witnesses and /proc. Waits that are no fault are listed too: a queue
 behind a live holder and a lock that no engine asks for are the two questions that operators ask
 about a healthy pod.
 """
@@ -12,14 +12,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockserver.core.events import Holder, LeaseTerms
+from lockserver.core.events import Holder
 from lockserver.core.evidence import is_decisive
 from lockserver.core.lock import Lock, LockState, Signal, next_waiter
 from lockserver.core.machine import LockMachine
 from lockserver.core.names import WitnessState
 from lockserver.core.sentences import requester
 from lockserver.core.supervisors import SupervisorRecord
-from lockserver.members.members import Members
 from plumbing.pod.models import kind_of, model_of
 from plumbing.service.clock import Clock
 from plumbing.text import duration
@@ -60,7 +59,6 @@ TEXTS: Mapping[str, tuple[str, str]] = {
         "fix the disk under {directory} (df -h {directory}); the server retries every second",
     ),
     "switchover": ("{engine} is handing the lock over to {to}, as requested by {by}", "{end}"),
-    "members_missing": ("{engine} is incomplete: {what}", "{end}"),
     "waiter_silent": (
         "{engine} is silent and skipped until it sends heartbeats; it keeps its place",
         "{end}",
@@ -132,17 +130,16 @@ def wait(
 class Seen:
     """What a look at the evidence showed.
 
-    `members`: of a holder over TCP, a sentence on each, and `left_ms`, how long the leases of those
-    that have one are still valid. Where the holder is not on file, `strangers` are the held
-    witnesses that belong to no connected engine, each with its processes, and `strangers_ms` is
-    how long members that have not connected may still be alive."""
+    `left_ms`: of a holder over TCP, how long its lease is still valid. Where the holder is not on
+    file, `strangers` are the held witnesses that belong to no connected engine, each with its
+    processes, and `strangers_ms` is how long engines over TCP that have not connected may still be
+    alive."""
 
     is_same_file: bool = True
     probe: WitnessState = WitnessState.UNPROVEN
     processes: Sequence[Process] = ()
     halted: str | None = None  # what keeps the holder's supervisor from running
-    members: Sequence[str] = ()
-    left_ms: Mapping[int, float] = field(default_factory=dict)
+    left_ms: float = 0.0
     strangers: Mapping[str, Sequence[Process]] = field(default_factory=dict)
     strangers_ms: float = 0.0
 
@@ -187,7 +184,6 @@ class Here:
     """Where the facts are: the machine and what is around it."""
 
     machine: LockMachine
-    members: Members
     clock: Clock
     directory: str
     away: Mapping[str, tuple[str, str | None]]  # by lock: a service address in use, and why
@@ -238,11 +234,13 @@ def _holder_waits(
             end=f"nothing: if it does not stop serving in time, its supervisor kills them; {end}",
         )
         return
-    evidences = seen.members or (_witness(holder, seen), _process(lock, supervisor, seen.halted))
-    lives = "its leases are valid" if holder.lease else "its processes are alive"
+    evidences: Sequence[str] = _witness(holder, seen), _process(lock, supervisor, seen.halted)
+    if holder.lease_ms is not None:
+        evidences = (_lease(supervisor, seen, now_ms),)
+    lives = "its processes are alive" if holder.lease_ms is None else "its lease is valid"
     words: dict[str, Any] = {"witness": holder.witness.name, "directory": here.directory}
     words["lives"] = lives
-    if lock.is_fenced and holder.lease is None and not seen.is_same_file:
+    if lock.is_fenced and holder.lease_ms is None and not seen.is_same_file:
         yield wait("witness_lost", entered_ms, evidences, who, **words)
     elif (
         seen.probe is WitnessState.FREE
@@ -262,7 +260,7 @@ def _holder_waits(
         end = _end(holder, seen, None if lock.is_ended else supervisor)
         lost = "has released the lock" if lock.is_ended else "has lost the lock server"
         if lock.cause == Signal.PROCESS_GONE:
-            lost = "has lost a member" if holder.lease else "has lost its supervisor"
+            lost = "has lost its supervisor"
         yield wait("releasing", entered_ms, evidences, who, lost=lost, end=end, **words)
     elif supervisor is not None and supervisor.is_silent:
         end = _end(holder, seen, supervisor)
@@ -292,16 +290,22 @@ def _process(lock: Lock, supervisor: SupervisorRecord | None, halted: str | None
     return "its supervisor has exited" if lock.cause == Signal.PROCESS_GONE else "no pidfd"
 
 
+def _lease(supervisor: SupervisorRecord | None, seen: Seen, now_ms: float) -> str:
+    lease = f"its lease expires in {duration(seen.left_ms)}" if seen.left_ms else "no lease"
+    if supervisor is None:
+        return f"{lease}; it has not connected to this server"
+    here = "" if supervisor.conn is not None else "; not connected"
+    return f"{lease}{here}; last message {duration(now_ms - supervisor.heard_ms)} ago"
+
+
 def _end(holder: Holder, seen: Seen, supervisor: SupervisorRecord | None = None) -> str:
     """What would end the wait."""
-    if holder.lease is None:
+    if holder.lease_ms is None:
         halted = seen.halted if supervisor is not None else None
         return kill_command(holder.engine, seen.processes, supervisor, halted)
-    who = ", ".join(map(str, seen.left_ms)) or "none"
     return (
-        f"nothing: the last lease expires in {duration(max(seen.left_ms.values(), default=0.0))}"
-        f" unless it is renewed; if a member ({who}) hangs and keeps renewing it, kill its"
-        " container or host"
+        f"nothing: its lease expires in {duration(seen.left_ms)} unless it is renewed; if"
+        f" {holder.engine} hangs and keeps renewing it, kill its container or host"
     )
 
 
@@ -333,8 +337,6 @@ def _queue_waits(lock: Lock, here: Here, now_ms: float) -> Iterator[LockWait]:
         yield wait("write_failed", since, why, who, directory=here.directory)
     if lock.name in machine.switchovers.under_way:
         yield _switchover_wait(lock, machine, now_ms)
-    if lock.is_fenced:
-        yield from _missing_members_waits(lock, here, now_ms)
     silent = [each for each in lock.waiters if each.supervisor in silent_ids]
     for each in silent[:SILENT_NAMED_MAX]:
         its = supervisors[each.supervisor]
@@ -390,39 +392,6 @@ def _switchover_wait(lock: Lock, machine: LockMachine, now_ms: float) -> LockWai
     )
 
 
-def _missing_members_waits(lock: Lock, here: Here, now_ms: float) -> Iterator[LockWait]:
-    """Each engine that would wait for this lock if it were complete."""
-    members = here.members
-    for engine in members.roll.engines():
-        group = members.groups.get(engine)
-        is_holder = lock.holder is not None and lock.holder.engine == engine
-        if is_holder or (group is not None and group.conn is not None):
-            continue
-        known = [member for key, member in members.roll.known.items() if key[0] == engine]
-        count = max(member.count for member in known)
-        connected = {member.index for member in known if member.conn is not None}
-        absent = [index for index in range(count) if index not in connected]
-        lost = [member.heard_ms for member in known if member.index in absent]
-        what = "a member has no launch that can be granted the lock"
-        look = f"engine status --engine-id {engine}"
-        end = f"nothing if it is being launched; otherwise, on each host: {look}"
-        if absent:
-            what = f"member {', '.join(map(str, absent))} of {count} is not connected"
-            end = (
-                f"on its host: {look}; if it is not running: engine run --engine-id {engine}"
-                f" --members {count} --member {absent[0]}"
-            )
-        incarnation = next((each.incarnation for each in known if each.incarnation), None)
-        yield wait(
-            *("members_missing", min(lost) if lost else here.machine.started_ms),
-            [member_sentence(engine, index, members, now_ms) for index in range(count)],
-            (engine, incarnation, None, None),
-            is_fault=bool(lost),  # otherwise it is being started
-            what=what,
-            end=end,
-        )
-
-
 def _nobody_asks_wait(lock: Lock, here: Here) -> LockWait:
     machine, model = here.machine, model_of(lock.name)
     connected = [each for each in machine.supervisors.values() if each.conn is not None]
@@ -431,8 +400,6 @@ def _nobody_asks_wait(lock: Lock, here: Here) -> LockWait:
         + ("has not launched" if each.incarnation is None else f"is preparing {each.incarnation}")
         for each in connected[:NAMED_MAX]
     ]
-    engines = here.members.roll.engines()[:NAMED_MAX]
-    evidence += [f"{each} over TCP, incomplete" for each in engines]
     end = f"start one: engine run --dir {here.directory}"
     end += f" --model-name {model}" if model else ""
     if connected:
@@ -512,8 +479,8 @@ def pid_of(supervisor: SupervisorRecord) -> str:
 
 def pidfd_of(supervisor: SupervisorRecord, halted: str | None = None) -> str:
     """What the kernel shows of a known supervisor; `halted`: what keeps it from running."""
-    if supervisor.lease is not None:
-        return "over TCP: its leases count instead of its processes"
+    if supervisor.is_leased:
+        return "over TCP: its lease counts instead of its processes"
     if not supervisor.has_process:
         return "no pidfd: the supervisor counts as alive while it is connected"
     return f"its supervisor ({pid_of(supervisor)}) is alive" + (f", {halted}" if halted else "")
@@ -539,22 +506,6 @@ def kill_command(
             f" frozen processes may not even die before; if it still hangs then: {kill}"
         )
     return f"if it hangs: {kill}"
-
-
-def member_sentence(
-    engine: str, index: int, members: Members, now_ms: float, terms: LeaseTerms | None = None
-) -> str:
-    """One member over TCP, as it is now; of its leases, that of `terms`, or any."""
-    member = members.roll.known.get((engine, index))
-    leases = members.leases.of(engine, index)
-    lefts = [k.left_ms(now_ms) for k in leases if terms is None or k.id == terms.members[index]]
-    who = f"member {index}" + (f" ({member.name})" if member is not None and member.name else "")
-    lease = f"lease expires in {duration(max(lefts))}" if lefts else "no lease"
-    here = "" if member is not None and member.conn is not None else ", not connected"
-    heard = "no message yet"
-    if member is not None:
-        heard = f"last message {duration(now_ms - member.heard_ms)} ago"
-    return f"{who}: {lease}{here}, {heard}"
 
 
 def _names(who: Sequence[str]) -> str:

@@ -59,8 +59,11 @@ def _lines(
         yield _head("cold", f"{engine} {sentence}")
     if document["tcp"] is not None:
         yield from _tcp(document["tcp"])
-    for engine, found in document["members"].items():
-        yield from _members(engine, found)
+    for supervisor in document["supervisors"]:
+        if supervisor["lease_left_ms"] is not None:
+            left = duration(supervisor["lease_left_ms"])
+            where = supervisor["peer"] or "not connected"
+            yield _head("lease", f"{supervisor['engine']}  {where}  {left} left")
     for name, service in document["service"].items():
         yield _head("service", f"{name} on {service['address']}: {SERVICE[service['state']]}")
     for gateway in document["gateways"]:
@@ -90,17 +93,6 @@ def _tcp(tcp: Document) -> Iterator[tuple[str, str]]:
     yield _head("tcp", f"{tcp['address']}  {how}  {tcp['connections']} connections")
     if tcp["last_refusal"]:
         yield _line("refused", f"{tcp['refused']}, the last was {tcp['last_refusal']}")
-
-
-def _members(engine: str, found: Document) -> Iterator[tuple[str, str]]:
-    here = found["count"] - len(found["missing"])
-    yield _head("members", f"{engine}  {here} of {found['count']} connected  {found['state']}")
-    for member in found["members"]:
-        where = member["name"] if member["connected"] else "not connected"
-        left_ms = member["lease_left_ms"]
-        lease = "no lease" if left_ms is None else f"lease for {duration(left_ms)}"
-        over = f"  over: {member['over']}" if member["over"] else ""
-        yield _line(f"member {member['member']}", f"{where}  {lease}{over}")
 
 
 def _wait(wait: Document) -> Iterator[tuple[str, str]]:

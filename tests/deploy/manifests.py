@@ -123,10 +123,11 @@ def environment(pod: str, container: Mapping[str, Any], index: int = 0) -> dict[
         found |= one(pod, "ConfigMap")["data"]
     for each in container.get("env", []):
         if "valueFrom" in each:
-            assert each["valueFrom"] == {
-                "fieldRef": {"fieldPath": f"metadata.labels['{POD_INDEX}']"}
-            }
-        found[each["name"]] = each.get("value", str(index))
+            assert each["valueFrom"] == {"fieldRef": {"fieldPath": "metadata.name"}}
+        value = each.get("value", f"understudy-{index}")
+        for name, said in found.items():
+            value = value.replace(f"$({name})", said)
+        found[each["name"]] = value
     return found
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import tempfile
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -236,40 +235,3 @@ def test_a_partitioned_holder_has_stopped_before_another_is_granted(host, proxy)
     first.until("standby", number=2)
     second.kill("backend-http")
     first.until("active")
-
-
-@pytest.fixture
-def other_node() -> Iterator[Pod]:
-    """A directory that no engine of `host` shares."""
-    with tempfile.TemporaryDirectory(prefix="us") as path:
-        made = Pod(Path(path))
-        yield made
-        made.close()
-
-
-@pytest.mark.slow
-def test_a_lost_member_takes_its_engine_with_it_and_another_engine_serves(host, other_node):
-    """Goal: an engine of two members is one engine: with one supervisor gone, the other stops, and
-    only when both are over is the next engine granted; then it is whole again as a standby.
-    Method: three supervisors in directories of their own; SIGKILL that of member 1."""
-    two = ("--members", "2")
-    zero = host.pod.engine("engine-0", "--load", flags=(*host.flags(), *two))
-    flags = host.flags()[:-2]  # without a service address
-    one = other_node.engine("engine-0", "--load", flags=(*flags, *two, "--member", "1"))
-    for member in (zero, one):
-        member.until("active")
-    second = host.pod.engine("engine-1", flags=host.flags())
-    second.until("standby")
-    assert host.pod.ask()[0] == "engine-0"
-    one.kill("supervisor")
-    granted = host.grant_of("engine-1")
-    assert reaped_ms(zero) < granted["mono_ms"]
-    assert zero.status()["deaths"][-1]["cause"] == "member_lost"
-    second.until("active")
-    again = other_node.engine("engine-0", "--load", flags=(*flags, *two, "--member", "1"))
-    for member in (zero, again):
-        member.until("standby")
-    second.kill("backend-http")
-    for member in (zero, again):
-        member.until("active")
-    assert host.pod.ask()[0] == "engine-0"

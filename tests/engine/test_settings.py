@@ -28,18 +28,15 @@ def test_on_one_host_nothing_is_remote():
     settings = settled()
     assert settings.lockserver_socket == "/run/understudy/lockserver.sock"
     assert not settings.is_remote
-    assert (settings.member, settings.members, settings.service_address) == (0, 1, None)
+    assert settings.service_address is None
     assert settings.lockserver_security is None
 
 
-def test_over_tcp_a_member_serves_or_does_not():
-    """Goal: member 0 has an address, with a numeric host; others need none.
-    Method: both, and names that this host knows."""
+def test_over_tcp_an_engine_serves_on_its_own_address():
+    """Goal: it has a numeric host. Method: names that this host knows."""
     settings = settled(**SERVES)
     assert settings.is_remote
     assert settings.service_address == TcpAddress("127.0.0.1", 8000)
-    assert settled(**TCP, members=2, member=1).service_address is None
-    assert settled(**SERVES, members=2, member=1).service_address is None
     named = settled(**TCP, service_address="localhost:8000").service_address
     assert named in (TcpAddress("127.0.0.1", 8000), TcpAddress("::1", 8000))
     assert settled(**TCP, service_address="[::]:8000").service_address == TcpAddress("::", 8000)
@@ -51,9 +48,6 @@ def test_over_tcp_a_member_serves_or_does_not():
         (TCP, "engine.no_service_address"),
         ({"service_address": "127.0.0.1:8000"}, "engine.only_over_tcp"),
         ({"lockserver_tls_key": "/key"}, "engine.only_over_tcp"),
-        ({"members": 2}, "engine.only_over_tcp"),
-        ({**SERVES, "members": 2, "member": 2}, "engine.bad_member"),
-        ({**SERVES, "members": 2, "backend": "vllm"}, "engine.cannot_span"),
         ({**SERVES, "service_address": "8000"}, "engine.bad_service_address"),
         ({**SERVES, "service_address": "127.0.0.1:0"}, "engine.bad_service_address"),
         ({**SERVES, "service_address": "no.such.host.invalid:80"}, "engine.bad_service_address"),

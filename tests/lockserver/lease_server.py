@@ -1,11 +1,10 @@
-"""A lock server over TCP that the test controls: it renews or not, grants, and reports lost
-members."""
+"""A lock server over TCP that the test controls: it renews or not, and grants."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lockserver.messages import CATALOGUE, BeatMsg, GrantedMsg, MemberLostMsg, RenewedMsg, WantMsg
+from lockserver.messages import CATALOGUE, BeatMsg, GrantedMsg, RenewedMsg, WantMsg
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.messages import Message
@@ -81,7 +80,3 @@ class LeaseServer:
         """Close every connection, so that each client sends its want again."""
         for conn in tuple(self.conns):
             conn.close("the test hangs up")
-
-    def lose(self, engine: str, incarnation: str, member: int) -> None:
-        for conn in self.conns:
-            conn.send(MemberLostMsg(engine, incarnation, member, "its lease ran out"))

@@ -1,4 +1,4 @@
-"""A group of members on file: it fits, is read back, and makes an older server grant nothing."""
+"""A holder over TCP on file: it fits, is read back, and makes an older server grant nothing."""
 
 from __future__ import annotations
 
@@ -12,17 +12,13 @@ from lockserver.core import events as ev
 from lockserver.core import evidence
 from lockserver.core.events import (
     LEASE_MS_MAX,
-    MEMBERS_MAX,
     Holder,
-    LeaseTerms,
     LockRecord,
-    MemberId,
     unlockable_witness,
 )
 from lockserver.core.lock import LockState
 from lockserver.core.machine import LockMachine
 from lockserver.core.names import WitnessFile, WitnessState
-from lockserver.messages import MEMBERS_MAX as MEMBERS_SPOKEN_MAX
 from lockserver.messages import TOKEN_CLAIMED_MAX, WantMsg
 from lockserver.state_file import FORMAT, LockStateFile
 from tests.helpers import free_witness
@@ -30,16 +26,16 @@ from tests.helpers import free_witness
 LOCKS = ("active", "loader")
 
 
-def leased(engine: str, members: int, token: int = 7) -> Holder:
-    ids = tuple(MemberId(f"{k:016x}", f"{engine}-{k:016x}") for k in range(members))
+def leased(engine: str, token: int = 7) -> Holder:
+    incarnation = f"{engine}-{1:016x}"
     return Holder(
         engine=engine,
-        incarnation=ids[0].incarnation,
-        supervisor=ids[0].supervisor,
-        witness=unlockable_witness(ids[0].incarnation),
+        incarnation=incarnation,
+        supervisor="f" * 16,
+        witness=unlockable_witness(incarnation),
         token=token,
         since_mono_ms=1234567890123.456789,
-        lease=LeaseTerms(LEASE_MS_MAX, ids),
+        lease_ms=LEASE_MS_MAX,
     )
 
 
@@ -48,11 +44,10 @@ def directory(tmp_path):
     return str(tmp_path)
 
 
-def test_two_groups_of_the_largest_size_and_the_longest_names_fit_a_slot(directory):
-    """Goal: no grant fails because its record is too large. Method: write and read back 16 members
-    with ids of 63 characters and the largest numbers, in both locks."""
-    assert MEMBERS_MAX == MEMBERS_SPOKEN_MAX
-    holders = {name: leased("e" * 63, MEMBERS_MAX, TOKEN_CLAIMED_MAX) for name in LOCKS}
+def test_the_longest_names_fit_a_slot(directory):
+    """Goal: no grant fails because its record is too large. Method: write and read back an id of 63
+    characters and the largest numbers, in both locks."""
+    holders = {name: leased("e" * 63, TOKEN_CLAIMED_MAX) for name in LOCKS}
     record = LockRecord(TOKEN_CLAIMED_MAX, holders, frozenset(), "f" * 16)
     state = LockStateFile(directory, LOCKS)
     state.write(record)
@@ -75,18 +70,18 @@ def test_file_from_before_leases_is_readable(directory):
     state = LockStateFile(directory, LOCKS)
     holder = state.loaded.record.holders["active"]
     assert holder.witness == WitnessFile("witness_e_0000000000000001", 3, 4)
-    assert holder.lease is None
+    assert holder.lease_ms is None
     state.close()
 
 
-def test_older_server_that_reads_a_group_grants_and_seals_nothing(directory):
+def test_older_server_that_reads_a_lease_grants_and_seals_nothing(directory):
     """Goal: a downgrade causes a visible wait, not two owners. Method: a server without leases
     reads the record, while a free witness of that name is in its directory; another engine waits
     for an hour."""
-    holder = leased("engine-0", 2)
+    holder = leased("engine-0")
     path = free_witness(directory, holder.incarnation)
     as_read = Holder.from_dict({k: v for k, v in holder.to_dict().items() if k != "lease"})
-    assert as_read == replace(holder, lease=None)
+    assert as_read == replace(holder, lease_ms=None)
     machine = LockMachine(LockRecord(7, {"active": as_read}, frozenset()), 0.0)
     other = witness.new_incarnation("engine-1")
     machine.handle(

@@ -68,13 +68,3 @@ def test_reason_is_one_word():
     for endpoint in TABLE:
         for state in State:
             assert all(" " not in answer(endpoint, view).reason for view in views(state))
-
-
-def test_of_several_members_one_takes_traffic():
-    """Goal: no traffic is sent to a member that does not serve. Method: an active one of each kind;
-    nothing else differs."""
-    for takes_traffic in (True, False):
-        view = View(State.ACTIVE, True, False, True, False, takes_traffic=takes_traffic)
-        assert answer("serving", view).ok == takes_traffic
-        assert all(answer(endpoint, view).ok for endpoint in ("startup", "live", "ready"))
-    assert answer("serving", view).reason == "another_member_serves"

@@ -7,8 +7,6 @@ from hypothesis import strategies as st
 
 from lockserver.core import events as ev
 from lockserver.core.lock import LockState
-from lockserver.messages import StandbyMsg
-from tests.lockserver.core.member_shell import held
 from tests.lockserver.core.shell import A, B, Shell, happened, want
 
 C = "engine-2-000000000000000c"
@@ -138,18 +136,6 @@ def test_last_message_to_a_connected_holder_is_true(steps):
             conn = supervisors[lock.holder.supervisor].conn
             heard = [w for w in lock.waiters if not supervisors[w.supervisor].is_silent]
             assert known[conn] == bool(heard)
-
-
-def test_every_node_of_a_group_is_told_by_its_own_name():
-    """Goal: each node of an engine over TCP judges its own backend. Method: the machine's effect,
-    fanned out."""
-    shell = held()
-    holder = shell.active.holder
-    group = shell.members.groups[holder.engine]
-    messages = shell.members.fan_out(ev.TellStandby(group.conn, "active", holder, True, True))
-    assert [sent.message for sent in messages] == [
-        StandbyMsg("active", who.incarnation, True, True) for who in group.terms.members
-    ]
 
 
 def announced(effects) -> list[tuple[str, int, bool]]:

@@ -22,7 +22,7 @@ Queue = deque[tuple[float, Any]]  # messages, each with its time of arrival
 
 @dataclass(slots=True, eq=False)
 class Tree:
-    """One member's backend. Times are true time."""
+    """One engine's backend. Times are true time."""
 
     incarnation: str
     token: int = 0  # the token it was told to serve under; 0: none yet
@@ -43,7 +43,6 @@ class Line:
     down: Queue = field(default_factory=deque)
     client_open: bool = True
     server_open: bool = True
-    is_known: bool = False  # the server has accepted it
     eof_up_ms: float = NEVER
     eof_down_ms: float = NEVER
 
@@ -60,7 +59,7 @@ class Network:
         self.lines: dict[int, Line] = {}
 
     def connect(self, node: Node) -> Line:
-        line = Line(self.world.next_id(), node)
+        line = Line(self.world.random.getrandbits(40), node)  # accepted in any order
         self.lines[line.id] = line
         return line
 

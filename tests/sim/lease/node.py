@@ -1,4 +1,4 @@
-"""One member's supervisor, on its own host: a clock, a connection, a tree and its lease.
+"""One engine's supervisor, on its own host: a clock, a connection, a tree and its lease.
 
 It does what the client and the engine's side of the lock do; its lease's keeper is the real one.
 `kill_at_ms` is the kernel's timer, which runs on while the supervisor is stopped
@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lockserver.core import events as ev
-from lockserver.members import group as me
-from lockserver.messages import GrantedMsg, MemberLostMsg, RenewedMsg, WantMsg
+from lockserver.core.supervisors import LEASE
+from lockserver.messages import GrantedMsg, RenewedMsg, WantMsg
 from lockserver.witness import name_of
 from tests.sim.lease.network import DRIFT, LEASE_MS, NEVER, Line, Tree
 
@@ -27,8 +27,8 @@ OVER = ("lock.stale_claim", "lock.incarnation_ended")  # refusals that end an in
 class Node:
     """Times are by its own clock, unless stated otherwise."""
 
-    def __init__(self, world: LeaseWorld, engine: str, member: int) -> None:
-        self.world, self.engine, self.member = world, engine, member
+    def __init__(self, world: LeaseWorld, engine: str) -> None:
+        self.world, self.engine = world, engine
         self.rate = 1 + world.random.uniform(-DRIFT, DRIFT)
         self.supervisor = f"{world.next_id():016x}"
         self.is_alive = True
@@ -52,10 +52,6 @@ class Node:
     def killed_ms(self) -> float:
         """When its kernel kills it, in true time."""
         return self.kill_at_ms / self.rate
-
-    @property
-    def place(self) -> tuple[str, int]:
-        return self.engine, self.member
 
     @property
     def is_cut_off(self) -> bool:
@@ -115,15 +111,13 @@ class Node:
         want = WantMsg(
             supervisor=self.supervisor,
             engine=self.engine,
-            member=self.member,
-            members=self.world.members,
             incarnation=tree.incarnation if tree else None,
             witness=name_of(tree.incarnation) if tree else None,
             locks=("active",) if is_ready else (),
             tokens={"active": tree.token} if tree and is_ready and tree.token else {},
             progress=self.progress,
         )
-        self.say(line, me.MemberWanted(line.id, want))
+        self.say(line, ev.Wanted(line.id, want, process=LEASE))
 
     # ------------------------------------------------------------------ receiving
 
@@ -150,9 +144,6 @@ class Node:
             if message.incarnation == tree.incarnation:
                 self.woken(tree, message.token)
             elif tree.token and message.token > tree.token:
-                self.kill_tree()
-        elif isinstance(message, MemberLostMsg):
-            if message.incarnation == tree.incarnation:
                 self.kill_tree()
         elif isinstance(message, ev.RefuseConnection) and message.code in OVER:
             self.kill_tree()
@@ -199,7 +190,7 @@ class Node:
 
     def be_killed(self) -> None:
         """By its kernel, on time."""
-        self.world.note(f"the kernel kills {self.engine}.{self.member}")
+        self.world.note(f"the kernel kills {self.engine}")
         self.die()
 
     def die(self) -> None:

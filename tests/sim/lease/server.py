@@ -1,4 +1,4 @@
-"""The server's shell around the machine, the members and the leases: a clock, a disk, connections.
+"""The server's shell around the machine: a clock, a disk, connections.
 
 It does what `server.py`, `remote.py`, `prober.py` and `state_file.py` do. Without a `machine` it is
 down; its disk and its clock continue.
@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING
 from lockserver.core import events as ev
 from lockserver.core import evidence
 from lockserver.core.machine import LockMachine
-from lockserver.members import group as me
-from lockserver.members.members import Members, is_virtual
-from lockserver.messages import GrantedMsg
+from lockserver.messages import GrantedMsg, RenewedMsg
 from tests.sim.lease.network import DRIFT, LASTS_MS, Line
 
 if TYPE_CHECKING:
@@ -31,7 +29,7 @@ class Server:
     def __init__(self, world: LeaseWorld) -> None:
         self.world = world
         self.rate = 1 + world.random.uniform(-DRIFT, DRIFT)
-        self.machine: LockMachine | None = None  # set together with `leases` and `members`
+        self.machine: LockMachine | None = None
         self.slots: list[ev.LockRecord | None] = [
             ev.LockRecord(),
             ev.LockRecord(),
@@ -55,10 +53,11 @@ class Server:
             record = ev.LockRecord(floor + 1, unknown=LOCKS)
             self.slots = [record, record]
         world, now_ms = self.world, self.now()
-        self.machine = LockMachine(record, now_ms, silent_ms=SILENT_MS)
         lease_ms = world.random.choice(world.leases_ms)
-        self.leases = world.leases_type(now_ms, lease_ms=lease_ms, margin_ms=world.margin_ms)
-        self.members = Members(self.leases, self.machine.locks, now_ms, silent_ms=SILENT_MS)
+        leases = world.leases_type(
+            now_ms, lease_ms=lease_ms, margin_ms=world.margin_ms, listens=True
+        )
+        self.machine = LockMachine(record, now_ms, silent_ms=SILENT_MS, leases=leases)
         self.perform(self.machine.begin())
 
     def kill(self) -> None:
@@ -81,20 +80,28 @@ class Server:
             self.perform(self.machine.handle(event, self.now()))
 
     def perform(self, effects: list[ev.LockEffect]) -> None:
+        network = self.world.network
         for effect in effects:
-            if isinstance(effect, ev.Persist):
-                self.persist(effect.record)
-            elif isinstance(effect, ev.Announce):
-                self.announce(effect)
-            elif is_virtual(getattr(effect, "conn", 0)):
-                self.do(self.members.fan_out(effect))
-
-    def announce(self, effect: ev.Announce) -> None:
-        holder = effect.holder
-        for conn in self.members.audience(holder.engine):
-            who = (holder.engine, holder.incarnation, holder.token)
-            granted = GrantedMsg(effect.lock, *who, effect.era)
-            self.world.network.send_down(conn, granted)
+            match effect:
+                case _ if self.machine is None:
+                    return
+                case ev.Persist():
+                    self.persist(effect.record)
+                case ev.SendGrant():
+                    network.send_down(effect.conn, granted(effect))
+                case ev.Announce():
+                    for each in self.machine.supervisors.values():
+                        if each.conn is not None and each.id != effect.holder.supervisor:
+                            network.send_down(each.conn, granted(effect))
+                case ev.Renew():
+                    answer = RenewedMsg(effect.progress, effect.lease_ms)
+                    network.send_down(effect.conn, answer)
+                case ev.RefuseConnection() | ev.Close():
+                    network.send_down(effect.conn, effect)
+                    line = network.lines.get(effect.conn)
+                    if line is not None and line.server_open:
+                        network.close_by_server(line)
+                        self.closed.append(effect.conn)
 
     def persist(self, record: ev.LockRecord) -> None:
         if self.world.true_ms < self.disk_fails_until_ms:
@@ -108,30 +115,6 @@ class Server:
         else:
             self.feed(ev.Persisted())
 
-    # ------------------------------------------------------------------ effects for the members
-
-    def hear(self, event: ev.Input) -> None:
-        if self.machine is not None:
-            self.do(self.members.handle(event, self.now()))
-
-    def do(self, outputs: list[ev.LockEffect]) -> None:
-        network = self.world.network
-        for output in outputs:
-            if self.machine is None:
-                return
-            if isinstance(output, me.Feed):
-                self.feed(output.event)
-            elif isinstance(output, ev.RefuseConnection | ev.Close):
-                network.send_down(output.conn, output)
-                line = network.lines.get(output.conn)
-                if line is not None and line.server_open:
-                    network.close_by_server(line)
-                    self.closed.append(output.conn)
-            elif isinstance(output, me.SendMsg):
-                network.send_down(output.conn, output.message)
-            elif not isinstance(output, ev.Happened):
-                network.send_down(output.conn, output)
-
     # ------------------------------------------------------------------ its loop
 
     def step(self) -> None:
@@ -144,7 +127,7 @@ class Server:
             jobs.append(self.tick)
         lines = self.world.network.lines.values()
         jobs += [partial(self.read, line) for line in lines if line.has_for_server(true_ms)]
-        jobs += [partial(self.hear, ev.ConnectionClosed(conn)) for conn in self.closed]
+        jobs += [partial(self.feed, ev.ConnectionClosed(conn)) for conn in self.closed]
         self.closed.clear()
         self.world.random.shuffle(jobs)
         for job in [*jobs, self.probe]:
@@ -153,31 +136,27 @@ class Server:
 
     def tick(self) -> None:
         self.ticks_at_ms = self.now() + TICK_MS
-        self.hear(ev.TimePassed())
         self.feed(ev.TimePassed())
 
     def read(self, line: Line) -> None:
-        if not line.is_known:
-            line.is_known = True
-            self.hear(me.MemberOpened(line.id))
         while self.machine is not None and line.server_open and line.up:
             arrives_ms, message = line.up[0]
             if arrives_ms > self.world.true_ms:
                 return
             line.up.popleft()
-            self.hear(message)
+            self.feed(message)
         if line.server_open and not line.up and line.eof_up_ms <= self.world.true_ms:
             line.server_open = False
-            self.hear(ev.ConnectionClosed(line.id))
+            self.feed(ev.ConnectionClosed(line.id))
 
     def probe(self) -> None:
         assert self.machine is not None
-        locks, supervisors = self.machine.locks, self.machine.supervisors
-        for lock, holder in evidence.probes_due(locks, supervisors):
-            assert holder.lease is not None
-            if self.leases.is_free(holder.lease):
-                self.leases.seal(holder.lease)
-                self.feed(ev.WitnessFree(lock, holder.incarnation))
-        is_due = self.machine is not None and evidence.scan_is_due(locks)
-        if is_due and self.leases.may_free_unknown(locks):
+        is_due = evidence.scan_is_due(self.machine.locks)
+        if is_due and not self.machine.leases.may_have_strangers:
             self.feed(ev.DirectoryScanned(frozenset()))
+
+
+def granted(effect: ev.SendGrant | ev.Announce) -> GrantedMsg:
+    holder = effect.holder
+    who = holder.engine, holder.incarnation, holder.token
+    return GrantedMsg(effect.lock, *who, effect.era)

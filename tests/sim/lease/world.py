@@ -1,10 +1,10 @@
-"""Engines over several nodes around the pure lock machine, its members and its leases.
+"""Engines on several nodes around the pure lock machine and its leases.
 
 The world has clocks that run at different rates, a network that delays, withholds and cuts, kernels
 that kill on time, and a server that dies, stalls and loses its disk; a seeded generator chooses.
 Time is exact where safety depends on it: a kernel's timer and the end of a process tree happen at
-their own moment, whatever else is late. The machine, the members, the leases and each node's keeper
-of its lease are real.
+their own moment, whatever else is late. The machine, the leases and each node's keeper of its
+lease are real.
 After every step the promises are checked.
 
     network  trees and connections    node  a supervisor    server  the lock server
@@ -18,7 +18,7 @@ from operator import itemgetter
 
 from lockserver.client.lease import KILL_FRACTION, LeaseKeeper
 from lockserver.core import events as ev
-from lockserver.members.leases import Leases
+from lockserver.core.leases import Leases
 from tests.sim.lease.network import LASTS_MS, LEASE_MS, NEVER, Network, Tree
 from tests.sim.lease.node import Node
 from tests.sim.lease.server import Server
@@ -41,9 +41,8 @@ class LeaseWorld:
     keeper_type: type[LeaseKeeper] = LeaseKeeper
     leases_type: type[Leases] = Leases
 
-    def __init__(self, seed: int, *, engines: int = 2, members: int = 2) -> None:
+    def __init__(self, seed: int, *, engines: int = 3) -> None:
         self.random = random.Random(seed)
-        self.members = members  # members per engine
         self.true_ms = 0.0
         self.ids = 0
         self.trace: list[str] = []
@@ -54,9 +53,9 @@ class LeaseWorld:
         self.faults = Faults(self)
         self.server = Server(self)
         self.server.start()
-        self.places = [(f"engine-{e}", m) for e in range(engines) for m in range(members)]
-        self.vacant: dict[tuple[str, int], float] = {}  # places without a supervisor: until when
-        self.nodes = [Node(self, *place) for place in self.places]
+        self.engines = [f"engine-{number}" for number in range(engines)]
+        self.vacant: dict[str, float] = {}  # engines without a supervisor: until when
+        self.nodes = [Node(self, engine) for engine in self.engines]
 
     def next_id(self) -> int:
         self.ids += 1
@@ -112,14 +111,14 @@ class LeaseWorld:
 
     def replace_lost(self) -> None:
         """A new supervisor starts while processes of the last one may still be dying."""
-        here = {node.place for node in self.nodes if node.is_alive and not node.is_lost_for_good}
-        for place in self.places:
-            if place in here:
-                self.vacant.pop(place, None)
-            elif place not in self.vacant:
-                self.vacant[place] = self.true_ms + self.random.choice(LASTS_MS)
-            elif self.true_ms >= self.vacant[place]:
-                self.nodes.append(Node(self, *place))
+        here = {node.engine for node in self.nodes if node.is_alive and not node.is_lost_for_good}
+        for engine in self.engines:
+            if engine in here:
+                self.vacant.pop(engine, None)
+            elif engine not in self.vacant:
+                self.vacant[engine] = self.true_ms + self.random.choice(LASTS_MS)
+            elif self.true_ms >= self.vacant[engine]:
+                self.nodes.append(Node(self, engine))
 
     def sweep(self) -> None:
         self.trees = [t for t in self.trees if not t.is_dead or t.dies_ms > self.true_ms - 1]
@@ -138,17 +137,13 @@ class LeaseWorld:
         return False
 
     def is_served(self) -> bool:
-        """Whether every member of the holding engine lives and was told that it holds."""
+        """Whether the holder lives and was told that it holds."""
         machine = self.server.machine
         holder = machine.locks["active"].holder if machine is not None else None
-        if holder is None or holder.lease is None:
-            return False
-        live = {
-            n.tree.incarnation
+        return holder is not None and any(
+            n.is_alive and n.tree and n.tree.token == holder.token and n.tree.dies_ms == NEVER
             for n in self.nodes
-            if n.is_alive and n.tree and n.tree.token == holder.token and n.tree.dies_ms == NEVER
-        }
-        return live == {who.incarnation for who in holder.lease.members}
+        )
 
 
 class Promises:
@@ -192,7 +187,7 @@ class Faults:
         if not self.befall_server(kind, until_ms) and world.nodes:
             node = world.random.choice(world.nodes)
             self.befall_node(kind, node, until_ms)
-            whom = f" {node.engine}.{node.member}"
+            whom = f" {node.engine}"
         world.note(f"{kind}{whom} for {lasts_ms}")
 
     def befall_server(self, kind: str, until_ms: float) -> bool:

@@ -1,4 +1,4 @@
-"""Goal: the overlay whose engines span nodes says what lock server and members need of each other.
+"""Goal: the overlay of engines on two nodes says what lock server and engines need of each other.
 
 Method: the rendered file as data, against our own programs: their option parser, the files that the
 key and the certificates are, a lock server for the probe.
@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import base64
 import json
-import re
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +41,6 @@ from tests.deploy.manifests import (
     workload,
 )
 from tests.deploy.test_manifests import PROGRAMS
-from tests.helpers import until
-from tests.lockserver.engines import EngineProcess
-from tests.lockserver.processes import ServerProcess
 
 FILES = ("tls.crt", "tls.key", "ca.crt")
 HOLD_S = 10.0
@@ -109,7 +103,7 @@ def test_only_engines_reach_the_port_of_the_lock():
         if {"port": "lock"} in rule.get("ports", [{"port": "lock"}])
     ]
     (rule,) = about_lock
-    assert [port["port"] for port in rule["ports"]] == ["lock", "lockserver"]
+    assert [port["port"] for port in rule["ports"]] == ["lock"]
     (source,) = rule["from"]
     allowed = source["podSelector"]["matchLabels"]
     assert set(source) == {"podSelector"}
@@ -189,35 +183,18 @@ def test_no_usable_key_is_in_the_repository(overlay: str, tmp_path: Path):
         assert refused.value.code == "wire.bad_certificate"
 
 
-def test_readiness_asks_the_lock_server_whether_an_engine_is_active(tmp_path: Path):
-    """Goal: a pod is Ready while an engine is active, and only then. Method: the probe's own
-    program, with the address of a lock server here; then an engine, then no server."""
-    (gms,) = (each for each in containers(NODES) if "readinessProbe" in each)
-    probe = gms["readinessProbe"]
-    assert probe["periodSeconds"] * probe["failureThreshold"] >= HOLD_S
-    interpreter, flag, program = probe["exec"]["command"]
-    assert (interpreter, flag) == ("python3", "-c")
-    (url,) = re.findall(r"http://[^/\"]+", program)
-    assert url == "http://understudy-lockserver:9400"
-    tmp_path.chmod(0o700)
-    server = ServerProcess(str(tmp_path))
-    here = program.replace(url, f"http://127.0.0.1:{server.http_port}")
-
-    def is_ready() -> bool:
-        done = subprocess.run([sys.executable, "-c", here], capture_output=True, check=False)
-        return done.returncode == 0
-
-    assert not is_ready()
-    server.start()
-    try:
-        assert not is_ready()
-        engine = EngineProcess(str(tmp_path), "engine-0")
-        try:
-            until(is_ready, "the pod to be ready")
-        finally:
-            engine.close()
-    finally:
-        server.close()
+def test_requests_go_to_the_pod_whose_engine_is_active():
+    """Goal: engines on several nodes are one service. Method: the one probe of readiness is about
+    the address on which every engine listens while it is active; ids differ between pods."""
+    (probe,) = (e["readinessProbe"] for e in containers(NODES) if "readinessProbe" in e)
+    port = probe["tcpSocket"]["port"]
+    ids = []
+    for index in range(workload(NODES)["spec"]["replicas"]):
+        for container in engines():
+            config = settings(NODES, container, index)
+            assert config["service_address"] == f"0.0.0.0:{port}"
+            ids.append(config["engine_id"])
+    assert len(set(ids)) == len(ids) == 4
 
 
 # ------------------------------------------------------------------ what people make of it
