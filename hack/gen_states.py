@@ -24,7 +24,7 @@ PAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
 HEAD = """# States
 
 Generated from the transition tables by `make docs`; `.ci/run` fails if this page is stale.
-An event that the table does not list for the current state is refused and changes nothing.
+An event that is not named for the current state is refused and changes nothing.
 """
 
 Edge = tuple[str, str, str]  # from, event, to
@@ -42,10 +42,20 @@ def diagram(edges: Iterable[Edge]) -> list[str]:
     return [*lines, "```", ""]
 
 
-def table(edges: Iterable[Edge]) -> list[str]:
-    lines = ["| state | event | next state |", "|---|---|---|"]
-    lines += [f"| {source} | {event} | {target} |" for source, event, target in edges]
-    return [*lines, ""]
+def stays(edges: Iterable[Edge]) -> list[str]:
+    """One line: what is taken in each state and leaves it as it is."""
+    events: Mapping[str, list[str]] = defaultdict(list)
+    for source, event, target in edges:
+        if source == target:
+            events[source].append(event)
+    if not events:
+        return []
+    listed = "; ".join(f"{state}: {', '.join(names)}" for state, names in events.items())
+    return [f"No change: {listed}.", ""]
+
+
+def shown(edges: list[Edge]) -> list[str]:
+    return diagram(edges) + stays(edges)
 
 
 def engine_edges() -> list[Edge]:
@@ -58,17 +68,12 @@ def engine_edges() -> list[Edge]:
 
 
 def ignored_by_engines() -> list[str]:
-    """A line for each state: the events that are ignored in it."""
+    """The events that are ignored in each state."""
     lines = [
-        f"- in {state}: {', '.join(sorted(event.__name__ for event in events))}"
+        f"{state}: {', '.join(sorted(event.__name__ for event in events))}"
         for state, events in lifecycle.IGNORED.items()
     ]
-    return [
-        "These events are ignored, as is every event about another incarnation:",
-        "",
-        *lines,
-        "",
-    ]
+    return [f"Ignored, as is every event about another incarnation: {'; '.join(lines)}.", ""]
 
 
 def lock_edges() -> list[Edge]:
@@ -136,7 +141,7 @@ def probe_table() -> list[str]:
 def page() -> str:
     """The whole page."""
     lines = [HEAD, "## An engine", ""]
-    lines += diagram(engine_edges()) + table(engine_edges()) + ignored_by_engines()
+    lines += shown(engine_edges()) + ignored_by_engines()
     lines += ["### Probes of an engine", "", *probe_table()]
     lines += [
         "*First* means that no incarnation of this engine has reached standby in this pod yet.",
@@ -144,19 +149,18 @@ def page() -> str:
         "## A lock",
         "",
     ]
-    lines += diagram(lock_edges()) + table(lock_edges())
+    lines += shown(lock_edges())
     lines += [
         "No engine is granted a lock in `releasing` or `recovering`, however long that lasts.",
         "",
     ]
     lines += ["## A session with the GPU memory service", ""]
-    lines += diagram(session_edges()) + table(session_edges())
-    lines += ["## An epoch of weights", "", *diagram(epoch_edges()), *table(epoch_edges())]
+    lines += shown(session_edges())
+    lines += ["## An epoch of weights", "", *shown(epoch_edges())]
     lines += ["## A process that borrows KV memory", ""]
-    lines += diagram(borrower_edges()) + table(borrower_edges())
-    lines += ["## A pool of KV memory", "", *diagram(pool_edges()), *table(pool_edges())]
-    lines += ["## A request at the gateway", "", *diagram(request_edges())]
-    lines += table(request_edges())
+    lines += shown(borrower_edges())
+    lines += ["## A pool of KV memory", "", *shown(pool_edges())]
+    lines += ["## A request at the gateway", "", *shown(request_edges())]
     lines += [
         "Something was sent to the client in `streaming`, `relaying`, `parked`, `resuming` and",
         "`replaying`. `waiting`, `asked` and `answering` never follow these, so nothing is sent",
@@ -165,7 +169,7 @@ def page() -> str:
         "## A process of the gateway",
         "",
     ]
-    lines += diagram(child_edges()) + table(child_edges())
+    lines += shown(child_edges())
     lines += [
         "It may end in each of them. At most one is `serving`: it accepts connections. A `spare`",
         "takes its place at once. A `retiring` one finishes its requests.",

@@ -18,11 +18,10 @@ Time never hands a lock on. It only makes a witness worth trying and a wait wort
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 from lockserver.core import sentences
 from lockserver.core.events import Close, Holder, LockEffect
-from lockserver.core.ledger import Ledger
 from lockserver.core.lock import Lock, LockState
 from lockserver.core.supervisors import Locks, Supervisors
 
@@ -56,52 +55,6 @@ def handed_over(locks: Locks) -> list[tuple[str, Holder]]:
         for lock in locks.values()
         if lock.is_handed_over and lock.holder is not None and lock.holder.serving is not None
     ]
-
-
-def scan_is_due(locks: Locks) -> bool:
-    """Whether every witness in the directory counts, because a holder is not on file."""
-    return any(lock.is_unknown for lock in locks.values())
-
-
-def scan_frees(
-    locks: Locks, supervisors: Supervisors, held: Iterable[str], serving: Collection[str] = ()
-) -> list[str]:
-    """The unknown locks that are free if only the witnesses `held` and the serving files `serving`
-    are held.
-
-    Each witness must belong to a connected supervisor that does not claim the lock. A fenced one is
-    not free while any serving file is held: whoever handed it over may not have let go yet. Those
-    that stand for another model are known, and serve under that model's lock.
-    """
-    doubtful = set(serving) - kept_serving(locks)
-    connected = {s.witness_name: s for s in supervisors.values() if s.conn is not None}
-    owners = [connected.get(name) for name in held]
-    return [
-        lock.name
-        for lock in locks.values()
-        if lock.is_unknown
-        and not (lock.is_fenced and doubtful)
-        and all(owner is not None and lock.name not in owner.tokens for owner in owners)
-    ]
-
-
-def kept_witnesses(supervisors: Supervisors) -> frozenset[str]:
-    """Witnesses of connected supervisors, which a scan must not seal: they may be starting."""
-    named = (s.witness_name for s in supervisors.values() if s.conn is not None)
-    return frozenset(name for name in named if name)
-
-
-def kept_serving(locks: Locks) -> frozenset[str]:
-    """Serving files of the holders on file, which a scan for another lock must not seal: they would
-    never wake again under the token that they have."""
-    held = (lock.holder for lock in locks.values() if lock.is_fenced and lock.holder is not None)
-    return frozenset(holder.serving.name for holder in held if holder.serving is not None)
-
-
-def seal_at(ledger: Ledger, longest: int) -> int:
-    """The length for every serving file once a lock whose holder is not on file is free; the next
-    token is larger. `longest`: the largest token that is over according to these files."""
-    return max(ledger.token, longest)
 
 
 def forgive(supervisors: Supervisors, now_ms: float) -> None:

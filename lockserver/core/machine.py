@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from lockserver.core import events as ev
-from lockserver.core import evidence, sentences
+from lockserver.core import evidence, recovery, sentences
 from lockserver.core.events import LockEffect, Wanted
 from lockserver.core.leases import Leases
 from lockserver.core.ledger import Ledger
@@ -70,12 +70,9 @@ class LockMachine:
         self._by_conn: dict[int, SupervisorRecord] = {}  # heartbeats must not scan
         self.switchovers = Switchovers(resumes=resumes)
         self.leases = leases or Leases(now_ms)
-        for name, lock in self.locks.items():
-            holder = record.holders.get(name)
-            if holder is not None or name in record.unknown:
-                lock.state, lock.holder = LockState.RECOVERING, holder
-            if holder is not None:
-                self.leases.presume(holder, now_ms)
+        for lock in recovery.restore(self.locks.values(), record):
+            if lock.holder is not None:
+                self.leases.presume(lock.holder, now_ms)
 
     def handle(self, event: ev.Input, now_ms: float) -> list[LockEffect]:
         """Take one event; the effects must be carried out at once and in order. A `Persist` is
@@ -354,7 +351,7 @@ class LockMachine:
     def _directory_scanned(self, event: ev.DirectoryScanned, now_ms: float) -> Iterable[LockEffect]:
         self.ledger.reach(event.sealed)
         locks, known = self.locks, self.supervisors
-        for name in evidence.scan_frees(locks, known, event.held, event.serving):
+        for name in recovery.scan_frees(locks, known, event.held, event.serving):
             yield from self._free(self.locks[name], now_ms)
 
     def _free(self, lock: Lock, now_ms: float) -> Iterable[LockEffect]:

@@ -24,7 +24,7 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from lockserver import serving, witness
-from lockserver.core import evidence
+from lockserver.core import evidence, recovery
 from lockserver.core.events import (
     DirectoryScanned,
     Input,
@@ -86,7 +86,7 @@ class Prober:
         machine = self._machine
         due = evidence.probes_due(machine.locks, machine.supervisors)
         handed_over = evidence.handed_over(machine.locks)
-        is_scan = evidence.scan_is_due(machine.locks)
+        is_scan = recovery.scan_is_due(machine.locks)
         is_any = due or handed_over or is_scan
         return (tuple(due), tuple(handed_over), is_scan) if is_any else None
 
@@ -94,7 +94,7 @@ class Prober:
         self._timer = None
         began_s = time.monotonic()
         self._try_holders()
-        if evidence.scan_is_due(self._machine.locks):
+        if recovery.scan_is_due(self._machine.locks):
             self._try_directory()
         subject = self._find_subject()
         now_s = self._loop.time()
@@ -132,15 +132,15 @@ class Prober:
         if held is None or serves is None:
             return
         locks, known = machine.locks, machine.supervisors
-        freed = evidence.scan_frees(locks, known, held, serves[0])
+        freed = recovery.scan_frees(locks, known, held, serves[0])
         if not freed:
             return
         sealed = 0
         if any(locks[name].is_fenced for name in freed):
-            sealed = evidence.seal_at(machine.ledger, serves[1])
-            kept = evidence.kept_serving(locks)
+            sealed = recovery.seal_at(machine.ledger, serves[1])
+            kept = recovery.kept_serving(locks)
             serves = self._witnesses.scan_serving(seal_at=sealed, keep=kept)
-        held = self._witnesses.scan(seal=True, keep=evidence.kept_witnesses(known))
+        held = self._witnesses.scan(seal=True, keep=recovery.kept_witnesses(known))
         if held is not None and serves is not None:
             self._feed(DirectoryScanned(frozenset(held), frozenset(serves[0]), sealed))
 

@@ -50,9 +50,9 @@ def tried(monkeypatch, free_after: int) -> tuple[list[float], list[object]]:
     monkeypatch.setattr(
         prober.evidence, "probes_due", lambda *_: [] if fed else [("active", HOLDER)]
     )
-    monkeypatch.setattr(prober.evidence, "scan_is_due", lambda *_: False)
+    monkeypatch.setattr(prober.recovery, "scan_is_due", lambda *_: False)
     monkeypatch.setattr(prober, "asyncio", SimpleNamespace(get_running_loop=lambda: loop))
-    Prober(witnesses, SimpleNamespace(locks={}, supervisors={}), None, fed.append).kick()
+    Prober(witnesses, SimpleNamespace(locks={}, supervisors={}), fed.append).kick()
     assert len(fed) == (free_after == 1)  # tried within the call itself
     while loop.next:
         loop.next.pop(0)()

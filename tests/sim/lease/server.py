@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from lockserver.core import events as ev
-from lockserver.core import evidence
+from lockserver.core import recovery
 from lockserver.core.machine import LockMachine
 from lockserver.messages import GrantedMsg, RenewedMsg
 from tests.sim.lease.network import DRIFT, LASTS_MS, Line
@@ -151,7 +151,7 @@ class Server:
 
     def probe(self) -> None:
         assert self.machine is not None
-        is_due = evidence.scan_is_due(self.machine.locks)
+        is_due = recovery.scan_is_due(self.machine.locks)
         if is_due and not self.machine.leases.may_have_strangers:
             self.feed(ev.DirectoryScanned(frozenset()))
 

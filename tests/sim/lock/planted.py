@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from lockserver.core import events as ev
-from lockserver.core import evidence, ledger, machine, supervisors
+from lockserver.core import evidence, ledger, machine, recovery, supervisors
 from lockserver.core.ledger import Ledger
 from lockserver.core.lock import Lock, LockState, Signal, Waiter
 from lockserver.core.machine import LockMachine
@@ -309,9 +309,9 @@ def lost_file_is_an_empty_one(patch: Patch) -> None:
 @CORE.rule("strangers-count", LIVES)
 def strangers_do_not_count(patch: Patch) -> None:
     """With the state lost, witnesses of engines that are not connected are ignored."""
-    frees = evidence.scan_frees
+    frees = recovery.scan_frees
     patch.setattr(
-        evidence,
+        recovery,
         "scan_frees",
         lambda locks, known, held, serving=(): frees(locks, known, (), serving),
     )
@@ -456,9 +456,9 @@ def reaped_is_handed_over(patch: Patch) -> None:
 @HAND_OVER.rule("lost-state-scans-serving-files", TWO, 965)
 def serving_files_are_not_scanned(patch: Patch) -> None:
     """After a lost state, only witnesses count."""
-    frees = evidence.scan_frees
+    frees = recovery.scan_frees
     patch.setattr(
-        evidence, "scan_frees", lambda locks, known, held, serving=(): frees(locks, known, held)
+        recovery, "scan_frees", lambda locks, known, held, serving=(): frees(locks, known, held)
     )
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from lockserver.core import events as ev
-from lockserver.core import evidence
+from lockserver.core import evidence, recovery
 from lockserver.core.lock import KINDS
 from lockserver.core.machine import LockMachine
 from lockserver.core.names import WitnessState
@@ -181,7 +181,7 @@ class Server:
         trees = self.world.trees
         for lock in machine.locks.values():
             if lock.holder is None:
-                if lock.is_unknown and evidence.scan_frees(
+                if lock.is_unknown and recovery.scan_frees(
                     machine.locks, machine.supervisors, self.held(), self.serving_held()
                 ):
                     found.append((self.scan, None))
@@ -317,7 +317,7 @@ class Server:
 
     def scan(self, _: None) -> None:
         assert self.machine is not None, NO_MACHINE
-        kept = evidence.kept_witnesses(self.machine.supervisors)
+        kept = recovery.kept_witnesses(self.machine.supervisors)
         for tree in self.world.trees.values():
             if not tree.is_alive and tree.witness.name not in kept:
                 self.seal(tree)
@@ -327,12 +327,12 @@ class Server:
         """Where that frees a fenced lock: the token at which every serving file is sealed."""
         assert self.machine is not None, NO_MACHINE
         held = self.held(), self.serving_held()
-        freed = evidence.scan_frees(self.machine.locks, self.machine.supervisors, *held)
+        freed = recovery.scan_frees(self.machine.locks, self.machine.supervisors, *held)
         if not any(kind_of(lock) == ACTIVE for lock in freed):
             return 0
-        kept = evidence.kept_serving(self.machine.locks)
+        kept = recovery.kept_serving(self.machine.locks)
         trees = self.world.trees.values()
-        token = evidence.seal_at(self.machine.ledger, max((t.length for t in trees), default=0))
+        token = recovery.seal_at(self.machine.ledger, max((t.length for t in trees), default=0))
         for tree in trees:
             file = tree.serving
             if file is not None and file.name not in kept and not self.is_serving_held(tree):
