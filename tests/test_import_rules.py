@@ -392,7 +392,7 @@ def test_the_package_alone_brings_what_it_imports_and_reads():
 # Lines of each package, at most; lowered after each step towards the budgets of `hack/volume.py`.
 LINES_MAX = {
     "plumbing": 6_752,
-    "lockserver": 9_173,
+    "lockserver": 8_280,
     "gms": 11_535,
     "engine": 21_100,
     "gateway": 10_965,

@@ -80,8 +80,8 @@ class LockMachine:
         if self.ledger.is_writing and not isinstance(event, ev.Persisted | ev.PersistFailed):
             raise InvariantError(f"{type(event).__name__} while a grant is being written")
         effects = list(self._on(event, now_ms))
-        effects += self._free_expired(now_ms)
         effects += self.switchovers.observe(self.locks, now_ms)
+        effects += self._free_expired(now_ms)  # afterwards: a switchover must see its release
         effects += tell_standbys(
             self.locks, self.supervisors, self.ledger.era, resumes=self.switchovers.resumes
         )

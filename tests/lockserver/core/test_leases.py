@@ -122,6 +122,13 @@ def test_holder_that_is_reaped_frees_the_lock_at_once(held):
     assert (1, A2, 3) in sent(held.want(2, None, engine="engine-1"))
 
 
+def test_switchover_over_tcp_ends_with_the_release_of_its_source(held):
+    """Goal: a release is told from a death. Method: ask, and the holder names no incarnation."""
+    held.feed(ev.SwitchOverAsked(1, 0, "active", "engine-1", 1000.0, frozenset({B})))
+    done = held.want(1, None, engine="engine-0")
+    assert "lock.switched_over" in happened(done)
+
+
 def test_restarted_server_waits_for_the_lease_on_file(held):
     """Goal: what was answered a moment before the restart holds. Method: nobody reconnects, while
     another engine waits."""
