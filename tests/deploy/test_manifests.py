@@ -122,7 +122,8 @@ def test_every_variable_is_read_by_somebody(overlay: str):
             for option in PROGRAMS[program].commands[verb].params
             for name in re.findall(r"[A-Z][A-Z_]+", getattr(option, "help", "") or "")
         }
-        used = set(re.findall(r"\$\((\w+)\)", " ".join(container.get("args", []))))
+        values = [each.get("value", "") for each in container.get("env", [])]
+        used = set(re.findall(r"\$\((\w+)\)", " ".join([*container.get("args", []), *values])))
         for name in (each["name"] for each in container.get("env", [])):
             assert name in known | used | OTHER_ENVIRONMENT, (container["name"], name)
         if container.get("envFrom"):
