@@ -1,7 +1,6 @@
 """Kill engines at every point of a step, hundreds of times: each is a fork of a parked one.
 
-    python -m tests.vllm.kv_kills [--backend reference|vllm] [--runner v1|v2] [--kills N]
-        [--no-async] [--no-audit] [--point running] [--seed N] [--json]
+    python -m tests.vllm.kv_kills [--backend reference|vllm] [--runner v1|v2] [--kills N] [--json]
 
 Starting vLLM takes a minute of two cores, and a fork of it a moment. One process loads the model
 and parks; every fork of it borrows the KV pool from a real memory service, adopts what it finds,
@@ -41,6 +40,7 @@ ENGINE = "engine-0"
 ASKED_MAX, BEGINNINGS, BEGINNING_TOKENS, REST_TOKENS_MAX = 40, 4, 70, 70
 VOCABULARY = range(32, 120)
 AT_ONCE = 6
+SEED = 1
 ROUNDS_MAX = 30  # of questions, in a life; most lives end in the first
 VARIABLES = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -133,20 +133,18 @@ def in_a_fork(work: Any) -> tuple[list[dict[str, Any]], int]:
 
 def load(flags: argparse.Namespace, model: str, directory: str) -> Parked:
     """The engine of the backend that the flags name, parked."""
-    has_audit = not flags.no_audit
     if flags.backend == "reference":
         from tests.vllm.kv_kills.reference import ParkedReference
 
-        return ParkedReference(model, directory, ENGINE, has_audit=has_audit)
+        return ParkedReference(model, directory, ENGINE)
     from tests.vllm.kv_kills.parked_vllm import ParkedVllm
 
-    is_async = not flags.no_async
-    return ParkedVllm(model, directory, ENGINE, is_async=is_async, has_audit=has_audit)
+    return ParkedVllm(model, directory, ENGINE)
 
 
 def inner(flags: argparse.Namespace, base: Path) -> dict[str, Any]:
     """In the process that is parked."""
-    control, rng = Control(base), Random(flags.seed)
+    control, rng = Control(base), Random(SEED)
     parked = load(flags, str(base / "model"), str(base / "pod"))
     told, _ = in_a_fork(lambda out: _tell(out, {"known": learn(parked, rng)}))
     if "known" not in told[0]:
@@ -154,7 +152,7 @@ def inner(flags: argparse.Namespace, base: Path) -> dict[str, Any]:
     known = [(prompt, answer) for prompt, answer in told[0]["known"]]
     say(f"{len(known)} questions")
     lives: list[Life] = []
-    points = flags.point or list(SEAMS[flags.backend])
+    points = list(SEAMS[flags.backend])
     killed = 0
     while killed < flags.kills:
         point = points[len(lives) % len(points)]
@@ -233,7 +231,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tests.vllm.kv_kills", description="kill forks of a parked engine"
     )
-    points = sorted({point for points in SEAMS.values() for point in points})
     parser.add_argument("--backend", choices=SEAMS, default="reference")
     parser.add_argument(
         "--runner",
@@ -241,10 +238,6 @@ def main() -> None:
         help="vLLM's model runner [default: what vLLM chooses on a GPU]",
     )
     parser.add_argument("--kills", type=int, default=200, help="how many [default: %(default)s]")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--point", action="append", choices=points, help="repeatable; default: all")
-    parser.add_argument("--no-async", action="store_true", help="vLLM without async scheduling")
-    parser.add_argument("--no-audit", action="store_true", help="publish no checksums")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     flags = parser.parse_args()
     if INNER_ENV in os.environ:

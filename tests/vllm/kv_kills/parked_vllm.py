@@ -23,18 +23,14 @@ GAP_MIN = 0.01  # of log probabilities, which differ by 1e-5 between two batches
 class ParkedVllm:
     """As `Parked`."""
 
-    def __init__(
-        self, model: str, directory: str, engine: str, *, is_async: bool, has_audit: bool
-    ) -> None:
-        self._directory, self._engine, self._has_audit = directory, engine, has_audit
-        if is_async:
-            keep_async_scheduling()
-        kind = "KeepingAsyncScheduler" if is_async else "KeepingScheduler"
+    def __init__(self, model: str, directory: str, engine: str) -> None:
+        self._directory, self._engine = directory, engine
+        keep_async_scheduling()
         self._llm: Any = LLM(
             model,
             worker_cls="tests.vllm.parked_worker.UnsupervisedWorker",
-            scheduler_cls=f"engine.backends.vllm.kv.scheduler.{kind}",
-            async_scheduling=is_async,
+            scheduler_cls="engine.backends.vllm.kv.scheduler.KeepingAsyncScheduler",
+            async_scheduling=True,
             dtype="float32",
             enforce_eager=True,
             generation_config="vllm",
@@ -58,7 +54,7 @@ class ParkedVllm:
                 "directory": self._directory,
                 "deadline_s": DEADLINE_S,
                 "may_adopt": True,
-                "has_audit": self._has_audit,
+                "has_audit": True,
                 "ranks": [taken["pool"]],
             }
             core = self._llm.llm_engine.engine_core.engine_core

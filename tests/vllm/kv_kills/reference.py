@@ -30,8 +30,8 @@ ANSWER_TOKENS = 40
 class ParkedReference:
     """As `Parked`."""
 
-    def __init__(self, model: str, directory: str, engine: str, *, has_audit: bool) -> None:
-        self._directory, self._engine, self._has_audit = directory, engine, has_audit
+    def __init__(self, model: str, directory: str, engine: str) -> None:
+        self._directory, self._engine = directory, engine
         checkpoint = open_checkpoint(model)
         config = self._config = checkpoint.config
         memory: dict[str, memoryview] = {}
@@ -73,8 +73,7 @@ class ParkedReference:
             may_adopt=True,
             checksum=store.checksum,
         )
-        has_audit = self._has_audit
-        prefixes = PrefixCache(store, BLOCKS, kept.writer, kept.adopted, has_audit=has_audit)
+        prefixes = PrefixCache(store, BLOCKS, kept.writer, kept.adopted, has_audit=True)
         self._generator = Generator(self._decoder, cache, prefixes)
         kept.canary_passed()
         return {"adopted": len(kept.adopted), "torn": kept.torn, "why_empty": kept.why_empty}

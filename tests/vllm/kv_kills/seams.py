@@ -57,12 +57,7 @@ class Control:
     def arm(self, engine: str, point: str, skip: int) -> None:
         """Kill the process of `engine` that passes `point` for the `skip` + 1st time."""
         self._armings += 1
-        self.rest()
         BLOCK.pack_into(self._memory, 0, self._armings, 0, skip, engine.encode(), point.encode())
-
-    def rest(self) -> None:
-        """Kill nobody."""
-        BLOCK.pack_into(self._memory, 0, self._armings, 0, 0, b"", b"")
 
 
 def any_skip(rng: Random, backend: str, point: str) -> int:
