@@ -3,7 +3,8 @@ planted rules.
 
 A world is told by a seeded generator what happens next, and checks its promises after every step.
 `SEED` is the first seed and `RUNS` how many follow it: `make sim SEED=4711 RUNS=1` is that one
-schedule again. A failure says its seed and the last things that happened.
+schedule again. A failure says its seed and the last things that happened. `SCHEDULES_MAX` is what
+CI sets: the most that one test runs.
 
 A planted rule is a rule of the design that is left out, in the real core or in what surrounds it:
 some schedule must then break a promise. A world that lets a planted rule pass proves nothing.
@@ -21,6 +22,7 @@ from typing import Any
 import pytest
 
 SEED = int(os.environ.get("SEED", "1"))
+SCHEDULES_MAX = int(os.environ.get("SCHEDULES_MAX", "1000000"))
 SHOWN = 60  # of the last steps; the seed has them all
 
 Patch = pytest.MonkeyPatch
@@ -29,7 +31,7 @@ Plant = Callable[[Patch], None]
 
 def seeds(runs: int) -> range:
     """The seeds of this run: `RUNS` of them if that is set, else `runs`."""
-    return range(SEED, SEED + int(os.environ.get("RUNS", str(runs))))
+    return range(SEED, SEED + int(os.environ.get("RUNS", str(min(runs, SCHEDULES_MAX)))))
 
 
 @contextmanager
