@@ -13,8 +13,6 @@ import signal
 import socket
 from collections.abc import Awaitable, Callable
 
-import pytest
-
 from engine.supervisor import leftovers as held_files
 from engine.supervisor.tree import HELPERS
 from gms.upkeep import drop_kv
