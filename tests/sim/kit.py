@@ -88,6 +88,24 @@ class PlantedRules(list[PlantedRule]):
 
         return add
 
+    def instead(
+        self, name: str, caught: str, owner: Any, attribute: str, seed: int = 0
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """The decorated function takes the place of `owner.attribute`, which is its first argument:
+        so the rule `name` is left out."""
+
+        def add(replacement: Callable[..., Any]) -> Callable[..., Any]:
+            @self.rule(name, caught, seed)
+            def plant(patch: Patch) -> None:
+                real = getattr(owner, attribute)
+                patch.setattr(
+                    owner, attribute, lambda *asked, **named: replacement(real, *asked, **named)
+                )
+
+            return replacement
+
+        return add
+
     def put(
         self, name: str, caught: str, owner: Any, attribute: str, value: Any, seed: int = 0
     ) -> None:
